@@ -76,10 +76,10 @@ def generate(data: Any, *, job: str | None = None, overrides: Options = (), **ke
         with scanning(config.output.dir):
             return OutputFolder(config.output.dir).scan().collect()
     opened = open_job(config, source)
-    seen = survey_first(opened)
-    with ProgressBar(seen.num_outputs(source.num_rows)) as progress:
-        engine, work = make_engine(opened, seen, progress), ShardWork.of(opened, "in-process")
-        monitor = RunMonitor(progress, seen.mean_output, engine.totals)
+    survey = survey_first(opened)
+    with ProgressBar(survey.num_outputs(source.num_rows)) as progress:
+        engine, work = make_engine(opened, survey, progress), ShardWork.of(opened, "in-process")
+        monitor = RunMonitor(progress, survey.mean_output, engine.totals)
         tables = {
             done.shard.index: work.table(done.shard, done.completions) for done in decode_shards(opened, engine, monitor, work)
         }

@@ -120,10 +120,10 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
     )
 
 
-def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
+def make_engine(job: Job, survey: Survey, progress: ProgressBar) -> Engine:
     """The engine for a surveyed job, see `load_engine`. It does not decode texts: the code that makes the tables does that."""
-    demand = seen.demand(job.source.num_rows, job.admission.max_len)
-    return load_engine(job, demand, progress, seen, defers_text=True, most_rounds=most_last_rounds(job))
+    demand = survey.demand(job.source.num_rows, job.admission.max_len)
+    return load_engine(job, demand, progress, survey, defers_text=True, most_rounds=most_last_rounds(job))
 
 
 def most_last_rounds(job: Job) -> int | None:
@@ -137,12 +137,12 @@ def most_last_rounds(job: Job) -> int | None:
 
 
 def load_engine(
-    job: Job, demand: Demand, progress: ProgressBar, seen: Survey, *, defers_text: bool = False, most_rounds: int | None = None
+    job: Job, demand: Demand, progress: ProgressBar, survey: Survey, *, defers_text: bool = False, most_rounds: int | None = None
 ) -> Engine:  # fmt: skip
     """Load the weights, choose the shape from the remaining memory, set up the engine; shows each step on the progress line.
 
     defers_text        as for `RowFeatures`
-    seen, most_rounds  as for `prepare_engine`
+    survey, most_rounds  as for `prepare_engine`
     """
     config = job.config
     dtype = str(job.dtype).removeprefix("torch.")
@@ -188,7 +188,7 @@ def load_engine(
         progress.start_up.done("batch and drafter")
         shard_rows = job.layout.last_shard_rows
         window_rows = shard_rows * window_shards(batch.num_slots, shard_rows)
-        prepare_engine(engine, usual_mode(job), seen, job.source.num_rows, window_rows, most_rounds=most_rounds)
+        prepare_engine(engine, usual_mode(job), survey, job.source.num_rows, window_rows, most_rounds=most_rounds)
         progress.start_up.done("other preparations", engine.planner.seconds)
     return engine
 
@@ -201,17 +201,17 @@ def round_of(most_drafts: int) -> str:
 
 
 def prepare_engine(
-    engine: Engine, mode: SamplingMode, seen: Survey, num_rows: int, window_rows: int, *, most_rounds: int | None = None
+    engine: Engine, mode: SamplingMode, survey: Survey, num_rows: int, window_rows: int, *, most_rounds: int | None = None
 ) -> None:
     """On a GPU, compile the kernels and capture and time the graphs that rows like the surveyed ones will most likely need.
 
-    seen                   the survey; if it is empty, only its `shares_prefix` counts
+    survey                 if it is empty, only its `shares_prefix` counts
     num_rows, window_rows  as for `Survey.expected_rows`
     most_rounds            as for `Engine.prepare`
     """
     if engine.target.device.type == "cuda":
-        expected = seen.expected_rows(num_rows, window_rows)
-        engine.prepare(mode, shared=seen.shares_prefix, most_rounds=most_rounds, expected=expected)
+        expected = survey.expected_rows(num_rows, window_rows)
+        engine.prepare(mode, shared=survey.shares_prefix, most_rounds=most_rounds, expected=expected)
 
 
 def load_weights(job: JobModel, *, summed: bool = False) -> tuple[Target, Any]:

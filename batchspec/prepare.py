@@ -101,7 +101,7 @@ class Job(JobModel):
     kv_scales: KVScales | None = None
     """With cache.dtype=fp8: the scales that an earlier run wrote to the output folder."""
     layout: ShardLayout
-    """Which rows each shard holds: those of a new job, or of the job in the output folder (runner/new_extension.py)."""
+    """Which rows each shard holds: those of a new job, or of the job in the output folder (runner/opened_output.py)."""
     sums: SumsOfJob | None = None
     """What every load of the weights is compared with; None: nothing is compared."""
 
@@ -265,13 +265,13 @@ def survey_first(job: Job) -> Survey:
 
     Raises CapacityError if memory runs out.
     """
-    seen = Survey()
+    survey = Survey()
     with admitting_rows():
         for shard in job.source.shards(job.layout):
-            seen.add(shard.table.num_rows, _begun(job.admission, job.admission.admit(shard)))
-            if seen.num_rows >= SURVEY_ROWS:
+            survey.add(shard.table.num_rows, _begun(job.admission, job.admission.admit(shard)))
+            if survey.num_rows >= SURVEY_ROWS:
                 break
-    return seen
+    return survey
 
 
 def _begun(admission: Admission, admitted: Iterable[Request | Completion]) -> Iterator[Request | Completion]:

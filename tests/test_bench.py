@@ -275,10 +275,10 @@ def test_requests_that_outnumber_the_slots_stream_through_them(shape: Path, tmp_
 def test_an_engine_is_prepared_and_fed_as_in_a_job(shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken, prepared = count_waiting(monkeypatch), list[tuple[SamplingMode, Survey, int, int]]()
 
-    def note(engine: Engine, mode: SamplingMode, seen: Survey, num_rows: int, window_rows: int) -> None:
+    def note(engine: Engine, mode: SamplingMode, survey: Survey, num_rows: int, window_rows: int) -> None:
         assert (engine.batch.longest_prompt, engine.batch.longest_row) == (8, 48)
         assert engine.batch.max_len == 48, "and nothing of its K/V is held back for longer rows"
-        prepared.append((mode, seen, num_rows, window_rows))
+        prepared.append((mode, survey, num_rows, window_rows))
 
     monkeypatch.setattr("batchspec.commands.bench_variants.prepare_engine", note)
     lines(shape, tmp_path / "o.jsonl", "--requests", "40", "--gen", "40", "--temperature", "0.5")

@@ -22,7 +22,7 @@ from batchspec.dataset import files
 from batchspec.dataset.reader import InputShard, Source, open_source, table_source
 from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.errors import InputError
-from batchspec.runner import decode_shards
+from batchspec.runner.pending_commit import CheckInput, MergedFile, NewFile
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.places import LocalPlace
 from tests.runs import make_model, run_apart
@@ -121,19 +121,44 @@ def test_the_commit_checks_the_input_once_more(
     also one of a worker process, is deleted."""
     path = tmp_path / "in.parquet"
     path.write_bytes(as_parquet())
-    commit = decode_shards.commit_shard
+    publish = NewFile.publish
 
-    def late(*rest: Any) -> None:
+    def late(self: NewFile, check: CheckInput) -> None:
         while workers and not list((tmp_path / "out").rglob("*.parquet*")):  # the worker begins to write by itself
             time.sleep(0.01)
         path.write_bytes(as_parquet("Bye"))
-        commit(*rest)
+        publish(self, check)
 
-    monkeypatch.setattr("batchspec.runner.run_shards.commit_shard", late)
+    monkeypatch.setattr(NewFile, "publish", late)
     more = ["output.shard_rows=100", f"input.num_workers={workers}"]
     assert run.main([*arguments(model, path, tmp_path / "out"), *more]) == 2
     assert not (tmp_path / "out/data").exists()
     assert not list((tmp_path / "out").rglob("*.parquet*"))
+
+
+def test_a_retry_whose_input_has_changed_leaves_the_old_file(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    path, out = tmp_path / "in.parquet", tmp_path / "out"
+    path.write_bytes(as_parquet())
+    command = [*arguments(model, path, out), "output.shard_rows=100"]
+    assert run.main(command) == 0
+    (part,) = (out / "data").iterdir()
+    old, publish = part.read_bytes(), MergedFile.publish
+
+    def late(self: MergedFile, check: CheckInput) -> None:
+        path.write_bytes(as_parquet("Bye"))
+        publish(self, check)
+
+    longer = [*command, "decode.max_new_tokens=6", "resume=length"]
+    with monkeypatch.context() as patch:
+        patch.setattr(MergedFile, "publish", late)
+        assert run.main(longer) == 2
+    assert part.read_bytes() == old
+    assert not list((out / "_batchspec").rglob("tmp/*.parquet*"))
+    path.write_bytes(as_parquet())
+    assert run.main(longer) == 0
+    assert pl.read_parquet(part)["token_ids"].list.len().max() == 6
 
 
 def test_an_object_that_is_replaced_on_s3_is_noticed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,20 +75,20 @@ def test_fewer_surveyed_rows_than_a_refill_has_give_no_shape() -> None:
 
 
 def surveyed(*prompts: list[int]) -> tuple[Survey, list[Request]]:
-    seen, requests = Survey(), [request(i, ids, cap=4) for i, ids in enumerate(prompts)]
-    seen.add(len(requests), requests)
-    return seen, requests
+    survey, requests = Survey(), [request(i, ids, cap=4) for i, ids in enumerate(prompts)]
+    survey.add(len(requests), requests)
+    return survey, requests
 
 
 def test_the_survey_gives_prompt_lengths_window_by_window_the_longest_output_first() -> None:
-    seen = Survey()
+    survey = Survey()
     outputs = (4, 2, 6, 1, 8, 3)
-    seen.add(6, [request(i, [1] * n, cap=cap) for i, (n, cap) in enumerate(zip((3, 5, 4, 9, 7, 8), outputs, strict=True))])
-    found = seen.expected_rows(60, 3)
+    survey.add(6, [request(i, [1] * n, cap=cap) for i, (n, cap) in enumerate(zip((3, 5, 4, 9, 7, 8), outputs, strict=True))])
+    found = survey.expected_rows(60, 3)
     assert found is not None
     assert found.prompt_lens.tolist() == [4, 3, 5, 7, 8, 9]
     assert (found.num_rows, found.common_tokens) == (60, 3)
-    part = seen.expected_rows(60, 12)
+    part = survey.expected_rows(60, 12)
     assert part is not None
     assert part.prompt_lens.tolist() == [7, 4, 3, 8, 5, 9], "all are of one window"
 

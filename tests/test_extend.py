@@ -20,11 +20,12 @@ from batchspec.commands import inspect as inspecting
 from batchspec.config.compose import compose
 from batchspec.engine.loop.engine import Engine
 from batchspec.errors import StorageError
-from batchspec.prepare import open_job
+from batchspec.prepare import Job, open_job
 from batchspec.records import Completion, Request, RowError
 from batchspec.report.requests import read_requests
 from batchspec.report.status import StatusReader
 from batchspec.runner.new_extension import new_extension
+from batchspec.runner.new_retry import new_retry
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.output_folder import OutputFolder
 from tests.runs import make_model
@@ -356,18 +357,17 @@ def test_tool_calls_that_first_come_in_a_new_file_are_refused_by_the_columns_nam
 def test_a_change_that_another_run_begins_between_the_checks_is_not_undone(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mine: str
 ) -> None:
-    out, cap = tmp_path / "out", "decode.max_new_tokens=16"
+    out, cap, where = tmp_path / "out", "decode.max_new_tokens=16", "batchspec.runner.opened_output.new_retry"
     assert run.main(arguments(folder, out, "input.limit=5")) == 0
     both = {"extend": ["resume=extend"], "length": ["input.limit=5", "resume=length", cap]}
     other = both["length" if mine == "extend" else "extend"]
-    check_target = job.check_target
 
-    def then_changed(this: Any) -> None:
-        monkeypatch.setattr(job, "check_target", check_target)
+    def then_changed(this: Job, output: OutputFolder) -> Generation | None:
+        monkeypatch.setattr(where, new_retry)
         job.run_job(compose(arguments(folder, out, *other)))
-        check_target(this)
+        return new_retry(this, output)
 
-    monkeypatch.setattr(job, "check_target", then_changed)
+    monkeypatch.setattr(where, then_changed)
     capsys.readouterr()
     assert run.main(arguments(folder, out, *both[mine])) == 2
     assert "another run changed the job while this one began" in said(capsys)

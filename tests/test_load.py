@@ -21,20 +21,20 @@ from tests.engines import request
 from tests.runs import make_model
 
 
-def prepared(device: str, seen: Survey, num_rows: int, **options: Any) -> list[dict[str, Any]]:
+def prepared(device: str, survey: Survey, num_rows: int, **options: Any) -> list[dict[str, Any]]:
     """The arguments with which `prepare_engine` prepares an engine on this device."""
     calls: list[dict[str, Any]] = []
     engine = SimpleNamespace(
         target=SimpleNamespace(device=torch.device(device)), prepare=lambda mode, **named: calls.append({"mode": mode, **named})
     )
-    prepare_engine(cast(Engine, engine), SamplingMode(random=True), seen, num_rows, window_rows=4, **options)
+    prepare_engine(cast(Engine, engine), SamplingMode(random=True), survey, num_rows, window_rows=4, **options)
     return calls
 
 
 def test_an_engine_is_prepared_for_the_rows_that_were_surveyed() -> None:
-    seen = Survey()
-    seen.add(4, [request(i, [7] * (130 + i), cap=20 + i) for i in range(4)])
-    (call,) = prepared("cuda", seen, 100, most_rounds=9)
+    survey = Survey()
+    survey.add(4, [request(i, [7] * (130 + i), cap=20 + i) for i in range(4)])
+    (call,) = prepared("cuda", survey, 100, most_rounds=9)
     assert (call["mode"], call["shared"], call["most_rounds"]) == (SamplingMode(random=True), True, 9)
     assert call["expected"].prompt_lens.tolist() == [133, 132, 131, 130], "the longest output enters first"
     assert (call["expected"].num_rows, call["expected"].common_tokens) == (100, 130)

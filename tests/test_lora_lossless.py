@@ -196,9 +196,9 @@ def test_rows_of_one_adapter_and_prefix_are_decoded_together_and_only_they_count
     assert [r.row_index for r in order_requests(requests, page_size=16)] == [0, 2, 4, 1, 3, 5]
     long = [5] * PREFIX_TOKENS
     for adapters, shares in (((1, 2), False), ((1, 1), True)):
-        seen = Survey()
-        seen.add(2, [replace(request(i, long, cap=3), adapter=adapter) for i, adapter in enumerate(adapters)])
-        assert seen.shares_prefix is shares
+        survey = Survey()
+        survey.add(2, [replace(request(i, long, cap=3), adapter=adapter) for i, adapter in enumerate(adapters)])
+        assert survey.shares_prefix is shares
 
 
 def test_a_pass_without_adapter_ids_is_an_error_and_does_not_run_the_base_model() -> None:

@@ -24,10 +24,10 @@ from batchspec.engine.loop.scheduler import Scheduler
 from batchspec.engine.step import ScheduledRound
 from batchspec.errors import OutputError
 from batchspec.identity import job_fingerprint
-from batchspec.job import check_output
 from batchspec.kernels.attention.ordered_step import PART, block_of
 from batchspec.model.deterministic import ORDER_VERSION
 from batchspec.prepare import open_job
+from batchspec.runner.opened_output import open_output
 from tests.models import CHAT_TEMPLATE, make_checkpoint, make_thinking_tokenizer, make_tokenizer
 from tests.test_job import arguments, prompts
 from tests.test_lora import make_adapter
@@ -164,7 +164,7 @@ def test_another_value_of_any_key_that_makes_another_job_is_refused_by_name(fini
     make_adapter(tmp_path / "adapter", model, ["q_proj"])
     prompts().with_columns(topic=pl.lit("c")).write_parquet(tmp_path / "other.parquet")
     job = open_job(compose(arguments(model, finished.parent / "prompts.parquet", finished)))
-    assert not check_output(job).missing()
+    assert not open_output(job).folder.missing()
     for key, (value, name) in CHANGES.items():
         if key in ELSEWHERE:
             continue
@@ -174,7 +174,7 @@ def test_another_value_of_any_key_that_makes_another_job_is_refused_by_name(fini
             config = changed(config, *ONLY_WITH[key])
         other = open_job(config, tokenizer=None if key.startswith("model.") else job.tokenizer)
         with pytest.raises(OutputError, match=rf"holds another job \(.*\b{re.escape(name)}: .*output\.overwrite=true") as caught:
-            check_output(other)
+            open_output(other)
         assert "\n" not in str(caught.value)
 
 

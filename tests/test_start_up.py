@@ -70,9 +70,9 @@ def test_the_survey_finds_a_prefix_that_rows_share() -> None:
     long = [*range(PREFIX_TOKENS)]
 
     def shares(found: list[Request]) -> bool:
-        seen = Survey()
-        seen.add(len(found), found)
-        return seen.shares_prefix
+        survey = Survey()
+        survey.add(len(found), found)
+        return survey.shares_prefix
 
     assert shares(requests([*long, 1], [*long, 2]))
     assert not shares(requests([*long, 1], [9, *long]))

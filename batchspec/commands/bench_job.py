@@ -44,12 +44,13 @@ from batchspec.arguments import ArgumentParser
 from batchspec.commands.bench_job_stand_ins import POOL, StandInEngine, StandInTokenizer, some_texts, vocabulary_words
 from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.compose import compose
-from batchspec.job import check_output, compute
+from batchspec.job import compute
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.feed import WINDOW_SHARDS
 from batchspec.prepare import Job, open_job
 from batchspec.records import Completion
 from batchspec.runner.decode_shards import JOURNAL_S
+from batchspec.runner.opened_output import open_output
 from batchspec.runstate.journal import Journal
 from batchspec.storage.local_store import LocalStore
 from batchspec.supervise.signals import EndSignals
@@ -85,12 +86,12 @@ def measure(
     """Run the job; times in seconds or microseconds per row, memory in MB over the course of the run."""
     texts = some_texts(num_tokens, None if tokenizer is None else vocabulary_words(tokenizer))
     job = make_job(folder, num_rows, num_tokens, texts, tokenizer, num_workers, shard_rows)
-    output = check_output(job)
+    output = open_output(job)
     engine = StandInEngine(texts, num_tokens, tokenizer, rows_s)
     with sampled(resident_mb) as memory:
         began, cpu, workers = time.perf_counter(), time.process_time(), children_s()
         with EndSignals() as signals:
-            compute(job, output, set(), signals, make=engine.made)
+            compute(output, signals, make=engine.made)
         seconds, cpu_s, workers_s = time.perf_counter() - began, time.process_time() - cpu, children_s() - workers
         thread_s = time.thread_time() - engine.made_at[0]
         threads_s = time.process_time() - engine.made_at[1] - thread_s

@@ -91,7 +91,7 @@ class StandInEngine:
         self.made_at = 0.0, 0.0
         self._ahead = Prefetcher(iter(()), None, most=0)
 
-    def made(self, job: Job, seen: Survey, progress: ProgressBar) -> Engine:
+    def made(self, job: Job, survey: Survey, progress: ProgressBar) -> Engine:
         self.made_at = time.thread_time(), time.process_time()
         return cast(Engine, self)
 

@@ -10,7 +10,6 @@ from batchspec.config.checks import AUTO, TENSOR_PARALLEL, check_ranks
 from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import check_reach
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.job import check_output, check_target, is_new
 from batchspec.load import check_memory, plan_batch
 from batchspec.model.blocks.base import Shard
 from batchspec.model.shard import part_of
@@ -24,8 +23,7 @@ from batchspec.packing.replicas import GpuLayout, best, gpu_layouts
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job
 from batchspec.report.push import check_push_key
-from batchspec.runner.new_extension import new_extension, with_layout
-from batchspec.runner.new_retry import new_retry
+from batchspec.runner.opened_output import check_target, is_new, open_output
 from batchspec.runstate.generations import Generation
 from batchspec.text import counted
 
@@ -33,10 +31,10 @@ SAMPLE_ROWS = 10_000
 SHARD_ROWS = 500
 
 
-def layouts_of(job: Job, seen: Survey, rates: Rates, num_gpus: int) -> list[GpuLayout]:
+def layouts_of(job: Job, survey: Survey, rates: Rates, num_gpus: int) -> list[GpuLayout]:
     """The ways to divide so many GPUs of this kind for the job, each predicted, or with the reason why a run would refuse it."""
     whole = job.spec.whole or job.spec
-    demand = seen.demand(job.source.num_rows, job.admission.max_len)
+    demand = survey.demand(job.source.num_rows, job.admission.max_len)
 
     def predict(ranks: int, replicas: int) -> tuple[PackedBatch, Forecast]:
         check_ranks(job.config, ranks)
@@ -71,12 +69,12 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     job = open_job(config, tokenizer=tokenizer, fetch=False, is_new=is_new(config))
     check_target(job)
     state = state_of_output(job)
-    seen = survey_rows(job, full=full)
-    demand = seen.demand(job.source.num_rows, job.admission.max_len)
+    survey = survey_rows(job, full=full)
+    demand = survey.demand(job.source.num_rows, job.admission.max_len)
     rates = device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)
     batch, ahead = None, None
     num_gpus = len(visible_gpus()) if job.device.type == "cuda" else 1
-    found = layouts_of(job, seen, rates, num_gpus) if num_gpus > 1 and demand.num_completions else []
+    found = layouts_of(job, survey, rates, num_gpus) if num_gpus > 1 and demand.num_completions else []
     ranks = best(found).ranks if found and config.cluster.tensor_parallel == AUTO else config.cluster.tensor_parallel
     if demand.num_completions:
         if ranks not in (1, AUTO):
@@ -88,7 +86,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
             correlation=config.packing.expert_correlation,
         )  # fmt: skip
     return Plan(
-        job=job, survey=seen, rates=rates, num_completions=demand.num_completions, batch=batch, forecast=ahead, layouts=found,
+        job=job, survey=survey, rates=rates, num_completions=demand.num_completions, batch=batch, forecast=ahead, layouts=found,
         output=state,
     )  # fmt: skip
 
@@ -98,28 +96,27 @@ def state_of_output(job: Job) -> str:
     if job.config.output.dir is None:
         return ""
     try:
-        output = check_output(job)
-        change = new_retry(job, output) or new_extension(job, output)
+        output = open_output(job)
     except (ConfigError, OutputError, StorageError) as error:
         return f"a run would be refused: {error}"
-    if output.begins_job(job.config.output.overwrite):
+    if output.is_new:
         return ""
-    layout = with_layout(job, output, change).layout
-    rows = layout.num_rows_of(output.finished())
+    folder, change, layout = output.folder, output.change, output.job.layout
     if isinstance(change, Generation):
-        return f"{output.path}: {len(change.shards):,} of {counted(output.num_shards, 'shard')} have rows to compute again"
-    added = f", {layout.num_rows - output.manifest.num_rows:,} of them added by resume=extend" if change else ""
-    return f"{output.path}: {rows:,} of {counted(layout.num_rows, 'row')} are done, {layout.num_rows - rows:,} are to do{added}"
+        return f"{folder.path}: {len(change.shards):,} of {counted(folder.num_shards, 'shard')} have rows to compute again"
+    rows = layout.num_rows_of(output.finished)
+    added = f", {layout.num_rows - folder.manifest.num_rows:,} of them added by resume=extend" if change else ""
+    return f"{folder.path}: {rows:,} of {counted(layout.num_rows, 'row')} are done, {layout.num_rows - rows:,} are to do{added}"
 
 
 def survey_rows(job: Job, *, full: bool) -> Survey:
     """Admit every row, or every k-th stretch of 500 rows so that about 10,000 are read."""
-    seen = Survey()
+    survey = Survey()
     stride = 1 if full else max(1, job.source.num_rows // SAMPLE_ROWS)
     with admitting_rows():
         for shard in job.source.shards(SHARD_ROWS, skip=_AllBut(stride)):
-            seen.add(shard.table.num_rows, job.admission.admit_compiled(shard))
-    return seen
+            survey.add(shard.table.num_rows, job.admission.admit_compiled(shard))
+    return survey
 
 
 class _AllBut:

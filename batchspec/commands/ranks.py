@@ -11,10 +11,10 @@ import sys
 from batchspec.commands.planning import layouts_of
 from batchspec.config.compose import reported
 from batchspec.config.typed import from_json
-from batchspec.job import is_new
 from batchspec.packing.cost import device_rates
 from batchspec.packing.replicas import best
 from batchspec.prepare import open_job, survey_first
+from batchspec.runner.opened_output import is_new
 from batchspec.terminal import show_line
 
 

@@ -72,9 +72,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _checked(config: RunConfig) -> Job:
     """The job, with all checks of a run. Raises as `open_job`."""
-    from batchspec.job import check_target, is_new  # imports torch, so only after the checks of `launch`
-    from batchspec.prepare import open_job
+    from batchspec.prepare import open_job  # imports torch, so only after the checks of `launch`
     from batchspec.report.push import check_push_key
+    from batchspec.runner.opened_output import check_target, is_new
 
     check_push_key(config.output)
     job = open_job(config, fetch=False, here=False, is_new=is_new(config))

@@ -66,9 +66,9 @@ def make_workload(args: argparse.Namespace, device: torch.device, group: Group |
 
 def survey_of(requests: Sequence[Request]) -> Survey:
     """What a job would know of its rows before it starts if these were its requests, each from one input row."""
-    seen = Survey()
-    seen.add(len(requests), requests)
-    return seen
+    survey = Survey()
+    survey.add(len(requests), requests)
+    return survey
 
 
 def make_job(folder: Path, *, shape: str, num_requests: int, prompt_len: int, cap: int) -> tuple[int, int]:

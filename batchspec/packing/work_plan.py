@@ -1,4 +1,4 @@
-"""The plan of what a run does with each output row of a shard. Decoding, isolated retries and commits execute it.
+"""The plan of what a run does with each output row of a shard. Decoding and isolated retries execute it.
 
 A new or resumed job computes every row (runner/compute_all.py). A retry computes some rows anew and carries the others over
 (runner/retry_plan.py).
@@ -7,18 +7,13 @@ A new or resumed job computes every row (runner/compute_all.py). A retry compute
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import pyarrow as pa
-
 from batchspec.dataset.reader import InputShard
 from batchspec.records import Completion, Request
-from batchspec.runstate.shard_writer import UnpublishedFile, WrittenFile
 
-Commit = Callable[[Callable[[], None]], None]
-"""Publishes a shard; see `WorkPlan.begin_commit`."""
 PlanRows = Callable[[InputShard, Iterator[Request | Completion]], Iterator[Request | Completion | None]]
 """`WorkPlan.rows`."""
 
@@ -82,25 +77,8 @@ class DecodedShard:
         return float(self.shard.table.nbytes + TOKEN_BYTES * sum(map(len, ids)) + top_bytes)
 
 
-class RowWriter(Protocol):
-    """Makes output rows from completions, in this process or in others."""
-
-    def begin_table(self, shard: InputShard, completions: Sequence[Completion]) -> Callable[[], pa.Table]:
-        """A function that returns the completions as output rows."""
-
-    def begin_file(
-        self, shard: InputShard, completions: Sequence[Completion], file: UnpublishedFile
-    ) -> Callable[[], WrittenFile]:
-        """A function that writes the same rows to `file`, verifies them and returns the written file. It may be called again to
-        write the file anew. It raises what `UnpublishedFile.write` raises.
-
-        Workers may write the file before the function is called. If it is never called, because the shard's input has changed,
-        the file stays in the scratch folder until a later run removes it.
-        """
-
-
 class WorkPlan(Protocol):
-    """Which rows of a shard are computed, and how the shard's file is published."""
+    """Which rows of a shard are computed."""
 
     def rows(
         self, shard: InputShard, admitted: Iterator[Request | Completion]
@@ -114,11 +92,3 @@ class WorkPlan(Protocol):
 
     def carries_over(self, shard: int) -> bool:
         """Whether rows of this shard that get no completion are carried over from the present output."""
-
-    def begin_commit(self, work: RowWriter, done: DecodedShard) -> Commit:
-        """A function that publishes the shard's file once, with the completions and the rows carried over.
-
-        done  has a completion for every row that is not carried over
-        The function takes a check, which it calls after the rows are made and before it publishes them. If the check raises an
-        error, no file is left. The function raises that error, and what `OutputFolder.publish` raises.
-        """

@@ -1,5 +1,6 @@
 """One run of a job: from an opened job to committed shards. Changes when the course of a run changes.
 
+opened_output.py       what the output folder holds of the job, and what this run is to do there
 new_retry.py           the retry that resume.retry asks for: its shards
 new_extension.py       the rows that resume=extend adds to the job
 compute_all.py         the plan of a job: every row is computed
@@ -9,6 +10,7 @@ decode_shards.py       one pass: rows through the engine, whole shards out
 shard_work.py          admission before decoding, the output table after it
 shard_workers.py       the same in worker processes, with shards read ahead
 shard_worker.py        such a process, and what is sent between the processes
+pending_commit.py      the commit of a shard: its file is written, verified, checked and published
 background_commit.py   commits in a thread while the next shards are decoded
 oom_fallback.py        the run's engine, and a smaller one when memory runs out
 run_monitor.py         what is reported after each round

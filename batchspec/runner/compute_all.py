@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 
 from batchspec.dataset.reader import InputShard
-from batchspec.packing.work_plan import Commit, DecodedShard, RowWriter, all_rows
+from batchspec.packing.work_plan import DecodedShard, all_rows
 from batchspec.records import Completion, Request
+from batchspec.runner.pending_commit import NewFile, PendingCommit
+from batchspec.runner.shard_work import ShardWork
+from batchspec.runner.shard_workers import ShardWorkers
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.shard_writer import WrittenFile
 
 
 class ComputeAll:
@@ -26,27 +27,6 @@ class ComputeAll:
         """Never: the output has no row of the shard."""
         return False
 
-    def begin_commit(self, work: RowWriter, done: DecodedShard) -> Commit:
-        """As `WorkPlan.begin_commit`."""
-        return begin_new_file(self._output, work, done)
-
-
-def begin_new_file(output: OutputFolder, work: RowWriter, done: DecodedShard) -> Commit:
-    """`WorkPlan.begin_commit` of a shard that keeps no old rows: `work` writes its file, and this process publishes it."""
-    index = done.shard.index
-    write = work.begin_file(done.shard, done.completions, output.unpublished(index))
-
-    def commit(check: Callable[[], None]) -> None:
-        def checked() -> WrittenFile:
-            made = write()
-            try:
-                check()
-            except BaseException:
-                with suppress(OSError):
-                    made.path.unlink(missing_ok=True)
-                raise
-            return made
-
-        output.publish(index, checked)
-
-    return commit
+    def begin_commit(self, work: ShardWork | ShardWorkers, done: DecodedShard) -> PendingCommit:
+        """The commit of a shard whose rows all have a completion; its file may be begun at once."""
+        return NewFile(self._output, work, done)

@@ -1,15 +1,15 @@
-"""Decodes shards: rows go through the engine; each shard is yielded, with the function that commits it, after its last row."""
+"""Decodes shards: rows go through the engine; each shard is yielded after its last row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import closing
 
 from batchspec.dataset.reader import InputShard
 from batchspec.engine.features.choices import run_with_choices
 from batchspec.engine.loop.engine import Engine
 from batchspec.packing.feed import Feed
-from batchspec.packing.work_plan import Commit, DecodedShard, PlanRows, WorkPlan, all_rows
+from batchspec.packing.work_plan import DecodedShard, PlanRows, all_rows
 from batchspec.prepare import Job
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.shard_work import ShardWork
@@ -66,16 +66,3 @@ def decode_shards(
             yield from map(monitor.decoded, feed.complete())
     monitor.ended()
     yield from map(monitor.decoded, feed.complete())  # shards without any good row
-
-
-def with_commits(
-    plan: WorkPlan, work: ShardWork | ShardWorkers, decoded: Iterable[DecodedShard]
-) -> Iterator[tuple[DecodedShard, Commit]]:
-    """The same shards, each with the function that commits it (`WorkPlan.begin_commit`)."""
-    for done in decoded:
-        yield done, plan.begin_commit(work, done)
-
-
-def commit_shard(job: Job, done: DecodedShard, commit: Commit) -> None:
-    """Publish the shard's file. Raises InputError, and leaves no file, if the shard's input has changed since it was read."""
-    commit(lambda: job.source.check(done.shard.first_row, done.shard.first_row + done.shard.table.num_rows))

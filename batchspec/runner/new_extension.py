@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from batchspec.errors import OutputError
 from batchspec.identity import job_fingerprint
 from batchspec.prepare import Job
-from batchspec.runstate.extensions import MAY_DIFFER, Extension, obstacle, shard_rows_of
-from batchspec.runstate.generations import Change
+from batchspec.runstate.extensions import EXTENSION_MAY_CHANGE, Extension, obstacle, shard_rows_of
 from batchspec.runstate.manifest import Manifest, compared_facts, differing
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.text import counted
@@ -29,7 +28,7 @@ def new_extension(job: Job, output: OutputFolder) -> Extension | None:
         )
     past, manifest = output.latest_changes(), output.manifest
     compared = facts_of_job(job)
-    check_unchanged(output, compared, MAY_DIFFER)
+    check_unchanged(output, compared, EXTENSION_MAY_CHANGE)
     differ = differing(manifest.fingerprint, compared)
     if not differ:
         return None
@@ -60,8 +59,8 @@ def facts_of_job(job: Job) -> dict[str, str]:
 
 
 def check_unchanged(output: OutputFolder, compared: Mapping[str, str], may_differ: Collection[str]) -> None:
-    """Raise OutputError if a change that another run began since `check_output` is one that this command does not know: it would
-    be undone.
+    """Raise OutputError if a change that another run began since the folder was checked is one that this command does not know:
+    it would be undone.
 
     compared  `facts_of_job` of this command
     """
@@ -97,16 +96,8 @@ def advice(job: Job, manifest: Manifest) -> str:
     differ = differing(manifest.fingerprint, facts_of_job(job))
     if differ == {"output.shard_rows"}:
         return f"run the command with output.shard_rows={manifest.fingerprint['output.shard_rows']} to go on with it; or "
-    if not differ <= {*MAY_DIFFER} or obstacle(manifest, job.source):
+    if not differ <= {*EXTENSION_MAY_CHANGE} or obstacle(manifest, job.source):
         return ""
     added = job.source.num_rows - manifest.num_rows
     what = f"adds {counted(added, 'row')} to this job" if added else "accepts this input, which has the same rows"
     return f"resume=extend {what}; or "
-
-
-def with_layout(job: Job, output: OutputFolder, change: Change | None = None) -> Job:
-    """The job with the shards of its output folder, those of an extension that this run begins included."""
-    if output.begins_job(job.config.output.overwrite):
-        return job
-    manifest = output.manifest if change is None else change.of(output.manifest)
-    return replace(job, layout=manifest.layout)

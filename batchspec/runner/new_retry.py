@@ -19,7 +19,7 @@ from batchspec.runstate.scan import scanning
 from batchspec.text import counted
 
 CAP = "decode.max_new_tokens"
-MAY_DIFFER = {"length": (CAP,), "error": (), "none": ()}
+RETRY_MAY_CHANGE = {"length": (CAP,), "error": (), "none": ()}
 """Keys of the fingerprint that this kind of retry may change."""
 TRUNCATED = pl.col("finish_reason") == "length"
 
@@ -37,7 +37,7 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
         raise OutputError(f"{output.path}: no job was run there that resume={kind} could retry; check output.dir")
     changes, manifest = output.latest_changes(), output.manifest
     compared = facts_of_job(job)
-    check_unchanged(output, compared, MAY_DIFFER[kind])
+    check_unchanged(output, compared, RETRY_MAY_CHANGE[kind])
     past = [change for change in changes if isinstance(change, Generation)]
     config = asdict(job.config)
     config["resume"]["retry"], config["resume"]["retry_id"] = "none", 1

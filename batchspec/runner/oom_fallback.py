@@ -29,18 +29,19 @@ FEWEST_PREFILL = 512
 class EngineWithFallback:
     """Makes the engine; if it does not fit, makes a smaller one, once. Raises CapacityError if that does not fit either."""
 
-    engine: Engine
+    current: Engine
+    """The present engine; the larger one before it is gone when a smaller one is made."""
 
-    def __init__(self, job: Job, seen: Survey, progress: ProgressBar, make: MakeEngine = make_engine) -> None:
-        self._job, self._seen, self._progress, self._engine_of = job, seen, progress, make
+    def __init__(self, job: Job, survey: Survey, progress: ProgressBar, make: MakeEngine = make_engine) -> None:
+        self._job, self._survey, self._progress, self._engine_of = job, survey, progress, make
         self._shrunk = self._stopping = False
         self._make()
 
     def stop(self) -> None:
         """`Engine.stop` of the present engine and of any later one. A signal handler may call it."""
         self._stopping = True
-        if hasattr(self, "engine"):
-            self.engine.stop()
+        if hasattr(self, "current"):
+            self.current.stop()
 
     @property
     def stopping(self) -> bool:
@@ -49,25 +50,25 @@ class EngineWithFallback:
 
     def shrink(self, message: str) -> None:
         """Replace the engine, which ran out of memory, by one with a smaller batch. Its totals are kept."""
-        batch, totals = self.engine.batch, self.engine.totals
-        del self.engine
+        batch, totals = self.current.batch, self.current.totals
+        del self.current
         self._fall_back(batch, message)
         self._make()
-        self.engine.totals = totals
+        self.current.totals = totals
 
     def adopt_kv_scales(self, scales: KVScales) -> None:
         """Use these scales in the present engine, which holds no K/V of a row yet, and in any later one."""
         self._job = replace(self._job, kv_scales=scales)
-        self.engine.use_kv_scales(scales.values)
+        self.current.use_kv_scales(scales.values)
 
     def adopt_sums(self, sums: SumsOfJob) -> None:
         """Compare the weights of any later engine with these. Raises OutputError where the present engine has others."""
-        sums.check(self.engine.target.weight_sums)
+        sums.check(self.current.target.weight_sums)
         self._job = replace(self._job, sums=sums)
 
     def _make(self) -> None:
         with OutOfMemoryGuard() as guard:
-            self.engine = self._engine_of(self._job, self._seen, self._progress)
+            self.current = self._engine_of(self._job, self._survey, self._progress)
         if guard.message and self._job.group is not None:
             raise CapacityError(
                 f"out of memory while the engine was made ({guard.message}); free the machine's memory or set packing.memory_gb, "
@@ -76,13 +77,13 @@ class EngineWithFallback:
         if guard.message:
             gc.collect()
             job = self._job
-            demand = self._seen.demand(job.source.num_rows, job.admission.max_len)
+            demand = self._survey.demand(job.source.num_rows, job.admission.max_len)
             self._fall_back(
                 plan_batch(job, demand, device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)), guard.message
             )
             self._make()
         elif self._stopping:
-            self.engine.stop()
+            self.current.stop()
 
     def _fall_back(self, batch: PackedBatch, message: str) -> None:
         gc.collect()  # tensors of the failed engine are held by reference cycles

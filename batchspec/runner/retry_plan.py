@@ -10,18 +10,19 @@ Every other row is carried over: the new file of its shard holds the old row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchspec.dataset.reader import InputShard
 from batchspec.engine.features.thinking import num_closing_tokens
-from batchspec.packing.work_plan import Commit, DecodedShard, RowWriter
+from batchspec.packing.work_plan import DecodedShard
 from batchspec.records import Completion, Request, Snapshot
-from batchspec.runner.compute_all import begin_new_file
+from batchspec.runner.pending_commit import MergedFile, NewFile, OldShard, PendingCommit
+from batchspec.runner.shard_work import ShardWork
+from batchspec.runner.shard_workers import ShardWorkers
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.output_folder import OutputFolder
 
@@ -31,15 +32,6 @@ READ = (
 )  # fmt: skip
 """Columns of the output that determine what happens to a row."""
 Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class OldShard:
-    """A shard's file as the retry found it."""
-
-    table: pa.Table
-    version: str
-    """The version of this file in the store, see `OutputFolder.recommit`."""
 
 
 class RetryPlan:
@@ -91,35 +83,14 @@ class RetryPlan:
             return None
         return replace(entry, resumed=_snapshot(entry, row)) if isinstance(entry, Request) else entry
 
-    def begin_commit(self, work: RowWriter, done: DecodedShard) -> Commit:
-        """As `WorkPlan.begin_commit`: a file with the new rows and the old versions of all others replaces the old file in one
-        step."""
-        if not self.carries_over(done.shard.index):
-            return begin_new_file(self._output, work, done)
-        table = work.begin_table(done.shard, done.completions) if done.completions else None
-
-        def commit(check: Callable[[], None]) -> None:
-            new = None if table is None else table()
-            check()
-            self._replace(done, new)
-
-        return commit
-
-    def _replace(self, done: DecodedShard, table: pa.Table | None) -> None:
-        shard = done.shard.index
-        old = self._old_shard(shard)
-        del self._old[shard]
-        merged = None if table is None else _merged(old.table, done.completions, table)
-        self._output.recommit(shard, merged, old.version)
-
-
-def _merged(old: pa.Table, completions: Sequence[Completion], new: pa.Table) -> pa.Table:
-    """The new rows and the old versions of all others, in input order."""
-    anew = {(done.row_index, done.sample_index) for done in completions}
-    keys = zip(old["row_index"].to_pylist(), old["sample_index"].to_pylist(), strict=True)
-    kept = old.filter(pa.array([key not in anew for key in keys], pa.bool_()))
-    table = pa.concat_tables([kept, new.replace_schema_metadata(None)])
-    return table.take(pc.sort_indices(table, [("row_index", "ascending"), ("sample_index", "ascending")]))
+    def begin_commit(self, work: ShardWork | ShardWorkers, done: DecodedShard) -> PendingCommit:
+        """The commit of a shard whose rows all have a completion or are carried over; its file may be begun at once."""
+        index = done.shard.index
+        if not self.carries_over(index):
+            return NewFile(self._output, work, done)
+        old = self._old_shard(index)
+        del self._old[index]
+        return MergedFile(self._output, work, done, old)
 
 
 def _num_tokens(row: Row) -> int:

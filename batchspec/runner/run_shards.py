@@ -12,20 +12,20 @@ from batchspec.dataset.reader import InputShard
 from batchspec.errors import InputError, Interrupted, RankLost, TooManyErrors, WorkerLost
 from batchspec.out_of_memory import OutOfMemoryGuard
 from batchspec.packing.survey import Survey
-from batchspec.packing.work_plan import DecodedShard, WorkPlan
+from batchspec.packing.work_plan import DecodedShard
 from batchspec.prepare import Job
 from batchspec.records import Snapshot
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.timeline import Timeline
 from batchspec.runner.background_commit import commit_in_background
-from batchspec.runner.decode_shards import commit_shard, decode_shards, with_commits
+from batchspec.runner.decode_shards import decode_shards
 from batchspec.runner.oom_fallback import EngineWithFallback
+from batchspec.runner.opened_output import OpenedOutput
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_workers import ShardWorkers
 from batchspec.runstate.claims import RENEW_S
-from batchspec.runstate.journal import Journaled, saved_rows
-from batchspec.runstate.output_folder import OutputFolder
+from batchspec.runstate.journal import saved_rows
 from batchspec.supervise.deadline import Deadline
 from batchspec.supervise.leases import claim_shards, released_at_end
 from batchspec.supervise.poison_rows import SuspectShards
@@ -36,27 +36,25 @@ from batchspec.supervise.watchdog import Watchdog
 class ShardRunner:
     """One run while it works.
 
-    plan        what is done with the rows of a shard
+    output      what is to be done; its `begin` was called
     work        admits rows and makes tables
-    holder      the run's engine
-    journaled   saved work of earlier runs on the coming shards
-    num_errors  committed input rows with at least one error completion
+    run_engine  the run's engine
     watchdog    of this process; it expects loading at first
     signals     of this process; they ask this run to end
     """
 
     def __init__(
-        self, job: Job, output: OutputFolder, plan: WorkPlan, work: ShardWork | ShardWorkers, holder: EngineWithFallback,
-        seen: Survey, progress: ProgressBar, journaled: Journaled, num_errors: int, watchdog: Watchdog, signals: EndSignals,
+        self, output: OpenedOutput, work: ShardWork | ShardWorkers, run_engine: EngineWithFallback, survey: Survey,
+        progress: ProgressBar, watchdog: Watchdog, signals: EndSignals,
     ) -> None:  # fmt: skip
-        self.job, self.output, self.plan, self.work, self.holder, self.progress = job, output, plan, work, holder, progress
-        self.num_errors, self._signals = num_errors, signals
-        self._mean_output, self._journaled = seen.mean_output, journaled
+        self.job, self.folder, self.plan = output.job, output.folder, output.plan()
+        self.work, self.run_engine, self.progress, self._signals = work, run_engine, progress, signals
+        self.num_errors, self._journaled, self._mean_output = output.num_errors, output.saved, survey.mean_output
         self._unread: set[int] = set()
         """Shards that the reader has not yet returned in this pass."""
-        self._claims, self._attempts, self._journal = output.claims(), output.attempts(), output.journal()
+        self._claims, self._attempts, self._journal = self.folder.claims(), self.folder.attempts(), self.folder.journal()
         self._watchdog, watchdog.save = watchdog, self._saved_by_watchdog
-        self._deadline = job_deadline(job, holder)
+        self._deadline = job_deadline(self.job, run_engine)
 
     def run(self) -> None:
         """Work until nothing is left for this run. However it ends, its claims are released.
@@ -64,10 +62,10 @@ class ShardRunner:
         Raises Interrupted after a signal or at the time limit: finished rows and the tokens of unfinished ones are then in the
         journal. InputError, TooManyErrors, CapacityError, StorageError and OutputError also end it.
         """
-        slots = self.holder.engine.batch.num_slots
+        slots = self.run_engine.current.batch.num_slots
         with ExitStack() as stack:
-            timeline = stack.enter_context(closing(Timeline(self.output.log_timeline, slots=slots)))
-            self._signals.stop_with(self.holder.stop)
+            timeline = stack.enter_context(closing(Timeline(self.folder.log_timeline, slots=slots)))
+            self._signals.stop_with(self.run_engine.stop)
             stack.enter_context(released_at_end(self._claims, self._attempts))
             stack.callback(self._settle)
             stack.callback(self._watchdog.close)
@@ -83,13 +81,13 @@ class ShardRunner:
                 left = []
                 self._journal.flush()
             else:
-                left = self.holder.engine.unfinished() if self._signals.name else []
+                left = self.run_engine.current.unfinished() if self._signals.name else []
                 if self._signals.name:
                     self._journal.flush(left)
             self._settle()
-            if self._signals.name is not None and self.output.missing():
-                finished = self.output.finished()
-                shards = f"{len(finished)} of {self.output.num_shards} shards are committed"
+            if self._signals.name is not None and self.folder.missing():
+                finished = self.folder.finished()
+                shards = f"{len(finished)} of {self.folder.num_shards} shards are committed"
                 saved = self._saved(left, finished)
                 raise Interrupted(f"{self._signals.name}: {shards}, {saved}; run the same command again to go on")
 
@@ -100,35 +98,36 @@ class ShardRunner:
     def _saved_by_watchdog(self) -> str:
         """Save the finished rows, and say how many are saved in all. The engine may hang: its unfinished rows are left out."""
         self._journal.flush()
-        return self._saved([], self.output.finished())
+        return self._saved([], self.folder.finished())
 
     def _pass(self, others: set[int], timeline: Timeline) -> None:
         """Decode and commit every shard that can be claimed, except `others`. After running out of memory, the next pass has a
         smaller batch."""
         self._settle()
         self._watchdog.begin_loading()  # until the first row begins
-        totals, beat = self.holder.engine.totals, self._watchdog.beat
+        totals, beat = self.run_engine.current.totals, self._watchdog.beat
         monitor = RunMonitor(self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline)
-        decoded = with_commits(self.plan, self.work, self._decoded(others, monitor))
-        commits = commit_in_background(decoded, lambda ready: commit_shard(self.job, *ready), lambda ready: ready[0].num_bytes)
+        pending = (self.plan.begin_commit(self.work, done) for done in self._decoded(others, monitor))
+        check = self.job.source.check
+        commits = commit_in_background(pending, lambda commit: commit.publish(check), lambda commit: commit.done.num_bytes)
         try:
             with OutOfMemoryGuard() as guard, closing(commits):
-                for done, _ in commits:
-                    self._committed(done)
+                for commit in commits:
+                    self._committed(commit.done)
         finally:
             monitor.ended()
-            self.holder.engine.on_round = None  # the monitor knows the engine: the last reference would not free it
+            self.run_engine.current.on_round = None  # the monitor knows the engine: the last reference would not free it
             self._claims.stop_renewal()  # but nothing waits for a slow store before the rows are saved
         self._watchdog.pause()
         if guard.message:
             # Ranks of a group are in the middle of an exchange: it is unknown whether they agree on unfinished rows.
-            self._journal.flush([] if self.job.group is not None else self.holder.engine.unfinished())
+            self._journal.flush([] if self.job.group is not None else self.run_engine.current.unfinished())
             self._settle()
             self._watchdog.begin_loading()
-            self.holder.shrink(guard.message)
-            self._journaled = self._journal.read(self.output.finished())
-        elif not (self.holder.stopping or self._deadline.reached):
-            check_all_read(self._unread, self.output.num_shards)
+            self.run_engine.shrink(guard.message)
+            self._journaled = self._journal.read(self.folder.finished())
+        elif not (self.run_engine.stopping or self._deadline.reached):
+            check_all_read(self._unread, self.folder.num_shards)
 
     def _settle(self) -> None:
         """Wait for the threads of a pass: after this only the caller's thread uses claims, attempts and what earlier runs saved.
@@ -151,13 +150,14 @@ class ShardRunner:
     def _decoded(self, others: set[int], monitor: RunMonitor) -> Iterator[DecodedShard]:
         """One pass over the shards that are neither done nor another run's; suspect shards, which a crashed run held, come
         last."""
-        job, engine, journal, journaled, attempts = self.job, self.holder.engine, self._journal, self._journaled, self._attempts
+        job, engine, attempts = self.job, self.run_engine.current, self._attempts
+        journal, journaled = self._journal, self._journaled
         skip = others | attempts.suspect_shards()
-        self._unread = set(range(self.output.num_shards)) - skip
+        self._unread = set(range(self.folder.num_shards)) - skip
 
         def ours(shards: Iterator[InputShard]) -> Iterator[tuple[InputShard, bool]]:
             came = self._deadline.shards(map(self._read, shards))
-            return claim_shards(came, self._claims, attempts, journal, journaled, self.output.is_done)
+            return claim_shards(came, self._claims, attempts, journal, journaled, self.folder.is_done)
 
         def without_suspects(shards: Iterator[InputShard]) -> Iterator[InputShard]:
             return (shard for shard, suspect in ours(shards) if not suspect)
@@ -173,10 +173,10 @@ class ShardRunner:
             claim=without_suspects,
             skip=skip,
         )
-        suspects = attempts.suspect_shards() & set(range(self.output.num_shards)) - others
+        suspects = attempts.suspect_shards() & set(range(self.folder.num_shards)) - others
         if suspects and not engine.stopping:
             self.progress.phase(f"{len(suspects)} shards were in flight when a run crashed: their rows are retried apart")
-            shards = ours(job.source.shards(job.layout, set(range(self.output.num_shards)) - suspects))
+            shards = ours(job.source.shards(job.layout, set(range(self.folder.num_shards)) - suspects))
             rows = (shard for shard, _ in shards)
             suspect_shards = SuspectShards(job, self.plan, engine, attempts, journal, journaled, finished=monitor.finished)
             yield from map(monitor.decoded, suspect_shards.decoded(rows))
@@ -192,11 +192,11 @@ class ShardRunner:
         shards of dead runs and leaves the others to their runs.
         """
         waited_from = looked_from = time.monotonic()
-        while not self.holder.stopping and (missing := self.output.missing()):
+        while not self.run_engine.stopping and (missing := self.folder.missing()):
             took_s = time.monotonic() - looked_from
             held = self._claims.held(missing)
             if missing - held:
-                return held | set(range(self.output.num_shards)) - missing
+                return held | set(range(self.folder.num_shards)) - missing
             if time.monotonic() - waited_from > self._claims.stale_s + RENEW_S:
                 return None
             time.sleep(max(1.0, took_s))  # listing thousands of files loads the file system
@@ -232,12 +232,12 @@ def check_errors(job: Job, num_errors: int, *, all_failed: bool = False) -> None
         )
 
 
-def job_deadline(job: Job, holder: EngineWithFallback) -> Deadline:
+def job_deadline(job: Job, run_engine: EngineWithFallback) -> Deadline:
     """The deadline at which Slurm ends this job; infinite outside of Slurm."""
     task, config = slurm.this_task(), job.config
     return Deadline(
         lambda: None if task is None else slurm.time_left_s(task),
         config.cluster.signal_s,
         keeps_tokens=config.output.logprobs is None,
-        stop=holder.stop,
+        stop=run_engine.stop,
     )

@@ -48,13 +48,19 @@ class ShardWork:
         return AdmittedShards(AdmittedShard(shard, self.admission.admit(shard)) for shard in shards)
 
     def begin_table(self, shard: InputShard, completions: Sequence[Completion]) -> Callable[[], pa.Table]:
-        """A function that returns the table. Worker processes begin to make it at once; here it is made when it is called."""
+        """A function that returns the completions as output rows. Worker processes begin to make them at once; here they are
+        made when it is called."""
         return lambda: self.table(shard, completions)
 
     def begin_file(
         self, shard: InputShard, completions: Sequence[Completion], file: UnpublishedFile
     ) -> Callable[[], WrittenFile]:
-        """As `RowWriter.begin_file`. Worker processes begin to write at once; here the file is written when it is asked for."""
+        """A function that writes the same rows to `file`, verifies them and returns the written file; called again, it writes
+        the file anew. It raises as `UnpublishedFile.write`.
+
+        Worker processes begin to write at once; here the file is written when the function is called. If it never is, what a
+        worker has written stays in the scratch folder until a later run deletes it.
+        """
         return lambda: file.write(self.compact_table(shard, completions))
 
     def table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:

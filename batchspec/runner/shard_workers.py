@@ -23,6 +23,7 @@ from batchspec.child_process import python_command, signals_blocked
 from batchspec.dataset.reader import InputShard
 from batchspec.errors import WorkerLost
 from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
+from batchspec.prepare import Job
 from batchspec.records import Completion
 from batchspec.runner import shard_worker
 from batchspec.runner.shard_work import ShardWork
@@ -35,7 +36,18 @@ AHEAD = 2
 _Begun = tuple[InputShard, "Future[bytes]"]
 """A shard, and the worker's answer."""
 
+MOST_WORKERS = 4
+"""Default number of processes that admit rows and make tables: enough for about 6,000 short chats a second."""
+
 log = logging.getLogger(__name__)
+
+
+def workers_of(job: Job, attempt: str) -> ShardWork | ShardWorkers:
+    """What admits rows and makes tables in a run: input.num_workers processes, or this one."""
+    work, num_workers = ShardWork.of(job, attempt), job.config.input.num_workers
+    if num_workers is None:
+        num_workers = 0 if job.device.type == "cpu" else min(MOST_WORKERS, len(os.sched_getaffinity(0)) // 2)
+    return ShardWorkers(work, num_workers) if num_workers else work
 
 
 class ShardWorkers:
@@ -79,7 +91,7 @@ class ShardWorkers:
         self._settling = False
 
     def begin_table(self, shard: InputShard, completions: Sequence[Completion]) -> Callable[[], pa.Table]:
-        """A function that waits for the table; the next free worker makes it, before it admits more rows."""
+        """As `ShardWork.begin_table`; the next free worker makes the table, before it admits more rows."""
         what = f"make the table of shard {shard.index}"
         answer = self._tables.submit(lambda: self._ask(to_bytes((shard_worker.table, (shard, list(completions)))), what))
         return lambda: cast(pa.Table, _result(answer.result()))
@@ -87,7 +99,7 @@ class ShardWorkers:
     def begin_file(
         self, shard: InputShard, completions: Sequence[Completion], file: UnpublishedFile
     ) -> Callable[[], WrittenFile]:
-        """As `RowWriter.begin_file`; the next free worker writes it.
+        """As `ShardWork.begin_file`; the next free worker writes it.
 
         A worker that dies leaves at most an unfinished file, which the next one replaces: only `OutputFolder.publish` gives
         final names.

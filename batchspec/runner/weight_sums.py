@@ -37,7 +37,7 @@ def with_kept_sums(job: Job, output: OutputFolder, *, new_job: bool = False) -> 
     return replace(job, sums=SumsOfJob(where=output.path, model=str(job.config.model.path), kept=kept))
 
 
-def keep_sums(job: Job, output: OutputFolder, holder: EngineWithFallback, progress: ProgressBar, *, has_rows: bool) -> None:
+def keep_sums(job: Job, output: OutputFolder, run_engine: EngineWithFallback, progress: ProgressBar, *, has_rows: bool) -> None:
     """After the folder is made and before a row is written: this run's sums become the job's, or are compared with those that
     another run has kept since.
 
@@ -46,13 +46,13 @@ def keep_sums(job: Job, output: OutputFolder, holder: EngineWithFallback, progre
     """
     if job.sums is None or job.sums.kept is not None:  # those that are kept were compared when the engine was made
         return
-    own = holder.engine.target.weight_sums
+    own = run_engine.current.target.weight_sums
     assert own is not None
     if has_rows:
         progress.phase(UNKNOWN)
     run = f"run {output.attempt[:8]} on {this_process()['host']} at {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     kept = output.keep_weight_sums(replace(own, run=f"{run} (model.path={job.sums.model})").to_json())
-    holder.adopt_sums(replace(job.sums, kept=_read(kept, output)))
+    run_engine.adopt_sums(replace(job.sums, kept=_read(kept, output)))
 
 
 def _read(data: bytes, output: OutputFolder) -> WeightSums:

@@ -20,7 +20,7 @@ from batchspec.dataset.reader import InputFile, Source
 from batchspec.dataset.untyped_columns import mark_of
 from batchspec.runstate.manifest import Manifest, default_shard_rows
 
-MAY_DIFFER = ("input.files", "input.limit", "input.rows", "output.shard_rows")
+EXTENSION_MAY_CHANGE = ("input.files", "input.limit", "input.rows", "output.shard_rows")
 """Keys of the fingerprint that an extension may change."""
 SORT_LAST = "name new files so that they sort last, or run them as a job of their own in another output.dir"
 

@@ -1,0 +1,195 @@
+"""The output folder as a run finds it, and what is to be done there: whether the job is new, resumed, retried, extended or
+complete is decided here alone, and every run takes the same course.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from functools import cached_property
+
+from batchspec.config.schema import RunConfig
+from batchspec.identity import job_fingerprint, recorded_facts
+from batchspec.packing.survey import Survey
+from batchspec.prepare import Job
+from batchspec.report.progress_bar import ProgressBar
+from batchspec.report.push import check_target_key
+from batchspec.report.stats import job_stats
+from batchspec.runner.compute_all import ComputeAll
+from batchspec.runner.kv_scales import keep_scales, with_saved_scales
+from batchspec.runner.new_extension import advice, check_added_columns, new_extension
+from batchspec.runner.new_retry import RETRY_MAY_CHANGE, new_retry, retry_advice
+from batchspec.runner.oom_fallback import EngineWithFallback
+from batchspec.runner.retry_plan import RetryPlan
+from batchspec.runner.weight_sums import keep_sums, with_kept_sums
+from batchspec.runstate.extensions import EXTENSION_MAY_CHANGE
+from batchspec.runstate.generations import Change, Generation
+from batchspec.runstate.journal import Journaled, saved_rows
+from batchspec.runstate.output_folder import OutputFolder
+from batchspec.text import counted
+
+
+def is_new(config: RunConfig) -> bool:
+    """Whether a run of this configuration begins a job, and does not go on with one of an earlier run."""
+    return config.output.dir is None or OutputFolder(config.output.dir).begins_job(config.output.overwrite)
+
+
+def check_target(job: Job) -> None:
+    """Ask the hub whether the push at the end of the job would be refused, if there is one. Raises as `push_output`."""
+    config = job.config.output
+    if config.push_to_hub is None:
+        return
+    of_job = "" if config.dir is None else OutputFolder(config.dir).id_of_job(
+        fingerprint=job_fingerprint(job), num_rows=job.source.num_rows, shard_rows=config.shard_rows, overwrite=config.overwrite
+    )  # fmt: skip
+    check_target_key(config, of_job)
+
+
+def open_output(job: Job) -> OpenedOutput:
+    """What is to be done in the output folder, which is absent or that of this job. Writes nothing.
+
+    Raises OutputError if it holds another job, or one that this command cannot retry or extend.
+    """
+    config = job.config.output
+    assert config.dir is not None
+    folder = OutputFolder(config.dir)
+    check_added_columns(job, folder)
+    folder.check(
+        fingerprint=job_fingerprint(job),
+        num_rows=job.source.num_rows,
+        shard_rows=config.shard_rows,
+        overwrite=config.overwrite,
+        may_differ=EXTENSION_MAY_CHANGE if job.config.resume.extend else RETRY_MAY_CHANGE[job.config.resume.retry],
+        advice=lambda manifest: advice(job, manifest) or retry_advice(job, folder),
+    )
+    return OpenedOutput(job, folder, new_retry(job, folder) or new_extension(job, folder))
+
+
+class OpenedOutput:
+    """An output folder, and what this run is to do there.
+
+    job         with the shards of the folder, those that an extension adds included
+    folder      the folder itself
+    change      the retry or the extension that this run begins; None: it begins none
+    is_new      whether this run begins the job
+    saved       rows that earlier runs saved of shards that are not committed, once `read_saved` was called
+    num_errors  committed input rows with at least one error completion, likewise; 0 in a retry
+    """
+
+    def __init__(self, job: Job, folder: OutputFolder, change: Change | None) -> None:
+        self.job, self.folder, self.change = job, folder, change
+        self.is_new = folder.begins_job(job.config.output.overwrite)
+        self.saved, self.num_errors = Journaled(), 0
+        if not self.is_new:
+            manifest = folder.manifest if change is None else change.of(folder.manifest)
+            self.job = replace(job, layout=manifest.layout)
+
+    @cached_property
+    def finished(self) -> set[int]:
+        """Shards that need no work of this run. They are listed once, when they are asked for first."""
+        if self.is_new:
+            return set()
+        anew = self.change.shards if isinstance(self.change, Generation) else ()
+        return self.folder.finished() - {*anew}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this run has no row to compute."""
+        return not self.is_new and len(self.finished) == self.job.layout.num_shards
+
+    @cached_property
+    def is_retry(self) -> bool:
+        """Whether rows that the output has are computed anew: this run begins a retry, or goes on with one."""
+        return isinstance(self.change, Generation) or (not self.is_new and bool(self.folder.to_retry()))
+
+    def read_saved(self) -> Job:
+        """Read what earlier runs left. Returns the job with the K/V scales and the sums of the weights that they kept.
+
+        Raises as `with_saved_scales` and `with_kept_sums`.
+        """
+        if not self.is_retry and self.finished:
+            self.num_errors = job_stats(self.folder.path).error_rows
+        if not self.is_new:
+            self.job = with_saved_scales(self.job, self.folder)
+        self.job = with_kept_sums(self.job, self.folder, new_job=self.is_new)
+        if not (self.is_new or isinstance(self.change, Generation)):  # a retry has a journal of its own
+            self.saved = self.folder.journal().read(self.finished)
+        return self.job
+
+    def num_done(self, survey: Survey) -> int:
+        """Expected number of output rows that are finished."""
+        return survey.num_outputs(self.job.layout.num_rows_of(self.finished)) + len(self.saved.completions)
+
+    def begin(self, run_engine: EngineWithFallback, progress: ProgressBar) -> None:
+        """Make the folder a job, or join the job in it: no check refuses it from here on. Tells what earlier runs have done.
+
+        Raises as `OutputFolder.create`; OutputError if another run has begun another change meanwhile, or was first with other
+        weights or scales.
+        """
+        self.begin_change()
+        job, found = self.job, bool(self.finished or self.saved.num_rows)
+        self.folder.create(
+            fingerprint=job_fingerprint(job),
+            config=asdict(job.config),
+            recorded=recorded_facts(job),
+            num_rows=job.source.num_rows,
+            shard_rows=job.config.output.shard_rows,
+            files=job.source.files,
+            overwrite=job.config.output.overwrite,
+        )
+        keep_scales(job, self.folder, run_engine)
+        keep_sums(job, self.folder, run_engine, progress, has_rows=found or self.is_retry)
+        shards = self.folder.num_shards
+        if self.is_retry:
+            progress.phase(f"{len(self.folder.missing())} of {shards} shards are written anew; the other rows stay")
+        elif found:
+            done = f"{len(self.finished)} of {shards} shards are committed already"
+            progress.phase(f"{done}, {saved_rows(self.saved)}; the rest is computed")
+
+    def begin_change(self) -> None:
+        """Record the retry or the extension that this run begins, if any. An extension may add no row: the command has another
+        input.limit for the same rows, say. Raises OutputError if another run has begun another change.
+        """
+        if isinstance(self.change, Generation):
+            self.folder.retry(self.change)
+        elif self.change is not None:
+            self.folder.extend(self.change)
+
+    def plan(self) -> ComputeAll | RetryPlan:
+        """Which rows of a shard are computed; `begin` must have been called."""
+        if not self.is_retry:
+            return ComputeAll(self.folder)
+        generation = self.folder.generation
+        assert generation is not None
+        return RetryPlan(self.folder, generation)
+
+    def left_to_others(self) -> str:
+        """When this run has nothing more to compute: which rows other runs still do, for a message; empty if all rows of the job
+        are committed. Rows that another command has added meanwhile are then rows of `job`.
+        """
+        if self.is_complete:
+            return ""
+        if missing := self.folder.missing():
+            return f"this run's part is done; other runs work on {len(missing)} of {self.folder.num_shards} shards"
+        if self.folder.is_extended():
+            self.folder = OutputFolder(self.folder.path)
+            if self.folder.missing():
+                return "this run's rows are done; another command added rows since, and its runs go on with them"
+            self.job = replace(self.job, layout=self.folder.manifest.layout)
+        return ""
+
+    def outcome(self) -> str:
+        """The job's size, and whether this run found it complete, for a message at its end."""
+        size = f"{counted(self.job.layout.num_rows, 'row')} in {counted(self.folder.num_shards, 'shard')}"
+        return f"already complete: {size}{_nothing_more(self.job.config)}" if self.is_complete else f"done, {size}"
+
+
+def _nothing_more(config: RunConfig) -> str:
+    """The end of the message about a complete job if resume.retry asks for a retry that was done before, or that no row needs, or
+    resume.extend for rows that there are not.
+    """
+    if config.resume.retry == "length":
+        cap = config.decode.max_new_tokens
+        return f"; nothing left for resume=length decode.max_new_tokens={cap}: a row that is still cut off there needs more"
+    if config.resume.extend:
+        return "; the input has no row to add"
+    return "" if config.resume.retry == "none" else f"; nothing left for resume={config.resume.retry}"
