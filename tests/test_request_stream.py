@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -79,6 +80,29 @@ def test_a_run_that_another_one_has_replaced_gives_none_of_its_completions() -> 
     first.close()
     done = {one.request_id: one for one in (one, *second)}
     assert {name: ids_of(one) for name, one in done.items()} == {i.request_id: plain_tokens(tiny_target(), i) for i in rows()}
+
+
+@pytest.mark.parametrize("how", ["run", "left half-way", "stopped"])
+def test_a_run_that_is_over_keeps_no_stream(how: str) -> None:
+    """The engine keeps its last run, and a stream may hold the shards of a job."""
+    engine, stream = engine_of("none"), ListedRequests(rows())
+    alive, running = weakref.ref(stream), engine.run(stream)
+    del stream
+    next(running)
+    assert alive() is not None
+    if how == "stopped":
+        engine.stop()
+    if how == "left half-way":
+        running.close()
+    else:
+        list(running)
+    assert alive() is None
+
+
+def test_a_list_of_requests_is_as_good_as_a_stream() -> None:
+    engine, expected = engine_of("none"), {i.request_id: plain_tokens(tiny_target(), i) for i in rows()}
+    for asked in (rows(), iter(rows()), (one for one in rows()), ListedRequests(rows())):
+        assert {done.request_id: ids_of(done) for done in engine.run(asked)} == expected
 
 
 def test_no_prefix_is_kept_over_new_weights_or_scales() -> None:

@@ -19,7 +19,7 @@ AHEAD = 64
 
 
 class Feed:
-    """The stages that every run over shards has, and the shards whose rows they gave out.
+    """Joins the stages from claimed shards to `requests`, and gives back each shard when its rows are finished.
 
     admit       admits the rows of shards
     rows        decides what is done with each output row of a shard; default: all are decoded
