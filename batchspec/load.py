@@ -30,8 +30,8 @@ from batchspec.model.weights import Checkpoint
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.constraints import asked_by
 from batchspec.packing.cost import Rates, device_rates
-from batchspec.packing.feed import window_shards
 from batchspec.packing.memory import graph_tokens, prefill_graph_bytes
+from batchspec.packing.ordered_requests import window_shards
 from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, choose_batch, free_memory
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, JobModel, notes

@@ -28,6 +28,7 @@ from batchspec.packing.order import order_requests
 from batchspec.packing.predict import LengthPredictor
 from batchspec.records import Request
 from tests.engines import request
+from tests.waiting_requests import waiting
 
 
 def progress(req: Request) -> RequestState:
@@ -90,7 +91,7 @@ def test_refilled_slots_take_at_most_five_percent_more_rounds_than_the_ideal_kno
     by_id = {f"r{i}": int(n) for i, n in enumerate(lengths)}
     batch = shape(slots, 1 + slots * 513, page_size=16, max_len=8208)
     pools = pools_of(batch.num_pages, batch.page_size)
-    allocator = SlotAllocator(batch, pools, map(progress, requests))
+    allocator = SlotAllocator(batch, pools, waiting(map(progress, requests)))
     rounds = sum(step for step, _ in drive(allocator, by_id, pools))
     ideal = (lengths.sum() - len(lengths)) / slots  # a prefill emits the first token
     print(f"rounds / ideal = {rounds / ideal:.4f}")
@@ -99,7 +100,7 @@ def test_refilled_slots_take_at_most_five_percent_more_rounds_than_the_ideal_kno
 
 def test_a_request_that_has_left_its_slot_has_no_slot() -> None:
     pools = pools_of(40)
-    allocator = SlotAllocator(shape(2, 40), pools, map(progress, [request(i, [1], cap=8) for i in range(2)]))
+    allocator = SlotAllocator(shape(2, 40), pools, waiting(map(progress, [request(i, [1], cap=8) for i in range(2)])))
     ended, preempted = allocator.refill()
     allocator.release(ended)
     allocator.preempt(preempted)
@@ -117,7 +118,7 @@ def test_draining_static_batches_would_take_several_times_as_many_rounds() -> No
         batch = shape(64, 1 + 64 * 60, page_size=16, max_len=900)
         pools = pools_of(batch.num_pages, batch.page_size)
         stream = (progress(request(i, [1], cap=820)) for i in range(len(lengths)))
-        return sum(step for step, _ in drive(kind(batch, pools, stream), by_id, pools))
+        return sum(step for step, _ in drive(kind(batch, pools, waiting(stream)), by_id, pools))
 
     assert rounds(StaticBatching) > 2 * rounds(SlotAllocator)
 
@@ -127,7 +128,7 @@ def test_free_slots_wait_until_they_have_idled_as_long_as_a_short_pass_takes(pro
     """A pass takes 2 s, less a sixteenth for each of its tokens: one free slot of eight waits for 16 rounds of 1 s."""
     pools = pools_of(200)
     stream = (progress(request(i, [i] * prompt, cap=4)) for i in range(20))
-    allocator = SlotAllocator(shape(8, 200), pools, stream, prefill_cost=PrefillCost(least=2.0, token=0.0625))
+    allocator = SlotAllocator(shape(8, 200), pools, waiting(stream), prefill_cost=PrefillCost(least=2.0, token=0.0625))
     first = refill(allocator)
     for ended in (first[3], first[5]):
         slot = ended.slot
@@ -149,7 +150,7 @@ def test_slots_wait_for_the_time_of_a_replay_only_where_the_next_pass_can_be_rep
     for own in asked[8:]:
         own.mode = replace(own.mode, waits=waits)
     cost = PrefillCost(least=2.0, token=0.0, replay=0.5, most_replayed=5)
-    allocator = SlotAllocator(shape(8, 200), pools, iter(asked), prefill_cost=cost)
+    allocator = SlotAllocator(shape(8, 200), pools, waiting(asked), prefill_cost=cost)
     allocator.release(refill(allocator)[3])
     assert [allocator.refill_is_due() for _ in range(rounds)] == [False] * (rounds - 1) + [True]
 
@@ -159,7 +160,7 @@ def test_the_more_slots_are_free_the_sooner_a_pass_is_worth_its_launches(num_fre
     """2 s, less half a second for each row of eight tokens; each free slot of eight idles an eighth of a second a round."""
     pools = pools_of(200)
     stream = (progress(request(i, [i] * 8, cap=4)) for i in range(20))
-    allocator = SlotAllocator(shape(8, 200), pools, stream, prefill_cost=PrefillCost(least=2.0, token=0.0625))
+    allocator = SlotAllocator(shape(8, 200), pools, waiting(stream), prefill_cost=PrefillCost(least=2.0, token=0.0625))
     for row in refill(allocator)[:num_free]:
         allocator.release(row)
     assert [len(refill(allocator)) for _ in range(rounds)] == [0] * (rounds - 1) + [num_free]
@@ -169,7 +170,7 @@ def test_the_more_slots_are_free_the_sooner_a_pass_is_worth_its_launches(num_fre
 def test_where_no_pass_was_timed_half_a_full_one_waits_for_nothing(prompt: int, rounds: int) -> None:
     """And one of few tokens until slots have idled for a quarter of a round; a full one has 64 tokens."""
     pools = pools_of(400)
-    allocator = SlotAllocator(shape(16, 400), pools, (progress(request(i, [i] * prompt, cap=4)) for i in range(20)))
+    allocator = SlotAllocator(shape(16, 400), pools, waiting(progress(request(i, [i] * prompt, cap=4)) for i in range(20)))
     allocator.release(refill(allocator)[0])
     assert [len(refill(allocator)) for _ in range(rounds)] == [0] * (rounds - 1) + [1]
 
@@ -186,7 +187,7 @@ def run_8k_job(*, known: bool, longest_first: bool) -> tuple[int, int]:
     batch = shape(88, 850_000 // 16, page_size=16, max_len=11_264)
     pools = pools_of(batch.num_pages, batch.page_size)
     stream = map(progress, order_requests(requests) if longest_first else requests)
-    allocator = SlotAllocator(batch, pools, stream)
+    allocator = SlotAllocator(batch, pools, waiting(stream))
     preempt, num_preempted = allocator.preempt, 0
 
     def counted(state: RequestState) -> None:
@@ -227,7 +228,7 @@ def test_scarce_pages_are_never_owned_twice_and_every_row_finishes(data: st.Data
     biggest = max(-(-(len(r.prompt_ids) + r.max_new_tokens) // 4) for r in requests)
     pools = pools_of(1 + biggest + data.draw(st.integers(0, 20)))
     running = [progress(r) for r in requests]
-    allocator = SlotAllocator(shape(slots, pools.pools[0].num_pages), pools, iter(running))
+    allocator = SlotAllocator(shape(slots, pools.pools[0].num_pages), pools, waiting(running))
     # Rows with a short cap are promised all their pages: none is preempted, whatever pages they share.
     allocator.preempt = lambda state: pytest.fail(f"{state} is preempted")  # type: ignore[method-assign]
     for _, live in drive(allocator, lengths, pools):
@@ -251,7 +252,7 @@ def test_scarce_pages_are_never_owned_twice_and_every_row_finishes(data: st.Data
 def test_samples_of_a_row_share_its_whole_prompt_pages() -> None:
     pools = pools_of(40)
     stream = (progress(request(0, list(range(10)), cap=4)) for _ in range(3))
-    group = SlotAllocator(shape(3, 40), pools, stream).refill()
+    group = SlotAllocator(shape(3, 40), pools, waiting(stream)).refill()
     assert [row.num_shared_pages for row in group] == [0, 2, 2]
     assert group[0].pages.tables[0][:2] == group[1].pages.tables[0][:2] == group[2].pages.tables[0][:2]
     assert len({row.pages.tables[0][2] for row in group}) == 3
@@ -260,7 +261,7 @@ def test_samples_of_a_row_share_its_whole_prompt_pages() -> None:
 def test_the_last_prompt_token_is_never_shared_because_its_logits_are_needed() -> None:
     pools = pools_of(40)
     stream = (progress(request(0, list(range(8)), cap=4)) for _ in range(2))
-    group = SlotAllocator(shape(2, 40), pools, stream).refill()
+    group = SlotAllocator(shape(2, 40), pools, waiting(stream)).refill()
     assert group[1].num_shared_pages == 1
 
 
@@ -301,7 +302,9 @@ def test_a_prefix_that_nobody_owns_any_more_counts_as_pages_to_be_taken() -> Non
     """Nine pages: one row is promised six, of which it has one; another needs four, two of which lie there and are free."""
     pools, prompt = pools_of(1 + 9), list(range(12))
     requests = [request(0, prompt, cap=4), request(1, [50, 51, 52, 53], cap=20), request(2, prompt, cap=4)]
-    allocator = SlotAllocator(shape(2, 10), pools, map(progress, requests), prefill_cost=PrefillCost(least=0.0, token=0.0))
+    allocator = SlotAllocator(
+        shape(2, 10), pools, waiting(map(progress, requests)), prefill_cost=PrefillCost(least=0.0, token=0.0)
+    )
     (first,) = refill(allocator)
     allocator.release(first)
     (long,) = refill(allocator)
@@ -345,7 +348,7 @@ def test_rows_short_of_pages_get_them_oldest_first_until_the_pool_is_empty(data:
     slots = SlotTable(8, 200, 0, num_groups=2)
     stream = map(progress, [request(i, [i] * 5, cap=cap) for i, cap in enumerate(caps)])
     batch = replace(shape(8, 1 + pages), more_pages=(1 + pages,))
-    allocator = SlotAllocator(batch, pools, stream, slots=slots, num_lookahead_slots=data.draw(st.integers(0, 3)))
+    allocator = SlotAllocator(batch, pools, waiting(stream), slots=slots, num_lookahead_slots=data.draw(st.integers(0, 3)))
     rows = refill(allocator)
     if len(rows) > 1 and data.draw(st.booleans()):
         allocator.release(rows.pop(0))
@@ -392,7 +395,7 @@ def test_what_is_promised_to_rows_in_slots_is_what_was_expected_of_each_when_it_
     for i, (prompt, cap, predicted, emitted) in enumerate(rows):
         states.append(progress(request(i, [i] * prompt, cap=cap, predicted=min(predicted, cap))))
         states[-1].tokens = [0] * min(emitted, cap - 1)
-    allocator = SlotAllocator(shape(8, 100_000, max_len=4000), pools, iter(states))
+    allocator = SlotAllocator(shape(8, 100_000, max_len=4000), pools, waiting(states))
     assert len(refill(allocator)) == len(rows)
     expected = ExpectedPages(4, num_lookahead_slots=0)
     still = [expected.of_waiting(state) - state.pages.num_columns for state in states]
@@ -401,7 +404,7 @@ def test_what_is_promised_to_rows_in_slots_is_what_was_expected_of_each_when_it_
 
 def test_a_row_with_a_short_limit_gets_all_its_pages_at_once_where_half_the_pool_stays_free() -> None:
     for num_pages, at_once in ((2 * (8 * 32 + 60), True), (2 * (8 * 32), False)):
-        allocator = SlotAllocator(shape(8, num_pages), pools_of(num_pages), iter([progress(request(0, [1] * 4, cap=96))]))
+        allocator = SlotAllocator(shape(8, num_pages), pools_of(num_pages), waiting([progress(request(0, [1] * 4, cap=96))]))
         (row,) = refill(allocator)
         assert (row.pages.num_columns == 25) == at_once
         allocator.slots.num_tokens[row.slot] = 90
@@ -411,7 +414,7 @@ def test_a_row_with_a_short_limit_gets_all_its_pages_at_once_where_half_the_pool
 
 
 def test_a_scarce_pool_grants_no_page_before_it_is_needed() -> None:
-    allocator = SlotAllocator(shape(8, 34), pools_of(34), iter([progress(request(0, [1] * 4, cap=60))]))
+    allocator = SlotAllocator(shape(8, 34), pools_of(34), waiting([progress(request(0, [1] * 4, cap=60))]))
     (row,) = refill(allocator)
     assert row.pages.num_columns == 1
     grants: list[PageGrant] = []
@@ -421,14 +424,14 @@ def test_a_scarce_pool_grants_no_page_before_it_is_needed() -> None:
 
 def test_a_row_that_can_never_fit_is_refused_with_the_numbers() -> None:
     pools = pools_of(5)
-    allocator = SlotAllocator(shape(2, 5), pools, iter([progress(request(0, [1] * 10, cap=20))]))
+    allocator = SlotAllocator(shape(2, 5), pools, waiting([progress(request(0, [1] * 10, cap=20))]))
     with pytest.raises(CapacityError, match=r"30 tokens need 8 pages, the pool has 4"):
         refill(allocator)
 
 
 def test_compaction_moves_only_rows_after_the_bucket() -> None:
     pools = pools_of(40)
-    allocator = SlotAllocator(shape(4, 40), pools, (progress(request(i, [i], cap=4)) for i in range(4)))
+    allocator = SlotAllocator(shape(4, 40), pools, waiting(progress(request(i, [i], cap=4)) for i in range(4)))
     rows = refill(allocator)
     allocator.release(rows[0])
     allocator.release(rows[2])
@@ -441,7 +444,9 @@ def test_a_long_row_is_promised_what_is_predicted_for_as_long_as_it_lives() -> N
     """Of 160 pages one row has few as yet and will have 101; another, which will have 76, waits in every round."""
     pools = pools_of(1 + 160)
     requests = [request(0, [1] * 4, cap=600, predicted=400), request(1, [2] * 4, cap=600, predicted=300)]
-    allocator = SlotAllocator(shape(2, 161), pools, map(progress, requests), prefill_cost=PrefillCost(least=0.0, token=0.0))
+    allocator = SlotAllocator(
+        shape(2, 161), pools, waiting(map(progress, requests)), prefill_cost=PrefillCost(least=0.0, token=0.0)
+    )
     (first,) = refill(allocator)
     assert refill(allocator) == []
     allocator.release(first)
@@ -451,7 +456,7 @@ def test_a_long_row_is_promised_what_is_predicted_for_as_long_as_it_lives() -> N
 def test_the_latest_row_is_preempted_and_readmitted_before_any_other() -> None:
     pools = pools_of(40)
     allocator = SlotAllocator(
-        shape(2, 40), pools, (progress(request(i, [i], cap=4)) for i in range(5)), prefill_cost=PrefillCost(0.0, 0.0)
+        shape(2, 40), pools, waiting(progress(request(i, [i], cap=4)) for i in range(5)), prefill_cost=PrefillCost(0.0, 0.0)
     )
     first, second = refill(allocator)
     allocator.release(first)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.lora_products import LoraStacks
 from batchspec.packing.survey import Survey
 from batchspec.records import Completion, Request, RowError
+from batchspec.request_stream import RequestStream
 from tests.models import make_checkpoint, make_tokenizer
 from tests.padded_prefill import ALWAYS
 from tests.waiting_requests import count_waiting
@@ -184,7 +185,7 @@ def test_no_speed_is_shown_where_a_row_failed(shape: Path, tmp_path: Path, monke
     failed = RowError(code="nonfinite", stage="decode", message="a logit is not finite", retryable=False)
     run_engine = Engine.run
 
-    def failing(engine: Engine, requests: Iterator[Request | None]) -> Iterator[Completion]:
+    def failing(engine: Engine, requests: RequestStream | Iterable[Request]) -> Iterator[Completion]:
         yield from (replace(done, error=failed) for done in run_engine(engine, requests))
 
     monkeypatch.setattr(Engine, "run", failing)

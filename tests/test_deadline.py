@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from batchspec.request_stream import ListedRequests
+from batchspec.runner.run_monitor import RequestsInTime
 from batchspec.supervise.deadline import PREFILLS, Deadline
+from tests.streams import all_of
 
 
 @dataclass
@@ -39,7 +42,8 @@ def ended(tokens: int, prefill_s: float, decode_s: float) -> Any:
 
 
 def begun(deadline: Deadline, *predicted: int) -> list[int]:
-    return [request.predicted_tokens for request in deadline.requests(map(row, predicted)) if request is not None]
+    in_time = RequestsInTime(ListedRequests(map(row, predicted)), deadline, lambda: None)
+    return [request.predicted_tokens for request in all_of(in_time)]
 
 
 def test_without_a_limit_everything_is_begun() -> None:

@@ -23,6 +23,7 @@ from batchspec.packing.ready_requests import RequestCompiler
 from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
 from batchspec.records import Completion, Request
 from tests.stand_ins import ByteTokenizer, small_spec
+from tests.streams import all_of
 
 
 def feed(caps: list[int], **options: Any) -> Feed:
@@ -62,16 +63,9 @@ def done(request: Request, num_tokens: int = 1) -> Completion:
     )  # fmt: skip
 
 
-def requests_of(made: Feed) -> Iterator[Request]:
-    """All requests of a feed whose rows need no automata."""
-    for request in made.requests():
-        assert request is not None
-        yield request
-
-
 def windows(made: Feed) -> list[int]:
     """How many requests each window held: short caps come back in falling order within one."""
-    caps = [request.max_new_tokens for request in requests_of(made)]
+    caps = [request.max_new_tokens for request in all_of(made.requests)]
     ends = [i for i in range(1, len(caps)) if caps[i] > caps[i - 1]]
     return [b - a for a, b in zip([0, *ends], [*ends, len(caps)], strict=True)]
 
@@ -91,7 +85,7 @@ def test_rows_after_the_last_whole_window_belong_to_it() -> None:
 
 def test_a_request_is_predicted_by_the_rows_that_ended_before_it_was_handed_out() -> None:
     made, admission = feed_and_admission([400] * 8, shard_rows=4, slots=2)
-    requests = requests_of(made)
+    requests = all_of(made.requests)
     first = next(requests)
     assert first.predicted_tokens == 200
     for _ in range(16):
@@ -101,7 +95,7 @@ def test_a_request_is_predicted_by_the_rows_that_ended_before_it_was_handed_out(
 
 def test_a_small_change_of_the_prediction_makes_no_new_request() -> None:
     made, admission = feed_and_admission([400] * 8, shard_rows=4, slots=2)
-    requests = requests_of(made)
+    requests = all_of(made.requests)
     first = next(requests)
     for _ in range(16):
         admission.observe(done(first, num_tokens=190))
@@ -113,8 +107,8 @@ def test_the_next_window_can_be_taken_without_waiting_once_all_of_it_is_admitted
     seconds = 0.0
     made = feed([9] * 80, shard_rows=10, slots=10, clock=lambda: seconds)
     ready = []
-    for _ in made.requests():
-        ready.append(made.num_ready)
+    for _ in all_of(made.requests):
+        ready.append(made.requests.num_ready)
         seconds += 0.001
     assert ready == [*range(39, 0, -1), 40, *range(39, -1, -1)]
 
@@ -133,7 +127,7 @@ def admitted_by(rows_a_second: float, monkeypatch: pytest.MonkeyPatch) -> list[i
     monkeypatch.setattr(Admission, "admit", counted)
     made = feed([9] * 80, shard_rows=10, slots=10, clock=lambda: seconds)
     found = []
-    for count, _ in enumerate(made.requests(), 1):
+    for count, _ in enumerate(all_of(made.requests), 1):
         found.append(rows)
         seconds += 1 / rows_a_second if count >= 10 else 0.0
     return found
@@ -165,7 +159,7 @@ def test_a_fast_run_admits_a_row_for_each_that_is_handed_out(monkeypatch: pytest
 def test_every_shard_is_returned_once_when_its_last_row_is_done(num_rows: int, shard_rows: int, slots: int) -> None:
     made = feed([1 + i % 7 for i in range(num_rows)], shard_rows=shard_rows, slots=slots)
     back = []
-    for request in requests_of(made):
+    for request in all_of(made.requests):
         made.add(done(request))
         for decoded in made.complete():
             assert len(decoded.completions) == decoded.shard.table.num_rows

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 EVERYONE = {
     "records",
     "packed_batch",
+    "request_stream",
     "errors",
     "config.draft_schema",
     "config.schema",
@@ -234,6 +235,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "garbage": set(),
     "records": set(),
     "packed_batch": set(),
+    "request_stream": set(),
     "out_of_memory": set(),
     "local_files": set(),
     "errors": set(),

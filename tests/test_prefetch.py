@@ -3,111 +3,153 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.engine.slots.prefetch import Prefetcher
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.waiting import WaitingRequests
 from batchspec.records import Request
+from batchspec.request_stream import ListedRequests, RequestStream
 from tests.engines import request
-from tests.test_feed import done, feed, requests_of
+from tests.streams import all_of
+from tests.test_feed import done, feed
 
 
 class Windows:
     """Requests by window: the first of a window is not there before somebody waits for it."""
 
     def __init__(self, sizes: list[int]) -> None:
-        self.num_ready, self.waits = 0, 0
+        self.waits, self.ended = 0, False
         numbers = iter(range(sum(sizes)))
-        self.windows = [[request(next(numbers), [1], cap=1) for _ in range(size)] for size in sizes]
+        self._windows = deque([request(next(numbers), [1], cap=1) for _ in range(size)] for size in sizes)
+        self._left: deque[Request] = deque()
 
-    def __iter__(self) -> Iterator[Request | None]:
-        for window in self.windows:
-            self.num_ready, self.waits = len(window), self.waits + 1
-            for one in window:
-                self.num_ready -= 1
-                yield one
+    @property
+    def num_ready(self) -> int:
+        return len(self._left)
+
+    def next_ready(self) -> Request | None:
+        while not self._left:
+            if not self._windows:
+                self.ended = True
+                return None
+            self.waits += 1
+            self._left += self._windows.popleft()
+        return self._left.popleft()
+
+
+def waiting(stream: RequestStream, most: int) -> WaitingRequests:
+    return WaitingRequests(stream, lambda one: RequestState.of(one, 0), lambda _: True, most_prefetched=most)
+
+
+def prefetch(ahead: WaitingRequests, count: int) -> None:
+    ahead.take_ahead(count, 0)
+
+
+def take(ahead: WaitingRequests) -> Request | None:
+    state = ahead.peek()
+    if state is not None:
+        del ahead[0]
+    return None if state is None else state.request
+
+
+def rest_of(ahead: WaitingRequests) -> Iterator[Request]:
+    while (one := take(ahead)) is not None:
+        yield one
+    assert ahead.exhausted
 
 
 @given(
     sizes=st.lists(st.integers(0, 6), max_size=6),
     most=st.integers(0, 5),
-    turns=st.lists(st.none() | st.integers(0, 9), max_size=60),
+    turns=st.lists(st.none() | st.tuples(st.integers(0, 9), st.integers(0, 4)), max_size=60),
 )
 def test_requests_come_in_their_order_however_many_were_taken_before(
-    sizes: list[int], most: int, turns: list[int | None]
+    sizes: list[int], most: int, turns: list[tuple[int, int] | None]
 ) -> None:
+    """A turn takes a request, or prefetches some and makes the states of some that were prefetched."""
     windows = Windows(sizes)
-    ahead = Prefetcher(iter(windows), lambda: windows.num_ready, most=most)
+    ahead = waiting(windows, most)
     found = []
     for turn in turns:
         if turn is None:
-            found += [one for one in [next(ahead, None)] if one is not None]
+            found += [one for one in [take(ahead)] if one is not None]
         else:
-            waits = windows.waits
-            ahead.take(turn)
+            waits, states = windows.waits, len(ahead)
+            ahead.take_ahead(*turn)
             assert windows.waits == waits, "it waited for a window that nobody needed yet"
-            assert ahead.num_taken <= most
-    found += [one for one in ahead if one is not None]
+            assert ahead.num_prefetched <= most
+            assert len(ahead) <= max(states, turn[1])
+    found += rest_of(ahead)
     assert [one.row_index for one in found] == list(range(sum(sizes)))
 
 
 def test_the_rest_of_a_list_is_ready_and_nothing_of_a_generator() -> None:
     asked = [request(i, [1], cap=1) for i in range(5)]
     for stream, ready in ((iter(asked), 5), ((one for one in asked), 0)):
-        ahead = Prefetcher(stream, None, most=10)
-        ahead.take(3)
-        assert ahead.num_taken == min(3, ready)
-        next(ahead)
-        ahead.take(10)
-        assert ahead.num_taken == max(0, ready - 1)
-        assert list(ahead) == asked[1:]
+        ahead = waiting(ListedRequests(stream), 10)
+        prefetch(ahead, 3)
+        assert ahead.num_prefetched == min(3, ready)
+        take(ahead)
+        prefetch(ahead, 10)
+        assert ahead.num_prefetched == max(0, ready - 1)
+        assert list(rest_of(ahead)) == asked[1:]
 
 
 def test_a_stream_that_ends_early_yields_every_request_that_was_taken() -> None:
+    class Promising(ListedRequests):
+        num_ready = 100
+
     asked = [request(i, [1], cap=1) for i in range(3)]
-    ahead = Prefetcher(iter(asked), lambda: 100, most=10)
-    ahead.take(8)
-    assert list(ahead) == asked
+    ahead = waiting(Promising(asked), 10)
+    prefetch(ahead, 8)
+    assert list(rest_of(ahead)) == asked
 
 
 def test_a_stream_that_has_ended_is_freed() -> None:
     """An engine keeps its last run until the next one begins; it shall not keep the rows of that run's caller."""
 
-    class Stream(Iterator[Request]):
-        def __next__(self) -> Request:
-            raise StopIteration
+    class Ends:
+        num_ready = 1
+        ended = True
 
-        def num_ready(self) -> int:
-            return 1
+        def next_ready(self) -> None:
+            return None
 
     for takes in (True, False):
-        stream = Stream()
-        alive, ahead = weakref.ref(stream), Prefetcher(stream, stream.num_ready, most=1)
+        stream = Ends()
+        alive, ahead = weakref.ref(stream), waiting(stream, 1)
         del stream
         assert alive() is not None
         if takes:
-            ahead.take(1)
+            prefetch(ahead, 1)
         else:
-            assert next(ahead, None) is None
+            assert take(ahead) is None
         assert alive() is None
+        assert ahead.exhausted
 
 
 def test_no_more_is_taken_than_ready_when_one_request_uses_up_several() -> None:
     """Rows for which no time is left are dropped when the stream is asked for the next one."""
-    left = list(range(5))
 
-    def stream() -> Iterator[Request]:
-        while left:
-            one = left.pop()
-            if left:
-                left.pop()
-            yield request(one, [1], cap=1)
+    class EverySecond:
+        def __init__(self) -> None:
+            self.left, self.ended = list(range(5)), False
 
-    ahead = Prefetcher(stream(), lambda: len(left) - 1, most=10)
-    ahead.take(10)
-    assert ahead.num_taken == 2
+        @property
+        def num_ready(self) -> int:
+            return len(self.left) - 1
+
+        def next_ready(self) -> Request | None:
+            one, self.left = self.left[-1], self.left[:-2]
+            return request(one, [1], cap=1)
+
+    ahead = waiting(EverySecond(), 10)
+    prefetch(ahead, 10)
+    assert ahead.num_prefetched == 2
 
 
 @given(
@@ -122,17 +164,17 @@ def test_requests_that_a_feed_calls_ready_are_handed_out_without_reading_a_shard
     plain, made = feed(caps, shard_rows=shard_rows, slots=slots, clock=lambda: 0.0), feed(
         caps, shard_rows=shard_rows, slots=slots, clock=lambda: 0.0
     )  # fmt: skip
-    expected = [one.row_index for one in requests_of(plain)]
-    ahead = Prefetcher(made.requests(), lambda: made.num_ready, most=slots)
+    expected = [one.row_index for one in all_of(plain.requests)]
+    ahead = waiting(made.requests, slots)
     found: list[Request] = []
     for turn in turns:
-        ready, before = made.num_ready, ahead.num_taken
-        ahead.take(turn)
-        assert ahead.num_taken - before == min(turn, ready, slots - before)
-        one = next(ahead, None)
+        ready, before = made.requests.num_ready, ahead.num_prefetched
+        prefetch(ahead, turn)
+        assert ahead.num_prefetched - before == min(turn, ready, slots - before)
+        one = take(ahead)
         if one is None:
             break
         found.append(one)
         made.add(done(one))
-    found += [one for one in ahead if one is not None]
+    found += rest_of(ahead)
     assert [one.row_index for one in found] == expected

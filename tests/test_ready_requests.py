@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from batchspec.packing import ready_requests
 from batchspec.packing.ready_requests import ReadyRequests
 from batchspec.records import Completion, Request
+from batchspec.request_stream import ListedRequests
 from tests.automata import automaton
 from tests.engines import request
+from tests.streams import all_of, answers_of
 from tests.test_feed import feed
 
 
@@ -43,22 +45,23 @@ class Compiles:
         return replace(one, automaton=automaton("[ab]*"), automaton_state=1)
 
 
-def rows(*texts: str | None) -> Iterator[Request]:
-    for index, text in enumerate(texts):
-        yield replace(request(index, [1], cap=2), constraint=None if text is None else ("regex", text))
+def rows(*texts: str | None) -> ListedRequests:
+    return ListedRequests(
+        replace(request(index, [1], cap=2), constraint=None if text is None else ("regex", text))
+        for index, text in enumerate(texts)
+    )
 
 
-def numbers(found: list[Request | None]) -> list[int | None]:
+def numbers(found: Iterable[Request | None]) -> list[int | None]:
     return [None if one is None else one.row_index for one in found]
 
 
 def test_no_request_is_ready_if_requests_wait_for_their_automata() -> None:
     """Which request is next depends on which automata are compiled by then, so none is prefetched."""
     made = feed([9] * 8, shard_rows=4, slots=2, compiling=Compiles())
-    found = made.requests()
-    assert next(found) is not None
-    assert made.num_ready == 0
-    assert len(list(found)) == 7
+    assert made.requests.next_ready() is not None
+    assert made.requests.num_ready == 0
+    assert len(list(all_of(made.requests))) == 7
 
 
 def test_rows_whose_automata_are_loaded_are_admitted_first() -> None:
@@ -66,38 +69,38 @@ def test_rows_whose_automata_are_loaded_are_admitted_first() -> None:
     made = ReadyRequests(
         rows("a", None, "b", "a", None, "bad", "c"), compiles, refused=refused.append, busy=lambda: True, ahead=9
     )  # fmt: skip
-    assert numbers([next(made) for _ in range(4)]) == [1, 4, None, None]
+    assert numbers([made.next_ready() for _ in range(4)]) == [1, 4, None, None]
     assert list(compiles.begun) == ["a", "b", "bad", "c"]
     compiles.finish("b")
-    assert numbers([next(made), next(made)]) == [2, None]
+    assert numbers([made.next_ready(), made.next_ready()]) == [2, None]
     compiles.finish("a")
     compiles.finish("bad")
-    assert numbers([next(made), next(made), next(made)]) == [0, 3, None]
+    assert numbers([made.next_ready(), made.next_ready(), made.next_ready()]) == [0, 3, None]
     assert [one.row_index for one in refused] == [5]
     compiles.finish("c")
-    assert numbers(list(made)) == [6]
+    assert numbers(answers_of(made)) == [6]
 
 
 def test_no_more_rows_than_asked_for_wait() -> None:
     compiles = Compiles()
     made = ReadyRequests(rows("a", "b", "c", None), compiles, refused=lambda _: None, busy=lambda: True, ahead=2)
-    assert next(made) is None
+    assert made.next_ready() is None
     assert list(compiles.begun) == ["a", "b"]
     compiles.finish("a")
-    assert numbers([next(made), next(made)]) == [0, None]
+    assert numbers([made.next_ready(), made.next_ready()]) == [0, None]
     assert list(compiles.begun) == ["a", "b", "c"]
     compiles.finish("c")
-    assert numbers([next(made), next(made), next(made)]) == [2, 3, None]
+    assert numbers([made.next_ready(), made.next_ready(), made.next_ready()]) == [2, 3, None]
 
 
 def test_where_nothing_else_can_be_done_the_next_automaton_is_waited_for_but_not_for_long() -> None:
     compiles = Compiles()
     made = ReadyRequests(rows("a"), compiles, refused=lambda _: None, busy=lambda: False, ahead=2)
     began = time.perf_counter()
-    assert next(made) is None
+    assert made.next_ready() is None
     assert time.perf_counter() - began >= ready_requests.WAIT_S
     compiles.finish("a")
-    assert numbers(list(made)) == [0]
+    assert numbers(answers_of(made)) == [0]
 
 
 @given(st.data(), st.lists(st.sampled_from([None, "a", "b", "c", "bad", "bad too"]), max_size=12), st.integers(1, 5))
@@ -106,7 +109,7 @@ def test_every_row_is_handed_out_once_or_refused_in_any_order_of_compilation(
 ) -> None:
     compiles, refused, found = Compiles(), list[Completion](), list[Request]()
     made = ReadyRequests(rows(*texts), compiles, refused=refused.append, busy=lambda: True, ahead=ahead)
-    for one in made:
+    for one in answers_of(made):
         if one is not None:
             found.append(one)
             continue

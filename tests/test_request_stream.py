@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.waiting import WaitingRequests
 from batchspec.errors import EngineInUse
 from batchspec.records import Request, Snapshot
+from batchspec.request_stream import ListedRequests, RequestStream
 from tests.engines import DEVICE, VOCAB, make_engine, packed, plain_tokens, request, tiny_target
 from tests.moe_models import ids_of
 
@@ -33,6 +35,10 @@ def rows(count: int = 6, length: int = 14) -> list[Request]:
     """Three pages of their own each, and some tokens."""
     draw = np.random.default_rng(7)
     return [request(i, draw.integers(0, VOCAB, length).tolist(), cap=5 + i) for i in range(count)]
+
+
+def waiting_of(stream: RequestStream, *, most_prefetched: int = 0) -> WaitingRequests:
+    return WaitingRequests(stream, lambda one: RequestState.of(one, 0), lambda _: True, most_prefetched=most_prefetched)
 
 
 def engine_of(drafter: str, **shape: Any) -> Engine:
@@ -76,6 +82,29 @@ def test_a_run_that_another_one_has_replaced_gives_none_of_its_completions() -> 
     assert {name: ids_of(one) for name, one in done.items()} == {i.request_id: plain_tokens(tiny_target(), i) for i in rows()}
 
 
+@pytest.mark.parametrize("how", ["run", "left half-way", "stopped"])
+def test_a_run_that_is_over_keeps_no_stream(how: str) -> None:
+    """The engine keeps its last run, and a stream may hold the shards of a job."""
+    engine, stream = engine_of("none"), ListedRequests(rows())
+    alive, running = weakref.ref(stream), engine.run(stream)
+    del stream
+    next(running)
+    assert alive() is not None
+    if how == "stopped":
+        engine.stop()
+    if how == "left half-way":
+        running.close()
+    else:
+        list(running)
+    assert alive() is None
+
+
+def test_a_list_of_requests_is_as_good_as_a_stream() -> None:
+    engine, expected = engine_of("none"), {i.request_id: plain_tokens(tiny_target(), i) for i in rows()}
+    for asked in (rows(), iter(rows()), (one for one in rows()), ListedRequests(rows())):
+        assert {done.request_id: ids_of(done) for done in engine.run(asked)} == expected
+
+
 def test_no_prefix_is_kept_over_new_weights_or_scales() -> None:
     engine = engine_of("none")
     list(engine.run(iter(rows())))
@@ -92,16 +121,20 @@ def test_requests_that_end_at_once_make_the_engine_prefetch_none_that_is_not_rea
     )  # fmt: skip
     first = [request(i, [1, 2], cap=9) for i in range(8)]
     at_once = [replace(request(8 + i, [1, 2], cap=2), resumed=replace(ended, row_index=8 + i)) for i in range(4)]
-    asked, num_ready, num_given, prefetching = [*first, *at_once, request(12, [1, 2], cap=2)], 12, 0, False
+    asked, prefetching = [*first, *at_once, request(12, [1, 2], cap=2)], False
     too_early = list[str]()
 
-    def stream() -> Iterator[Request]:
-        nonlocal num_given
-        for one in asked:
-            if prefetching and num_given >= num_ready:
-                too_early.append(one.request_id)
-            num_given += 1
-            yield one
+    class Stream(ListedRequests):
+        """The last request is not ready before somebody waits for it."""
+
+        @property
+        def num_ready(self) -> int:
+            return max(0, super().num_ready - 1)
+
+        def next_ready(self) -> Request | None:
+            if prefetching and not self.num_ready:
+                too_early.append("the last one")
+            return super().next_ready()
 
     engine, take_ahead = make_engine(tiny_target(), NoDrafter(), packed(slots=3), device=DEVICE), EngineRun.take_ahead
 
@@ -113,31 +146,36 @@ def test_requests_that_end_at_once_make_the_engine_prefetch_none_that_is_not_rea
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineRun, "take_ahead", noted)
-        done = list(engine.run(stream(), num_ready=lambda: max(0, num_ready - num_given)))
+        done = list(engine.run(Stream(asked)))
     assert sorted(one.row_index for one in done) == list(range(len(asked)))
     assert too_early == []
 
 
 class Chains:
-    """Each row's completion makes its next request, with the completion's tokens in the prompt, for `turns` turns."""
+    """A stream in which each row's completion makes its next request, with the completion's tokens in the prompt, for `turns`
+    turns."""
+
+    num_ready = 0
 
     def __init__(self, first: list[Request], turns: int) -> None:
-        self._first, self._turns, self._ready, self._decoding = iter(first), turns, deque[Request](), 0
+        self._first, self._turns, self._ready, self._decoding = deque(first), turns, deque[Request](), 0
+        self.known: dict[str, Request] = {}
         self.asked_in_vain = 0
 
-    def requests(self) -> Iterator[Request | None]:
-        while True:
-            request = self._ready.popleft() if self._ready else next(self._first, None)
-            if request is not None:
-                self._decoding += 1
-                yield request
-            elif self._decoding:
-                self.asked_in_vain += 1
-                yield None
-            else:
-                return
+    @property
+    def ended(self) -> bool:
+        return not (self._first or self._ready or self._decoding)
 
-    def ended(self, last: Request, tokens: list[int]) -> None:
+    def next_ready(self) -> Request | None:
+        if not (self._ready or self._first):
+            self.asked_in_vain += not self.ended
+            return None
+        request = (self._ready or self._first).popleft()
+        self._decoding += 1
+        self.known[request.request_id] = request
+        return request
+
+    def go_on(self, last: Request, tokens: list[int]) -> None:
         self._decoding -= 1
         name, _, turn = last.request_id.partition("/")
         if int(turn or 0) + 1 < self._turns:
@@ -149,35 +187,32 @@ class Chains:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_completions_become_requests_of_the_same_run(drafter: str, run_ahead: int) -> None:
     engine, chains = engine_of(drafter, run_ahead=run_ahead), Chains(rows(4, 9), turns=3)
-    known, found = {}, {}
-
-    def noted() -> Iterator[Request | None]:
-        for item in chains.requests():
-            if item is not None:
-                known[item.request_id] = item
-            yield item
-
-    for done in engine.run(noted()):
+    found = {}
+    for done in engine.run(chains):
         found[done.request_id] = ids_of(done)
-        chains.ended(known[done.request_id], found[done.request_id])
+        chains.go_on(chains.known[done.request_id], found[done.request_id])
     assert len(found) == 12
     assert chains.asked_in_vain > 0
-    assert found == {name: plain_tokens(tiny_target(), each) for name, each in known.items()}
+    assert found == {name: plain_tokens(tiny_target(), each) for name, each in chains.known.items()}
 
 
 def test_rounds_shrink_while_no_request_waits_and_grow_with_those_that_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight slots; two rows at first, which make four when both have ended."""
     engine = engine_of("none", slots=8, row_buckets=(1, 2, 4, 8))
     first, later = rows(2), [request(10 + i, [i + 1] * 9, cap=6) for i in range(4)]
-    ended = 0
+    num_ended = 0
 
-    def requests() -> Iterator[Request | None]:
-        yield from first
-        while ended < 2:
-            yield None
-        yield from later
-        while ended < 6:
-            yield None
+    class Stream:
+        num_ready = 0
+
+        @property
+        def ended(self) -> bool:
+            return num_ended == 6
+
+        def next_ready(self) -> Request | None:
+            if first:
+                return first.pop(0)
+            return later.pop(0) if later and num_ended >= 2 else None
 
     moved = []
     compact = SlotAllocator.compact
@@ -189,9 +224,9 @@ def test_rounds_shrink_while_no_request_waits_and_grow_with_those_that_come(monk
     monkeypatch.setattr(SlotAllocator, "compact", noted)
     sizes: list[int] = []
     engine.on_round = lambda totals: sizes.append(engine.scheduler.num_rows)
-    for _ in engine.run(requests()):
-        ended += 1
-    assert ended == 6
+    for _ in engine.run(Stream()):
+        num_ended += 1
+    assert num_ended == 6
     assert sizes[2] == 2
     assert sizes[-2] == 4
     assert max(sizes) == 8, "the first results are of all slots"
@@ -199,15 +234,23 @@ def test_rounds_shrink_while_no_request_waits_and_grow_with_those_that_come(monk
 
 
 def test_an_empty_stream_is_asked_no_more_once_it_has_ended() -> None:
-    def once() -> Iterator[None]:
-        yield None
+    class Stream:
+        num_ready, num_asked = 0, 0
 
-    stream = once()
-    allocator = SlotAllocator(packed(2), engine_of("none").pools, stream)
+        @property
+        def ended(self) -> bool:
+            return self.num_asked == 2
+
+        def next_ready(self) -> None:
+            self.num_asked += 1
+
+    stream = Stream()
+    allocator = SlotAllocator(packed(2), engine_of("none").pools, waiting_of(stream))
     assert not allocator.exhausted
     assert allocator.exhausted
     assert allocator.refill_is_due()
     assert allocator.refill() == []
+    assert stream.num_asked == 2
 
 
 @given(
@@ -218,24 +261,40 @@ def test_requests_that_were_taken_ahead_wait_in_the_order_of_the_stream(
     stream: list[bool], turns: list[tuple[int, int] | None]
 ) -> None:
     """False: the stream has no request at present. No more are taken than asked for, nor more than may wait."""
-    given = [RequestState.of(request(i, [1], cap=1), 0) if there else None for i, there in enumerate(stream)]
-    asked, found = iter(given), list[RequestState]()
-    waiting = WaitingRequests(asked, lambda _: True)
+    given = [request(i, [1], cap=1) if there else None for i, there in enumerate(stream)]
+
+    class Stream:
+        def __init__(self) -> None:
+            self._left = deque(given)
+
+        @property
+        def num_ready(self) -> int:
+            return next((place for place, one in enumerate(self._left) if one is None), len(self._left))
+
+        @property
+        def ended(self) -> bool:
+            return not self._left
+
+        def next_ready(self) -> Request | None:
+            return self._left.popleft() if self._left else None
+
+    found, waiting = list[Request](), waiting_of(Stream(), most_prefetched=5)
     for turn in turns:
-        before = len(list(waiting))
+        before, prefetched = len(waiting), waiting.num_prefetched
         if turn is None:
-            found += [] if waiting.peek() is None else [waiting[0]]
-            if list(waiting):
+            found += [] if waiting.peek() is None else [waiting[0].request]
+            if len(waiting):
                 del waiting[0]
         else:
             count, most = turn
             waiting.take_ahead(count, most)
-            assert before <= len(list(waiting)) <= max(before, min(before + count, most))
+            assert before <= len(waiting) <= max(before, min(before + count, most))
+            assert waiting.num_prefetched <= min(5, prefetched + count)
     while not waiting.exhausted:
         if waiting.peek() is not None:
-            found.append(waiting[0])
+            found.append(waiting[0].request)
             del waiting[0]
-    assert found == [state for state in given if state is not None]
+    assert found == [one for one in given if one is not None]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +24,8 @@ import batchspec
 from batchspec.distributed import silent_ranks
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import BatchspecError, CapacityError, CheckpointError, ConfigError, DivergedError, EngineInUse, RankLost
-from batchspec.records import Completion, Request
+from batchspec.records import Completion
+from batchspec.request_stream import RequestStream
 from batchspec.warm import ranks as ranks_module
 from batchspec.warm import weights as weights_module
 from batchspec.warm.options import warm_config
@@ -34,6 +35,7 @@ from batchspec.warm.wire import Ask, Ended, Given, GoOn
 from tests.engines import request
 from tests.forked import ServedPopen, run_python
 from tests.models import make_checkpoint
+from tests.streams import answers_of
 from tests.test_warm import model, other, rows, same, words
 
 __all__ = ["model", "other", "words"]
@@ -103,14 +105,19 @@ def test_many_rows_reach_the_leader_in_parts(shared: batchspec.Engine, alone: ba
 
 def test_the_leader_prefetches_only_requests_that_it_was_given() -> None:
     given = [request(i, [1], cap=1) for i in range(3)]
-    answers: list[Any] = [GoOn(), Given([*given[:2], None], [-1] * 3, [], False), Given(given[2:], [-1], [], True)]
+    answers: list[Any] = [
+        GoOn(),
+        Given(given[:2], [-1] * 2, [], False),
+        Given([], [], [], False),
+        Given(given[2:], [-1], [], True),
+    ]
     sent: list[Any] = []
     ready: list[int] = []
 
-    def steps(requests: Iterator[Request | None], *, num_ready: Callable[[], int]) -> Iterator[list[Completion]]:
-        ready.append(num_ready())
-        for _ in requests:
-            ready.append(num_ready())
+    def steps(requests: RequestStream) -> Iterator[list[Completion]]:
+        ready.append(requests.num_ready)
+        for _ in answers_of(requests):
+            ready.append(requests.num_ready)
         yield from ()
 
     pipe = SimpleNamespace(send=sent.append, recv=lambda: answers.pop(0))
@@ -119,7 +126,7 @@ def test_the_leader_prefetches_only_requests_that_it_was_given() -> None:
     job = SimpleNamespace(admission=SimpleNamespace(constraints=None))
     Leader(*cast(Any, (job, engine, None, pipe, watchdog)))._run()
     assert ready == [0, 1, 0, 0, 0]
-    assert [type(message) for message in sent] == [Ask, Ask, Ended]
+    assert [type(message) for message in sent] == [Ask, Ask, Ask, Ended]
 
 
 def test_conversations_keep_their_prefixes_and_raise_what_next_turn_raises(

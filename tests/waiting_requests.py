@@ -1,10 +1,21 @@
-"""Counts the requests that wait for a slot. Not in `engines.py`, because that must not import the scheduler."""
+"""Requests that wait for a slot. Not in `engines.py`, because that must not import the scheduler."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
 
 import pytest
 
 from batchspec.engine.loop.engine_run import EngineRun
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.waiting import WaitingRequests
+from batchspec.request_stream import ListedRequests
+
+
+def waiting(states: Iterable[RequestState]) -> WaitingRequests:
+    """The queue of requests whose states a test has made."""
+    return WaitingRequests(ListedRequests(cast(Any, states)), lambda state: cast(Any, state), lambda _: True)
 
 
 def count_waiting(patch: pytest.MonkeyPatch) -> list[int]:
@@ -14,7 +25,7 @@ def count_waiting(patch: pytest.MonkeyPatch) -> list[int]:
 
     def counted(run: EngineRun) -> None:
         take_ahead(run)
-        counts.append(run._requests.num_taken + len(list(run._allocator._waiting)))
+        counts.append(run._waiting.num_prefetched + len(run._waiting))
 
     patch.setattr(EngineRun, "take_ahead", counted)
     return counts

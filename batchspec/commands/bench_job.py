@@ -46,7 +46,7 @@ from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.compose import compose
 from batchspec.job import compute
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.packing.feed import WINDOW_SHARDS
+from batchspec.packing.ordered_requests import WINDOW_SHARDS
 from batchspec.prepare import Job, open_job
 from batchspec.records import Completion
 from batchspec.runner.decode_shards import JOURNAL_S

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 
 from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.engine_run import PREFETCHED_PER_ROUND
 from batchspec.engine.loop.totals import EngineTotals
-from batchspec.engine.slots.prefetch import PREFETCHED_PER_ROUND, Prefetcher
 from batchspec.garbage import older_objects_frozen
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job
 from batchspec.records import Completion, Request, RowStats, Snapshot
 from batchspec.report.progress_bar import ProgressBar
+from batchspec.request_stream import ListedRequests, RequestStream, stream_of, take_ready
 
 SLOTS, K = 256, 4
 POOL = 4096
@@ -89,7 +90,8 @@ class StandInEngine:
         self.own_s = self.feed_s = self.round_s = 0.0
         self.pauses_us = Counter[int]()
         self.made_at = 0.0, 0.0
-        self._ahead = Prefetcher(iter(()), None, most=0)
+        self._requests: RequestStream = ListedRequests(())
+        self._prefetched: deque[Request] = deque()
 
     def made(self, job: Job, survey: Survey, progress: ProgressBar) -> Engine:
         self.made_at = time.thread_time(), time.process_time()
@@ -101,16 +103,14 @@ class StandInEngine:
     def unfinished(self) -> list[Snapshot]:
         return []
 
-    def run(
-        self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
-    ) -> Generator[Completion]:  # fmt: skip
-        self._ahead = Prefetcher(requests, num_ready, most=SLOTS // 2)
+    def run(self, requests: RequestStream | Iterable[Request]) -> Generator[Completion]:
+        self._requests = stream_of(requests)
         with older_objects_frozen():  # as the real engine does
-            yield from self._run(self._ahead)
+            yield from self._run()
 
-    def _run(self, requests: Iterator[Request | None]) -> Generator[Completion]:
+    def _run(self) -> Generator[Completion]:
         live: deque[Request] = deque()
-        while (request := self._next(requests)) is not None:
+        while (request := self._next()) is not None:
             live.append(request)
             if len(live) == SLOTS:
                 yield from self._handed_out(self._end(live.popleft(), SLOTS))
@@ -122,9 +122,9 @@ class StandInEngine:
         yield completion
         self._paused(began)
 
-    def _next(self, requests: Iterator[Request | None]) -> Request | None:
+    def _next(self) -> Request | None:
         began = time.thread_time()
-        request = next(requests, None)
+        request = self._prefetched.popleft() if self._prefetched else self._requests.next_ready()
         self.feed_s += self._paused(began)
         return request
 
@@ -147,7 +147,7 @@ class StandInEngine:
             totals.rounds += 1
             if self.on_round is not None:
                 self.on_round(totals)
-            self._ahead.take(PREFETCHED_PER_ROUND)
+            self._prefetched += take_ready(self._requests, min(PREFETCHED_PER_ROUND, SLOTS // 2 - len(self._prefetched)))
             reported += self._paused(reported)
         self.round_s += reported - began
         completion = self._completion(request, rounds)

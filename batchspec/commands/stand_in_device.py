@@ -10,7 +10,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +47,7 @@ from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.planner import GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, row_buckets
 from batchspec.records import Completion, Request
+from batchspec.request_stream import RequestStream
 
 K, ACCEPTANCE = 3, 0.7
 """Number of drafts per row and round, and the probability that a draft is accepted after those before it."""
@@ -113,11 +114,9 @@ class StandInEngine(Engine):
         self.executor: StandInExecutor = StandInExecutor(self.watch, target, drafter, batch, device)
         self.planner = RoundPlanner(self.executor, batch, adaptive=True)
 
-    def run(
-        self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
-    ) -> Generator[Completion]:  # fmt: skip
+    def run(self, requests: RequestStream | Iterable[Request]) -> Generator[Completion]:
         """See `Engine`."""
-        with closing(super().run(requests, num_ready=num_ready)) as completions:
+        with closing(super().run(requests)) as completions:
             for done in completions:
                 self.watch.lap("finish")
                 yield done

@@ -12,8 +12,10 @@ Rows to requests:
 The stream:
   work_plan.py        what a run does with each output row
   order.py            the order in which requests enter; predict.py: predicted output lengths
-  feed.py             the stream, a window of shards at a time
-  ready_requests.py   requests whose automata are compiled
+  ordered_requests.py requests in that order, a window of shards at a time
+  ready_requests.py   those whose automata are compiled, before others
+  open_shards.py      shards whose rows are not all finished
+  feed.py             from claimed shards to the stream, and from completions to complete shards
 The shape:
   survey.py           lengths of the first rows
   planner.py          slots, pages, row buckets; the forecast

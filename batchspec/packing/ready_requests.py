@@ -5,11 +5,12 @@ This changes the order in which rows begin, which no token depends on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Protocol
 
 from batchspec.records import Completion, Request
+from batchspec.request_stream import RequestStream
 
 WAIT_S = 0.05
 """Longest wait, in seconds, while the engine has nothing to do. Between waits the caller checks signals and cancelled calls."""
@@ -25,34 +26,45 @@ class RequestCompiler(Protocol):
         """The request with its automaton, or the reason why it has none; waits for it."""
 
 
-class ReadyRequests(Iterator[Request | None]):
-    """Iterates over requests in order, except that a request comes later if its automaton is not compiled yet. It gives None
-    if no request is ready at present.
+class ReadyRequests:
+    """A `RequestStream` that lets requests pass whose automata are compiled while others wait for theirs.
 
-    requests  the requests
+    requests  the requests in order
     refused   called with the error row of each request whose constraint cannot be compiled
-    busy      whether the engine has unfinished requests; if not, `next` waits for an automaton, at most WAIT_S
+    busy      whether the engine has unfinished requests; if not, `next_ready` waits for an automaton, at most WAIT_S. None:
+              whether requests were given that have not `finished`
     ahead     maximum number of requests that have been taken from `requests` and wait for their automata
     """
 
+    num_ready = 0
+    """Which request is next depends on which automata are compiled by then."""
+
     def __init__(
-        self, requests: Iterator[Request], compiling: RequestCompiler, *, refused: Callable[[Completion], None],
-        busy: Callable[[], bool], ahead: int,
+        self, requests: RequestStream, compiling: RequestCompiler, *, refused: Callable[[Completion], None],
+        busy: Callable[[], bool] | None = None, ahead: int,
     ) -> None:  # fmt: skip
         self._requests, self._compiling, self._refused, self._busy, self._ahead = requests, compiling, refused, busy, ahead
         self._waiting: list[tuple[Request, Future[Any]]] = []
-        self._ended = False
+        self._num_unfinished = 0
+        """Number of requests that were given and have not finished."""
 
-    def __next__(self) -> Request | None:
-        if (request := self._next_ready()) is not None:
-            return request
-        if self._waiting:
-            if not self._busy():
-                wait([future for _, future in self._waiting], WAIT_S, FIRST_COMPLETED)
-            return self._next_ready()
-        raise StopIteration
+    @property
+    def ended(self) -> bool:
+        return not self._waiting and self._requests.ended
 
-    def _next_ready(self) -> Request | None:
+    def next_ready(self) -> Request | None:
+        request = self._compiled()
+        if request is None and self._waiting and not (self._num_unfinished if self._busy is None else self._busy()):
+            wait([future for _, future in self._waiting], WAIT_S, FIRST_COMPLETED)
+            request = self._compiled()
+        self._num_unfinished += request is not None
+        return request
+
+    def finished(self) -> None:
+        """A request that was given has finished."""
+        self._num_unfinished -= 1
+
+    def _compiled(self) -> Request | None:
         """The first waiting request whose automaton is compiled, or else the next one that need not wait; None: there is
         neither."""
         while (found := self._first_done() or self._taken()) is not None:
@@ -67,13 +79,9 @@ class ReadyRequests(Iterator[Request | None]):
         return None if place is None else self._waiting.pop(place)[0]
 
     def _taken(self) -> Request | None:
-        """Take requests from the stream until one need not wait, and return it; those before it wait. None: `ahead` of them
+        """Take requests until one need not wait, and return it; those before it wait. None: there is no more, or `ahead` of them
         wait."""
-        while not self._ended and len(self._waiting) < self._ahead:
-            request = next(self._requests, None)
-            if request is None:
-                self._ended = True
-                return None
+        while len(self._waiting) < self._ahead and (request := self._requests.next_ready()) is not None:
             future = self._compiling.begin(request)
             if future is None or future.done():
                 return request

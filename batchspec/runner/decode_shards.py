@@ -54,8 +54,8 @@ def decode_shards(
         compiling=job.admission.compiling,
     )
     engine.on_round = monitor
-    requests = monitor.watch(feed)  # closed, because an engine that was stopped keeps what it has not read to its end
-    with closing(requests), closing(run_with_choices(engine, requests, num_ready=lambda: feed.num_ready)) as completions:
+    running = run_with_choices(engine, monitor.watch(feed), some_have=job.admission.choices is not None)
+    with closing(running) as completions:
         for completion in completions:
             job.admission.observe(completion)
             feed.add(completion)

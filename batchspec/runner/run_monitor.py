@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.packing.feed import Feed
@@ -11,11 +11,35 @@ from batchspec.records import Completion, Request
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.start_up import LAST
 from batchspec.report.timeline import Timeline
+from batchspec.request_stream import RequestStream
 from batchspec.runstate.claims import Claims
 from batchspec.supervise.deadline import Deadline
 
 PRIOR_ROWS = 8
 """The predicted output length weighs as much as this many finished rows."""
+
+
+class RequestsInTime:
+    """A `RequestStream` that leaves out requests for which the deadline leaves no time. beat: called for each answer."""
+
+    def __init__(self, requests: RequestStream, deadline: Deadline, beat: Callable[[], None]) -> None:
+        self._requests, self._has_time, self._beat = requests, deadline.has_time, beat
+
+    @property
+    def num_ready(self) -> int:
+        return self._requests.num_ready
+
+    @property
+    def ended(self) -> bool:
+        return self._requests.ended
+
+    def next_ready(self) -> Request | None:
+        request = self._requests.next_ready()
+        while request is not None and not self._has_time(request):
+            request = self._requests.next_ready()
+        if request is not None or not self._requests.ended:
+            self._beat()
+        return request
 
 
 class RunMonitor:
@@ -48,17 +72,11 @@ class RunMonitor:
         self._num_unreported = 0
         """Rows that have finished since the last report."""
         self._feed: Feed | None = None
-        self.exhausted = False
 
-    def watch(self, feed: Feed) -> Generator[Request | None]:
-        """The feed's requests that the deadline leaves time for; None while none is ready. Sets `exhausted` when there are no
-        more.
-        """
+    def watch(self, feed: Feed) -> RequestsInTime:
+        """The feed's requests that the deadline leaves time for. From now on the feed's open shards are reported."""
         self._feed = feed
-        for request in self.deadline.requests(feed.requests()):
-            self._beat()
-            yield request
-        self.exhausted = True
+        return RequestsInTime(feed.requests, self.deadline, self._beat)
 
     def decoded(self, done: DecodedShard) -> DecodedShard:
         """Count the shard's rows that the engine did not decode, bad rows and rows carried over; returns the shard."""
@@ -105,5 +123,5 @@ class RunMonitor:
         if self._claims is not None:
             self._claims.renew()
         if self._timeline is not None:
-            self._timeline.observe(totals, exhausted=self.exhausted)
+            self._timeline.observe(totals, exhausted=self._feed is not None and self._feed.requests.ended)
         self._before = totals.tokens, totals.accepted, totals.row_rounds

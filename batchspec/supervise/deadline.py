@@ -56,11 +56,11 @@ class Deadline:
         """The same shards, until the end is reached."""
         return itertools.takewhile(lambda _: not self.reached, shards)
 
-    def requests(self, requests: Iterator[Request | None]) -> Iterator[Request | None]:
-        """The requests for which there is time, and None where there is none yet."""
+    def has_time(self, request: Request) -> bool:
+        """Whether the row may begin."""
         if self._ends_at is None:  # no limit, and `_reaches` asks for none later
-            return requests
-        return (request for request in requests if request is None or self._reaches(self.need_s(request)))
+            return True
+        return self._reaches(self.need_s(request))
 
     def check(self) -> None:
         """Stop the engine when the reserve is reached."""

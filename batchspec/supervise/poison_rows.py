@@ -139,7 +139,7 @@ class SuspectShards:
         requests = [entry for entry in entries if isinstance(entry, Request)]
         yield from (entry for entry in entries if not isinstance(entry, Request))
         with self._checkpointed(entries) if retry.isolated else nullcontext():
-            for completion in run_with_choices(self._engine, iter(requests)):
+            for completion in run_with_choices(self._engine, requests, some_have=self._job.admission.choices is not None):
                 self._job.admission.observe(completion)
                 self._finished(completion)
                 self._journal.add(completion)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from batchspec.packing.feed import Feed
 from batchspec.packing.predict import LengthPredictor
 from batchspec.prepare import Job, JobModel, job_of
 from batchspec.records import Completion, Request
+from batchspec.request_stream import RequestStream
 from batchspec.runner.shard_work import ShardWork
 from batchspec.warm.stream import Stream
 
@@ -43,7 +44,7 @@ class Decoder(Protocol):
     batch: PackedBatch
     on_round: Callable[[EngineTotals], None] | None
 
-    def run(self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None) -> Generator[Completion]:
+    def run(self, requests: RequestStream) -> Generator[Completion]:
         """As `engine.Engine.run`."""
 
 
@@ -69,7 +70,7 @@ class Call:
         self.cancelled = threading.Event()
         self.stream: weakref.ref[Stream] | None = None
         self._bad: list[Completion] = []
-        self._num_unfinished = 0
+        self.num_unfinished = 0
         """Number of requests that the engine has, including those of later turns."""
 
     def feed(self, slots: int) -> Feed:
@@ -81,7 +82,7 @@ class Call:
         return Feed(
             job.source.shards(job.layout), ShardWork.of(job, ATTEMPT).admitted, rows=self._with_bad_rows_noted,
             predicted=job.admission.predicted, num_shards=job.layout.num_shards, shard_rows=job.layout.last_shard_rows,
-            slots=slots, compiling=job.admission.compiling, busy=lambda: self._num_unfinished > 0, refused=self._bad.append,
+            slots=slots, compiling=job.admission.compiling, busy=lambda: self.num_unfinished > 0, refused=self._bad.append,
         )  # fmt: skip
 
     def _with_bad_rows_noted(
@@ -92,23 +93,21 @@ class Call:
                 self._bad.append(planned)
             yield planned
 
-    def run(self, engine: Decoder, requests: Iterable[Request | None] | None = None) -> Generator[Completion]:
+    def run(self, engine: Decoder, requests: RequestStream | None = None) -> Generator[Completion]:
         """Yield the completions of all requests as they end, including those of bad rows.
 
         requests  None: those of the rows
         Raises Cancelled at the next round after `give_up`, and CapacityError if memory runs out; the engine can then be used
         again.
         """
-        num_ready = None
         if requests is None:
-            feed = self.feed(engine.batch.num_slots)
-            requests, num_ready = feed.requests(), lambda: feed.num_ready
+            requests = self.feed(engine.batch.num_slots).requests
         engine.on_round = self.check
-        running = run_with_choices(engine, self._checked(requests), num_ready=num_ready)
+        running = run_with_choices(engine, _CallRequests(self, requests), some_have=self.job.admission.choices is not None)
         with OutOfMemoryGuard() as guard, closing(running) as completions:
             try:
                 for completion in completions:
-                    self._num_unfinished -= 1
+                    self.num_unfinished -= 1
                     self.job.admission.observe(completion)
                     yield from self._bad_rows()
                     yield completion
@@ -131,12 +130,6 @@ class Call:
         if self.stream is not None and (stream := self.stream()) is not None:
             stream.close()
 
-    def _checked(self, requests: Iterable[Request | None]) -> Iterator[Request | None]:
-        for request in requests:
-            self.check()
-            self._num_unfinished += request is not None
-            yield request
-
     def _bad_rows(self) -> Iterator[Completion]:
         while self._bad:
             yield self._bad.pop(0)
@@ -144,6 +137,27 @@ class Call:
     def frame(self, completions: Sequence[Completion]) -> pl.DataFrame:
         """The completions in the output columns of a job, in the order of the rows."""
         return frame_of(self.job, self.rows, completions)
+
+
+class _CallRequests:
+    """A `RequestStream` that counts the call's unfinished requests, and ends the call if it was cancelled."""
+
+    def __init__(self, call: Call, requests: RequestStream) -> None:
+        self._call, self._requests = call, requests
+
+    @property
+    def num_ready(self) -> int:
+        return self._requests.num_ready
+
+    @property
+    def ended(self) -> bool:
+        return self._requests.ended
+
+    def next_ready(self) -> Request | None:
+        request = self._requests.next_ready()
+        self._call.check()
+        self._call.num_unfinished += request is not None
+        return request
 
 
 def frame_of(job: Job, rows: InputShard, completions: Sequence[Completion]) -> pl.DataFrame:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import queue
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
@@ -27,6 +27,7 @@ from batchspec.errors import ConfigError
 from batchspec.packing.admit import hash64
 from batchspec.packing.cells import BadRow
 from batchspec.records import Completion, Request
+from batchspec.request_stream import ListedRequests, RequestStream
 from batchspec.warm.call import Call, Decoder, frame_of
 
 POLL_S = 0.1
@@ -81,11 +82,14 @@ class _Ended:
 
 
 class Conversations:
-    """All conversations of one call.
+    """All conversations of one call, and the `RequestStream` of their turns.
 
     threads  number of threads that call `next_turn`, besides the one that decodes
     Raises ConfigError for rows that are not chats.
     """
+
+    num_ready = 0
+    """A turn that becomes ready goes before rows that have not begun."""
 
     def __init__(self, call: Call, next_turn: NextTurn, threads: int) -> None:
         self.call, self._job, self._next_turn, self._threads = call, call.job, next_turn, threads
@@ -98,8 +102,8 @@ class Conversations:
         self._open: dict[tuple[int, int], _Conversation] = {}
         self._ready: deque[Request] = deque()
         self._answers: queue.SimpleQueue[tuple[_Conversation, Request | Completion | BaseException | None]] = queue.SimpleQueue()
-        self._num_decoding = 0
-        """Number of requests that the engine has, and of its completions that `frame` has not processed yet."""
+        self._first: RequestStream = ListedRequests(())
+        """Requests of rows that have not begun."""
         self._turns: list[_Ended] = []
 
     def frame(self, engine: Decoder) -> pl.DataFrame:
@@ -107,10 +111,10 @@ class Conversations:
 
         Raises what `next_turn` raises, after cancelling the other conversations.
         """
-        first = self.call.feed(engine.batch.num_slots).requests()
+        self._first = self.call.feed(engine.batch.num_slots).requests
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="next_turn")
         try:
-            for completion in self.call.run(engine, self._requests(first)):
+            for completion in self.call.run(engine, self):
                 self._end_turn(completion, pool)
         except _CallbackFailed as failed:
             raise failed.error from None
@@ -118,35 +122,24 @@ class Conversations:
             pool.shutdown(wait=False, cancel_futures=True)  # does not wait for tools whose results are not needed
         return self._output()
 
-    def _requests(self, first: Iterator[Request | None]) -> Iterator[Request | None]:
-        """Turns that are ready, then new rows. None while only completions, or automata being compiled, can make more requests;
-        it waits itself while only `next_turn` can.
-        """
-        more = True
+    @property
+    def ended(self) -> bool:
+        return self._first.ended and not self._open
+
+    def next_ready(self) -> Request | None:
+        """A turn that is ready, or else a new row. Waits itself while only `next_turn` can make more requests."""
         while True:
             while not self._answers.empty():
                 self._take(*self._answers.get())
             if self._ready:
-                self._num_decoding += 1
-                yield self._ready.popleft()
-            elif more:
-                try:
-                    request = next(first)
-                except StopIteration:
-                    more = False
-                    continue
-                if request is None:
-                    yield None
-                    continue
-                self._open[request.row_index, request.sample_index] = _Conversation(request, self._first_chat(request.row_index))
-                self._num_decoding += 1
-                yield request
-            elif self._num_decoding:
-                yield None
-            elif self._open:
-                self._wait()
-            else:
-                return
+                return self._ready.popleft()
+            if (request := self._first.next_ready()) is not None:
+                key = request.row_index, request.sample_index
+                self._open[key] = _Conversation(request, self._first_chat(request.row_index))
+                return request
+            if not self._first.ended or self.call.num_unfinished or not self._open:
+                return None
+            self._wait()
 
     def _wait(self) -> None:
         while self._answers.empty():
@@ -171,7 +164,6 @@ class Conversations:
         if conversation is None:  # the row was refused at admission
             self._turns.append(_Ended(completion=completion, chat=None, number=0))
             return
-        self._num_decoding -= 1
         self._turns.append(_Ended(completion=completion, chat=conversation.chat, number=conversation.number))
         if completion.status == "error":
             del self._open[key]

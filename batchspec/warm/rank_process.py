@@ -12,7 +12,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -41,7 +42,7 @@ from batchspec.records import Request
 from batchspec.runner.follower import run_follower
 from batchspec.supervise.leave import leave
 from batchspec.supervise.watchdog import Watchdog, limit_s, nccl_s
-from batchspec.token_automaton import TokenAutomaton
+from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.warm.loading import load, open_warm
 from batchspec.warm.wire import (
     Ask,
@@ -126,8 +127,6 @@ class Leader:
     def __init__(self, job: Job, engine: Engine, group: Group, pipe: Connection, watchdog: Watchdog) -> None:
         self._job, self._engine, self._group, self._pipe, self._watchdog = job, engine, group, pipe, watchdog
         self._progress_sent_at = 0.0
-        self._num_given = 0
-        """Number of requests that have come from the engine's process and that the engine has not taken."""
 
     def serve(self) -> None:
         """Serve until the engine is closed. Raises EOFError or BrokenPipeError then, and RankLost and DivergedError."""
@@ -146,9 +145,9 @@ class Leader:
                     raise AssertionError(message)
 
     def _run(self) -> None:
-        self._engine.on_round, self._num_given = self._look, 0
+        self._engine.on_round = self._look
         try:
-            with closing(self._engine.steps(self._requests(), num_ready=lambda: self._num_given)) as steps:
+            with closing(self._engine.steps(_GivenRequests(self._ask, vocabulary_of(self._job)))) as steps:
                 while True:
                     message = self._receive()
                     if isinstance(message, Stop):
@@ -163,22 +162,14 @@ class Leader:
         finally:
             self._engine.on_round = None
 
-    def _requests(self) -> Iterator[Request | None]:
-        over, automata, vocabulary = False, list[TokenAutomaton](), vocabulary_of(self._job)
-        while not over:
-            self._send(Ask())
-            message = self._receive()
-            if isinstance(message, Stop):
-                raise GivenUp
-            assert isinstance(message, Given), message
-            over = message.over
-            for automaton in message.automata:
-                assert vocabulary is not None
-                automata.append(replace(automaton, vocabulary=vocabulary))
-            self._num_given = sum(request is not None for request in message.requests)
-            for request, number in zip(message.requests, message.follows, strict=True):
-                self._num_given -= request is not None
-                yield request if request is None or number < 0 else replace(request, automaton=automata[number])
+    def _ask(self) -> Given:
+        """The requests that are ready. Raises GivenUp if the engine's process asks to stop."""
+        self._send(Ask())
+        message = self._receive()
+        if isinstance(message, Stop):
+            raise GivenUp
+        assert isinstance(message, Given), message
+        return message
 
     def _look(self, totals: EngineTotals) -> None:
         """Called after each result that was read. Raises GivenUp if the engine's process asks to stop."""
@@ -220,6 +211,41 @@ class Leader:
         message: ToLeader = self._pipe.recv()
         self._watchdog.beat()
         return message
+
+
+class _GivenRequests:
+    """The `RequestStream` of requests that come from the engine's process.
+
+    ask         returns those that are ready now
+    vocabulary  of their automata
+    """
+
+    def __init__(self, ask: Callable[[], Given], vocabulary: TokenSymbols | None) -> None:
+        self._ask, self._vocabulary, self._over = ask, vocabulary, False
+        self._given: deque[Request] = deque()
+        """Requests that have come, and that the engine has not taken."""
+        self._automata: list[TokenAutomaton] = []
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._given)
+
+    @property
+    def ended(self) -> bool:
+        return self._over and not self._given
+
+    def next_ready(self) -> Request | None:
+        if not self._given and not self._over:
+            self._add(self._ask())
+        return self._given.popleft() if self._given else None
+
+    def _add(self, given: Given) -> None:
+        self._over = given.over
+        for automaton in given.automata:
+            assert self._vocabulary is not None
+            self._automata.append(replace(automaton, vocabulary=self._vocabulary))
+        for request, number in zip(given.requests, given.follows, strict=True):
+            self._given.append(request if number < 0 else replace(request, automaton=self._automata[number]))
 
 
 def _watch() -> None:

@@ -6,13 +6,13 @@ trainer in it may have its own group. When a rank is lost, the ranks end, but th
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from multiprocessing import Pipe
@@ -28,10 +28,10 @@ from batchspec.distributed.channel import Channel, make_memory, make_rendezvous,
 from batchspec.distributed.seat import Seat, ending
 from batchspec.distributed.silent_ranks import SilentRanks
 from batchspec.engine.loop.totals import EngineTotals
-from batchspec.engine.slots.prefetch import Prefetcher
 from batchspec.errors import EngineInUse, RankLost
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request
+from batchspec.request_stream import RequestStream, take_ready
 from batchspec.supervise.watchdog import limit_s
 from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.warm.wire import (
@@ -72,6 +72,8 @@ class EngineOfRanks:
         self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
         self._lost = ""
+        self._prefetched: deque[Request] = deque()
+        """Requests that this run has taken from its stream and the leader has not asked for; REQUESTS at most."""
         self._automata: dict[int, tuple[int, TokenAutomaton]] = {}
         """By id: (number in this run, automaton). The entry keeps the automaton alive, so that no other one gets its id."""
         self._processes: list[subprocess.Popen[str]] = []
@@ -99,17 +101,15 @@ class EngineOfRanks:
             self.close()
             raise
 
-    def run(
-        self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
-    ) -> Generator[Completion]:  # fmt: skip
+    def run(self, requests: RequestStream) -> Generator[Completion]:
         """As `Engine.run` of `engine/loop/engine.py`. Raises RankLost if a rank has ended or hangs; the engine has ended then."""
         self._send(Run())
         runs, self._automata = True, {}
-        ahead = Prefetcher(requests, num_ready, most=REQUESTS)
+        self._prefetched.clear()
         try:
             while runs:
                 self._send(GoOn())
-                ended = self._answer(Ended, ahead)
+                ended = self._answer(Ended, requests)
                 runs = not ended.over
                 yield from ended.completions
         finally:
@@ -137,7 +137,7 @@ class EngineOfRanks:
             self.close()
             raise
 
-    def _answer(self, kind: type[M], requests: Prefetcher | None = None) -> M:
+    def _answer(self, kind: type[M], requests: RequestStream | None = None) -> M:
         """The leader's next message of this type; other messages are answered meanwhile."""
         while True:
             message = self._receive()
@@ -151,7 +151,7 @@ class EngineOfRanks:
                 case Ask():
                     assert requests is not None
                     self._send(self._given(requests))
-                    requests.take(REQUESTS)  # while the leader decodes
+                    self._prefetched += take_ready(requests, REQUESTS)  # while the leader decodes
                 case Failed(error, text):
                     if issubclass(error, RankLost):  # because another rank ended
                         self._lose()
@@ -160,19 +160,20 @@ class EngineOfRanks:
                 case _:
                     raise AssertionError(message)
 
-    def _given(self, requests: Iterator[Request | None]) -> Given:
+    def _given(self, requests: RequestStream) -> Given:
         """The requests that are ready now, REQUESTS at most; automata that this run has not sent yet come with them."""
-        found, follows, new = list[Request | None](), list[int](), list[TokenAutomaton]()
-        for request in itertools.islice(requests, REQUESTS):
-            automaton = request.automaton if request is not None and isinstance(request.automaton, TokenAutomaton) else None
+        found, follows, new, over = list[Request](), list[int](), list[TokenAutomaton](), False
+        while len(found) < REQUESTS:
+            request = self._prefetched.popleft() if self._prefetched else requests.next_ready()
+            if request is None:
+                over = requests.ended
+                break
+            automaton = request.automaton if isinstance(request.automaton, TokenAutomaton) else None
             if automaton is not None and id(automaton) not in self._automata:
                 self._automata[id(automaton)] = len(self._automata), automaton
                 new.append(replace(automaton, vocabulary=NO_VOCABULARY))
             follows.append(-1 if automaton is None else self._automata[id(automaton)][0])
-            found.append(request if request is None or automaton is None else replace(request, automaton=None))
-            if request is None:
-                break
-        over = len(found) < REQUESTS and (not found or found[-1] is not None)
+            found.append(request if automaton is None else replace(request, automaton=None))
         return Given(found, follows, new, over)
 
     def _take(self, totals: EngineTotals) -> None:

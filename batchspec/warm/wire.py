@@ -31,8 +31,8 @@ class GoOn:
 class Given:
     """The answer to `Ask`: at most `REQUESTS` of ranks.py."""
 
-    requests: Sequence[Request | None]
-    """Without their finite automata, but with lazy ones. None: no request is ready yet, see `Engine.run`."""
+    requests: Sequence[Request]
+    """Those that are ready now, if any, without their finite automata, but with lazy ones."""
     follows: Sequence[int]
     """For each request the number of its finite automaton in this run, -1 without one. Rows with the same one share its
     tables."""

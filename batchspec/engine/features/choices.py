@@ -6,7 +6,8 @@ The prompts of a request share the pages of its own prompt, so that this is comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections import deque
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -14,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from batchspec.records import Choice, Completion, Request
+from batchspec.request_stream import RequestStream, stream_of
 
 ROUNDING = 2.0**-24
 """Relative rounding error of a probability in fp32: of two that differ by less, the difference counts as this share."""
@@ -22,7 +24,7 @@ ROUNDING = 2.0**-24
 class Runs(Protocol):
     """An engine, in this process or of several ranks."""
 
-    def run(self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None) -> Generator[Completion]:
+    def run(self, requests: RequestStream) -> Generator[Completion]:
         """As `engine.Engine.run`."""
 
 
@@ -33,31 +35,57 @@ class _Row:
     """Of each choice, by its number."""
 
 
+class _Prompts:
+    """A `RequestStream` of the same requests, but for one with choices a prompt for each of them."""
+
+    def __init__(self, requests: RequestStream) -> None:
+        self._requests = requests
+        self._choices: deque[tuple[Request, int]] = deque()
+        """A request, and the number of a choice whose prompt is due."""
+        self.rows: dict[int, _Row] = {}
+        """Rows with choices that are not all scored, by their index."""
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._choices) + self._requests.num_ready
+
+    @property
+    def ended(self) -> bool:
+        return not self._choices and self._requests.ended
+
+    def next_ready(self) -> Request | None:
+        if not self._choices:
+            new = self._requests.next_ready()
+            if new is None or not new.choices:
+                return new
+            self.rows[new.row_index] = _Row(new)
+            self._choices += [(new, number) for number in range(len(new.choices))]
+        request, number = self._choices.popleft()
+        ids = np.concatenate((request.prompt_ids, np.array(request.choices[number].token_ids, np.int32)))
+        return replace(request, prompt_ids=ids, sample_index=number, choices=())
+
+
 def run_with_choices(
-    engine: Runs, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
-) -> Generator[Completion]:
-    """As `engine.run`, which gets no request with choices."""
-    rows: dict[int, _Row] = {}
+    engine: Runs, requests: RequestStream | Iterable[Request], *, some_have: bool
+) -> Generator[Completion]:  # fmt: skip
+    """As `engine.run`, which gets no request with choices.
 
-    def prompts() -> Iterator[Request | None]:
-        for request in requests:
-            if request is None or not request.choices:
-                yield request
-                continue
-            rows[request.row_index] = _Row(request)
-            for number, choice in enumerate(request.choices):
-                ids = np.concatenate((request.prompt_ids, np.array(choice.token_ids, np.int32)))
-                yield replace(request, prompt_ids=ids, sample_index=number, choices=())
+    some_have  whether any of the requests may have choices
+    """
+    stream = stream_of(requests)
+    return _scored(engine, _Prompts(stream)) if some_have else engine.run(stream)
 
-    with closing(engine.run(prompts(), num_ready=num_ready)) as completions:
+
+def _scored(engine: Runs, prompts: _Prompts) -> Generator[Completion]:
+    with closing(engine.run(prompts)) as completions:
         for completion in completions:
-            row = rows.get(completion.row_index)
+            row = prompts.rows.get(completion.row_index)
             if row is None:
                 yield completion
                 continue
             row.scores[completion.sample_index] = completion
             if len(row.scores) == len(row.request.choices):
-                del rows[completion.row_index]
+                del prompts.rows[completion.row_index]
                 yield _completion(row)
 
 

@@ -7,7 +7,7 @@ before it has read the results of earlier ones (`run_ahead`); `Scheduler` explai
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
@@ -37,6 +37,7 @@ from batchspec.garbage import older_objects_frozen
 from batchspec.model.target import Target
 from batchspec.packed_batch import ExpectedRows, PackedBatch
 from batchspec.records import Completion, Ids, Request, Snapshot
+from batchspec.request_stream import ListedRequests, RequestStream, stream_of
 
 
 class Engine:
@@ -87,7 +88,7 @@ class Engine:
         """Whether prompts share K/V with prompts of an earlier run, provided that the run was not stopped."""
         self._kept_pools: PagePools | None = None
         """Pages of a run that was not stopped: no row owns one, and their prefixes can be found."""
-        self._begin(iter(()))
+        self._begin(ListedRequests(()))
 
     @property
     def pools(self) -> PagePools:
@@ -123,28 +124,22 @@ class Engine:
         self._prefill_cost = self.planner.prepare(mode, shared=shared, most_rounds=most_rounds, expected=expected)
         self.batch = replace(self.batch, row_buckets=self.planner.row_buckets)
 
-    def run(
-        self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
-    ) -> Generator[Completion]:  # fmt: skip
+    def run(self, requests: RequestStream | Iterable[Request]) -> Generator[Completion]:
         """Decode every request; completions come in the order in which rows end.
 
-        requests   the engine asks for the next request while slots are free. None: there is none at present, but completions may
-                   bring more. If no request is unfinished, the iterator itself must wait and not return None
-        num_ready  as for `Prefetcher`: how many requests may be taken before slots are free
+        requests  asked for the next request while slots are free; an iterable is made a stream
         """
-        with closing(self.steps(requests, num_ready=num_ready)) as steps:
+        with closing(self.steps(requests)) as steps:
             for done in steps:
                 yield from done
 
     @torch.inference_mode()
-    def steps(
-        self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
-    ) -> Generator[list[Completion]]:  # fmt: skip
+    def steps(self, requests: RequestStream | Iterable[Request]) -> Generator[list[Completion]]:
         """As `run`, but yields the completions of each step as a list, which is often empty."""
         if not self.planner.ready:
             self.prepare(SamplingMode())
-        run = self._begin(requests, num_ready)
-        with older_objects_frozen():
+        run = self._begin(stream_of(requests))
+        with older_objects_frozen(), closing(run):
             while run is self._current:
                 ended = self._step()
                 done = [self._completed(one) for one in ended]
@@ -167,7 +162,7 @@ class Engine:
         self.pools.forget()
         self.target.use_kv_scales(values)
 
-    def _begin(self, requests: Iterator[Request | None], num_ready: Callable[[], int] | None = None) -> EngineRun:
+    def _begin(self, requests: RequestStream) -> EngineRun:
         """Replace the present run, wherever it was interrupted. Its pages are dropped too, unless their prefixes are kept."""
         if self.lead is not None:
             self.lead.begin()
@@ -176,8 +171,7 @@ class Engine:
         kept, self._kept_pools = self._kept_pools, None
         self._current = EngineRun(
             requests, batch=self.batch, executor=self.executor, planner=self.planner, totals=self.totals, features=self.features,
-            allocator_kind=self._allocator_kind, finished=self._finished, num_ready=num_ready, pools=kept,
-            prefill_cost=self._prefill_cost,
+            allocator_kind=self._allocator_kind, finished=self._finished, pools=kept, prefill_cost=self._prefill_cost,
         )  # fmt: skip
         return self._current
 

@@ -8,8 +8,8 @@ rows, the planner's clock and the leader's digest.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from batchspec.cache.page_tables import PagePools
 from batchspec.engine.loop.executor import Executor
@@ -20,16 +20,19 @@ from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.results import PendingResult, RoundLog, Slots
 from batchspec.engine.slots.allocator import SlotAllocator
 from batchspec.engine.slots.launch import Launch
-from batchspec.engine.slots.prefetch import PREFETCHED_PER_ROUND, Prefetcher
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import Features
 from batchspec.engine.slots.run_features import RunFeatures
 from batchspec.engine.slots.slot_table import SlotTable
+from batchspec.engine.slots.waiting import WaitingRequests
 from batchspec.engine.step import ScheduledStep
 from batchspec.kernels.rounds.accept import WAITING
 from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, PackedBatch
 from batchspec.records import Ids, Request, Snapshot
+from batchspec.request_stream import RequestStream
 
+PREFETCHED_PER_ROUND = 8
+"""Requests prefetched after each result: twice as many as end in a round of 256 rows that take 60 rounds each."""
 REST_S = 0.05
 """Longest time, in seconds, that the host waits for what features wait for when it has nothing else to do."""
 
@@ -55,7 +58,7 @@ class EngineRun:
 
     def __init__(
         self,
-        requests: Iterator[Request | None],
+        requests: RequestStream,
         *,
         batch: PackedBatch,
         executor: Executor,
@@ -64,18 +67,15 @@ class EngineRun:
         features: Features,
         allocator_kind: type[SlotAllocator],
         finished: list[tuple[Ids, Ids]],
-        num_ready: Callable[[], int] | None = None,
         pools: PagePools | None = None,
         prefill_cost: PrefillCost | None = None,
     ) -> None:
         """
         finished      prompt and output of rows that the drafter has not learned from yet
-        num_ready     as for `Prefetcher`
         pools         of an earlier run, whose prefixes can be found; None: new ones
         prefill_cost  as for `SlotAllocator`
         """
         groups, round_, drafter = executor.cache.groups, executor.round, executor.drafter
-        self._requests = Prefetcher(requests, num_ready, most=batch.num_slots // 2)
         self.pools = pools or PagePools(
             groups,
             batch.group_pages(groups.num_groups),
@@ -89,10 +89,14 @@ class EngineRun:
         """Those that have ended."""
         self.slots = SlotTable(batch.num_slots, batch.max_len, drafter.max_len, num_groups=groups.num_groups)
         self.features = RunFeatures(features.begin(self.slots, self.pools))
+        self._waiting = WaitingRequests(
+            requests, partial(_arrive, self.features, drafter.max_len, self.taken, self._ended), self.features.ready,
+            most_prefetched=batch.num_slots // 2,
+        )  # fmt: skip
         self._allocator = allocator_kind(
             batch,
             self.pools,
-            _states(self._requests, self.taken, self._ended, self.features, drafter.max_len),
+            self._waiting,
             features=self.features,
             slots=self.slots,
             lookahead=round_.prefix_lookahead,
@@ -109,12 +113,7 @@ class EngineRun:
     def take_ahead(self) -> None:
         """Prefetch some requests, if their stream gives them without waiting, and prepare those that the next refills need, so
         that a refill takes the host less time. Call it after each result, while the device computes."""
-        self._requests.take(PREFETCHED_PER_ROUND)
-        self._requests.only_taken = True  # the allocator asks for another request where one ends at once and needs no slot
-        try:
-            self._allocator.take_ahead(PREFETCHED_PER_ROUND)
-        finally:
-            self._requests.only_taken = False
+        self._allocator.take_ahead(PREFETCHED_PER_ROUND)
 
     def process(
         self, launch: Launch, result: PendingResult, slots: Slots, log: RoundLog, now: float
@@ -177,6 +176,10 @@ class EngineRun:
             self.features.wait(REST_S)
         return done
 
+    def close(self) -> None:
+        """Drop the stream of requests: the engine keeps this object until its next run begins."""
+        self._waiting.close()
+
     def is_over(self, *, stopping: bool) -> bool:
         """Whether nothing is left to do."""
         if self._ended or not self.scheduler.idle:
@@ -196,22 +199,14 @@ class EngineRun:
         return [state.snapshot(now) for state in taken]
 
 
-def _states(
-    requests: Iterator[Request | None],
-    taken: dict[RequestState, None],
-    ended: list[Ended],
-    features: RunFeatures,
-    draft_len: int,
-) -> Iterator[RequestState | None]:
-    """The states of the requests that need a slot. A request that has ended already, by the tokens of an earlier run or by what
-    its features force, is added to `ended` instead. All states are added to `taken`."""
-    for request in requests:
-        if request is None:
-            yield None
-            continue
-        state = features.arrive(request, draft_len)
-        taken[state] = None
-        if state.finish_reason is None:
-            yield state
-        else:
-            ended.append(Ended(state, -1, time.perf_counter()))
+def _arrive(
+    features: RunFeatures, draft_len: int, taken: dict[RequestState, None], ended: list[Ended], request: Request
+) -> RequestState | None:
+    """The state of a request that needs a slot, which is added to `taken`. A request that has ended already, by the tokens of an
+    earlier run or by what its features force, is added to `ended` too; None for it."""
+    state = features.arrive(request, draft_len)
+    taken[state] = None
+    if state.finish_reason is None:
+        return state
+    ended.append(Ended(state, -1, time.perf_counter()))
+    return None

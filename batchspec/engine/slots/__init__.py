@@ -3,7 +3,7 @@
   request_state.py    one request: tokens so far, statistics, pages; completion.py: its completion
   slot_table.py       the requests in slots, one array a field
   allocator.py        which request gets which slot and pages; static_batching.py: no refills (ablation)
-  waiting.py          the queue; prefetch.py: requests taken from their stream before slots are free
+  waiting.py          requests between their stream and a slot
   refill_policy.py    when free slots are refilled
   expected_pages.py   pages that requests will need in the end
   prefix_groups.py    rows whose first pages are the same

@@ -7,8 +7,6 @@ are kept and it is prefilled again later.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from batchspec.cache.page_tables import PagePools
@@ -29,8 +27,8 @@ GROW_PAGES, AMPLE_PAGES = 4, 32
 many, GROW_PAGES if the pool has as many for every slot, else none. So page tables are written every few rounds and not every
 round; for rows with a short limit once."""
 TAKEN_AHEAD = 8
-"""Maximum number of requests that are taken from their stream beyond the free slots: of 256 rows that take 60 rounds each, about
-four end in a round."""
+"""Maximum number of requests that are prepared beyond the free slots: of 256 rows that take 60 rounds each, about four end in a
+round."""
 
 
 class SlotAllocator:
@@ -40,7 +38,7 @@ class SlotAllocator:
         self,
         batch: PackedBatch,
         pools: PagePools,
-        requests: Iterator[RequestState | None],
+        waiting: WaitingRequests,
         *,
         features: RunFeatures | None = None,
         slots: SlotTable | None = None,
@@ -49,7 +47,7 @@ class SlotAllocator:
         prefill_cost: PrefillCost | None = None,
     ) -> None:
         """
-        requests             None: there is no request at present, but more may come
+        waiting              the requests that wait for slots
         features             of the run's rows; None: they have none
         slots                None: an empty table
         lookahead            as `Round.prefix_lookahead`
@@ -59,7 +57,7 @@ class SlotAllocator:
         self.batch, self.pools = batch, pools
         self.slots = slots or SlotTable(batch.num_slots, batch.max_len, batch.draft_len, num_groups=pools.groups.num_groups)
         self._features = features or RunFeatures()
-        self._waiting = WaitingRequests(requests, self._features.ready)
+        self._waiting = waiting
         self._num_refills = 0
         self._lookahead, self._num_lookahead_slots = lookahead, num_lookahead_slots
         self._expected_pages = ExpectedPages(batch.page_size, num_lookahead_slots)
@@ -82,8 +80,8 @@ class SlotAllocator:
         return min(b for b in self.batch.row_buckets if b > taken.max(initial=-1))
 
     def take_ahead(self, count: int) -> None:
-        """Take up to `count` requests from their stream for slots that are free or will be soon, and hash their prompts. Then the
-        next refill takes the host less time."""
+        """Take up to `count` requests from their stream, prepare as many for slots that are free or will be soon, and hash their
+        prompts. Then the next refill takes the host less time."""
         self._waiting.take_ahead(count, self.slots.num_free + TAKEN_AHEAD)
         for state in self._waiting:
             self._hash(state)

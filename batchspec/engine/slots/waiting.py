@@ -1,4 +1,4 @@
-"""The requests that wait for a slot: first those that were preempted, then those of the stream."""
+"""The requests that wait for a slot: taken from their stream while the device computes, preempted ones first."""
 
 from __future__ import annotations
 
@@ -6,47 +6,55 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from batchspec.engine.slots.request_state import RequestState
+from batchspec.records import Request
+from batchspec.request_stream import RequestStream, take_ready
 
 
 class WaitingRequests:
-    """A queue that takes a request from the stream only when a place beyond its present end is asked for."""
+    """Holds the requests of a run from the moment when they are taken from their stream until they enter a slot.
 
-    def __init__(self, stream: Iterator[RequestState | None], ready: Callable[[RequestState], bool]) -> None:
-        """
-        stream  None: there is no request at present, but more may come
-        ready   whether a request may enter a slot
-        """
-        self._stream, self._stream_ended, self._ready = stream, False, ready
+    stream           is dropped once it has ended, because an engine keeps its last run and the stream may hold a job's rows
+    arrive           makes a request's state; None: the request has ended already and needs no slot
+    ready            whether a request may enter a slot
+    most_prefetched  maximum number of requests that are prefetched: taken from the stream, without a state
+
+    Taking a request (its length is predicted and compared with the time left) costs the thread that launches rounds some 20 us,
+    and a refill takes about a hundred requests. Without prefetching the device would wait for all of them. States, and the hashes
+    of their prompts, are made only for the requests that the next refills need.
+    """
+
+    def __init__(
+        self, stream: RequestStream, arrive: Callable[[Request], RequestState | None], ready: Callable[[RequestState], bool],
+        *, most_prefetched: int = 0,
+    ) -> None:  # fmt: skip
+        self._stream: RequestStream | None = stream
+        self._arrive, self._ready, self._most_prefetched = arrive, ready, most_prefetched
+        self._prefetched: deque[Request] = deque()
         self._queue: deque[RequestState] = deque()
 
     @property
     def exhausted(self) -> bool:
         """Whether no request waits and none will come."""
-        return self.peek() is None and self._stream_ended
+        return self.peek() is None and self._stream is None
 
     def peek(self, passed: int = 0) -> RequestState | None:
         """The request after the `passed` that have waited longest; None if there is none at present."""
         queue = self._queue
         while len(queue) > passed and queue[passed].finish_reason is not None:  # it failed before it got a slot
             del queue[passed]
-        if len(queue) <= passed and not self._stream_ended:
-            try:
-                state = next(self._stream)
-            except StopIteration:
-                self._stream_ended = True
-            else:
-                queue += [] if state is None else [state]
+        while len(queue) <= passed and (request := self._next()) is not None:
+            self._enqueue(request)
         return queue[passed] if len(queue) > passed else None
 
     def take_ahead(self, count: int, most: int) -> None:
-        """Take up to `count` requests from the stream before they can enter slots, while fewer than `most` wait."""
-        for _ in range(min(count, most - len(self._queue))):
-            if self.peek(len(self._queue)) is None:  # there is none at present
-                break
-
-    def __iter__(self) -> Iterator[RequestState]:
-        """The requests that were taken from the stream and wait, in their order."""
-        return iter(self._queue)
+        """Prefetch up to `count` requests that are ready. Then make the states of as many that were prefetched, while fewer than
+        `most` requests have states and wait."""
+        if self._stream is not None:
+            self._prefetched += take_ready(self._stream, min(count, self._most_prefetched - len(self._prefetched)))
+            self._drop_ended_stream()
+        end = min(len(self._queue) + count, most)
+        while self._prefetched and len(self._queue) < end:
+            self._enqueue(self._prefetched.popleft())
 
     def first_ready(self, passed: int, most: int) -> int | None:
         """The place of the first request, from place `passed` on, that need not wait any longer; None if there is none. At most
@@ -57,12 +65,49 @@ class WaitingRequests:
                 return None if state is None else place
         return None
 
+    def put_first(self, state: RequestState) -> None:
+        """A preempted request waits before all others."""
+        self._queue.appendleft(state)
+
+    def close(self) -> None:
+        """Take no more requests, and drop the stream with all that it holds."""
+        self._stream = None
+        self._prefetched.clear()
+
+    @property
+    def num_prefetched(self) -> int:
+        """Number of requests that were taken from the stream and have no state yet."""
+        return len(self._prefetched)
+
+    def __len__(self) -> int:
+        """Number of requests that have states and wait."""
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        """The same requests, in their order."""
+        return iter(self._queue)
+
     def __getitem__(self, place: int) -> RequestState:
         return self._queue[place]
 
     def __delitem__(self, place: int) -> None:
         del self._queue[place]
 
-    def put_first(self, state: RequestState) -> None:
-        """A preempted request waits before all others."""
-        self._queue.appendleft(state)
+    def _next(self) -> Request | None:
+        if self._prefetched:
+            return self._prefetched.popleft()
+        if self._stream is None:
+            return None
+        request = self._stream.next_ready()
+        if request is None:
+            self._drop_ended_stream()
+        return request
+
+    def _enqueue(self, request: Request) -> None:
+        state = self._arrive(request)
+        if state is not None:
+            self._queue.append(state)
+
+    def _drop_ended_stream(self) -> None:
+        if self._stream is not None and self._stream.ended:
+            self._stream = None

@@ -1,0 +1,65 @@
+"""The stream of requests to an engine. A job's shards, the calls of a warm engine, its conversations, the processes that compute
+one model and plain lists of requests all give their requests in this way."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+from batchspec.records import Request
+
+
+@runtime_checkable
+class RequestStream(Protocol):
+    """Gives requests one by one. Some may not exist yet: completions of earlier ones, or automata that are being compiled, may
+    bring them.
+
+    Nothing ready at present, ask again: then `next_ready` returns None although the stream has not `ended`. The engine goes on
+    with the requests that it has, and asks again before the next round. If it has none, no completion can bring more: the stream
+    itself waits, at least for a while, before it returns None.
+    """
+
+    @property
+    def num_ready(self) -> int:
+        """Number of requests that `next_ready` gives without waiting for a disk, a thread or a process. The engine may take so
+        many before it has slots for them; 0 if it is not decided yet which request is next."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more requests will come. Many streams know it only when `next_ready` has returned None."""
+
+    def next_ready(self) -> Request | None:
+        """The next request; None: nothing is ready at present, or the stream has ended."""
+
+
+class ListedRequests:
+    """The requests of an iterable as a `RequestStream`. All that is left of a list is ready, and nothing of a generator."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._requests, self.ended = iter(requests), False
+
+    @property
+    def num_ready(self) -> int:
+        return operator.length_hint(self._requests)
+
+    def next_ready(self) -> Request | None:
+        request = next(self._requests, None)
+        self.ended = request is None
+        return request
+
+
+def stream_of(requests: RequestStream | Iterable[Request]) -> RequestStream:
+    """A stream as it is; an iterable as a stream."""
+    return requests if isinstance(requests, RequestStream) else ListedRequests(requests)
+
+
+def take_ready(stream: RequestStream, most: int) -> list[Request]:
+    """Up to `most` requests that the stream gives without waiting."""
+    taken = list[Request]()
+    while len(taken) < most and stream.num_ready > 0:  # one may use up several that are ready: rows for which no time is left
+        request = stream.next_ready()
+        if request is None:  # also the end, if the run has no time for more rows
+            break
+        taken.append(request)
+    return taken
