@@ -19,9 +19,11 @@ from batchspec.batch.automata import Automata, AutomataCapacity, ConstraintOffse
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.draft.base import Drafter
 from batchspec.engine.features.automaton_places import AutomatonPlaces
-from batchspec.engine.features.constraints import Constraints
+from batchspec.engine.features.constraints import Constraints, FiniteConstraints
+from batchspec.engine.features.last_check import LastCheck
 from batchspec.engine.rounds.sampling import greedy_sample as choose_greedily
 from batchspec.engine.slots import expected_pages
+from batchspec.engine.slots.request_state import RequestState
 from batchspec.model.target import Target
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
 from batchspec.token_automaton import ENDS, FORCED, TokenAutomaton
@@ -284,6 +286,33 @@ def test_an_automaton_keeps_its_place_while_a_row_follows_it() -> None:
         (upload,) = places.take_uploads()
         assert upload.masks is one.masks
         places.release(one)
+
+
+def test_a_row_that_waits_for_memory_keeps_its_turn_when_others_need_none() -> None:
+    """Rows whose automaton is on the device pass it; one that would need memory, too, does not."""
+    small, other, large = sorted((automaton(pattern) for pattern in PATTERNS[:6]), key=lambda one: one.num_words)[:: 5 // 2]
+    room = AutomataCapacity(num_tokens=VOCAB, table_words=1 + small.num_words + other.num_words, masks_bytes=4 * 200)
+    room = replace(room, table_words=max(room.table_words, 1 + large.num_words))
+    feature = FiniteConstraints(LastCheck(VOCABULARY, None), room)
+
+    def state(index: int, rule: TokenAutomaton) -> RequestState:
+        asked = replace(request(index, [1], cap=9), stop_ids=(EOS,), automaton=rule, automaton_state=rule.answer)
+        return RequestState.of(asked, 0)
+
+    def enters(row: RequestState) -> bool:
+        if not feature.may_go_on(row):
+            return False
+        feature.enter(row)
+        return True
+
+    first, waiting, passing, late = state(0, small), state(1, large), state(2, small), state(3, other)
+    assert enters(first)
+    assert not enters(waiting)
+    assert enters(passing)
+    assert not enters(late)
+    for row in (first, passing):
+        feature.leave(row)
+    assert enters(waiting)
 
 
 def test_automata_share_the_tables_without_overlap() -> None:

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.slots import expected_pages
+from batchspec.engine.slots.watch import Watch
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT
-from batchspec.records import Completion, Request, Thinking
+from batchspec.records import Completion, Request, Snapshot, Thinking
 from tests import grammars
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton, may_follow
 from tests.engines import DEVICE, make_engine, packed, request, tiny_target
 from tests.grammars import GRAMMARS, ExpandLate, Grammar, lazy
+from tests.one_row import OneRow
 from tests.test_constrained import SAMPLINGS
 from tests.test_logit_rules import ALL
 from tests.test_lossless_combined import ROOMS
@@ -118,3 +120,18 @@ def test_no_row_that_was_produced_rightly_is_refused(name: str, job: list[tuple[
             return
         stop_after = data.draw(st.sampled_from([None, 2]), label="again")
     assert not whole
+
+
+def test_tokens_of_an_earlier_run_that_are_not_kept_use_up_no_budget() -> None:
+    """Another version compiled the row's automaton, and it allowed these tokens. The row begins anew."""
+    rule = automaton(PATTERNS_OF_LETTERS[0])
+    ruled = replace(request(0, [4, 7], cap=12, stop_ids=(EOS,)), automaton=rule, automaton_state=rule.answer)
+    others = {*range(len(TOKENS))} - {BEGIN, END, EOS}
+    refused = min(token for token in others if not rule.allows(rule.answer, token))
+    left = Snapshot(
+        row_index=0, sample_index=0, shard=0, tokens=(refused,) * 3, num_prefills=1, cached_tokens=0, accepted=(3,), drafted=(3,),
+        prefill_s=0.0, decode_s=0.0,
+    )  # fmt: skip
+    how = Thinking(begin_id=BEGIN, end_id=END, opened=True, budget=2, closing=(END,))
+    row = OneRow(replace(ruled, thinking=how, resumed=left), symbols=VOCABULARY)
+    assert (row.state.tokens, row.state.num_forced, row.state.watch) == ([], 0, Watch(2, BEGIN))

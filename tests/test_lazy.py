@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -9,14 +10,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchspec.batch.automata import Automata, AutomataCapacity, StatesUpload
+from batchspec.cache.pages import SCRATCH_PAGE
 from batchspec.draft.base import Drafter
 from batchspec.engine.features.lazy_constraints import LazyConstraints
 from batchspec.engine.features.lazy_places import LazyPlaces
 from batchspec.engine.loop.engine import Engine
+from batchspec.engine.rounds.graphs import Graphs, RoundShape
+from batchspec.engine.rounds.round import RoundResult
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import ScheduledStep
@@ -76,6 +81,43 @@ def engine_of(expanding: Expanding, *, drafter: Drafter | None = None, **shape: 
             num_tokens=VOCAB, table_words=1 << 14, masks_bytes=1 << 12, lazy_words=1 << 14,
         ),
     )  # fmt: skip
+
+
+def test_rows_that_are_stopped_while_rounds_are_in_flight_go_on_after_all_their_tokens() -> None:
+    """The tables become full while rows decode, so that all states are forgotten: the rows wait for theirs. Without rounds in
+    flight all tokens are known then."""
+    ruled = [GRAMMARS[i % len(GRAMMARS)] for i in range(8)]
+    job = [following(request(i, [i, 7], cap=60, sampling=SAMPLINGS[i % 2]), rule) for i, rule in enumerate(ruled)]
+    known, ahead = (
+        tokens(run(job, ALL["none"](), expanding=ExpandLate(0), lazy_words=1500, lazy_masks=8, run_ahead=run_ahead))
+        for run_ahead in (0, 2)
+    )
+    assert ahead == known
+
+
+@pytest.mark.parametrize("seed", [113, 116, 118])
+def test_rows_that_wait_in_their_slots_have_the_pages_of_all_their_tokens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are short, and rows get some in a step in which the last row that decodes must wait, too."""
+    draw, run_round, checked = random.Random(seed), Graphs.run, list[int]()
+    drafter, job = draw.choice(["none", "lookup"]), list[Request]()
+    for i in range(5):
+        prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 9))]
+        one = request(i, prompt, cap=draw.randint(10, 30), sampling=draw.choice(SAMPLINGS), predicted=3)
+        job.append(following(one, draw.choice(GRAMMARS)))
+
+    def check(graphs: Graphs, shape: RoundShape) -> RoundResult:
+        rows = graphs._rows
+        for slot in torch.nonzero(rows.live[: shape.num_rows]).flatten().tolist():
+            assert (rows.page_tables[0][slot, : int(rows.num_tokens[slot])] != SCRATCH_PAGE).all(), slot
+            checked.append(slot)
+        return run_round(graphs, shape)
+
+    monkeypatch.setattr(Graphs, "run", check)
+    run(
+        job, ALL[drafter](), short_cap=0, page_size=1, num_pages=draw.choice([40, 48, 56, 64]),
+        expanding=ExpandLate(seed, most_polls=30), run_ahead=draw.choice([0, 2]),
+    )  # fmt: skip
+    assert len(checked) > 50
 
 
 @st.composite

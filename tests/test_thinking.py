@@ -298,7 +298,8 @@ def test_a_row_that_ends_at_a_stop_id_within_the_closing_tokens_has_only_those_b
 
 
 def test_a_stop_string_cuts_off_tokens_that_the_budget_has_read() -> None:
-    """A round may add the answer with the stop string, and after it a second thought that uses up its budget."""
+    """A round may add the answer with the stop string, and after it a second thought that uses up its budget: nothing is forced
+    then, as if the tokens had come one after the other."""
     how, stop = thinking(1, opened=True, closing=(11,)), decode([12])
     for again in ([], [BEGIN, 7, 11, END]):
         row = OneRow(replace(request(0, [7, 9], cap=20), thinking=how, stop=(stop,)), draft_len=9, decode=decode)
@@ -306,7 +307,9 @@ def test_a_stop_string_cuts_off_tokens_that_the_budget_has_read() -> None:
         done = row.completion()
         assert (done.finish_reason, done.stop_reason, done.reasoning_truncated) == ("stop", stop, False)
         assert done.token_ids is not None
-        assert done.token_ids.tolist() == [END, 7, 12]
+        assert done.stats is not None
+        assert (done.token_ids.tolist(), done.stats.num_forced) == ([END, 7, 12], 0)
+        assert done.stats.num_discarded == 1 + row.state.num_accepted - 3
 
 
 def test_a_row_that_changes_its_slot_is_checked_when_its_budget_or_a_thought_requires_it() -> None:

@@ -21,7 +21,7 @@ from batchspec.text import counted
 CAP = "decode.max_new_tokens"
 RETRY_MAY_CHANGE = {"length": (CAP,), "error": (), "none": ()}
 """Keys of the fingerprint that this kind of retry may change."""
-TRUNCATED = pl.col("finish_reason") == "length"
+TRUNCATED = (pl.col("status") == "truncated") & (pl.col("finish_reason") == "length")
 
 
 def new_retry(job: Job, output: OutputFolder) -> Generation | None:

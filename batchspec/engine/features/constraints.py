@@ -98,9 +98,12 @@ class FiniteConstraints(Constraints):
     def may_go_on(self, state: RequestState) -> bool:
         if self._first not in (None, state) and not self._places.has(_finite(state)):
             return False
-        fits = self._places.bring(_finite(state))
-        self._first = None if fits else state
-        return fits
+        if not self._places.bring(_finite(state)):
+            self._first = state
+            return False
+        if self._first is state:
+            self._first = None
+        return True
 
     def enter(self, state: RequestState) -> None:
         self._places.hold(_finite(state))

@@ -29,14 +29,14 @@ class ThinkingBudgets(RowFeature):
         request = state.request
         if request.thinking is None:
             return False
-        budget = self._rows[state] = ThinkingBudget(request.thinking, request.stop_ids, request.device_limit)
+        budget = self._rows[state] = _budget_of(request)
         state.forced = budget.closings
         return True
 
     def keep(self, state: RequestState, tokens: Sequence[int]) -> Sequence[int]:
         """If an earlier run's smaller limit cut off some of the last closing tokens, the others are removed too: all of them are
         forced again, and counted once."""
-        forced = self._rows[state].forced(tokens)
+        forced = _budget_of(state.request).forced(tokens)  # the row's own reads none of them: another feature may not keep them
         return tokens if forced is None else tokens[: forced[0]]
 
     def examine(self, state: RequestState) -> Watch | None:
@@ -58,6 +58,11 @@ class ThinkingBudgets(RowFeature):
         budget.forced(state.tokens)
         closed = any(closing.start < len(state.tokens) for closing in budget.closings)  # not one that a stop string cut off
         return replace(done, reasoning_truncated=closed)
+
+
+def _budget_of(request: Request) -> ThinkingBudget:
+    assert request.thinking is not None
+    return ThinkingBudget(request.thinking, request.stop_ids, request.device_limit)
 
 
 class ThoughtTracker(Tracker):

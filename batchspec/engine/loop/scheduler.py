@@ -78,7 +78,10 @@ class Scheduler:
         """Stop the rows that features must stop, and let those continue that wait no longer, the oldest first."""
         self._stop(self._features.poll())
         for state in sorted(self._held, key=lambda state: state.order):
-            if self.launches.num_read >= self._held[state] and self._features.ready(state):
+            if self.launches.num_read < self._held[state]:
+                continue
+            self.slots.flush(state)  # of the rounds that had been launched when it was stopped
+            if self._features.ready(state):
                 self._features.enter(state)
                 self.slots.resume(state)
                 self._resumed.append(state.slot)
@@ -139,7 +142,7 @@ class Scheduler:
         """Refill free slots."""
         if not self._allocator.refill_is_due(self._planner.round_s, self._planner.refill_s):
             return
-        for _ in range(self._rounds_before_refill):
+        for _ in range(self._rounds_before_refill if self.slots.num_decoding else 0):
             yield from self._round(reads=False)
         group = self._allocator.refill()
         if not group:
@@ -194,6 +197,8 @@ class Scheduler:
                 self.preempt(self._allocator.youngest())
                 self._totals.preempted += 1
         if not self.slots.num_decoding:  # all of them ended, or were stopped, in the results that were read
+            if grants:  # rows that were stopped keep their slots and pages
+                yield self._step(grants=tuple(grants))
             return
         yield self._step(reads_due=reads, grants=tuple(grants), round_=self._schedule_round())
 

@@ -74,6 +74,9 @@ class RequestState:
     """The token that ended it."""
     rewritten: bool = False
     """A feature has replaced tokens that K/V are computed of: the request must be prefilled again."""
+    rewrite_end: int = 0
+    """Number of its tokens after the last time that a feature replaced some; those before `rewrite_begin` were kept."""
+    rewrite_begin: int = 0
 
     def __post_init__(self) -> None:
         self.mode = SamplingMode.of(self.request.sampling, self.request.min_new_tokens)
@@ -164,8 +167,11 @@ class RequestState:
         self.finish_reason, self.error = "error", error
 
     def cut(self, num_kept: int, finish_reason: str, stop_reason: str | None = None, *, truncated: bool = False) -> None:
-        """A feature ends the request after its first `num_kept` tokens."""
-        self.num_discarded += len(self.tokens) - num_kept
+        """A feature ends the request after its first `num_kept` tokens. Tokens that another one forced after these did not
+        happen."""
+        unforced = len(range(max(num_kept, self.rewrite_begin), self.rewrite_end))
+        self.num_forced -= unforced
+        self.num_discarded += len(self.tokens) - num_kept - unforced
         del self.tokens[num_kept:]
         self.finish_reason, self.truncated, self.stop_reason, self.stop_id = finish_reason, truncated, stop_reason, None
 
@@ -177,6 +183,7 @@ class RequestState:
         self.finish_reason, self.truncated, self.stop_reason, self.stop_id = None, False, None, None
         self.tokens, self.rewritten = [], True
         self._add([*kept, *forced])
+        self.rewrite_begin, self.rewrite_end = num_kept, len(self.tokens)
 
     def _add(self, tokens: Sequence[int]) -> None:
         """Add tokens that are known already, up to the first that ends the request."""

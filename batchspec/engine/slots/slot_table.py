@@ -141,7 +141,8 @@ class SlotTable:
         self.decodes[state.slot] = False
 
     def resume(self, state: RequestState) -> None:
-        """The request decodes again."""
+        """The request, whose tokens are flushed, decodes again."""
+        assert not self._num_buffered[state.slot], state.request.request_id
         self.decodes[state.slot] = True
 
     @property
