@@ -20,6 +20,8 @@ from tests.models import make_checkpoint, make_tokenizer
 from tests.test_admit import job
 from tests.test_job import arguments
 
+pytestmark = pytest.mark.second
+
 SUMS = """
 start: sum
 sum: product | sum ("+" | "-") product
@@ -65,6 +67,7 @@ def decoded(model: Path, data: Path, out: Path, *keys: str) -> pl.DataFrame:
     return pl.read_parquet(out / "data").sort("row_index")
 
 
+@pytest.mark.smoke("a structured row with drafts")
 def test_every_completed_row_parses_whatever_drafts(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     forms: list[dict[str, Any]] = [
         {"type": "grammar", "grammar": SUMS}, {"type": "grammar", "grammar": VALUES},

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -275,11 +276,13 @@ def test_a_store_that_fails_or_hangs_keeps_no_run_from_working_or_ending(monkeyp
             time.sleep(0.01)
     assert failing.written[-1]["end"] == "done"
     monkeypatch.setattr(heartbeats_module, "LAST_BEAT_S", 0.1)
-    hanging: Any = Files(lambda: time.sleep(5))
+    over = threading.Event()
+    hanging: Any = Files(lambda: over.wait(60))
     began = time.monotonic()
     with HeartbeatWriter(hanging) as heartbeat:
         heartbeat.begin(slots=1)
-    assert time.monotonic() - began < 2
+    over.set()
+    assert time.monotonic() - began < 30
 
 
 @pytest.fixture(scope="module")
