@@ -222,6 +222,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokenizer(folder)
 
 
+@pytest.mark.second
 def test_every_completed_row_of_a_job_is_valid_whatever_drafts(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -277,7 +277,11 @@ def test_a_store_that_fails_or_hangs_keeps_no_run_from_working_or_ending(monkeyp
     assert failing.written[-1]["end"] == "done"
     monkeypatch.setattr(heartbeats_module, "LAST_BEAT_S", 0.1)
     over = threading.Event()
-    hanging: Any = Files(lambda: over.wait(60))
+
+    def hang() -> None:
+        over.wait(60)
+
+    hanging: Any = Files(hang)
     began = time.monotonic()
     with HeartbeatWriter(hanging) as heartbeat:
         heartbeat.begin(slots=1)

@@ -94,8 +94,8 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Po
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
     env |= {"TRITON_DISABLE_LINE_INFO": "1"}  # a tenth of the time, and nothing here reads it
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, __file__], env=env, text=True, **pipes) as program:
+    words = [sys.executable, __file__]
+    with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
         yield program
 
 
