@@ -320,6 +320,7 @@ def until(reader: StatusReader, process: ForkServerProcess, log: Path, wanted: C
     raise AssertionError(log.read_text())
 
 
+@pytest.mark.second
 def test_a_job_is_followed_from_before_its_beginning_through_a_signal_and_a_kill_to_its_end(
     tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -363,6 +364,7 @@ def test_a_job_is_followed_from_before_its_beginning_through_a_signal_and_a_kill
     assert "ended: 1 done, 1 gone, 1 interrupted" in capsys.readouterr().out
 
 
+@pytest.mark.second
 def test_a_run_that_ended_while_it_loaded_is_told_of_too(
     tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
