@@ -223,6 +223,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.second
+@pytest.mark.smoke("a structured row with drafts")
 def test_every_completed_row_of_a_job_is_valid_whatever_drafts(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

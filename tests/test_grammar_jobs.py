@@ -67,7 +67,6 @@ def decoded(model: Path, data: Path, out: Path, *keys: str) -> pl.DataFrame:
     return pl.read_parquet(out / "data").sort("row_index")
 
 
-@pytest.mark.smoke("a structured row with drafts")
 def test_every_completed_row_parses_whatever_drafts(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     forms: list[dict[str, Any]] = [
         {"type": "grammar", "grammar": SUMS}, {"type": "grammar", "grammar": VALUES},
