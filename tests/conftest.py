@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.tiers import COLLECTED, marks_of
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch leaves to later
     from tests.interpreter import make_interpreter_quick
@@ -30,74 +32,16 @@ settings.register_profile(
 settings.load_profile("batchspec")
 
 
-LONG = (
-    "test_compile.py",
-    "test_workers.py",
-    "test_group_jobs.py",
-    "test_job.py",
-    "test_hanging_loads.py",
-    "test_warm_ranks.py",
-    "test_lazy.py",
-    "test_retry.py",
-    "test_extend_kills.py",
-    "test_extend.py",
-    "test_demo.py",
-    "test_bench.py",
-    "test_lossless_formats.py",
-    "test_gpu_dispatch.py",
-    "test_train.py",
-    "test_crashes.py",
-    "test_s3.py",
-    "test_kv_groups.py",
-    "test_lockstep.py",
-    "test_slurm.py",
-    "test_eagle3.py",
-    "test_lossless.py",
-    "test_adapt_job.py",
-    "test_warm.py",
-    "test_prefill_graphs.py",
-    "test_replay.py",
-    "test_conversations.py",
-    "test_tree.py",
-    "test_faults.py",
-    "test_store_job.py",
-    "test_s3_kills.py",
-    "test_vocabulary.py",
-    "test_ordered_attention.py",
-    "test_coupled.py",
-    "test_shadowed_modules.py",
-    "test_moe_drafters.py",
-    "test_expert_blocks.py",
-    "test_engine_freed.py",
-    "test_constrained.py",
-    "test_last_check.py",
-    "test_install.py",
-    "test_kills.py",
-    "test_changed_input.py",
-    "test_sharded_draft.py",
-    "test_expert_kernels.py",
-    "test_fp8_linear.py",
-    "test_peer.py",
-    "test_contention.py",
-    "test_plan.py",
-    "test_deterministic.py",
-    "test_lossless_combined.py",
-)
-"""Files that take ten seconds or more, the longest first."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: where workers take whole files, none is left alone with one at the end."""
-    order = {name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
-    if "CI" in os.environ:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Before -m takes a tier's tests."""
+    config.stash[COLLECTED] = [marks_of(item) for item in items]
+    if "CI" not in os.environ:
         draw_fewer_examples({item.function for item in items if isinstance(item, pytest.Function)})
 
 
 def draw_fewer_examples(tests: Iterable[Callable[..., object]]) -> None:
-    """Half of what a property test asks for, but at least six: where each run draws the same examples, the later ones, which
-    resemble the earlier ones, are paid for in every run and were new in one. Elsewhere each run draws others, and all of them.
-    """
+    """Half of what a property test asks for, but at least six: while somebody works, each run draws others. CI draws all."""
     for test in tests:
         if hasattr(test, "hypothesis"):
             asked = getattr(test, "_hypothesis_internal_use_settings", None) or settings()

@@ -9,10 +9,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
-from tests.runs import make_model
+from batchspec.runner import background_commit
+from batchspec.runstate.output_folder import OutputFolder
+from tests.runs import make_model, put
 
 
 def make_job(folder: Path, *, rows: int, new_tokens: int, slots: int) -> list[str]:
@@ -38,6 +41,21 @@ def tokens(out: Path, rows: int) -> dict[str, list[int]]:
 def workers_of(parent: ForkServerProcess) -> list[int]:
     """Processes that a run has started, the first started first."""
     return [int(pid) for pid in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()]
+
+
+def commits_wait_for(file: Path, after: int = 0) -> None:
+    """A patch: when this many shards are committed, a run commits no more until there is this file. So a test meets it in the
+    middle on any machine. Decoding waits for commits as it does with large shards.
+    """
+    publish = OutputFolder.publish
+    put(background_commit, "MOST_WAITING", background_commit.WAITING)
+
+    def patched(self: OutputFolder, *rest: Any) -> bool:
+        while len(self.committed()) >= after and not file.exists():
+            time.sleep(0.01)
+        return publish(self, *rest)
+
+    OutputFolder.publish = patched  # type: ignore[method-assign,assignment]
 
 
 def wait_until(done: Callable[[], bool], parent: ForkServerProcess) -> None:

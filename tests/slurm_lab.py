@@ -74,12 +74,12 @@ class Lab:
             ("seed-file", "munge/seed"), ("log-file", "log/munged.log"),
         )]  # fmt: skip
         self._spawn("munged", ["munged", "--foreground", "--force", *munge])
-        wait_for((self.folder / "run/munge.sock").exists, 10, "munged's socket")
+        wait_for((self.folder / "run/munge.sock").exists, 60, "munged's socket")
         (self.folder / "slurm.conf").write_text(self._conf(), encoding="ascii")
         self._spawn("slurmctld", ["slurmctld", "-D"])
         for node in self.node_names:
             self.start_node(node)
-        wait_for(lambda: self.usable() == self.nodes, 30, "the start of all nodes")
+        wait_for(lambda: self.usable() == self.nodes, 120, "the start of all nodes")
 
     @property
     def node_names(self) -> list[str]:
@@ -125,7 +125,7 @@ class Lab:
     def run(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
         """A client command's output. They hang where the controller is gone: hence the time-out."""
         done = subprocess.run(
-            command, env={**self.env, **(env or {})}, cwd=cwd, check=True, capture_output=True, text=True, timeout=20
+            command, env={**self.env, **(env or {})}, cwd=cwd, check=True, capture_output=True, text=True, timeout=120
         )
         return done.stdout.strip()
 

@@ -115,6 +115,7 @@ def plain(column: pa.Array) -> pa.Array:
     return column.cast(views.get(column.type, column.type))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", COPIED)
 def test_a_column_is_in_the_output_as_it_was_in_the_input(job: Path, name: str) -> None:
     found = copied(job / "out/data").column(name).combine_chunks()

@@ -39,6 +39,7 @@ def has(tokens: list[int], sequence: tuple[int, ...]) -> bool:
     return any(tuple(tokens[i : i + len(sequence)]) == sequence for i in range(len(tokens)))
 
 
+@pytest.mark.second
 def test_outputs_complete_no_bad_word(model: Path, tmp_path: Path) -> None:
     """The words are what the job writes without the key: pairs of its tokens, whose texts give these tokens again."""
     prompts = [f"Say {i}" for i in range(4)]

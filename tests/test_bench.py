@@ -36,7 +36,7 @@ from tests.models import make_checkpoint, make_tokenizer
 from tests.padded_prefill import ALWAYS
 from tests.waiting_requests import count_waiting
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
 
 TINY: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

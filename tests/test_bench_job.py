@@ -12,6 +12,7 @@ from batchspec.commands import bench
 from batchspec.runstate.output_folder import OutputFolder
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("num_rows", [20_000, pytest.param(1_000_000, marks=pytest.mark.soak)])
 def test_the_job_layer_keeps_to_its_budget_in_flat_memory_and_writes_every_row_once(
     num_rows: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

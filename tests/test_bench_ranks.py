@@ -26,6 +26,8 @@ from tests.forked import run_python
 from tests.ranks import on_ranks, part_of, whole_of
 from tests.test_bench import TINY
 
+pytestmark = pytest.mark.second
+
 SIZES = ["--batch", "3", "--prompt", "4", "--gen", "9", "--dtype", "float32", "--device", "cpu"]
 SAME = ("variant", "tokens", "rounds", "mean_acceptance_length", "accepted_by_position", "mean_live_rows", "runs")
 

@@ -28,6 +28,8 @@ from batchspec.storage.places import LocalPlace
 from tests.runs import make_model, run_apart
 from tests.s3_lab import BUCKET, running_lab
 
+pytestmark = pytest.mark.second
+
 ROWS = 24
 
 

@@ -170,13 +170,13 @@ def test_another_process_reads_and_answers(handle: int) -> None:
     ready = context.Event()
     process = context.Process(target=_echo, args=(_Passed(handle), ready))
     process.start()
-    ready.wait(30)
+    ready.wait(120)
     began = time.monotonic()
     for number in range(1, 1001):
         leader.send(b"x" * (number % 700))
         assert leader.digest_of(1, number) == number % 700
-    assert time.monotonic() - began < 20
-    process.join(10)
+    assert time.monotonic() - began < 60
+    process.join(60)
     assert process.exitcode == 0
 
 

@@ -110,6 +110,7 @@ def test_listing_commands_and_options_imports_no_heavy_package() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+@pytest.mark.second
 def test_every_command_s_module_can_be_imported() -> None:
     modules = [module for module, _ in cli.COMMANDS.values()]
     code = f"import importlib; assert all(callable(importlib.import_module(name).main) for name in {modules})"
@@ -120,6 +121,7 @@ GIVEN = ["model.path=m", "input.path=no/such.parquet", "output.dir=o"]
 MISSING = "input.path no/such.parquet: does not exist"
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("command", "words", "said"),
     [

@@ -31,6 +31,8 @@ from batchspec.errors import BatchspecError, DivergedError, Interrupted, Storage
 from batchspec.supervise.signals import SIGNALS
 from tests.runs import make_model, make_prompts, start_apart
 
+pytestmark = pytest.mark.second
+
 JOBS = Path(__file__).parents[1] / "jobs"
 TEXT = (JOBS / "kubernetes.yml").read_text(encoding="utf-8")
 JOB: dict[str, Any] = yaml.safe_load(TEXT)

@@ -88,6 +88,7 @@ def state(engine: Engine) -> dict[str, Tensor]:
 GREEDY, SAMPLED = SamplingMode(), SamplingMode(random=True)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("name", "drafter", "mode"),
     [

@@ -252,6 +252,7 @@ def test_unknown_keys_and_wrong_types_name_the_key_in_one_line() -> None:
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("value", [[], {}, [["a"]], {"a": [1]}, "a b", float("nan"), 10**20], ids=str)
 def test_any_value_of_any_key_is_taken_or_refused_in_one_line(value: Any) -> None:
     for key in keys():
@@ -289,6 +290,7 @@ def test_names_of_other_programs_lead_to_keys_that_exist() -> None:
     assert named <= set(keys())
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", [*NAMES, *REMARKS])
 def test_a_name_of_another_program_is_answered_on_the_command_line_and_in_python(name: str) -> None:
     said = f"{name} is not a key of the configuration; {remark(name, keys())}"

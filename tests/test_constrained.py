@@ -79,6 +79,7 @@ def jobs(draw: st.DrawFn) -> list[tuple[Request, str | None]]:
     return found
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", ALL)
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
@@ -164,6 +165,7 @@ def test_drafts_of_models_follow_the_automaton(name: str, monkeypatch: pytest.Mo
     assert all(may_follow(pattern, [], token) for token in drafted)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", ["none", "eagle3", "lookup", "tree"])
 @pytest.mark.parametrize("opened", [True, None, False])
 def test_an_answer_follows_its_automaton_after_the_thought(name: str, opened: bool | None) -> None:

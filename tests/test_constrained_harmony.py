@@ -89,6 +89,7 @@ WRITTEN = (
 )
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("text", "can_be"), WRITTEN, ids=[text for text, _ in WRITTEN])
 def test_the_final_channel_matches_and_no_other_one_but_analysis_is_written(
     text: str, can_be: bool, made: TokenAutomaton, tokenizer: Tokenizer, think: ThinkTokens

@@ -90,6 +90,7 @@ def test_texts_of_schemas_are_kept(schema: Any) -> None:
         assert checked_text(done) is done
 
 
+@pytest.mark.second
 @settings(max_examples=80, deadline=None)
 @given(schemas())
 def test_texts_of_any_schema_are_kept(schema: Any) -> None:
@@ -202,6 +203,7 @@ def test_the_kind_of_a_constraint_is_told_with_its_completion(finish: int) -> No
     assert row.completion(eos_ids=frozenset({EOS})).constraint == "regex"
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("pattern", "written", "answer"),
     [

@@ -222,6 +222,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokenizer(folder)
 
 
+@pytest.mark.second
+@pytest.mark.smoke("a structured row with drafts")
 def test_every_completed_row_of_a_job_is_valid_whatever_drafts(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -318,6 +320,7 @@ def test_a_stop_string_ends_an_answer_with_finish_reason_stop_and_a_minimum_hold
     assert stopped >= 2
 
 
+@pytest.mark.second
 def test_a_warm_engine_takes_constraints_of_each_call_and_compiles_them_once(model: Path, tmp_path: Path) -> None:
     own = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"], "additionalProperties": False}
     rows = [
@@ -368,6 +371,7 @@ def test_the_turns_of_a_conversation_follow_the_row_s_schema_or_their_own(model:
         assert re.fullmatch("[a-f]{3}" if turn == 2 else "[0-9]", text)
 
 
+@pytest.mark.second
 def test_rows_do_not_wait_for_the_automata_of_other_rows(model: Path) -> None:
     """The compiler is kept from finishing one schema until all other rows are done."""
     rows = [{"prompt": f"row {i}", "schema": json.dumps({"enum": [i % 4]})} for i in range(12)]

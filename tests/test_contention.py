@@ -17,6 +17,8 @@ import pytest
 from batchspec.runstate.output_folder import OutputFolder
 from tests.kill_lab import SHARDS, Conduct, KillLab, Row, check_visible, ended, polled, until_stopped, written
 
+pytestmark = pytest.mark.second
+
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[KillLab]:

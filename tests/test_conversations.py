@@ -18,6 +18,8 @@ from batchspec.warm.conversations import Turn
 from tests.models import CHAT_TEMPLATE, make_checkpoint, make_thinking_tokenizer, make_tokenizer
 from tests.runs import make_model
 
+pytestmark = pytest.mark.second
+
 MORE = [{"role": "user", "content": "And the next one?"}]
 
 

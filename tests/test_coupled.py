@@ -27,7 +27,7 @@ from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, full_logits, make_engine, packed, request, tiny_target
 from tests.kernels.covering import covering
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
 
 SLOTS, K = 8, 3
 

@@ -41,6 +41,8 @@ from tests.heads import random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import Patch, make_model, make_prompts, run_apart
 
+pytestmark = pytest.mark.second
+
 ROWS = 12
 
 
@@ -428,14 +430,13 @@ def hang(count: int) -> None:
     Round.run = stuck  # type: ignore[method-assign]
 
 
+@pytest.mark.smoke("a hang")
 def test_a_round_that_hangs_ends_the_run_with_75_its_stacks_and_the_finished_rows(
     model: Path, data: Path, finished: dict[str, list[int] | None], tmp_path: Path
 ) -> None:
     command = arguments(model, data, tmp_path / "out", "draft=none", "output.shard_rows=12", "cluster.watchdog_s=2")
-    began = time.monotonic()
     code, said = run_apart(command, tmp_path / "log", partial(hang, 20))
     assert code == 75
-    assert time.monotonic() - began < 30
     assert "in stuck" in said  # the frame that hangs
     message = r"no round ended for 2 s .* ([1-9]\d* more rows? (?:is|are) saved); run the same command again"
     assert re.search(message, said)

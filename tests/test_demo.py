@@ -19,6 +19,8 @@ from batchspec.errors import CheckpointError
 from batchspec.model.hub import resolve_model
 from tests.forked import run_python
 
+pytestmark = pytest.mark.second
+
 REPOSITORY = Path(__file__).parents[1]
 SHORT = "decode.max_new_tokens=32"
 

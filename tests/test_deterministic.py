@@ -32,6 +32,8 @@ from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, decode, make_engine, packed, request, tiny_spec
 from tests.interpreter import dots_of_one_order
 
+pytestmark = pytest.mark.second
+
 PART = 64
 SAMPLINGS = (
     SamplingParams(),

@@ -12,7 +12,10 @@ from tests.interpreter import dots_of_one_order
 from tests.ordered_formats import FORMATS, computed, made
 from tests.test_expert_kernels import kernels
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; test_gpu_deterministic_formats.py runs on a GPU")
+pytestmark = [
+    pytest.mark.second,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; test_gpu_deterministic_formats.py runs on a GPU"),
+]
 SIZES = {
     "hidden_size": 144, "intermediate_size": 144, "moe_intermediate_size": 144, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 61, "max_position_embeddings": 128,

@@ -35,6 +35,8 @@ from tests.models import make_checkpoint, make_tokenizer
 from tests.stand_ins import LLAMA_8B
 from tests.test_job import arguments, prompts
 
+pytestmark = pytest.mark.second
+
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 ON = "decode.deterministic=true"
 

@@ -37,6 +37,8 @@ from tests.eagle_reference import Design, reference_drafts
 from tests.engines import VOCAB, packed, plain_tokens, request
 from tests.heads import Tensors, distilled_tensors, random_tensors, tiny_design
 
+pytestmark = pytest.mark.second
+
 
 class Recorded(Recording, ChainDrafter):
     """Keeps the state that it carried before each proposal, too."""

@@ -80,6 +80,7 @@ NOT_NEEDED = (
 """What few jobs or commands need, and what packages that are needed could import some day."""
 
 
+@pytest.mark.second
 def test_a_run_imports_nothing_that_few_jobs_need() -> None:
     """Each would cost every job's start-up a tenth of a second to several seconds. What torch imports by itself is its own."""
     code = (

@@ -138,6 +138,7 @@ def test_garbage_is_collected_rarely_during_a_run_and_as_before_afterwards() -> 
         gc.set_threshold(*before)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("how", "code"), [("complete", 0), ("a signal", 75), ("Ctrl-C twice", 75), ("an error", 74)])
 def test_a_job_in_a_program_that_goes_on_keeps_no_engine(
     how: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -77,6 +77,7 @@ def whole_run(engine: Engine, requests: list[Request]) -> dict[int, Completion]:
         return {out.row_index: out for done in islice(steps, 2000) for out in done}
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", ["none", "lookup", "eagle3", "tree"])
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())

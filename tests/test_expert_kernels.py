@@ -90,6 +90,7 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
     assert error < tolerance, float(error)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("name", "lengths", "layers"),
     [*((name, [15, 2], 1 + (name in TWO_LAYERS)) for name in CASES), ("bf16, gpt_oss", [1], 2), ("bf16, mixtral", [300], 1)],

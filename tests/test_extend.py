@@ -30,6 +30,8 @@ from batchspec.runstate.generations import Generation
 from batchspec.runstate.output_folder import OutputFolder
 from tests.runs import make_model
 
+pytestmark = pytest.mark.second
+
 ROWS = 14
 SAME = [
     "request_id", "row_index", "sample_index", "status", "messages", "completion", "finish_reason", "token_ids", "seed",
@@ -91,6 +93,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
 # --- a higher input.limit
 
 
+@pytest.mark.smoke("an extension")
 def test_a_trial_grows_to_the_whole_job(
     folder: Path, tmp_path: Path, wanted: pl.DataFrame, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,8 @@ from tests.kill_lab import Conduct, KillLab, Row, Step, death_in, ended, rows_of
 from tests.s3_lab import BUCKET, running_lab
 from tests.test_s3_kills import killer
 
+pytestmark = pytest.mark.second
+
 TRIAL, GROWN = "input.limit=5", "resume=extend"
 
 

@@ -103,6 +103,7 @@ def begun_job(folder: OutputFolder) -> str:
     return first.job
 
 
+@pytest.mark.second
 def test_extensions_follow_each_other(out: Any) -> None:
     folder = begun(out)
     for number, (rows, shard_rows) in enumerate([(5, 3), (6, 4)], 1):

@@ -118,6 +118,7 @@ def changed(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("family", FAMILIES)
 def test_missing_keys_and_other_values_mean_what_they_mean_to_transformers(family: str, tmp_path: Path) -> None:
     config = {"model_type": family, **SHAPE, **USUAL, **OWN[family]}

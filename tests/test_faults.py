@@ -20,6 +20,8 @@ from batchspec.storage import retry
 from tests.runs import make_model, make_prompts, run_apart
 from tests.s3_lab import BUCKET, SECRET, running_lab, running_proxy
 
+pytestmark = pytest.mark.second
+
 ROWS = 12
 
 

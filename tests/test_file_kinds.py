@@ -27,7 +27,7 @@ from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import make_prompts
 from tests.test_lora import make_adapter
 
-LIMIT_S = 20
+LIMIT_S = 120
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,10 @@ from tests.stand_in_gpu import stand_in_gpu
 from tests.test_expert_kernels import CASES, CPU, FP8_BLOCKS, VOCAB, WIDE, made
 from tests.test_target import Runner, prompts
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; test_gpu_engine.py runs on a GPU")
+pytestmark = [
+    pytest.mark.second,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; test_gpu_engine.py runs on a GPU"),
+]
 FP8, F32, BF16 = "fp8 blocks, qwen3_moe", torch.float32, torch.bfloat16
 FP8_UNITS = {1: 16, 16: 16, 17: 16, 40: 32, 64: 64, 129: 128}
 """Tokens of a pass -> pairs of a unit, with seven experts, three of a token, and units of 128 from a mean of 48 pairs on."""

@@ -375,6 +375,7 @@ class Failing(list[Any]):
         super().append(value)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=str)
 @pytest.mark.parametrize("name", ["_sets", "_stacks"])
 def test_memory_that_runs_out_while_a_state_is_numbered_gives_no_number_twice(

@@ -20,6 +20,8 @@ from tests.models import make_checkpoint, make_tokenizer
 from tests.test_admit import job
 from tests.test_job import arguments
 
+pytestmark = pytest.mark.second
+
 SUMS = """
 start: sum
 sum: product | sum ("+" | "-") product

@@ -8,6 +8,7 @@ import random
 import re
 import signal
 from contextlib import suppress
+from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,17 @@ import jsonschema
 import polars as pl
 import pytest
 
-from batchspec import run
+from batchspec import load_progress, run
 from batchspec.cluster import crew
 from batchspec.distributed import silent_ranks
 from batchspec.model.spec import load_spec
-from tests.crews import ended, journals, make_job, owners, tokens, wait_for_end, wait_until, workers_of
+from tests.crews import commits_wait_for, ended, journals, make_job, owners, tokens, wait_for_end, wait_until, workers_of
 from tests.forked import run_python
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.runs import new_interpreters, put, run_apart, start_apart
 from tests.test_lora import make_adapter
+
+pytestmark = pytest.mark.second
 
 ROWS = 40
 """Enough rows of enough tokens that a run can be met in the middle."""
@@ -48,12 +51,15 @@ def expected(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> di
     return tokens(out, ROWS)
 
 
-def test_four_ranks_write_what_one_process_does(command: list[str], expected: dict[str, list[int]], tmp_path: Path) -> None:
-    words = [*command, f"output.dir={tmp_path / 'out'}", "cluster.tensor_parallel=4", "input.limit=8", "decode.max_new_tokens=12"]
-    code, said = run_apart(words, tmp_path / "log")
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.smoke("two ranks")), 4])
+def test_ranks_write_what_one_process_does(
+    ranks: int, command: list[str], expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    cut = [f"cluster.tensor_parallel={ranks}", "input.limit=8", "decode.max_new_tokens=12"]
+    code, said = run_apart([*command, f"output.dir={tmp_path / 'out'}", *cut], tmp_path / "log")
     assert code == 0, said
     assert "loading " in said
-    assert "in float64 on 4 x cpu" in said
+    assert f"in float64 on {ranks} x cpu" in said
     found = tokens(tmp_path / "out", 8)
     assert found == {name: expected[name][:12] for name in found}
 
@@ -125,10 +131,12 @@ def test_rows_with_adapters_on_two_ranks(model: Path, command: list[str], expect
 def test_a_killed_rank_costs_no_row_and_the_other_group_keeps_running(
     command: list[str], expected: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    out, log = tmp_path / "out", tmp_path / "log"
-    parent = start_apart([*command, f"output.dir={out}", "cluster.tensor_parallel=2", "cluster.workers=2"], log)
+    out, log, go = tmp_path / "out", tmp_path / "log", tmp_path / "go"
+    words = [*command, f"output.dir={out}", "cluster.tensor_parallel=2", "cluster.workers=2"]
+    parent = start_apart(words, log, partial(commits_wait_for, go))
     wait_until(lambda: len(owners(out)) == 2, parent)
     os.kill(ranks_of(parent, 1)[0], signal.SIGKILL)
+    go.touch()
     code, said = ended(parent), log.read_text()
     assert re.search(
         r"batchspec: rank 1 of worker \d was killed by SIGKILL; its group ends; 1 other takes its shards over\n", said
@@ -164,21 +172,30 @@ def test_the_scales_of_an_e4m3_cache_are_those_of_one_process(command: list[str]
 
 
 def impatient() -> None:
-    """Of a group whose leader has ended, the others are killed after a second, not five."""
+    """Of a group whose leader has ended, the others are killed after two and a half seconds, not five. A follower that continues
+    then takes that for a pause: its own watchdog does not print its stacks too.
+    """
     put(crew, "FOLLOWER_END_S", 0.5)
-    put(crew, "STACKS_S", 0.5)
+    put(load_progress, "PAUSE_S", 2.0)
+
+
+def impatient_in_the_middle(go: Path) -> None:
+    impatient()
+    commits_wait_for(go, after=1)
 
 
 @pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
 def test_a_job_whose_rank_is_lost_is_resumed_even_with_another_number_of_ranks(
     what: str, command: list[str], expected: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    out, log = tmp_path / "out", tmp_path / "log"
-    parent = start_apart([*command, f"output.dir={out}", "cluster.tensor_parallel=2", "cluster.watchdog_s=3"], log, impatient)
+    out, log, go = tmp_path / "out", tmp_path / "log", tmp_path / "go"
+    words = [*command, f"output.dir={out}", "cluster.tensor_parallel=2", "cluster.watchdog_s=3"]
+    parent = start_apart(words, log, partial(impatient_in_the_middle, go))
     wait_until(lambda: (out / "data").is_dir() and any((out / "data").iterdir()), parent)
     pids = workers_of(parent)
     (follower,) = ranks_of(parent, 1)
     os.kill(follower, getattr(signal, what))
+    go.touch()
     code, said = ended(parent), log.read_text()
     assert code == 75, said
     if what == "SIGSTOP":
@@ -199,23 +216,26 @@ def test_a_signal_ends_a_group_with_its_work_saved_and_so_does_the_end_of_its_pa
     command: list[str], expected: dict[str, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither leaves a process or a temporary file."""
-    out, log, temporary = tmp_path / "out", tmp_path / "log", tmp_path / "temporary"
+    out, log, temporary, go = tmp_path / "out", tmp_path / "log", tmp_path / "temporary", tmp_path / "go"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     words = [*command, f"output.dir={out}", "cluster.tensor_parallel=2"]
-    parent = start_apart(words, log)
+    parent = start_apart(words, log, partial(commits_wait_for, go))
     wait_until(lambda: len(owners(out)) == 1, parent)
     assert parent.pid is not None
     os.kill(parent.pid, signal.SIGUSR1)
+    go.touch()
     code, said = ended(parent), log.read_text()
     assert code == 75, said
     assert re.search(r"\[0\] batchspec: SIGUSR1: \d+ of 10 shards are committed", said), said
 
     saved = journals(out)
-    parent = start_apart(words, log)
+    go.unlink()
+    parent = start_apart(words, log, partial(commits_wait_for, go))
     wait_until(lambda: len(owners(out)) == 1, parent)
     pids = workers_of(parent)
     parent.kill()
+    go.touch()
     ended(parent)
     wait_for_end(pids)
     assert not list(temporary.iterdir())
@@ -323,6 +343,7 @@ def test_a_row_that_crashes_one_rank_alone_becomes_an_error_row(model: Path, tmp
 
 def more_impatient() -> None:
     impatient()
+    put(crew, "STACKS_S", 0.5)
     put(crew, "LEADER_END_S", 3.0)
     put(silent_ranks, "LATER_S", 1.0)
 

@@ -208,6 +208,7 @@ def everything(out: Path) -> bytes:
     return found
 
 
+@pytest.mark.second
 def test_secrets_reach_no_output_and_no_message(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

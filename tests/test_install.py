@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.second
+
 ROOT = Path(__file__).parents[1]
 NOT_PACKED = {"conf/prompts/make_demo.py"}
 SUFFIXES = (".py", ".yaml", ".parquet", ".json", ".txt", ".safetensors")

@@ -38,6 +38,8 @@ from batchspec.storage.local_store import LocalStore
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import run_apart, signalled_after_commits, start_apart
 
+pytestmark = pytest.mark.second
+
 ROWS = 22
 
 
@@ -96,6 +98,7 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+@pytest.mark.smoke("a whole job")
 def test_every_row_is_written_once_in_input_order_with_its_columns(finished: Path) -> None:
     frame = pl.read_parquet(finished / "data")
     expected = [(f"q{i}", sample) for i in range(ROWS) for sample in range(3 if i == 6 else 1)]
@@ -173,6 +176,7 @@ def test_tokens_do_not_depend_on_the_order_of_the_input(model: Path, data: Path,
     assert tokens(tmp_path / "out") == tokens(finished)
 
 
+@pytest.mark.smoke("resume after SIGKILL")
 def test_a_run_killed_after_a_shard_is_finished_by_the_same_command(
     model: Path, data: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,6 +74,7 @@ def documents(draw: st.DrawFn) -> Any:
     )
 
 
+@pytest.mark.second
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(documents())
 @example({"oneOf": [{"required": ["a"]}, {"required": ["b"], "properties": {"b": {}}}]})

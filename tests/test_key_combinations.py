@@ -107,6 +107,7 @@ def changed(family: str, changes: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not MISSING}
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_combination_is_read_as_transformers_reads_it_or_refused(family: str, tmp_path: Path) -> None:
     outcomes = set()

@@ -35,6 +35,8 @@ from tests.kill_lab import (
     written,
 )
 
+pytestmark = pytest.mark.second
+
 TRACED = "link,linkat,rename,renameat,renameat2,fsync,fdatasync"
 
 

@@ -40,6 +40,8 @@ from tests.freed_pages import poison_freed_pages
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.kernels.covering import covering
 
+pytestmark = pytest.mark.second
+
 WINDOW = 7
 SLIDING, MIXED, TWO_WINDOWS = (WINDOW, WINDOW), (None, WINDOW), (WINDOW, 3)
 

@@ -315,6 +315,7 @@ def test_a_gpu_without_e4m3_is_refused(model: Path, data: Path, monkeypatch: pyt
             open_job(config)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("ran_with", ["auto", "fp8"])
 def test_verify_kv_compares_both_caches_on_the_jobs_own_tokens(
     ran_with: str, model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -217,6 +217,7 @@ class Damaged(ExpandLate):
         return replace(one, following=np.where(one.following, one.state, 0).astype(np.int32), ahead=ahead)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("how", ["ends", "all", "stays"])
 @pytest.mark.parametrize("pages", [400, 24])

@@ -49,7 +49,7 @@ from tests.replaying import SLOTS
 from tests.test_constrained import SAMPLINGS, constrained, tokens
 from tests.test_logit_rules import ALL
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
 
 
 def following(req: Request, grammar: Grammar, **more: Any) -> Request:

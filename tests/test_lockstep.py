@@ -54,6 +54,8 @@ from tests.test_replay import recorded, requests_of_every_kind
 from tests.test_tensor_parallel import Loud
 from tests.test_vocabulary import drafter, expected_ids
 
+pytestmark = pytest.mark.second
+
 
 @pytest.fixture
 def handle() -> Iterator[int]:

@@ -184,6 +184,7 @@ COUNTED = SamplingParams(frequency_penalty=1.5, presence_penalty=0.5)
 BIASED = SamplingParams(logit_bias=((30, -100.0), (4, 2.5), (9, 1.5)))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     "extra", [COUNTED, BIASED, replace(COUNTED, logit_bias=BIASED.logit_bias)], ids=["counts", "bias", "both"]

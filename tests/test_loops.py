@@ -15,6 +15,8 @@ from batchspec.records import Completion
 from batchspec.warm.conversations import Turn
 from tests.runs import make_model
 
+pytestmark = pytest.mark.second
+
 JOBS = Path(__file__).parents[1] / "jobs"
 
 

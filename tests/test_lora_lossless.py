@@ -147,6 +147,7 @@ def check(requests: list[Request], kind: str, data: st.DataObject) -> None:
     assert found == expected_tokens(requests)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=5, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(requests=requests_of_a_job(), data=st.data())

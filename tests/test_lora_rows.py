@@ -51,6 +51,8 @@ from tests.test_lora import CPU, make_adapter, products
 from tests.test_target import Runner, oracle, prompts
 from tests.test_tensor_parallel import IDS, outputs
 
+pytestmark = pytest.mark.second
+
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ODD: dict[str, Any] = {
     "hidden_size": 72,

@@ -58,7 +58,7 @@ from tests.engines import (
     tiny_target,
 )
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
 
 SAMPLINGS = (
     SamplingParams(),

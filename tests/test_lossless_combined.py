@@ -27,7 +27,7 @@ from tests.grammars import GRAMMARS, ExpandLate, Grammar, lazy
 from tests.test_lora_lossless import KINDS, NUM_ADAPTERS, adapted_target, drafter_of, merged_target
 from tests.test_lossless import SAMPLINGS
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
 BIASED = (
     SamplingParams(temperature=1.0, frequency_penalty=0.8, logit_bias=((1, 4.0), (2, -100.0), (EOS, -3.0))),
     SamplingParams(logit_bias=((EOS, 100.0),)),

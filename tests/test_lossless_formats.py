@@ -38,7 +38,7 @@ from tests.kernels.covering import covering
 from tests.moe_models import Strong, ids_of, tiny_config
 from tests.test_fp8 import MODELOPT, TOKEN, compressed
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "gate"]}
 ROWS = compressed("channel", TOKEN, ignore=["lm_head", "re:.*gate$"])

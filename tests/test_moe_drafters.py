@@ -33,6 +33,8 @@ from tests.models import make_checkpoint
 from tests.moe_models import ids_of, tiny_moe
 from tests.test_probe import distilled, probed
 
+pytestmark = pytest.mark.second
+
 LAYERS = 12
 MODELOPT = {
     "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,

@@ -15,6 +15,8 @@ from batchspec.packing.cost import num_multiplied
 from tests.models import make_checkpoint
 from tests.test_target import assert_like_transformers
 
+pytestmark = pytest.mark.second
+
 ODD: dict[str, Any] = {
     "num_local_experts": 7,
     "num_experts_per_tok": 3,

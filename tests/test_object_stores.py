@@ -25,6 +25,8 @@ from tests.s3_lab import Faults as S3Faults
 from tests.s3_lab import Lab as S3Lab
 from tests.s3_lab import running_lab
 
+pytestmark = pytest.mark.second
+
 Lab = S3Lab | CloudLab
 BOUND_S = 60.0
 """An object made just now is younger, on a busy machine too."""

@@ -77,6 +77,7 @@ def check_job(command: list[str], out: str, ids: list[str], capsys: pytest.Captu
     assert f": already complete: {len(ids)} rows" in capsys.readouterr().err
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", ODD)
 def test_an_output_folder_may_have_any_name(
     model: Path, other: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -252,6 +253,7 @@ def lab(server: Lab | CloudLab, monkeypatch: pytest.MonkeyPatch) -> Lab | CloudL
     return server
 
 
+@pytest.mark.second
 def test_a_prefix_of_a_bucket_may_have_any_name(
     lab: Lab | CloudLab, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,8 @@ from batchspec.runner.shard_worker import COMMAND
 from batchspec.runstate.output_folder import OutputFolder
 from tests.runs import make_model, make_prompts
 
+pytestmark = pytest.mark.second
+
 ROWS = 11
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
 SMALLER = "going on with a smaller batch"

@@ -147,6 +147,7 @@ def test_a_run_whose_folder_was_deleted_publishes_nothing(out: Any) -> None:
     assert not first._store.list("data")
 
 
+@pytest.mark.second
 def test_a_run_that_is_stopped_right_before_its_shard_gets_its_name_does_not_publish_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +217,7 @@ def test_a_manifest_that_stays_damaged_is_said_to_be_damaged_and_not_deleted(
     assert first.commit(0, tables()[0])
 
 
+@pytest.mark.second
 def test_runs_that_start_a_job_at_once_start_the_same_one_if_a_rename_replaces_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +379,7 @@ def stopped(command: list[str], tmp_path: Path) -> Iterator[ForkServerProcess]:
         process.join()
 
 
+@pytest.mark.second
 def test_a_run_that_was_stopped_and_continues_adds_no_row_to_the_job_that_took_its_folder(
     command: list[str], stopped: ForkServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -137,6 +137,7 @@ def exchange_all(host: Collectives, folder: Path) -> None:
     assert int(peers.epochs[0]) == 3 * 8 + 2, "all went through the kernels"
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_exchanges_are_those_over_gloo_bit_for_bit(count: int, tmp_path: Path) -> None:
     start_ranks(count, exchange_all, tmp_path)

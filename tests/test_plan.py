@@ -385,6 +385,7 @@ def write_texts(path: Path, num_rows: int, group_rows: int) -> Path:
     return path
 
 
+@pytest.mark.second
 def test_memory_does_not_grow_with_the_text(job: RunConfig, tmp_path: Path) -> None:
     small, many, one = (
         write_texts(tmp_path / f"{name}.parquet", rows, group)

@@ -54,7 +54,7 @@ from tests.ranks import on_ranks, part_of
 from tests.test_logit_rules import ALL
 from tests.test_lossless import SAMPLINGS, parallel_head, pard_model, requests_of_a_job
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 GREEDY = SamplingMode()
 

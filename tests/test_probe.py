@@ -88,6 +88,7 @@ def test_layer_ids_that_mean_outputs_are_found(model: Path, tmp_path: Path, caps
     assert verdict.endswith("; set draft.aux_layers=output")
 
 
+@pytest.mark.second
 def test_ids_that_begin_with_1_and_mean_inputs_are_found(model: Path, tmp_path: Path, capsys: Any) -> None:
     head = write_head(tmp_path / "h", *distilled(model, taps=(1, 2, 3)))
     verdict = probed(model, head, capsys)[-2]
@@ -101,6 +102,7 @@ def test_a_residual_stream_from_the_normed_feature_is_found(model: Path, tmp_pat
     assert verdict.endswith("; set norm_before_residual true in config.json")
 
 
+@pytest.mark.second
 def test_a_head_of_another_model_is_none_of_them(model: Path, tmp_path: Path, capsys: Any) -> None:
     design, tensors = distilled(model)
     rng = torch.Generator().manual_seed(0)

@@ -64,6 +64,7 @@ def check_all(seeds: range) -> Counter[str]:
     return found
 
 
+@pytest.mark.second
 def test_random_schemas_are_written_validly_or_refused() -> None:
     found = check_all(range(60))
     assert found["compiled"] > 20

@@ -236,6 +236,7 @@ print(rows, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 102
 """
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("group", [500, 30_000])
 def test_memory_does_not_grow_with_the_text(tmp_path: Path, group: int) -> None:
     text = "".join(chr(97 + i * i % 26) for i in range(8000))

@@ -19,6 +19,8 @@ from batchspec.config.compose import compose
 from tests.forked import python_for_scripts
 from tests.models import make_checkpoint, make_tokenizer
 
+pytestmark = pytest.mark.second
+
 JOBS = Path(__file__).parents[1] / "jobs"
 SECTIONS = [
     "long",

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 
 
+@pytest.mark.second
 @settings(deadline=None, max_examples=30, suppress_health_check=SLOW)
 @given(
     requests=requests_of_a_job(),

@@ -21,6 +21,8 @@ from batchspec.records import Request, SamplingParams, Thinking
 from tests.engines import VOCAB, decode, make_engine, plain_tokens, request, tiny_target
 from tests.replaying import Scenario, scenario, state_digest
 
+pytestmark = pytest.mark.second
+
 ROOT = Path(__file__).parents[1]
 SCENARIOS = [scenario(drafter, run_ahead) for run_ahead, drafter in enumerate(["lookup", "eagle3", "tree"])]
 SCENARIOS += [scenario("hybrid", 0), scenario("none", 2), scenario("window", 1), scenario("eagle3", 2)]

@@ -39,6 +39,8 @@ from tests.runs import run_apart
 from tests.s3_lab import BUCKET, Lab, running_lab
 from tests.test_crashes import poison
 
+pytestmark = pytest.mark.second
+
 ROWS = 14
 CAPS = (8, 20)
 SAME = [
@@ -139,6 +141,7 @@ def retry(folder: Path, out: Path | str, *more: str) -> list[str]:
     return arguments(folder, out, CAPS[1], "resume=length", *more)
 
 
+@pytest.mark.smoke("a retry")
 def test_truncated_rows_resume_from_their_tokens_and_all_others_are_kept(
     folder: Path, out: Path, wanted: pl.DataFrame, ran: list[Request], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,8 @@ from batchspec.storage.store import STALE_S
 from tests.io_samples import new_folder, tables
 from tests.s3_lab import BUCKET, KEY_ID, SECRET, Faults, Lab, Proxy, running_lab, running_proxy
 
+pytestmark = pytest.mark.second
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Lab]:

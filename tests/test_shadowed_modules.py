@@ -16,6 +16,8 @@ from batchspec.child_process import import_paths, python_command
 from batchspec.model.templates import Templates
 from tests.runs import make_model
 
+pytestmark = pytest.mark.second
+
 ROOT = Path(__file__).parents[1]
 DEPENDENCIES = ("numpy", "torch", "polars", "pyarrow", "hydra", "omegaconf", "jinja2", "tokenizers", "safetensors", "msgspec")
 SHOW_IMPORTED = "import runpy, sys; print(*sys.modules)"

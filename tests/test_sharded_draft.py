@@ -89,6 +89,7 @@ def drafted(target: Target, name: str, changes: dict[str, Any], kind: str, *, sh
     return [one.token_ids.tolist() for one in done if one.token_ids is not None] + rounds
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("kind", SAMPLING)
 @pytest.mark.parametrize("name", ["chain", "parallel", "tree"])

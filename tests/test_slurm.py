@@ -24,6 +24,8 @@ from tests.models import make_checkpoint, make_tokenizer
 from tests.slurm_lab import Lab, lacking, running_slurm, wait_for
 
 ROOT = Path(__file__).parents[1]
+PATIENT_S = 300
+"""Until a test gives up what should happen, on a busy machine too."""
 on_slurm = pytest.mark.skipif(bool(lacking()), reason=f"no Slurm for tests: {lacking()}")
 
 
@@ -75,6 +77,7 @@ def claims_of(out: Path, task: str) -> int:
     return found
 
 
+@pytest.mark.second
 @on_slurm
 def test_an_array_loses_no_row_to_requeueing_cancelling_and_running_out_of_restarts(
     lab: Lab, model: Path, tmp_path: Path
@@ -86,7 +89,7 @@ def test_an_array_loses_no_row_to_requeueing_cancelling_and_running_out_of_resta
     cluster = ["cluster.tasks=3", "cluster.max_restarts=1", "cluster.time_h=0.2"]
     job = submit(lab, tmp_path, *overrides, slow, f"output.dir={out}", *cluster)
     log = tmp_path / "task-2.log"
-    wait_for(lambda: claims_of(out, "2") and claims_of(out, "1"), 60, "claims of tasks 1 and 2")
+    wait_for(lambda: claims_of(out, "2") and claims_of(out, "1"), PATIENT_S, "claims of tasks 1 and 2")
     left = slurm_says(lab, Task(f"{job}_2", 0, 1, None))
     assert left is not None
     assert 600 < left <= 720
@@ -94,23 +97,23 @@ def test_an_array_loses_no_row_to_requeueing_cancelling_and_running_out_of_resta
     lab.run("scancel", f"{job}_1")
     node = lab.job(f"{job}_2")["NodeList"]
     lab.run("scancel", "-b", "-s", "USR1", f"{job}_2")
-    wait_for(lambda: lab.state(f"{job}_2") == "PENDING", 60, "the requeue, in half of cluster.signal_s")
+    wait_for(lambda: lab.state(f"{job}_2") == "PENDING", PATIENT_S, "the requeue, in half of cluster.signal_s")
     told = log.read_text()  # Slurm may end the task before that has said so
     assert f"batchspec: job {job}_2 is requeued, restart 1 of 1" in told or "DUE TO JOB REQUEUE" in told
     assert (lab.state(f"{job}_0"), lab.restarts(f"{job}_0")) == ("RUNNING", 0)
 
     lab.release(f"{job}_2", node)
     said = len(log.read_text())
-    wait_for(lambda: "slots: so many rows" in log.read_text()[said:], 60, "the second start of task 2")
+    wait_for(lambda: "slots: so many rows" in log.read_text()[said:], PATIENT_S, "the second start of task 2")
     lab.run("scancel", "-b", "-s", "USR1", f"{job}_2")
-    wait_for(lambda: lab.state(f"{job}_2") not in ("RUNNING", "COMPLETING"), 60, "the end of task 2")
+    wait_for(lambda: lab.state(f"{job}_2") not in ("RUNNING", "COMPLETING"), PATIENT_S, "the end of task 2")
     facts = lab.job(f"{job}_2")
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "75:0", "1")
     assert "is out of restarts: 1 of cluster.max_restarts=1 are used; everything is saved" in log.read_text()
     assert lab.state(f"{job}_1") == "CANCELLED"
     assert "was cancelled and is not requeued" in (tmp_path / "task-1.log").read_text()
 
-    wait_for(lambda: lab.state(f"{job}_0") == "COMPLETED", 120, "the end of task 0")
+    wait_for(lambda: lab.state(f"{job}_0") == "COMPLETED", PATIENT_S, "the end of task 0")
     assert lab.restarts(f"{job}_0") == 0
     assert run.main([*overrides, f"output.dir={tmp_path / 'undisturbed'}"]) == 0
     assert tokens(out) == tokens(tmp_path / "undisturbed")
@@ -129,6 +132,7 @@ def slurm_says(lab: Lab, task: Task) -> float | None:
             os.environ["SLURM_CONF"] = before
 
 
+@pytest.mark.second
 @on_slurm
 def test_a_sweep_through_submitit_runs_its_jobs_as_an_array(lab: Lab, model: Path, tmp_path: Path) -> None:
     pytest.importorskip("submitit", reason="the extra `slurm` is not installed")
@@ -191,6 +195,7 @@ def test_four_nodes_lose_no_row_to_preemption_time_limit_dead_nodes_and_another_
     assert tokens(out) == tokens(tmp_path / "undisturbed")
 
 
+@pytest.mark.second
 def test_a_task_whose_time_runs_out_untold_ends_by_itself_saves_and_requeues(model: Path, tmp_path: Path) -> None:
     """Without a signal, and with stand-ins for Slurm's clients: a real time limit is a minute at least.
 

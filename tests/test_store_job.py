@@ -27,6 +27,8 @@ from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import put, run_apart, signalled_after_commits, start_apart
 from tests.s3_lab import BUCKET, KEY_ID, SECRET, Faults, running_lab
 
+pytestmark = pytest.mark.second
+
 ROWS = 12
 SECRETS = (s3_lab.KEY_ID, s3_lab.SECRET, cloud_lab.TOKEN, cloud_lab.ACCOUNT_KEY, HUB_TOKEN)
 Lab = s3_lab.Lab | CloudLab

@@ -31,6 +31,8 @@ from batchspec.train.teacher import Teacher
 from tests.models import make_checkpoint
 from tests.test_weight_sums import edit_unseen
 
+pytestmark = pytest.mark.second
+
 CPU = torch.device("cpu")
 NUM_PROMPTS, CAP = 16, 20
 QUICK = ["device=cpu", "train.steps=40", "train.held_out=2", "train.batch_tokens=700", "train.max_len=64", "train.ahead=3"]

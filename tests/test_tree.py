@@ -42,6 +42,8 @@ from tests.eagle_reference import Design, reference_tree
 from tests.engines import DEVICE, VOCAB, decode, full_logits, make_engine, packed, plain_tokens, request, tiny_target
 from tests.heads import Tensors, distilled_tensors, random_tensors, tiny_design, write_head
 
+pytestmark = pytest.mark.second
+
 SAMPLED = SamplingParams(temperature=0.9, top_k=9)
 Tree = list[tuple[int, int]]
 

@@ -42,6 +42,8 @@ from tests.test_sampling import make_rows
 from tests.test_shard import SPECS
 from tests.test_tensor_parallel import Loud
 
+pytestmark = pytest.mark.second
+
 WIDTH = 60
 
 

@@ -28,6 +28,8 @@ from tests.models import make_checkpoint
 from tests.runs import make_model
 from tests.waiting_requests import count_waiting
 
+pytestmark = pytest.mark.second
+
 WORDS = ["model.dtype=float64", "decode.max_new_tokens=8", "output.token_ids=true", "packing.max_num_seqs=3", "model.max_len=96"]
 OF_A_RUN = ["perf", "usage", "spec_decode"]
 """Columns that describe how a row was computed."""
@@ -91,6 +93,7 @@ def same(found: pl.DataFrame, wanted: pl.DataFrame) -> bool:
     return found.drop(OF_A_RUN).equals(wanted.drop(OF_A_RUN))
 
 
+@pytest.mark.smoke("a warm call")
 def test_rows_are_those_of_a_job_in_every_column_call_after_call(shared: batchspec.Engine, expected: pl.DataFrame) -> None:
     assert (expected.height, (expected["status"] == "error").sum()) == (10, 2)
     first, second = shared.generate(rows()), shared.generate(rows().reverse())

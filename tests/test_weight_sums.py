@@ -38,6 +38,8 @@ from tests.models import make_checkpoint, make_tokenizer
 from tests.test_crashes import short_of_memory
 from tests.test_job import arguments, prompts, tokens
 
+pytestmark = pytest.mark.second
+
 CPU = torch.device("cpu")
 EDITED = "model.layers.1.mlp.up_proj.weight"
 

@@ -153,6 +153,7 @@ QUICK = [
 """Jobs of one window, of two groups, of a windowed model that drafts and of a head in e4m3; the others run with -m slow."""
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("name", "drafter", "pages"),
     [pytest.param(*job, marks=() if job[:2] in QUICK else pytest.mark.slow, id=f"{job[0]}, {job[1]}") for job in JOBS],

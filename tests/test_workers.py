@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from batchspec.config.schema import RunConfig
 from batchspec.distributed import silent_ranks
 from batchspec.engine.rounds.round import Round
 from batchspec.errors import ConfigError
-from tests.crews import ended, journals, make_job, owners, tokens, wait_for_end, wait_until, workers_of
+from tests.crews import commits_wait_for, ended, journals, make_job, owners, tokens, wait_for_end, wait_until, workers_of
 from tests.runs import new_interpreters, put, run_apart, start_apart
+
+pytestmark = pytest.mark.second
 
 ROWS = 48
 
@@ -32,36 +35,53 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return make_job(tmp_path_factory.mktemp("job"), rows=ROWS, new_tokens=60, slots=2)
 
 
-def test_whatever_ends_workers_or_their_parent_the_job_is_completed_with_the_same_tokens(
-    command: list[str], tmp_path: Path
+@pytest.fixture(scope="module")
+def expected(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    """Of one process."""
+    out = tmp_path_factory.mktemp("alone") / "out"
+    assert run.main([*command, f"output.dir={out}"]) == 0
+    return tokens(out, ROWS)
+
+
+@pytest.mark.smoke("two workers of which one dies")
+def test_when_one_of_two_workers_is_killed_the_other_completes_the_job(
+    command: list[str], expected: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    """One of two workers is killed: the other completes the job. In another folder a signal comes, then the parent is killed."""
-    log, together = tmp_path / "log", [*command, "cluster.workers=2"]
-    parent = start_apart([*together, f"output.dir={tmp_path / 'died'}"], log)
-    wait_until(lambda: len(owners(tmp_path / "died")) > 0, parent)
+    out, log, go = tmp_path / "out", tmp_path / "log", tmp_path / "go"
+    parent = start_apart([*command, f"output.dir={out}", "cluster.workers=2"], log, partial(commits_wait_for, go))
+    wait_until(lambda: len(owners(out)) > 0, parent)
     os.kill(workers_of(parent)[1], signal.SIGKILL)
+    go.touch()
     code, said = ended(parent), log.read_text()
     assert code == 0, said
     assert "batchspec: worker 1 was killed by SIGKILL; 1 other takes its shards over\n" in said
+    assert tokens(out, ROWS) == expected
 
-    parent = start_apart([*together, f"output.dir={tmp_path / 'stopped'}"], log)
-    wait_until(lambda: len(owners(tmp_path / "stopped")) == 2, parent)  # both have begun
+
+def test_after_a_signal_and_the_death_of_the_parent_the_job_is_completed(
+    command: list[str], expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    out, log, go = tmp_path / "out", tmp_path / "log", tmp_path / "go"
+    together = [*command, f"output.dir={out}", "cluster.workers=2"]
+    parent = start_apart(together, log, partial(commits_wait_for, go))
+    wait_until(lambda: len(owners(out)) == 2, parent)  # both have begun
     assert parent.pid is not None
     os.kill(parent.pid, signal.SIGUSR1)
+    go.touch()
     code, said = ended(parent), log.read_text()
     assert code == 75, said
     assert len(re.findall(r"\[[01]\] batchspec: SIGUSR1: \d+ of 12 shards are committed", said)) == 2, said
 
-    saved = journals(tmp_path / "stopped")
-    parent = start_apart([*together, f"output.dir={tmp_path / 'stopped'}", "draft=lookup"], log, new_interpreters)
-    wait_until(lambda: len(owners(tmp_path / "stopped")) == 2, parent)
+    saved = journals(out)
+    parent = start_apart([*together, "draft=lookup"], log, new_interpreters)
+    wait_until(lambda: len(owners(out)) == 2, parent)
     pids = workers_of(parent)
     parent.kill()
     ended(parent)
     wait_for_end(pids)
-    assert journals(tmp_path / "stopped") > saved
-    assert run.main([*command, f"output.dir={tmp_path / 'stopped'}"]) == 0
-    assert tokens(tmp_path / "stopped", ROWS) == tokens(tmp_path / "died", ROWS)
+    assert journals(out) > saved
+    assert run.main([*command, f"output.dir={out}"]) == 0
+    assert tokens(out, ROWS) == expected
 
 
 def supervised(monkeypatch: pytest.MonkeyPatch, program: str, count: int, **cluster: Any) -> int:
@@ -116,10 +136,8 @@ sys.exit(3)"""
 def test_a_worker_that_does_not_heed_a_signal_is_killed_in_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = "signal.signal(signal.SIGTERM, signal.SIG_IGN); os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
-    began = time.monotonic()
+    program = "signal.signal(signal.SIGTERM, signal.SIG_IGN); os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
     assert supervised(monkeypatch, program, 1, signal_s=2) == 75
-    assert time.monotonic() - began < 10
     assert "worker 0 did not end within 1.5 s of a signal: killed" in capsys.readouterr().err
 
 
@@ -236,11 +254,9 @@ def test_a_rank_that_hangs_after_another_has_ended_is_killed(
 ) -> None:
     for name in ("LEADER_END_S", "FOLLOWER_END_S", "STACKS_S"):
         monkeypatch.setattr(crew, name, 0.3)
-    began = time.monotonic()
-    hang = "import faulthandler; faulthandler.enable(); time.sleep(60)"
+    hang = "import faulthandler; faulthandler.enable(); time.sleep(600)"
     program = f"\n{RANK}\nif rank == {hangs}:\n    {hang}\nos.kill(os.getpid(), signal.SIGKILL)"
     assert supervised(monkeypatch, program, 2, tensor_parallel=2) == 75
-    assert time.monotonic() - began < 20
     said = capsys.readouterr().err
     assert f"rank {hangs} of worker 0 does not end: process " in said
     assert "has begun 0 of 0 steps and read 0 results; killed\n" in said
@@ -267,8 +283,11 @@ def test_a_rank_that_does_not_run_at_all_is_killed_and_shows_its_stack(
 
 
 def silent_soon() -> None:
-    """A patch: the parent finds a worker that does not run half a second after the limit."""
+    """A patch: the parent finds a worker that does not run half a second after the limit. A worker that continues then, to print
+    its stacks, takes that for a pause: its own watchdog, which would print them too, gives it the limit again.
+    """
     put(silent_ranks, "LATER_S", 0.5)
+    put(load_progress, "PAUSE_S", 2.0)
 
 
 def holds_the_interpreter() -> None:
@@ -289,7 +308,7 @@ def holds_the_interpreter() -> None:
     ("patch", "state"), [(silent_soon, "was stopped by a signal"), (holds_the_interpreter, "waits")], ids=["SIGSTOP", "lock"]
 )
 def test_a_worker_that_does_not_run_at_all_is_killed_and_the_other_does_its_shards(
-    patch: Callable[[], None], state: str, command: list[str], tmp_path: Path
+    patch: Callable[[], None], state: str, command: list[str], expected: dict[str, list[int]], tmp_path: Path
 ) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
     words = [*command, f"output.dir={out}", "device=cpu", "cluster.workers=2", "cluster.watchdog_s=4"]
@@ -305,8 +324,7 @@ def test_a_worker_that_does_not_run_at_all_is_killed_and_the_other_does_its_shar
         said,
     ), said
     assert "[1] Fatal Python error: Aborted" in said  # its stacks
-    assert run.main([*command, f"output.dir={tmp_path / 'one'}"]) == 0
-    assert tokens(out, ROWS) == tokens(tmp_path / "one", ROWS)
+    assert tokens(out, ROWS) == expected
 
 
 def test_a_job_whose_only_worker_does_not_run_is_resumed(
@@ -315,9 +333,7 @@ def test_a_job_whose_only_worker_does_not_run_is_resumed(
     """Such as in a task of Slurm. It is found even if it was stopped before it had imported anything."""
     monkeypatch.setattr(silent_ranks, "LATER_S", 0.2)
     monkeypatch.setattr(silent_ranks, "START_S", 1.0)
-    began = time.monotonic()
     assert supervised(monkeypatch, "os.kill(os.getpid(), signal.SIGSTOP)", 1, watchdog_s=1.0) == 75
-    assert time.monotonic() - began < 60
     assert "worker 0 has not run for more than 1 s (cluster.watchdog_s)" in capfd.readouterr().err
 
 
@@ -343,10 +359,9 @@ def test_the_command_ends_although_sigkill_does_not_end_a_worker(
 
 
 def in_a_group_of_its_own() -> None:
-    """A patch: the run has a process group of its own, as in a shell's foreground, and pauses of two seconds are long."""
+    """A patch: the run has a process group of its own, as in a shell's foreground."""
     os.setpgid(0, 0)
     silent_soon()
-    put(load_progress, "PAUSE_S", 2.0)
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["Ctrl-Z and fg", "the machine is suspended"])
@@ -362,7 +377,7 @@ def test_workers_outlive_a_pause_of_their_parent(everything: bool, command: list
     wait_until(lambda: crew.state_of(pid) == "was stopped by a signal", parent)
     for worker in stopped:
         os.kill(worker, signal.SIGSTOP)
-    time.sleep(7.0)
+    time.sleep(5.5)
     os.killpg(pid, signal.SIGCONT)
     time.sleep(1.0 if stopped else 0.0)
     for worker in stopped:

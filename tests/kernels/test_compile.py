@@ -7,7 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,8 @@ def multiplies_e4m3_itself(name: str, ptx: str) -> None:
     assert all(re.match(r"wgmma\S*m64n\d+k32\.f32\.e4m3\.e4m3$", each) for each in found), f"{name}: {found}"
 
 
-def compile_cases(names: list[str]) -> dict[str, int]:
-    """Bytes of the cubin of each."""
+def compile_case(name: str) -> int:
+    """Bytes of its cubin."""
     from importlib import import_module
 
     import triton
@@ -58,40 +59,44 @@ def compile_cases(names: list[str]) -> dict[str, int]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    sizes = {}
-    for name in names:
-        package, module, kernel, warps, arguments = CASES[name]
-        function = getattr(import_module(f"batchspec.kernels.{package}.{module}"), kernel)
-        arguments |= {"PDL": True} if "PDL" in function.arg_names else {}
-        signature, constants = {}, {}
-        for argument, kind in arguments.items():
-            is_type = isinstance(kind, str) and argument != "ACC"
-            signature[argument] = kind if is_type else "constexpr"
-            if not is_type:
-                constants[argument] = {"fp32": tl.float32, "fp64": tl.float64}.get(str(kind), kind)
-        assert list(signature) == function.arg_names, f"{name}: the kernel's arguments are {function.arg_names}"
-        source = ASTSource(fn=function, signature=signature, constexprs=constants)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-        if "PDL" in arguments and not arguments.get("EARLY"):
-            waits_first(name, compiled.asm["ptx"])
-        if kernel in ("fp8_linear_kernel", "experts_fp8_kernel"):
-            multiplies_e4m3_itself(name, compiled.asm["ptx"])
-        sizes[name] = len(compiled.asm["cubin"])
-    return sizes
+    package, module, kernel, warps, arguments = CASES[name]
+    function = getattr(import_module(f"batchspec.kernels.{package}.{module}"), kernel)
+    arguments |= {"PDL": True} if "PDL" in function.arg_names else {}
+    signature, constants = {}, {}
+    for argument, kind in arguments.items():
+        is_type = isinstance(kind, str) and argument != "ACC"
+        signature[argument] = kind if is_type else "constexpr"
+        if not is_type:
+            constants[argument] = {"fp32": tl.float32, "fp64": tl.float64}.get(str(kind), kind)
+    assert list(signature) == function.arg_names, f"{name}: the kernel's arguments are {function.arg_names}"
+    source = ASTSource(fn=function, signature=signature, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    if "PDL" in arguments and not arguments.get("EARLY"):
+        waits_first(name, compiled.asm["ptx"])
+    if kernel in ("fp8_linear_kernel", "experts_fp8_kernel"):
+        multiplies_e4m3_itself(name, compiled.asm["ptx"])
+    return len(compiled.asm["cubin"])
+
+
+def compile_what_is_asked_for() -> None:
+    """The program: for each name that is read, a line with the bytes of its cubin, or with its error as a JSON string."""
+    for line in sys.stdin:
+        try:
+            said: int | str = compile_case(line.rstrip("\n"))
+        except Exception:
+            said = traceback.format_exc()
+        print(json.dumps(said), flush=True)
 
 
 @pytest.fixture(scope="module")
-def cubin_bytes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """One process without the interpreter, and with an empty cache so that each case is really compiled."""
-    mine = [item for item in request.session.items if item.path == request.path]
-    asked = [item.callspec.params["name"] for item in mine if hasattr(item, "callspec")]
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """A process without the interpreter, and with an empty cache so that each case is really compiled."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
     env |= {"TRITON_DISABLE_LINE_INFO": "1"}  # a tenth of the time, and nothing here reads it
-    done = subprocess.run([sys.executable, __file__, json.dumps(asked)], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    sizes: dict[str, int] = json.loads(done.stdout)
-    return sizes
+    words = [sys.executable, __file__]
+    with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        yield program
 
 
 def with_dtype(name: str, dtype: str) -> str:
@@ -111,9 +116,22 @@ def constants_of(name: str) -> dict[str, object]:
     return {key: with_dtype(kind, "bf16") if isinstance(kind, str) else kind for key, kind in CASES[name].arguments.items()}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if seldom(name) else ()) for name in CASES])
-def test_kernel_compiles_for_hopper(name: str, cubin_bytes: dict[str, int]) -> None:
-    assert cubin_bytes[name] > 1000
+FIRST = set({CASES[name].kernel: name for name in reversed(CASES) if not seldom(name)}.values())
+"""One variant of each kernel."""
+
+
+def tier(name: str) -> Sequence[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if seldom(name) else [] if name in FIRST else [pytest.mark.second]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=tier(name)) for name in CASES])
+def test_kernel_compiles_for_hopper(name: str, compiler: subprocess.Popen[str]) -> None:
+    assert compiler.stdin is not None
+    assert compiler.stdout is not None
+    print(name, file=compiler.stdin, flush=True)
+    said = json.loads(compiler.stdout.readline())
+    assert isinstance(said, int), said
+    assert said > 1000
 
 
 def test_every_kernel_is_compiled_every_time() -> None:
@@ -137,4 +155,4 @@ def test_every_value_that_a_kernel_branches_on_is_compiled_every_time() -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_cases(json.loads(sys.argv[1]))))
+    compile_what_is_asked_for()

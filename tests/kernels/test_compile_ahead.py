@@ -171,6 +171,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", BODIES)
 def test_compiling_ahead(name: str, scripts: dict[str, Path]) -> None:
     error = scripts[name].with_suffix(".py.error")

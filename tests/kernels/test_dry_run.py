@@ -127,6 +127,7 @@ def test_constants_are_real_and_may_be_kept() -> None:
     assert [x.tolist() for x in kept] == [[0.0] * 3, [7, 7], [0, 1, 2], [0, 0, 0], [1, 1]]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("computed", [lambda: IDS[IDS], lambda: IDS + 1, lambda: (IDS + 1)[1:]])
 def test_no_undefined_tensor_may_be_kept(computed: Callable[[], Tensor]) -> None:
     """A cache that is filled in a dry run would pass it on to real runs."""
@@ -239,6 +240,7 @@ assert "sympy" not in sys.modules and "torch._dynamo" not in sys.modules
 """
 
 
+@pytest.mark.second
 def test_usual_operations_do_not_import_the_compiler_of_torch() -> None:
     """The import would take several seconds of every start on a GPU."""
     import subprocess

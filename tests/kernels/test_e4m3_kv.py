@@ -120,6 +120,7 @@ def in_e4m3(case: Case) -> tuple[Case, Tensor]:
     return replace(case, kv=stored), scales
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("dtype", "window", "tree", "shared"),
     [(torch.float32, 0, False, False), (torch.bfloat16, 20, False, False), (torch.float16, 0, True, False),

@@ -48,6 +48,7 @@ def test_every_height_of_tile_gives_the_product_of_each_pair(
         assert relative_error(product.result(x, routing, tile)[last], wanted[last]) < 4 * product.tolerance
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize(
     "tile", [ExpertTile(128, 128, 128, 2, 8, turned=True), ExpertTile(64, 64, 128, 2, 4, tma=False, turned=True)]
@@ -68,6 +69,7 @@ def test_turned_tiles_of_fp8_give_the_numbers_of_others(tile: ExpertTile, spread
             assert torch.equal(found, narrow) if device.type == "cuda" else relative_error(found, narrow.float()) < 1e-3
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize(
     ("form", "tile"),

@@ -144,6 +144,7 @@ def test_the_rule_fills_an_h200_at_few_tokens(rows: int, k: int, programs: int) 
     assert -(-rows // tile.block_n) * tile.split == programs
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("scales_of", "with_bias"), covering(SCALES, [False, True]))
 def test_a_token_has_the_same_bits_in_every_number_of_tokens_and_in_any_order(
     scales_of: str, with_bias: bool, device: torch.device

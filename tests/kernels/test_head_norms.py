@@ -59,6 +59,7 @@ def test_ranks_norm_their_heads_as_one_process_does_all(
         assert torch.equal(part[:, q + k :], normed[:, q + k :]), "v changed"
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_the_reference_of_a_rank_is_the_kernel(dtype: torch.dtype) -> None:
     """Of more rows than programs too. It rounds at the same places: in fp16 hardly a bit differs."""

@@ -145,6 +145,7 @@ def summaries() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_tile_sums_over_16_neighbours_of_k_at_once_and_fuses_only_what_is_written_so(
     case: Attention, summaries: list[dict[str, Any]]

@@ -20,6 +20,8 @@ from batchspec.kernels.common.e4m3 import E4M3, from_e4m3
 from tests.interpreter import dots_of_one_order
 from tests.kernels.attention_cases import PAGE_SIZE, Case, make_case, share
 
+pytestmark = pytest.mark.second
+
 PART = 128
 
 

@@ -63,6 +63,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
+@pytest.mark.second
 @settings(max_examples=25)
 @given(
     ranks=st.sampled_from([2, 4, 8]),

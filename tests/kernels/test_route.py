@@ -193,6 +193,7 @@ def test_a_token_that_is_not_finite_has_different_experts_like_any_other(
     torch.testing.assert_close(found.weights[3:], route_reference(logits[3:], 4, **call).weights, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("experts", [6, 16, 40])
 @pytest.mark.parametrize("tokens", [20, 190])  # one launch and two
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
