@@ -67,7 +67,6 @@ def test_a_column_that_no_row_follows_is_named_by_plan_and_run(
         ("ignore_eos", True, "batchspec's name is the key decode.ignore_eos, for all rows"),
         ("top_logprobs", 3, "batchspec's name is the key output.logprobs, for all rows"),
         ("structured_outputs", "{}", "choose decode.schema, decode.regex, decode.choice or decode.grammar"),
-        ("bad_words", ["x"], "decode.logit_bias={ID: -100} bans a token"),
     ],
 )
 def test_each_name_of_an_option_says_what_takes_its_place(

@@ -29,6 +29,7 @@ from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
+from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.slots.completion import NON_FINITE
 from batchspec.model.target import Target
 from batchspec.records import Completion, Request, SamplingParams
@@ -168,9 +169,10 @@ def test_a_row_fails_alone_however_tokens_are_chosen(name: str, sampling: Sampli
     check(run(name, requests), requests)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), covering(["none", "right", "tree"], [{"argmax": False}, {"logprobs": 2}, {"uniform_slots": False}])
-)
+OPTIONS = ({"options": RoundOptions(argmax=False)}, {"logprobs": 2}, {"options": RoundOptions(uniform_slots=False)})
+
+
+@pytest.mark.parametrize(("name", "options"), covering(["none", "right", "tree"], OPTIONS))
 def test_a_row_fails_alone_with_every_option(name: str, options: dict[str, Any]) -> None:
     requests = prompts(16, SamplingParams())
     check(run(name, requests, **options), requests)
