@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,16 @@ from batchspec.config.compose import compose
 from batchspec.engine.loop.engine import Engine
 from batchspec.errors import StorageError
 from batchspec.prepare import Job, open_job
-from batchspec.records import Completion, Request, RowError
+from batchspec.records import Completion, RowError
 from batchspec.report.requests import read_requests
 from batchspec.report.status import StatusReader
+from batchspec.request_stream import RequestStream
 from batchspec.runner.new_extension import new_extension
 from batchspec.runner.new_retry import new_retry
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.output_folder import OutputFolder
 from tests.runs import make_model
+from tests.streams import all_of
 
 pytestmark = pytest.mark.second
 
@@ -525,9 +526,9 @@ def test_a_retry_of_errors_from_before_an_extension_does_not_stand_for_one_after
 ) -> None:
     out, run_engine = tmp_path / "out", Engine.run
 
-    def failing(engine: Engine, requests: Iterator[Request], **options: Any) -> Any:
+    def failing(engine: Engine, requests: RequestStream) -> Any:
         error = RowError(code="crash", stage="decode", message="died", retryable=True)
-        given = list(requests)
+        given = list(all_of(requests))
         yield from run_engine(engine, iter([r for r in given if r.request_id not in ("q2", "q9")]))
         for r in (r for r in given if r.request_id in ("q2", "q9")):
             yield Completion(

@@ -27,9 +27,12 @@ from batchspec.commands import plan, verify
 from batchspec.config.compose import compose
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.round import Round
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.run_features import RunFeatures
 from batchspec.errors import OutputError
 from batchspec.prepare import open_job
 from batchspec.records import Completion, Request, RowError
+from batchspec.request_stream import RequestStream
 from batchspec.runner.new_retry import new_retry
 from batchspec.runstate.generations import Generation, Generations, folder_of
 from batchspec.runstate.output_folder import OutputFolder
@@ -37,6 +40,7 @@ from batchspec.storage.open_store import open_store
 from tests.models import make_checkpoint, make_thinking_tokenizer
 from tests.runs import run_apart
 from tests.s3_lab import BUCKET, Lab, running_lab
+from tests.streams import all_of
 from tests.test_crashes import poison
 
 pytestmark = pytest.mark.second
@@ -121,19 +125,15 @@ def out(base: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
-    """The requests that engines of this process are given."""
+    """The requests that engines of this process take from their streams."""
     given: list[Request] = []
-    run_engine = Engine.run
+    arrive = RunFeatures.arrive
 
-    def noted(engine: Engine, requests: Iterator[Request], **options: Any) -> Any:
-        def note() -> Iterator[Request]:
-            for request in requests:
-                given.append(request)
-                yield request
+    def noted(features: RunFeatures, request: Request, draft_len: int) -> RequestState:
+        given.append(request)
+        return arrive(features, request, draft_len)
 
-        return run_engine(engine, note(), **options)
-
-    monkeypatch.setattr(Engine, "run", noted)
+    monkeypatch.setattr(RunFeatures, "arrive", noted)
     return given
 
 
@@ -445,9 +445,9 @@ def test_rows_with_a_temporary_error_are_computed_again(
     """q8 fails for a passing reason in the first run; q4, which has no prompt, is not tried again."""
     out, run_engine = tmp_path / "out", Engine.run
 
-    def failing(engine: Engine, requests: Iterator[Request], **options: Any) -> Any:
+    def failing(engine: Engine, requests: RequestStream) -> Any:
         error = RowError(code="crash", stage="decode", message="died", retryable=True)
-        given = list(requests)
+        given = list(all_of(requests))
         yield from run_engine(engine, iter([r for r in given if r.request_id != "q8"]))
         for r in (r for r in given if r.request_id == "q8"):
             yield Completion(

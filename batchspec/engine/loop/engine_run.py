@@ -128,8 +128,10 @@ class EngineRun:
         add_result(self.slots, result, slots, log, now)
         on_device = log.finish != 0
         ended: dict[int, int] = dict(zip(slots[on_device].tolist(), log.finish[on_device].tolist(), strict=True))
-        for slot in self.slots.due(slots, log).tolist():
-            state = self.slots.at(slot)
+        due = self.slots.due(slots, log).tolist()
+        rows = [self.slots.at(slot) for slot in due]
+        self.slots.flush(*rows)
+        for slot, state in zip(due, rows, strict=True):
             self._examine(state)
             if state.slot < 0:  # preempted
                 ended.pop(slot, None)
@@ -142,10 +144,12 @@ class EngineRun:
         return [(state, finish) for state, finish in found if finish != WAITING or state.finish_reason is not None]
 
     def _examine(self, state: RequestState) -> None:
-        """Let the features look at the row's tokens. If they have replaced some, it is prefilled with the new ones."""
-        self.slots.flush(state)
+        """Let the features look at the row's tokens, which are flushed. If they have replaced some, it is prefilled with the new
+        ones."""
+        before = state.watch
         self.features.examine(state)
-        self.slots.watch(state)
+        if state.watch != before:
+            self.slots.watch(state)
         if state.rewritten and state.finish_reason is None:
             self.scheduler.preempt(state)
         state.rewritten = False
@@ -193,8 +197,7 @@ class EngineRun:
         Requests that have failed are not: the next run decodes them from the beginning.
         """
         now = time.perf_counter()
-        for state in self.slots.live:
-            self.slots.flush(state)
+        self.slots.flush(*self.slots.live)
         taken = (state for state in self.taken if state.resumable and state.tokens and state.finish_reason != "error")
         return [state.snapshot(now) for state in taken]
 

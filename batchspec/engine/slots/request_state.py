@@ -145,6 +145,8 @@ class RequestState:
     def add_counts(self, accepted: Sequence[int], drafted: Sequence[int]) -> None:
         """Add rounds: accepted[j] of them accepted exactly j draft tokens, drafted[j] drafted exactly j."""
         for j, (num_accepted, num_drafted) in enumerate(zip(accepted, drafted, strict=True)):
+            if not (num_accepted or num_drafted):
+                continue
             self.num_rounds += num_accepted
             self.histogram[j] += num_accepted
             self.num_accepted += j * num_accepted

@@ -170,15 +170,17 @@ class SlotTable:
         self.decodes[state.slot] = False
         state.slot = -1
 
-    def flush(self, state: RequestState) -> None:
-        """Add the slot's buffered tokens and counts to its request; the request stays active."""
-        slot = state.slot
-        state.tokens += self._tokens[slot, : self._num_buffered[slot]].tolist()
-        state.num_prefills += int(self._num_prefills[slot])
-        state.num_discarded += int(self._num_discarded[slot])
-        state.add_counts(self._accepted[slot].tolist(), self._drafted[slot].tolist())
+    def flush(self, *states: RequestState) -> None:
+        """Add the slots' buffered tokens and counts to their requests, which stay active."""
+        slots = [state.slot for state in states]
+        counts = [field[slots].tolist() for field in self._counts]
+        for state, num_buffered, num_prefills, num_discarded, accepted, drafted in zip(states, *counts, strict=True):
+            state.tokens += self._tokens[state.slot, :num_buffered].tolist()
+            state.num_prefills += num_prefills
+            state.num_discarded += num_discarded
+            state.add_counts(accepted, drafted)
         for field in self._counts:
-            field[slot] = 0
+            field[slots] = 0
 
     def move(self, moves: Iterable[tuple[int, int]]) -> None:
         """Compaction: (source, destination) of each request that changes its slot; destinations are free."""

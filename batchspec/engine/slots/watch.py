@@ -23,8 +23,8 @@ class Watch:
     def first(cls, watches: Iterable[Watch]) -> Watch | None:
         """The watch that is due as soon as one of these is; None if there are none."""
         watches = list(watches)
-        if not watches:
-            return None
+        if len(watches) < 2:
+            return watches[0] if watches else None
         tokens = {watch.token for watch in watches} - {NO_TOKEN}
         if len(tokens) > 1:  # a slot has room for one: examine the row after every result
             return cls(num_tokens=0)
