@@ -74,9 +74,8 @@ class RequestState:
     """The token that ended it."""
     rewritten: bool = False
     """A feature has replaced tokens that K/V are computed of: the request must be prefilled again."""
-    rewrite_end: int = 0
-    """Number of its tokens after the last time that a feature replaced some; those before `rewrite_begin` were kept."""
-    rewrite_begin: int = 0
+    newest_forced: range = range(0)
+    """Places in the output of the tokens that a feature forced last."""
 
     def __post_init__(self) -> None:
         self.mode = SamplingMode.of(self.request.sampling, self.request.min_new_tokens)
@@ -171,7 +170,7 @@ class RequestState:
     def cut(self, num_kept: int, finish_reason: str, stop_reason: str | None = None, *, truncated: bool = False) -> None:
         """A feature ends the request after its first `num_kept` tokens. Tokens that another one forced after these did not
         happen."""
-        unforced = len(range(max(num_kept, self.rewrite_begin), self.rewrite_end))
+        unforced = len(range(max(num_kept, self.newest_forced.start), self.newest_forced.stop))
         self.num_forced -= unforced
         self.num_discarded += len(self.tokens) - num_kept - unforced
         del self.tokens[num_kept:]
@@ -185,7 +184,7 @@ class RequestState:
         self.finish_reason, self.truncated, self.stop_reason, self.stop_id = None, False, None, None
         self.tokens, self.rewritten = [], True
         self._add([*kept, *forced])
-        self.rewrite_begin, self.rewrite_end = num_kept, len(self.tokens)
+        self.newest_forced = range(num_kept, len(self.tokens))
 
     def _add(self, tokens: Sequence[int]) -> None:
         """Add tokens that are known already, up to the first that ends the request."""
