@@ -49,6 +49,24 @@ class ListedRequests:
         return request
 
 
+class WrappedStream:
+    """A `RequestStream` of the requests of another one, as they are; subclasses change `next_ready`."""
+
+    def __init__(self, requests: RequestStream) -> None:
+        self._requests = requests
+
+    @property
+    def num_ready(self) -> int:
+        return self._requests.num_ready
+
+    @property
+    def ended(self) -> bool:
+        return self._requests.ended
+
+    def next_ready(self) -> Request | None:
+        return self._requests.next_ready()
+
+
 def stream_of(requests: RequestStream | Iterable[Request]) -> RequestStream:
     """A stream as it is; an iterable as a stream."""
     return requests if isinstance(requests, RequestStream) else ListedRequests(requests)

@@ -51,7 +51,7 @@ class OneRow:
             self.state.end(FULL)
 
     def examine(self) -> bool:
-        """Let the features look at the tokens. Returns whether they have replaced some."""
+        """Let the features examine the tokens. Returns whether they have replaced some."""
         self.features.examine(self.state)
         rewritten, self.state.rewritten = self.state.rewritten, False
         self.table.num_tokens[0] = self.state.num_tokens

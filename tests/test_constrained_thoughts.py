@@ -123,7 +123,7 @@ def test_no_row_that_was_produced_rightly_is_refused(name: str, job: list[tuple[
 
 
 def test_tokens_of_an_earlier_run_that_are_not_kept_use_up_no_budget() -> None:
-    """Another version compiled the row's automaton, and it allowed these tokens. The row begins anew."""
+    """The present automaton does not allow them, as that of an earlier version did. The row is decoded from its beginning."""
     rule = automaton(PATTERNS_OF_LETTERS[0])
     ruled = replace(request(0, [4, 7], cap=12, stop_ids=(EOS,)), automaton=rule, automaton_state=rule.answer)
     others = {*range(len(TOKENS))} - {BEGIN, END, EOS}

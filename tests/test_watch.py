@@ -1,4 +1,4 @@
-"""When the features of a row look at its tokens next: as soon as the first of their watches is due."""
+"""When the features of a row examine its tokens next: as soon as the first of their watches is due."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def window_shards(slots: int, shard_rows: int) -> int:
 
 
 class _Window:
-    """The requests of one window, of which a part may be admitted. num_rows: maximum number of its input rows."""
+    """The requests of one window, admitted a share at a time. num_rows: maximum number of its input rows."""
 
     def __init__(self, shards: AdmittedShards, planned: PlanShard, num_rows: int) -> None:
         self._shards, self._planned, self._num_rows = shards, planned, num_rows
@@ -100,7 +100,7 @@ class OrderedRequests:
         self._left: deque[Request] = deque()
         """Requests of the present window that were not handed out."""
         self._number = 0
-        """Number of the window that comes next, of which no request was handed out."""
+        """Number of windows whose requests were put into `_left`: the number of the next one."""
         self._coming = self._begin(0)
         self._handed_out, self._filled_at = 0, 0.0
         self.num_ready, self.ended = 0, False
@@ -130,7 +130,7 @@ class OrderedRequests:
         return len(self._left) * (self._clock() - self._filled_at) < EARLY_S * (self._handed_out - self._slots)
 
     def _begin(self, number: int) -> _Window:
-        """A window of which no shard has been read; the one after the last window is empty."""
+        """A window whose shards are not read yet; the one after the last window is empty."""
         if number >= self._num_windows:
             return self._window_of(0, 0)
         if number == self._num_windows - 1:

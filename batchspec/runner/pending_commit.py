@@ -51,7 +51,7 @@ class PendingCommit(ABC):
 
 
 class NewFile(PendingCommit):
-    """The commit of a shard of which the output has no rows. Worker processes begin to write its file at once."""
+    """The commit of a shard that has no rows in the output yet. Worker processes begin to write its file at once."""
 
     def __init__(self, output: OutputFolder, work: ShardWork | ShardWorkers, done: DecodedShard) -> None:
         super().__init__(output, done)

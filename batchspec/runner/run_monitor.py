@@ -11,7 +11,7 @@ from batchspec.records import Completion, Request
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.start_up import LAST
 from batchspec.report.timeline import Timeline
-from batchspec.request_stream import RequestStream
+from batchspec.request_stream import RequestStream, WrappedStream
 from batchspec.runstate.claims import Claims
 from batchspec.supervise.deadline import Deadline
 
@@ -19,25 +19,18 @@ PRIOR_ROWS = 8
 """The predicted output length weighs as much as this many finished rows."""
 
 
-class RequestsInTime:
+class RequestsInTime(WrappedStream):
     """A `RequestStream` that leaves out requests for which the deadline leaves no time. beat: called for each answer."""
 
     def __init__(self, requests: RequestStream, deadline: Deadline, beat: Callable[[], None]) -> None:
-        self._requests, self._has_time, self._beat = requests, deadline.has_time, beat
-
-    @property
-    def num_ready(self) -> int:
-        return self._requests.num_ready
-
-    @property
-    def ended(self) -> bool:
-        return self._requests.ended
+        super().__init__(requests)
+        self._has_time, self._beat = deadline.has_time, beat
 
     def next_ready(self) -> Request | None:
-        request = self._requests.next_ready()
+        request = super().next_ready()
         while request is not None and not self._has_time(request):
-            request = self._requests.next_ready()
-        if request is not None or not self._requests.ended:
+            request = super().next_ready()
+        if request is not None or not self.ended:
             self._beat()
         return request
 

@@ -26,7 +26,7 @@ from batchspec.packing.feed import Feed
 from batchspec.packing.predict import LengthPredictor
 from batchspec.prepare import Job, JobModel, job_of
 from batchspec.records import Completion, Request
-from batchspec.request_stream import RequestStream
+from batchspec.request_stream import RequestStream, WrappedStream
 from batchspec.runner.shard_work import ShardWork
 from batchspec.warm.stream import Stream
 
@@ -139,22 +139,15 @@ class Call:
         return frame_of(self.job, self.rows, completions)
 
 
-class _CallRequests:
+class _CallRequests(WrappedStream):
     """A `RequestStream` that counts the call's unfinished requests, and ends the call if it was cancelled."""
 
     def __init__(self, call: Call, requests: RequestStream) -> None:
-        self._call, self._requests = call, requests
-
-    @property
-    def num_ready(self) -> int:
-        return self._requests.num_ready
-
-    @property
-    def ended(self) -> bool:
-        return self._requests.ended
+        super().__init__(requests)
+        self._call = call
 
     def next_ready(self) -> Request | None:
-        request = self._requests.next_ready()
+        request = super().next_ready()
         self._call.check()
         self._call.num_unfinished += request is not None
         return request

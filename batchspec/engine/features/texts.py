@@ -24,7 +24,7 @@ def decode_of_answer(request: Request, decode: Decode | None, symbols: TokenSymb
 class Texts(RowFeature):
     """
     decode   token ids -> text; None without a tokenizer
-    symbols  the bytes of the tokens, of which the answer of a row with a constraint consists
+    symbols  the bytes of each token: with a constraint, the bytes of its tokens are the row's answer
     stops    has the text of a row that a stop string ended; check: has checked a row with a constraint
     defers   leave the decoding of text that is simply that of all tokens to the maker of the table (`Completion.text_due`)
     """

@@ -11,7 +11,7 @@ from batchspec.tool_calls.split import CallParser
 
 
 class ToolCalls(RowFeature):
-    """Of rows with tools. symbols: the bytes of the tokens, of which the answer of a row with a constraint consists."""
+    """Of rows with tools. symbols: as for `Texts`."""
 
     def __init__(self, parser: CallParser, symbols: TokenSymbols | None) -> None:
         self._parser, self._symbols = parser, symbols

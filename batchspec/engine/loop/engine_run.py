@@ -144,8 +144,7 @@ class EngineRun:
         return [(state, finish) for state, finish in found if finish != WAITING or state.finish_reason is not None]
 
     def _examine(self, state: RequestState) -> None:
-        """Let the features look at the row's tokens, which are flushed. If they have replaced some, it is prefilled with the new
-        ones."""
+        """Let the features examine a row, whose tokens are flushed. If they have replaced some, prefill it with the new ones."""
         before = state.watch
         self.features.examine(state)
         if state.watch != before:

@@ -10,5 +10,5 @@
   launch.py           what the host keeps of launches until it reads their results
   row_feature.py      what a row may ask for beyond tokens: the moments at which a feature acts
   run_features.py     the features of a run, and which of them each row has
-  watch.py            when a row's features look at its tokens next
+  watch.py            when the features of a row examine it next
 """

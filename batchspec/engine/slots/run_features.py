@@ -58,7 +58,7 @@ class RunFeatures:
             feature.read(launch, result.result, slots, log)
 
     def examine(self, state: RequestState) -> None:
-        """Let the row's features look at its tokens, each at what those before it have left."""
+        """Let the row's features examine it in their order: each sees the tokens that the ones before it have kept."""
         found = [feature.examine(state) for feature in self._of(state)]
         state.watch = Watch.first(watch for watch in found if watch is not None)
 

@@ -1,4 +1,4 @@
-"""When the features of a row look at its tokens next."""
+"""When the features of a row examine its tokens next."""
 
 from __future__ import annotations
 
