@@ -11,10 +11,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from batchspec import __version__, terminal
-from batchspec.arguments import ArgumentParser
+from batchspec import __version__
+from batchspec.console import terminal
+from batchspec.console.arguments import ArgumentParser
+from batchspec.console.text import MESSAGE_CHARS, one_line
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
-from batchspec.text import MESSAGE_CHARS, one_line
 
 Found = TypeVar("Found")
 
@@ -27,20 +28,21 @@ COMMANDS = {
         "batchspec.commands.verify",
         "OUT: decode rows again without speculation and compare the tokens; --files: compare checksums",
     ),
-    "bench": ("batchspec.commands.bench", "OUT.jsonl NAME --shape SHAPE ...: measure speed with random weights"),
+    "bench": ("batchspec.bench.command", "OUT.jsonl NAME --shape SHAPE ...: measure speed with random weights"),
     "doctor": (
         "batchspec.commands.doctor",
-        "[MODEL]: what this machine has and lacks; --tune times MODEL's matrix products, --probe tests a head",
+        "[MODEL]: what this machine has and lacks; --tune times MODEL's matrix products",
     ),
     "report": ("batchspec.commands.report", "OUT [--by COLUMN]: write report.html again, charts of the job"),
     "inspect": ("batchspec.commands.inspect", "OUT ID [--sample N]: one request in full"),
     "export": ("batchspec.commands.export", "OUT --to FORMAT FILE, or --from-openai FILE.jsonl OUT.parquet"),
     "compact": ("batchspec.commands.compact", "OUT FOLDER: write the rows of a finished job as a few large Parquet files"),
     "push": ("batchspec.commands.push", "OUT ORG/NAME: the rows and the card of a finished job as a dataset of the hub"),
-    "prompts": ("batchspec.commands.prompts", "--open MODEL | --from OUT FILE.parquet: let a chat model write prompts itself"),
+    "prompts": ("batchspec.heads.prompts", "--open MODEL | --from OUT FILE.parquet: let a chat model write prompts itself"),
     "submit": ("batchspec.commands.submit", "run a job as a Slurm array: prints sbatch, --go runs it; --to: other systems"),
+    "probe": ("batchspec.heads.probe_command", "MODEL HEAD [PROMPTS]: which hidden states a draft head was trained with"),
     "train": (
-        "batchspec.commands.train",
+        "batchspec.heads.command",
         "draft=eagle3|parallel model.path= input.path= output.dir=: train a draft head on a job's completions",
     ),
 }

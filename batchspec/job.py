@@ -16,8 +16,8 @@ from __future__ import annotations
 import time
 from contextlib import closing
 
-from batchspec import terminal
 from batchspec.config.schema import RunConfig
+from batchspec.console import terminal
 from batchspec.dataset.reader import Source
 from batchspec.distributed.group import Group
 from batchspec.engine.loop.totals import EngineTotals

@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
+from batchspec.automata.lazy_automaton import Expanding
+from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.batch.automata import AutomataCapacity
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.config.schema import RunConfig
+from batchspec.console.text import counted
 from batchspec.distributed.group import Group
 from batchspec.draft.base import Drafter
 from batchspec.engine.features import RowFeatures
@@ -20,7 +23,6 @@ from batchspec.engine.ranks.lead import Lead
 from batchspec.engine.ranks.messages import Build, Calibrate, Load, Scales
 from batchspec.engine.rounds.round import RoundOptions
 from batchspec.errors import CapacityError
-from batchspec.lazy_automaton import Expanding
 from batchspec.model.kv_calibration import give_scales
 from batchspec.model.lora import adapted
 from batchspec.model.target import Target
@@ -37,8 +39,6 @@ from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, JobModel, notes
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.structured.expander import Expander
-from batchspec.text import counted
-from batchspec.token_automaton import TokenSymbols
 from batchspec.tool_calls.split import CallParser
 from batchspec.tuning.cpu_threads import limit_threads
 from batchspec.tuning.table import table_in_use

@@ -19,7 +19,6 @@ from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.distributed.group import Group
 from batchspec.draft.spec import DrafterSpec, open_drafter
 from batchspec.errors import ConfigError
-from batchspec.load_progress import count_step
 from batchspec.model.blocks.base import Shard
 from batchspec.model.config_values import has_file
 from batchspec.model.deterministic import in_one_order
@@ -35,7 +34,6 @@ from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.model.weight_sums import SumsOfJob
 from batchspec.model.weights import judge_model
-from batchspec.out_of_memory import admitting_rows
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import Constraints
 from batchspec.packing.input_notes import input_notes
@@ -48,6 +46,8 @@ from batchspec.packing.unused import (
     check_keys_of_model,
     check_samples,
 )
+from batchspec.process.load_progress import count_step
+from batchspec.process.out_of_memory import admitting_rows
 from batchspec.records import Completion, Request
 from batchspec.runstate.manifest import default_shard_rows
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchspec.lazy_automaton import LazyAutomaton
-from batchspec.token_automaton import TokenAutomaton
+from batchspec.automata.lazy_automaton import LazyAutomaton
+from batchspec.automata.token_automaton import TokenAutomaton
 
 Ids = NDArray[np.int32]
 
@@ -314,3 +314,15 @@ class Completion:
     """Prompt tokens whose K/V came from a shared prefix."""
     stats: RowStats | None = None
     error: RowError | None = None
+
+    def failed(self, error: RowError) -> Completion:
+        """The error row that replaces this completion of a decoded request. It has neither tokens nor text, because they may be
+        wrong or may break the row's constraint. Its statistics count the tokens as discarded."""
+        stats = self.stats
+        if stats is not None:
+            stats = replace(stats, num_discarded=stats.num_prefills + stats.num_accepted + stats.num_rounds)
+        return Completion(
+            request_id=self.request_id, row_index=self.row_index, sample_index=self.sample_index, shard=self.shard,
+            status="error", finish_reason="error", prompt_ids=self.prompt_ids, seed=self.seed,
+            predicted_tokens=self.predicted_tokens, cached_tokens=self.cached_tokens, stats=stats, error=error,
+        )  # fmt: skip

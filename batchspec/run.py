@@ -8,10 +8,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from batchspec import terminal
-from batchspec.early_start import begin_compiler_hash, begin_context, one_gpu
+from batchspec.console import terminal
 from batchspec.errors import ConfigError, Interrupted
-from batchspec.garbage import imports_frozen, no_garbage_collection
+from batchspec.process.early_start import begin_compiler_hash, begin_context, one_gpu
+from batchspec.process.garbage import imports_frozen, no_garbage_collection
 
 if TYPE_CHECKING:
     from batchspec.config.schema import RunConfig

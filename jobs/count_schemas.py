@@ -22,13 +22,13 @@ import numpy as np
 from jsonschema.exceptions import SchemaError
 from jsonschema.validators import Draft202012Validator, validator_for
 
-from batchspec.lazy_automaton import ANSWER, LazyAutomaton
+from batchspec.automata.lazy_automaton import ANSWER, LazyAutomaton
+from batchspec.automata.token_automaton import NEXT, TokenAutomaton, TokenSymbols
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.structured.compiler import BadConstraint, Compiler
 from batchspec.structured.lazy_dfa import LazyDfa
 from batchspec.structured.parse import network_of
 from batchspec.structured.regular import TooLarge
-from batchspec.token_automaton import NEXT, TokenAutomaton, TokenSymbols
 
 LONG_BYTES = 300
 """After so many bytes a text takes the shortest way to its end."""

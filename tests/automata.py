@@ -8,13 +8,13 @@ from functools import cache
 import numpy as np
 import torch
 
+from batchspec.automata.token_automaton import BEGIN_THOUGHT, END_THOUGHT, OTHER, TokenAutomaton, TokenSymbols
 from batchspec.model.target import Target
 from batchspec.records import Request
 from batchspec.structured.dfa import Dfa, dfa_of
 from batchspec.structured.regex import regex_node
 from batchspec.structured.regular import Repeat, text
 from batchspec.structured.token_masks import over_tokens
-from batchspec.token_automaton import BEGIN_THOUGHT, END_THOUGHT, OTHER, TokenAutomaton, TokenSymbols
 from tests.engines import VOCAB, _draw, full_logits, tiny_target
 
 EOS, BEGIN, END = 0, 1, 2

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchspec.automata.lazy_automaton import Expanding
+from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.batch.automata import AutomataCapacity
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
@@ -22,13 +24,11 @@ from batchspec.cache.pages import KVCache
 from batchspec.cache.sharing_cost import SharingCost
 from batchspec.draft.base import Drafter, NoFeatures
 from batchspec.kernels.sampling.sample import gumbel_reference
-from batchspec.lazy_automaton import Expanding
 from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Repetition, Request, SamplingParams
-from batchspec.token_automaton import TokenSymbols
 from tests.stand_ins import dense_spec
 
 if TYPE_CHECKING:

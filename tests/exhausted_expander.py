@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchspec.lazy_automaton import Recheck
+from batchspec.automata.lazy_automaton import Recheck
 from batchspec.structured import expand_process
 from batchspec.structured.lazy_dfa import TooManyStates
 

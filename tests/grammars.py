@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from batchspec.lazy_automaton import Answer, Ask, LazyAutomaton, Recheck
+from batchspec.automata.lazy_automaton import Answer, Ask, LazyAutomaton, Recheck
 from batchspec.model.target import Target
 from batchspec.records import Request
 from batchspec.structured.expand_process import Work

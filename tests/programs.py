@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from batchspec.child_process import BOOTSTRAP
+from batchspec.process.child_process import BOOTSTRAP
 
 
 def run_program(words: Sequence[str]) -> int:

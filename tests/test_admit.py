@@ -18,18 +18,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.child_process import start_module
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
 from batchspec.errors import CapacityError, ConfigError, RendererKilled
 from batchspec.model import templates as templates_module
 from batchspec.model.templates import Templates
-from batchspec.out_of_memory import OutOfMemoryGuard
 from batchspec.packing.admit import Admission, hash64
 from batchspec.packing.cells import BadRow
 from batchspec.packing.predict import PRIOR_ROWS, SHORT_TOKENS, LengthPredictor
 from batchspec.packing.prompt_encoder import _refused_as
+from batchspec.process.child_process import start_module
+from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.records import Completion, Request
 from tests.stand_ins import ByteTokenizer, small_spec
 

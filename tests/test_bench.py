@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 
 from batchspec import run
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.commands import bench
-from batchspec.commands.bench_arguments import parse
-from batchspec.commands.bench_engines import Bench, variant_specs
-from batchspec.commands.bench_schemas import following, symbols_of
-from batchspec.commands.profile import read_trace
-from batchspec.commands.shapes import COMMON, SHAPES
-from batchspec.commands.workloads import make_job, make_workload
+from batchspec.bench import command as bench
+from batchspec.bench.arguments import parse
+from batchspec.bench.engines import Bench, variant_specs
+from batchspec.bench.profile import read_trace
+from batchspec.bench.schemas import following, symbols_of
+from batchspec.bench.workloads import make_job, make_workload
 from batchspec.draft import pard
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.prefill.graphs import PrefillGraphs
 from batchspec.errors import ConfigError, InputError
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.lora_products import LoraStacks
+from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.packing.survey import Survey
 from batchspec.records import Completion, Request, RowError
 from batchspec.request_stream import RequestStream
@@ -281,7 +281,7 @@ def test_an_engine_is_prepared_and_fed_as_in_a_job(shape: Path, tmp_path: Path, 
         assert engine.batch.max_len == 48, "and nothing of its K/V is held back for longer rows"
         prepared.append((mode, survey, num_rows, window_rows))
 
-    monkeypatch.setattr("batchspec.commands.bench_variants.prepare_engine", note)
+    monkeypatch.setattr("batchspec.bench.variants.prepare_engine", note)
     lines(shape, tmp_path / "o.jsonl", "--requests", "40", "--gen", "40", "--temperature", "0.5")
     ((mode, seen, *numbers),) = prepared
     assert (mode, numbers) == (SamplingMode(random=True), [40, 40])

@@ -8,7 +8,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from batchspec.commands import bench
+from batchspec.bench import command as bench
 from batchspec.runstate.output_folder import OutputFolder
 
 

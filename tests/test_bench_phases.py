@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from batchspec.commands import bench
-from batchspec.commands.bench_phases import Phases
-from batchspec.commands.shapes import COMMON
+from batchspec.bench import command as bench
+from batchspec.bench.phases import Phases
 from batchspec.errors import Interrupted
+from batchspec.model.shapes import COMMON
 from tests.test_bench import TINY
 
 ROOT = Path(__file__).parents[1]
@@ -77,7 +77,7 @@ def test_sigterm_ends_the_command_with_the_phase_that_it_came_in() -> None:
 
 HANGS = """
 import ctypes
-from batchspec.commands.bench_phases import Phases
+from batchspec.bench.phases import Phases
 phases = Phases()
 with phases.watched(grace_s=0.2):
     phases.begin("waiting for a device")

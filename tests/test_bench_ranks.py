@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from batchspec.bench import command as bench
+from batchspec.bench.arguments import parse
+from batchspec.bench.engines import Bench, config_of, variant_specs
+from batchspec.bench.workloads import Workload
 from batchspec.cache.layout import KVLayout
-from batchspec.commands import bench
-from batchspec.commands.bench_arguments import parse
-from batchspec.commands.bench_engines import Bench, config_of, variant_specs
-from batchspec.commands.shapes import COMMON, SHAPES
-from batchspec.commands.workloads import Workload, shape_spec
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import Shard
+from batchspec.model.shapes import COMMON, SHAPES, shape_spec
 from batchspec.model.shard import part_of as cut
 from batchspec.model.target import Target
 from tests.engines import DEVICE
@@ -99,7 +99,7 @@ def test_every_rank_drafts_with_the_whole_head(shape: Path) -> None:
 
 DIES = """
 from pathlib import Path
-from batchspec.commands.bench_variants import EngineVariant
+from batchspec.bench.variants import EngineVariant
 run = EngineVariant.run
 def run_then(self, cap=None):
     follower = int(Path(f"/proc/self/task/{os.getpid()}/children").read_text())
@@ -131,7 +131,7 @@ def test_no_follower_outlives_its_leader(shape: Path, tmp_path: Path) -> None:
 
 def _runs(command: Path) -> bool:
     try:
-        return b"batchspec.commands.bench_follower" in command.read_bytes()
+        return b"batchspec.bench.follower" in command.read_bytes()
     except OSError:
         return False
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from batchspec.child_process import OutOfTime, stopped_after
-from batchspec.lazy_automaton import LazyAutomaton
+from batchspec.automata.lazy_automaton import LazyAutomaton
+from batchspec.automata.token_automaton import TokenAutomaton, TokenSymbols
+from batchspec.process.child_process import OutOfTime, stopped_after
 from batchspec.structured import compile_process
 from batchspec.structured import compiler as compiler_module
 from batchspec.structured.compile_pool import CHECK_S, SHORT_S, SLICE_S, Attempt, Budget
 from batchspec.structured.compiler import Compiler
-from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 from tests.automata import EOS, VOCABULARY, finite
 
 HOSTILE = [f"(a?){{{count}}}a{{3000}}" for count in (2990, 2991, 2992)]

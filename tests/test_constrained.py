@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchspec.automata.token_automaton import ENDS, FORCED, TokenAutomaton
 from batchspec.batch.automata import Automata, AutomataCapacity, ConstraintOffsets
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.draft.base import Drafter
@@ -26,7 +27,6 @@ from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.model.target import Target
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
-from batchspec.token_automaton import ENDS, FORCED, TokenAutomaton
 from tests.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, automaton, constrained_tokens, may_follow, written
 from tests.automata import PATTERNS_OF_LETTERS as PATTERNS
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, make_engine, packed, request, tiny_target

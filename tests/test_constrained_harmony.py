@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from batchspec import run
+from batchspec.automata.token_automaton import DEAD, TokenAutomaton
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
 from batchspec.engine.features.thinking import split_thoughts
@@ -22,7 +23,6 @@ from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import first_state
 from batchspec.records import Completion, Request
-from batchspec.token_automaton import DEAD, TokenAutomaton
 from tests.automata import finite
 from tests.harmony import SPECIAL, make_harmony_model
 from tests.stand_ins import small_spec

@@ -14,17 +14,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import batchspec
-from batchspec.constrained_text import checked_text
+from batchspec.automata.token_automaton import BREAKS_AFTER_THOUGHT, OTHER, TokenSymbols
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
-from batchspec.error_rows import error_row
 from batchspec.kernels.rounds.accept import FULL, STOPPED
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
 from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, RowError, RowStats, Thinking
 from batchspec.runner.shard_work import ShardWork
+from batchspec.structured.checked_text import checked_text
 from batchspec.structured.json_schema.schema import schema_rules
-from batchspec.token_automaton import BREAKS_AFTER_THOUGHT, OTHER, TokenSymbols
 from tests.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, automaton, constrained_tokens
 from tests.engines import request
 from tests.models import make_checkpoint, make_tokenizer
@@ -63,7 +62,7 @@ def test_an_error_row_keeps_the_fields_of_the_request_and_the_statistics() -> No
     error = RowError(code="code", stage="decode", message="why", retryable=True)
     done = replace(ended("{}"), logprobs=np.zeros(2, np.float32), reasoning="so", tool_calls="[]", text_due=True, cached_tokens=3)
     kept = {"prompt_ids", "seed", "predicted_tokens", "cached_tokens", "request_id", "row_index", "sample_index", "shard"}
-    out = error_row(done, error)
+    out = done.failed(error)
     for field in fields(Completion):
         if field.name in kept:
             assert getattr(out, field.name) is getattr(done, field.name)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from batchspec.automata.lazy_automaton import ANSWER, EITHER, THOUGHT
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.watch import Watch
-from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT
 from batchspec.records import Completion, Request, Snapshot, Thinking
 from tests import grammars
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton, may_follow

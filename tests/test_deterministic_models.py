@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from batchspec import load, prepare, run
+from batchspec.bench.arguments import parse
 from batchspec.commands import decode_again, plan_text
 from batchspec.commands import planning as plan_command
 from batchspec.commands import verify as verify_command
-from batchspec.commands.bench_arguments import parse
-from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.checks import check
 from batchspec.config.compose import compose
 from batchspec.config.schema import RunConfig
@@ -27,6 +26,7 @@ from batchspec.model.quant import fp8_products
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.ordered import OrderedLinear
 from batchspec.model.quant.plain import PLAIN
+from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.model.weights import DummyWeights
 from batchspec.packing.cost import H200

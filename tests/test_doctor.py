@@ -13,11 +13,11 @@ import torch
 
 from batchspec import cli
 from batchspec.commands import doctor
-from batchspec.commands.workloads import shape_spec
 from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_spec
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model.products import products
+from batchspec.model.shapes import shape_spec
 from batchspec.tuning import table as tuning
 from batchspec.tuning.table import Product, save
 

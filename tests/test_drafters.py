@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from batchspec.batch.device_batch import DeviceBatch
+from batchspec.bench.engines import DRAFTS
 from batchspec.cache.pages import KVCache
-from batchspec.commands.bench_engines import DRAFTS
 from batchspec.commands.planning import plan
 from batchspec.config.checks import check
 from batchspec.config.draft_checks import READ_BY

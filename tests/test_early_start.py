@@ -9,8 +9,8 @@ import threading
 import pytest
 from triton.runtime import cache
 
-from batchspec import early_start
 from batchspec.kernels.common.compiler_hash import compiler_hash
+from batchspec.process import early_start
 
 
 @pytest.mark.parametrize(

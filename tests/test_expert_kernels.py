@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec.commands.workloads import shape_spec
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
@@ -20,6 +19,7 @@ from batchspec.model.blocks.moe import MoeSpec
 from batchspec.model.decoder import LayerWeights, ResidualStream
 from batchspec.model.quant.fp8_products import Fp8Experts
 from batchspec.model.quant.mxfp4 import PackedExperts
+from batchspec.model.shapes import shape_spec
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec, layer_prefix
 from batchspec.model.target import Target

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batchspec.commands.workloads import shape_spec
+from batchspec.model.shapes import shape_spec
 from batchspec.model.spec import ModelSpec
 from batchspec.packing.cost import H200, Rates, calibrate, prefill_seconds, read_bytes, round_seconds
 

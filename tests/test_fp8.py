@@ -15,7 +15,6 @@ from torch import Tensor
 
 from batchspec.config.compose import compose
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.identity import job_fingerprint
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
 from batchspec.model.blocks.base import ProductSpec, Projection, Shard
 from batchspec.model.decoder import LayerWeights
@@ -30,6 +29,7 @@ from batchspec.model.spec import load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
 from batchspec.prepare import Job, open_job
+from batchspec.runner.identity import job_fingerprint
 from tests.models import make_checkpoint, make_tokenizer
 from tests.moe_models import Strong, tiny_spec
 from tests.runs import make_prompts

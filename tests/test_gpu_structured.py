@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from batchspec.automata.token_automaton import OTHER, TokenAutomaton, TokenSymbols
 from batchspec.batch.automata import AutomataCapacity
 from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
@@ -24,7 +25,6 @@ from batchspec.structured.dfa import dfa_of
 from batchspec.structured.regex import regex_node
 from batchspec.structured.regular import EMPTY
 from batchspec.structured.token_masks import over_tokens
-from batchspec.token_automaton import OTHER, TokenAutomaton, TokenSymbols
 from batchspec.tuning.policy import gemm_tile
 from tests.engines import packed, request
 from tests.test_gpu_engine import MAX_LEN, TREE, VOCAB, eagle, run, shape, target, tokens, windowed_target

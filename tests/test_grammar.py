@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, Expansion, LazyAutomaton, MachineError, Recheck
+from batchspec.automata.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, Expansion, LazyAutomaton, MachineError, Recheck
+from batchspec.automata.token_automaton import DEAD, ENDS, FORCED, NUM_SYMBOLS, TokenAutomaton, TokenSymbols
 from batchspec.structured import expand_process
 from batchspec.structured import network as network_module
 from batchspec.structured.compile_pool import Attempt, CompileProcess
@@ -33,7 +34,6 @@ from batchspec.structured.parse import network_of, rules_of, single_bytes
 from batchspec.structured.regex import regex_node
 from batchspec.structured.regular import EMPTY, Impossible, TooLarge, optional, text
 from batchspec.structured.rules import BadGrammar, Rules
-from batchspec.token_automaton import DEAD, ENDS, FORCED, NUM_SYMBOLS, TokenAutomaton, TokenSymbols
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton
 from tests.exhausted_expander import ANSWERING, NOWHERE, STATES, WORKING
 from tests.grammars import GRAMMARS, Grammar, ScarceProcess, lazy, may_follow, work

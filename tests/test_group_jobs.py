@@ -17,10 +17,11 @@ import jsonschema
 import polars as pl
 import pytest
 
-from batchspec import load_progress, run
+from batchspec import run
 from batchspec.cluster import crew
 from batchspec.distributed import silent_ranks
 from batchspec.model.spec import load_spec
+from batchspec.process import load_progress
 from tests.crews import commits_wait_for, ended, journals, make_job, owners, tokens, wait_for_end, wait_until, workers_of
 from tests.forked import run_python
 from tests.heads import random_tensors, tiny_design, write_head

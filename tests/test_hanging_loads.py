@@ -19,11 +19,12 @@ from types import SimpleNamespace
 import pytest
 from torch import Tensor
 
-from batchspec import load_progress, run
+from batchspec import run
 from batchspec.distributed import group
 from batchspec.engine.loop.engine import Engine
-from batchspec.load_progress import RESIDENT_BYTES, WINDOW_S, WRITTEN_BYTES, Activity, steps_of_download
 from batchspec.model.weights import Checkpoint
+from batchspec.process import load_progress
+from batchspec.process.load_progress import RESIDENT_BYTES, WINDOW_S, WRITTEN_BYTES, Activity, steps_of_download
 from batchspec.report import progress_bar
 from batchspec.report.progress_bar import TICK_S, ProgressBar
 from batchspec.runstate.heartbeats import BEAT_S, HeartbeatFiles

@@ -19,13 +19,13 @@ import torch
 from huggingface_hub import errors
 from safetensors.torch import load_file
 
-from batchspec import load_progress
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model import packaged
 from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.model.tokenizer import Tokenizer
+from batchspec.process import load_progress
 from tests.models import make_checkpoint, make_tokenizer
 
 

@@ -21,25 +21,18 @@ EVERYONE = {
     "config.decode_schema",
     "config.values",
     "config.checks",
-    "child_process",
-    "garbage",
-    "text",
-    "terminal",
-    "token_automaton",
-    "lazy_automaton",
-    "load_progress",
-    "out_of_memory",
-    "local_files",
-    "constrained_text",
-    "error_rows",
+    "process",
+    "console.text",
+    "console.terminal",
+    "automata",
     "__version__",
 }
 
 # Package (or top module) -> what of batchspec it may import, besides itself and what everyone may.
 MAY_IMPORT: dict[str, set[str]] = {
-    "run": {"config", "commands.reference", "early_start", "job", "cli", "cluster", "supervise.watchdog"},
-    "early_start": {"kernels.common.compiler_hash"},
-    "cli": {"arguments", "commands"},
+    "run": {"config", "commands.reference", "job", "cli", "cluster", "supervise.watchdog"},
+    "process": {"kernels.common.compiler_hash"},
+    "cli": {"console", "commands"},
     "__main__": {"cli"},
     "api": {
         "warm",
@@ -88,17 +81,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "supervise.signals",
         "supervise.watchdog",
     },
-    "identity": {
-        "dataset.schema",
-        "model.config_values",
-        "model.kv_calibration",
-        "model.deterministic",
-        "model.quant.modelopt",
-        "model.weight_files",
-        "packing.constraints",
-        "prepare",
-        "runstate.manifest",
-    },
     "load": {
         "batch.automata",
         "batch.sampling_mode",
@@ -143,10 +125,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "distributed.group",
         "draft",
         "engine",
-        "identity",
+        "model.config_values",
+        "model.deterministic",
         "model.hub",
         "model.kv_calibration",
         "model.kv_scales",
+        "model.quant.modelopt",
         "model.spec",
         "model.target",
         "model.token_texts",
@@ -158,13 +142,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "report",
         "runstate",
         "storage",
+        "structured.checked_text",
         "supervise",
-        "train",
         "tuning.table",
     },
     "supervise": {"dataset", "engine", "packing.work_plan", "prepare", "runstate", "storage"},
     "commands": {
-        "arguments",
+        "console",
         "cache",
         "cluster.slurm",
         "cluster.devices",
@@ -175,7 +159,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "draft",
         "engine",
         "batch",
-        "identity",
         "job",
         "kernels",
         "model",
@@ -188,7 +171,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "storage",
         "structured.compiler",
         "supervise",
-        "train",
         "tuning",
     },
     "packing": {
@@ -211,8 +193,27 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runstate.journal",
         "tuning.exchange",
     },
-    "train": {"dataset.reader", "draft", "model", "cache", "batch", "kernels"},
-    "engine": {"draft", "model", "cache", "batch", "distributed", "kernels", "tool_calls.split", "tuning.table"},
+    # No entry of another package lists these two: nothing imports what only measures or trains.
+    "bench": {
+        "commands.doctor", "console.arguments", "config", "dataset", "distributed", "draft", "engine", "batch", "cache", "job",
+        "kernels", "load", "model", "packing", "prepare", "report", "runner", "runstate", "storage", "structured.compiler",
+        "supervise", "tuning",
+    },
+    "heads": {
+        "console", "config", "dataset", "draft", "engine", "batch", "cache", "kernels", "load", "model", "packing",
+        "prepare", "report", "runner.identity", "runstate", "storage", "supervise.signals",
+    },
+    "engine": {
+        "draft",
+        "model",
+        "cache",
+        "batch",
+        "distributed",
+        "kernels",
+        "structured.checked_text",
+        "tool_calls.split",
+        "tuning.table",
+    },
     "draft": {"model", "cache", "batch", "tuning", "kernels"},
     "model": {"cache", "batch", "distributed", "tuning", "kernels"},
     "cache": {"batch", "tuning", "kernels"},
@@ -224,23 +225,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dataset": {"storage"},
     "structured": set(),
     "tool_calls": {"dataset.json_text"},
-    "lazy_automaton": set(),
-    "constrained_text": set(),
-    "error_rows": set(),
+    "automata": set(),
+    "console": set(),
     "storage": set(),
-    "config": {"arguments", "dataset.columns", "dataset.input_paths", "draft.registry", "tool_calls.registry"},
+    "config": {"console.arguments", "dataset.columns", "dataset.input_paths", "draft.registry", "tool_calls.registry"},
     "kernels": set(),
-    "arguments": set(),
-    "child_process": set(),
-    "garbage": set(),
     "records": set(),
     "packed_batch": set(),
     "request_stream": set(),
-    "out_of_memory": set(),
-    "local_files": set(),
     "errors": set(),
-    "text": set(),
-    "terminal": set(),
     "conf": set(),
     "__init__": {"api", "warm.engine"},
 }
@@ -253,8 +246,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "flashinfer": ("cache.flash",),
     "matplotlib": ("report.pictures",),
     "msgspec": ("dataset", "runstate", "storage", "engine.ranks.messages"),
-    "pyarrow": ("dataset", "storage", "runstate", "report", "packing", "api", "commands", "runner", "warm"),
-    "polars": ("dataset", "runstate", "report", "packing", "api", "commands", "runner", "warm"),
+    "pyarrow": ("dataset", "storage", "runstate", "report", "packing", "api", "commands", "runner", "warm", "bench", "heads"),
+    "polars": ("dataset", "runstate", "report", "packing", "api", "commands", "runner", "warm", "bench", "heads"),
     "triton": ("kernels",),
 }
 
@@ -278,7 +271,11 @@ def module_of(path: Path) -> str:
 
 def imports(path: Path) -> Iterator[str]:
     """Full names of what a file imports, at the top or later."""
-    todo: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    yield from imported_by(ast.parse(path.read_text(encoding="utf-8")), path)
+
+
+def imported_by(tree: ast.AST, path: Path | None = None) -> Iterator[str]:
+    todo: list[ast.AST] = [tree]
     while todo:
         node = todo.pop()
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
@@ -308,6 +305,20 @@ def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
             assert within(module, ONLY_IN[top]), f"{module} imports {name}"
         if package == "kernels" and top not in sys.stdlib_module_names:
             assert top in ("torch", "triton", "batchspec"), f"{module} imports {name}"
+
+
+BY_HEADS_ALONE = "batchspec.kernels.train"
+BY_MAINS_ALONE = "batchspec.kernels.benchmarks"
+
+
+@pytest.mark.parametrize("path", sources(), ids=module_of)
+def test_only_the_main_of_a_kernel_imports_benchmarks_and_only_heads_kernels_of_training(path: Path) -> None:
+    module, tree = module_of(path), ast.parse(path.read_text(encoding="utf-8"))
+    main = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"]
+    own = {name for node in main for name in imported_by(node)}
+    for name in imports(path):
+        assert within(module, {"kernels.benchmarks"}) or not name.startswith(BY_MAINS_ALONE) or name in own, f"{module}: {name}"
+        assert within(module, {"kernels.train", "heads"}) or not name.startswith(BY_HEADS_ALONE), f"{module}: {name}"
 
 
 # Room of the engine -> the others that it may import. None but features/ names a feature: whoever builds an engine brings them.

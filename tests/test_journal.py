@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from typing_extensions import TypeAliasType
 
 from batchspec.errors import StorageError
-from batchspec.local_files import open_regular
+from batchspec.process.local_files import open_regular
 from batchspec.records import Completion, RowError, RowStats, Snapshot
 from batchspec.runstate import journal_rows
 from batchspec.runstate.journal import FOLDER, VERSION, Journal, Journaled, saved_rows

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec import token_automaton
+from batchspec.automata import token_automaton
+from batchspec.automata.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, Expansion, LazyAutomaton, Recheck
+from batchspec.automata.token_automaton import NEXT, TokenAutomaton
 from batchspec.batch.automata import Automata, AutomataCapacity, AutomatonUpload, ConstraintOffsets
 from batchspec.engine.features.automaton_places import AutomatonPlaces
 from batchspec.engine.features.last_check import LastCheck
@@ -27,11 +29,9 @@ from batchspec.engine.loop.engine_run import Ended, EngineRun
 from batchspec.engine.slots.completion import completion_of
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.kernels.rounds.accept import FULL, STOPPED
-from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, Expansion, LazyAutomaton, Recheck
 from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, Snapshot, Thinking
 from batchspec.structured.expander import Expander
 from batchspec.structured.limited_process import LimitedProcess
-from batchspec.token_automaton import NEXT, TokenAutomaton
 from tests import grammars
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton, constrained_tokens, may_follow
 from tests.engines import DEVICE, VOCAB, lazy_of, make_engine, packed, request, tiny_target

@@ -14,6 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from batchspec.automata.lazy_automaton import ANSWER, EITHER, THOUGHT, Answer, Ask, Expanding, Expansion, LazyAutomaton
+from batchspec.automata.token_automaton import START, TokenSymbols
 from batchspec.batch.automata import Automata, AutomataCapacity, StatesUpload
 from batchspec.cache.pages import SCRATCH_PAGE
 from batchspec.draft.base import Drafter
@@ -25,12 +27,10 @@ from batchspec.engine.rounds.round import RoundResult
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import ScheduledStep
-from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Answer, Ask, Expanding, Expansion, LazyAutomaton
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
 from batchspec.structured import expand_process, lazy_dfa
 from batchspec.structured.channels import state_after_header
 from batchspec.structured.limited_process import Died
-from batchspec.token_automaton import START, TokenSymbols
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens, written
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, lazy_of, make_engine, packed, request, tiny_target
 from tests.grammars import (

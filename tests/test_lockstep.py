@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchspec.automata.lazy_automaton import Expanding
 from batchspec.batch.automata import AutomataCapacity
 from batchspec.batch.device_batch import SLOT_FIELDS, DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
@@ -38,7 +39,6 @@ from batchspec.engine.step import ScheduledStep
 from batchspec.errors import DivergedError, RankLost
 from batchspec.kernels.rounds.accept import WAIT
 from batchspec.kernels.sampling.argmax import NO_TOKEN
-from batchspec.lazy_automaton import Expanding
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, SamplingParams, Thinking

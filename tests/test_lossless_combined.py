@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchspec.automata.lazy_automaton import ANSWER
 from batchspec.batch.automata import AutomataCapacity
 from batchspec.draft.base import Drafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.slots import expected_pages
-from batchspec.lazy_automaton import ANSWER
 from batchspec.records import Request, SamplingParams
 from tests import automata, grammars
 from tests.automata import EOS, PATTERNS_OF_LETTERS, VOCABULARY, automaton

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec.commands.workloads import shape_spec
 from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_head, dummy_spec, head_bytes
 from batchspec.model.products import products
+from batchspec.model.shapes import shape_spec
 from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights, expected_shapes

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec.train.head import new_network, new_spec
-from batchspec.train.network import HeadNetwork
-from batchspec.train.optimise import Optimiser
+from batchspec.heads.head import new_network, new_spec
+from batchspec.heads.network import HeadNetwork
+from batchspec.heads.optimise import Optimiser
 from tests.engines import tiny_target
 
 LR = 1e-3

@@ -10,9 +10,9 @@ import pytest
 
 from batchspec.config.compose import compose, composed
 from batchspec.config.overrides import LISTS, for_hydra, overrides_of
+from batchspec.config.train_schema import TrainRun
 from batchspec.config.values import value_of
 from batchspec.errors import ConfigError
-from batchspec.train.settings import TrainRun
 
 HOME = Path("~").expanduser()
 KWARGS = {"enable_thinking": False, "x": {"y": [1]}}

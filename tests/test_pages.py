@@ -12,10 +12,10 @@ import pytest
 from batchspec import cli
 from batchspec.config.reference import options
 from batchspec.config.schema import OutputConfig
+from batchspec.config.train_schema import TrainRun
 from batchspec.config.typed import keys
 from batchspec.dataset.columns import TYPES, map_columns
 from batchspec.dataset.schema import output_schema
-from batchspec.train.settings import TrainRun
 
 ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "jobs"

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from batchspec import run as job_run
 from batchspec.batch.device_batch import DeviceBatch
+from batchspec.bench.workloads import make_job
 from batchspec.cache.pages import KVCache
-from batchspec.commands.shapes import COMMON
-from batchspec.commands.workloads import make_job
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import RunConfig
 from batchspec.draft.chain import ChainDrafter
@@ -28,6 +27,7 @@ from batchspec.draft.spec import open_drafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.rounds.round import Round, RoundOptions
 from batchspec.errors import ConfigError
+from batchspec.model.shapes import COMMON
 from batchspec.records import SamplingParams
 from tests.drafting import (
     TARGET,

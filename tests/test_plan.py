@@ -19,11 +19,11 @@ from batchspec.commands import plan as command
 from batchspec.commands import plan_text, planning
 from batchspec.commands.plan_text import Plan, histogram
 from batchspec.commands.planning import plan
-from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.schema import RunConfig
 from batchspec.errors import CapacityError, ConfigError, InputError, StorageError
 from batchspec.model.generation_config import read_generation
+from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.model.spec import read_spec
 from batchspec.packing.cost import H200
 from batchspec.packing.memory import prefill_graph_bytes, reserve_bytes
@@ -355,7 +355,7 @@ def test_the_command_prints_the_plan(job: RunConfig, capsys: pytest.CaptureFixtu
 PEAK = """
 import resource, sys
 from batchspec.commands.planning import plan
-from batchspec.commands.shapes import COMMON, SHAPES
+from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.config.schema import RunConfig
 class Words:
     eos_ids, special_ids, added_ids, answer_templates, fingerprint = (2,), {}, {}, (), "words"

@@ -19,9 +19,9 @@ from torch import Tensor
 from batchspec.batch.device_batch import SLOT_FIELDS
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.bench.arguments import parse
+from batchspec.bench.engines import config_of, variant_specs
 from batchspec.cache.flash import SHORT
-from batchspec.commands.bench_arguments import parse
-from batchspec.commands.bench_engines import config_of, variant_specs
 from batchspec.config.compose import compose
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter

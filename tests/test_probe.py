@@ -1,4 +1,4 @@
-"""`batchspec doctor --probe`: of the ways in which a head's config may be read it names the one that it was trained with."""
+"""`batchspec probe`: of the ways in which a head's config may be read it names the one that it was trained with."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from batchspec import cli
-from batchspec.commands.probe import Found, InContext, Probe, lines_of
 from batchspec.draft.weights import dummy_spec
+from batchspec.heads.probe import Found, InContext, Probe, lines_of
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from tests.eagle_reference import Design
@@ -57,7 +57,7 @@ def distilled(folder: Path, **design: Any) -> tuple[Design, Tensors]:
 
 def probed(model: Path, head: Path, capsys: Any, *words: str) -> list[str]:
     prompts = str(model.parent / "prompts.parquet")
-    assert cli.main(["doctor", str(model), "--draft-path", str(head), "--probe", prompts, "--tokens", str(TOKENS), *words]) == 0
+    assert cli.main(["probe", str(model), str(head), prompts, "--tokens", str(TOKENS), *words]) == 0
     lines: list[str] = capsys.readouterr().out.splitlines()
     return lines
 
@@ -165,14 +165,13 @@ def test_a_warning_takes_a_third_less_at_the_longest_context() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--probe"], "doctor --probe needs MODEL and --draft-path HEAD, and cannot be combined with --tune"),
-        (["llama8b", "--draft-path", "h", "--probe", "--tune"], "cannot be combined with --tune"),
-        (["m", "--draft-path", "h", "--probe", "--tokens", "2"], "doctor --tokens 2 must be at least 4"),
-        (["m", "--draft-path", "h", "--probe", "--contexts", "1k"], "doctor --contexts 1k must be lengths in tokens"),
-        (["./nowhere", "--draft-path", "h", "--probe"], "MODEL=./nowhere: no such folder"),
+        (["m"], "the following arguments are required: HEAD; `batchspec probe --help` lists its arguments"),
+        (["m", "h", "--tokens", "2"], "probe --tokens 2 must be at least 4"),
+        (["m", "h", "--contexts", "1k"], "probe --contexts 1k must be lengths in tokens"),
+        (["./nowhere", "h"], "MODEL=./nowhere: no such folder"),
     ],
 )
 def test_what_cannot_be_probed_is_one_line(words: list[str], said: str, capsys: Any) -> None:
-    assert cli.main(["doctor", *words]) == 2
+    assert cli.main(["probe", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line

@@ -9,8 +9,8 @@ import polars as pl
 import pytest
 
 from batchspec import cli, run
-from batchspec.commands.prompts import main, opening_of
 from batchspec.errors import CheckpointError, ConfigError, InputError, OutputError
+from batchspec.heads.prompts import main, opening_of
 from batchspec.model.tokenizer import Tokenizer
 from tests.models import make_checkpoint, make_tokenizer
 
@@ -170,7 +170,7 @@ def test_a_file_that_cannot_be_put_in_its_place_is_refused_and_leaves_nothing(
         raise PermissionError(13, "Permission denied")
 
     (tmp_path / "mine").mkdir()
-    monkeypatch.setattr("batchspec.commands.prompts.os.replace", refused)
+    monkeypatch.setattr("batchspec.heads.prompts.os.replace", refused)
     with pytest.raises(
         OutputError, match=r"x\.parquet: cannot be written: Permission denied; name a file in a folder that you may write to"
     ):

@@ -14,7 +14,7 @@ import polars as pl
 import pytest
 import torch
 
-from batchspec.commands import bench_arguments
+from batchspec.bench import arguments as bench_arguments
 from batchspec.config.compose import compose
 from tests.forked import python_for_scripts
 from tests.models import make_checkpoint, make_tokenizer

@@ -14,9 +14,9 @@ from batchspec.commands.reference import PAGE, help_text, keys_for, page
 from batchspec.config.compose import compose, composed
 from batchspec.config.reference import FREE_TYPES, option_comment, options
 from batchspec.config.schema import RunConfig
+from batchspec.config.train_schema import READ, UNREAD, TrainRun
 from batchspec.config.typed import keys
 from batchspec.config.values import value_of
-from batchspec.train.settings import READ, UNREAD, TrainRun
 
 KEYS = {command: {key.name: key for key in keys_for(command)} for command in ("run", "train")}
 

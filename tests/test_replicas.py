@@ -13,19 +13,18 @@ from typing import Any, cast
 import pytest
 import torch
 
-from batchspec.child_process import python_command
 from batchspec.cluster import devices
 from batchspec.commands import planning as plan_command
 from batchspec.commands import ranks as ranks_command
 from batchspec.commands import submit
 from batchspec.commands.plan_text import Plan
-from batchspec.commands.workloads import shape_spec
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import PackingConfig, RunConfig
 from batchspec.config.typed import to_json
 from batchspec.draft.formats import HeadSpec
 from batchspec.errors import CapacityError, ConfigError
 from batchspec.model.blocks.base import WHOLE, Shard
+from batchspec.model.shapes import shape_spec
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import H200, num_multiplied, read_bytes, round_seconds
@@ -33,6 +32,7 @@ from batchspec.packing.exchange import exchange_seconds, sum_seconds
 from batchspec.packing.planner import Demand, Forecast, choose_batch, forecast
 from batchspec.packing.replicas import GpuLayout, best, gpu_layouts
 from batchspec.prepare import open_model
+from batchspec.process.child_process import python_command
 from batchspec.tuning import exchange as tuning
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.stand_ins import LLAMA_8B, small_spec

@@ -23,10 +23,10 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.scheduler import Scheduler
 from batchspec.engine.step import ScheduledRound
 from batchspec.errors import OutputError
-from batchspec.identity import job_fingerprint
 from batchspec.kernels.attention.ordered_step import PART, block_of
 from batchspec.model.deterministic import ORDER_VERSION
 from batchspec.prepare import open_job
+from batchspec.runner.identity import job_fingerprint
 from batchspec.runner.opened_output import open_output
 from tests.models import CHAT_TEMPLATE, make_checkpoint, make_thinking_tokenizer, make_tokenizer
 from tests.test_job import arguments, prompts

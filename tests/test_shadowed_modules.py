@@ -12,8 +12,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from batchspec.child_process import import_paths, python_command
 from batchspec.model.templates import Templates
+from batchspec.process.child_process import import_paths, python_command
 from tests.runs import make_model
 
 pytestmark = pytest.mark.second
@@ -68,8 +68,10 @@ def test_a_module_that_only_the_working_directory_has_is_imported(tmp_path: Path
 SHOWS_BOTH = """
 import subprocess, sys, dependency
 print(dependency.__file__, flush=True)
-from batchspec.child_process import python_command
-again = "import subprocess; from batchspec.child_process import python_command; subprocess.run(python_command('-c', {0!r}))"
+from batchspec.process.child_process import python_command
+again = (
+    "import subprocess; from batchspec.process.child_process import python_command; subprocess.run(python_command('-c', {0!r}))"
+)
 show = "import dependency; print(dependency.__file__)"
 subprocess.run(python_command("-c", show), check=True)
 subprocess.run(python_command("-c", again.format(show)), check=True)

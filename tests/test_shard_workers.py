@@ -27,9 +27,9 @@ from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import InputShard, table_source
 from batchspec.errors import InputError, Interrupted, StorageError, WorkerLost
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.out_of_memory import OutOfMemoryGuard
 from batchspec.packing.admit import Admission
 from batchspec.packing.work_plan import AdmittedShards
+from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.records import Completion, Request, RowStats
 from batchspec.runner import shard_workers
 from batchspec.runner.shard_work import ShardWork

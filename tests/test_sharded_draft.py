@@ -11,7 +11,6 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
-from batchspec.commands.workloads import shape_spec
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import AblationConfig, ModelConfig, RunConfig
 from batchspec.distributed.collectives import Collectives
@@ -26,6 +25,7 @@ from batchspec.draft.weights import Head, dummy_head, dummy_spec, expected_shape
 from batchspec.engine.rounds.round import RoundOptions
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import Shard
+from batchspec.model.shapes import shape_spec
 from batchspec.model.target import Target
 from batchspec.records import SamplingParams
 from tests.engines import DEVICE, decode, make_engine, packed, request, tiny_spec

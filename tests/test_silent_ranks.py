@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from batchspec.distributed import silent_ranks
 from batchspec.distributed.channel import _LIVENESS, Channel, make_memory
 from batchspec.distributed.silent_ranks import LATER_S, START_S, SilentRanks
-from batchspec.load_progress import PAUSE_S
+from batchspec.process.load_progress import PAUSE_S
 
 
 class Clock:

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from batchspec.console.text import one_line
 from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.storage.local_store import LocalStore
 from batchspec.storage.s3_store import S3Store
 from batchspec.storage.store import STALE_S, Store, Tail
-from batchspec.text import one_line
 
 METHODS = ["link", "rename"]
 

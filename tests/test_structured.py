@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.lazy_automaton import LazyAutomaton
+from batchspec.automata.lazy_automaton import LazyAutomaton
+from batchspec.automata.token_automaton import DEAD, OTHER, TokenAutomaton, TokenSymbols
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.structured import compile_process, nfa
 from batchspec.structured import compiler as compiler_module
@@ -32,7 +33,6 @@ from batchspec.structured.nfa import utf8_ranges
 from batchspec.structured.parse import rules_of
 from batchspec.structured.regex import BadRegex, regex_node
 from batchspec.structured.regular import Chars, Impossible, TooLarge
-from batchspec.token_automaton import DEAD, OTHER, TokenAutomaton, TokenSymbols
 from tests.automata import EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton, finite, may_follow
 from tests.models import make_tokenizer
 

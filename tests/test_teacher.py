@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from batchspec.draft.weights import default_aux_layers
+from batchspec.heads.attend import Keys, attend, attend_reference
+from batchspec.heads.data import Row, course, epoch_batches, frequent_ids, split_rows, unused_id
+from batchspec.heads.evaluate import acceptance
+from batchspec.heads.head import new_network, new_spec
+from batchspec.heads.loop import learning_rate
+from batchspec.heads.objective import SoftCrossEntropy, draft_loss
+from batchspec.heads.teacher import Teacher
 from batchspec.model.target import Target
-from batchspec.train.attend import Keys, attend, attend_reference
-from batchspec.train.data import Row, course, epoch_batches, frequent_ids, split_rows, unused_id
-from batchspec.train.evaluate import acceptance
-from batchspec.train.head import new_network, new_spec
-from batchspec.train.loop import learning_rate
-from batchspec.train.objective import SoftCrossEntropy, draft_loss
-from batchspec.train.teacher import Teacher
 from tests.eagle_reference import Design, reference_drafts, run_head, target_taps
 from tests.engines import VOCAB, full_logits, tiny_target
 
@@ -195,7 +195,7 @@ def test_the_loss_is_the_weighted_cross_entropy_with_the_targets_own_distributio
 
 
 def test_the_gradient_of_the_chunked_cross_entropy_is_that_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    from batchspec.train import objective
+    from batchspec.heads import objective
 
     monkeypatch.setattr(objective, "_CHUNK", 4)
     rng = torch.Generator().manual_seed(0)

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec import cli, run, terminal
+from batchspec import cli, run
+from batchspec.console import terminal
+from batchspec.console.text import counted, for_markdown, for_terminal, one_line
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.text import counted, for_markdown, for_terminal, one_line
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import drawing, run_apart
 from tests.test_imports import module_of, sources
@@ -99,7 +100,7 @@ def test_only_one_module_writes_to_the_terminal() -> None:
     found = set()
     for path in sources():
         module = module_of(path)
-        if module.startswith("kernels") or module in ("terminal", "model.template_process"):
+        if module.startswith("kernels") or module in ("console.terminal", "model.template_process"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):

@@ -20,14 +20,14 @@ from batchspec.config.schema import InputConfig
 from batchspec.dataset.reader import open_source
 from batchspec.draft.weights import load_head
 from batchspec.errors import BatchspecError, ConfigError, InputError, Interrupted, OutputError, StorageError
+from batchspec.heads.data import read_rows
+from batchspec.heads.evaluate import acceptance
+from batchspec.heads.folder import UNKNOWN, HeadFolder
+from batchspec.heads.head import published_network
+from batchspec.heads.objective import draft_loss
+from batchspec.heads.teacher import Teacher
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
-from batchspec.train.data import read_rows
-from batchspec.train.evaluate import acceptance
-from batchspec.train.folder import UNKNOWN, HeadFolder
-from batchspec.train.head import published_network
-from batchspec.train.objective import draft_loss
-from batchspec.train.teacher import Teacher
 from tests.models import make_checkpoint
 from tests.test_weight_sums import edit_unseen
 
@@ -148,7 +148,7 @@ def test_a_killed_training_resumes_to_the_same_head_and_the_same_curves(
 
 
 def test_a_signal_ends_it_after_a_checkpoint_with_the_code_of_an_interrupted_job(made: Path, tmp_path: Path, capfd: Any) -> None:
-    from batchspec.train import loop
+    from batchspec.heads import loop
 
     def signalled(*arguments: Any, **options: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -18,11 +18,10 @@ from torch import Tensor
 from batchspec import run as job_run
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.bench.workloads import make_job
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import SCRATCH_PAGE, KVCache
 from batchspec.commands import plan
-from batchspec.commands.shapes import COMMON
-from batchspec.commands.workloads import make_job
 from batchspec.config.draft_schema import DraftConfig, TreeConfig
 from batchspec.config.schema import RunConfig
 from batchspec.draft.base import Drafter
@@ -35,6 +34,7 @@ from batchspec.draft.weights import Head, load_head
 from batchspec.engine.rounds.round import RoundOptions, RoundResult
 from batchspec.engine.rounds.tree_round import TreeRound
 from batchspec.errors import CapacityError, ConfigError
+from batchspec.model.shapes import COMMON
 from batchspec.records import SamplingParams
 from tests import drafting
 from tests.drafting import TARGET, drawn_batch, expected_tokens, known_requests, mixed_requests, synthetic

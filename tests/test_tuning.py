@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from batchspec.commands.workloads import shape_spec
 from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_spec
 from batchspec.engine.ranks.messages import Load, decode, encode
@@ -22,6 +21,7 @@ from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model.products import products
 from batchspec.model.quant.plain import Linear
 from batchspec.model.rope_config import RopeSpec
+from batchspec.model.shapes import shape_spec
 from batchspec.tuning import table as tuning
 from batchspec.tuning.policy import gemm_tile
 from batchspec.tuning.table import save, tune

@@ -251,8 +251,6 @@ def test_generate_on_a_cpu_refuses_a_job_for_gpus(model: Path) -> None:
         ("verify out --files --kv", "--kv is not read with --files"),
         ("export out --to chat x.jsonl --drop seed", "--drop seed is read only with --from-openai"),
         ("export --from-openai x.jsonl x.parquet --status error", "--status error is read only with --to"),
-        ("doctor llama-8b --rows 5", "--rows 5 is read only with --probe"),
-        ("doctor --contexts 1024", "--contexts 1024 is read only with --probe"),
         ("prompts x.parquet --from out --rows 5", "--rows 5 is read only with --open"),
         ("prompts x.parquet --open m --tasks t.txt", "--tasks t.txt is read only with --texts"),
     ],

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
-from batchspec import load_progress, run
+from batchspec import run
 from batchspec.cluster import crew, devices, workers
 from batchspec.config.schema import RunConfig
 from batchspec.distributed import silent_ranks
 from batchspec.engine.rounds.round import Round
 from batchspec.errors import ConfigError
+from batchspec.process import load_progress
 from tests.crews import commits_wait_for, ended, journals, make_job, owners, tokens, wait_for_end, wait_until, workers_of
 from tests.runs import new_interpreters, put, run_apart, start_apart
 

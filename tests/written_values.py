@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from batchspec.lazy_automaton import ANSWER
+from batchspec.automata.lazy_automaton import ANSWER
+from batchspec.automata.token_automaton import DEAD
 from batchspec.structured.json_schema.schema import schema_rules
 from batchspec.structured.lazy_dfa import LazyDfa
 from batchspec.structured.network import Network
 from batchspec.structured.regular import EMPTY
-from batchspec.token_automaton import DEAD
 
 MAX_FORMS = 200
 LONG_BYTES, LONGEST_BYTES = 60, 3_000

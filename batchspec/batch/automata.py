@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchspec.automata.token_automaton import DEAD, FORCED, MASK, NEXT, NUM_SYMBOLS, TokenAutomaton, TokenSymbols
 from batchspec.kernels.sampling.advance_states import advance_states
 from batchspec.kernels.sampling.constrain import constrain_drafts, constrain_logits, mask_rows
 from batchspec.kernels.sampling.waiting import mark_waiting, park_waiting
 from batchspec.records import Ids
-from batchspec.token_automaton import DEAD, FORCED, MASK, NEXT, NUM_SYMBOLS, TokenAutomaton, TokenSymbols
 
 TABLE_WORDS = 16 << 20
 """int32 words for the tables of all automata that are on the device: 64 MiB."""

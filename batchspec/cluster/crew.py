@@ -14,18 +14,18 @@ from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
 from typing import IO
 
-from batchspec import terminal
-from batchspec.child_process import python_command
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
+from batchspec.console import terminal
+from batchspec.console.terminal import PREFIX, notice
 from batchspec.distributed.channel import Channel, make_memory, make_rendezvous, path_of
 from batchspec.distributed.seat import Seat, ending
 from batchspec.distributed.silent_ranks import SilentRanks
 from batchspec.errors import Interrupted
+from batchspec.process.child_process import python_command
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.overwrite import CREW
 from batchspec.supervise.watchdog import limit_s
-from batchspec.terminal import PREFIX, notice
 
 PROGRAM = ("-m", "batchspec.cluster.worker")
 LEADER_END_S, FOLLOWER_END_S, STACKS_S = 30.0, 3.0, 2.0

@@ -6,11 +6,11 @@ import os
 import subprocess
 from pathlib import Path
 
-from batchspec import terminal
-from batchspec.child_process import python_command
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
+from batchspec.console import terminal
 from batchspec.errors import ConfigError
+from batchspec.process.child_process import python_command
 
 
 def devices_of(config: RunConfig) -> list[str | None]:

@@ -18,10 +18,10 @@ from types import FrameType
 
 from batchspec.cluster.crew import Crew, Worker
 from batchspec.config.schema import RunConfig
+from batchspec.console.terminal import notice
 from batchspec.errors import BatchspecError, ConfigError, DivergedError, Interrupted, StorageError, TooManyErrors
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise.signals import SIGNALS
-from batchspec.terminal import notice
 
 POLL_S = 0.1
 SAVING = 0.75

@@ -18,16 +18,16 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchspec import terminal
-from batchspec.arguments import ArgumentParser
+from batchspec.console import terminal
+from batchspec.console.arguments import ArgumentParser
+from batchspec.console.text import counted
 from batchspec.errors import OutputError, StorageError
-from batchspec.local_files import unusable_name
+from batchspec.process.local_files import unusable_name
 from batchspec.runstate.footers import part_name
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.shard_writer import RowId, row_ids
 from batchspec.storage.exact_files import exact_path, parquet_file
 from batchspec.storage.store import LONGEST_NAME, storing
-from batchspec.text import counted
 
 FILE_MB = 500
 GROUP_BYTES = 128 << 20

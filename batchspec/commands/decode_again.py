@@ -11,6 +11,8 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from batchspec.automata.lazy_automaton import Expansion
+from batchspec.automata.token_automaton import DEAD, ENDS, FORCED, MASK, TokenAutomaton
 from batchspec.batch.logits import LogitRows, adjust_logits
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import RowPages
@@ -23,20 +25,18 @@ from batchspec.engine.prefill.passes import flat_batch
 from batchspec.engine.rounds.sampling import cutoffs
 from batchspec.engine.step import Segment
 from batchspec.errors import CheckpointError, OutputError
-from batchspec.identity import job_fingerprint
 from batchspec.kernels.sampling.sample import gumbel_reference
-from batchspec.lazy_automaton import Expansion
 from batchspec.load import make_engine
 from batchspec.model.kv_scales import checkpoint_scales
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.prepare import Job, open_job, survey_first
 from batchspec.records import Completion, Ids, Request
 from batchspec.report.progress_bar import ProgressBar
+from batchspec.runner.identity import job_fingerprint
 from batchspec.runner.kv_scales import with_saved_scales
 from batchspec.runner.weight_sums import with_kept_sums
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
-from batchspec.token_automaton import DEAD, ENDS, FORCED, MASK, TokenAutomaton
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

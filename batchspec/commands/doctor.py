@@ -1,47 +1,35 @@
 """`batchspec doctor`: print what this machine offers for a job, and what it lacks; `--tune` times a model's matrix products on
-its GPU; `--probe` finds out which of the model's features a draft head expects."""
+its GPU."""
 
 from __future__ import annotations
 
 import argparse
 import platform
-import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-from batchspec import __version__, terminal
-from batchspec.arguments import ArgumentParser
+from batchspec import __version__
 from batchspec.cache.flash import SHORT, flashinfer
-from batchspec.commands.bench_engines import DRAFT_VOCAB
-from batchspec.commands.probe import CONTEXTS, lines_of, probe
-from batchspec.commands.shapes import SHAPES
-from batchspec.commands.workloads import shape_spec
+from batchspec.console import terminal
+from batchspec.console.arguments import ArgumentParser
 from batchspec.draft.head import products as head_products
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB
 from batchspec.draft.weights import dummy_spec, open_head
 from batchspec.errors import ConfigError
 from batchspec.kernels.common.pdl import supported
-from batchspec.model.hub import find_model, resolve_model
+from batchspec.model.hub import find_model
 from batchspec.model.products import products
+from batchspec.model.shapes import DRAFT_VOCAB, SHAPES, shape_spec
 from batchspec.model.spec import load_spec
-from batchspec.model.weights import judge_model
 from batchspec.packing.planner import free_memory
 from batchspec.tuning.table import Product, save, tune, tuned_products
 
 
 def main(argv: list[str]) -> int:
-    """Print the findings, tune or probe. Raises ConfigError for --tune without a GPU, CheckpointError if MODEL is not a model."""
+    """Print the findings, or tune. Raises ConfigError for --tune without a GPU, CheckpointError if MODEL is not a model."""
     args = _parse(argv)
-    if args.probe is not None:
-        wanted_lengths = _contexts(args.contexts)
-        spec = judge_model(find_model(args.model, key="MODEL"))
-        open_head(find_model(args.draft_path, key="--draft-path"), spec)
-        folders = (resolve_model(args.model, key="MODEL"), resolve_model(args.draft_path, key="--draft-path"))
-        found = probe(args.model, folders, args.probe, num_rows=args.rows, num_tokens=args.tokens, contexts=wanted_lengths)
-        terminal.show("\n".join(lines_of(found)))
-        return 0
     wanted = [] if args.model is None else _products(args)
     if not torch.cuda.is_available():
         if args.tune:
@@ -66,40 +54,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("model", metavar="MODEL", nargs="?", help=f"folder, hub id, config.json or one of {', '.join(SHAPES)} (with a head)")
     add("--draft-path", metavar="HEAD", help="folder or hub id of an EAGLE-3 head trained for MODEL")
     add("--tune", action="store_true", help="time the matrix products of MODEL and HEAD, about 10 s each; needs an idle GPU")
-    add(
-        "--probe",
-        metavar="PROMPTS",
-        nargs="?",
-        const="pkg://demo",
-        help="find MODEL's features that HEAD expects, by the acceptance on these prompts (any input); default: the demo's",
-    )
-    add("--rows", type=int, default=64, help="--probe: maximum number of prompts; default %(default)s")
-    add("--tokens", type=int, default=64, help="--probe: tokens of each answer; default %(default)s")
-    add("--contexts", help=f"--probe: also these prompt lengths; default {','.join(map(str, CONTEXTS))} on a GPU, else none")
     add("--out", type=Path, metavar="FILE", help="--tune: table to add the results to, instead of the one in your cache folder")
     args = parser.parse_args(argv)
     for given, name in ((args.tune, "--tune"), (args.draft_path, "--draft-path")):
         if given and args.model is None:
             raise ConfigError(f"doctor {name} needs MODEL: a folder, a hub id, a config.json or one of {', '.join(SHAPES)}")
-    if args.probe is not None and (args.draft_path is None or args.tune):
-        raise ConfigError("doctor --probe needs MODEL and --draft-path HEAD, and cannot be combined with --tune")
-    if args.probe is None:
-        parser.refuse(args, ("rows", "tokens", "contexts"), "is read only with --probe")
-    for name, least in (("rows", 1), ("tokens", 4)):
-        if (value := getattr(args, name)) < least:
-            raise ConfigError(f"doctor --{name} {value} must be at least {least}; 64 is usual")
     if args.out and not args.tune:
         raise ConfigError(f"doctor --out {args.out} is only written by --tune; add --tune or remove --out")
     return args
-
-
-def _contexts(given: str | None) -> tuple[int, ...]:
-    """--contexts in tokens, ascending."""
-    if given is None:
-        return CONTEXTS if torch.cuda.is_available() else ()
-    if not re.fullmatch(r"\d+(,\d+)*", given):
-        raise ConfigError(f"doctor --contexts {given} must be lengths in tokens, such as 1024,4096")
-    return tuple(sorted(map(int, given.split(","))))
 
 
 def versions() -> dict[str, str]:

@@ -27,8 +27,6 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchspec import terminal
-from batchspec.arguments import ArgumentParser
 from batchspec.commands.picked_rows import SCORE, PickedRows, Wish, picked_rows
 from batchspec.commands.trainer_rows import (
     TURNS,
@@ -41,6 +39,10 @@ from batchspec.commands.trainer_rows import (
     training_line,
 )
 from batchspec.config.decode_schema import DecodeConfig
+from batchspec.console import terminal
+from batchspec.console.arguments import ArgumentParser
+from batchspec.console.target_file import target_file
+from batchspec.console.text import counted, for_shell, listed
 from batchspec.dataset.lines import LongLine, lines_of
 from batchspec.dataset.openai_requests import (
     BadRequest,
@@ -53,16 +55,15 @@ from batchspec.dataset.openai_requests import (
 )
 from batchspec.dataset.openai_responses import TokenText
 from batchspec.errors import BatchspecError, CheckpointError, ConfigError, InputError, OutputError
-from batchspec.local_files import open_regular, unusable_name
 from batchspec.model.hub import find_model
 from batchspec.model.token_texts import TokenTexts
 from batchspec.model.tokenizer import Tokenizer
+from batchspec.process.local_files import open_regular
 from batchspec.report.answers import NO_TOKEN_IDS, check_not_in_data, rows_of, write_answers
 from batchspec.runstate.manifest import fingerprint
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 from batchspec.storage.new_file import new_file, write_lines
-from batchspec.text import counted, for_shell, listed
 
 FORMATS = ("chat", "prompt_completion", "preference", "prompt_only", "openai")
 SUFFIXES = {
@@ -123,23 +124,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _names(given: Sequence[str] | None) -> list[str]:
     """The names of an option that holds several, comma-separated, and may be given more than once."""
     return [name for names in given or () for name in names.split(",")]
-
-
-def target_file(name: str, overwrite: bool, suffixes: Sequence[str], form: str) -> Path:
-    """The file to write. Raises OutputError if it is not a possible file name, exists already, or has another suffix."""
-    if "://" in name:
-        raise OutputError(f"{name}: export writes a local file; give a path, and copy the file where you need it")
-    target = Path(name)
-    if why := unusable_name(target):
-        raise OutputError(f"{name!r} cannot be written: {why}; give another name")
-    if target.is_dir() or not target.parent.is_dir():
-        what = "is a folder" if target.is_dir() else f"lies in {target.parent}, which is not a folder"
-        raise OutputError(f"{name} {what}; give the name of a file in a folder that exists")
-    if target.exists() and not overwrite:
-        raise OutputError(f"{name} exists; give another name, or --overwrite to replace it")
-    if target.suffix not in suffixes:
-        raise OutputError(f"{name}: {form} is written as {' or '.join(suffixes)}; give a file name with such a suffix")
-    return target
 
 
 def _statuses(wish: Sequence[str], form: str) -> set[str]:

@@ -9,15 +9,15 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 
-from batchspec import terminal
-from batchspec.arguments import ArgumentParser
+from batchspec.console import terminal
+from batchspec.console.arguments import ArgumentParser
+from batchspec.console.text import listed, one_line
 from batchspec.dataset.reader import locate
 from batchspec.errors import OutputError
 from batchspec.runstate.footers import part_name
 from batchspec.runstate.manifest import Manifest
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
-from batchspec.text import listed, one_line
 
 Row = Mapping[str, Any]
 

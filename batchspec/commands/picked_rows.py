@@ -13,10 +13,10 @@ from pathlib import Path
 
 import polars as pl
 
+from batchspec.console.text import one_line
 from batchspec.errors import ConfigError, InputError
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
-from batchspec.text import one_line
 
 KEY = ["row_index", "sample_index"]
 ROW_ID = ["request_id", "sample_index"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batchspec import terminal
 from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig
+from batchspec.console import terminal
 
 
 def main(argv: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from batchspec.console.text import MESSAGE_CHARS, counted, one_line
 from batchspec.load import automata_bytes, padded_prefill_bytes
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import Rates, num_multiplied
@@ -17,7 +18,6 @@ from batchspec.packing.replicas import GpuLayout, best
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, notes
 from batchspec.records import Ids
-from batchspec.text import MESSAGE_CHARS, counted, one_line
 
 COST = "0 to 5 % of decoding in bf16 and 18 % in FP8 (8B) on an H200, long prefill in bf16 not measured"
 """The cost of decode.deterministic, see jobs/resume.md, "The same tokens in bf16 too"."""

@@ -8,6 +8,7 @@ from batchspec.cluster.devices import visible_gpus
 from batchspec.commands.plan_text import Plan
 from batchspec.config.checks import AUTO, TENSOR_PARALLEL, check_ranks
 from batchspec.config.schema import RunConfig
+from batchspec.console.text import counted
 from batchspec.distributed.group import check_reach
 from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.load import check_memory, plan_batch
@@ -15,17 +16,16 @@ from batchspec.model.blocks.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.out_of_memory import admitting_rows
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import Rates, device_rates
 from batchspec.packing.planner import Forecast, forecast
 from batchspec.packing.replicas import GpuLayout, best, gpu_layouts
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job
+from batchspec.process.out_of_memory import admitting_rows
 from batchspec.report.push import check_push_key
 from batchspec.runner.opened_output import check_target, is_new, open_output
 from batchspec.runstate.generations import Generation
-from batchspec.text import counted
 
 SAMPLE_ROWS = 10_000
 SHARD_ROWS = 500

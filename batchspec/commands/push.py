@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from batchspec import terminal
-from batchspec.arguments import ArgumentParser
+from batchspec.console import terminal
+from batchspec.console.arguments import ArgumentParser
 from batchspec.report.push import push_output
 from batchspec.runstate.output_folder import OutputFolder
 

@@ -11,11 +11,11 @@ import sys
 from batchspec.commands.planning import layouts_of
 from batchspec.config.compose import reported
 from batchspec.config.typed import from_json
+from batchspec.console.terminal import show_line
 from batchspec.packing.cost import device_rates
 from batchspec.packing.replicas import best
 from batchspec.prepare import open_job, survey_first
 from batchspec.runner.opened_output import is_new
-from batchspec.terminal import show_line
 
 
 def main(text: str, num_gpus: int) -> int:

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from batchspec import terminal
+from batchspec.config import train_schema as settings
 from batchspec.config.reference import Key, default_options, defaults_of, groups_of, keys_of, option_comment, options
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import CHOICES, RANGES
-from batchspec.train import settings
+from batchspec.console import terminal
 
 PAGE = Path(__file__).parents[2] / "conf" / "README.md"
 """Where the page lies in a clone."""
@@ -101,7 +101,7 @@ def page() -> str:
 PAGE_HEAD = """\
 # Configuration
 
-`python -m batchspec.commands.reference` makes this page from `batchspec/config/schema.py` and `batchspec/train/settings.py`.
+`python -m batchspec.commands.reference` makes this page from `batchspec/config/schema.py` and `batchspec/config/train_schema.py`.
 
 A key is written as `key=value` on the command line, or in YAML in a recipe. A map is `'key={name: value}'` or JSON text,
 `'key={"name": "value"}'`. A group is a folder of this directory: `draft=eagle3` takes the values of `draft/eagle3.yaml`. A

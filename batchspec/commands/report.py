@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batchspec import terminal
-from batchspec.arguments import ArgumentParser
+from batchspec.console import terminal
+from batchspec.console.arguments import ArgumentParser
 from batchspec.report.page import write_report
 from batchspec.runstate.output_folder import OutputFolder
 

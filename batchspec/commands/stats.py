@@ -6,11 +6,11 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
-from batchspec import terminal
-from batchspec.arguments import ArgumentParser
+from batchspec.console import terminal
+from batchspec.console.arguments import ArgumentParser
+from batchspec.console.text import MESSAGE_CHARS, listed, one_line
 from batchspec.report.stats import Acceptance, Extreme, JobStats, job_stats
 from batchspec.report.texts import Shown
-from batchspec.text import MESSAGE_CHARS, listed, one_line
 
 MAX_GROUPS, MAX_RUNS, MAX_SAMPLES, SAMPLE_CHARS = 20, 6, 3, 100
 

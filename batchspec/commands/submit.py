@@ -18,15 +18,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchspec import terminal
-from batchspec.arguments import ArgumentParser
 from batchspec.cluster.manifests import OF_SLURM, SYSTEMS, kubernetes, skypilot
 from batchspec.config.checks import AUTO
 from batchspec.config.compose import launch
 from batchspec.config.schema import ClusterConfig, RunConfig
 from batchspec.config.values import PATHS, value_of
+from batchspec.console import terminal
+from batchspec.console.arguments import ArgumentParser
+from batchspec.console.text import counted, for_shell
 from batchspec.errors import ConfigError
-from batchspec.text import counted, for_shell
 
 if TYPE_CHECKING:
     from batchspec.prepare import Job

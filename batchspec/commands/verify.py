@@ -19,14 +19,14 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchspec import terminal
-from batchspec.arguments import ArgumentParser
 from batchspec.commands.decode_again import Difference, decode_again, job_of, plain_engine, summary, written_tokens
 from batchspec.commands.verify_kv import compare_kv
 from batchspec.commands.verify_logprobs import ROUNDING, Gap, gap_of, written_logprobs
+from batchspec.console import terminal
+from batchspec.console.arguments import ArgumentParser
+from batchspec.console.text import MESSAGE_CHARS, counted, for_shell, one_line
 from batchspec.errors import OutputError, StorageError
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.text import MESSAGE_CHARS, counted, for_shell, one_line
 
 
 def main(argv: list[str]) -> int:

@@ -1,6 +1,7 @@
 """The configuration: keys as dataclasses, their checks, and Hydra, which only compose.py calls.
 
 schema.py         every key; draft_schema.py, decode_schema.py: those of drafters and of decoding
+train_schema.py   those of `batchspec train`
 typed.py          Hydra's configuration -> dataclasses; overrides.py: what users write -> what Hydra reads
 checks.py         every check; draft_checks.py: of drafters; values.py: of single values
 vllm_names.py     names of keys in other programs

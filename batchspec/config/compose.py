@@ -23,12 +23,12 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 
-from batchspec import terminal
-from batchspec.arguments import ArgumentParser
 from batchspec.config.checks import check
 from batchspec.config.overrides import INPUT, TEXTS, for_hydra
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import from_hydra, keys, meant, register, suggest, type_error, typed, unknown_key
+from batchspec.console import terminal
+from batchspec.console.arguments import ArgumentParser
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
 
 Schema = TypeVar("Schema")

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
+from batchspec.console.text import counted
 from batchspec.dataset import files
 from batchspec.dataset.files import Part, check_same, reading
 from batchspec.dataset.formats import TextStream
@@ -21,7 +22,6 @@ from batchspec.dataset.lines import LongLine, lines_of
 from batchspec.dataset.untyped_columns import CSV_MARK, text_array
 from batchspec.errors import InputError
 from batchspec.storage.places import Place
-from batchspec.text import counted
 
 BAD_CSV = "bad_csv"
 MAX_CELL_CHARS = 1 << 26

@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from batchspec import load_progress
 from batchspec.distributed.channel import LIVENESS_S, Channel
-from batchspec.load_progress import Activity
+from batchspec.process import load_progress
+from batchspec.process.load_progress import Activity
 
 LATER_S = 5.0
 """Seconds that the parent waits after the watchdog's limit: a rank's own watchdog goes first, because it saves the work."""

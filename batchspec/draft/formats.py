@@ -116,7 +116,7 @@ def _head_spec(source: HeadConfig, tensors: Collection[str], target: ModelSpec, 
     draft_vocab = _draft_vocab_size(config, vocab_size)
     final_hidden = eagle.given("use_aux_hidden_state") and not eagle.flag("use_aux_hidden_state")
     # In SpecForge's older configs norm_output says that lm_head reads the normed state, which it always does. In all others it
-    # says what the next step reads (https://github.com/sgl-project/SpecForge/pull/879). `doctor --probe` tries both.
+    # says what the next step reads (https://github.com/sgl-project/SpecForge/pull/879). `batchspec probe` tries both.
     specforge = config.texts("architectures") == (SPECFORGE,)
 
     def has(part: str) -> bool:

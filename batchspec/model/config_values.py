@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchspec.errors import CheckpointError
-from batchspec.local_files import is_folder, is_given, open_regular
+from batchspec.process.local_files import is_folder, is_given, open_regular
 
 Json = Mapping[str, Any]
 Ranges = Mapping[str, tuple[int, int]]

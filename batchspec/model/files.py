@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from batchspec.errors import CheckpointError
-from batchspec.local_files import open_regular
 from batchspec.model.config_values import read_json, shown
+from batchspec.process.local_files import open_regular
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format

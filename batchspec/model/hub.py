@@ -12,10 +12,10 @@ from pathlib import Path
 
 from batchspec.config.values import SHIPPED, shipped
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.load_progress import steps_of_download
 from batchspec.model.config_values import has_file, has_folder
 from batchspec.model.files import LocalFiles, ModelFiles, weight_names
 from batchspec.model.packaged import NAME, smollm2_folder
+from batchspec.process.load_progress import steps_of_download
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SMALL = ["*.json", "*.jinja"]

@@ -28,7 +28,6 @@ from torch import Tensor
 from batchspec.distributed.collectives import Collectives
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.kernels.common.e4m3 import LARGEST
-from batchspec.load_progress import count_step
 from batchspec.model.blocks.base import Shard
 from batchspec.model.calibration_texts import TEXTS
 from batchspec.model.files import ModelFiles, stored_tensors
@@ -36,6 +35,7 @@ from batchspec.model.kv_scales import KVScales, checkpoint_scales, heads_of_part
 from batchspec.model.single_row import forward_row
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
+from batchspec.process.load_progress import count_step
 
 CALIBRATION = 1
 """Changes whenever the scales of a model would change; a job that began with scales of another version is not resumed."""

@@ -25,7 +25,6 @@ from safetensors.torch import load as tensors_of
 from torch import Tensor
 
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.local_files import open_regular
 from batchspec.model.adapter_config import CONFIG, MERGE, LoraConfig, read_adapter_config
 from batchspec.model.blocks.base import FLOATS, Projection, projections
 from batchspec.model.config_values import has_folder, shown
@@ -35,6 +34,7 @@ from batchspec.model.quant.base import Weights
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import OUTPUT, ModelSpec
 from batchspec.model.weights import taken
+from batchspec.process.local_files import open_regular
 
 FILE = "adapter_model.safetensors"
 _HEAD = OUTPUT.removesuffix(".weight")

@@ -14,7 +14,7 @@ import zipfile
 from hashlib import file_digest
 from pathlib import Path
 
-from batchspec import terminal
+from batchspec.console import terminal
 from batchspec.errors import CheckpointError
 
 NAME = "smollm2-135m"

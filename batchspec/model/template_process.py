@@ -19,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from batchspec.child_process import limit_cpu
+from batchspec.process.child_process import limit_cpu
 
 MAX_CHARS = 1 << 24
 """Maximum length of a rendered chat."""

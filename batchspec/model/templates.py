@@ -14,12 +14,12 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from batchspec.child_process import start_module
 from batchspec.config.schema import TEMPLATE_DATE
 from batchspec.errors import CapacityError, CheckpointError, RendererKilled
 from batchspec.model import template_process
 from batchspec.model.template_process import Limit
 from batchspec.model.text_bytes import LongText
+from batchspec.process.child_process import start_module
 
 CPU_S = 3
 """CPU limit of one chat, in whole seconds; a chat of 100,000 tokens takes hundredths of a second."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import tokenizers
 
+from batchspec.automata.token_automaton import OTHER, TokenSymbols
 from batchspec.errors import ConfigError
 from batchspec.model.text_bytes import byte_chars, parts_of
-from batchspec.token_automaton import OTHER, TokenSymbols
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SENTENCEPIECE = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.errors import ConfigError
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.token_automaton import TokenSymbols
 
 
 class TokenTexts:

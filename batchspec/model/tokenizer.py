@@ -16,6 +16,7 @@ from typing import Any
 
 import tokenizers
 
+from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.config.schema import TEMPLATE_DATE
 from batchspec.errors import CheckpointError
 from batchspec.model.config_values import Json, has_file, read_json, read_text, shown
@@ -26,7 +27,6 @@ from batchspec.model.templates import Templates
 from batchspec.model.text_bytes import LongText, text_bound
 from batchspec.model.text_growth import added_problem, growth_problem
 from batchspec.model.token_bytes import token_symbols
-from batchspec.token_automaton import TokenSymbols
 
 END_CHARS = 1 << 20
 """If only the end of a text is wanted, a text with more characters is tokenised only from its end."""

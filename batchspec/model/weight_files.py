@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from batchspec.local_files import open_regular
 from batchspec.model.files import MAX_HEADER_BYTES, LocalFiles, weight_names
+from batchspec.process.local_files import open_regular
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 14
 MOST_TENSORS = 2048

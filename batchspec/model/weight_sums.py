@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchspec.errors import OutputError
-from batchspec.load_progress import count_step
 from batchspec.model.files import listed
+from batchspec.process.load_progress import count_step
 
 VERSION = 1
 PIECE_BYTES = 1 << 24

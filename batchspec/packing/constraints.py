@@ -14,19 +14,28 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from batchspec.automata.lazy_automaton import LazyAutomaton
+from batchspec.automata.token_automaton import (
+    BEGIN_THOUGHT,
+    CHANNEL,
+    CONSTRAIN,
+    DEAD,
+    END_THOUGHT,
+    START,
+    TokenAutomaton,
+    TokenSymbols,
+)
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.json_text import BadJson, parse
 from batchspec.errors import ConfigError
-from batchspec.lazy_automaton import LazyAutomaton
-from batchspec.local_files import open_regular
 from batchspec.model.thinking import ThinkTokens
 from batchspec.packing.cells import BadRow, json_cell
+from batchspec.process.local_files import open_regular
 from batchspec.records import Request, Thinking
 from batchspec.structured.channels import state_after_header
 from batchspec.structured.compiler import BadConstraint, Compiler
-from batchspec.token_automaton import BEGIN_THOUGHT, CHANNEL, CONSTRAIN, DEAD, END_THOUGHT, START, TokenAutomaton, TokenSymbols
 
 if TYPE_CHECKING:
     from batchspec.model.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from batchspec.text import CELL_CHARS, MESSAGE_CHARS, for_terminal, one_line
+from batchspec.console.text import CELL_CHARS, MESSAGE_CHARS, for_terminal, one_line
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

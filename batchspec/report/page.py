@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from batchspec.console.text import MESSAGE_CHARS, for_shell, for_terminal
 from batchspec.errors import ConfigError
 from batchspec.report import html
 from batchspec.report.about import input_rows, last_part, sampling, when
@@ -17,7 +18,6 @@ from batchspec.report.texts import Shown
 from batchspec.report.timeline import Course, course, parse_run
 from batchspec.runstate.manifest import Manifest
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.text import MESSAGE_CHARS, for_shell, for_terminal
 
 MAX_RUNS = 40
 MAX_CODES = 12

@@ -18,8 +18,8 @@ from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter, MaxNLocator
 from numpy.typing import NDArray
 
+from batchspec.console.text import one_line
 from batchspec.report.timeline import Course
-from batchspec.text import one_line
 
 COLOURS = {"ink": "#010101", "muted": "#010102", "grid": "#010103", "first": "#010104", "second": "#010105", "third": "#010106",
            "fourth": "#010107"}  # fmt: skip

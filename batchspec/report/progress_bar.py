@@ -15,9 +15,10 @@ from typing import Any, Self, TextIO
 
 from tqdm import tqdm
 
-from batchspec import load_progress, terminal
+from batchspec.console import terminal
+from batchspec.console.text import counted
+from batchspec.process import load_progress
 from batchspec.report.start_up import StartUp
-from batchspec.text import counted
 
 WINDOW_S = 60.0
 """The rate shown is the mean over this time."""

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from batchspec.config.schema import OutputConfig
+from batchspec.console.text import counted, for_shell, for_terminal
 from batchspec.errors import OutputError
 from batchspec.report.card import dataset_card
 from batchspec.report.stats import job_stats
@@ -15,7 +16,6 @@ from batchspec.runstate.footers import DamagedFooter, part_name, read_footer
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.hub_push import Present, Pushed, PushedFile, check_push, check_target, push
 from batchspec.storage.store import Tail
-from batchspec.text import counted, for_shell, for_terminal
 
 _PART = re.compile(r"data/part-(\d{5,18})\.parquet")
 _TAG = b"\n- batchspec\n"

@@ -12,11 +12,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from batchspec.console.text import MESSAGE_CHARS
 from batchspec.report.quality import added
 from batchspec.report.texts import Shown, shown_columns, with_texts
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
-from batchspec.text import MESSAGE_CHARS
 
 Counts = NDArray[np.int64]
 

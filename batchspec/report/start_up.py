@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from batchspec import load_progress
+from batchspec.process import load_progress
 
 
 def process_age_s() -> float:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from batchspec.text import counted
+from batchspec.console.text import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,9 @@ import shlex
 from glob import has_magic
 from pathlib import Path
 
-from batchspec import terminal
 from batchspec.config.schema import OutputConfig
+from batchspec.console import terminal
+from batchspec.console.text import counted, for_shell
 from batchspec.errors import Interrupted, StorageError
 from batchspec.model.token_texts import TokenTexts
 from batchspec.prepare import Job
@@ -21,7 +22,6 @@ from batchspec.runner.run_shards import check_errors
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.hub_push import Pushed
 from batchspec.supervise.signals import EndSignals
-from batchspec.text import counted, for_shell
 
 
 def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool) -> None:

@@ -16,8 +16,8 @@ from batchspec.load import build_engine, check_memory, device_facts, free_bytes,
 from batchspec.model.kv_calibration import calibrate
 from batchspec.model.target import Target
 from batchspec.model.weight_files import weight_files
-from batchspec.out_of_memory import OutOfMemoryGuard
 from batchspec.prepare import JobModel, open_model
+from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.supervise.watchdog import Watchdog
 from batchspec.tuning.table import adopt
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from batchspec.console.text import counted
 from batchspec.errors import OutputError
 from batchspec.model.kv_scales import KVScales, checkpoint_scales
 from batchspec.model.spec import ModelSpec
@@ -11,7 +12,6 @@ from batchspec.prepare import Job
 from batchspec.runner.oom_fallback import EngineWithFallback
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.run_folder import KV_SCALES
-from batchspec.text import counted
 
 
 def with_saved_scales(job: Job, output: OutputFolder) -> Job:

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 import polars as pl
 
+from batchspec.console.text import counted
 from batchspec.errors import OutputError
 from batchspec.prepare import Job
 from batchspec.runner.new_extension import check_unchanged, facts_of_job
@@ -16,7 +17,6 @@ from batchspec.runstate.generations import Change, Generation
 from batchspec.runstate.manifest import differing
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
-from batchspec.text import counted
 
 CAP = "decode.max_new_tokens"
 RETRY_MAY_CHANGE = {"length": (CAP,), "error": (), "none": ()}

@@ -14,12 +14,12 @@ from batchspec.errors import CapacityError
 from batchspec.load import make_engine, plan_batch
 from batchspec.model.kv_scales import KVScales
 from batchspec.model.weight_sums import SumsOfJob
-from batchspec.out_of_memory import OutOfMemoryGuard
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import device_rates
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job
+from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.report.progress_bar import ProgressBar
 
 MakeEngine = Callable[[Job, Survey, ProgressBar], Engine]

@@ -8,13 +8,14 @@ from dataclasses import asdict, replace
 from functools import cached_property
 
 from batchspec.config.schema import RunConfig
-from batchspec.identity import job_fingerprint, recorded_facts
+from batchspec.console.text import counted
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.push import check_target_key
 from batchspec.report.stats import job_stats
 from batchspec.runner.compute_all import ComputeAll
+from batchspec.runner.identity import job_fingerprint, recorded_facts
 from batchspec.runner.kv_scales import keep_scales, with_saved_scales
 from batchspec.runner.new_extension import advice, check_added_columns, new_extension
 from batchspec.runner.new_retry import RETRY_MAY_CHANGE, new_retry, retry_advice
@@ -25,7 +26,6 @@ from batchspec.runstate.extensions import EXTENSION_MAY_CHANGE
 from batchspec.runstate.generations import Change, Generation
 from batchspec.runstate.journal import Journaled, saved_rows
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.text import counted
 
 
 def is_new(config: RunConfig) -> bool:

@@ -6,14 +6,14 @@ import time
 from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, closing
 
-from batchspec import load_progress
 from batchspec.cluster import slurm
 from batchspec.dataset.reader import InputShard
 from batchspec.errors import InputError, Interrupted, RankLost, TooManyErrors, WorkerLost
-from batchspec.out_of_memory import OutOfMemoryGuard
 from batchspec.packing.survey import Survey
 from batchspec.packing.work_plan import DecodedShard
 from batchspec.prepare import Job
+from batchspec.process import load_progress
+from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.records import Snapshot
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.timeline import Timeline

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from batchspec.config.schema import InputConfig, OutputConfig
-from batchspec.constrained_text import checked_text
 from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.reader import InputShard
 from batchspec.dataset.writer import build_table, plain_table
@@ -20,6 +19,7 @@ from batchspec.packing.admit import Admission
 from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
 from batchspec.records import Completion
 from batchspec.runstate.shard_writer import UnpublishedFile, WrittenFile
+from batchspec.structured.checked_text import checked_text
 
 if TYPE_CHECKING:
     from batchspec.prepare import Job

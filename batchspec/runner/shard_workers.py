@@ -19,11 +19,11 @@ from typing import Any, cast
 
 import pyarrow as pa
 
-from batchspec.child_process import python_command, signals_blocked
 from batchspec.dataset.reader import InputShard
 from batchspec.errors import WorkerLost
 from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
 from batchspec.prepare import Job
+from batchspec.process.child_process import python_command, signals_blocked
 from batchspec.records import Completion
 from batchspec.runner import shard_worker
 from batchspec.runner.shard_work import ShardWork

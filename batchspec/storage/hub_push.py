@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from batchspec.console.text import counted
 from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.storage import retry
 from batchspec.storage.hub_files import HubFiles, may_pass, reason_of
 from batchspec.storage.remote_files import Stamp
-from batchspec.text import counted
 
 REPO = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
 PRECONDITION_FAILED = 412

@@ -17,11 +17,11 @@ from typing import TypeVar
 
 import pyarrow.fs as pafs
 
+from batchspec.console.text import one_line
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.local_files import KINDS, open_regular, unusable_name
+from batchspec.process.local_files import KINDS, open_regular, unusable_name
 from batchspec.storage.exact_files import exact_path
 from batchspec.storage.store import LONGEST_NAME, STALE_S, Tail, storage_errors, storing
-from batchspec.text import one_line
 
 TURNS = 20
 """Number of tries if one run deletes a folder while another one writes a file there."""

@@ -15,7 +15,7 @@ from glob import has_magic
 from pathlib import Path
 from stat import S_ISDIR
 
-from batchspec.local_files import mode_of
+from batchspec.process.local_files import mode_of
 
 HIDDEN = (".", "_")
 ANY_DEPTH = "**"

@@ -25,9 +25,9 @@ from typing import TypeVar
 
 import pyarrow.fs as pafs
 
+from batchspec.console.text import one_line
 from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.storage.store import LONGEST_NAME, STALE_S, Tail, storage_errors, storing
-from batchspec.text import one_line
 
 ABSENT = ""
 """The condition that there is no such object. Any other condition is the version that the object must have."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from batchspec import terminal
+from batchspec.console import terminal
 from batchspec.errors import StorageError
 
 CONNECT_S = 10.0

@@ -18,9 +18,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT
-from batchspec.structured.dfa import Dfa
-from batchspec.token_automaton import (
+from batchspec.automata.lazy_automaton import ANSWER, EITHER, THOUGHT
+from batchspec.automata.token_automaton import (
     BEGIN_THOUGHT,
     CHANNEL,
     CONSTRAIN,
@@ -31,6 +30,7 @@ from batchspec.token_automaton import (
     START,
     TokenSymbols,
 )  # fmt: skip
+from batchspec.structured.dfa import Dfa
 
 MESSAGE, END = BEGIN_THOUGHT, END_THOUGHT
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"

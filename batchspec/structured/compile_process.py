@@ -16,7 +16,8 @@ import sys
 import time
 from typing import Any
 
-from batchspec.child_process import OutOfTime, limit_cpu, stopped_after
+from batchspec.automata.token_automaton import TokenAutomaton, TokenSymbols
+from batchspec.process.child_process import OutOfTime, limit_cpu, stopped_after
 from batchspec.structured.compile_pool import Attempt
 from batchspec.structured.dfa import dfa_of
 from batchspec.structured.json_schema.leaves import BadSchema
@@ -27,7 +28,6 @@ from batchspec.structured.regex import BadRegex
 from batchspec.structured.regular import Impossible, TooLarge
 from batchspec.structured.rules import BadGrammar, Rules
 from batchspec.structured.token_masks import over_tokens
-from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 
 MAX_RECURSION = 20_000
 FIELDS = ("classes", "table", "masks", "answer", "thought", "either")

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from batchspec.lazy_automaton import LazyAutomaton
+from batchspec.automata.lazy_automaton import LazyAutomaton
+from batchspec.automata.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.structured.compile_pool import Answer, CompilePool
 from batchspec.structured.limited_process import num_processes
-from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 
 CPU_S = 20
 """CPU limit of one constraint, and of all together that have no finite automaton, in whole seconds. Most take hundredths of a

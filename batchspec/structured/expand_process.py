@@ -24,8 +24,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from batchspec.child_process import limit_cpu
-from batchspec.lazy_automaton import Ask, Expansion, LazyAutomaton, Recheck
+from batchspec.automata.lazy_automaton import Ask, Expansion, LazyAutomaton, Recheck
+from batchspec.automata.token_automaton import DEAD, KEPT_STEPS, TokenSymbols
+from batchspec.process.child_process import limit_cpu
 from batchspec.structured.compile_process import MAX_RECURSION, unexpected, why
 from batchspec.structured.lazy_dfa import LazyDfa, TooManyStates
 from batchspec.structured.lazy_masks import Expander
@@ -33,7 +34,6 @@ from batchspec.structured.limited_process import OUT_OF_MEMORY, TOO_MANY_STATES,
 from batchspec.structured.network import Network
 from batchspec.structured.parse import network_of
 from batchspec.structured.regular import Impossible, TooLarge
-from batchspec.token_automaton import DEAD, KEPT_STEPS, TokenSymbols
 
 MAX_AHEAD = 16
 """States that are computed ahead for one that is asked for; none is begun after AHEAD_S, while the row waits."""

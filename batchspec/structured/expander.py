@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from batchspec.lazy_automaton import Answer, Ask, MachineError, Recheck
+from batchspec.automata.lazy_automaton import Answer, Ask, MachineError, Recheck
 from batchspec.structured.lazy_dfa import MAX_STATES
 from batchspec.structured.limited_process import OUT_OF_MEMORY, TOO_MANY_STATES, Died, Full, Killed, LimitedProcess, num_processes
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT
+from batchspec.automata.lazy_automaton import ANSWER, EITHER, THOUGHT
+from batchspec.automata.token_automaton import BEGIN_THOUGHT, DEAD, END_THOUGHT, NUM_SYMBOLS
 from batchspec.structured.channels import SINGLE_BYTE_CLASSES, before_answer_of
 from batchspec.structured.network import Network
 from batchspec.structured.regular import TooLarge
-from batchspec.token_automaton import BEGIN_THOUGHT, DEAD, END_THOUGHT, NUM_SYMBOLS
 
 MAX_PLACES = 2_000
 """Limit of the places of one state: the ways in which an ambiguous grammar may have read a text so far."""

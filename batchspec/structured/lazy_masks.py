@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchspec.lazy_automaton import Expansion
+from batchspec.automata.lazy_automaton import Expansion
+from batchspec.automata.token_automaton import DEAD, ENDS, Ids, TokenSymbols
 from batchspec.structured.lazy_dfa import LazyDfa
 from batchspec.structured.token_masks import MAX_FORCED_BYTES, Trie, tokens_of_bytes, trie_of, trie_of_some
-from batchspec.token_automaton import DEAD, ENDS, Ids, TokenSymbols
 
 FEWEST_PLAIN = 40
 """Smallest number of bytes that lead from a state to one and the same next state for which plain tokens are used. With fewer, so

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
-from batchspec.child_process import start_module
+from batchspec.process.child_process import start_module
 
 MOST_PROCESSES = 8
 MAX_KILLS = 3

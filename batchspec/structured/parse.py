@@ -7,13 +7,13 @@ import json
 import numpy as np
 from numpy.typing import NDArray
 
+from batchspec.automata.token_automaton import BREAKS_AFTER_THOUGHT, TokenSymbols
 from batchspec.structured.grammar import grammar_rules
 from batchspec.structured.json_schema.schema import schema_rules
 from batchspec.structured.network import Network
 from batchspec.structured.regex import regex_node
 from batchspec.structured.regular import Alt, Repeat, text
 from batchspec.structured.rules import Rules
-from batchspec.token_automaton import BREAKS_AFTER_THOUGHT, TokenSymbols
 
 AFTER_THOUGHT = Repeat(text("\n"), 0, BREAKS_AFTER_THOUGHT)
 """White space that is allowed between a reasoning block and the answer, because models write it."""

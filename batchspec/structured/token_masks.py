@@ -15,10 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from batchspec.structured.channels import ChannelStates, with_letters
-from batchspec.structured.dfa import MAX_STATES, Dfa
-from batchspec.structured.regular import TooLarge
-from batchspec.token_automaton import (
+from batchspec.automata.token_automaton import (
     BEGIN_THOUGHT,
     DEAD,
     END_THOUGHT,
@@ -31,6 +28,9 @@ from batchspec.token_automaton import (
     TokenAutomaton,
     TokenSymbols,
 )
+from batchspec.structured.channels import ChannelStates, with_letters
+from batchspec.structured.dfa import MAX_STATES, Dfa
+from batchspec.structured.regular import TooLarge
 
 MAX_MASKS_BYTES = 64 << 20
 """Maximum size of the masks of one automaton: 3,400 masks of a vocabulary of 152,000 tokens."""

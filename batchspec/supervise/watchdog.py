@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, Self
 
-from batchspec import load_progress, terminal
+from batchspec.console import terminal
 from batchspec.errors import BatchspecError, Interrupted
-from batchspec.load_progress import WINDOW_S, Activity
+from batchspec.process import load_progress
+from batchspec.process.load_progress import WINDOW_S, Activity
 
 NUM_CHECKS = 20
 """Minimum number of checks within the limit."""

@@ -18,13 +18,13 @@ from batchspec.engine.features.choices import run_with_choices
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CapacityError, EngineInUse, InputError
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.out_of_memory import OutOfMemoryGuard
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import Constraints
 from batchspec.packing.feed import Feed
 from batchspec.packing.predict import LengthPredictor
 from batchspec.prepare import Job, JobModel, job_of
+from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.records import Completion, Request
 from batchspec.request_stream import RequestStream, WrappedStream
 from batchspec.runner.shard_work import ShardWork

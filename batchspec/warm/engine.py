@@ -21,9 +21,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from batchspec import terminal
 from batchspec.config.call_arguments import explains_arguments
 from batchspec.config.overrides import Options, overrides_of
+from batchspec.console import terminal
 from batchspec.dataset.in_memory import table_of
 from batchspec.engine.loop.engine import Engine as BatchEngine
 from batchspec.engine.loop.totals import EngineTotals

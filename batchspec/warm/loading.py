@@ -11,12 +11,12 @@ from batchspec.dataset.reader import table_source
 from batchspec.engine.loop.engine import Engine
 from batchspec.errors import CapacityError
 from batchspec.load import load_engine
-from batchspec.out_of_memory import OutOfMemoryGuard
 from batchspec.packing.planner import GPU_SLOTS, Demand
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.survey import Survey
 from batchspec.packing.unused import check_keys_of_engine
 from batchspec.prepare import Job, JobModel, check_gpu, fetch_weights, job_of, open_tokenizer
+from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.report.progress_bar import ProgressBar
 
 PROMPT_TOKENS = 1024

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from batchspec.automata.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.cli import guarded
 from batchspec.config.compose import reported
 from batchspec.config.schema import RunConfig
@@ -35,14 +36,13 @@ from batchspec.engine.ranks.messages import Calibrate, End, NewWeights
 from batchspec.errors import BatchspecError, CapacityError, RankLost
 from batchspec.load import rewrite_weights, vocabulary_of
 from batchspec.model.kv_calibration import give_scales
-from batchspec.out_of_memory import OutOfMemoryGuard
 from batchspec.packing.planner import host_share
 from batchspec.prepare import Job, open_model
+from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.records import Request
 from batchspec.runner.follower import run_follower
 from batchspec.supervise.leave import leave
 from batchspec.supervise.watchdog import Watchdog, limit_s, nccl_s
-from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.warm.loading import load, open_warm
 from batchspec.warm.wire import (
     Ask,

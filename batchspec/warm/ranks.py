@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeVar
 
-from batchspec.child_process import python_command
+from batchspec.automata.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.cluster.devices import devices_of
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
@@ -30,10 +30,10 @@ from batchspec.distributed.silent_ranks import SilentRanks
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import EngineInUse, RankLost
 from batchspec.packed_batch import PackedBatch
+from batchspec.process.child_process import python_command
 from batchspec.records import Completion, Request
 from batchspec.request_stream import RequestStream, take_ready
 from batchspec.supervise.watchdog import limit_s
-from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.warm.wire import (
     Ask,
     Ended,

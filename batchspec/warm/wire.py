@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from batchspec.automata.token_automaton import TokenAutomaton
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import BatchspecError
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request
-from batchspec.token_automaton import TokenAutomaton
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from batchspec.kernels.attention.tile import sink_share
 from batchspec.kernels.attention.work_list import AttentionWork
-from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
@@ -175,4 +174,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.timing import Bench
+
     main()

@@ -20,7 +20,6 @@ from torch import Tensor
 from batchspec.kernels.attention.ordered_step import PART, WARPS, attend_part, block_of
 from batchspec.kernels.attention.softmax_step import page_of
 from batchspec.kernels.attention.tile import lanes_of, sink_share
-from batchspec.kernels.benchmarks.timing import Bench, graph_us
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.e4m3 import E4M3, movable
 from batchspec.kernels.common.pdl import await_earlier, launch_args
@@ -195,4 +194,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.timing import Bench, graph_us
+
     main()

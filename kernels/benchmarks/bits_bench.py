@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.timing import MAX_COPIES, Call, GraphClock
+from batchspec.kernels.common.graph_clock import MAX_COPIES, Call, GraphClock
 from batchspec.kernels.gemm.linear import launch as launch_linear
 from batchspec.kernels.gemm.linear import linear
 from batchspec.kernels.gemm.ordered import launch, ordered_linear

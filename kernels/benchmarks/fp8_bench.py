@@ -23,8 +23,9 @@ from torch import Tensor
 
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.options import add_limits, json_lines, parse_on_gpu, parser_of
-from batchspec.kernels.benchmarks.timing import Call, GraphClock, relative_error
+from batchspec.kernels.benchmarks.timing import relative_error
 from batchspec.kernels.common.e4m3 import E4M3
+from batchspec.kernels.common.graph_clock import Call, GraphClock
 from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_linear_reference, launch
 from batchspec.kernels.gemm.fp8_tiles import Fp8Tile, candidates, fp8_tile
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, quantise_tokens

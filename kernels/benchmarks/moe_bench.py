@@ -24,7 +24,8 @@ from torch import Tensor
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.moe_weights import FORMATS, MODELS, MoeShape, Product, make_products
 from batchspec.kernels.benchmarks.options import add_limits, json_lines, parse_on_gpu, parser_of
-from batchspec.kernels.benchmarks.timing import Call, GraphClock, relative_error
+from batchspec.kernels.benchmarks.timing import relative_error
+from batchspec.kernels.common.graph_clock import Call, GraphClock
 from batchspec.kernels.moe.combine import combine_norm, combine_norm_reference
 from batchspec.kernels.moe.quantise import quantise_rows
 from batchspec.kernels.moe.route import lists_reference, route, route_reference

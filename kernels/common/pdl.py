@@ -72,9 +72,3 @@ def start_next(PDL: tl.constexpr):
     """Let the next launch start."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.pdl_bench import main
-
-    main()

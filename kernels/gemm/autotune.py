@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.timing import MAX_COPIES, Call, GraphClock
+from batchspec.kernels.common.graph_clock import MAX_COPIES, Call, GraphClock
 from batchspec.kernels.gemm.activation import silu_and_mul
 from batchspec.kernels.gemm.linear import launch, norm_reference, num_sms
 from batchspec.kernels.gemm.lm_head import lm_head, lm_head_reference

@@ -20,8 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.common.pdl import await_earlier, launch_args
@@ -152,4 +150,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
+    from batchspec.kernels.benchmarks.timing import Bench
+
     main()

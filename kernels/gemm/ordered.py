@@ -180,11 +180,7 @@ def ordered_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, *, 
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
-def main() -> None:
-    from batchspec.kernels.benchmarks.bits_bench import main as compare
-
-    compare()
-
-
 if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.bits_bench import main
+
     main()

@@ -17,8 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.e4m3 import E4M3, movable
 from batchspec.kernels.common.pdl import await_earlier, launch_args
@@ -124,4 +122,7 @@ def bench_shape(bench: Bench, rows: int, layers: int, heads: int, dim: int) -> N
 
 
 if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
+    from batchspec.kernels.benchmarks.timing import Bench
+
     main()

@@ -19,8 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.norm_rope.norm import add_norm_reference
@@ -181,4 +179,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
+    from batchspec.kernels.benchmarks.timing import Bench
+
     main()

@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import launch_args
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, check_form, empty_tokens, quantise_tokens
@@ -103,4 +101,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
+    from batchspec.kernels.benchmarks.timing import Bench
+
     main()

@@ -28,8 +28,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.e4m3 import E4M3, e4m3_bits, magnitude, movable
 from batchspec.kernels.common.pdl import await_earlier, launch_args
@@ -275,4 +273,7 @@ def bench_shape(
 
 
 if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
+    from batchspec.kernels.benchmarks.timing import Bench
+
     main()

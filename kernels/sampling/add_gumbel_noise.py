@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check, check_draw
 from batchspec.kernels.sampling.counter_rng import mix32, position_words, position_words_reference
 from batchspec.kernels.sampling.sample import gumbel, gumbel_of
@@ -113,4 +112,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.timing import Bench
+
     main()

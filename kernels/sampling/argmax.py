@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
@@ -151,4 +150,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.timing import Bench
+
     main()

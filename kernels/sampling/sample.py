@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check, check_draw
 from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax_reference, first_max
 from batchspec.kernels.sampling.counter_rng import mix32, mix32_reference, position_words, position_words_reference
@@ -260,4 +259,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.timing import Bench
+
     main()

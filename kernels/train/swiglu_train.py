@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import FLOATS, check
 
 BLOCK = 2048
@@ -116,4 +115,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.timing import Bench
+
     main()

@@ -20,8 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
@@ -233,4 +231,7 @@ def bench_shape(bench: Bench, rows: int, branches: int) -> None:
 
 
 if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
+    from batchspec.kernels.benchmarks.timing import Bench
+
     main()

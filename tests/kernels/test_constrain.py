@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchspec.automata.token_automaton import DEAD, FORCED, TokenAutomaton
 from batchspec.batch.automata import Automata, AutomataCapacity, AutomatonUpload, place_of
 from batchspec.kernels.rounds.accept import FAILED, FULL, STOPPED
 from batchspec.kernels.sampling.advance_states import advance_states
 from batchspec.kernels.sampling.constrain import BLOCK, BLOCKS, constrain_drafts, constrain_logits, mask_rows
-from batchspec.token_automaton import DEAD, FORCED, TokenAutomaton
 from tests.automata import EOS, VOCABULARY, automaton
 from tests.engines import VOCAB
 

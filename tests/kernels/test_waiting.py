@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from batchspec.automata.lazy_automaton import NOT_EXPANDED
+from batchspec.automata.token_automaton import FORCED, NEXT, NUM_SYMBOLS
 from batchspec.kernels.rounds.accept import WAIT, WAITING
 from batchspec.kernels.sampling import waiting as waiting_module
 from batchspec.kernels.sampling.waiting import mark_waiting, park_waiting
-from batchspec.lazy_automaton import NOT_EXPANDED
-from batchspec.token_automaton import FORCED, NEXT, NUM_SYMBOLS
 from tests.automata import VOCABULARY
 from tests.engines import VOCAB
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from batchspec.automata.lazy_automaton import Expanding
+from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.batch.automata import Automata, AutomataCapacity
 from batchspec.cache.page_tables import PagePools
 from batchspec.engine.features.adapter import Adapter
@@ -39,9 +41,7 @@ from batchspec.engine.prefill.passes import PrefillPass
 from batchspec.engine.rounds.round import LogitReader
 from batchspec.engine.slots.row_feature import Features, RowFeature
 from batchspec.engine.slots.slot_table import SlotTable
-from batchspec.lazy_automaton import Expanding
 from batchspec.records import Request
-from batchspec.token_automaton import TokenSymbols
 from batchspec.tool_calls.split import CallParser
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from batchspec.automata.token_automaton import DEAD, TokenAutomaton
 from batchspec.batch.automata import AutomataCapacity, AutomatonUpload, ConstraintOffsets, place_of
 from batchspec.records import Ids
-from batchspec.token_automaton import DEAD, TokenAutomaton
 
 FIRST_PLACE = 1
 """Offset 0 is never used: it means no constraint."""

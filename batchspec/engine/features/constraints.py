@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from batchspec.automata.token_automaton import TokenAutomaton
 from batchspec.batch.automata import AutomataCapacity, ConstraintOffsets
 from batchspec.batch.row_commands import RowCommands
 from batchspec.batch.sampling_mode import SamplingMode
@@ -21,7 +22,6 @@ from batchspec.engine.slots.completion import NON_FINITE, non_finite
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import RowFeature
 from batchspec.records import Completion
-from batchspec.token_automaton import TokenAutomaton
 
 OF_ALLOWED = " of a token that its schema, regex, choice or grammar allows{others}; or a token was drawn that it does not allow"
 NOT_BAD = " and its bad_words do not forbid"

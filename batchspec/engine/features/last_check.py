@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import Future
 
+from batchspec.automata.lazy_automaton import Expanding, LazyAutomaton, Recheck
+from batchspec.automata.token_automaton import BREAKS_AFTER_THOUGHT, TokenAutomaton, TokenSymbols
 from batchspec.engine.features.thinking import split_thoughts
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.lazy_automaton import Expanding, LazyAutomaton, Recheck
 from batchspec.records import CONSTRAINT_VIOLATED, RowError
-from batchspec.token_automaton import BREAKS_AFTER_THOUGHT, TokenAutomaton, TokenSymbols
 
 CAUSE = "which only an error of the program or of the GPU can cause"
 ADVICE = "decode the row again (resume=error), and report it if it comes again"

@@ -13,15 +13,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
+from batchspec.automata.lazy_automaton import Answer, Ask, Expanding, Expansion, LazyAutomaton, MachineError, Recheck
+from batchspec.automata.token_automaton import DEAD, TokenSymbols
 from batchspec.batch.automata import ConstraintOffsets
 from batchspec.batch.row_commands import RowCommands
 from batchspec.engine.features.constraints import Constraints
 from batchspec.engine.features.last_check import ADVICE, CAUSE, LastCheck
 from batchspec.engine.features.lazy_places import LazyPlaces
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.lazy_automaton import Answer, Ask, Expanding, Expansion, LazyAutomaton, MachineError, Recheck
 from batchspec.records import CONSTRAINT_VIOLATED, Request, RowError
-from batchspec.token_automaton import DEAD, TokenSymbols
 
 MAX_WRITTEN = 64
 """Maximum number of a row's tokens that are sent with an ask."""

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from batchspec.automata.lazy_automaton import NOT_EXPANDED, Expansion, LazyAutomaton, new_epoch
+from batchspec.automata.token_automaton import DEAD, NEXT, TokenSymbols
 from batchspec.batch.automata import AutomataCapacity, StatesUpload
-from batchspec.lazy_automaton import NOT_EXPANDED, Expansion, LazyAutomaton, new_epoch
 from batchspec.records import Ids
-from batchspec.token_automaton import DEAD, NEXT, TokenSymbols
 
 
 class KnownStates:

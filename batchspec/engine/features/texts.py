@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batchspec.constrained_text import checked_text
+from batchspec.automata.token_automaton import BREAKS_AFTER_THOUGHT, DEAD, TokenAutomaton, TokenSymbols
 from batchspec.engine.features.channel_calls import tool_calls
 from batchspec.engine.features.last_check import LastCheck
 from batchspec.engine.features.stop_strings import UNFINISHED, Decode, StopStrings
@@ -12,7 +12,7 @@ from batchspec.engine.features.thinking import Parts, split_thoughts
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import RowFeature
 from batchspec.records import Completion, Request
-from batchspec.token_automaton import BREAKS_AFTER_THOUGHT, DEAD, TokenAutomaton, TokenSymbols
+from batchspec.structured.checked_text import checked_text
 
 
 def decode_of_answer(request: Request, decode: Decode | None, symbols: TokenSymbols | None) -> Decode | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.engine.features.thinking import split_thoughts
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import RowFeature
 from batchspec.records import Completion
-from batchspec.token_automaton import TokenSymbols
 from batchspec.tool_calls.split import CallParser
 
 

@@ -33,9 +33,9 @@ from batchspec.engine.slots.row_feature import Features
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.slots.static_batching import StaticBatching
 from batchspec.errors import EngineInUse
-from batchspec.garbage import older_objects_frozen
 from batchspec.model.target import Target
 from batchspec.packed_batch import ExpectedRows, PackedBatch
+from batchspec.process.garbage import older_objects_frozen
 from batchspec.records import Completion, Ids, Request, Snapshot
 from batchspec.request_stream import ListedRequests, RequestStream, stream_of
 
@@ -234,10 +234,6 @@ class Engine:
             self._end(state, finish, now)
         if self.on_round is not None:
             self.on_round(self.totals)
-        self._take_ahead()
-
-    def _take_ahead(self) -> None:
-        """As `EngineRun.take_ahead`; a method of its own, so that `bench --host` can time it."""
         self._current.take_ahead()
 
     def _end(self, state: RequestState, finish: int, now: float) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.step import ScheduledStep
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request
-from batchspec.token_automaton import TokenSymbols
 from batchspec.tuning.table import Table
 
 

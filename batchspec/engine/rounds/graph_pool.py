@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from batchspec.garbage import no_garbage_collection
-from batchspec.load_progress import count_step
+from batchspec.process.garbage import no_garbage_collection
+from batchspec.process.load_progress import count_step
 
 T = TypeVar("T")
 

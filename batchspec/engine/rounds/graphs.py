@@ -14,7 +14,7 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.rounds.graph_pool import GraphPool
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
 from batchspec.engine.rounds.round import Round, RoundResult
-from batchspec.load_progress import count_step
+from batchspec.process.load_progress import count_step
 
 GRAPH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """fp64, used by tests, has no verify attention that is planned on the device, so it cannot be captured."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.error_rows import error_row
 from batchspec.records import Completion, RowError, RowStats
 
 NON_FINITE = "non_finite_logits"
@@ -39,7 +38,7 @@ def completion_of(
         stats=_stats(state, drafter, slot, now, nodes),
     )
     if state.finish_reason == "error":
-        return non_finite(done, num_tokens=len(state.tokens)) if state.error is None else error_row(done, state.error)
+        return non_finite(done, num_tokens=len(state.tokens)) if state.error is None else done.failed(state.error)
     stop_id = None if state.stop_id is None or state.stop_id in eos_ids else str(state.stop_id)
     return replace(
         done,
@@ -62,8 +61,7 @@ def non_finite(done: Completion, where: str | None = None, *, num_tokens: int = 
         f"the model's logits at {where} hold NaN or +inf, or no finite value{of_allowed}; check the weights and model.dtype, or "
         "drop the row"
     )
-    failed = replace(done, status="error", finish_reason="error", token_ids=None, text=None)
-    return error_row(failed, RowError(code=NON_FINITE, stage="decode", message=message, retryable=True))
+    return done.failed(RowError(code=NON_FINITE, stage="decode", message=message, retryable=True))
 
 
 def _stats(state: RequestState, drafter: str, slot: int, now: float, nodes: int | None) -> RowStats:

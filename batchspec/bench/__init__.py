@@ -1,0 +1,10 @@
+"""`batchspec bench`: speeds and costs, measured. Nothing else imports this package.
+
+command.py     the command; arguments.py: its command line
+workloads.py   models and prompts; schemas.py: `--schemas`
+engines.py     configurations; variants.py: which take turns; phases.py: progress
+rounds.py      `--rounds`: single rounds
+profile.py     where the time of a round goes
+ranks.py       `--tensor-parallel`; follower.py: the other processes
+job_layer.py   `--job-layer`: a job without its model; job_layer_stand_ins.py: an engine that answers at once
+"""

@@ -1,0 +1,212 @@
+"""The variants in which `batchspec bench` runs a workload: drafter, draft length, temperature and options, as a job's config.
+
+Drafters and engines are made from that config as a job makes them (`draft/spec.py`, `load.build_engine`), and prepared and fed as
+those of a job (`load.prepare_engine`, `Engine.run`). Only the shape of the batch comes from the arguments and
+not from the planner, so that no row waits for memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import torch
+
+from batchspec.automata.token_automaton import TokenAutomaton, TokenSymbols
+from batchspec.bench.schemas import compiled, symbols_of
+from batchspec.bench.workloads import Workload, survey_of
+from batchspec.config.draft_schema import DraftConfig, TreeConfig
+from batchspec.config.schema import AblationConfig, ModelConfig, RunConfig
+from batchspec.distributed.group import Group
+from batchspec.draft.base import Drafter
+from batchspec.draft.registry import DRAFTERS
+from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec, open_drafter
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.ranks.lead import Lead
+from batchspec.errors import ConfigError
+from batchspec.load import build_engine
+from batchspec.model.shapes import DRAFT_VOCAB
+from batchspec.packed_batch import PackedBatch
+from batchspec.packing.memory import graph_tokens
+from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, row_buckets
+
+OPTIONS = ("coupled", "dead_positions", "uniform_slots", "argmax", "dead_rows", "prefill_graphs", "sharing", "sharded_draft")
+TREE = "tree"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "eagle3": {"parallel": False},
+    "hybrid": {"parallel": False},
+    "parallel": {"name": "eagle3", "parallel": True},
+    TREE: {"name": "eagle3", "parallel": False},
+}
+"""Names of --draft -> keys of `draft` that they set; a drafter without an entry is its own name."""
+DRAFTS = tuple(dict.fromkeys([*DRAFTERS, *SETTINGS]))
+"""Choices of --draft."""
+LONGEST_DRAFT = 5
+"""The largest K for --k auto without --accept."""
+
+
+@dataclass(frozen=True, slots=True)
+class VariantSpec:
+    """One variant: drafter, draft length (None: the engine chooses) and options that differ from the defaults."""
+
+    draft: str
+    draft_len: int | None
+    options: Mapping[str, bool]
+    temperature: float = 0.0
+    schemas: int = 0
+    """Number of distinct schemas that its rows follow, one each; 0: none."""
+
+    @property
+    def name(self) -> str:
+        length = "" if self.draft == "none" else f" K={'auto' if self.draft_len is None else self.draft_len}"
+        heat = f" T={self.temperature:g}" if self.temperature else ""
+        heat += f" schemas={self.schemas}" if self.schemas else ""
+        return self.draft + length + heat + "".join(f" {key}={str(value).lower()}" for key, value in self.options.items())
+
+
+def variant_specs(args: argparse.Namespace) -> Iterator[VariantSpec]:
+    """Every drafter with every draft length, temperature and number of schemas, and again with each set of --opt that applies to
+    it.
+    """
+    for draft in args.draft:
+        reads = DRAFTERS[SETTINGS.get(draft, {}).get("name", draft)].reads
+        for length in [0] if draft == "none" else args.k:
+            for temperature, schemas in product(args.temperature, args.schemas):
+                for options in [{}, *args.opt]:
+                    fits = all(f"ablation.{key}" in reads for key in options if key in ("dead_positions", "sharded_draft"))
+                    if fits and (temperature or "coupled" not in options):
+                        yield VariantSpec(draft, length, options, temperature, schemas)
+
+
+def parse_options(text: str) -> dict[str, bool]:
+    """`argmax=false,dead_rows=false` -> a set of options. Raises ConfigError for others."""
+    found = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        if key not in OPTIONS or value not in ("true", "false"):
+            raise ConfigError(f"--opt {part} must be NAME=true or NAME=false with NAME one of {', '.join(OPTIONS)}")
+        found[key] = value == "true"
+    return found
+
+
+def config_of(args: argparse.Namespace, variant: VariantSpec) -> RunConfig:
+    """The configuration of a job that would run the workload in this variant."""
+    on, length = variant.options, _draft_len(args, variant)
+    accept = list(args.accept[:length]) if args.accept and variant.draft != "none" else None
+    tree = TreeConfig()
+    if variant.draft == TREE:
+        tree = TreeConfig(topk=args.topk, depth=length, nodes=args.nodes)
+    draft = DraftConfig(
+        **{"name": variant.draft, **SETTINGS.get(variant.draft, {})},
+        path=args.draft_path,
+        num_speculative_tokens=length,
+        corpus_tokens=args.corpus_tokens,
+        window=args.window,
+        sink_tokens=args.sink,
+        cache_dtype=args.draft_kv,
+        tree=tree,
+        synthetic=accept,
+        coupled=on.get("coupled", True),
+        adaptive=variant.draft_len is None,
+    )
+    ablation = AblationConfig(
+        dead_rows=on.get("dead_rows", True),
+        argmax=on.get("argmax", True),
+        uniform_slots=on.get("uniform_slots", True),
+        dead_positions=on.get("dead_positions", True),
+        prefill_graphs=on.get("prefill_graphs", True),
+        sharded_draft=on.get("sharded_draft"),
+    )
+    return RunConfig(model=ModelConfig(load_format="auto" if args.draft_path else "dummy"), draft=draft, ablation=ablation)
+
+
+def _draft_len(args: argparse.Namespace, variant: VariantSpec) -> int:
+    """K of the drafter; a variant without drafts still keeps the drafter's K/V up to date."""
+    return max(1, variant.draft_len) if variant.draft_len is not None else len(args.accept or ()) or LONGEST_DRAFT
+
+
+@dataclass
+class Bench:
+    """What the engine variants of one process share: the target, the requests, and the drafters' weights."""
+
+    args: argparse.Namespace
+    workload: Workload
+    device: torch.device
+    group: Group | None = None
+    """The processes that compute the target together; None: this one alone."""
+    lead: Lead | None = None
+    """Set on the leader of a group if the other ranks follow its engines."""
+    _weights: dict[Any, Any] = field(default_factory=dict)
+    _automata: tuple[int, list[TokenAutomaton]] = (0, [])
+
+    def __post_init__(self) -> None:
+        """Ranks make the buffers of their exchanges once: enlarging them would make the graphs of other engines invalid."""
+        target = self.workload.target
+        if target.ranks is not None:
+            longest = max(
+                self._drafter_spec(config_of(self.args, variant)).shape.num_verified for variant in variant_specs(self.args)
+            )
+            target.ranks.reserve(self.args.batch * (longest + 1) * target.spec.hidden_size * target.dtype.itemsize)
+
+    def _drafter_spec(self, config: RunConfig) -> DrafterSpec[Any]:
+        spec, vocab = self.workload.target.spec, DRAFT_VOCAB.get(self.args.shape, DEFAULT_DRAFT_VOCAB)
+        return open_drafter(config, spec.whole or spec, draft_vocab=vocab).of_rank(spec.shard)
+
+    def drafter(self, variant: VariantSpec, config: RunConfig) -> Drafter:
+        """The drafter that a job would have; drafters with the same checkpoint share its weights.
+
+        Raises ConfigError if the options do not fit the drafter.
+        """
+        target, args = self.workload.target, self.args
+        spec = self._drafter_spec(config)
+        if spec.checkpoint not in self._weights:
+            self._weights[spec.checkpoint] = spec.load(dtype=target.dtype, device=self.device)
+        try:
+            return spec.build(self._weights[spec.checkpoint], target, slots=args.batch)
+        except ValueError as error:
+            length = config.draft.num_speculative_tokens
+            raise ConfigError(f"--draft {variant.draft} with --k {length}, --topk, --nodes: {error}") from None
+
+    def engine(self, variant: VariantSpec, buckets: tuple[int, ...] | None = None) -> Engine:
+        """The engine that a job would have; `buckets`: row buckets that replace the default ones."""
+        config = config_of(self.args, variant)
+        drafter = self.drafter(variant, config)
+        batch = self.batch(drafter)
+        batch = batch if buckets is None else replace(batch, row_buckets=buckets)
+        vocabulary = self._symbols if variant.schemas else None
+        return build_engine(config, self.workload.target, drafter, batch, lead=self.lead, vocabulary=vocabulary)
+
+    @cached_property
+    def _symbols(self) -> TokenSymbols:
+        return symbols_of(self.workload.tokenizer, self.workload.target.spec.vocab_size)
+
+    def automata(self, variant: VariantSpec) -> list[TokenAutomaton]:
+        """The automata that the rows follow, in turn; none without schemas."""
+        if variant.schemas and self._automata[0] != variant.schemas:
+            end_ids = self.workload.requests[0].stop_ids
+            self._automata = variant.schemas, compiled(self._symbols, variant.schemas, end_ids)
+        return self._automata[1] if variant.schemas else []
+
+    def batch(self, drafter: Drafter) -> PackedBatch:
+        """A slot for each of --batch rows, and pages for all of them up to their end, so that no row is preempted."""
+        requests = self.workload.requests
+        demand = survey_of(requests).demand(len(requests), max_len=0)
+        on_cpu, num_lookahead_slots = self.device.type == "cpu", drafter.shape.num_lookahead_slots
+        spec, prefill_tokens = self.workload.target.spec, self.args.prefill_tokens or (CPU_PREFILL if on_cpu else GPU_PREFILL)
+        return PackedBatch(
+            num_slots=self.args.batch,
+            row_buckets=row_buckets(self.args.batch),
+            num_pages=1 + self.args.batch * -(-(demand.max_tokens + num_lookahead_slots) // PAGE_SIZE),
+            page_size=PAGE_SIZE,
+            max_len=demand.max_tokens,
+            longest_prompt=demand.longest_prompt,
+            longest_row=demand.longest_row,
+            draft_len=drafter.shape.num_verified,
+            prefill_tokens=prefill_tokens,
+            run_ahead=0 if on_cpu else GPU_RUN_AHEAD,
+            graph_tokens=graph_tokens(spec, prefill_tokens),
+        )

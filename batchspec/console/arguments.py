@@ -1,0 +1,40 @@
+"""argparse for the commands; a wrong argument is a ConfigError of one line, like any other error."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from batchspec.errors import ConfigError
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """`prog` is the command as a user types it, such as `batchspec stats`. Wrong arguments raise ConfigError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{' '.join(message.split())}; `{self.prog} --help` lists its arguments")
+
+    def refuse(self, args: argparse.Namespace, names: Sequence[str], why: str) -> None:
+        """Raises ConfigError if one of these options was given although the other arguments leave it without effect.
+
+        names  options without their dashes
+        why    what follows the option and its value in the message: "is read only with --open"
+        """
+        for name in names:
+            if (value := getattr(args, name)) != self.get_default(name):
+                shown = "" if value is True else f" {','.join(value) if isinstance(value, list) else value}"
+                self.error(f"--{name.replace('_', '-')}{shown} {why}; remove it")
+
+
+class Renamed(argparse.Action):
+    """Refuses the old name of an option with its present name: add("--old", action=Renamed, new="--new")."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, new: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs="?", help=argparse.SUPPRESS)
+        self._new = new
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
+    ) -> NoReturn:
+        parser.error(f"{option_string} is now {self._new}")

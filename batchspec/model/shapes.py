@@ -1,0 +1,105 @@
+"""config.json of the shapes that `batchspec bench` and `doctor` know by name, to measure and tune without a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from batchspec.errors import ConfigError
+from batchspec.model.spec import ModelSpec, load_spec
+
+COMMON: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+"""Keys of every shape that has none of its own."""
+_LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "rope_theta": 500000.0,
+}  # fmt: skip
+_LLAMA_70B: dict[str, Any] = _LLAMA_8B | {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+}  # fmt: skip
+_GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880,
+    "num_experts_per_tok": 4, "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "sliding_window": 128,
+    "vocab_size": 201088, "rope_theta": 150000.0, "attention_bias": True, "swiglu_limit": 7.0,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+    },
+}  # fmt: skip
+_QWEN3_30B: dict[str, Any] = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "vocab_size": 151936, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+_QWEN3_235B: dict[str, Any] = _QWEN3_30B | {
+    "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+}  # fmt: skip
+_MINIMAX_M2: dict[str, Any] = {
+    "model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "hidden_size": 3072, "intermediate_size": 1536,
+    "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256,
+    "num_experts_per_tok": 8, "shared_intermediate_size": 0, "vocab_size": 200064, "max_position_embeddings": 196608,
+    "rms_norm_eps": 1e-6, "rope_theta": 5000000.0, "rotary_dim": 64, "use_qk_norm": True, "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid", "use_routing_bias": True,
+}  # fmt: skip
+
+
+def _fp8(router: str = "mlp.gate") -> dict[str, Any]:
+    """FP8 weights with a scale for each 128 x 128 block, all but the output matrix and the router."""
+    return {
+        "quantization_config": {
+            "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head", router],
+        }
+    }  # fmt: skip
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama8b": _LLAMA_8B,
+    "llama8b-fp8": _LLAMA_8B | _fp8(),
+    "llama70b": _LLAMA_70B,
+    "llama70b-fp8": _LLAMA_70B | _fp8(),
+    "llama1b": {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "rope_theta": 500000.0, "tie_word_embeddings": True,
+    },
+    "smol135m": {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "rope_theta": 100000.0, "tie_word_embeddings": True,
+    },
+    "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
+    "qwen3-30b-a3b": _QWEN3_30B,
+    "qwen3-30b-a3b-fp8": _QWEN3_30B | _fp8(),
+    "qwen3-235b-a22b": _QWEN3_235B,
+    "qwen3-235b-a22b-fp8": _QWEN3_235B | _fp8(),
+    "minimax-m2-fp8": _MINIMAX_M2 | _fp8("block_sparse_moe.gate"),
+}  # fmt: skip
+DRAFT_VOCAB = {"smol135m": 16384}
+"""Tokens that the head of a shape can draft, where not the usual number."""
+
+
+def shape_spec(name: str) -> ModelSpec:
+    """The shape of that name in SHAPES, or of that config.json. Raises ConfigError where there is neither."""
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "config.json").write_bytes(config_json(name))
+        return load_spec(Path(scratch))
+
+
+def config_json(name: str) -> bytes:
+    """The file's text. Raises ConfigError for a name that is neither a shape nor a file."""
+    if name in SHAPES:
+        return json.dumps({**COMMON, **SHAPES[name]}).encode()
+    if Path(name).is_file():
+        return Path(name).read_bytes()
+    raise ConfigError(f"--shape {name} is neither one of {', '.join(SHAPES)} nor a file; give a config.json")

@@ -1,0 +1,9 @@
+"""This process, its children and the machine that they share. Everyone may import it.
+
+child_process.py   starts Python programs that end with the run
+early_start.py     begins slow work while modules are imported
+garbage.py         keeps Python's garbage collector away from modules and models
+load_progress.py   whether loading a model makes progress
+local_files.py     opens regular files only
+out_of_memory.py   recognises errors of running out of memory
+"""
