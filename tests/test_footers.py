@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import logging
@@ -154,6 +155,19 @@ def test_footers_are_read_once_for_each_version_of_a_file(whole: OutputFolder, m
     os.utime(f"{whole.path}/data/part-00001.parquet")
     assert not fresh.missing()
     assert read[3:] == ["data/part-00001.parquet"]
+
+
+def test_a_footer_that_was_read_is_freed_at_once(whole: OutputFolder, tmp_path: Path) -> None:
+    """A run collects garbage rarely, and the footers of ten thousand shards would be a gigabyte."""
+    gc.collect()
+    gc.disable()
+    try:
+        for index in range(3):
+            assert read_shard_file(LocalStore(tmp_path / "out", "tmp"), f"data/{part(tmp_path, index).name}") is not None
+        assert not [kept for kept in gc.get_objects() if isinstance(kept, pq.FileMetaData)]
+    finally:
+        gc.enable()
+
 
 
 def test_a_footer_that_is_longer_than_one_read_or_reads_damaged_once_is_read_again(

@@ -122,8 +122,11 @@ def _parsed(footer: pq.FileMetaData, version: str) -> ShardFile:
 
 
 def _span(footer: pq.FileMetaData) -> str:
-    columns = [place for place in range(footer.num_columns) if footer.schema.column(place).path == "row_index"]
-    if len(columns) != 1 or not footer.num_row_groups:
+    if not footer.num_row_groups:
+        return ""
+    first = footer.row_group(0)  # not footer.schema: the two keep each other, and 100 KB, until garbage is collected
+    columns = [place for place in range(footer.num_columns) if first.column(place).path_in_schema == "row_index"]
+    if len(columns) != 1:
         return ""
     groups = [footer.row_group(number).column(columns[0]).statistics for number in range(footer.num_row_groups)]
     if not all(group is not None and group.has_min_max for group in groups):
