@@ -222,10 +222,13 @@ class Tokenizer:
         for name in (name for name, value in template_kwargs.items() if value is not None):
             if name in ("messages", "tools"):
                 return f"template_kwargs.{name} would replace the {name} of the row"
-            word = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
-            if not any(word.search(source) for source in self._templates.sources()):
+            if not self.reads(name):
                 return f"it reads no variable {name!r}, which template_kwargs sets"
         return None
+
+    def reads(self, variable: str) -> bool:
+        """Whether a chat template of the model reads this variable."""
+        return variable in self._templates.variables
 
     def _limit(self, max_tokens: int | None, keep_end: bool) -> Limit | None:
         """The limit on a text of `max_tokens` tokens; None if there is no bound."""

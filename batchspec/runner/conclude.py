@@ -53,6 +53,10 @@ def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool
     if errors:
         codes = ", ".join(f"{count} {code}" for code, count in stats.by_error.items())
         terminal.say(f"{output.path}: {counted(errors, 'error row')} ({codes}); the column `error` says why")
+    if truncated := stats.by_status.get("truncated", 0):
+        advice = "; resume=length and a larger decode.max_new_tokens continue those that it cut off"
+        cut = stats.by_finish_reason.get("length", 0)
+        terminal.say(f"{output.path}: {counted(truncated, 'truncated completion')}{advice if cut else ''}")
     _check_errors(job, stats)
     terminal.say(f"inspect it:  batchspec stats {for_shell(output.path)}")
     exactly = ", glob=False" if has_magic(output.path) else ""
