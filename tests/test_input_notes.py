@@ -133,6 +133,6 @@ def test_plan_and_run_count_rows_whose_several_completions_are_equal(
     for none in (
         words([1, 2, None], [0.0, 0.5, None]),
         words(None, [0.1, 0.5, None], *sampled),
-        words([2, 3, 1], None, *sampled),
+        words([2, 3, 1], None, "decode=sampled"),
     ):
         assert "samples" not in planned(capsys, none)

@@ -124,11 +124,6 @@ class Tokenizer:
                     found[*ids, token] = end
         return frozenset(complete)
 
-    def token_text(self, token: int) -> str:
-        """The text of a token inside of a text, with the space before a word; bytes that are not valid UTF-8 become U+FFFD."""
-        before = self.encode_part("a")
-        return self.decode([*before, token], skip_special=False)[len(self.decode(before, skip_special=False)) :]
-
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

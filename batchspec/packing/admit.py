@@ -44,6 +44,7 @@ from batchspec.dataset.row_ids import request_ids
 from batchspec.dataset.schema import output_schema
 from batchspec.dataset.untyped_columns import json_kinds
 from batchspec.errors import ConfigError
+from batchspec.model.token_texts import TokenTexts
 from batchspec.packing.cells import (
     BadRow,
     json_cell,
@@ -97,6 +98,7 @@ class Admission:
         self.decode, self.input = config.decode, config.input
         self.source, self.columns = SourceFacts(source.files, source.schema, source.lines), columns
         self.tokenizer, self.vocab_size = tokenizer, spec.vocab_size
+        self.token_texts = None if tokenizer is None else TokenTexts(tokenizer)
         self.max_len = job_max_len(config, spec)
         self.settings = RowSettings(config, columns, spec, tokenizer)
         self.predictor = LengthPredictor()

@@ -10,7 +10,6 @@ from pathlib import Path
 from batchspec import terminal
 from batchspec.config.schema import OutputConfig
 from batchspec.errors import Interrupted, StorageError
-from batchspec.model.token_texts import TokenTexts
 from batchspec.prepare import Job
 from batchspec.report.answers import NO_TOKEN_IDS, write_answers
 from batchspec.report.card import dataset_card
@@ -97,8 +96,7 @@ def write_answers_of(job: Job, output: OutputFolder, *, again: bool) -> None:
     has_logprobs = job.config.output.logprobs is not None and job.tokenizer is not None
     if has_logprobs and not job.config.output.token_ids:
         terminal.say(f"{name}: logprobs are left out: {NO_TOKEN_IDS}")
-    token_text = None if not has_logprobs or job.tokenizer is None else TokenTexts(job.tokenizer)
-    count = write_answers(output, Path(name), token_text=token_text)
+    count = write_answers(output, Path(name), token_text=job.admission.token_texts if has_logprobs else None)
     terminal.say(f"{name}: {counted(count, 'answer')} as OpenAI's response lines")
 
 
