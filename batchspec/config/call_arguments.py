@@ -22,8 +22,8 @@ Result = TypeVar("Result")
 ROWS = ("prompts", "inputs", "messages", "prompt_token_ids")
 """What vLLM's `generate` and `chat` and OpenAI's calls name their rows."""
 _GROUPS = "|".join(item.name for item in fields(RunConfig))
-_FORM = re.compile(rf"(?<=\s)((?:{_GROUPS})(?:\.\w+)*)=(\.\.\.|[\w./-]*\w)(?=[\s;,)]|$)")
-"""KEY=VALUE, where VALUE is one word."""
+_FORM = re.compile(rf"(?<=\s)((?:{_GROUPS})(?:\.\w+)*)=(\.\.\.|[\w./-]*\w)(?=[\s;,)]|$)(?! is )")
+"""KEY=VALUE that is advised: VALUE is one word, and nothing is said of it."""
 _LITERALS = {"true": "True", "false": "False", "null": "None"}
 OBJECTS = {
     "sampling_params": REMARKS["sampling_params"],
