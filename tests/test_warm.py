@@ -558,7 +558,7 @@ def test_calls_bring_penalties_and_biases_of_their_own(shared: batchspec.Engine,
     ("keys", "rows", "said"),
     [
         ({}, {"text": ["a"]}, 'name one, e.g. {"input.columns.prompt": "text"}'),
-        ({"decode.n": 2}, {"prompt": ["a"]}, 'choose {"decode": "sampled"}, or remove decode.n'),
+        ({"decode.n": 2, "decode.max_new_tokens": 4}, {"prompt": ["a"]}, 'choose {"decode": "sampled"}, or remove decode.n'),
         ({"model.path": None}, {"prompt": ["a"]}, 'job="demo" is a job that has everything'),
         ({}, {"prompt": ["a", "b"], "id": ["1", "1"]}, 'set {"input.columns.id": None} to number the rows'),
         ({"input.path": "x.parquet"}, {"prompt": ["a"]}, "^input.path=x.parquet is not for .*, such as polars.read_parquet"),
