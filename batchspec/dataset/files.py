@@ -50,8 +50,10 @@ class DataFile(Protocol):
     """sha256 that distinguishes contents of the file."""
     schema: pa.Schema
     parts: Sequence[Part]
-    lines: LineNumbers | None
-    """Where each row begins in a file of text; None: it is no text."""
+
+    @property
+    def lines(self) -> LineNumbers | None:
+        """Where each row begins in a file of text; None: it is no text."""
 
     def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
         """The part's rows. A bad row is a batch of its own; its metadata have `code` and `message`.
