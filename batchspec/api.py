@@ -29,7 +29,9 @@ from batchspec.supervise.watchdog import Watchdog, limit_s
 from batchspec.warm.call import empty_frame
 from batchspec.warm.loading import job_without_rows
 
-_OF_FILES = dict.fromkeys(("input.path", "input.config_name", "input.split"), "the call brings its own rows")
+_OF_FILES = dict.fromkeys(
+    ("input.path", "input.config_name", "input.split"), "the call brings its own rows, such as polars.read_parquet(PATH)"
+)
 _OF_OUTPUT = dict.fromkeys(
     ("output.overwrite", "output.push_to_hub", "output.push_private", "output.push_overwrite", "output.license", "resume"),
     "nothing is written without output.dir",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +12,8 @@ from batchspec.automata.lazy_automaton import LazyAutomaton
 from batchspec.automata.token_automaton import TokenAutomaton
 
 Ids = NDArray[np.int32]
+TokenText = Callable[[int], tuple[str, list[int]]]
+"""The text and the bytes of a token."""
 
 MAX_STOP_IDS = 16
 """Maximum number of stop ids of a row, including the model's EOS ids: the width of a tensor on the device."""

@@ -51,7 +51,8 @@ def test_an_unknown_command_is_refused_with_a_suggestion(capsys: pytest.CaptureF
 
 MISTAKES = {
     "stats": "required: OUT; `batchspec stats --help`",
-    "report --by": "argument --by: expected one argument; `batchspec report --help`",
+    "report --by": "argument --by: expected one argument (a value that begins with - follows =, as in '--by=-...');",
+    "export out --to chat c.jsonl --score -LENGTH(completion)": "a value that begins with - follows =, as in '--score=-...'",
     "inspect out id --sample x": "argument --sample: invalid int value: 'x'; `batchspec inspect --help`",
     "status out --watch 0": "--watch 0: must be at least 1 second; `batchspec status --help`",
     "verify out --dtype int8": "argument --dtype: invalid choice: 'int8' ",
@@ -59,7 +60,7 @@ MISTAKES = {
     "export out file": "give OUT --to FORMAT FILE.jsonl, or --from-openai FILE.jsonl OUT.parquet; `batchspec export --help`",
     "prompts": "required: FILE.parquet; `batchspec prompts --help`",
     "probe model head --rows many": "argument --rows: invalid int value: 'many'; `batchspec probe --help`",
-    "bench out.jsonl name --gen": "argument --gen: expected one argument; `batchspec bench --help`",
+    "bench out.jsonl name --gen": "argument --gen: expected one argument (a value that begins with - follows =",
     "bench --job-layer": "required: DIR; `batchspec bench --job-layer --help`",
     "plan --config-dir": "argument --config-dir/-cd: expected one argument; `batchspec run --help`",
     "submit --cfg all-of-it": "argument --cfg/-c: invalid choice: 'all-of-it' ",

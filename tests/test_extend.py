@@ -277,7 +277,7 @@ def test_a_file_within_the_limit_and_files_beyond_it_are_the_jobs_too(folder: Pa
         ("bytes", r"input file b\.jsonl has changed since the job read it \(other bytes\)"),
         ("column", r"column 'topic' is missing in the files that the job has read and string with the new ones"),
         ("type", r"column 'n' is int64 in the files that the job has read and double with the new ones"),
-        ("id", r"id 'q1' is in b\.jsonl row 1 and again in d\.jsonl row 0"),
+        ("id", r"id 'q1' is in b\.jsonl line 2 and again in d\.jsonl line 1"),
     ],
 )
 def test_what_is_not_at_the_end_of_the_input_is_refused_and_not_advised(

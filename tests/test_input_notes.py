@@ -113,3 +113,23 @@ def test_a_warm_engine_says_it_once(model: Path, capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().err
     assert said.count(CHAT) == 1
     assert said.count("column 'schema' has no effect") == 1
+
+
+def test_plan_and_run_count_rows_whose_several_completions_are_equal(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def words(n: list[int | None] | None, temperature: list[float | None] | None, *more: str) -> list[str]:
+        columns = {name: values for name, values in (("n", n), ("temperature", temperature)) if values is not None}
+        pl.DataFrame({"prompt": ["a", "b", "c"], **columns}).write_parquet(tmp_path / "in.parquet")
+        return [f"model.path={model}", f"input.path={tmp_path}/in.parquet", "decode.max_new_tokens=2", "draft=none", *more]
+
+    end = "for several completions at temperature 0, which are all equal: give them a temperature above 0, or n=1"
+    sampled = ["decode=sampled", "decode.n=2"]
+    one = words(None, [0.0, 0.5, None], *sampled)
+    assert planned(capsys, one)["samples"] == f"1 row asks {end}"
+    assert cli.main(["run", *one, f"output.dir={tmp_path}/out"]) == 0
+    assert capsys.readouterr().err.splitlines().count(f"1 row asks {end}") == 1
+    assert planned(capsys, words([2, 2, 1], [0.0, None, 0.7]))["samples"] == f"2 rows ask {end}"
+    assert "samples" not in planned(capsys, words([1, 2, None], [0.0, 0.5, 0.5]))
+    assert "samples" not in planned(capsys, words(None, [0.1, 0.5, None], *sampled))
+    assert "samples" not in planned(capsys, words([2, 3, 1], None, "decode=sampled"))

@@ -124,6 +124,7 @@ def test_the_image_holds_what_the_wheel_holds(unpacked: Path, tmp_path: Path) ->
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     (given,) = re.findall(r'"/src\[(.+)\]"', text)
     assert set(given.split(",")) <= extras.keys()
+    assert "demo" in given.split(","), "`+job=demo` runs in the image"
     (venv,) = re.findall(r"RUN python -m venv (\S+)", text)
     assert f"{venv}/bin/python -m batchspec.run" in (ROOT / "jobs/skypilot.yml").read_text(encoding="utf-8")
 

@@ -331,7 +331,7 @@ def test_a_message_that_cannot_be_taken_is_said_in_its_row(tmp_path: Path, messa
     read = Read(lines(tmp_path / "in.jsonl", {"id": "bad", "messages": [user("a"), message]}, {"id": "ok", **CHATS[2]}))
     assert list(read.errors) == ["bad"]
     assert said in read.errors["bad"]
-    assert read.errors["bad"].startswith("bad_messages: in.jsonl row 0")
+    assert read.errors["bad"].startswith("bad_messages: in.jsonl line 1")
 
 
 def test_parts_of_text_are_text(tmp_path: Path) -> None:
@@ -490,10 +490,10 @@ def test_half_a_surrogate_pair_costs_the_row_only_where_it_is_the_prompt(tmp_pat
         )
     )
     assert list(read.errors) == ["prompt", "in.jsonl:3"]
-    assert all(text.startswith("bad_text: in.jsonl row") and "surrogate" in text for text in read.errors.values())
+    assert all(text.startswith("bad_text: in.jsonl line") and "surrogate" in text for text in read.errors.values())
     assert read.output()[2]["note"] == "x \ufffd\ufffd\ufffd y"
     chats = Read(lines(tmp_path / "c.jsonl", '{"id": "a", "messages": [{"role": "user", "content": "\\ud83d"}]}'))
-    assert chats.errors["a"].startswith("bad_text: c.jsonl row 0 (id 'a'): messages: it holds half of a surrogate pair")
+    assert chats.errors["a"].startswith("bad_text: c.jsonl line 1 (id 'a'): messages: it holds half of a surrogate pair")
 
 
 @pytest.mark.parametrize(
@@ -633,7 +633,7 @@ def test_a_column_that_never_fits_is_refused_and_one_that_sometimes_does_costs_r
 
 
 def test_ids_that_are_the_same_text_are_the_same(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"id '7' is in in\.jsonl row 0 and again in in\.jsonl row 1"):
+    with pytest.raises(InputError, match=r"id '7' is in in\.jsonl line 1 and again in in\.jsonl line 2"):
         Read(lines(tmp_path / "in.jsonl", {"id": 7, "prompt": "x"}, {"id": "7", "prompt": "y"}))
 
 

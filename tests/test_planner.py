@@ -6,6 +6,7 @@ import heapq
 import itertools
 import re
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from batchspec.packing.memory import MOST_LENGTHS, reserve_bytes
 from batchspec.packing.order import order_requests
 from batchspec.packing.planner import Demand, choose_batch, forecast, free_memory, row_buckets
 from batchspec.packing.survey import Survey
+from batchspec.process import cgroup
 from batchspec.records import Request, SamplingParams
 from tests.stand_ins import LLAMA_8B, small_spec
 
@@ -220,12 +222,19 @@ def test_a_cpu_leaves_part_of_its_memory_to_others() -> None:
     assert 0.59e9 < taken <= 0.6e9
 
 
-def test_a_control_group_s_limit_counts_if_it_is_below_the_machine_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["", "pod", "pod/container"])
+def test_a_control_group_s_limit_counts_if_it_is_below_the_machine_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Of the process's own group, and of each one around it."""
     monkeypatch.setattr(planner, "Path", lambda path: tmp_path / path.lstrip("/"))
+    found = partial(cgroup.free_memory_of_cgroups, tmp_path / "sys/fs/cgroup", tmp_path / "proc/self")
+    monkeypatch.setattr(planner, "free_memory_of_cgroups", found)
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 5000000 kB\n")
     assert free_memory(CPU) == 5_000_000 * 1024
-    group = tmp_path / "sys/fs/cgroup"
+    (tmp_path / "proc/self").write_text("0::/pod/container\n")
+    group = tmp_path / "sys/fs/cgroup" / place
     group.mkdir(parents=True)
     (group / "memory.current").write_text("1000000000\n")
     for limit, free in (("3000000000", 2 * 10**9), ("90000000000", 5_000_000 * 1024), ("max", 5_000_000 * 1024)):

@@ -108,7 +108,11 @@ def test_percentiles_are_lengths_that_so_many_rows_do_not_exceed(lengths: list[i
         assert sum(length <= value for length in lengths) >= share * len(lengths) - 1e-9
         assert value in lengths
         assert sum(length < value for length in lengths) < share * len(lengths)
-    assert got.longest == max(lengths)
+    assert (got.shortest, got.longest) == (min(lengths), max(lengths))
+    begins = [got.shortest + i * got.bin_width for i in range(len(got.bins))]
+    assert got.bins == tuple(sum(begin <= length < begin + got.bin_width for length in lengths) for begin in begins)
+    assert begins[-1] <= got.longest < begins[-1] + got.bin_width
+    assert len(begins) <= quality.MAX_BINS
 
 
 def test_samples_are_the_same_each_time_and_their_text_cannot_control_the_terminal(
@@ -124,6 +128,7 @@ def test_samples_are_the_same_each_time_and_their_text_cannot_control_the_termin
     assert [row["row_index"] for row in shown[0]] != [0, 1, 2, 3, 4, 5]
     assert main([str(tmp_path)]) == 0
     text = capsys.readouterr().out
+    assert text.count("\n    > ") == 6, "all that --json and the report have"
     assert "\x1b" not in text
     assert "    > \\x1b[31m\\nlong" in text
     assert max(map(len, text.splitlines())) <= 160

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from batchspec.config.schema import InputConfig
 from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.input_paths import check_apart
-from batchspec.dataset.reader import Source, locate, open_source, table_source
+from batchspec.dataset.reader import Source, locate, open_source, place_in_file, table_source
 from batchspec.dataset.row_ids import check_ids, request_ids
 from batchspec.dataset.untyped_columns import as_text
 from batchspec.errors import ConfigError, InputError
@@ -78,6 +78,28 @@ def test_a_row_is_located_in_its_file(tmp_path: Path) -> None:
     assert [locate(files, row) for row in (0, 2, 3, 4)] == [
         ("a.parquet", 0), ("a.parquet", 2), ("b.parquet", 0), ("b.parquet", 1)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 1 << 20])
+def test_messages_name_the_line_of_a_text_file_as_an_editor_counts_and_the_row_of_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_bytes: int
+) -> None:
+    """Blank lines, a header, and cells with line breaks are lines too."""
+    monkeypatch.setattr("batchspec.dataset.files.BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr("batchspec.dataset.lines.MAX_LINE_BYTES", 40)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1"}\n\n\n{"prompt": "4"}\nno json\n' + " " * 50 + '\n\n{"prompt": "8"}')
+    (tmp_path / "b.jsonl").write_text('\n{"prompt": "2"}\n')
+    (tmp_path / "c.csv").write_text('prompt\n2\n"3\n\n5"\n6\n\n8\n9,9\n' + "x" * 50 + "\n11\n")
+    write(tmp_path / "d.parquet", pa.table({"prompt": ["0", "1"]}))
+
+    def places(name: str) -> list[str]:
+        source = source_of(str(tmp_path / name))
+        return [place_in_file(source, row) for row in range(source.num_rows)]
+
+    lines = [f"a.jsonl line {line}" for line in (1, 4, 5, 6, 8)] + ["b.jsonl line 2"]
+    assert places("*.jsonl") == lines
+    assert places("c.csv") == [f"c.csv line {line}" for line in (2, 3, 6, 8, 9, 10, 11)]
+    assert places("d.parquet") == ["d.parquet row 0", "d.parquet row 1"]
 
 
 def test_json_lines_hold_whole_and_other_numbers_and_dates_stay_text(tmp_path: Path) -> None:

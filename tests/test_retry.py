@@ -148,6 +148,10 @@ def test_truncated_rows_resume_from_their_tokens_and_all_others_are_kept(
     before, files = rows_of(out), parts(out)
     cut_off = before.filter((pl.col("status") == "truncated") & ~pl.col("request_id").is_in(["q2", "q3", "q10", "q11"]))
     assert before["status"].value_counts().height == 3, "ok, truncated and error rows are needed"
+    assert run.main(arguments(folder, out, CAPS[0])) == 0
+    count = before.filter(pl.col("status") == "truncated").height
+    advice = "resume=length and a larger decode.max_new_tokens continue those that it cut off"
+    assert f"{out}: {count} truncated completions; {advice}\n" in capsys.readouterr().err, "the end of a run says it"
     assert run.main(retry(folder, out, "draft=lookup")) == 0
     after = rows_of(out)
     assert after.select(SAME).equals(wanted.select(SAME))

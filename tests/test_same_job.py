@@ -214,7 +214,8 @@ def test_an_edited_input_and_other_weights_of_the_same_size_are_refused(
     same_size_edit(data)
     assert data.stat().st_size == size
     assert run.main(command) == 2
-    assert "input.files" in capsys.readouterr().err.splitlines()[-1]
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"holds another job (input.files: {data.name} has other content)" in said
     same_size_edit(data)
     tensors = load_file(own / "model.safetensors")
     save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, own / "model.safetensors")

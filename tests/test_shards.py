@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchspec.dataset.reader import InputFile
 from batchspec.dataset.writer import write_parquet
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.runstate.manifest import default_shard_rows, differences, fingerprint
+from batchspec.runstate.manifest import default_shard_rows, differences, files_that_differ, fingerprint
 from batchspec.runstate.output_folder import OutputFolder
 from tests.io_samples import built, completion, dataset, new_folder, shards_of, tables
 
@@ -41,7 +42,7 @@ PARTS = st.dictionaries(st.sampled_from("abcd"), st.text(max_size=3))
 
 @given(PARTS, PARTS)
 def test_differences_name_exactly_the_keys_that_differ(old: dict[str, str], new: dict[str, str]) -> None:
-    keys = [line.split(":")[0] for line in differences(old, new)]
+    keys = [line.split(":")[0] for line in differences(old, new, {})]
     assert keys == sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
 
 
@@ -51,12 +52,22 @@ def test_shards_are_cut_by_the_number_of_rows_alone(rows: int, want: int) -> Non
     assert rows / want <= 2048 or want == 8192, "files of a job"
 
 
+def test_input_files_that_differ_are_named() -> None:
+    def file(name: str, num_rows: int = 2, digest: str = "x") -> InputFile:
+        return InputFile(name=name, size_bytes=9, num_rows=num_rows, digest=digest)
+
+    old = [file("a"), file("b"), file("c"), file("d")]
+    new = [file("a"), file("b", digest="y"), file("c", num_rows=3), file("e")]
+    assert files_that_differ(old, new) == ("b has other content, c has 3 rows and had 2, d is missing and 1 more file")
+    assert files_that_differ(old, old[:2][::-1] + old[2:]) == "the same files in another order"
+
+
 # --- making and resuming
 
 
 def test_nothing_is_made_before_create(tmp_path: Path) -> None:
     folder = OutputFolder(tmp_path / "out")
-    folder.check(fingerprint={}, num_rows=5, shard_rows=None)
+    folder.check(fingerprint={}, num_rows=5, shard_rows=None, files=())
     assert not folder.is_job()
     with pytest.raises(OutputError, match="holds no batchspec job"):
         folder.committed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,14 @@ def test_the_file_of_skypilot_is_the_recipe_with_the_arguments(capsys: pytest.Ca
     (line,) = [line for line in made["run"].splitlines() if "batchspec.run" in line]
     python, *words = shlex.split(line)
     assert python == "/opt/batchspec/bin/python"
-    assert words == ["-m", "batchspec.run", *WORDS, *CLUSTER, "||", "code=$?"]
-    assert compose(words[2:-2]).decode.stop == ["it's", "$(HOME)"]
+    assert made["envs"] == {"MODEL": "Qwen/Qwen3-8B", "INPUT": "s3://b/in/*.parquet", "OUTPUT": "s3://b/out"}
+    expanded = [re.sub(r"=\$(\w+)$", lambda found: f"={made['envs'][found[1]]}", word) for word in words]
+    assert expanded == ["-m", "batchspec.run", *WORDS, *CLUSTER, "||", "code=$?"], "as the shell of the task passes them"
+    assert compose(expanded[2:-2]).decode.stop == ["it's", "$(HOME)"]
     assert made["resources"] == {
         **SKY["resources"], "image_id": "docker:hub.io/me/batchspec:1", "accelerators": "H100:2", "cpus": "4+", "memory": "32+"
     }  # fmt: skip
-    assert "envs" not in made
-    assert {key: value for key, value in made.items() if key not in ("run", "resources")} == {
+    assert {key: value for key, value in made.items() if key not in ("run", "resources", "envs")} == {
         key: value for key, value in SKY.items() if key not in ("run", "resources", "envs")
     }
     assert made["run"].splitlines()[3:] == SKY["run"].splitlines()[5:]

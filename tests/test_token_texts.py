@@ -14,6 +14,7 @@ import batchspec
 from batchspec import cli
 from batchspec.config.compose import compose
 from batchspec.errors import ConfigError
+from batchspec.model.token_texts import TokenTexts
 from batchspec.model.tokenizer import Tokenizer
 from tests.models import make_checkpoint, make_tokenizer
 
@@ -59,11 +60,12 @@ def test_scored_prompts_have_them_too(model: Path) -> None:
 
 def test_special_tokens_spaces_and_parts_of_characters_have_a_text(model: Path) -> None:
     tokenizer, reference = Tokenizer(model), AutoTokenizer.from_pretrained(model)
-    assert tokenizer.token_text(reference.eos_token_id) == reference.eos_token
+    texts = TokenTexts(tokenizer)
+    assert texts(reference.eos_token_id)[0] == reference.eos_token
     (space,) = tokenizer.encode_part(" ")
-    assert tokenizer.token_text(space) == " "
+    assert texts(space)[0] == " "
     begin, *_ = tokenizer.encode_part("é")
-    assert tokenizer.token_text(begin) == "\ufffd"
+    assert texts(begin)[0] == "\ufffd"
 
 
 @pytest.mark.parametrize("words", [[], ["output.logprobs=0"], ["decode.score=prompts"]])

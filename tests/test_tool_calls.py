@@ -411,7 +411,7 @@ def test_the_key_is_part_of_the_job_and_none_leaves_calls_in_the_text(
     pl.DataFrame(ROWS).write_parquet(tmp_path / "in.parquet")
     assert run.main([*words(options(model), tmp_path), "model.tool_calls=none"]) == 0
     frame = pl.read_parquet(tmp_path / "out/data")
-    assert "tool_calls" not in frame.columns
+    assert frame["tool_calls"].null_count() == frame.height
     assert frame["completion"].to_list()[:2] == [SAID, SAID]
     pl.DataFrame(ROWS).drop("tools").write_parquet(tmp_path / "in.parquet")
     assert run.main([*words(options(model), tmp_path), "model.tool_calls=glm", "output.overwrite=true"]) == 2
@@ -429,6 +429,8 @@ def test_plan_and_run_say_that_the_form_is_unknown(model: Path, tmp_path: Path, 
     assert said in capsys.readouterr().out
     assert run.main(given) == 0
     assert said in capsys.readouterr().err
+    frame = pl.read_parquet(tmp_path / "out/data")
+    assert frame["tool_calls"].null_count() == frame.height, "every job with tools has the column"
     assert plan.main([*given, "model.tool_calls=hermes"]) == 0
     assert said not in capsys.readouterr().out
 

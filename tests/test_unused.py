@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from batchspec.dataset.reader import table_source
 from batchspec.errors import ConfigError, InputError
 from batchspec.prepare import Job, open_job
 from batchspec.warm.options import warm_config
-from tests.models import make_checkpoint, make_thinking_tokenizer, make_tokenizer
+from tests.models import CHAT_TEMPLATE, make_checkpoint, make_thinking_tokenizer, make_tokenizer
 
 PROMPTS: dict[str, Any] = {
     "prompt": "a", "prompt_ids": [5, 6], "messages": [{"role": "user", "content": "a"}]
@@ -48,7 +49,7 @@ OF_CHATS = [
 
 
 @pytest.mark.parametrize("word", OF_CHATS)
-def test_keys_of_chats_need_a_chat(model: Path, word: str) -> None:
+def test_keys_of_chats_need_a_chat(model: Path, tmp_path: Path, word: str) -> None:
     key = word.partition("=")[0]
     with pytest.raises(
         ConfigError, match=rf"^{key}=.* applies to chats, and column .prompt. .* set input.chat=true or remove the key$"
@@ -56,8 +57,10 @@ def test_keys_of_chats_need_a_chat(model: Path, word: str) -> None:
         opened(model, "prompt", word)
     with pytest.raises(ConfigError, match=rf"^{key}=.* and column .prompt_ids. \(prompt_ids\) has none; remove the key$"):
         opened(model, "prompt_ids", word)
-    opened(model, "prompt", word, "input.chat=true")
-    opened(model, "messages", word)
+    template = CHAT_TEMPLATE + "{{ strftime_now('%Y') }}"
+    dated = make_tokenizer(shutil.copytree(model, tmp_path / "dated"), chat_template=template)
+    opened(dated, "prompt", word, "input.chat=true")
+    opened(dated, "messages", word)
 
 
 @pytest.mark.parametrize("name", ["system", "tools", "template_kwargs", "final_assistant"])
@@ -129,6 +132,8 @@ def test_a_job_that_was_begun_with_a_key_without_effect_goes_on(
         (["decode.n=2"], "decode.n=2: decode.temperature=0 is greedy, which makes all completions of a row equal; choose"),
         (["decode.thinking_closing=so"], "decode.thinking_closing has no effect without a thinking budget"),
         (["input.chat=true", "input.template_kwargs={mod: glad}"], "it reads no variable 'mod', which template_kwargs sets"),
+        (["input.chat=true", "input.template_kwargs={content: x}"], "it reads no variable 'content'"),
+        (["input.chat=true", "input.template_date=2020-01-01"], "input.template_date=2020-01-01 has no effect: the chat"),
         (["input.chat=true", "input.template_kwargs={messages: []}"], "template_kwargs.messages would replace the messages"),
     ],
 )

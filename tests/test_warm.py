@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -551,3 +552,22 @@ def test_calls_bring_penalties_and_biases_of_their_own(shared: batchspec.Engine,
     changed = [a != b for a, b in zip(found["token_ids"].to_list(), plain["token_ids"].to_list(), strict=True)]
     assert changed[2] is False
     assert shared.generate(rows(6))["token_ids"].to_list() == plain["token_ids"].to_list()
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows", "said"),
+    [
+        ({}, {"text": ["a"]}, 'name one, e.g. {"input.columns.prompt": "text"}'),
+        ({"decode.n": 2, "decode.max_new_tokens": 4}, {"prompt": ["a"]}, 'choose {"decode": "sampled"}, or remove decode.n'),
+        ({"model.path": None}, {"prompt": ["a"]}, 'job="demo" is a job that has everything'),
+        ({}, {"prompt": ["a", "b"], "id": ["1", "1"]}, 'set {"input.columns.id": None} to number the rows'),
+        ({"input.path": "x.parquet"}, {"prompt": ["a"]}, "^input.path=x.parquet is not for .*, such as polars.read_parquet"),
+    ],
+)
+def test_errors_of_a_call_advise_keys_as_python_writes_them(
+    model: Path, keys: dict[str, Any], rows: dict[str, list[str]], said: str
+) -> None:
+    with pytest.raises((ConfigError, InputError), match=said if said.startswith("^") else re.escape(said)):
+        batchspec.generate(rows, overrides={"model.path": str(model), "draft": "none"} | keys)
+    with pytest.raises(ConfigError, match=re.escape("give a dictionary of keys, {'model.path': 'smollm2-135m'}")):
+        batchspec.Engine("smollm2-135m")

@@ -62,9 +62,6 @@ class StandInTokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         raise AssertionError("the stand-in engine hands out texts")
 
-    def token_text(self, token: int) -> str:
-        raise AssertionError("the stand-in engine gives no log-probabilities")
-
 
 class StandInEngine:
     """Ends every row at once, in the order in which slots would: a row ends when SLOTS later rows have begun.

@@ -16,6 +16,10 @@ OF_SLURM = ("time_h", "partition", "account", "log", "sbatch", "signal_s", "max_
 """Keys of `cluster` that only Slurm's tasks read."""
 
 
+ENVS = {"model.path": "MODEL", "input.path": "INPUT", "output.dir": "OUTPUT"}
+"""Keys that are environment variables in SkyPilot's file: `sky jobs launch --env OUTPUT=...` sets another value."""
+
+
 def kubernetes(cluster: ClusterConfig, words: Sequence[str], image: str | None = None) -> str:
     """The manifest of an Indexed Job whose tasks run `words`. image: of the container; None: the user edits it."""
     text = _recipe("kubernetes", words)
@@ -43,8 +47,13 @@ def skypilot(cluster: ClusterConfig, words: Sequence[str], image: str | None = N
     cpus = [] if cluster.cpus is None else [f"cpus: {cluster.cpus}+"]
     memory = [] if cluster.memory_gb is None else [f"memory: {cluster.memory_gb:g}+"]
     text = _replaced(text, r"accelerators: .*\n  ", "".join(f"{line}\n  " for line in (*gpus, *cpus, *memory)))
-    text = _replaced(text, r"envs:\n(  .*\n)+\n", "")
-    command = f"/opt/batchspec/bin/python -m batchspec.run {shlex.join(words)} ||"
+    values = dict(word.split("=", 1) for word in words if "=" in word)
+    envs = {name: values[key] for key, name in ENVS.items() if key in values}
+    shown = [f'{key}="${name}"' for key, name in ENVS.items() if name in envs]
+    shown += [shlex.quote(word) for word in words if word.partition("=")[0] not in ENVS]
+    lines = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in envs.items())
+    text = _replaced(text, r"envs:\n(  .*\n)+\n", f"envs:\n{lines}\n" if envs else "")
+    command = f"/opt/batchspec/bin/python -m batchspec.run {' '.join(shown)} ||"
     return _replaced(text, r"# edit: more keys\n +/opt/batchspec/bin/python -m batchspec\.run [^|]*\|\|", command)
 
 

@@ -103,8 +103,11 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
         raise OutputError(f"{out} holds scores and no output tokens, so there is nothing to decode again")
     as_run = open_job(config, is_new=False)
     output.check(
-        fingerprint=job_fingerprint(as_run), num_rows=as_run.source.num_rows, shard_rows=config.output.shard_rows
-    )  # fmt: skip
+        fingerprint=job_fingerprint(as_run),
+        num_rows=as_run.source.num_rows,
+        shard_rows=config.output.shard_rows,
+        files=as_run.source.files,
+    )
     config.draft = DraftConfig(name="none")
     config.model.dtype, config.device = dtype or config.model.dtype, device or config.device
     config.packing.max_num_seqs, config.packing.run_ahead = 1, None

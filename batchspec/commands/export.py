@@ -53,12 +53,12 @@ from batchspec.dataset.openai_requests import (
     request_row,
     request_schema,
 )
-from batchspec.dataset.openai_responses import TokenText
 from batchspec.errors import BatchspecError, CheckpointError, ConfigError, InputError, OutputError
 from batchspec.model.hub import find_model
 from batchspec.model.token_texts import TokenTexts
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.process.local_files import open_regular
+from batchspec.records import TokenText
 from batchspec.report.answers import NO_TOKEN_IDS, check_not_in_data, rows_of, write_answers
 from batchspec.runstate.manifest import fingerprint
 from batchspec.runstate.output_folder import OutputFolder

@@ -26,6 +26,7 @@ from batchspec.process.out_of_memory import admitting_rows
 from batchspec.report.push import check_push_key
 from batchspec.runner.opened_output import check_target, is_new, open_output
 from batchspec.runstate.generations import Generation
+from batchspec.tuning.cpu_threads import limit_threads
 
 SAMPLE_ROWS = 10_000
 SHARD_ROWS = 500
@@ -71,6 +72,8 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     state = state_of_output(job)
     survey = survey_rows(job, full=full)
     demand = survey.demand(job.source.num_rows, job.admission.max_len)
+    if job.device.type == "cpu":
+        limit_threads()  # as the run does, whose products are measured here
     rates = device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)
     batch, ahead = None, None
     num_gpus = len(visible_gpus()) if job.device.type == "cuda" else 1

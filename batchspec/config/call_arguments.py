@@ -1,8 +1,11 @@
-"""Arguments that a call from Python does not take, such as vLLM's max_tokens: the error names the key or column to use."""
+"""Errors of a call from Python, in its own terms: for an argument that it does not take, such as vLLM's max_tokens, they name the
+key or column to use, and KEY=VALUE that they advise is an entry of a dictionary."""
 
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import wraps
@@ -12,12 +15,16 @@ from batchspec.config.schema import RunConfig
 from batchspec.config.typed import keys, suggest
 from batchspec.config.vllm_names import NAMES, REMARKS
 from batchspec.dataset.columns import TYPES
-from batchspec.errors import ConfigError
+from batchspec.errors import ConfigError, InputError
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 ROWS = ("prompts", "inputs", "messages", "prompt_token_ids")
 """What vLLM's `generate` and `chat` and OpenAI's calls name their rows."""
+_GROUPS = "|".join(item.name for item in fields(RunConfig))
+_FORM = re.compile(rf"(?<=\s)((?:{_GROUPS})(?:\.\w+)*)=(\.\.\.|[\w./-]*\w)(?=[\s;,)]|$)(?! is )")
+"""KEY=VALUE that is advised: VALUE is one word, and nothing is said of it."""
+_LITERALS = {"true": "True", "false": "False", "null": "None"}
 OBJECTS = {
     "sampling_params": REMARKS["sampling_params"],
     "lora_request": "adapters are the key model.adapters and the column `adapter`",
@@ -49,11 +56,25 @@ def explains_arguments(name: str, takes_keys: str) -> Callable[[Callable[Given, 
                 said = str(error)
             if said or unknown is not None:
                 raise ConfigError(_explained(known, name, takes_keys, unknown, said))
-            return function(*args, **named)
+            try:
+                return function(*args, **named)
+            except (ConfigError, InputError) as error:
+                raise type(error)(_in_python(str(error))) from error
 
         return called
 
     return decorate
+
+
+def _in_python(message: str) -> str:
+    """The message with what it advises as entries of a dictionary of keys; at its beginning stands what the user gave."""
+    return _FORM.sub(_pair, message.replace("`+job=demo`", 'job="demo"'))
+
+
+def _pair(found: re.Match[str]) -> str:
+    key, value = found.groups()
+    plain = value == "..." or re.fullmatch(r"-?\d+(\.\d+)?", value)
+    return f'{{"{key}": {_LITERALS.get(value) or (value if plain else json.dumps(value))}}}'
 
 
 def _explained(known: Sequence[str], name: str, takes_keys: str, unknown: str | None, said: str) -> str:

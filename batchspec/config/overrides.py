@@ -49,7 +49,8 @@ def overrides_of(options: Options, **keys: Any) -> list[str]:
     Hydra cannot read.
     """
     if isinstance(options, str):
-        raise ConfigError(f"{options!r} is one text; give a list of overrides, [{options!r}], or a dictionary of keys")
+        form = f"a list of overrides, [{options!r}]" if "=" in options else f"a dictionary of keys, {{'model.path': {options!r}}}"
+        raise ConfigError(f"{options!r} is one text; give {form}")
     if isinstance(options, Mapping):
         return [*_of_map(options), *_of_map(keys)]
     if not isinstance(options, Iterable):

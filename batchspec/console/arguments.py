@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -13,7 +14,10 @@ class ArgumentParser(argparse.ArgumentParser):
     """`prog` is the command as a user types it, such as `batchspec stats`. Wrong arguments raise ConfigError."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{' '.join(message.split())}; `{self.prog} --help` lists its arguments")
+        advice = ""
+        if lacks := re.fullmatch(r"argument (--[\w-]+): expected (one|at least one) argument", message):
+            advice = f" (a value that begins with - follows =, as in '{lacks[1]}=-...')"
+        raise ConfigError(f"{' '.join(message.split())}{advice}; `{self.prog} --help` lists its arguments")
 
     def refuse(self, args: argparse.Namespace, names: Sequence[str], why: str) -> None:
         """Raises ConfigError if one of these options was given although the other arguments leave it without effect.

@@ -18,7 +18,7 @@ from batchspec.console.text import counted
 from batchspec.dataset import files
 from batchspec.dataset.files import Part, check_same, reading
 from batchspec.dataset.formats import TextStream
-from batchspec.dataset.lines import LongLine, lines_of
+from batchspec.dataset.lines import LineNumbers, LongLine, lines_of
 from batchspec.dataset.untyped_columns import CSV_MARK, text_array
 from batchspec.errors import InputError
 from batchspec.storage.places import Place
@@ -44,7 +44,8 @@ class CsvFile:
             if isinstance(header, str | LongLine):
                 raise InputError(f"{name}: the header cannot be read ({_problem(header)}); correct its first line")
             self._width = len(header or ())
-            self.parts: Sequence[Part] = tuple(_parts(text))
+            self.lines = LineNumbers()
+            self.parts: Sequence[Part] = tuple(_parts(text, self.lines))
             self.digest = text.digest.hexdigest()
             self._text.close()
         mark = {CSV_MARK: b""}
@@ -84,7 +85,9 @@ class _Lines:
 
     def __init__(self, file: BinaryIO) -> None:
         self._lines = lines_of(file)
-        self.offset = 0
+        self.offset, self.num_lines = 0, 0
+        self.first_of_row = 1
+        """Number of the line on which the newest row begins, from 1."""
         self.digest, self.part = hashlib.sha256(), hashlib.sha256()
         self.long_line: LongLine | None = None
         """The line that comes next, if it is too long."""
@@ -98,6 +101,7 @@ class _Lines:
             self.long_line = line
             raise StopIteration
         self.offset += len(line)
+        self.num_lines += 1
         self.digest.update(line)
         self.part.update(line)
         return line.decode("utf-8", "surrogateescape")
@@ -105,18 +109,20 @@ class _Lines:
     def pass_long_line(self) -> LongLine | None:
         line, self.long_line = self.long_line, None
         if line is not None:
+            self.first_of_row = self.num_lines = self.num_lines + 1
             self.offset += line.size_bytes
             self.digest.update(line.digest)
         return line
 
 
-def _parts(text: _Lines) -> Iterator[Part]:
+def _parts(text: _Lines, lines: LineNumbers) -> Iterator[Part]:
     """Parts of about BATCH_BYTES, each up to the end of a row; a line that is too long is a part of its own. `text` has been read
-    up to the end of the header.
+    up to the end of the header. The rows are added to `lines`.
     """
     start, num_rows = text.offset, 0
     text.part = hashlib.sha256()
-    for row in _rows(text):
+    for index, row in enumerate(_rows(text)):
+        lines.add(index, text.first_of_row)
         end = text.offset - (row.size_bytes if isinstance(row, LongLine) else 0)
         num_rows += not isinstance(row, LongLine)
         if end - start >= files.BATCH_BYTES or (isinstance(row, LongLine) and num_rows):
@@ -142,6 +148,7 @@ def _short_rows(text: _Lines) -> Iterator[list[bytes] | str]:
     """The rows up to a line that is too long."""
     first_line, reader = 0, csv.reader(text, strict=True)
     while True:
+        text.first_of_row = text.num_lines + 1
         try:
             row = next(reader)
         except StopIteration:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from batchspec.dataset.decoding import BATCH_BYTES as BATCH_BYTES
 from batchspec.dataset.decoding import BATCH_ROWS, Decoding, decoding_of
+from batchspec.dataset.lines import LineNumbers
 from batchspec.errors import CapacityError, InputError, StorageError
 from batchspec.storage.exact_files import parquet_file
 from batchspec.storage.places import LocalPlace, Place
@@ -49,6 +50,10 @@ class DataFile(Protocol):
     """sha256 that distinguishes contents of the file."""
     schema: pa.Schema
     parts: Sequence[Part]
+
+    @property
+    def lines(self) -> LineNumbers | None:
+        """Where each row begins in a file of text; None: it is no text."""
 
     def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
         """The part's rows. A bad row is a batch of its own; its metadata have `code` and `message`.
@@ -102,6 +107,8 @@ class ParquetFile:
 
     digest_bytes  number of bytes to read for the digest
     """
+
+    lines = None
 
     def __init__(self, place: Place, name: str, digest_bytes: int = DIGEST_BYTES) -> None:
         self.place, self.name = place, name
@@ -167,6 +174,7 @@ class MemoryFile:
     """A table that is already in memory."""
 
     name = "table"
+    lines = None
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table

@@ -18,7 +18,7 @@ from batchspec.dataset import files
 from batchspec.dataset.files import Part, check_same, reading
 from batchspec.dataset.formats import TextStream
 from batchspec.dataset.json_text import BadJson, BadText, members
-from batchspec.dataset.lines import LongLine, lines_of
+from batchspec.dataset.lines import LineNumbers, LongLine, lines_of
 from batchspec.dataset.openai_requests import BadRequest, is_request, parse_request
 from batchspec.dataset.untyped_columns import Cell, Kinds, build
 from batchspec.errors import InputError
@@ -43,6 +43,8 @@ class JsonLinesFile:
         parts: list[Part] = []
         digest = hashlib.sha256()
         self.kinds = Kinds()
+        self.lines = LineNumbers()
+        first_row, first_number = 0, 1  # of the block that comes next
         first_line, first_problem, num_objects = b"", "", 0
         with reading(name):
             self._stamp = place.stamp()
@@ -52,12 +54,15 @@ class JsonLinesFile:
             for offset, block in self._blocks():
                 if isinstance(block, LongLine):
                     digest.update(block.digest)
+                    self.lines.add(first_row, first_number)
+                    first_row, first_number = first_row + 1, first_number + 1
                     first_line, first_problem = first_line or block.start, first_problem or block.problem
                     parts.append(Part(num_rows=1, size_bytes=block.size_bytes, place=offset, digest=block.digest, too_long=True))
                     continue
                 digest.update(block)
                 num_rows = 0
-                for line in _lines(block):
+                for number, line in _lines(block, first_number):
+                    self.lines.add(first_row + num_rows, number)
                     num_rows += 1
                     first_line = first_line or line
                     try:
@@ -69,6 +74,7 @@ class JsonLinesFile:
                     except (BadJson, BadRequest) as error:
                         first_problem = first_problem or str(error)
                         self.kinds.add(_known(error))
+                first_row, first_number = first_row + num_rows, first_number + block.count(b"\n")
                 own = hashlib.sha256(block).digest()
                 parts.append(Part(num_rows=num_rows, size_bytes=len(block), place=offset, digest=own))
             self._text.close()
@@ -90,7 +96,7 @@ class JsonLinesFile:
             return
         block = self._text.block(self.name, part, last=last)
         good: list[Mapping[str, Cell]] = []
-        for line in _lines(block):
+        for _, line in _lines(block):
             try:
                 good.append(self._cells(line))
                 continue
@@ -146,8 +152,10 @@ def _known(error: BadJson | BadRequest) -> Mapping[str, Cell]:
     return {} if own is None else {"id": msgspec.json.encode(own)}
 
 
-def _lines(block: bytes) -> Iterator[bytes]:
-    return filter(None, map(bytes.strip, block.split(b"\n")))
+def _lines(block: bytes, first_number: int = 1) -> Iterator[tuple[int, bytes]]:
+    """Number and text of each line that is not blank; the block begins with line `first_number`."""
+    stripped = enumerate(map(bytes.strip, block.split(b"\n")), first_number)
+    return ((number, line) for number, line in stripped if line)
 
 
 def _batch(rows: Sequence[Mapping[str, Cell]], schema: pa.Schema) -> pa.RecordBatch:

@@ -1,8 +1,11 @@
-"""The lines of a text file. Of one that is too long to be read only the size and a digest are kept: it is one bad row."""
+"""The lines of a text file, and on which of them each row begins. Of a line that is too long to be read only the size and a
+digest are kept: it is one bad row."""
 
 from __future__ import annotations
 
 import hashlib
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -23,6 +26,25 @@ class LongLine:
     @property
     def problem(self) -> str:
         return f"the line has {self.size_bytes:,} bytes, and at most {MAX_LINE_BYTES:,} are read"
+
+
+class LineNumbers:
+    """The line, counted from 1, on which each row of a file begins. Only a row that does not begin on the line after the
+    beginning of the row before takes memory.
+    """
+
+    def __init__(self) -> None:
+        self._rows, self._lines = array("q"), array("q")
+
+    def add(self, row: int, line: int) -> None:
+        """Rows are added in order, counted from 0."""
+        if not self._rows or line - self._lines[-1] != row - self._rows[-1]:
+            self._rows.append(row)
+            self._lines.append(line)
+
+    def __getitem__(self, row: int) -> int:
+        place = bisect_right(self._rows, row) - 1
+        return self._lines[place] + row - self._rows[place]
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes | LongLine]:

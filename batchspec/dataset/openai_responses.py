@@ -7,15 +7,14 @@ Source: https://platform.openai.com/docs/api-reference/batch
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from batchspec.records import TokenText
+
 Line = Mapping[str, Any]
 
-
-TokenText = Callable[[int], tuple[str, list[int]]]
-"""The text and the bytes of a token."""
 NAMES = (
     "request_id", "row_index", "sample_index", "status", "completion", "finish_reason", "reasoning", "usage", "error", "perf",
 )  # fmt: skip

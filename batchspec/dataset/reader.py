@@ -20,6 +20,7 @@ from batchspec.dataset.files import DIGEST_BYTES, DataFile, MemoryFile, ParquetF
 from batchspec.dataset.formats import format_of
 from batchspec.dataset.input_paths import check_apart, entries_of, find_files
 from batchspec.dataset.json_lines import JsonLinesFile
+from batchspec.dataset.lines import LineNumbers
 from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.dataset.untyped_columns import Kinds, json_kinds, mark_of
 from batchspec.errors import ConfigError, InputError
@@ -71,6 +72,8 @@ class SourceFacts:
 
     files: tuple[InputFile, ...]
     schema: pa.Schema
+    lines: tuple[LineNumbers | None, ...]
+    """Of each file: where its rows begin, if it is text."""
 
 
 class Source(Protocol):
@@ -80,6 +83,8 @@ class Source(Protocol):
     """Number of rows, at most input.limit."""
     files: tuple[InputFile, ...]
     schema: pa.Schema
+    lines: tuple[LineNumbers | None, ...]
+    """As in `SourceFacts`."""
     filled_by_requests: frozenset[str] | None
     """The columns that all of OpenAI's requests in the input fill; None: it holds none."""
 
@@ -157,6 +162,15 @@ def locate(files: Sequence[InputFile], row: int) -> tuple[str, int]:
     raise IndexError(f"the input has no row {row}")
 
 
+def place_in_file(source: Source | SourceFacts, row: int) -> str:
+    """Where a row of the whole input is, for a message: `FILE line N` in a file of text, counted from 1 as editors count; else
+    `FILE row N`, counted from 0 as in row_index.
+    """
+    name, place = locate(source.files, row)
+    lines = dict(zip((file.name for file in source.files), source.lines, strict=True))[name]
+    return f"{name} row {place}" if lines is None else f"{name} line {lines[place]}"
+
+
 def derived_id(files: Sequence[InputFile], row: int) -> str:
     """The id of a row that has none of its own: `<file>:<row in the file>`."""
     name, place = locate(files, row)
@@ -167,6 +181,7 @@ class _FileSource:
     def __init__(self, files: Sequence[DataFile], limit: int | None) -> None:
         self.files = tuple(_facts_of(file, file.digest) for file in files)
         self._all = files
+        self.lines = tuple(file.lines for file in files)
         rows = sum(file.num_rows for file in self.files)
         self.num_rows = rows if limit is None else min(rows, limit)
         if not self.num_rows:
@@ -219,7 +234,7 @@ class _FileSource:
         share = DIGEST_BYTES // max(1, num_files)
         facts = tuple(_facts_of(file, file.digest_of(share) if isinstance(file, ParquetFile) else file.digest) for file in files)
         filled = [file for file, fact in zip(files, facts, strict=True) if fact.num_rows]
-        return SourceFacts(facts, _schema_alone(filled) if filled else pa.schema([]))
+        return SourceFacts(facts, _schema_alone(filled) if filled else pa.schema([]), self.lines[:num_files])
 
     def check(self, first: int, stop: int) -> None:
         for file in self._files[bisect_right(self._stops, first) : bisect_left(self._stops, stop) + 1]:

@@ -9,7 +9,7 @@ import polars as pl
 import pyarrow as pa
 
 from batchspec.dataset.columns import ColumnMap
-from batchspec.dataset.reader import InputShard, Source, SourceFacts, derived_id, locate
+from batchspec.dataset.reader import InputShard, Source, SourceFacts, derived_id, place_in_file
 from batchspec.dataset.untyped_columns import as_text
 from batchspec.errors import InputError
 
@@ -29,9 +29,8 @@ def check_ids(source: Source, columns: ColumnMap) -> None:
         bad = _first_bad_id(array)
         if bad is not None:
             at, why = bad
-            raise InputError(
-                f"{_place(source, row + at)}: the id (column {name!r}) {why}; give every row an id or set input.columns.id=null"
-            )
+            place = place_in_file(source, row + at)
+            raise InputError(f"{place}: the id (column {name!r}) {why}; give every row an id or set input.columns.id=null")
         hashes[row : row + len(array)] = _hash(array)
         row += len(array)
     hashes.sort()
@@ -68,7 +67,7 @@ def _compare_ids(source: Source, name: str, met: np.ndarray[tuple[int], np.dtype
             first = seen.setdefault(value, row + int(at))
             if first != row + at:
                 raise InputError(
-                    f"id {value!r} is in {_place(source, first)} and again in {_place(source, row + int(at))}; "
+                    f"id {value!r} is in {place_in_file(source, first)} and again in {place_in_file(source, row + int(at))}; "
                     "ids must be unique: change one or set input.columns.id=null to number the rows"
                 )
         row += len(array)
@@ -80,11 +79,6 @@ def _hash(array: pa.Array) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     series = pl.from_arrow(array)
     assert isinstance(series, pl.Series)
     return series.hash().to_numpy()
-
-
-def _place(source: Source, row: int) -> str:
-    file, at = locate(source.files, row)
-    return f"{file} row {at}"
 
 
 def request_ids(source: Source | SourceFacts, columns: ColumnMap, shard: InputShard) -> list[str]:

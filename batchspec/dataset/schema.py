@@ -64,7 +64,7 @@ def output_schema(
 ) -> pa.Schema:  # fmt: skip
     """The schema of every output file of a job: its own columns, then the input's columns that output.passthrough copies.
 
-    calls     completions may have tool calls apart from their text, so there is a column of them
+    calls     rows may have tools, so there is a column of tool calls
     channels  the model's outputs have channels (harmony), so that messages may have a field for the thought
     score     decode.score
     A mapped input column `messages`, `prompt_ids` or `seed` is not copied, because the output's column of that name has its

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from batchspec.dataset.reader import InputShard
 from batchspec.dataset.schema import output_schema
 from batchspec.dataset.untyped_columns import as_text
 from batchspec.dataset.valid_text import valid_text
-from batchspec.records import Completion, Ids, RowStats
+from batchspec.records import Completion, Ids, RowStats, TokenText
 
 GROUP_BYTES = 128 << 20
 GROUP_ROWS = 8192
@@ -41,7 +40,7 @@ def build_table(
     think_tokens: tuple[str, str] | None = ("<think>", "</think>"),
     calls: bool = False,
     score: str = "none",
-    token_text: Callable[[int], str] | None = None,
+    token_text: TokenText | None = None,
     finished_at: datetime | None = None,
 ) -> pa.Table:
     """The output rows of a shard, by (row_index, sample_index), in the schema of `output_schema`. Copied columns that are
@@ -49,12 +48,12 @@ def build_table(
 
     `messages`, `think_tokens` and `calls` as for `Chats`. Copied columns come from `shard.table`; text that is not valid UTF-8
     gets U+FFFD, so that every reader can open the file. `attempt` is the uuid of the run, `score` is decode.score, `token_text`
-    gives the text of a token (needed with output.logprob_tokens), `finished_at` (default now) is the time of the build.
+    is needed with output.logprob_tokens, `finished_at` (default now) is the time of the build.
     """
     completions = sorted(completions, key=lambda c: (c.row_index, c.sample_index))
     assert not any(completion.text_due for completion in completions), "a text was never decoded"
     schema = output_schema(shard.table.schema, columns, output, calls=calls, channels=think_tokens is None, score=score)
-    token_text = cache(token_text) if output.logprob_tokens and token_text is not None else None
+    token_text = token_text if output.logprob_tokens else None
     input_fields = {field.name: field for field in shard.table.schema}
     rows = pa.array([c.row_index - shard.first_row for c in completions], pa.int64())
     chats = Chats(shard, columns, input, output, think_tokens, calls=calls) if output.messages != "none" else None
@@ -131,13 +130,14 @@ def logprob_cells(values: NDArray[np.float32] | None) -> list[float | None] | No
 
 
 def top_logprob_cells(
-    top: tuple[Ids, NDArray[np.float32]] | None, token_text: Callable[[int], str] | None = None
+    top: tuple[Ids, NDArray[np.float32]] | None, token_text: TokenText | None = None
 ) -> list[list[dict[str, Any]]] | None:
     """Ids and logprobs [tokens, N] as cells of a top_logprobs column, with texts if they can be made: no entry for the id -1."""
     if top is None:
         return None
     ids, logprobs = top
-    text = {} if token_text is None else {token: {"token": token_text(token)} for token in np.unique(ids).tolist() if token >= 0}
+    known = [] if token_text is None else [token for token in np.unique(ids).tolist() if token >= 0]
+    text = {token: {"token": token_text(token)[0]} for token in known if token_text is not None}
     return [
         [{"id": token, **text.get(token, {}), "logprob": value} for token, value in zip(*place, strict=True) if token >= 0]
         for place in zip(ids.tolist(), logprobs.tolist(), strict=True)

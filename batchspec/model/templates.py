@@ -8,11 +8,12 @@ import signal
 import subprocess
 import threading
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
+from jinja2.nodes import Name
 
 from batchspec.config.schema import TEMPLATE_DATE
 from batchspec.errors import CapacityError, CheckpointError, RendererKilled
@@ -36,9 +37,12 @@ class Templates:
         self._owner, self._lock = 0, threading.Lock()
         self._compiled = False
         """Whether all templates compiled in some process: if they do not in another one, the machine is the cause."""
+        self.variables = set[str]()
+        """Every name that one of them reads, its own variables included."""
         for name, source in self._sources.items():
             try:
-                template_process.environment(date).parse(source)
+                parsed = template_process.environment(date).parse(source)
+                self.variables |= {node.name for node in parsed.find_all(Name) if node.ctx == "load"}
             except TemplateSyntaxError as error:
                 raise self._bad(name, f", line {error.lineno}: {error.message}") from None
             except RecursionError:
@@ -70,9 +74,6 @@ class Templates:
 
     def source(self, name: str) -> str:
         return self._sources[name]
-
-    def sources(self) -> Collection[str]:
-        return self._sources.values()
 
     def render(self, name: str, variables: Mapping[str, Any], limit: Limit | None = None) -> str:
         """The rendered text, or only its end if the limit asks for that.

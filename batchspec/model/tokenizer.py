@@ -124,11 +124,6 @@ class Tokenizer:
                     found[*ids, token] = end
         return frozenset(complete)
 
-    def token_text(self, token: int) -> str:
-        """The text of a token inside of a text, with the space before a word; bytes that are not valid UTF-8 become U+FFFD."""
-        before = self.encode_part("a")
-        return self.decode([*before, token], skip_special=False)[len(self.decode(before, skip_special=False)) :]
-
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -222,10 +217,13 @@ class Tokenizer:
         for name in (name for name, value in template_kwargs.items() if value is not None):
             if name in ("messages", "tools"):
                 return f"template_kwargs.{name} would replace the {name} of the row"
-            word = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
-            if not any(word.search(source) for source in self._templates.sources()):
+            if not self.reads(name):
                 return f"it reads no variable {name!r}, which template_kwargs sets"
         return None
+
+    def reads(self, variable: str) -> bool:
+        """Whether a chat template of the model reads this variable."""
+        return variable in self._templates.variables
 
     def _limit(self, max_tokens: int | None, keep_end: bool) -> Limit | None:
         """The limit on a text of `max_tokens` tokens; None if there is no bound."""

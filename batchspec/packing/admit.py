@@ -37,13 +37,14 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from batchspec.config.schema import OutputConfig, RunConfig
+from batchspec.config.schema import TEMPLATE_DATE, OutputConfig, RunConfig
 from batchspec.dataset.columns import TYPES, ColumnMap
-from batchspec.dataset.reader import InputShard, Source, SourceFacts, locate
+from batchspec.dataset.reader import InputShard, Source, SourceFacts, place_in_file
 from batchspec.dataset.row_ids import request_ids
 from batchspec.dataset.schema import output_schema
 from batchspec.dataset.untyped_columns import json_kinds
 from batchspec.errors import ConfigError
+from batchspec.model.token_texts import TokenTexts
 from batchspec.packing.cells import (
     BadRow,
     json_cell,
@@ -95,8 +96,9 @@ class Admission:
         constraints: Constraints | None = None,
     ) -> None:  # fmt: skip
         self.decode, self.input = config.decode, config.input
-        self.source, self.columns = SourceFacts(source.files, source.schema), columns
+        self.source, self.columns = SourceFacts(source.files, source.schema, source.lines), columns
         self.tokenizer, self.vocab_size = tokenizer, spec.vocab_size
+        self.token_texts = None if tokenizer is None else TokenTexts(tokenizer)
         self.max_len = job_max_len(config, spec)
         self.settings = RowSettings(config, columns, spec, tokenizer)
         self.predictor = LengthPredictor()
@@ -127,6 +129,11 @@ class Admission:
         given = self.input.template_kwargs
         if chat and given and tokenizer is not None and (problem := tokenizer.problem_of(given)):
             raise ConfigError(f"input.template_kwargs does not fit the chat template: {problem}; correct or remove the key")
+        if chat and tokenizer is not None and self.input.template_date != TEMPLATE_DATE and not tokenizer.reads("strftime_now"):
+            raise ConfigError(
+                f"input.template_date={self.input.template_date} has no effect: the chat template writes no date (strftime_now); "
+                "remove the key"
+            )
 
     def _own_constraints(self) -> Constraints:
         assert self.tokenizer is not None
@@ -156,8 +163,8 @@ class Admission:
         return None if form is None or self.tokenizer is None else CallParser(form, self.tokenizer.decode)
 
     def has_calls(self, columns: ColumnMap) -> bool:
-        """Whether completions of rows with these columns may have tool calls apart from their text."""
-        return self.has_channels or (self.tool_form is not None and columns.get("tools") is not None)
+        """Whether the output of rows with these columns has a column of tool calls. It is null where calls stay text."""
+        return self.has_channels or columns.get("tools") is not None
 
     def schema_of(self, input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig) -> pa.Schema:
         """The schema of the output of rows with these columns, as `output_schema`."""
@@ -253,12 +260,12 @@ class Admission:
             yield self.compiled(entry) if isinstance(entry, Request) else entry
 
     def _refused(self, bad: BadRow, request_id: str, row_index: int, shard: int) -> Completion:
-        file, place = locate(self.source.files, row_index)
+        place = place_in_file(self.source, row_index)
         return Completion(
             request_id=request_id, row_index=row_index, sample_index=0, shard=shard,
             status=bad.status, finish_reason="error", prompt_ids=bad.prompt_ids,
             error=RowError(
-                code=bad.code, stage="admission", message=f"{file} row {place} (id {request_id!r}): {bad}",
+                code=bad.code, stage="admission", message=f"{place} (id {request_id!r}): {bad}",
                 retryable=bad.retryable,
             ),
         )  # fmt: skip

@@ -15,12 +15,15 @@ from batchspec.config.vllm_names import NAMES, OF_REQUESTS
 from batchspec.dataset.columns import NAMED_ONLY, TYPES, ColumnMap, is_list
 from batchspec.dataset.openai_requests import defaults_note
 from batchspec.dataset.reader import Source
+from batchspec.records import LEAST_TEMPERATURE
 from batchspec.tool_calls.registry import FORMS
 
 if TYPE_CHECKING:
     from batchspec.model.tokenizer import Tokenizer
     from batchspec.packing.admit import Admission
 
+READ_ROWS = 8192
+"""Rows whose cells are in memory at a time."""
 _ADAPTERS = ("model.adapter", "model.adapters")
 _OPTIONS = {item.name: f"decode.{item.name}" for item in fields(DecodeConfig)} | {
     name: key for name, key in NAMES.items() if key.startswith("decode.") or key in (*_ADAPTERS, "input.template_kwargs")
@@ -37,15 +40,46 @@ def input_notes(config: RunConfig, admission: Admission, source: Source, tokeniz
         ("columns", _unread_columns(config, columns, source)),
         ("chat", _chat_note(config, columns, source, tokenizer)),
         ("requests", "" if filled is None else defaults_note(filled, config.decode)),
+        ("samples", _samples_note(config, columns, source)),
         ("tools", _calls_note(admission, source, config.model.tool_calls)),
     ]
     return [(label, line) for label, line in notes if line]
 
 
+def _samples_note(config: RunConfig, columns: ColumnMap, source: Source) -> str:
+    """One line if some rows ask for several completions at temperature 0, which are equal. `check_samples` refuses a job without
+    other rows. Columns of another type than numbers are not looked at.
+    """
+    usual = {"n": config.decode.n, "temperature": config.decode.temperature}
+    own = {name: columns.names[name] for name in usual if name in columns.names}
+    numbers = all(_is_number(source.schema.field(column).type) for column in own.values())
+    if not numbers or config.decode.score != "none" or ("n" not in own and usual["n"] == 1):
+        return ""
+    if "temperature" not in own and usual["temperature"] >= LEAST_TEMPERATURE:
+        return ""
+    num_rows = 0
+    for shard in source.reading([*own.values()]).shards(READ_ROWS):
+        cells = {
+            name: pc.fill_null(pc.cast(shard.table[column], pa.float32(), safe=False), usual[name])
+            for name, column in own.items()
+        }
+        n, temperature = (cells.get(name, pa.scalar(value, pa.float32())) for name, value in usual.items())
+        equal = pc.and_(pc.greater(n, 1), pc.less(temperature, LEAST_TEMPERATURE))
+        num_rows += pc.sum(equal).as_py()
+    if not num_rows:
+        return ""
+    rows = "1 row asks" if num_rows == 1 else f"{num_rows:,} rows ask"
+    return f"{rows} for several completions at temperature 0, which are all equal: give them a temperature above 0, or n=1"
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind))
+
+
 def _calls_note(admission: Admission, source: Source, setting: str) -> str:
     """One line if rows have tools and calls stay text because no form of them is known. setting: model.tool_calls."""
     column = admission.columns.get("tools")
-    if setting != "auto" or column is None or admission.has_calls(admission.columns):
+    if setting != "auto" or column is None or admission.tool_form is not None or admission.has_channels:
         return ""
     if not any(map(has_value, source.column(column))):
         return ""

@@ -15,6 +15,7 @@ from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, PackedBatch
 from batchspec.packing.cost import Rates, kv_read_bytes, prefill_seconds, read_bytes, round_seconds
 from batchspec.packing.kv_memory import DraftLayers, KVMemory
 from batchspec.packing.memory import graph_tokens, reserve_bytes
+from batchspec.process.cgroup import free_memory_of_cgroups
 
 PAGE_SIZE = 16
 CPU_SLOTS = 16
@@ -187,17 +188,14 @@ def host_share() -> float:
 
 
 def _free_host_memory() -> int:
-    """MemAvailable of /proc/meminfo, or less if the limit of the control group (v2) is lower."""
+    """MemAvailable of /proc/meminfo, or less if the limit of a control group is lower."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return 4 * 10**9  # not Linux: a low guess, which packing.memory_gb overrides
-    group = Path("/sys/fs/cgroup")
-    try:
-        return min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):
-        return free
+    left = free_memory_of_cgroups()
+    return free if left is None else min(free, left)
 
 
 def row_buckets(slots: int) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """This process, its children and the machine that they share. Everyone may import it.
 
+cgroup.py          what the control groups allow
 child_process.py   starts Python programs that end with the run
 early_start.py     begins slow work while modules are imported
 garbage.py         keeps Python's garbage collector away from modules and models

@@ -12,9 +12,10 @@ import polars as pl
 
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.input_paths import check_apart, entries_of
-from batchspec.dataset.openai_responses import NAMES, OPTIONAL, TokenText, response_line
+from batchspec.dataset.openai_responses import NAMES, OPTIONAL, response_line
 from batchspec.errors import OutputError
 from batchspec.process.local_files import unusable_name
+from batchspec.records import TokenText
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 from batchspec.storage.new_file import write_lines

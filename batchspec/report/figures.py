@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 
 from batchspec.report import html, pictures
 from batchspec.report.quality import Lengths
-from batchspec.report.requests import Requests
 from batchspec.report.stats import Acceptance, JobStats
 from batchspec.report.timeline import Course
 
@@ -101,25 +100,21 @@ def over_time(over: Course | None) -> Iterator[str]:
     yield html.grid(figures)
 
 
-def lengths(stats: JobStats, requests: Requests) -> Iterator[str]:
+def lengths(stats: JobStats) -> Iterator[str]:
     """Lengths of prompts and completions, and finish reasons."""
     reasons = {f"error: {code}": count for code, count in stats.by_error.items()}
     reasons = {reason: count for reason, count in stats.by_finish_reason.items() if reason != "error"} | reasons
-    count = int(requests.output_lens.sum())
     figures = []
-    if count:
-        prompts = pictures.histogram(requests.prompt_lens, x="prompt tokens")
-        figures.append(html.figure("Prompt lengths", prompts, _percentiles(stats.quality.prompt_lengths)))
-        completions = pictures.histogram(requests.output_lens, x="completion tokens")
-        figures.append(html.figure("Completion lengths", completions, _percentiles(stats.quality.completion_lengths)))
+    for name, found in (("prompt", stats.quality.prompt_lengths), ("completion", stats.quality.completion_lengths)):
+        if found is not None:
+            picture = pictures.histogram(found, x=f"{name} tokens")
+            figures.append(html.figure(f"{name.capitalize()} lengths", picture, _percentiles(found)))
     ends = pictures.rows(dict(list(reasons.items())[:MAX_GROUPS]))
     figures.append(html.figure("Finish reasons", ends, "Completions by finish reason."))
     yield html.grid(figures)
 
 
-def _percentiles(lengths: Lengths | None) -> str:
-    if lengths is None:
-        return ""
+def _percentiles(lengths: Lengths) -> str:
     return (
         f"Median {lengths.median:,}, 90 % up to {lengths.p90:,}, 99 % up to {lengths.p99:,}, longest {lengths.longest:,} tokens; "
         "ok and truncated rows."

@@ -83,7 +83,7 @@ def report_page(
         html.facts(_about(manifest, stats, over_time, states, name)) + "</header>",
         "<h2>Is the data good?</h2>",
         _tiles(_of_data(stats)),
-        *figures.lengths(stats, requests),
+        *figures.lengths(stats),
         *_errors(stats, requests),
         *_samples(stats.quality),
         "<h2>Speed</h2>",

@@ -19,6 +19,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from batchspec.console.text import one_line
+from batchspec.report.quality import Lengths
 from batchspec.report.timeline import Course
 
 COLOURS = {"ink": "#010101", "muted": "#010102", "grid": "#010103", "first": "#010104", "second": "#010105", "third": "#010106",
@@ -36,7 +37,6 @@ STYLE = {
 }  # fmt: skip
 SIZE = (5.0, 2.7)
 LABEL_CHARS = 24
-BINS = 30
 
 
 def bars(
@@ -83,14 +83,13 @@ def rows(values: Mapping[str, float], *, form: str = ",.0f", counts: Sequence[in
     return _svg(figure)
 
 
-def histogram(counts: NDArray[np.int64], *, x: str) -> str:
-    """A histogram of lengths; counts [longest + 1] is the number of rows of each length."""
+def histogram(lengths: Lengths, *, x: str) -> str:
+    """A histogram of lengths of rows."""
     figure, axes = _figure()
-    used = np.flatnonzero(counts)
-    low, high = (int(used[0]), int(used[-1])) if len(used) else (0, 0)
-    width = max(1, -(-(high + 1 - low) // BINS))
-    edges = np.arange(low, high + width + 1, width) - (0.5 if width == 1 else 0.0)  # bars of width 1 are centred on their length
-    axes.hist(np.arange(len(counts)), edges.tolist(), weights=counts, color=FIRST, rwidth=0.9)
+    low, high, width = lengths.shortest, lengths.longest, lengths.bin_width
+    begins = low + width * np.arange(len(lengths.bins))
+    edges = np.append(begins, begins[-1] + width) - (0.5 if width == 1 else 0.0)  # bars of width 1 are centred on their length
+    axes.hist(begins, edges.tolist(), weights=lengths.bins, color=FIRST, rwidth=0.9)
     axes.set_xlim(min(edges[0], low - 2), max(edges[-1], high + 2))
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))

@@ -14,7 +14,7 @@ from batchspec.runstate.output_folder import OutputFolder
 
 SEED = 0
 """Of the random samples: the same committed rows give the same samples."""
-NUM_SAMPLES = 6
+NUM_SAMPLES, MAX_BINS = 6, 30
 LOOP_COPIES, LOOP_CHARS, END_CHARS = 4, 60, 2000
 """A text ends in a loop if one sequence, repeated at least so often and over so many characters, fills its end. Only so much of
 the end is looked at, which bounds the length of the sequence."""
@@ -28,6 +28,10 @@ class Lengths:
     p90: int
     p99: int
     longest: int
+    shortest: int
+    bin_width: int
+    bins: tuple[int, ...]
+    """Rows with a length of shortest .. shortest + bin_width - 1, and so on, up to the longest: at most MAX_BINS of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +98,7 @@ class QualityTally:
     def add(self, rows: pl.DataFrame) -> None:
         done = rows.filter(pl.col("status").is_in(["ok", "truncated"]))
         for name, counts in self.lens.items():
-            self.lens[name] = added(counts, done[name])
+            self.lens[name] = _added(counts, done[name])
         answers = done.filter("has_text")
         self.answers += answers.height
         self.empty += int(answers["is_empty"].sum())
@@ -125,7 +129,7 @@ class QualityTally:
         )
 
 
-def added(counts: NDArray[np.int64], lengths: pl.Series) -> NDArray[np.int64]:
+def _added(counts: NDArray[np.int64], lengths: pl.Series) -> NDArray[np.int64]:
     """counts [longest + 1] rows of each length, with these rows."""
     more = np.bincount(lengths.drop_nulls().to_numpy(), minlength=len(counts)).astype(np.int64)
     more[: len(counts)] += counts
@@ -137,4 +141,8 @@ def _lengths(counts: NDArray[np.int64]) -> Lengths | None:
         return None
     below = np.cumsum(counts)
     median, p90, p99 = (int(np.searchsorted(below, share * total)) for share in (0.5, 0.9, 0.99))
-    return Lengths(median=median, p90=p90, p99=p99, longest=int(np.flatnonzero(counts)[-1]))
+    used = np.flatnonzero(counts)
+    shortest, longest = int(used[0]), int(used[-1])
+    width = -(-(longest + 1 - shortest) // MAX_BINS)
+    bins = np.add.reduceat(counts[: longest + 1], np.arange(shortest, longest + 1, width)).tolist()
+    return Lengths(median=median, p90=p90, p99=p99, longest=longest, shortest=shortest, bin_width=width, bins=tuple(bins))

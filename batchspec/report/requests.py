@@ -1,4 +1,4 @@
-"""The lengths of all requests, and the text of the longest, the shortest, and those with the best and worst acceptance.
+"""The text of the longest requests, the shortest, and those with the best and worst acceptance; the first error rows.
 
 Shards are read a few at a time.
 """
@@ -8,17 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from batchspec.console.text import MESSAGE_CHARS
-from batchspec.report.quality import added
 from batchspec.report.texts import Shown, shown_columns, with_texts
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
-
-Counts = NDArray[np.int64]
 
 NUM_SHOWN = 5
 READ_ROWS = 32768
@@ -44,10 +39,6 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    prompt_lens: Counts
-    """[longest + 1] number of rows by prompt length in tokens."""
-    output_lens: Counts
-    """The same by output length."""
     shown: dict[str, tuple[Shown, ...]]
     """The requests of each title of ORDERS, if there are any."""
     errors: dict[str, tuple[Failed, ...]]
@@ -56,7 +47,6 @@ class Requests:
 
 def read_requests(folder: OutputFolder) -> Requests:
     """What the report shows of single requests. Raises OutputError without a committed shard, StorageError."""
-    prompts = outputs = np.zeros(1, np.int64)
     best: dict[str, pl.DataFrame] = {}
     errors: dict[str, tuple[Failed, ...]] = {}
     done = sorted(folder.committed())
@@ -65,15 +55,13 @@ def read_requests(folder: OutputFolder) -> Requests:
         here = done[start : start + step]
         errors = _failed(folder, here, errors)
         rows = _numbers(folder, here)
-        prompts = added(prompts, rows["prompt_tokens"])
-        outputs = added(outputs, rows["tokens"])
         for title, (key, largest) in ORDERS.items():
             known = rows.filter(pl.col(key).is_not_null())
             both = pl.concat([best[title], known]) if title in best else known
             order = both.sort([key, "row_index", "sample_index"], descending=[largest, False, False])
             best[title] = order.head(NUM_SHOWN)
     shown = {title: with_texts(folder, part) for title, part in best.items() if part.height}
-    return Requests(prompts, outputs, shown, errors)
+    return Requests(shown, errors)
 
 
 def _numbers(folder: OutputFolder, shards: list[int]) -> pl.DataFrame:

@@ -11,7 +11,6 @@ from batchspec.config.schema import OutputConfig
 from batchspec.console import terminal
 from batchspec.console.text import counted, for_shell
 from batchspec.errors import Interrupted, StorageError
-from batchspec.model.token_texts import TokenTexts
 from batchspec.prepare import Job
 from batchspec.report.answers import NO_TOKEN_IDS, write_answers
 from batchspec.report.card import dataset_card
@@ -53,6 +52,10 @@ def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool
     if errors:
         codes = ", ".join(f"{count} {code}" for code, count in stats.by_error.items())
         terminal.say(f"{output.path}: {counted(errors, 'error row')} ({codes}); the column `error` says why")
+    if truncated := stats.by_status.get("truncated", 0):
+        advice = "; resume=length and a larger decode.max_new_tokens continue those that it cut off"
+        cut = stats.by_finish_reason.get("length", 0)
+        terminal.say(f"{output.path}: {counted(truncated, 'truncated completion')}{advice if cut else ''}")
     _check_errors(job, stats)
     terminal.say(f"inspect it:  batchspec stats {for_shell(output.path)}")
     exactly = ", glob=False" if has_magic(output.path) else ""
@@ -93,8 +96,7 @@ def write_answers_of(job: Job, output: OutputFolder, *, again: bool) -> None:
     has_logprobs = job.config.output.logprobs is not None and job.tokenizer is not None
     if has_logprobs and not job.config.output.token_ids:
         terminal.say(f"{name}: logprobs are left out: {NO_TOKEN_IDS}")
-    token_text = None if not has_logprobs or job.tokenizer is None else TokenTexts(job.tokenizer)
-    count = write_answers(output, Path(name), token_text=token_text)
+    count = write_answers(output, Path(name), token_text=job.admission.token_texts if has_logprobs else None)
     terminal.say(f"{name}: {counted(count, 'answer')} as OpenAI's response lines")
 
 

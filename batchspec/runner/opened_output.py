@@ -57,6 +57,7 @@ def open_output(job: Job) -> OpenedOutput:
         fingerprint=job_fingerprint(job),
         num_rows=job.source.num_rows,
         shard_rows=config.shard_rows,
+        files=job.source.files,
         overwrite=config.overwrite,
         may_differ=EXTENSION_MAY_CHANGE if job.config.resume.extend else RETRY_MAY_CHANGE[job.config.resume.retry],
         advice=lambda manifest: advice(job, manifest) or retry_advice(job, folder),

@@ -69,7 +69,7 @@ class ShardWork:
 
     def compact_table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
         """The same rows as `build_table` returns them."""
-        think, tokenizer = self.admission.settings.think, self.admission.tokenizer
+        think = self.admission.settings.think
         texts = [self._with_text(completion) for completion in completions]
         # A later turn of a conversation may bring tools of its own.
         calls = self.admission.has_calls(self.columns) or any(completion.tool_calls is not None for completion in texts)
@@ -83,7 +83,7 @@ class ShardWork:
             think_tokens=None if self.admission.has_channels else (think.begin, think.end) if think else ("", ""),
             calls=calls,
             score=self.admission.decode.score,
-            token_text=None if tokenizer is None else tokenizer.token_text,
+            token_text=self.admission.token_texts,
         )
 
     def _with_text(self, completion: Completion) -> Completion:

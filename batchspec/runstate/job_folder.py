@@ -20,6 +20,7 @@ from batchspec.runstate.manifest import (
     default_shard_rows,
     differences,
     differing,
+    files_that_differ,
     first_job_id,
 )
 from batchspec.runstate.overwrite import READS, check_own, elected, read_manifest, refuse_living, settled, this_command
@@ -39,6 +40,7 @@ class JobFolder(JobState):
         fingerprint: Mapping[str, str],
         num_rows: int,
         shard_rows: int | None,
+        files: Sequence[InputFile],
         overwrite: bool = False,
         may_differ: Container[str] = (),
         advice: Callable[[Manifest], str] = lambda job: "",
@@ -65,7 +67,7 @@ class JobFolder(JobState):
         for _ in range(READS):  # read again: a bit error while reading must not look like another job
             known = self.manifest.fingerprint
             now |= {key: value for key, value in known.items() if key in may_differ}
-            changed = differences(known, now)
+            changed = differences(known, now, {"input.files": files_that_differ(self.manifest.files, files)})
             if not changed:
                 break
             self._manifest = None
@@ -105,7 +107,7 @@ class JobFolder(JobState):
         overwrite: bool = False,
     ) -> Manifest:
         """Create the folder and its manifest, or join the existing job. Raises as `check` does, and StorageError."""
-        self.check(fingerprint=fingerprint, num_rows=num_rows, shard_rows=shard_rows, overwrite=overwrite)
+        self.check(fingerprint=fingerprint, num_rows=num_rows, shard_rows=shard_rows, files=files, overwrite=overwrite)
         anew = self.begins_anew(overwrite) and elected(self._store, self._command)
         if anew or not self.is_job():
             self._store.probe()
@@ -126,7 +128,7 @@ class JobFolder(JobState):
             else:
                 self._store.put_if_absent(MANIFEST, manifest.to_json())
         self._manifest = None  # another process may have written it first: read it again
-        self.check(fingerprint=fingerprint, num_rows=num_rows, shard_rows=shard_rows)
+        self.check(fingerprint=fingerprint, num_rows=num_rows, shard_rows=shard_rows, files=files)
         self._store.clean()
         return self.manifest
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from batchspec.console.text import counted
 from batchspec.dataset.reader import InputFile
 from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.errors import OutputError
@@ -107,9 +108,26 @@ def differing(old: Mapping[str, str], new: Mapping[str, str]) -> set[str]:
     return {key for key in {*old, *new} if old.get(key) != new.get(key) and (key in old or key not in LATER_KEYS)}
 
 
-def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """`key: old value -> new value` for every key that differs, values shortened."""
-    return [f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}" for key in sorted(differing(old, new))]
+def differences(old: Mapping[str, str], new: Mapping[str, str], said: Mapping[str, str]) -> list[str]:
+    """`key: old value -> new value` for every key that differs, values shortened; for keys of `said` its text instead."""
+    values = {key: f"{_shown(old.get(key))} -> {_shown(new.get(key))}" for key in sorted(differing(old, new))}
+    return [f"{key}: {said.get(key, text)}" for key, text in values.items()]
+
+
+def files_that_differ(old: Sequence[InputFile], new: Sequence[InputFile]) -> str:
+    """How the files of two inputs differ, each by name, for a message."""
+    before, now = ({file.name: file for file in files} for files in (old, new))
+    said = dict.fromkeys(now.keys() - before.keys(), "is not in the job's input")
+    said |= dict.fromkeys(before.keys() - now.keys(), "is missing")
+    for name in before.keys() & now.keys():
+        was, has = before[name], now[name]
+        if was.num_rows != has.num_rows:
+            said[name] = f"has {counted(has.num_rows, 'row')} and had {was.num_rows:,}"
+        elif was.identity != has.identity:
+            said[name] = "has other content"
+    shown = [f"{name} {said[name]}" for name in sorted(said)[:3]] or ["the same files in another order"]
+    more = len(said) - 3
+    return ", ".join(shown) + (f" and {counted(more, 'more file')}" if more > 0 else "")
 
 
 def _shown(value: str | None) -> str:

@@ -111,12 +111,9 @@ class OutputFolder(RunFolder):
         """The rows of a committed shard, and the version of its file for `recommit`."""
         name = f"data/{part_name(index)}"
         version = self._store.version(name)
-        data = self._store.read(name)
-        own = pa.allocate_buffer(len(data))
-        memoryview(own).cast("B")[:] = data
-        # Memory of Arrow, not Python's: a thread of Arrow may free it while the process exits, and aborts where it needs Python.
+        data = _in_arrow(self._store.read(name))
         with scanning(f"{self.path}/{name}"):
-            return pq.read_table(pa.BufferReader(own)).replace_schema_metadata(None), version
+            return pq.read_table(pa.BufferReader(data)).replace_schema_metadata(None), version
 
     def recommit(self, index: int, table: pa.Table | None, version: str) -> bool:
         """Finish a shard of a retry: `table` replaces its file atomically; None keeps the file.
@@ -247,3 +244,10 @@ class OutputFolder(RunFolder):
         self._put_own("README.md", card.encode())
         if self._changes:
             self._generations.mark_card(self._changes[-1])
+
+
+def _in_arrow(data: bytes) -> pa.Buffer:
+    """The bytes in memory of Arrow: a thread of Arrow may free it while the process exits, and aborts where it needs Python."""
+    own = pa.allocate_buffer(len(data))
+    memoryview(own).cast("B")[:] = data
+    return own

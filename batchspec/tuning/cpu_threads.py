@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from batchspec.process.cgroup import MEMBERSHIP, ROOT, cgroups
+
 WATCHED_S = 0.25
 """Seconds in which the use of the CPUs is measured: 25 ticks of the kernel's clock."""
 GIVEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -64,17 +66,13 @@ def _busy_s() -> float:
     return 0.0
 
 
-def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float | None:
+def cpu_quota(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float | None:
     """CPUs that the cgroup of this process, or one around it, may use at a time; None without a limit."""
     found = []
-    with suppress(OSError):
-        own = next((line[3:] for line in membership.read_text().splitlines() if line.startswith("0::")), "/")
-        folder = root / own.strip("/")
-        for place in (folder, *folder.parents):
-            if place.is_relative_to(root):
-                with suppress(OSError, ValueError):  # `max 100000` is no limit
-                    quota, period = map(int, (place / "cpu.max").read_text().split())
-                    found.append(quota / period)
+    for place in cgroups(root, membership):
+        with suppress(OSError, ValueError):  # `max 100000` is no limit
+            quota, period = map(int, (place / "cpu.max").read_text().split())
+            found.append(quota / period)
     with suppress(OSError, ValueError):  # version 1
         quota, period = (int((root / "cpu" / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
         found += [quota / period] * (quota > 0)
