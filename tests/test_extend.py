@@ -511,7 +511,7 @@ def test_what_ends_an_extension_after_a_retry_of_errors_is_not_that_retry_again(
     assert run.main(arguments(folder, out, "input.limit=5", size)) == 0
     output = OutputFolder(out)
     facts, config = output.manifest.fingerprint, output.manifest.config
-    output.retry(Generation(number=1, retry="error", again=1, fingerprint=facts, config=config, shards=()))
+    output.retry(Generation(number=1, retry="error", fingerprint=facts, config=config, shards=()))
     assert run.main(arguments(folder, out, "resume=extend", size)) == 0
     (out / "data/part-00004.parquet").unlink()
     capsys.readouterr()

@@ -116,7 +116,6 @@ def test_a_job_that_was_begun_with_a_key_without_effect_goes_on(
             ["output.reasoning_in_messages=true", "output.messages=prompt"],
             "has no effect with output.messages=prompt, which leaves answers out",
         ),
-        (["resume.retry_id=2"], "resume.retry_id=2 has no effect without a retry"),
         (["packing.pages=40", "packing.memory_gb=1"], "packing.pages=40 and packing.memory_gb=1.0 both set the number"),
         (["packing.expert_correlation=0.5"], "packing.expert_correlation=0.5 applies to experts (MoE)"),
         (["output.reasoning_in_messages=true"], "output.reasoning_in_messages=true needs think tokens"),

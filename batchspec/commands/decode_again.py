@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -113,9 +113,7 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
         config.decode.deterministic = False
     if other_kv:
         config.cache = other_cache(as_run)
-    job = with_kept_sums(with_saved_scales(open_job(config, is_new=False), output), output)
-    # Without sums of earlier runs there is nothing to compare with, so none are computed.
-    return replace(job, sums=None) if job.sums is not None and job.sums.kept is None else job
+    return with_kept_sums(with_saved_scales(open_job(config, is_new=False), output), output)
 
 
 def other_cache(job: Job) -> CacheConfig:

@@ -209,8 +209,6 @@ class ResumeConfig:
     retry: str = "none"
     """Which rows of a complete job are computed again. error: rows with an error that may pass; length: rows that were cut off,
     with a larger decode.max_new_tokens; none. Their shards are replaced one by one, all other rows stay."""
-    retry_id: int = 1
-    """Number of the retry: the same retry runs once, a higher number runs it again."""
     extend: bool = False
     """Whether input rows that come after all rows of the job in output.dir, from new files or a higher input.limit, are added to
     it. Its rows and files stay as they are."""

@@ -91,7 +91,6 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "cluster.memory_gb": (math.ulp(0.0), math.inf, "null leaves it to the cluster"),
     "cluster.time_h": (math.ulp(0.0), math.inf, "null leaves it to the partition"),
     "cluster.watchdog_s": (0, math.inf, "0 is never"),
-    "resume.retry_id": (1, math.inf, "1 is the first time"),
     "resume.row_attempts": (1, math.inf, "3 spares a row that was only in flight when machines failed"),
 }
 
