@@ -246,12 +246,6 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def check_gpu(config: RunConfig, device: torch.device) -> None:
-    """Raises ConfigError if the job has requires_gpu=true and the device is a CPU."""
-    if config.requires_gpu and device.type == "cpu":
-        raise ConfigError("requires_gpu=true: torch sees no GPU on this machine; set requires_gpu=false to try it on the CPU")
-
-
 def open_tokenizer(folder: Path, config: RunConfig, columns: ColumnMap) -> Tokenizer | None:
     """The folder's tokenizer; None if it has none and the input is prompt_ids."""
     if columns.prompt_kind == "prompt_ids" and not has_file(folder / "tokenizer.json"):

@@ -527,6 +527,6 @@ def test_on_s3_a_shard_is_replaced_only_in_the_version_that_was_read(
     assert other.recommit(0, table, other.written(0)[1])
     assert not late.recommit(0, table, version)
     assert late.generation is not None
-    another = replace(late.generation, retry="length")
+    another = replace(late.generation, retry="error")
     with pytest.raises(OutputError, match="another run began"):
         late.retry(another)

@@ -239,7 +239,7 @@ def test_a_warm_engine_refuses_what_it_does_not_read(key: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_generate_on_a_cpu_refuses_a_job_for_gpus(model: Path) -> None:
     """The recipe's own input and output are not read, and not refused."""
-    with pytest.raises(ConfigError, match="requires_gpu=true: torch sees no GPU"):
+    with pytest.raises(ConfigError, match="device=cuda: torch sees no GPU"):
         batchspec.generate(["a"], job="reasoning_8k", overrides=[f"model.path={model}", "model.max_len=null", "decode=greedy"])
 
 

@@ -269,5 +269,3 @@ class RunConfig:
     device: str = "auto"
     """Device that the models run on. auto is a GPU if there is one. On a CPU as many threads compute as other processes and the
     cgroup leave when the model is loaded; the environment variable OMP_NUM_THREADS sets another number."""
-    requires_gpu: bool = False
-    """Refuse to run without a GPU. It is for jobs whose shape makes no sense on a CPU."""
