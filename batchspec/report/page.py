@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from batchspec.errors import ConfigError
 from batchspec.report import html
@@ -91,7 +91,6 @@ def report_page(
         *figures.over_time(over_time),
         *(("<h2>Acceptance of drafts</h2>", _tiles(_of_acceptance(stats))) if stats.drafter != "none" else ()),
         *(figures.acceptance(stats, by, over_time) if stats.drafter != "none" else ()),
-        *_requests(requests),
         *_settings(manifest, states),
     ]
     # In case a part was not escaped: no control character gets onto the page.
@@ -182,52 +181,20 @@ def _errors(stats: JobStats, requests: Requests) -> Iterator[str]:
 
 
 def _samples(good: Quality) -> Iterator[str]:
-    """Random answers, which the page shows before those that are the best or the worst in some way."""
+    """Random answers."""
     if good.samples:
-        yield "<h3>Random samples</h3>"
+        yield '<h3>Random samples</h3><p class="note">Truncated; <code>batchspec inspect OUT ID</code> shows one in full.</p>'
         yield f'<div class="texts">{"".join(_article(row) for row in good.samples)}</div>'
 
 
-def _requests(requests: Requests) -> Iterator[str]:
-    if not requests.shown:
-        return
-    yield "<h2>Longest and shortest requests</h2>"
-    yield html.grid(f'<div class="card"><h3>{title}</h3>{_shown(rows)}</div>' for title, rows in requests.shown.items())
-    texts = {(row.row_index, row.sample_index): row for rows in requests.shown.values() for row in rows}
-    yield '<h3>Their text</h3><p class="note">Truncated; <code>batchspec inspect OUT ID</code> shows one in full.</p>'
-    yield f'<div class="texts">{"".join(_article(texts[key], _anchor(texts[key])) for key in sorted(texts))}</div>'
-
-
-def _shown(rows: Iterable[Shown]) -> str:
-    lines = [
-        (
-            f'<a href="#{_anchor(row)}">{_label(row)}</a>',
-            f"{row.prompt_tokens:,}",
-            f"{row.tokens:,}",
-            html.number(row.mean_length),
-        )
-        for row in rows
-    ]
-    return html.table(("request", "prompt", "tokens", "a round"), lines, safe=True)
-
-
-def _article(row: Shown, anchor: str = "") -> str:
-    ratio = f", {row.mean_length:.2f} tokens a round" if anchor and row.mean_length is not None else ""
-    facts = f"{row.status}: {row.prompt_tokens:,} prompt tokens, {row.tokens:,} tokens{ratio}"
-    place = f' id="{anchor}"' if anchor else ""
+def _article(row: Shown) -> str:
+    label = html.line(row.request_id) + (f" sample {row.sample_index}" if row.sample_index else "")
+    facts = f"{row.status}: {row.prompt_tokens:,} prompt tokens, {row.tokens:,} tokens"
     prompt = "" if row.prompt is None else f'<p class="note">prompt</p><pre>{html.text(row.prompt)}</pre>'
     return (
-        f'<article class="card"{place}><h3>{_label(row)}</h3><p class="note">{html.line(facts)}</p>{prompt}'
+        f'<article class="card"><h3>{label}</h3><p class="note">{html.line(facts)}</p>{prompt}'
         f'<p class="note">completion</p><pre>{html.text(row.completion)}</pre></article>'
     )
-
-
-def _anchor(row: Shown) -> str:
-    return f"r{row.row_index}-{row.sample_index}"
-
-
-def _label(row: Shown) -> str:
-    return html.line(row.request_id) + (f" sample {row.sample_index}" if row.sample_index else "")
 
 
 def _settings(manifest: Manifest, states: Sequence[RunStatus]) -> Iterator[str]:

@@ -1,7 +1,4 @@
-"""The lengths of all requests, and the text of the longest, the shortest, and those with the best and worst acceptance.
-
-Shards are read a few at a time.
-"""
+"""The lengths of all requests, and the first error rows of each code. Shards are read a few at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ import polars as pl
 from numpy.typing import NDArray
 
 from batchspec.report.quality import added
-from batchspec.report.texts import Shown, shown_columns, with_texts
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 from batchspec.text import MESSAGE_CHARS
@@ -23,14 +19,6 @@ Counts = NDArray[np.int64]
 NUM_SHOWN = 5
 READ_ROWS = 32768
 """Maximum number of rows in memory at a time, without their text."""
-
-ORDERS: Mapping[str, tuple[str, bool]] = {
-    "Longest mean acceptance length": ("mean_length", True),
-    "Shortest mean acceptance length": ("mean_length", False),
-    "Longest completions": ("tokens", True),
-    "Shortest completions": ("tokens", False),
-}
-"""Title -> (column by which requests are chosen, whether the largest come first)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +36,6 @@ class Requests:
     """[longest + 1] number of rows by prompt length in tokens."""
     output_lens: Counts
     """The same by output length."""
-    shown: dict[str, tuple[Shown, ...]]
-    """The requests of each title of ORDERS, if there are any."""
     errors: dict[str, tuple[Failed, ...]]
     """The first rows of each error code, in the order of the input."""
 
@@ -57,27 +43,23 @@ class Requests:
 def read_requests(folder: OutputFolder) -> Requests:
     """What the report shows of single requests. Raises OutputError without a committed shard, StorageError."""
     prompts = outputs = np.zeros(1, np.int64)
-    best: dict[str, pl.DataFrame] = {}
     errors: dict[str, tuple[Failed, ...]] = {}
     done = sorted(folder.committed())
     step = max(1, READ_ROWS // folder.manifest.layout.most_rows(done))
     for start in range(0, max(1, len(done)), step):
         here = done[start : start + step]
         errors = _failed(folder, here, errors)
-        rows = _numbers(folder, here)
+        rows = _lengths(folder, here)
         prompts = added(prompts, rows["prompt_tokens"])
-        outputs = added(outputs, rows["tokens"])
-        for title, (key, largest) in ORDERS.items():
-            known = rows.filter(pl.col(key).is_not_null())
-            both = pl.concat([best[title], known]) if title in best else known
-            order = both.sort([key, "row_index", "sample_index"], descending=[largest, False, False])
-            best[title] = order.head(NUM_SHOWN)
-    shown = {title: with_texts(folder, part) for title, part in best.items() if part.height}
-    return Requests(prompts, outputs, shown, errors)
+        outputs = added(outputs, rows["completion_tokens"])
+    return Requests(prompts, outputs, errors)
 
 
-def _numbers(folder: OutputFolder, shards: list[int]) -> pl.DataFrame:
-    picked = folder.scan(shards).filter(pl.col("status").is_in(["ok", "truncated"])).select(*shown_columns())
+def _lengths(folder: OutputFolder, shards: list[int]) -> pl.DataFrame:
+    usage = pl.col("usage").struct
+    picked = folder.scan(shards).filter(pl.col("status").is_in(["ok", "truncated"])).select(
+        usage.field("prompt_tokens"), usage.field("completion_tokens")
+    )  # fmt: skip
     with scanning(folder.path):
         return picked.collect()
 
