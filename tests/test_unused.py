@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -87,25 +86,6 @@ def test_a_column_of_nulls_or_empty_lists_asks_for_nothing(model: Path) -> None:
     open_job(compose([f"model.path={model}", "decode.score=prompts"]), table_source(table))
     table = pa.table({"prompt_ids": [[5, 6]], "system": pa.array([None], pa.string())})
     open_job(compose([f"model.path={model}", "decode.max_new_tokens=4"]), table_source(table))
-
-
-def test_a_job_that_was_begun_with_a_key_without_effect_goes_on(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Earlier versions took such keys; they identify the job, so that it could not go on without them."""
-    pq.write_table(pa.table({"prompt_ids": [[5, 6], [7, 8]]}), tmp_path / "in.parquet")
-    words = [
-        f"model.path={model}", f"input.path={tmp_path / 'in.parquet'}", f"output.dir={tmp_path / 'out'}", "decode=greedy",
-        "decode.max_new_tokens=4", "draft=none", "input.chat=true", "model.dtype=float64", "draft.num_speculative_tokens=3",
-        "decode.n=2",
-    ]  # fmt: skip
-    assert cli.main(["run", *words]) == 2
-    with monkeypatch.context() as earlier:
-        earlier.setattr("batchspec.job.is_new", lambda _: False)
-        assert cli.main(["run", *words]) == 0
-    assert cli.main(["run", *words]) == 0
-    assert cli.main(["verify", str(tmp_path / "out")]) == 0
-    assert cli.main(["run", *words, "output.overwrite=true"]) == 2
 
 
 @pytest.mark.parametrize(

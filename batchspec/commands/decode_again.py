@@ -101,7 +101,7 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
     config = from_dict(output.manifest.config)
     if config.decode.score != "none":
         raise OutputError(f"{out} holds scores and no output tokens, so there is nothing to decode again")
-    as_run = open_job(config, is_new=False)
+    as_run = open_job(config)
     output.check(
         fingerprint=job_fingerprint(as_run), num_rows=as_run.source.num_rows, shard_rows=config.output.shard_rows
     )  # fmt: skip
@@ -113,7 +113,7 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
         config.decode.deterministic = False
     if other_kv:
         config.cache = other_cache(as_run)
-    return with_kept_sums(with_saved_scales(open_job(config, is_new=False), output), output)
+    return with_kept_sums(with_saved_scales(open_job(config), output), output)
 
 
 def other_cache(job: Job) -> CacheConfig:

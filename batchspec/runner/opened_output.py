@@ -28,11 +28,6 @@ from batchspec.runstate.output_folder import OutputFolder
 from batchspec.text import counted
 
 
-def is_new(config: RunConfig) -> bool:
-    """Whether a run of this configuration begins a job, and does not go on with one of an earlier run."""
-    return config.output.dir is None or OutputFolder(config.output.dir).begins_job(config.output.overwrite)
-
-
 def check_target(job: Job) -> None:
     """Ask the hub whether the push at the end of the job would be refused, if there is one. Raises as `push_output`."""
     config = job.config.output
