@@ -17,7 +17,7 @@ from batchspec.dataset.reader import table_source
 from batchspec.errors import ConfigError
 from batchspec.job import run_job
 from batchspec.load import make_engine
-from batchspec.prepare import check_gpu, choose_device, open_job, open_model, survey_first
+from batchspec.prepare import choose_device, open_job, open_model, survey_first
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.decode_shards import decode_shards
 from batchspec.runner.run_monitor import RunMonitor
@@ -60,7 +60,6 @@ def generate(data: Any, *, job: str | None = None, overrides: Options = (), **ke
     recipe += [word for word in given if word.startswith(("+job=", "hydra."))]
     unread = _OF_FILES | _OF_PROCESSES | (_OF_OUTPUT if config.output.dir is None else {})
     refuse_unread(config, recipe, unread, "batchspec.generate")
-    check_gpu(config, choose_device(config.device))
     if config.cluster.tensor_parallel not in (1, AUTO):
         raise ConfigError(
             f"cluster.tensor_parallel={config.cluster.tensor_parallel}: this call computes in its own process; use "

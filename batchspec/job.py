@@ -31,7 +31,7 @@ from batchspec.report.start_up import StartUp
 from batchspec.report.summary import RunSummary
 from batchspec.runner.conclude import conclude
 from batchspec.runner.oom_fallback import EngineWithFallback, MakeEngine
-from batchspec.runner.opened_output import OpenedOutput, check_target, is_new, open_output
+from batchspec.runner.opened_output import OpenedOutput, check_target, open_output
 from batchspec.runner.run_shards import ShardRunner, check_errors
 from batchspec.runner.shard_workers import workers_of
 from batchspec.runstate.heartbeats import HeartbeatWriter
@@ -60,7 +60,7 @@ def _run(
     start_up = StartUp()
     start_up.done("imports and configuration")
     check_push_key(config.output)
-    job = open_job(config, source, group=group, is_new=is_new(config))
+    job = open_job(config, source, group=group)
     output = open_output(job)
     check_answers_file(config, is_new=output.is_new)
     check_target(job)

@@ -108,7 +108,7 @@ class Job(JobModel):
 
 def open_job(
     config: RunConfig, source: Source | None = None, *, tokenizer: Tokenizer | None = None, fetch: bool = True, here: bool = True,
-    group: Group | None = None, is_new: bool = True,
+    group: Group | None = None,
 ) -> Job:  # fmt: skip
     """Check input, model and drafter, their weights by the files' headers. Raises ConfigError, InputError or CheckpointError.
 
@@ -117,7 +117,6 @@ def open_job(
     fetch      False: do not download weights from the hub. All checks come before a download
     here       False: the job will run on another machine, whose devices are unknown
     group      the processes that compute the target together
-    is_new     False: the job was begun by an earlier run, so that keys and columns without effect are not refused
     """
     source = source or open_source(config.input, config.output.dir)
     columns = map_columns(source.schema, config.input.columns)
@@ -131,29 +130,25 @@ def open_job(
             "map one, input.columns.adapter=COLUMN, or give an adapter of all rows as model.adapter"
         )
     tokenizer = tokenizer or open_tokenizer(model.folder, config, columns)
-    job = job_of(model, source, columns, tokenizer, is_new=is_new)
-    if is_new:
-        check_keys_of_input(config, columns, source)
-        check_keys_of_engine(config, model.device.type if here else None)
-        check_samples(config, columns, source)
+    job = job_of(model, source, columns, tokenizer)
+    check_keys_of_input(config, columns, source)
+    check_keys_of_engine(config, model.device.type if here else None)
+    check_samples(config, columns, source)
     if fetch:
         fetch_weights(model)
     return job
 
 
 def job_of(
-    model: JobModel, source: Source, columns: ColumnMap, tokenizer: Tokenizer | None, constraints: Constraints | None = None,
-    *, is_new: bool = True,
+    model: JobModel, source: Source, columns: ColumnMap, tokenizer: Tokenizer | None, constraints: Constraints | None = None
 ) -> Job:  # fmt: skip
-    """The job of this model over this input; constraints as for `Admission`, is_new as for `open_job`. Raises ConfigError where
-    their configurations do not fit each other, and InputError for a column that no row can use.
+    """The job of this model over this input; constraints as for `Admission`. Raises ConfigError where their configurations do not
+    fit each other, and InputError for a column that no row can use.
     """
     config = model.config
-    if is_new:
-        check_columns(config, columns, source)
+    check_columns(config, columns, source)
     admission = Admission(config, source=source, columns=columns, spec=model.spec, tokenizer=tokenizer, constraints=constraints)
-    if is_new:
-        check_keys_of_model(config, model.spec, thinks=admission.settings.think is not None)
+    check_keys_of_model(config, model.spec, thinks=admission.settings.think is not None)
     admission.schema_of(source.schema, columns, config.output)  # raises for columns that have no place
     of_model = {item.name: getattr(model, item.name) for item in fields(model)}
     layout = ShardLayout.even(source.num_rows, config.output.shard_rows or default_shard_rows(source.num_rows))
@@ -244,12 +239,6 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda: torch sees no GPU on this machine; use device=auto or cpu")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def check_gpu(config: RunConfig, device: torch.device) -> None:
-    """Raises ConfigError if the job has requires_gpu=true and the device is a CPU."""
-    if config.requires_gpu and device.type == "cpu":
-        raise ConfigError("requires_gpu=true: torch sees no GPU on this machine; set requires_gpu=false to try it on the CPU")
 
 
 def open_tokenizer(folder: Path, config: RunConfig, columns: ColumnMap) -> Tokenizer | None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchspec.console import terminal
-from batchspec.errors import ConfigError, Interrupted
+from batchspec.errors import Interrupted
 from batchspec.process.early_start import begin_compiler_hash, begin_context, one_gpu
 from batchspec.process.garbage import imports_frozen, no_garbage_collection
 
@@ -68,16 +68,8 @@ def run_here(
     group     the processes that compute the model together, which this one leads
     watchdog  watches this process already; None: one is made
     parent    channel on which the parent of a process without a group reads its liveness counter; None: no parent watches it
-    Raises ConfigError if the job needs a GPU and there is none, and as `run_job` does.
+    Raises as `run_job` does.
     """
-    if config.requires_gpu:
-        import torch
-
-        if config.device == "cpu" or not torch.cuda.is_available():
-            raise ConfigError(
-                f"{_name(config)} needs a GPU, and torch finds none on this machine; run it on a GPU machine, "
-                "or set requires_gpu=false to try it on the CPU"
-            )
     if config.device != "cpu" and group is None:
         begin_context()
     with no_garbage_collection():
@@ -93,13 +85,6 @@ def run_here(
     own = watchdog or Watchdog(limit_s(config.cluster.watchdog_s, gpu=gpu), has_parent=parent is not None)
     with imports_frozen(), nullcontext() if watchdog else own.watching():
         run_job(config, group=group, watchdog=own)
-
-
-def _name(config: RunConfig) -> str:
-    from hydra.core.hydra_config import HydraConfig
-
-    choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
-    return str(choices.get("job") or config.output.dir or "the job")
 
 
 if __name__ == "__main__":

@@ -402,7 +402,6 @@ def test_the_written_job_runs_with_known_and_with_hidden_lengths(
             "draft=lookup",
             "draft.num_speculative_tokens=3",
             "draft.synthetic=[0.6,0.28,0.12]",
-            "requires_gpu=false",
         ]
         assert run.main([*overrides, *more, "device=cpu"]) == 0
     known, hidden = (pl.read_parquet(job / f"out-{name}/data") for name in ("known", "hidden"))

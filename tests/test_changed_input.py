@@ -220,7 +220,7 @@ class Forgetful:
     """A dataset that has fewer rows the second time it is read."""
 
     def __init__(self, source: Source, keeps: int) -> None:
-        self.num_rows, self.files, self.schema = source.num_rows, source.files, source.schema
+        self.num_rows, self.files, self.lines, self.schema = source.num_rows, source.files, source.lines, source.schema
         self.filled_by_requests = source.filled_by_requests
         self.check, self.column, self.ids, self.alone = source.check, source.column, source.ids, source.alone
         self._source, self._keeps, self._reads = source, keeps, 0

@@ -130,13 +130,12 @@ def test_a_drafter_must_have_what_it_drafts_with() -> None:
     assert refused(draft__name="hybrid").startswith("draft=hybrid needs draft.path: the folder or hub id of an EAGLE-3 head")
     assert refused(draft__name="pard").startswith("draft=pard needs draft.path: the folder or hub id of a small model")
     assert "must be one of none, lookup, eagle3" in refused(draft__name="magic")
-    assert "draft.table_entries=64 without draft.corpus_tokens: there is no corpus" in refused(draft__table_entries=64)
 
 
 @pytest.mark.parametrize("key", READ_BY)
 def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> None:
     values = {"draft.path": "head", "draft.aux_layers": "output", "draft.prompt_lookup_min": 3, "ablation.dead_positions": False}
-    values |= {"draft.parallel": True, "draft.table_entries": 64, "draft.coupled": False}
+    values |= {"draft.parallel": True, "draft.coupled": False}
     values |= {"draft.cache_dtype": "fp8", "ablation.sharded_draft": True}
     readers, value = READ_BY[key], values.get(key, 7)
     changes: dict[str, Any] = {key.replace(".", "__"): value}
@@ -152,7 +151,6 @@ def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> No
         assert said.startswith(f"{key}={value} is not used by draft={name}, only by draft={readers[0]}")
     for name in readers:
         needed = {"draft__tree__topk": 2} if key.startswith("draft.tree.") else {}
-        needed |= {"draft__corpus_tokens": 99} if key == "draft.table_entries" else {}
         check(config(draft__name=name, **complete[name] | needed | changes))
 
 

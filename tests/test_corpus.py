@@ -11,7 +11,7 @@ import torch
 
 from batchspec.draft import corpus as corpus_module
 from batchspec.draft.base import DrafterUpdate
-from batchspec.draft.corpus import ROOM, Corpus, build_table, corpus_bytes, default_entries, default_lengths
+from batchspec.draft.corpus import ROOM, Corpus, build_table, corpus_bytes, default_lengths, table_entries
 from batchspec.draft.lookup import LookupDrafter
 from tests.engines import DEVICE, make_engine, packed, request, tiny_target
 
@@ -23,8 +23,8 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus_module, "FEWEST", 1)
 
 
-def make(num_tokens: int = 64, *, background: bool = False, num_entries: int | None = None) -> Corpus:
-    return Corpus(num_tokens, num_entries=num_entries, lengths=LENGTHS, device=DEVICE, background=background)
+def make(num_tokens: int = 64, *, background: bool = False) -> Corpus:
+    return Corpus(num_tokens, lengths=LENGTHS, device=DEVICE, background=background)
 
 
 def feed(corpus: Corpus, *documents: list[int], prompt_len: int = 1) -> Corpus:
@@ -75,10 +75,10 @@ def test_the_oldest_rows_are_evicted_and_a_row_that_is_too_long_keeps_its_end() 
 
 def test_memory_is_what_the_plan_says() -> None:
     corpus = make(1000)
-    assert corpus_bytes(1000, None) == corpus.table.nbytes + corpus.tokens.nbytes
+    assert corpus_bytes(1000) == corpus.table.nbytes + corpus.tokens.nbytes
     assert corpus.table.shape == (2, 4096)
-    assert corpus_bytes(0, None) == 0
-    assert default_entries(1000, 500) == 512
+    assert corpus_bytes(0) == 0
+    assert table_entries(1000) == 4096
     assert default_lengths(2, 6) == (2, 4, 6)
     assert default_lengths(3, 3) == (3,)
 

@@ -21,7 +21,7 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.errors import StorageError
 from batchspec.prepare import Job, open_job
 from batchspec.records import Completion, RowError
-from batchspec.report.requests import read_requests
+from batchspec.report.stats import job_stats
 from batchspec.report.status import StatusReader
 from batchspec.request_stream import RequestStream
 from batchspec.runner.new_extension import new_extension
@@ -426,11 +426,11 @@ def test_every_reader_of_a_job_sees_the_grown_one(
     assert "part-00004.parquet" in capsys.readouterr().out
     assert compact.main([str(out), str(tmp_path / "compact")]) == 0
     assert pl.read_parquet(tmp_path / "compact/data").select(SAME).equals(wanted)
-    requests, found = read_requests(OutputFolder(out)), rows_of(out)
-    for shown in (one for group in requests.shown.values() for one in group):
+    samples, found = job_stats(out).quality.samples, rows_of(out)
+    for shown in samples:
         text = found.filter((pl.col("row_index") == shown.row_index) & (pl.col("sample_index") == shown.sample_index))
         assert text["completion"].to_list() == [shown.completion]
-    assert {shown.row_index for group in requests.shown.values() for shown in group} & {*range(5, ROWS)}
+    assert {shown.row_index for shown in samples} & {*range(5, ROWS)}
     assert export.main([str(out), "--to", "openai", str(tmp_path / "rows.jsonl")]) == 0
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == ROWS
 
@@ -511,7 +511,7 @@ def test_what_ends_an_extension_after_a_retry_of_errors_is_not_that_retry_again(
     assert run.main(arguments(folder, out, "input.limit=5", size)) == 0
     output = OutputFolder(out)
     facts, config = output.manifest.fingerprint, output.manifest.config
-    output.retry(Generation(number=1, retry="error", again=1, fingerprint=facts, config=config, shards=()))
+    output.retry(Generation(number=1, retry="error", fingerprint=facts, config=config, shards=()))
     assert run.main(arguments(folder, out, "resume=extend", size)) == 0
     (out / "data/part-00004.parquet").unlink()
     capsys.readouterr()

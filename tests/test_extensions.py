@@ -72,7 +72,7 @@ def to(folder: OutputFolder, num_rows: int, shard_rows: int = 2, number: int = 1
 
 def retry_of(folder: OutputFolder, number: int = 1, *shards: int) -> Generation:
     facts = {**folder.manifest.fingerprint, "decode.max_new_tokens": "9"}
-    return Generation(number=number, retry="error", again=1, fingerprint=facts, config={}, shards=shards)
+    return Generation(number=number, retry="error", fingerprint=facts, config={}, shards=shards)
 
 
 # --- one record
@@ -164,16 +164,6 @@ def test_a_run_whose_record_is_replaced_for_want_of_links_does_not_begin(tmp_pat
     with pytest.raises(OutputError, match=r"another run changed the job at the same time; run the command with input\.limit=6"):
         one.extend(to(one, 5))
     assert OutputFolder(tmp_path).manifest.num_rows == 6
-
-
-def test_a_version_that_does_not_know_extensions_refuses_the_record(tmp_path: Path) -> None:
-    """It reads every record here as a retry, whose `shards` it needs, and takes no key that it does not know."""
-    folder = begun(tmp_path)
-    folder.extend(to(folder, 6))
-    values = json.loads((tmp_path / "_batchspec/retry/00001.json").read_text())
-    assert "shards" not in values
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
-        Generation(**values)
 
 
 @pytest.mark.parametrize("change", [{"num_rows": 3}, {"shard_rows": 0}, {"files": []}, {"num_rows": "6"}, {"job": 7}])
@@ -276,7 +266,14 @@ def test_a_new_job_in_the_folder_has_no_extension(tmp_path: Path) -> None:
 
 def test_added_rows_have_shards_of_their_own_size() -> None:
     before = Manifest(
-        fingerprint={}, config={}, recorded={}, num_rows=100, shard_rows=default_shard_rows(100), publish="link", files=FILES
+        fingerprint={},
+        config={},
+        recorded={},
+        num_rows=100,
+        shard_rows=default_shard_rows(100),
+        publish="link",
+        files=FILES,
+        job="one",
     )
     million = 1_000_100
     free = compared_facts({}, million, None)

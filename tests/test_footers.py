@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import io
-import json
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,7 +19,6 @@ from batchspec.errors import BatchspecError, OutputError, StorageError
 from batchspec.runstate import footers
 from batchspec.runstate.footers import read_shard_file
 from batchspec.runstate.generations import Generation
-from batchspec.runstate.manifest import MANIFEST
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.local_store import LocalStore
 from batchspec.storage.s3_store import S3Store
@@ -192,36 +189,6 @@ def test_a_footer_that_is_longer_than_one_read_or_reads_damaged_once_is_read_aga
     assert len(seen) == 2
 
 
-# --- jobs that an earlier version began
-
-
-def as_before(out: Path) -> None:
-    """The job as the version before wrote it: no file names its job."""
-    manifest = json.loads((out / MANIFEST).read_text())
-    (out / MANIFEST).write_text(json.dumps(manifest | {"version": 1}))
-    for path in (out / "data").iterdir():
-        rewritten(path, lambda said: [said.pop(f"batchspec.{key}".encode()) for key in ("job", "rows", "generation")])
-
-
-def test_a_job_of_the_previous_version_resumes_and_its_files_count_by_their_rows(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    out = tmp_path / "out"
-    first = new_folder(out, 6, 2)
-    for index in (0, 2):
-        first.commit(index, tables()[index])
-    as_before(out)
-    with caplog.at_level(logging.WARNING):
-        again = new_folder(out, 6, 2)
-        assert again.committed() == {0, 2}
-        assert again.commit(1, tables()[1])
-        assert not again.missing()
-    assert caplog.messages == [f"{out}: shards of an earlier version of batchspec name no job: they count by their rows"]
-    shutil.copy(part(tmp_path, 0), part(tmp_path, 2))
-    with pytest.raises(OutputError, match=r"holds rows 0 \.\. 1 of shard 0, not rows 4 \.\. 5 of shard 2"):
-        OutputFolder(out).committed()
-
-
 # --- a run that was suspended, and the job that took its folder
 
 
@@ -346,7 +313,7 @@ def test_a_run_suspended_while_it_deletes_a_job_deletes_nothing_of_the_next_one(
 
 def begin_retry(folder: OutputFolder, number: int = 1) -> Generation:
     retry = Generation(
-        number=number, retry="error", again=number, fingerprint={**folder.manifest.fingerprint, "decode.max_new_tokens": "8"},
+        number=number, retry="error", fingerprint={**folder.manifest.fingerprint, "decode.max_new_tokens": "8"},
         config={}, shards=(1,),
     )  # fmt: skip
     folder.retry(retry)
@@ -354,8 +321,7 @@ def begin_retry(folder: OutputFolder, number: int = 1) -> Generation:
 
 
 def test_a_retry_is_named_by_the_words_that_begin_it_again(whole: OutputFolder) -> None:
-    words = "resume=error decode.max_new_tokens=8"
-    assert [str(begin_retry(whole, number)) for number in (1, 2)] == [words, f"{words} resume.retry_id=2"]
+    assert str(begin_retry(whole)) == "resume=error decode.max_new_tokens=8"
 
 
 @pytest.mark.parametrize("method", ["link", "rename"])

@@ -128,7 +128,7 @@ def test_every_row_is_written_once_in_input_order_with_its_columns(finished: Pat
             "packing.max_num_seqs=4",
             "packing.run_ahead=2",
         ],
-        ["draft=lookup", "draft.num_speculative_tokens=6", "draft.corpus_tokens=3000", "draft.table_entries=500"],
+        ["draft=lookup", "draft.num_speculative_tokens=6", "draft.corpus_tokens=3000"],
         ["draft=lookup", "draft.num_speculative_tokens=1", "packing.max_num_seqs=16", "packing.max_num_batched_tokens=7"],
         ["draft=none", "packing.max_num_seqs=16", "output.shard_rows=3", "ablation.uniform_slots=false"],
         ["draft=lookup", "packing.max_num_seqs=4", "packing.pages=9", "ablation.argmax=false", "ablation.dead_rows=false"],

@@ -23,7 +23,7 @@ from batchspec.errors import StorageError
 from batchspec.process.local_files import open_regular
 from batchspec.records import Completion, RowError, RowStats, Snapshot
 from batchspec.runstate import journal_rows
-from batchspec.runstate.journal import FOLDER, VERSION, Journal, Journaled, saved_rows
+from batchspec.runstate.journal import FOLDER, Journal, Journaled, saved_rows
 from batchspec.runstate.journal_rows import fits
 from batchspec.storage import local_store
 from batchspec.storage.local_store import LocalStore
@@ -88,15 +88,6 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
 def test_every_array_of_a_completion_is_stored() -> None:
     arrays = {name for name, hint in get_type_hints(Completion).items() if "ndarray" in str(hint).lower()}
     assert arrays == {*journal_rows.DTYPES, *journal_rows.TOPS}
-
-
-def test_rows_of_a_segment_without_the_newer_arrays_are_read() -> None:
-    values = journal_rows.to_json(FULL)
-    for name in ("prompt_logprobs", "prompt_top_logprobs"):
-        del values["done"][name]
-    found = journal_rows.from_json(values)
-    assert isinstance(found, Completion)
-    same(found, FULL)
 
 
 def test_arrays_of_another_width_are_read_as_the_same_numbers(tmp_path: Path) -> None:
@@ -209,7 +200,7 @@ def test_a_damaged_segment_is_left_out_alone(tmp_path: Path, damage: Any) -> Non
 def segment(root: Path, lines: list[Any]) -> None:
     """One with a sound frame."""
     body = "\n".join(json.dumps(line) for line in lines).encode()
-    header = {"version": VERSION, "job": "", "rows": len(lines), "crc32": zlib.crc32(body)}
+    header = {"job": "", "rows": len(lines), "crc32": zlib.crc32(body)}
     (root / FOLDER / "a-000000.json").write_bytes(json.dumps(header).encode() + b"\n" + body)
 
 

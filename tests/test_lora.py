@@ -362,7 +362,7 @@ def test_a_job_with_an_adapter_is_that_of_the_merged_model_and_resumes_with_this
         assert run.main(words(base, "own", *more)) == 2
         assert "holds another job (model.adapter: " in capsys.readouterr().err
     assert run.main(words(base, "plain", own)) == 2
-    assert "model.adapter: (none) -> " in capsys.readouterr().err
+    assert "model.adapter: null -> " in capsys.readouterr().err
 
     (moved / "adapter_config.json").write_text(json.dumps({**values, "use_dora": True}))
     for command in ("run", "plan"):

@@ -182,7 +182,7 @@ def damaged_reads(monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], byt
 FLIPS: dict[str, Callable[[bytes], bytes]] = {
     "not JSON": lambda data: data.replace(b"{", b"[", 1),
     "not UTF-8": lambda data: data.replace(b"job", b"jo\xff", 1),
-    "another version": lambda data: data.replace(b'"version": 2', b'"version": 6'),
+    "another version": lambda data: data.replace(b'"version": 3', b'"version": 2'),
     "another job": lambda data: re.sub(rb'("job": ".)', rb"\1f", data),
     "another key": lambda data: data.replace(b'"ready"', b'"raedy"'),
     "another fingerprint": lambda data: data.replace(b'"model": "a"', b'"model": "c"'),
@@ -412,7 +412,7 @@ def test_a_card_from_before_a_retry_is_not_the_retry_s(out: Any) -> None:
     first.finish("card")
     assert OutputFolder(first.path).has_card()
     wanted = {**first.manifest.fingerprint, "decode.max_new_tokens": "9"}
-    retry = Generation(number=1, retry="error", again=1, fingerprint=wanted, config={}, shards=(0,), job=first.manifest.job)
+    retry = Generation(number=1, retry="error", fingerprint=wanted, config={}, shards=(0,), job=first.manifest.job)
     OutputFolder(first.path).retry(retry)
     second = OutputFolder(first.path)
     assert not second.has_card()

@@ -363,7 +363,6 @@ def test_a_whole_job_gives_the_tokens_of_one_without_drafts(tmp_path: Path) -> N
         "decode.ignore_eos=true",
         "decode.max_new_tokens=60",
         f"input.path={tmp_path}/job/known.parquet",
-        "requires_gpu=false",
         "device=cpu",
     ]
     found = []

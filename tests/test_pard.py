@@ -242,7 +242,7 @@ def test_a_whole_job_drafts_with_it_and_gives_the_tokens_of_one_without(tmp_path
     pl.DataFrame({"prompt_ids": [[3 + i, 5, 8] for i in range(6)]}).write_parquet(tmp_path / "p.parquet")
     words = [
         "+job=reasoning_8k", f"model.path={tmp_path}/model", "model.max_len=64", f"input.path={tmp_path}/p.parquet",
-        "decode.max_new_tokens=20", "requires_gpu=false", "device=cpu",
+        "decode.max_new_tokens=20", "device=cpu",
     ]  # fmt: skip
     found = []
     for name, draft in (("none", ["draft=none"]), ("pard", ["draft=pard", f"draft.path={folder}", "draft.parallel=auto"])):

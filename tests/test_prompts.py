@@ -153,8 +153,6 @@ def test_what_cannot_be_read_or_written_is_refused_in_one_line(model: Path, tmp_
     pl.DataFrame({"prompt": ["a"]}).write_parquet(tmp_path / "other.parquet")
     with pytest.raises(InputError, match="no column request_id, status, messages; give the output folder of a job"):
         main(["--open", str(model), "--after", str(tmp_path / "other.parquet"), str(tmp_path / "x.parquet")])
-    with pytest.raises(ConfigError, match="--behind is now --after; `batchspec prompts --help`"):
-        main(["--open", str(model), "--behind", "answers", str(tmp_path / "x.parquet")])
     with pytest.raises(InputError, match="no column request_id, status, completion; give the output folder of a job"):
         main(["--from", str(tmp_path / "other.parquet"), str(tmp_path / "x.parquet")])
     pl.DataFrame({"request_id": ["a"], "status": ["truncated"], "completion": ["x"]}).write_parquet(tmp_path / "cut.parquet")

@@ -274,7 +274,7 @@ def model_of(out: Path) -> str:
 def test_files_that_name_no_job_are_replaced_only_with_overwrite(
     hub: PushHub, out: Path, place: str, content: bytes | None
 ) -> None:
-    """Early versions of batchspec wrote no id of the job: whose rows they are is unknown, and rows cannot be brought back."""
+    """Whose rows they are is unknown, and rows cannot be brought back."""
     assert command.main([str(out), REPO]) == 0
     if content is None:
         pl.read_parquet(out / place).write_parquet(sink := io.BytesIO())

@@ -16,7 +16,7 @@ from batchspec.config.reference import FREE_TYPES, option_comment, options
 from batchspec.config.schema import RunConfig
 from batchspec.config.train_schema import READ, UNREAD, TrainRun
 from batchspec.config.typed import keys
-from batchspec.config.values import value_of
+from batchspec.config.values import ADVANCED, value_of
 
 KEYS = {command: {key.name: key for key in keys_for(command)} for command in ("run", "train")}
 
@@ -114,3 +114,13 @@ def test_help_needs_neither_torch_nor_hydra(words: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "model.path=null" in done.stdout
+
+
+def test_keys_that_few_jobs_set_are_listed_last() -> None:
+    """In the help and on the page; each of them is a key."""
+    advanced = [key.name for key in keys_for("run") if key.advanced]
+    assert {*advanced} == ADVANCED
+    for text in (help_text("run"), page().partition("## Keys of `batchspec train`")[0]):
+        places = [max(text.find(f"  {name}="), text.find(f"| `{name}` |")) for name in ("output.dir", "device", *advanced)]
+        assert places == sorted(places)
+        assert places[0] > 0

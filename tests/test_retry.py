@@ -350,17 +350,17 @@ def killed_before_its_mark() -> None:
     Generations.mark = kill  # type: ignore[method-assign,assignment]
 
 
-def test_a_mark_of_an_earlier_version_names_no_retry_that_wrote_the_shard(tmp_path: Path) -> None:
+def test_a_mark_counts_for_its_own_job_and_names_the_retry_that_wrote_the_shard(tmp_path: Path) -> None:
     generations = Generations(open_store(str(tmp_path), "_batchspec/tmp"))
     keys, shards = {"decode.max_new_tokens": "8"}, (0, 1, 2, 3)
-    asked = Generation(number=2, retry="error", again=1, fingerprint=keys, config={}, shards=shards, job="mine")
+    asked = Generation(number=2, retry="error", fingerprint=keys, config={}, shards=shards, job="mine")
     begun = generations.begin(asked)
     assert isinstance(begun, Generation)
     generations.mark(begun, 0, 2)
     generations.mark(begun, 1, 0)
     generations.mark(replace(begun, job="other"), 3, 2)
     (tmp_path / folder_of(begun) / "done/00002").touch()
-    assert generations.missing(begun) == {3}
+    assert generations.missing(begun) == {2, 3}
     assert generations.written("mine") == {0: 2}
 
 
@@ -438,16 +438,9 @@ def test_a_run_joins_a_retry_that_another_one_began_after_it_read_the_manifest(f
     assert new_retry(open_job(compose(command)), late) is None
 
 
-def test_rows_with_a_temporary_error_are_computed_again(
-    folder: Path,
-    tmp_path: Path,
-    base: Path,
-    ran: list[Request],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """q8 fails for a passing reason in the first run; q4, which has no prompt, is not tried again."""
-    out, run_engine = tmp_path / "out", Engine.run
+def failing_q8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row q8 fails for a reason that may pass."""
+    run_engine = Engine.run
 
     def failing(engine: Engine, requests: RequestStream) -> Any:
         error = RowError(code="crash", stage="decode", message="died", retryable=True)
@@ -459,8 +452,21 @@ def test_rows_with_a_temporary_error_are_computed_again(
                 finish_reason="error", error=error,
             )  # fmt: skip
 
+    monkeypatch.setattr(Engine, "run", failing)
+
+
+def test_rows_with_a_temporary_error_are_computed_again(
+    folder: Path,
+    tmp_path: Path,
+    base: Path,
+    ran: list[Request],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """q4, which has no prompt, is not tried again."""
+    out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "run", failing)
+        failing_q8(patch)
         assert run.main(arguments(folder, out, CAPS[0])) == 0
     assert rows_of(out)["status"].value_counts(sort=True).filter(pl.col("status") == "error")["count"].to_list() == [2]
     ran.clear()
@@ -468,10 +474,37 @@ def test_rows_with_a_temporary_error_are_computed_again(
     assert [request.request_id for request in ran] == ["q8"]
     assert rows_of(out).select(SAME).equals(rows_of(base).select(SAME))
     capsys.readouterr()
-    for again in ("resume=error", "resume.retry=error", "resume.retry_id=2"):
+    for again in ("resume=error", "resume.retry=error"):
         assert run.main(arguments(folder, out, CAPS[0], "resume=error", again)) == 0
         assert "already complete: 14 rows in 7 shards; nothing left for resume=error\n" in capsys.readouterr().err
     assert len(ran) == 1
+
+
+def test_rows_that_fail_again_are_retried_once_by_each_command(
+    folder: Path,
+    tmp_path: Path,
+    base: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The tasks of a Slurm array are one command."""
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        failing_q8(patch)
+        patch.setenv("SLURM_ARRAY_JOB_ID", "17")
+        assert run.main(arguments(folder, out, CAPS[0])) == 0
+        assert run.main(arguments(folder, out, CAPS[0], "resume=error")) == 0
+        capsys.readouterr()
+        assert run.main(arguments(folder, out, CAPS[0], "resume=error")) == 0
+        assert "already complete" in capsys.readouterr().err
+        patch.setenv("SLURM_ARRAY_JOB_ID", "18")
+        assert run.main(arguments(folder, out, CAPS[0], "resume=error")) == 0
+    assert len(OutputFolder(out).latest_changes()) == 2
+    (out / "data/part-00004.parquet").unlink()
+    assert run.main(arguments(folder, out, CAPS[0], "resume=error")) == 0  # ends the retry before it begins another one
+    assert len(OutputFolder(out).latest_changes()) == 2
+    assert run.main(arguments(folder, out, CAPS[0], "resume=error")) == 0
+    assert rows_of(out).select(SAME).equals(rows_of(base).select(SAME))
 
 
 @pytest.fixture(scope="module")
@@ -498,6 +531,6 @@ def test_on_s3_a_shard_is_replaced_only_in_the_version_that_was_read(
     assert other.recommit(0, table, other.written(0)[1])
     assert not late.recommit(0, table, version)
     assert late.generation is not None
-    another = replace(late.generation, again=2)
+    another = replace(late.generation, retry="error")
     with pytest.raises(OutputError, match="another run began"):
         late.retry(another)

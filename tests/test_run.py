@@ -60,7 +60,7 @@ def line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_a_recipe_is_composed_from_all_groups_and_run_once(jobs: Jobs) -> None:
-    assert run.main(["+job=reasoning_8k", "model.path=m", "input.path=i", "requires_gpu=false", "decode.seed=7"]) == 0
+    assert run.main(["+job=reasoning_8k", "model.path=m", "input.path=i", "decode.seed=7"]) == 0
     (config,) = jobs.ran
     assert (config.model.max_len, config.decode.max_new_tokens) == (11264, 3072)
     assert (config.decode.temperature, config.decode.top_p, config.decode.seed) == (0.6, 0.95, 7)
@@ -68,7 +68,7 @@ def test_a_recipe_is_composed_from_all_groups_and_run_once(jobs: Jobs) -> None:
 
 
 def test_a_recipe_drafts_in_parallel_by_default_if_the_head_can(jobs: Jobs) -> None:
-    head = ["model.path=m", "input.path=i", "requires_gpu=false", "draft=eagle3", "draft.path=h"]
+    head = ["model.path=m", "input.path=i", "draft=eagle3", "draft.path=h"]
     for words in ([], ["draft.parallel=true"], ["draft.parallel=false"]):
         assert run.main(["+job=reasoning_8k", *head, *words]) == 0
     assert [config.draft.parallel for config in jobs.ran] == ["auto", True, False]
@@ -150,7 +150,6 @@ def test_a_model_of_the_package_is_the_same_by_group_and_by_path(name: str, jobs
         ([*GIVEN, "output.dir=${nope}"], "${nope} names no key; a variable of the environment is ${oc.env:nope}"),
         (["+job=reasoning_8k"], "model.path is required"),
         (["+job=reasoning_8k", "model.path=m"], "input.path is required"),
-        (["+job=reasoning_8k", "model.path=m", "input.path=i", "device=cpu"], "reasoning_8k needs a GPU"),
     ],
 )
 def test_what_cannot_run_is_one_line_and_exit_code_2(

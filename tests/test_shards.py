@@ -130,7 +130,15 @@ def test_a_run_that_died_before_its_manifest_can_start_again(tmp_path: Path) -> 
     assert new_folder(tmp_path, 6, 2).is_job()
 
 
-@pytest.mark.parametrize(("text", "message"), [('{"version": 99}', "has version 99"), ("{", "is damaged"), ("[]", "is damaged")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"version": 99}', "has version 99"),
+        ('{"version": 2}', "has version 2, this batchspec writes 3"),
+        ("{", "is damaged"),
+        ("[]", "is damaged"),
+    ],
+)
 def test_a_strange_manifest_is_refused(tmp_path: Path, text: str, message: str) -> None:
     new_folder(tmp_path, 6, 2)
     (tmp_path / "_batchspec/manifest.json").write_text(text)
@@ -159,7 +167,7 @@ def test_a_shard_is_committed_once(tmp_path: Path) -> None:
     assert folder.committed() == {2}
     metadata = pq.read_schema(tmp_path / "data/part-00002.parquet").metadata
     assert metadata == {
-        b"batchspec.model": b"tiny", b"batchspec.version": b"2", b"batchspec.shard": b"2", b"batchspec.rows": b"4-5",
+        b"batchspec.model": b"tiny", b"batchspec.shard": b"2", b"batchspec.rows": b"4-5",
         b"batchspec.generation": b"0", b"batchspec.job": folder.manifest.job.encode(),
         b"batchspec.attempt": folder.attempt.encode(),
     }  # fmt: skip

@@ -87,14 +87,6 @@ def test_a_prefill_is_neither_live_nor_idle_and_is_not_lost_where_its_result_com
     assert got.ending.tolist() == [0, 0, 0, 2, 2]
 
 
-def test_a_file_of_a_version_that_knew_no_prefill_is_read() -> None:
-    header, *lines = recorded([(1, 4, False), (1, 3, False)]).splitlines()
-    old = "\n".join([header, *(json.dumps(json.loads(line)[:-1]) for line in lines)])
-    run = parse_run(old)
-    assert run is not None
-    assert run.samples["prefill_s"].tolist() == [0, 0, 0]
-
-
 def test_a_run_is_sampled_once_a_second_and_later_more_seldom() -> None:
     many = recorded([(0.1, 4, False)] * 100).splitlines()
     assert 10 <= len(many) - 2 <= 11

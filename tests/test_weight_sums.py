@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -30,7 +29,6 @@ from batchspec.model.target import Target
 from batchspec.model.weight_files import weight_files
 from batchspec.model.weight_sums import Summing, SumsOfJob, WeightSums, group_of
 from batchspec.model.weights import Checkpoint
-from batchspec.runner.weight_sums import UNKNOWN
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.run_folder import WEIGHTS
 from batchspec.storage.local_store import LocalStore
@@ -193,8 +191,8 @@ def test_a_file_of_sums_comes_back_and_shows_damage(model: Path) -> None:
     for wrong in (
         b"",
         b"{}",
-        b'{"version": 1, "tensors": {}, "run": ""}',
-        sums.to_json().replace(b'"version": 1', b'"version": 7'),
+        b'{"tensors": {}, "run": ""}',
+        sums.to_json().replace(b'"run"', b'"who"'),
     ):
         with pytest.raises(OutputError, match=r"here is damaged \(.*restore it or use another output.dir"):
             WeightSums.from_json(wrong, "here")
@@ -305,25 +303,24 @@ def test_of_two_runs_that_begin_together_with_other_weights_the_second_is_refuse
     assert (out / WEIGHTS).read_bytes() == theirs
 
 
-def test_a_job_of_an_earlier_version_goes_on_and_says_what_is_not_known(
-    own: Path, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_job_with_rows_whose_sums_are_lost_or_damaged_is_refused(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run.main(command) == 0
-    out = tmp_path / "out"
-    whole, kept = tokens(out), (out / WEIGHTS).read_bytes()
-    assert UNKNOWN not in capsys.readouterr().err
-    (out / WEIGHTS).unlink()
-    next((out / "data").iterdir()).unlink()
-    assert run.main(command) == 0
-    assert capsys.readouterr().err.count(UNKNOWN) == 1
-    assert tokens(out) == whole
-    assert json.loads((out / WEIGHTS).read_bytes())["tensors"] == json.loads(kept)["tensors"]
-    next((out / "data").iterdir()).unlink()
-    edit_unseen(own)
-    assert run.main(command) == OutputError.exit_code  # the sums are those of the run after
-    (out / WEIGHTS).write_bytes(b"{")
+    sums, kept = tmp_path / "out" / WEIGHTS, (tmp_path / "out" / WEIGHTS).read_bytes()
+    sums.unlink()
+    assert run.main(command) == 0  # a complete job has nothing to compare
+    next((tmp_path / "out/data").iterdir()).unlink()
+    capsys.readouterr()
+    assert run.main(command) == OutputError.exit_code
+    assert f"{sums} is missing, so that the weights cannot be compared" in capsys.readouterr().err
+    with pytest.raises(OutputError, match="is missing"):
+        verify.main([str(tmp_path / "out")])
+    sums.write_bytes(b"{")
     assert run.main(command) == OutputError.exit_code
     assert f"{WEIGHTS} is damaged" in capsys.readouterr().err
+    sums.write_bytes(kept)
+    assert run.main(command) == 0
 
 
 def test_weights_that_are_edited_during_a_run_are_not_loaded_for_a_smaller_batch(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +101,7 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
     config = from_dict(output.manifest.config)
     if config.decode.score != "none":
         raise OutputError(f"{out} holds scores and no output tokens, so there is nothing to decode again")
-    as_run = open_job(config, is_new=False)
+    as_run = open_job(config)
     output.check(
         fingerprint=job_fingerprint(as_run),
         num_rows=as_run.source.num_rows,
@@ -116,9 +116,7 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
         config.decode.deterministic = False
     if other_kv:
         config.cache = other_cache(as_run)
-    job = with_kept_sums(with_saved_scales(open_job(config, is_new=False), output), output)
-    # Without sums of earlier runs there is nothing to compare with, so none are computed.
-    return replace(job, sums=None) if job.sums is not None and job.sums.kept is None else job
+    return with_kept_sums(with_saved_scales(open_job(config), output), output)
 
 
 def other_cache(job: Job) -> CacheConfig:

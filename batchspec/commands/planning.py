@@ -24,7 +24,7 @@ from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job
 from batchspec.process.out_of_memory import admitting_rows
 from batchspec.report.push import check_push_key
-from batchspec.runner.opened_output import check_target, is_new, open_output
+from batchspec.runner.opened_output import check_target, open_output
 from batchspec.runstate.generations import Generation
 from batchspec.tuning.cpu_threads import limit_threads
 
@@ -67,7 +67,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     Raises InputError, CheckpointError, ConfigError or CapacityError as the run would.
     """
     check_push_key(config.output)
-    job = open_job(config, tokenizer=tokenizer, fetch=False, is_new=is_new(config))
+    job = open_job(config, tokenizer=tokenizer, fetch=False)
     check_target(job)
     state = state_of_output(job)
     survey = survey_rows(job, full=full)

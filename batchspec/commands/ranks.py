@@ -15,7 +15,6 @@ from batchspec.console.terminal import show_line
 from batchspec.packing.cost import device_rates
 from batchspec.packing.replicas import best
 from batchspec.prepare import open_job, survey_first
-from batchspec.runner.opened_output import is_new
 
 
 def main(text: str, num_gpus: int) -> int:
@@ -23,7 +22,7 @@ def main(text: str, num_gpus: int) -> int:
 
     def choose() -> None:
         config = from_json(text)
-        job = open_job(config, fetch=False, is_new=is_new(config))
+        job = open_job(config, fetch=False)
         found = layouts_of(job, survey_first(job), device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises), num_gpus)
         show_line(best(found).ranks if found else 1)  # with too few GPUs for its workers the run says so itself
 

@@ -54,6 +54,10 @@ Train an EAGLE-3 draft head from the completions of jobs. The same command again
 HELP = {"run": RUN_HELP, "plan": PLAN_HELP, "submit": SUBMIT_HELP, "train": TRAIN_HELP}
 """Command -> the beginning of its help; the keys follow."""
 RECIPES = "job"
+ADVANCED = "advanced"
+ABOUT_ADVANCED = """\
+Keys that few jobs set. Those of `ablation` switch optimisations off one by one, to measure what each is worth: no output token
+depends on them.""".replace("\n", " ")
 
 
 def asks_for_help(words: Iterable[str]) -> bool:
@@ -64,7 +68,7 @@ def asks_for_help(words: Iterable[str]) -> bool:
 def help_text(command: str, *, width: int | None = None) -> str:
     """The help of a command that takes keys. width: columns of a line; None: those of the terminal."""
     columns = width or min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
-    about = groups_of(settings.TrainRun if command == "train" else RunConfig)
+    about = _about(settings.TrainRun if command == "train" else RunConfig)
     lines = [HELP[command], "", *(_group_lines(columns) if command != "train" else []), "Keys (key=default):"]
     for group, keys in _by_group(keys_for(command)).items():
         lines += ["", f"{group}: {about[group]}" if group else "others"]
@@ -93,8 +97,8 @@ def page() -> str:
     run, train = keys_for("run"), keys_for("train")
     known = {key.name: key for key in run}
     new = [key for key in train if key.name not in known or key.summary != known[key.name].summary]
-    job = [JOB_HEAD, *_tables(run, groups_of(RunConfig))]
-    training = [TRAIN_HEAD, *_tables(new, groups_of(settings.TrainRun))]
+    job = [JOB_HEAD, *_tables(run, _about(RunConfig))]
+    training = [TRAIN_HEAD, *_tables(new, _about(settings.TrainRun))]
     return "\n".join([PAGE_HEAD, *_option_table(), "", *job, "", *training, ""])
 
 
@@ -177,10 +181,17 @@ def _tables(keys: Sequence[Key], about: Mapping[str, str]) -> list[str]:
     return lines
 
 
+def _about(schema: type) -> dict[str, str]:
+    """Group -> its description."""
+    return groups_of(schema) | {ADVANCED: ABOUT_ADVANCED}
+
+
 def _by_group(keys: Iterable[Key]) -> dict[str, list[Key]]:
+    """Group -> its keys; those that few jobs set are a last group of their own."""
     found: dict[str, list[Key]] = {}
-    for key in keys:
-        found.setdefault(key.name.split(".")[0] if "." in key.name else "", []).append(key)
+    for key in sorted(keys, key=lambda key: key.advanced):
+        group = key.name.split(".")[0] if "." in key.name else ""
+        found.setdefault(ADVANCED if key.advanced else group, []).append(key)
     return found
 
 

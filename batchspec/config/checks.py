@@ -233,11 +233,6 @@ def _unused(config: RunConfig) -> None:
     for key, given in (("push_private=false", not output.push_private), ("push_overwrite=true", output.push_overwrite)):
         if given and output.push_to_hub is None:
             raise ConfigError(f"output.{key} has no effect without output.push_to_hub; set output.push_to_hub or remove the key")
-    if config.resume.retry_id != 1 and config.resume.retry == "none":
-        raise ConfigError(
-            f"resume.retry_id={config.resume.retry_id} has no effect without a retry of rows; choose resume=error or "
-            "resume=length, or remove the key"
-        )
     if output.logprob_tokens and not (output.logprobs or output.prompt_logprobs):
         raise ConfigError(
             "output.logprob_tokens=true has no effect: no likeliest tokens are written; set output.logprobs=N (of scored prompts "

@@ -40,11 +40,6 @@ def check_draft(config: RunConfig) -> None:
             f"draft.prompt_lookup_min={draft.prompt_lookup_min} exceeds "
             f"draft.prompt_lookup_max={draft.prompt_lookup_max}; swap them"
         )
-    if draft.table_entries is not None and not draft.corpus_tokens:
-        raise ConfigError(
-            f"draft.table_entries={draft.table_entries} without draft.corpus_tokens: there is no corpus to index; give both or "
-            "remove it"
-        )
     _tree(config)
     if draft.synthetic is not None:
         _synthetic(draft, draft.synthetic)

@@ -29,17 +29,9 @@ class DraftConfig:
     """Shortest n-gram that must repeat for a draft, in tokens."""
     prompt_lookup_max: int = 6
     """Longest n-gram that is searched for, in tokens. The longest match wins."""
-    head_len: int | None = None
-    """Maximum number of draft tokens of the head per request and round. null is draft.num_speculative_tokens, the limit of the
-    lookup's drafts."""
-    growth: int = 2
-    """Maximum number of draft tokens per token of the matched n-gram."""
     corpus_tokens: int = 0
     """Size of the corpus of finished requests that drafts are copied from, in tokens. It holds the newest tokens of prompts and
     outputs; 0 looks in the request's own tokens only. 1,000,000 tokens take 72 MB."""
-    table_entries: int | None = None
-    """Entries of the hash table that indexes the corpus, rounded up to a power of two. null is four for each of
-    draft.corpus_tokens."""
     coupled: Any = "auto"
     """Whether drafts of sampled requests use the noise that the target samples with, so that more of them are accepted. auto
     and true do; false drafts the most likely tokens (for comparison). No output token depends on it."""

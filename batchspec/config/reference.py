@@ -24,7 +24,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import yaml  # type: ignore[import-untyped]
 
 from batchspec.config.draft_checks import READ_BY
-from batchspec.config.values import INT64
+from batchspec.config.values import ADVANCED, INT64
 
 Ranges = Mapping[str, tuple[float, float, str]]
 Choices = Mapping[str, tuple[str, ...]]
@@ -56,6 +56,7 @@ class Key:
     details   the sentences after it, or an empty string
     choices   all values, if they are a few words
     drafters  those that read the key, if not all do
+    advanced  whether few jobs set it
     """
 
     name: str
@@ -65,6 +66,7 @@ class Key:
     details: str
     choices: tuple[str, ...]
     drafters: tuple[str, ...]
+    advanced: bool
 
     @property
     def default_text(self) -> str:
@@ -96,6 +98,7 @@ def keys_of(
                 details="".join(details),
                 choices=choices.get(name, ()),
                 drafters=READ_BY.get(name, ()),
+                advanced=name in ADVANCED,
             )
         )
     return found

@@ -209,8 +209,6 @@ class ResumeConfig:
     retry: str = "none"
     """Which rows of a complete job are computed again. error: rows with an error that may pass; length: rows that were cut off,
     with a larger decode.max_new_tokens; none. Their shards are replaced one by one, all other rows stay."""
-    retry_id: int = 1
-    """Number of the retry: the same retry runs once, a higher number runs it again."""
     extend: bool = False
     """Whether input rows that come after all rows of the job in output.dir, from new files or a higher input.limit, are added to
     it. Its rows and files stay as they are."""
@@ -271,5 +269,3 @@ class RunConfig:
     device: str = "auto"
     """Device that the models run on. auto is a GPU if there is one. On a CPU as many threads compute as other processes and the
     cgroup leave when the model is loaded; the environment variable OMP_NUM_THREADS sets another number."""
-    requires_gpu: bool = False
-    """Refuse to run without a GPU. It is for jobs whose shape makes no sense on a CPU."""

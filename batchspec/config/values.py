@@ -46,10 +46,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "draft.num_speculative_tokens": (1, 64, "give the draft tokens per round, or draft=none for no speculation"),
     "draft.prompt_lookup_min": (1, 16, "1 or 2 works well"),
     "draft.prompt_lookup_max": (1, 16, "3 to 8 works well"),
-    "draft.growth": (1, 64, "2 works well; draft.num_speculative_tokens or more means no limit"),
-    "draft.head_len": (1, 64, "null is draft.num_speculative_tokens; 3 works well"),
     "draft.corpus_tokens": (0, 2**28, "0 is off; 1000000 take 72 MB"),
-    "draft.table_entries": (16, 2**30, "null is four for each of draft.corpus_tokens"),
     "draft.tree.topk": (1, 64, "1 drafts a chain; 4 to 10 works well for a tree"),
     "draft.tree.depth": (1, 64, "4 to 6 works well"),
     "draft.tree.nodes": (1, MAX_TREE_NODES, "a round verifies the newest token and at most 63 nodes of a row"),
@@ -91,7 +88,6 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "cluster.memory_gb": (math.ulp(0.0), math.inf, "null leaves it to the cluster"),
     "cluster.time_h": (math.ulp(0.0), math.inf, "null leaves it to the partition"),
     "cluster.watchdog_s": (0, math.inf, "0 is never"),
-    "resume.retry_id": (1, math.inf, "1 is the first time"),
     "resume.row_attempts": (1, math.inf, "3 spares a row that was only in flight when machines failed"),
 }
 
@@ -112,6 +108,22 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "draft.name": tuple(DRAFTERS),
 }
+
+ADVANCED = frozenset({
+    "model.activations", "model.load_format",
+    "draft.prompt_lookup_min", "draft.prompt_lookup_max", "draft.coupled", "draft.synthetic", "draft.aux_layers",
+    "draft.adaptive", "draft.parallel", "draft.tree.topk", "draft.tree.depth", "draft.tree.nodes", "draft.window",
+    "draft.sink_tokens", "draft.cache_dtype",
+    "decode.ignore_eos",
+    "packing.pages", "packing.max_num_batched_tokens", "packing.run_ahead", "packing.expert_correlation",
+    "cache.scales",
+    "input.template_date", "input.num_workers", "input.drop",
+    "resume.row_attempts",
+    "cluster.max_restarts", "cluster.signal_s", "cluster.watchdog_s", "cluster.log",
+    "ablation.dead_rows", "ablation.argmax", "ablation.uniform_slots", "ablation.dead_positions", "ablation.prefill_graphs",
+    "ablation.sharded_draft",
+})  # fmt: skip
+"""Keys that few jobs set; the help and conf/README.md list them last."""
 
 CREDENTIALS = re.compile(r"://[^/]*@|[?&](\w*key|\w*token|\w*secret|\w*password|\w*signature|sig|x-amz-[\w-]+)=", re.IGNORECASE)
 """Matches a URL that contains a password, a key or a signature."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from batchspec.errors import ConfigError
 
@@ -29,16 +29,3 @@ class ArgumentParser(argparse.ArgumentParser):
             if (value := getattr(args, name)) != self.get_default(name):
                 shown = "" if value is True else f" {','.join(value) if isinstance(value, list) else value}"
                 self.error(f"--{name.replace('_', '-')}{shown} {why}; remove it")
-
-
-class Renamed(argparse.Action):
-    """Refuses the old name of an option with its present name: add("--old", action=Renamed, new="--new")."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, *, new: str) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs="?", help=argparse.SUPPRESS)
-        self._new = new
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
-    ) -> NoReturn:
-        parser.error(f"{option_string} is now {self._new}")

@@ -27,7 +27,7 @@ from batchspec.kernels.drafting.corpus_lookup import SEED, next_hash, pack_entri
 
 Tokens = NDArray[np.int32]
 ENTRIES_A_TOKEN = 4
-"""Default number of table entries per token: three n-gram lengths, and room to make collisions rare."""
+"""Number of table entries per token: three n-gram lengths, and room to make collisions rare."""
 GROWTH = 4
 """A table is built anew when a quarter of its corpus is new."""
 FEWEST = 256
@@ -41,15 +41,14 @@ def default_lengths(min_ngram: int, max_ngram: int) -> tuple[int, ...]:
     return tuple(sorted({min_ngram, (min_ngram + max_ngram) // 2, max_ngram}))
 
 
-def default_entries(num_tokens: int, num_entries: int | None) -> int:
-    """Number of entries E, a power of two: at least num_entries, or ENTRIES_A_TOKEN per token if that is None."""
-    wanted = num_entries or ENTRIES_A_TOKEN * num_tokens
-    return 1 << max(4, (wanted - 1).bit_length())
+def table_entries(num_tokens: int) -> int:
+    """Number of entries E of a table: a power of two, at least ENTRIES_A_TOKEN per token."""
+    return 1 << max(4, (ENTRIES_A_TOKEN * num_tokens - 1).bit_length())
 
 
-def corpus_bytes(num_tokens: int, num_entries: int | None) -> int:
+def corpus_bytes(num_tokens: int) -> int:
     """Bytes on the device of both buffers; 0 without a corpus."""
-    return 2 * (8 * default_entries(num_tokens, num_entries) + 4 * (num_tokens + ROOM)) if num_tokens else 0
+    return 2 * (8 * table_entries(num_tokens) + 4 * (num_tokens + ROOM)) if num_tokens else 0
 
 
 def build_table(corpus: Tensor, lengths: Sequence[int], num_entries: int) -> Tensor:
@@ -92,20 +91,17 @@ class Corpus:
     """Both table buffers on the device, and the code that fills them. All but `build` runs in the engine's thread."""
 
     def __init__(
-        self, num_tokens: int, *, num_entries: int | None = None, lengths: Sequence[int], device: torch.device,
-        background: bool = True,
+        self, num_tokens: int, *, lengths: Sequence[int], device: torch.device, background: bool = True
     ) -> None:  # fmt: skip
         """
         num_tokens  maximum number of tokens in the corpus
-        num_entries  of the table, rounded up to a power of two; None: the default
         lengths     lengths of the n-grams in the table, ascending
         background  False: `refresh` waits for building and upload
         """
         self.num_tokens, self.lengths = num_tokens, tuple(lengths)
-        num_entries = default_entries(num_tokens, num_entries)
         self.which = torch.zeros(1, dtype=torch.int32, device=device)
         """int32 [1] index of the buffer that rounds read."""
-        self.table = torch.zeros(2, num_entries, dtype=torch.int64, device=device)
+        self.table = torch.zeros(2, table_entries(num_tokens), dtype=torch.int64, device=device)
         self.tokens = torch.full((2, num_tokens + ROOM), -1, dtype=torch.int32, device=device)
         self._documents: deque[Tokens] = deque()
         self._size = self._new = self._in_use = 0

@@ -32,6 +32,8 @@ from batchspec.draft.weights import Head
 from batchspec.kernels.drafting.select_drafts import select_drafts, update_acceptance
 from batchspec.model.target import Target
 
+HEAD_LEN = 3
+"""Most draft tokens of the head per request and round: longer drafts are the lookup's."""
 HEAD_PRIOR, LOOKUP_PRIOR = (4.8, 8.0), (4.0, 8.0)
 """(drafts accepted, drafts tried) that the estimates of head and lookup start with, for every match length."""
 
@@ -138,7 +140,7 @@ class HybridDrafter:
 
 
 class HybridDrafterSpec(Eagle3DrafterSpec):
-    """draft=hybrid: the head drafts up to draft.head_len tokens, the lookup up to K."""
+    """draft=hybrid: the head drafts up to HEAD_LEN tokens, the lookup up to K."""
 
     assumed_accepted = 1.2
 
@@ -147,12 +149,11 @@ class HybridDrafterSpec(Eagle3DrafterSpec):
         return ChainShape(self.config.draft.num_speculative_tokens)
 
     def state_bytes(self) -> int:
-        return corpus_bytes(self.config.draft.corpus_tokens, self.config.draft.table_entries)
+        return corpus_bytes(self.config.draft.corpus_tokens)
 
     def build(self, weights: Head, target: Target, *, slots: int) -> HybridDrafter:
         draft = self.config.draft
-        head_len = min(draft.head_len or draft.num_speculative_tokens, draft.num_speculative_tokens)
-        head = build_chain(self.config, weights, target, head_len, slots=slots)
+        head = build_chain(self.config, weights, target, min(HEAD_LEN, draft.num_speculative_tokens), slots=slots)
         return HybridDrafter(head, build_lookup(draft, target.device), slots=slots, device=target.device)
 
 

@@ -20,12 +20,15 @@ from batchspec.kernels.drafting.corpus_lookup import corpus_lookup
 from batchspec.kernels.drafting.ngram_lookup import ngram_lookup
 from batchspec.model.target import Target
 
+GROWTH = 2
+"""Most drafts per matched token: two cost nothing on text that hardly repeats, and still copy whole passages, because matches
+grow."""
+
 
 class LookupDrafter(NoFeatures):
-    """The longest n-gram of max_ngram..min_ngram tokens that occurred before wins; at most `growth` drafts per matched token.
+    """The longest n-gram of max_ngram..min_ngram tokens that occurred before wins; at most GROWTH drafts per matched token.
 
-    It needs no checkpoint and works with any model. Two drafts per matched token cost nothing on text that hardly repeats, and
-    still copy whole passages, because matches grow. If a corpus of finished rows has a longer match than the row's own tokens,
+    It needs no checkpoint and works with any model. If a corpus of finished rows has a longer match than the row's own tokens,
     the drafts come from there. There are fewer of them if the occurrences in the corpus continue differently
     (`kernels/drafting/corpus_lookup.py`).
     """
@@ -33,12 +36,11 @@ class LookupDrafter(NoFeatures):
     name = "lookup"
     fixed_len = False
 
-    def __init__(self, max_len: int, *, min_ngram: int, max_ngram: int, growth: int = 2, corpus: Corpus | None = None) -> None:
+    def __init__(self, max_len: int, *, min_ngram: int, max_ngram: int, corpus: Corpus | None = None) -> None:
         """corpus: an index of n-grams of min_ngram to max_ngram tokens; None: only the row's own tokens are searched"""
         self.max_len = max_len
         self.min_ngram = min_ngram
         self.max_ngram = max_ngram
-        self.growth = growth
         self.corpus = corpus
 
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
@@ -53,7 +55,7 @@ class LookupDrafter(NoFeatures):
             max_draft_len=draft_ids.shape[1],
             min_ngram=self.min_ngram,
             max_ngram=self.max_ngram,
-            growth=self.growth,
+            growth=GROWTH,
             out_draft_ids=draft_ids,
             out_draft_len=draft_len,
             out_match_len=match_len,
@@ -70,7 +72,7 @@ class LookupDrafter(NoFeatures):
             lengths=self.corpus.lengths,
             max_ngram=self.max_ngram,
             max_draft_len=draft_ids.shape[1],
-            growth=self.growth,
+            growth=GROWTH,
             draft_ids=draft_ids,
             draft_len=draft_len,
             match_len=match_len,
@@ -95,7 +97,7 @@ class LookupDrafterSpec(Weightless):
     """Measured with K = 4 over 88 mixed prompts (Spec-Bench) of a small model, replayed."""
 
     def state_bytes(self) -> int:
-        return corpus_bytes(self.config.draft.corpus_tokens, self.config.draft.table_entries)
+        return corpus_bytes(self.config.draft.corpus_tokens)
 
     def build(self, weights: None, target: Target, *, slots: int) -> LookupDrafter:
         return build_lookup(self.config.draft, target.device)
@@ -106,12 +108,11 @@ def build_lookup(draft: DraftConfig, device: torch.device) -> LookupDrafter:
     corpus = None
     if draft.corpus_tokens:
         lengths = default_lengths(draft.prompt_lookup_min, draft.prompt_lookup_max)
-        corpus = Corpus(draft.corpus_tokens, num_entries=draft.table_entries, lengths=lengths, device=device)
+        corpus = Corpus(draft.corpus_tokens, lengths=lengths, device=device)
     return LookupDrafter(
         draft.num_speculative_tokens,
         min_ngram=draft.prompt_lookup_min,
         max_ngram=draft.prompt_lookup_max,
-        growth=draft.growth,
         corpus=corpus,
     )
 

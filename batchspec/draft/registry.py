@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_LOOKUP_KEYS = tuple(
-    f"draft.{key}" for key in ("prompt_lookup_min", "prompt_lookup_max", "growth", "corpus_tokens", "table_entries")
-)
+_LOOKUP_KEYS = tuple(f"draft.{key}" for key in ("prompt_lookup_min", "prompt_lookup_max", "corpus_tokens"))
 _HEAD_KEYS = (
     *(f"draft.{key}" for key in ("path", "aux_layers", "window", "sink_tokens", "cache_dtype", "parallel", "coupled")),
     "ablation.dead_positions",
@@ -43,7 +41,7 @@ DRAFTERS: dict[str, Entry] = {
         trained=True,
     ),
     "hybrid": Entry(
-        reads=(*_LOOKUP_KEYS, "draft.head_len", *_HEAD_KEYS),
+        reads=(*_LOOKUP_KEYS, *_HEAD_KEYS),
         needs={"draft.path": "the folder or hub id of an EAGLE-3 head made for the model"},
         dummy=True,
     ),

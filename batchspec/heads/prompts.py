@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 from batchspec.config.schema import InputConfig
 from batchspec.console import terminal
-from batchspec.console.arguments import ArgumentParser, Renamed
+from batchspec.console.arguments import ArgumentParser
 from batchspec.console.target_file import target_file
 from batchspec.dataset.reader import open_source
 from batchspec.errors import CheckpointError, ConfigError, InputError, OutputError
@@ -48,7 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("file", metavar="FILE.parquet", help="file to write: the input of a job")
     add("--open", metavar="MODEL", dest="model", help="folder or hub id of a chat model: write rows that open a user's turn")
     add("--after", metavar="OUT", dest="chats", help="--open: continue the chats of this job, which has the column messages")
-    add("--behind", action=Renamed, new="--after")
     add("--rows", type=int, default=20000, help="--open: maximum number of rows; default %(default)s")
     add("--texts", type=int, default=0, metavar="N", help="--open: N more rows, whose turns are texts for the tasks")
     add("--tasks", metavar="FILE", default="pkg://tasks", help="--texts: file with one task a line; default %(default)s")

@@ -24,7 +24,6 @@ from batchspec.model.config_values import shown
 from batchspec.model.files import LocalFiles, StoredTensor, stored_tensors
 from batchspec.model.spec import ModelSpec, layer_prefix
 
-VERSION = 1
 _NAMES = {
     "k": ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.k_proj.output_scale"),
     "v": ("self_attn.v_scale", "self_attn.v_proj.v_scale", "self_attn.v_proj.output_scale"),
@@ -51,7 +50,7 @@ class KVScales:
 
     def to_json(self) -> bytes:
         """The content of a file that keeps every bit."""
-        content = {"version": VERSION, "fingerprint": self.fingerprint, "scales": self.values.tolist()}
+        content = {"fingerprint": self.fingerprint, "scales": self.values.tolist()}
         return (json.dumps(content) + "\n").encode()
 
     @classmethod
@@ -60,8 +59,8 @@ class KVScales:
         try:
             content = json.loads(data)
             found = cls(torch.tensor(content["scales"], dtype=torch.float32))
-            if content["version"] != VERSION or content["fingerprint"] != found.fingerprint:
-                raise ValueError("version or fingerprint do not fit")
+            if content["fingerprint"] != found.fingerprint:
+                raise ValueError("the fingerprint does not fit")
             if tuple(found.values.shape) != (spec.num_layers, 2, spec.num_kv_heads):
                 raise ValueError(f"scales of shape {list(found.values.shape)}")
         except (ValueError, KeyError, TypeError, RecursionError) as error:

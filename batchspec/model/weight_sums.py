@@ -23,7 +23,6 @@ from batchspec.errors import OutputError
 from batchspec.model.files import listed
 from batchspec.process.load_progress import count_step
 
-VERSION = 1
 PIECE_BYTES = 1 << 24
 MOST_THREADS = 32
 """A core computes 1 to 2 GB/s, and a GPU's weights are loaded at a few GB/s. Of a model on several GPUs one process computes all
@@ -40,15 +39,13 @@ class WeightSums:
     """What loaded them, for messages: run, machine, time, model.path."""
 
     def to_json(self) -> bytes:
-        return (json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n").encode()
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> WeightSums:
         """Raises OutputError for bytes that are not sums."""
         try:
             content = json.loads(data)
-            if content["version"] != VERSION:
-                raise ValueError(f"version {content['version']}, this batchspec reads {VERSION}")
             tensors, run = dict(content["tensors"]), content["run"]
             if not tensors or not all(isinstance(text, str) for text in (run, *tensors, *tensors.values())):
                 raise ValueError("no names and sums")

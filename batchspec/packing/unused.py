@@ -1,8 +1,7 @@
 """Keys and columns that would have no effect with this input, model, drafter or device are refused by name.
 
-The user set it for a reason, and the output would not show that it changed nothing. A job that an earlier version of batchspec
-began with such a key goes on. A column that no row reads and that is named like an option is not refused, because it may be data:
-the user is told (`input_notes.py`).
+The user set it for a reason, and the output would not show that it changed nothing. A column that no row reads and that is named
+like an option is not refused, because it may be data: the user is told (`input_notes.py`).
 """
 
 from __future__ import annotations

@@ -15,6 +15,6 @@ Afterwards:
   answers.py        the rows as OpenAI's response lines
   page.py           report.html
     figures.py      its sections with pictures; pictures.py: SVG
-    requests.py     its sections about requests
+    error_rows.py   the first error rows of each code
     html.py         pieces of HTML; style.py: CSS
 """

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from batchspec.console.text import MESSAGE_CHARS, for_shell, for_terminal
 from batchspec.errors import ConfigError
 from batchspec.report import html
 from batchspec.report.about import input_rows, last_part, sampling, when
+from batchspec.report.error_rows import Failed, first_errors
 from batchspec.report.quality import Quality
-from batchspec.report.requests import Requests, read_requests
 from batchspec.report.stats import JobStats, job_stats
 from batchspec.report.status import RunStatus, StatusReader
 from batchspec.report.style import STYLE
@@ -57,13 +57,13 @@ def write_report(output: OutputFolder, by: str | None = None, stats: JobStats | 
         stats = job_stats(output.path, by)
     runs = [run for text in output.logs(".timeline.jsonl") if (run := parse_run(text)) is not None]
     states = StatusReader(output).read().runs
-    output.put_report(report_page(output.manifest, stats, read_requests(output), course(runs), states, name=output.path, by=by))
+    output.put_report(report_page(output.manifest, stats, first_errors(output), course(runs), states, name=output.path, by=by))
 
 
 def report_page(
     manifest: Manifest,
     stats: JobStats,
-    requests: Requests,
+    errors: Mapping[str, Sequence[Failed]],
     over_time: Course | None,
     states: Sequence[RunStatus],
     *,
@@ -84,14 +84,13 @@ def report_page(
         "<h2>Is the data good?</h2>",
         _tiles(_of_data(stats)),
         *figures.lengths(stats),
-        *_errors(stats, requests),
+        *_errors(stats, errors),
         *_samples(stats.quality),
         "<h2>Speed</h2>",
         _tiles(_of_speed(stats, over_time)),
         *figures.over_time(over_time),
         *(("<h2>Acceptance of drafts</h2>", _tiles(_of_acceptance(stats))) if stats.drafter != "none" else ()),
         *(figures.acceptance(stats, by, over_time) if stats.drafter != "none" else ()),
-        *_requests(requests),
         *_settings(manifest, states),
     ]
     # In case a part was not escaped: no control character gets onto the page.
@@ -164,14 +163,14 @@ def _of_acceptance(stats: JobStats) -> dict[str, str]:
     }
 
 
-def _errors(stats: JobStats, requests: Requests) -> Iterator[str]:
+def _errors(stats: JobStats, errors: Mapping[str, Sequence[Failed]]) -> Iterator[str]:
     """Error rows by code: the first rows of each code with their reasons."""
-    if not requests.errors:
+    if not errors:
         return
     yield '<h3 id="errors">Error rows</h3>'
     cards = []
     for code, count in list(stats.by_error.items())[:MAX_CODES]:
-        rows = requests.errors.get(code, ())
+        rows = errors.get(code, ())
         lines = [(html.line(row.request_id), f"{row.row_index:,}", html.line(row.message, MESSAGE_CHARS)) for row in rows]
         more = f" (the first {len(rows)})" if count > len(rows) else ""
         table = html.table(("request", "row", "reason"), lines, safe=True, texts=True)
@@ -182,52 +181,20 @@ def _errors(stats: JobStats, requests: Requests) -> Iterator[str]:
 
 
 def _samples(good: Quality) -> Iterator[str]:
-    """Random answers, which the page shows before those that are the best or the worst in some way."""
+    """Random answers."""
     if good.samples:
-        yield "<h3>Random samples</h3>"
+        yield '<h3>Random samples</h3><p class="note">Truncated; <code>batchspec inspect OUT ID</code> shows one in full.</p>'
         yield f'<div class="texts">{"".join(_article(row) for row in good.samples)}</div>'
 
 
-def _requests(requests: Requests) -> Iterator[str]:
-    if not requests.shown:
-        return
-    yield "<h2>Longest and shortest requests</h2>"
-    yield html.grid(f'<div class="card"><h3>{title}</h3>{_shown(rows)}</div>' for title, rows in requests.shown.items())
-    texts = {(row.row_index, row.sample_index): row for rows in requests.shown.values() for row in rows}
-    yield '<h3>Their text</h3><p class="note">Truncated; <code>batchspec inspect OUT ID</code> shows one in full.</p>'
-    yield f'<div class="texts">{"".join(_article(texts[key], _anchor(texts[key])) for key in sorted(texts))}</div>'
-
-
-def _shown(rows: Iterable[Shown]) -> str:
-    lines = [
-        (
-            f'<a href="#{_anchor(row)}">{_label(row)}</a>',
-            f"{row.prompt_tokens:,}",
-            f"{row.tokens:,}",
-            html.number(row.mean_length),
-        )
-        for row in rows
-    ]
-    return html.table(("request", "prompt", "tokens", "a round"), lines, safe=True)
-
-
-def _article(row: Shown, anchor: str = "") -> str:
-    ratio = f", {row.mean_length:.2f} tokens a round" if anchor and row.mean_length is not None else ""
-    facts = f"{row.status}: {row.prompt_tokens:,} prompt tokens, {row.tokens:,} tokens{ratio}"
-    place = f' id="{anchor}"' if anchor else ""
+def _article(row: Shown) -> str:
+    label = html.line(row.request_id) + (f" sample {row.sample_index}" if row.sample_index else "")
+    facts = f"{row.status}: {row.prompt_tokens:,} prompt tokens, {row.tokens:,} tokens"
     prompt = "" if row.prompt is None else f'<p class="note">prompt</p><pre>{html.text(row.prompt)}</pre>'
     return (
-        f'<article class="card"{place}><h3>{_label(row)}</h3><p class="note">{html.line(facts)}</p>{prompt}'
+        f'<article class="card"><h3>{label}</h3><p class="note">{html.line(facts)}</p>{prompt}'
         f'<p class="note">completion</p><pre>{html.text(row.completion)}</pre></article>'
     )
-
-
-def _anchor(row: Shown) -> str:
-    return f"r{row.row_index}-{row.sample_index}"
-
-
-def _label(row: Shown) -> str:
-    return html.line(row.request_id) + (f" sample {row.sample_index}" if row.sample_index else "")
 
 
 def _settings(manifest: Manifest, states: Sequence[RunStatus]) -> Iterator[str]:

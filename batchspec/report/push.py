@@ -126,7 +126,7 @@ def _ends(names: Sequence[str]) -> list[str]:
 
 
 def _job_of(name: str, present: Present) -> str | None:
-    """The id of the job in the footer of a file; None where there is none: early versions of batchspec wrote no id."""
+    """The id of the job in the footer of a file; None where there is none."""
     try:
         file = read_footer(lambda count: Tail(present.read(name, count), ""))
     except DamagedFooter:

@@ -36,7 +36,7 @@ def start_up_of(log: str) -> dict[str, float] | None:
     try:
         found = json.loads(log)["start_up"]
         return {str(phase): float(seconds) for phase, seconds in found.items()} if LAST in found else None
-    except (ValueError, TypeError, KeyError, AttributeError):  # of an older version, or damaged
+    except (ValueError, TypeError, KeyError, AttributeError):  # damaged
         return None
 
 

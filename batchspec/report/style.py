@@ -15,7 +15,6 @@ h3 { font-size: .95rem; margin: 1.4rem 0 .4rem; }
 h4 { font-size: .95rem; margin: 0 0 .4rem; }
 figure h3, .card h3 { margin-top: 0; }
 p { margin: .3rem 0; }
-a { color: var(--first); }
 .note, figcaption, th, dt, .tile > span { color: var(--muted); }
 .note { max-width: 70ch; }
 header dl { margin-top: .8rem; }
@@ -55,8 +54,6 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0 .7rem;
     linear-gradient(transparent, var(--card) 1rem) bottom / 100% 2rem no-repeat local,
     linear-gradient(var(--shade), transparent) top / 100% .6rem no-repeat scroll,
     linear-gradient(transparent, var(--shade)) bottom / 100% .6rem no-repeat scroll; }
-article { scroll-margin-top: 1rem; }
-article:target { outline: 2px solid var(--first); }
 @media (max-width: 24rem) { table { font-size: .8rem; } th, td { padding: .25rem .2rem; } }
 summary { cursor: pointer; }
 .error { color: var(--bad); }

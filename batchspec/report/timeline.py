@@ -159,8 +159,6 @@ def parse_run(text: str) -> Run | None:
     try:
         header, *lines = [json.loads(line) for line in text.splitlines()]
         values = np.array(lines, np.float64)
-        if values.ndim == 2 and values.shape[1] == len(NAMES) - 1:  # written by a version that counted prefill as live or waiting
-            values = np.pad(values, ((0, 0), (0, 1)))
         if values.ndim != 2 or values.shape[1] != len(NAMES) or len(values) < 2:
             return None
         return Run(float(header["started_at"]), dict(zip(NAMES, values.T, strict=True)))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from batchspec import __version__
-from batchspec.config.schema import TEMPLATE_DATE, CacheConfig
+from batchspec.config.schema import CacheConfig
 from batchspec.model.config_values import has_file, read_text
 from batchspec.model.deterministic import ORDER_VERSION
 from batchspec.model.kv_calibration import CALIBRATION
@@ -22,50 +22,37 @@ from batchspec.runstate.manifest import fingerprint
 
 CONSTRAINTS_VERSION = 2
 """Raised with every change of what is written for a constraint: a job that began with another version is refused."""
-NEWER_KEYS = ("bad_words", "frequency_penalty", "logit_bias", "repetition_detection", "score")
-"""Keys of `decode` that are left out where they are off, so that jobs begun before these keys existed resume."""
+INPUT_KEYS = ("chat", "system", "on_overlong", "final_assistant", "limit", "template_kwargs", "template_date")
+OUTPUT_KEYS = ("messages", "reasoning_in_messages", "logprobs", "prompt_logprobs")
 
 
 def job_fingerprint(job: Job) -> dict[str, str]:
     """Everything that changes results. Drafter, slots, pages and versions do not; they may differ between the runs of one job."""
-    config, decode = job.config, asdict(job.config.decode)
-    think, calls = job.admission.settings.think, job.admission.has_calls(job.columns)
+    config, settings = job.config, job.admission.settings
+    form = job.admission.tool_form if job.admission.has_calls(job.columns) else None
     schema = job.admission.schema_of(job.source.schema, job.columns, config.output)
     return fingerprint(
         {
             "model.config": read_text(job.folder / "config.json"),
             **weight_parts(job.folder, dummy=job.dummy),
-            # Left out without one, so that jobs begun before this key existed resume.
-            **({} if job.adapter is None else {"model.adapter": job.adapter.fingerprint}),
-            **({} if not config.model.adapters else {"model.adapters": _named(job, "fingerprint")}),
+            "model.adapter": None if job.adapter is None else job.adapter.fingerprint,
+            "model.adapters": _named(job, "fingerprint"),
             "model.tokenizer": None if job.tokenizer is None else job.tokenizer.fingerprint,
             "model.dtype": str(job.dtype).removeprefix("torch."),
-            # As resolved on this device, and left out where plain, so that jobs begun before this key existed resume.
-            **({"model.activations": "fp8"} if job.spec.formats.quantises else {}),
-            **_kv_parts(config.cache),
+            "model.activations": "fp8" if job.spec.formats.quantises else "dtype",  # as resolved on this device
             "model.max_len": job.admission.max_len,
-            "model.end_ids": sorted(job.admission.settings.end_ids),
-            "model.think_tokens": None if think is None else (think.begin_id, think.end_id),
-            **({"model.tool_calls": form.name} if calls and (form := job.admission.tool_form) is not None else {}),
-            **{f"decode.{key}": value for key, value in decode.items() if key not in (*KINDS, *NEWER_KEYS, "deterministic")},
-            **({"decode.deterministic": ORDER_VERSION} if config.decode.deterministic else {}),  # left out without, as above
-            **_newer_parts(job),
-            **_constraint_parts(job),
-            **({"decode.choice": config.decode.choice} if config.decode.score == "choices" else {}),
+            "model.end_ids": sorted(settings.end_ids),
+            "model.think_tokens": None if settings.think is None else (settings.think.begin_id, settings.think.end_id),
+            "model.tool_calls": None if form is None else form.name,
+            **_kv_parts(config.cache),
+            **_decode_parts(job),
             "draft.synthetic": config.draft.synthetic,
             "input.files": [file.identity for file in job.source.files],
             "input.columns": dict(sorted(job.columns.names.items())),
-            **{f"input.{key}": getattr(config.input, key) for key in ("chat", "on_overlong", "limit", "template_kwargs")},
-            # Left out at their defaults, so that jobs begun before these keys existed resume.
-            **({} if config.input.template_date == TEMPLATE_DATE else {"input.template_date": config.input.template_date}),
-            **({} if config.input.final_assistant == "error" else {"input.final_assistant": config.input.final_assistant}),
-            **({} if config.input.system is None else {"input.system": config.input.system}),
-            **({"input.drop": sorted(config.input.drop)} if config.input.drop else {}),
+            "input.drop": sorted(config.input.drop),
+            **{f"input.{key}": getattr(config.input, key) for key in INPUT_KEYS},
             "output.schema": [(field.name, str(field.type)) for field in schema],
-            "output.messages": config.output.messages,
-            "output.reasoning_in_messages": config.output.reasoning_in_messages,
-            "output.logprobs": config.output.logprobs,
-            **({} if config.output.prompt_logprobs is None else {"output.prompt_logprobs": config.output.prompt_logprobs}),
+            **{f"output.{key}": getattr(config.output, key) for key in OUTPUT_KEYS},
         }
     )
 
@@ -80,17 +67,23 @@ def weight_parts(folder: Path, *, dummy: bool) -> dict[str, Any]:
     return {**parts, "model.weights": files.fingerprint, "model.tensors": files.tensors}
 
 
-def _newer_parts(job: Job) -> dict[str, Any]:
-    """Those of NEWER_KEYS that are not off."""
-    decode, repetition = job.config.decode, job.admission.settings.repetition
-    parts = {
-        "decode.bad_words": job.admission.settings.bad_words,
-        "decode.frequency_penalty": decode.frequency_penalty,
-        "decode.logit_bias": job.admission.settings.logit_bias,
-        "decode.repetition_detection": None if repetition is None else asdict(repetition),
-        "decode.score": None if decode.score == "none" else decode.score,
+def _decode_parts(job: Job) -> dict[str, Any]:
+    """All keys of `decode`, as the job uses them."""
+    config, settings, constraints = job.config.decode, job.admission.settings, job.admission.constraints
+    parts = asdict(config) | {
+        **dict.fromkeys(KINDS),
+        "deterministic": ORDER_VERSION if config.deterministic else None,
+        "bad_words": settings.bad_words,
+        "logit_bias": settings.logit_bias,
+        "repetition_detection": None if settings.repetition is None else asdict(settings.repetition),
+        "constraints": None if constraints is None else CONSTRAINTS_VERSION,
     }
-    return {key: value for key, value in parts.items() if value}
+    if config.score == "choices":
+        parts["choice"] = config.choice
+    elif constraints is not None and constraints.of_job is not None:
+        kind, text = constraints.of_job  # of a file its content
+        parts[kind] = text
+    return {f"decode.{key}": value for key, value in parts.items()}
 
 
 def _named(job: Job, what: str) -> dict[str, str]:
@@ -98,20 +91,10 @@ def _named(job: Job, what: str) -> dict[str, str]:
     return {name: getattr(own, what) for name, own in job.named_adapters.items()}
 
 
-def _constraint_parts(job: Job) -> dict[str, Any]:
-    """The job's own schema, regex, choice or grammar, of a file its content; left out where there is none, as above."""
-    constraints = job.admission.constraints
-    if constraints is None:
-        return {}
-    own = {} if constraints.of_job is None else {f"decode.{constraints.of_job[0]}": constraints.of_job[1]}
-    return own | {"decode.constraints": CONSTRAINTS_VERSION}
-
-
 def _kv_parts(cache: CacheConfig) -> dict[str, Any]:
-    """What changes results of how K and V are stored; keys at their defaults are left out, as above."""
-    parts = {"cache.dtype": cache.dtype, "cache.scales": cache.scales}
-    given = {key: value for key, value in parts.items() if value != "auto"}
-    return given | ({"cache.calibration": CALIBRATION} if cache.dtype == "fp8" else {})
+    """What changes results of how K and V are stored."""
+    calibration = CALIBRATION if cache.dtype == "fp8" else None
+    return {"cache.dtype": cache.dtype, "cache.scales": cache.scales, "cache.calibration": calibration}
 
 
 def recorded_facts(job: Job) -> dict[str, Any]:

@@ -40,12 +40,12 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
     check_unchanged(output, compared, RETRY_MAY_CHANGE[kind])
     past = [change for change in changes if isinstance(change, Generation)]
     config = asdict(job.config)
-    config["resume"]["retry"], config["resume"]["retry_id"] = "none", 1
+    config["resume"]["retry"] = "none"
     fingerprint = dict(manifest.fingerprint) | {CAP: compared[CAP]}
     wanted = Generation(
-        number=len(changes) + 1, retry=kind, again=job.config.resume.retry_id, fingerprint=fingerprint, config=config, shards=()
+        number=len(changes) + 1, retry=kind, began=output.command.names, fingerprint=fingerprint, config=config, shards=()
     )
-    if any(begun.identity == wanted.identity for begun in _still_counting(changes, kind)):
+    if _was_begun(wanted, changes, output):
         if fingerprint != manifest.fingerprint:
             raise OutputError(
                 f"{output.path}: the retry with {wanted} was done, and the one with {past[-1]} came after it; "
@@ -80,13 +80,19 @@ def retry_advice(job: Job, output: OutputFolder) -> str:
     return f"resume=length continues its {counted(count, 'truncated row')}; or "
 
 
-def _still_counting(changes: Sequence[Change], kind: str) -> list[Generation]:
-    """The retries that need not be done again: a retry of errors has not seen the rows of a later extension. Those have the
-    larger limit of a retry of lengths from the start.
+def _was_begun(wanted: Generation, changes: Sequence[Change], output: OutputFolder) -> bool:
+    """Whether the retry needs no beginning: it is not complete yet, or was done before.
+
+    A retry of lengths is done once for each limit, which rows of later extensions have from the start. One of errors is done once
+    for each command, and has not seen the rows of a later extension.
     """
     extended = max((change.number for change in changes if isinstance(change, Extension)), default=0)
-    retries = [change for change in changes if isinstance(change, Generation)]
-    return [one for one in retries if kind == "length" or one.number > extended]
+    same = [one for one in changes if isinstance(one, Generation) and one.identity == wanted.identity]
+    if wanted.retry == "length":
+        return bool(same)
+    same = [one for one in same if one.number > extended]
+    is_latest = bool(same) and same[-1] is changes[-1]
+    return any(map(output.command.began, same)) or (is_latest and bool(output.missing()))
 
 
 def _shards_with(output: OutputFolder, kind: str) -> tuple[int, ...]:

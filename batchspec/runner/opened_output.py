@@ -28,11 +28,6 @@ from batchspec.runstate.journal import Journaled, saved_rows
 from batchspec.runstate.output_folder import OutputFolder
 
 
-def is_new(config: RunConfig) -> bool:
-    """Whether a run of this configuration begins a job, and does not go on with one of an earlier run."""
-    return config.output.dir is None or OutputFolder(config.output.dir).begins_job(config.output.overwrite)
-
-
 def check_target(job: Job) -> None:
     """Ask the hub whether the push at the end of the job would be refused, if there is one. Raises as `push_output`."""
     config = job.config.output
@@ -111,9 +106,10 @@ class OpenedOutput:
             self.num_errors = job_stats(self.folder.path).error_rows
         if not self.is_new:
             self.job = with_saved_scales(self.job, self.folder)
-        self.job = with_kept_sums(self.job, self.folder, new_job=self.is_new)
         if not (self.is_new or isinstance(self.change, Generation)):  # a retry has a journal of its own
             self.saved = self.folder.journal().read(self.finished)
+        has_rows = self.is_retry or bool(self.finished or self.saved.num_rows)
+        self.job = with_kept_sums(self.job, self.folder, is_new=self.is_new, has_rows=has_rows)
         return self.job
 
     def num_done(self, survey: Survey) -> int:
@@ -138,7 +134,7 @@ class OpenedOutput:
             overwrite=job.config.output.overwrite,
         )
         keep_scales(job, self.folder, run_engine)
-        keep_sums(job, self.folder, run_engine, progress, has_rows=found or self.is_retry)
+        keep_sums(job, self.folder, run_engine)
         shards = self.folder.num_shards
         if self.is_retry:
             progress.phase(f"{len(self.folder.missing())} of {shards} shards are written anew; the other rows stay")

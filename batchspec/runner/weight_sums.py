@@ -10,46 +10,42 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from batchspec.errors import OutputError
 from batchspec.model.weight_sums import SumsOfJob, WeightSums
 from batchspec.prepare import Job
-from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.oom_fallback import EngineWithFallback
 from batchspec.runstate.claims import this_process
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.run_folder import WEIGHTS
 
-UNKNOWN = (
-    "the weights were compared with earlier runs by samples only, because those runs, of an earlier version of batchspec, kept "
-    "no sha256 of the tensors; this run keeps them"
-)
 
+def with_kept_sums(job: Job, output: OutputFolder, *, is_new: bool = False, has_rows: bool = True) -> Job:
+    """The job with the sums of its earlier runs, or with none to compare with if no run has kept them yet.
 
-def with_kept_sums(job: Job, output: OutputFolder, *, new_job: bool = False) -> Job:
-    """The job with the sums of its earlier runs, or with none to compare with if there are none. Raises OutputError if they are
-    damaged.
-
-    new_job  no earlier run is of this job, whatever the folder holds
+    is_new    no earlier run is of this job, whatever the folder holds
+    has_rows  earlier runs have saved rows, before which they kept their sums
+    Raises OutputError if the sums are damaged, or lost although there are rows.
     """
     if job.dummy:
         return job
-    data = None if new_job else output.weight_sums()
+    data = None if is_new else output.weight_sums()
+    if data is None and has_rows:
+        raise OutputError(
+            f"{output.path}/{WEIGHTS} is missing, so that the weights cannot be compared with those that the job's rows came "
+            "from; restore it or use another output.dir"
+        )
     kept = None if data is None else _read(data, output)
     return replace(job, sums=SumsOfJob(where=output.path, model=str(job.config.model.path), kept=kept))
 
 
-def keep_sums(job: Job, output: OutputFolder, run_engine: EngineWithFallback, progress: ProgressBar, *, has_rows: bool) -> None:
+def keep_sums(job: Job, output: OutputFolder, run_engine: EngineWithFallback) -> None:
     """After the folder is made and before a row is written: this run's sums become the job's, or are compared with those that
-    another run has kept since.
-
-    has_rows  earlier runs have saved rows
-    Raises OutputError where another run was first, with other weights.
+    another run has kept since. Raises OutputError where another run was first, with other weights.
     """
     if job.sums is None or job.sums.kept is not None:  # those that are kept were compared when the engine was made
         return
     own = run_engine.current.target.weight_sums
     assert own is not None
-    if has_rows:
-        progress.phase(UNKNOWN)
     run = f"run {output.attempt[:8]} on {this_process()['host']} at {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     kept = output.keep_weight_sums(replace(own, run=f"{run} (model.path={job.sums.model})").to_json())
     run_engine.adopt_sums(replace(job.sums, kept=_read(kept, output)))

@@ -4,8 +4,6 @@ input.limit, become rows of the same job.
 An extension is one record among the changes of a job (generations.py), written once. Nothing else is written to begin it: the
 added rows are new shards, numbered after the old ones, and the old shards keep their rows, numbers and files. Shards that were
 not committed before it stay missing and are computed by its runs, with the claims and the journal of the runs before.
-
-A batchspec that does not know extensions takes the record for a damaged retry and refuses the folder.
 """
 
 from __future__ import annotations

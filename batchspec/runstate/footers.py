@@ -50,7 +50,7 @@ class ShardFile:
     version: str
     """The file's version in the store when the footer was read."""
     job: str | None
-    """None in a file of an early version of batchspec, or of another program."""
+    """None in a file of another program."""
     generation: int
     shard: int | None
     attempt: str
@@ -64,7 +64,7 @@ def identity(manifest: Manifest, generation: int, index: int, attempt: str) -> d
     """The key-value metadata of a shard's file, without PREFIX."""
     rows = manifest.layout.rows_of(index)
     return {
-        "version": str(manifest.version), "job": manifest.job, "generation": str(generation), "shard": str(index),
+        "job": manifest.job, "generation": str(generation), "shard": str(index),
         "rows": f"{rows.start}-{rows.stop - 1}", "attempt": attempt,
     }  # fmt: skip
 
@@ -242,7 +242,7 @@ class ShardFiles:
         wanted = f"{rows.start}-{rows.stop - 1}"
         if self.is_foreign(file):
             return "is a shard of another job; move it away and run the same command again, which computes its rows"
-        if file.job is None and self._manifest.names_jobs:
+        if file.job is None:
             return "was not written by a run of this job, or written anew by another program; " + ANEW
         spans = {span for span in (file.rows, file.found) if span}
         if file.shard != index or spans != {wanted}:
@@ -250,10 +250,6 @@ class ShardFiles:
             return f"holds {held} of shard {file.shard}, not rows {wanted.replace('-', ' .. ')} of shard {index}; {ANEW}"
         if file.generation < generation:
             return f"is older than retry {generation}, which had written this shard; {ANEW}"
-        if file.job is None:
-            self._say_once(
-                f"{self._store.where}: shards of an earlier version of batchspec name no job: they count by their rows"
-            )
         return ""
 
     def _path(self, index: int) -> str:

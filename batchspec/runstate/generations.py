@@ -45,25 +45,24 @@ class Generation:
     """From 1."""
     retry: str
     """error or length."""
-    again: int
-    """resume.retry_id: a retry is done once for each value."""
+    began: tuple[str, ...] = ()
+    """Names of the command that began the retry, see overwrite.py."""
     fingerprint: Mapping[str, str]
     """The job's fingerprint, with the keys that the retry changed."""
     config: Mapping[str, Any]
     shards: tuple[int, ...]
     """Shards with rows to retry."""
     job: str = ""
-    """The job's id; empty in a retry that an earlier version of batchspec began."""
+    """The job's id."""
 
     @property
-    def identity(self) -> tuple[str, int, str]:
-        """Commands with the same identity belong to the same retry."""
-        return self.retry, self.again, self.fingerprint["decode.max_new_tokens"]
+    def identity(self) -> tuple[str, str]:
+        """Commands with the same identity belong to the same retry while that is not complete."""
+        return self.retry, self.fingerprint["decode.max_new_tokens"]
 
     def __str__(self) -> str:
         """The command-line overrides of this retry."""
-        again = "" if self.again == 1 else f" resume.retry_id={self.again}"
-        return f"resume={self.retry} decode.max_new_tokens={self.identity[2]}{again}"
+        return f"resume={self.retry} decode.max_new_tokens={self.identity[1]}"
 
     def of(self, before: Manifest) -> Manifest:
         """The job's manifest with the changes of this retry."""
@@ -72,7 +71,7 @@ class Generation:
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Generation:
         """The inverse of `asdict`. Raises KeyError, TypeError or ValueError."""
-        found = cls(**(values | {"shards": tuple(map(int, values["shards"]))}))
+        found = cls(**(values | {"shards": tuple(map(int, values["shards"])), "began": tuple(values["began"])}))
         assert found.identity  # raises if a field is missing
         return found
 
@@ -89,7 +88,7 @@ class Generations:
     def all(self, job: str) -> list[Change]:
         """Every change of this job that was begun, the latest last. Raises OutputError for a damaged file."""
         names = [name for name in self._store.list(FOLDER) if re.fullmatch(r"\d{5,}\.json", name)]
-        return [found for name in sorted(names) if (found := self._read(f"{FOLDER}/{name}")).job in ("", job)]
+        return [found for name in sorted(names) if (found := self._read(f"{FOLDER}/{name}")).job == job]
 
     def manifest(self, before: Manifest, changes: Sequence[Change]) -> Manifest:
         """The job's manifest after these changes. Raises OutputError if one of them cannot follow the one before it."""
@@ -107,7 +106,7 @@ class Generations:
     def begin(self, change: Change) -> Change:
         """Record the change under its number; returns the recorded one, which may be another run's if that was first."""
         name, data = f"{folder_of(change)}.json", json.dumps(asdict(change), indent=1).encode()
-        if not self._store.put_if_absent(name, data) and self._read(name).job not in ("", change.job):
+        if not self._store.put_if_absent(name, data) and self._read(name).job != change.job:
             self._store.put(name, data)
         return self._read(name)
 
@@ -125,10 +124,10 @@ class Generations:
         self._store.put_if_absent(f"{folder_of(generation)}/done/{shard:05d}-{number}-{generation.job}", b"")
 
     def _done(self, generation: Generation) -> dict[int, int]:
-        """Shard that is done -> the retry that wrote its file; 0 if no retry did, or if the mark does not name one."""
+        """Shard that is done -> the retry that wrote its file; 0 if no retry did."""
         names = self._store.list(f"{folder_of(generation)}/done")
-        marks = [match for name in names if (match := re.fullmatch(r"(\d{5,18})(?:-(\d{1,9})-(\w*))?", name))]
-        return {int(mark[1]): int(mark[2] or 0) for mark in marks if mark[3] in (None, generation.job)}
+        marks = [match for name in names if (match := re.fullmatch(r"(\d{5,18})-(\d{1,9})-(\w+)", name))]
+        return {int(mark[1]): int(mark[2]) for mark in marks if mark[3] == generation.job}
 
     def has_card(self, change: Change) -> bool:
         """Whether the card was written after this change."""

@@ -32,7 +32,7 @@ class JobFolder(JobState):
 
     def __init__(self, path: Path | str) -> None:
         super().__init__(path)
-        self._command = this_command()
+        self.command = this_command()
 
     def check(
         self,
@@ -108,7 +108,7 @@ class JobFolder(JobState):
     ) -> Manifest:
         """Create the folder and its manifest, or join the existing job. Raises as `check` does, and StorageError."""
         self.check(fingerprint=fingerprint, num_rows=num_rows, shard_rows=shard_rows, files=files, overwrite=overwrite)
-        anew = self.begins_anew(overwrite) and elected(self._store, self._command)
+        anew = self.begins_anew(overwrite) and elected(self._store, self.command)
         if anew or not self.is_job():
             self._store.probe()
             compared = compared_facts(fingerprint, num_rows, shard_rows)
@@ -120,8 +120,8 @@ class JobFolder(JobState):
                 shard_rows=shard_rows or default_shard_rows(num_rows),
                 publish=self._store.method,
                 files=tuple(files),
-                job=self._command.new_job() if anew else first_job_id(self.path, compared),
-                began=self._command.names,
+                job=self.command.new_job() if anew else first_job_id(self.path, compared),
+                began=self.command.names,
             )
             if anew:
                 self._delete_work(manifest)
@@ -165,8 +165,8 @@ class JobFolder(JobState):
         """Whether a run with this output.overwrite deletes a job: one exists, and it was not begun by this run's command."""
         if not (overwrite and self.is_job()):
             return False
-        found = settled(self._store, self._command)
-        return found is None or not (found.ready and self._command.began(found))
+        found = settled(self._store, self.command)
+        return found is None or not (found.ready and self.command.began(found))
 
     def _refuse_living(self) -> None:
         shards: Container[int] = range(10**12)

@@ -31,7 +31,6 @@ from batchspec.storage.store import Store, for_each
 
 FOLDER = "_batchspec/journal"
 NAME = re.compile(r"\w+-[0-9]{6,}\.json")
-VERSION = 2
 Key = tuple[int, int]
 """row_index and sample_index."""
 
@@ -157,7 +156,7 @@ class Journal:
 
     def _publish(self, rows: Sequence[Completion | Snapshot]) -> None:
         body = "\n".join(json.dumps(to_json(row)) for row in rows).encode()
-        header = {"version": VERSION, "job": self._job, "rows": len(rows), "crc32": zlib.crc32(body)}
+        header = {"job": self._job, "rows": len(rows), "crc32": zlib.crc32(body)}
         name = f"{FOLDER}/{self._attempt}-{next(self._numbers):06d}.json"
         self._check_own()
         self._store.put_if_absent(name, json.dumps(header).encode() + b"\n" + body)
@@ -220,11 +219,11 @@ class Journal:
 
 
 def _lines(data: bytes, job: str) -> list[bytes]:
-    """The lines of a segment; none if it is damaged, of another job or of another version."""
+    """The lines of a segment; none if it is damaged or of another job."""
     head, _, body = data.partition(b"\n")
     try:
         header = json.loads(head)
-        sound = header["version"] == VERSION and header.get("job", "") == job and header["crc32"] == zlib.crc32(body)
+        sound = header["job"] == job and header["crc32"] == zlib.crc32(body)
     except (ValueError, KeyError, TypeError, RecursionError):
         return []
     return body.split(b"\n") if sound else []

@@ -101,10 +101,10 @@ def _packed(array: np.ndarray[Any, Any], dtype: str) -> str:
 
 def _completion(values: dict[str, Any]) -> Completion:
     stats, error = values["stats"], values["error"]
-    arrays: dict[str, Any] = {  # segments of older versions lack the newer arrays
-        **{name: None if values.get(name) is None else _unpacked(values[name], dtype) for name, dtype in DTYPES.items()},
-        **{name: _unpacked_top(values.get(name)) for name in TOPS},
-        "choice_logprobs": None if (listed := values.get("choice_logprobs")) is None else tuple(map(tuple, listed)),
+    arrays: dict[str, Any] = {
+        **{name: None if values[name] is None else _unpacked(values[name], dtype) for name, dtype in DTYPES.items()},
+        **{name: _unpacked_top(values[name]) for name in TOPS},
+        "choice_logprobs": None if (listed := values["choice_logprobs"]) is None else tuple(map(tuple, listed)),
         "stats": None if stats is None else RowStats(**_tuples(stats)),
         "error": None if error is None else RowError(**error),
     }

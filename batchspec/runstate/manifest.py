@@ -15,11 +15,9 @@ from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.errors import OutputError
 
 MANIFEST = "_batchspec/manifest.json"
-VERSION = 2
-"""2: every shard's file names its job in its footer; 1: files do not, see footers.py."""
+VERSION = 3
+"""Of everything in an output folder: a folder of another version is refused."""
 SHORT = 64
-LATER_KEYS = ("model.quantization", "model.tensors")
-"""Of the fingerprint: jobs begun before these keys existed lack them, and are compared without them."""
 MANY_SHARDS = 2048
 MAX_SHARD_ROWS = 8192
 
@@ -50,7 +48,7 @@ class Manifest:
     publish: str
     """link, rename or put (S3): how a shard's file gets its name on this file system."""
     files: tuple[InputFile, ...]
-    job: str = ""
+    job: str
     """Id of the job, unique among all jobs that the folder ever holds."""
     began: tuple[str, ...] = ()
     """Names of the command that began the job, see overwrite.py."""
@@ -58,11 +56,6 @@ class Manifest:
     """False while the folder's previous job is being deleted."""
     extended: ShardLayout | None = None
     """The shards of an extended job, computed from its extensions (extensions.py); not part of the file."""
-
-    @property
-    def names_jobs(self) -> bool:
-        """Whether every shard's file names its job."""
-        return self.version > 1
 
     @property
     def layout(self) -> ShardLayout:
@@ -76,15 +69,15 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Manifest:
-        """Raises OutputError unless the bytes are a manifest of this version or an earlier one."""
+        """Raises OutputError unless the bytes are a manifest of this version."""
         try:
             values = json.loads(data)
-            if values["version"] not in range(1, VERSION + 1):
+            if values["version"] != VERSION:
                 raise OutputError(
                     f"{where} has version {values['version']}, this batchspec writes {VERSION}; use another output.dir"
                 )
             values["files"] = tuple(InputFile(**file) for file in values["files"])
-            values["began"] = tuple(values.get("began", ()))
+            values["began"] = tuple(values["began"])
             found = cls(**values)
             if not (found.num_rows >= 0 < found.shard_rows and isinstance(found.job, str) and isinstance(found.ready, bool)):
                 raise ValueError("a field of another type")
@@ -105,7 +98,7 @@ def _short(value: object) -> str:
 
 def differing(old: Mapping[str, str], new: Mapping[str, str]) -> set[str]:
     """Every key that differs."""
-    return {key for key in {*old, *new} if old.get(key) != new.get(key) and (key in old or key not in LATER_KEYS)}
+    return {key for key in {*old, *new} if old.get(key) != new.get(key)}
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str], said: Mapping[str, str]) -> list[str]:

@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from batchspec.errors import OutputError, StorageError
 from batchspec.runstate.claims import Claims
@@ -37,6 +37,14 @@ READS, AGAIN_S = 3, 0.05
 """Readings of a manifest before it counts as damaged, and the seconds between them."""
 
 
+class Begun(Protocol):
+    """A job, or a retry of one."""
+
+    @property
+    def began(self) -> tuple[str, ...]:
+        """Names of the command that began it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """The command that this process belongs to."""
@@ -46,8 +54,9 @@ class Command:
     names: tuple[str, ...]
     """Names of the command that a later start of the same task has too."""
 
-    def began(self, manifest: Manifest) -> bool:
-        return bool(self.key) and self.key in manifest.began
+    def began(self, found: Begun) -> bool:
+        """Whether a process of this command began the job, or the retry."""
+        return bool(self.key) and self.key in found.began
 
     def new_job(self) -> str:
         return (uuid.uuid5(uuid.NAMESPACE_OID, self.key) if self.key else uuid.uuid4()).hex

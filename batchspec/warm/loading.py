@@ -15,7 +15,7 @@ from batchspec.packing.planner import GPU_SLOTS, Demand
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.survey import Survey
 from batchspec.packing.unused import check_keys_of_engine
-from batchspec.prepare import Job, JobModel, check_gpu, fetch_weights, job_of, open_tokenizer
+from batchspec.prepare import Job, JobModel, fetch_weights, job_of, open_tokenizer
 from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.report.progress_bar import ProgressBar
 
@@ -34,7 +34,6 @@ def open_warm(model: JobModel) -> Job:
 def job_without_rows(model: JobModel) -> Job:
     """Makes all checks of a job that need no rows. Raises as `open_job`."""
     config = model.config
-    check_gpu(config, model.device)
     check_keys_of_engine(config, model.device.type)
     tokenizer = open_tokenizer(model.folder, config, _IDS)
     some = table_source(pa.table({"prompt_ids": pa.array([[0]], pa.list_(pa.int32()))}))

@@ -243,12 +243,10 @@ def _drafter(rng: Random, group: Group) -> Keys:
     if name == "window":
         keys |= {"draft.window": rng.choice([1, 20, 300]), "draft.sink_tokens": rng.choice([0, 4])}
     if name in ("lookup", "hybrid"):
-        lookup = {"draft.corpus_tokens": rng.choice([200, 100_000]), "draft.growth": rng.choice([1, 8])}
-        keys |= {key: value for key, value in lookup.items() if rng.random() < 0.4}
+        if rng.random() < 0.4:
+            keys["draft.corpus_tokens"] = rng.choice([200, 100_000])
         if rng.random() < 0.4:
             keys |= {"draft.prompt_lookup_min": 1, "draft.prompt_lookup_max": rng.choice([1, 3])}
-    if name == "hybrid":
-        keys["draft.head_len"] = rng.choice([1, 3, 5])
     if name == "tree":
         keys["draft.num_speculative_tokens"] = rng.choice([2, 3, 5])
         keys |= {"draft.tree.topk": rng.choice([2, 3, 8]), "draft.tree.nodes": rng.choice([None, 4, 6])}
