@@ -46,7 +46,7 @@ def keep_sums(job: Job, output: OutputFolder, run_engine: EngineWithFallback, pr
     """
     if job.sums is None or job.sums.kept is not None:  # those that are kept were compared when the engine was made
         return
-    own = run_engine.current.target.weight_sums
+    own = run_engine.engine.target.weight_sums
     assert own is not None
     if has_rows:
         progress.phase(UNKNOWN)
