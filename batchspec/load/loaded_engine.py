@@ -1,7 +1,8 @@
 """`LoadedEngine`: the one way from the requests of a job's rows to their completions.
 
 A run of a job, `batchspec.generate`, each call of a warm engine and `batchspec verify` decode rows by it. What only measures an
-engine (bench/, heads/probe.py) has no job: it builds an engine of given parts by `build.build_engine`, and calls `Engine.run`.
+engine (bench/, heads/probe.py) chooses drafter and batch itself: it builds an engine of these parts by `build.build_engine`, and
+calls `Engine.run`.
 """
 
 from __future__ import annotations
