@@ -17,7 +17,7 @@ from batchspec.commands import plan
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.prefill.runner import PrefillRunner
 from batchspec.engine.rounds.round import Round
-from batchspec.load import loaded_engine
+from batchspec.load.build import load_engine
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
 from batchspec.runner import shard_workers
@@ -114,15 +114,15 @@ def test_the_larger_engine_is_gone_when_the_smaller_one_is_loaded(
 ) -> None:
     """The memory of a GPU may not hold both."""
     fails(monkeypatch, place)
-    engines, alive, load = list[weakref.ref[Engine]](), list[int](), loaded_engine.load_engine
+    engines, alive = list[weakref.ref[Engine]](), list[int]()
 
     def loads(*args: Any, **named: Any) -> Engine:
         alive.append(sum(engine() is not None for engine in engines))
-        engine = load(*args, **named)
+        engine = load_engine(*args, **named)
         engines.append(weakref.ref(engine))
         return engine
 
-    monkeypatch.setattr(loaded_engine, "load_engine", loads)
+    monkeypatch.setattr("batchspec.load.loaded_engine.load_engine", loads)
     assert run.main(arguments(model, tmp_path / "out")) == 0
     assert alive == [0, 0]
 
