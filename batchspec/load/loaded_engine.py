@@ -39,7 +39,7 @@ E = TypeVar("E", bound=Decoder)
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine(Generic[E]):
-    """A job, and an engine in memory that has its model. A warm engine has a job for each call."""
+    """A job, and an engine in memory for its rows. Each call of a warm engine is a job of its own."""
 
     job: Job
     engine: E
@@ -51,9 +51,7 @@ class LoadedEngine(Generic[E]):
         engine = load_engine(job, demand, progress, survey, defers_text=True, most_rounds=most_last_rounds(job))
         return LoadedEngine(job, engine)
 
-    def run(
-        self, requests: RequestStream | Iterable[Request], on_round: OnRound | None = None
-    ) -> Generator[Completion]:  # fmt: skip
+    def run(self, requests: RequestStream | Iterable[Request], on_round: OnRound | None = None) -> Generator[Completion]:
         """Decode requests of the job's rows, and score their choices; completions come in the order in which rows end.
 
         The job learns from each how long outputs are, and predicts those of later rows by it.

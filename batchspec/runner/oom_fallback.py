@@ -28,14 +28,12 @@ FEWEST_PREFILL = 512
 
 
 class EngineWithFallback:
-    """Makes the engine; if it does not fit, makes a smaller one, once. Raises CapacityError if that does not fit either."""
+    """Loads the engine; if it does not fit, loads a smaller one, once. Raises CapacityError if that does not fit either."""
 
     loaded: LoadedEngine[Engine]
     """The present engine; the larger one before it is gone when a smaller one is made."""
 
-    def __init__(
-        self, job: Job, survey: Survey, progress: ProgressBar, load: LoadEngine = LoadedEngine.load
-    ) -> None:  # fmt: skip
+    def __init__(self, job: Job, survey: Survey, progress: ProgressBar, load: LoadEngine = LoadedEngine.load) -> None:
         self._job, self._survey, self._progress, self._load = job, survey, progress, load
         self._shrunk = self._stopping = False
         self._make()

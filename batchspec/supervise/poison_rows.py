@@ -167,8 +167,8 @@ class SuspectShards:
             yield None if entry is None else self._journaled.known(entry)
 
     def _saving_checkpoints(self, entries: Sequence[Request | Completion | None]) -> OnRound:
-        """Called after each round, it saves the tokens of the isolated row at every checkpoint that the row reaches, counted over
-        all its samples."""
+        """Record the checkpoint that earlier runs reached. Returns what is to be called after each round: it saves the tokens of
+        the isolated row at every later checkpoint that the row reaches, counted over all its samples."""
         earlier, tokens_at_start = sum(map(_num_tokens, entries)), self._engine.totals.tokens
         position = checkpoint(earlier)
 
