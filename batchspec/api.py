@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import polars as pl
-import pyarrow as pa
 
 from batchspec.config.call_arguments import explains_arguments
 from batchspec.config.checks import AUTO
@@ -16,7 +15,7 @@ from batchspec.dataset.in_memory import table_of
 from batchspec.dataset.reader import table_source
 from batchspec.errors import ConfigError
 from batchspec.job import run_job
-from batchspec.load import make_engine
+from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.prepare import choose_device, open_job, open_model, survey_first
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.decode_shards import decode_shards
@@ -79,13 +78,10 @@ def generate(data: Any, *, job: str | None = None, overrides: Options = (), **ke
     opened = open_job(config, source)
     survey = survey_first(opened)
     with ProgressBar(survey.num_outputs(source.num_rows)) as progress:
-        engine, work = make_engine(opened, survey, progress), ShardWork.of(opened, "in-process")
-        monitor = RunMonitor(progress, survey.mean_output, engine.totals)
-        tables = {
-            done.shard.index: work.table(done.shard, done.completions) for done in decode_shards(opened, engine, monitor, work)
-        }
-    frame = pl.from_arrow(pa.concat_tables([tables[index] for index in sorted(tables)]))
-    assert isinstance(frame, pl.DataFrame)
+        loaded, work = LoadedEngine.load(opened, survey, progress), ShardWork.of(opened)
+        monitor = RunMonitor(progress, survey.mean_output, loaded.engine.totals)
+        frames = {done.shard.index: work.frame(done.shard, done.completions) for done in decode_shards(loaded, monitor, work)}
+    frame = pl.concat([frames[index] for index in sorted(frames)])
     errors = frame.filter(pl.col("status") == "error")
     check_errors(opened, errors["row_index"].n_unique(), all_failed=errors.height == frame.height)
     return frame

@@ -5,7 +5,7 @@ read    open_job            every check of input and model; nothing is written b
         check_target        with output.push_to_hub: no other job's dataset has that name         report/
 admit   survey_first        the first rows become requests; the others do while rows are decoded  packing/
         output.read_saved   what earlier runs left: rows, K/V scales, sums of the weights         runstate/
-plan    EngineWithFallback  the shape of the batch, from the survey; the model and the engine     load.py, packing/, engine/
+plan    EngineWithFallback  the shape of the batch, from the survey; the model and the engine     load/, packing/, engine/
         output.begin        the manifest: from here on the folder is a job                        runstate/
 decode  ShardRunner.run     claim shards, admit and decode their rows, commit each shard once     runner/, supervise/
 write   conclude            the card and the report, once no shard is missing; the push to a hub  runner/, report/
@@ -22,7 +22,7 @@ from batchspec.dataset.reader import Source
 from batchspec.distributed.group import Group
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import TooManyErrors
-from batchspec.load import make_engine
+from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.prepare import open_job, survey_first
 from batchspec.report.answers import check_answers_file
 from batchspec.report.progress_bar import ProgressBar
@@ -30,7 +30,7 @@ from batchspec.report.push import check_push_key
 from batchspec.report.start_up import StartUp
 from batchspec.report.summary import RunSummary
 from batchspec.runner.conclude import conclude
-from batchspec.runner.oom_fallback import EngineWithFallback, MakeEngine
+from batchspec.runner.oom_fallback import EngineWithFallback, LoadEngine
 from batchspec.runner.opened_output import OpenedOutput, check_target, open_output
 from batchspec.runner.run_shards import ShardRunner, check_errors
 from batchspec.runner.shard_workers import workers_of
@@ -81,13 +81,13 @@ def _run(
 
 
 def compute(
-    output: OpenedOutput, signals: EndSignals, make: MakeEngine = make_engine, start_up: StartUp | None = None,
+    output: OpenedOutput, signals: EndSignals, load: LoadEngine = LoadedEngine.load, start_up: StartUp | None = None,
     watchdog: Watchdog | None = None,
 ) -> None:  # fmt: skip
     """Decode and commit every shard that is not finished and that no other run works on; print and log the speed.
 
     signals   of this process; the rows are saved when one asks the run to end
-    make      makes the engine; called when every check has passed
+    load      loads the engine; called when every check has passed
     start_up  the phases of the run so far
     watchdog  as for `run_job`
     Raises what `ShardRunner.run` raises.
@@ -107,14 +107,14 @@ def compute(
             ProgressBar(expected, done=done, start_up=start_up) as progress,
             closing(workers_of(job, output.folder.attempt)) as work,
         ):
-            run_engine = EngineWithFallback(job, survey, progress, make)
+            run_engine = EngineWithFallback(job, survey, progress, load)
             start_up.done("engine")
             start_up_s = start_up.reached_s - surveyed_s
             output.begin(run_engine, progress)
-            heartbeat.begin(progress.facts, slots=run_engine.current.batch.num_slots)
+            heartbeat.begin(progress.facts, slots=run_engine.engine.batch.num_slots)
             ShardRunner(output, work, run_engine, survey, progress, watchdog or Watchdog(0.0), signals).run()
         seconds = time.perf_counter() - began - start_up_s
-        report_speed(output.folder, run_engine.current.totals, start_up, seconds=seconds, start_up_s=start_up_s)
+        report_speed(output.folder, run_engine.engine.totals, start_up, seconds=seconds, start_up_s=start_up_s)
 
 
 def report_speed(

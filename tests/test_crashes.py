@@ -180,9 +180,8 @@ def test_a_run_in_a_cooldown_is_seen_to_live_and_ends_when_it_is_asked_to(
         seen.append(totals)
         engine.stopping = len(seen) == stopped_at
 
-    engine.on_round = on_round
     began = time.monotonic()
-    poison_rows.cool_down(engine)
+    poison_rows.cool_down(engine, on_round)
     assert min(cooldown_s, 0.3) <= time.monotonic() - began < 30
     assert seen == [engine.totals] * rounds
 

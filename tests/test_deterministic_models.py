@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from batchspec import load, prepare, run
+from batchspec import prepare, run
 from batchspec.bench.arguments import parse
 from batchspec.commands import decode_again, plan_text
 from batchspec.commands import planning as plan_command
@@ -20,6 +20,7 @@ from batchspec.errors import ConfigError
 from batchspec.kernels.gemm.fp8_tiles import Fp8Tile
 from batchspec.kernels.gemm.ordered_tiles import MIN_SEGMENT, SEGMENT_UNIT, ordered_tile, segments_of
 from batchspec.kernels.gemm.tiles import Tile
+from batchspec.load import memory
 from batchspec.model import deterministic
 from batchspec.model.deterministic import in_one_order
 from batchspec.model.quant import fp8_products
@@ -264,7 +265,7 @@ def test_plan_refuses_it_on_a_cpu_and_warns_of_its_cost_on_a_gpu(
     with pytest.raises(ConfigError, match=r"on a CPU needs model.dtype=float64"):
         plan_command.plan(compose(given))
     free = 140 * 10**9
-    for module in (plan_text, load):
+    for module in (plan_text, memory):
         monkeypatch.setattr(module, "free_memory", lambda device, weights=0: free - weights)
     monkeypatch.setattr(prepare, "choose_device", lambda name: CUDA)
     monkeypatch.setattr(policy, "is_hopper", lambda device: True)

@@ -145,7 +145,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "supervise",
         "tuning.table",
     },
-    "supervise": {"dataset", "engine", "packing.work_plan", "prepare", "runstate", "storage"},
+    "supervise": {"dataset", "engine", "load.loaded_engine", "packing.work_plan", "runstate", "storage"},
     "commands": {
         "console",
         "cache",

@@ -13,7 +13,7 @@ import torch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.config.compose import compose
 from batchspec.engine.loop.engine import Engine
-from batchspec.load import prepare_engine, usual_mode
+from batchspec.load.build import prepare_engine, usual_mode
 from batchspec.packing.survey import Survey
 from batchspec.prepare import open_job
 from batchspec.records import Request

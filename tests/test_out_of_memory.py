@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 
 from batchspec import run
 from batchspec.commands import plan
+from batchspec.engine.loop.engine import Engine
 from batchspec.engine.prefill.runner import PrefillRunner
 from batchspec.engine.rounds.round import Round
+from batchspec.load.build import load_engine
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
 from batchspec.runner import shard_workers
@@ -68,7 +71,7 @@ def fails(patch: pytest.MonkeyPatch, place: str, *, again: bool = False) -> Call
         calls[0] += 1
         if calls[0] in left:
             raised.append(calls[0])
-            raise error
+            raise type(error)(*error.args)  # a new one: its traceback holds the engine
         return call(self, *rest, **named)
 
     def then(self: EngineWithFallback, message: str) -> None:
@@ -103,6 +106,25 @@ def test_running_out_of_memory_once_makes_the_batch_smaller(
     assert num_raised() == 1
     assert SMALLER in capsys.readouterr().err
     assert rows_of(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_larger_engine_is_gone_when_the_smaller_one_is_loaded(
+    model: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of a GPU may not hold both."""
+    fails(monkeypatch, place)
+    engines, alive = list[weakref.ref[Engine]](), list[int]()
+
+    def loads(*args: Any, **named: Any) -> Engine:
+        alive.append(sum(engine() is not None for engine in engines))
+        engine = load_engine(*args, **named)
+        engines.append(weakref.ref(engine))
+        return engine
+
+    monkeypatch.setattr("batchspec.load.loaded_engine.load_engine", loads)
+    assert run.main(arguments(model, tmp_path / "out")) == 0
+    assert alive == [0, 0]
 
 
 @pytest.mark.parametrize("place", PLACES)

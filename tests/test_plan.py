@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from batchspec import load, prepare
+from batchspec import prepare
 from batchspec.commands import plan as command
 from batchspec.commands import plan_text, planning
 from batchspec.commands.plan_text import Plan, histogram
@@ -22,6 +22,7 @@ from batchspec.commands.planning import plan
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.schema import RunConfig
 from batchspec.errors import CapacityError, ConfigError, InputError, StorageError
+from batchspec.load import memory
 from batchspec.model.generation_config import read_generation
 from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.model.spec import read_spec
@@ -206,7 +207,7 @@ def test_the_memory_of_quantised_models_on_a_gpu(
 ) -> None:
     """By hand, from the published sizes."""
     free = 140 * 10**9
-    for module in (plan_text, load):
+    for module in (plan_text, memory):
         monkeypatch.setattr(module, "free_memory", lambda device, weights=0: free - weights)
     monkeypatch.setattr(prepare, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(prepare, "check_fp8_kv", lambda *_: None)
@@ -242,7 +243,7 @@ def test_the_memory_of_quantised_models_on_a_gpu(
 def test_pages_leave_memory_for_the_graphs_of_prefill(job: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a GPU that cannot hold all rows."""
     free = 33 * 10**9
-    for module in (plan_text, load):
+    for module in (plan_text, memory):
         monkeypatch.setattr(module, "free_memory", lambda device, weights=0: free - weights)
     monkeypatch.setattr(prepare, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))

@@ -40,7 +40,7 @@ from batchspec.engine.prefill.shapes import PassShape, PassShapes
 from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.step import Segment
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.load import build_engine
+from batchspec.load.build import build_engine
 from batchspec.model.lora_products import LoraStacks
 from batchspec.model.target import Target
 from batchspec.packed_batch import ExpectedRows

@@ -20,9 +20,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec import load, run
+from batchspec import run
 from batchspec.cache.groups import KVGroups
 from batchspec.engine.slots import expected_pages
+from batchspec.load import memory
 from batchspec.model.spec import load_spec
 from batchspec.packing import planner
 from batchspec.packing.predict import LengthPredictor
@@ -165,7 +166,7 @@ def test_tokens_and_probabilities_of_a_job_equal_those_of_transformers(
     monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 0)  # slots are given out by predicted lengths, far too short
     monkeypatch.setattr(LengthPredictor, "predict", lambda self, most: 1)
     monkeypatch.setattr(planner, "PAGE_SIZE", PAGE_SIZE)
-    monkeypatch.setattr(load, "PAGE_SIZE", PAGE_SIZE)
+    monkeypatch.setattr(memory, "PAGE_SIZE", PAGE_SIZE)
     groups: list[KVGroups] = []
     of = KVGroups.of
 

@@ -1,8 +1,8 @@
 """The variants in which `batchspec bench` runs a workload: drafter, draft length, temperature and options, as a job's config.
 
-Drafters and engines are made from that config as a job makes them (`draft/spec.py`, `load.build_engine`), and prepared and fed as
-those of a job (`load.prepare_engine`, `Engine.run`). Only the shape of the batch comes from the arguments and
-not from the planner, so that no row waits for memory.
+Drafters and engines are made and prepared as a job makes them (`draft/spec.py`, `build_engine` and `prepare_engine` of
+`load/build.py`), and fed by `Engine.run`. Only the shape of the batch comes from the arguments and not from the planner, so that
+no row waits for memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec, open_drafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.ranks.lead import Lead
 from batchspec.errors import ConfigError
-from batchspec.load import build_engine
+from batchspec.load.build import build_engine
 from batchspec.model.shapes import DRAFT_VOCAB
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.memory import graph_tokens

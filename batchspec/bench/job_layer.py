@@ -91,7 +91,7 @@ def measure(
     with sampled(resident_mb) as memory:
         began, cpu, workers = time.perf_counter(), time.process_time(), children_s()
         with EndSignals() as signals:
-            compute(output, signals, make=engine.made)
+            compute(output, signals, load=engine.loaded)
         seconds, cpu_s, workers_s = time.perf_counter() - began, time.process_time() - cpu, children_s() - workers
         thread_s = time.thread_time() - engine.made_at[0]
         threads_s = time.process_time() - engine.made_at[1] - thread_s

@@ -13,6 +13,7 @@ import numpy as np
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.engine_run import PREFETCHED_PER_ROUND
 from batchspec.engine.loop.totals import EngineTotals
+from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job
@@ -90,9 +91,9 @@ class StandInEngine:
         self._requests: RequestStream = ListedRequests(())
         self._prefetched: deque[Request] = deque()
 
-    def made(self, job: Job, survey: Survey, progress: ProgressBar) -> Engine:
+    def loaded(self, job: Job, survey: Survey, progress: ProgressBar) -> LoadedEngine[Engine]:
         self.made_at = time.thread_time(), time.process_time()
-        return cast(Engine, self)
+        return LoadedEngine(job, cast(Engine, self))
 
     def stop(self) -> None:
         raise AssertionError("stop() is called at a signal or a time limit, and this benchmark has neither")

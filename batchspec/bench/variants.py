@@ -22,7 +22,8 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.engine.ranks.messages import End
 from batchspec.errors import InputError
-from batchspec.load import free_after_loading, prepare_engine
+from batchspec.load.build import prepare_engine
+from batchspec.load.memory import free_after_loading
 from batchspec.packing.kv_memory import kv_bytes
 from batchspec.packing.order import order_requests
 from batchspec.records import Completion, Request, RowStats, SamplingParams

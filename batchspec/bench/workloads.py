@@ -17,7 +17,7 @@ from batchspec.config.typed import from_dict
 from batchspec.distributed.group import Group
 from batchspec.engine.ranks.lead import Lead
 from batchspec.errors import ConfigError
-from batchspec.load import load_message
+from batchspec.load.build import load_message
 from batchspec.model.deterministic import in_one_order
 from batchspec.model.dtype import resolve_dtype
 from batchspec.model.kv_calibration import check_e4m3, give_scales

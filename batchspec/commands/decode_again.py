@@ -26,7 +26,7 @@ from batchspec.engine.rounds.sampling import cutoffs
 from batchspec.engine.step import Segment
 from batchspec.errors import CheckpointError, OutputError
 from batchspec.kernels.sampling.sample import gumbel_reference
-from batchspec.load import make_engine
+from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.model.kv_scales import checkpoint_scales
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.prepare import Job, open_job, survey_first
@@ -76,14 +76,14 @@ class Again:
     """None if the tokens are those that were written."""
 
 
-def decode_again(engine: Engine, job: Job, written: dict[tuple[int, int], list[int]]) -> Iterator[Again]:
+def decode_again(loaded: LoadedEngine[Engine], written: dict[tuple[int, int], list[int]]) -> Iterator[Again]:
     """Decode the rows of `written` again, except those that admission now refuses; shows the progress."""
     with ProgressBar(len(written)) as progress:
-        for request in requests_of(job, set(written)):
+        for request in requests_of(loaded.job, set(written)):
             tokens = written[request.row_index, request.sample_index]
-            (again,) = engine.run(iter([request]))
+            (again,) = loaded.run([request])
             plain = [] if again.token_ids is None else again.token_ids.tolist()
-            difference = None if plain == tokens else first_difference(engine, request, tokens, plain)
+            difference = None if plain == tokens else first_difference(loaded.engine, request, tokens, plain)
             yield Again(request=request, completion=again, difference=difference)
             progress.update(completions=1, tokens=len(plain), live_rows=1)
 
@@ -134,12 +134,12 @@ def other_cache(job: Job) -> CacheConfig:
     return CacheConfig(dtype="fp8")
 
 
-def plain_engine(job: Job) -> Engine:
-    """An engine without a drafter."""
+def load_plain(job: Job) -> LoadedEngine[Engine]:
+    """The engine of a job without a drafter."""
     with ProgressBar(0) as progress:
-        engine = make_engine(job, survey_first(job), progress)
-    assert engine.drafter.max_len == 0
-    return engine
+        loaded = LoadedEngine.load(job, survey_first(job), progress)
+    assert loaded.engine.drafter.max_len == 0
+    return loaded
 
 
 def written_tokens(out: str | Path, num_rows: int) -> dict[tuple[int, int], list[int]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchspec.console.text import MESSAGE_CHARS, counted, one_line
-from batchspec.load import automata_bytes, padded_prefill_bytes
+from batchspec.load.memory import automata_bytes, padded_prefill_bytes
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import Rates, num_multiplied
 from batchspec.packing.kv_memory import kv_bytes

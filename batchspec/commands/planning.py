@@ -11,7 +11,7 @@ from batchspec.config.schema import RunConfig
 from batchspec.console.text import counted
 from batchspec.distributed.group import check_reach
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.load import check_memory, plan_batch
+from batchspec.load.memory import check_memory, plan_batch
 from batchspec.model.blocks.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec

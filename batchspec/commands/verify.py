@@ -19,7 +19,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchspec.commands.decode_again import Difference, decode_again, job_of, plain_engine, summary, written_tokens
+from batchspec.commands.decode_again import Difference, decode_again, job_of, load_plain, summary, written_tokens
 from batchspec.commands.verify_kv import compare_kv
 from batchspec.commands.verify_logprobs import ROUNDING, Gap, gap_of, written_logprobs
 from batchspec.console import terminal
@@ -112,7 +112,7 @@ def verify(out: str | Path, num_rows: int, *, dtype: str | None = None, device: 
     """
     job, written = job_of(out, dtype, device), written_tokens(out, num_rows)
     logprobs, differences, gaps, count = written_logprobs(out, written.keys()), list[Difference](), list[Gap](), 0
-    for again in decode_again(plain_engine(job), job, written):
+    for again in decode_again(load_plain(job), written):
         count += 1
         differences += [] if again.difference is None else [again.difference]
         if found := logprobs.get((again.request.row_index, again.request.sample_index)):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from batchspec.commands.decode_again import Difference, decode_again, job_of, plain_engine, summary, written_tokens
+from batchspec.commands.decode_again import Difference, decode_again, job_of, load_plain, summary, written_tokens
 from batchspec.errors import OutputError
 from batchspec.model.kv_calibration import give_scales
 from batchspec.model.single_row import forward_row
@@ -57,8 +57,8 @@ class KVComparison:
 def compare_kv(out: str | Path, num_rows: int, *, dtype: str | None = None, device: str | None = None) -> KVComparison:
     """See the module's docstring; arguments and errors as for `verify`. An output without tokens is an OutputError."""
     job, written = job_of(out, dtype, device, other_kv=True), written_tokens(out, num_rows)
-    engine = plain_engine(job)
-    target, model_dtype = engine.target, str(job.dtype).removeprefix("torch.")
+    loaded = load_plain(job)
+    target, model_dtype = loaded.engine.target, str(job.dtype).removeprefix("torch.")
     if target.kv_scales is None:
         weights = None if job.config.model.load_format == "dummy" else job.folder
         output = OutputFolder(out)
@@ -66,7 +66,7 @@ def compare_kv(out: str | Path, num_rows: int, *, dtype: str | None = None, devi
     differences: list[Difference] = []
     divergences: list[float] = []
     num_rows = 0
-    for again in decode_again(engine, job, written):
+    for again in decode_again(loaded, written):
         request, num_rows = again.request, num_rows + 1
         differences += [] if again.difference is None else [again.difference]
         tokens = written[request.row_index, request.sample_index]

@@ -25,7 +25,7 @@ from batchspec.draft.formats import HeadSpec
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import Head, load_head, read_head_spec
 from batchspec.errors import CheckpointError, InputError
-from batchspec.load import build_engine
+from batchspec.load.build import build_engine
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch

@@ -6,11 +6,10 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import closing
 
 from batchspec.dataset.reader import InputShard
-from batchspec.engine.features.choices import run_with_choices
 from batchspec.engine.loop.engine import Engine
+from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.packing.feed import Feed
 from batchspec.packing.work_plan import DecodedShard, PlanRows, all_rows
-from batchspec.prepare import Job
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_workers import ShardWorkers
@@ -22,8 +21,7 @@ that the store takes to write a segment."""
 
 
 def decode_shards(
-    job: Job,
-    engine: Engine,
+    loaded: LoadedEngine[Engine],
     monitor: RunMonitor,
     work: ShardWork | ShardWorkers,
     *,
@@ -41,6 +39,7 @@ def decode_shards(
     journaled  saved work of earlier runs on these shards
     claim      filters the shards as they are read: leaves out those of other runs
     """
+    job = loaded.job
     coming = [index for index in range(job.layout.num_shards) if index not in skip]
     feed = Feed(
         claim(job.source.shards(job.layout, skip)),
@@ -49,15 +48,12 @@ def decode_shards(
         predicted=job.admission.predicted,
         num_shards=len(coming),
         shard_rows=job.layout.most_rows(coming),
-        slots=engine.batch.num_slots,
+        slots=loaded.engine.batch.num_slots,
         journaled=journaled,
         compiling=job.admission.compiling,
     )
-    engine.on_round = monitor
-    running = run_with_choices(engine, monitor.watch(feed), some_have=job.admission.choices is not None)
-    with closing(running) as completions:
+    with closing(loaded.run(monitor.watch(feed), monitor)) as completions:
         for completion in completions:
-            job.admission.observe(completion)
             feed.add(completion)
             monitor.finished(completion)
             if journal is not None:

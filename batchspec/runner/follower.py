@@ -12,7 +12,8 @@ from batchspec.distributed.group import Group
 from batchspec.engine.loop.follower import follow
 from batchspec.engine.ranks.messages import Build, Calibrate, End, Load, Scales, decode
 from batchspec.errors import CapacityError, CheckpointError, ConfigError
-from batchspec.load import build_engine, check_memory, device_facts, free_bytes, load_weights, rewrite_weights
+from batchspec.load.build import build_engine, device_facts, load_weights, rewrite_weights
+from batchspec.load.memory import check_memory, free_bytes
 from batchspec.model.kv_calibration import calibrate
 from batchspec.model.target import Target
 from batchspec.model.weight_files import weight_files

@@ -11,7 +11,8 @@ import torch
 from batchspec.config.schema import PackingConfig
 from batchspec.engine.loop.engine import Engine
 from batchspec.errors import CapacityError
-from batchspec.load import make_engine, plan_batch
+from batchspec.load.loaded_engine import LoadedEngine
+from batchspec.load.memory import plan_batch
 from batchspec.model.kv_scales import KVScales
 from batchspec.model.weight_sums import SumsOfJob
 from batchspec.packed_batch import PackedBatch
@@ -22,26 +23,31 @@ from batchspec.prepare import Job
 from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.report.progress_bar import ProgressBar
 
-MakeEngine = Callable[[Job, Survey, ProgressBar], Engine]
+LoadEngine = Callable[[Job, Survey, ProgressBar], LoadedEngine[Engine]]
 FEWEST_PREFILL = 512
 
 
 class EngineWithFallback:
-    """Makes the engine; if it does not fit, makes a smaller one, once. Raises CapacityError if that does not fit either."""
+    """Loads the engine; if it does not fit, loads a smaller one, once. Raises CapacityError if that does not fit either."""
 
-    current: Engine
+    loaded: LoadedEngine[Engine]
     """The present engine; the larger one before it is gone when a smaller one is made."""
 
-    def __init__(self, job: Job, survey: Survey, progress: ProgressBar, make: MakeEngine = make_engine) -> None:
-        self._job, self._survey, self._progress, self._engine_of = job, survey, progress, make
+    def __init__(self, job: Job, survey: Survey, progress: ProgressBar, load: LoadEngine = LoadedEngine.load) -> None:
+        self._job, self._survey, self._progress, self._load = job, survey, progress, load
         self._shrunk = self._stopping = False
         self._make()
 
     def stop(self) -> None:
         """`Engine.stop` of the present engine and of any later one. A signal handler may call it."""
         self._stopping = True
-        if hasattr(self, "current"):
-            self.current.stop()
+        if hasattr(self, "loaded"):
+            self.engine.stop()
+
+    @property
+    def engine(self) -> Engine:
+        """The present engine itself."""
+        return self.loaded.engine
 
     @property
     def stopping(self) -> bool:
@@ -50,25 +56,25 @@ class EngineWithFallback:
 
     def shrink(self, message: str) -> None:
         """Replace the engine, which ran out of memory, by one with a smaller batch. Its totals are kept."""
-        batch, totals = self.current.batch, self.current.totals
-        del self.current
+        batch, totals = self.engine.batch, self.engine.totals
+        del self.loaded
         self._fall_back(batch, message)
         self._make()
-        self.current.totals = totals
+        self.engine.totals = totals
 
     def adopt_kv_scales(self, scales: KVScales) -> None:
         """Use these scales in the present engine, which holds no K/V of a row yet, and in any later one."""
         self._job = replace(self._job, kv_scales=scales)
-        self.current.use_kv_scales(scales.values)
+        self.engine.use_kv_scales(scales.values)
 
     def adopt_sums(self, sums: SumsOfJob) -> None:
         """Compare the weights of any later engine with these. Raises OutputError where the present engine has others."""
-        sums.check(self.current.target.weight_sums)
+        sums.check(self.engine.target.weight_sums)
         self._job = replace(self._job, sums=sums)
 
     def _make(self) -> None:
         with OutOfMemoryGuard() as guard:
-            self.current = self._engine_of(self._job, self._survey, self._progress)
+            self.loaded = self._load(self._job, self._survey, self._progress)
         if guard.message and self._job.group is not None:
             raise CapacityError(
                 f"out of memory while the engine was made ({guard.message}); free the machine's memory or set packing.memory_gb, "
@@ -83,7 +89,7 @@ class EngineWithFallback:
             )
             self._make()
         elif self._stopping:
-            self.current.stop()
+            self.engine.stop()
 
     def _fall_back(self, batch: PackedBatch, message: str) -> None:
         gc.collect()  # tensors of the failed engine are held by reference cycles

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 
 from batchspec.cluster import slurm
@@ -62,7 +62,7 @@ class ShardRunner:
         Raises Interrupted after a signal or at the time limit: finished rows and the tokens of unfinished ones are then in the
         journal. InputError, TooManyErrors, CapacityError, StorageError and OutputError also end it.
         """
-        slots = self.run_engine.current.batch.num_slots
+        slots = self.run_engine.engine.batch.num_slots
         with ExitStack() as stack:
             timeline = stack.enter_context(closing(Timeline(self.folder.log_timeline, slots=slots)))
             self._signals.stop_with(self.run_engine.stop)
@@ -81,7 +81,7 @@ class ShardRunner:
                 left = []
                 self._journal.flush()
             else:
-                left = self.run_engine.current.unfinished() if self._signals.name else []
+                left = self.run_engine.engine.unfinished() if self._signals.name else []
                 if self._signals.name:
                     self._journal.flush(left)
             self._settle()
@@ -105,23 +105,23 @@ class ShardRunner:
         smaller batch."""
         self._settle()
         self._watchdog.begin_loading()  # until the first row begins
-        totals, beat = self.run_engine.current.totals, self._watchdog.beat
+        totals, beat = self.run_engine.engine.totals, self._watchdog.beat
         monitor = RunMonitor(self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline)
-        pending = (self.plan.begin_commit(self.work, done) for done in self._decoded(others, monitor))
-        check = self.job.source.check
+        decoded, check = self._decoded(others, monitor), self.job.source.check
+        pending = (self.plan.begin_commit(self.work, done) for done in decoded)
         commits = commit_in_background(pending, lambda commit: commit.publish(check), lambda commit: commit.done.num_bytes)
         try:
-            with OutOfMemoryGuard() as guard, closing(commits):
+            # Decoding is closed too if a commit has failed: it holds the engine, which a smaller one may replace.
+            with OutOfMemoryGuard() as guard, closing(decoded), closing(commits):
                 for commit in commits:
                     self._committed(commit.done)
         finally:
             monitor.ended()
-            self.run_engine.current.on_round = None  # the monitor knows the engine: the last reference would not free it
             self._claims.stop_renewal()  # but nothing waits for a slow store before the rows are saved
         self._watchdog.pause()
         if guard.message:
             # Ranks of a group are in the middle of an exchange: it is unknown whether they agree on unfinished rows.
-            self._journal.flush([] if self.job.group is not None else self.run_engine.current.unfinished())
+            self._journal.flush([] if self.job.group is not None else self.run_engine.engine.unfinished())
             self._settle()
             self._watchdog.begin_loading()
             self.run_engine.shrink(guard.message)
@@ -147,10 +147,10 @@ class ShardRunner:
         self.progress.update(shards=1, errors=len(errors))
         check_errors(self.job, self.num_errors)
 
-    def _decoded(self, others: set[int], monitor: RunMonitor) -> Iterator[DecodedShard]:
+    def _decoded(self, others: set[int], monitor: RunMonitor) -> Generator[DecodedShard]:
         """One pass over the shards that are neither done nor another run's; suspect shards, which a crashed run held, come
         last."""
-        job, engine, attempts = self.job, self.run_engine.current, self._attempts
+        job, loaded, attempts = self.job, self.run_engine.loaded, self._attempts
         journal, journaled = self._journal, self._journaled
         skip = others | attempts.suspect_shards()
         self._unread = set(range(self.folder.num_shards)) - skip
@@ -163,8 +163,7 @@ class ShardRunner:
             return (shard for shard, suspect in ours(shards) if not suspect)
 
         yield from decode_shards(
-            job,
-            engine,
+            loaded,
             monitor,
             self.work,
             rows=self.plan.rows,
@@ -174,11 +173,13 @@ class ShardRunner:
             skip=skip,
         )
         suspects = attempts.suspect_shards() & set(range(self.folder.num_shards)) - others
-        if suspects and not engine.stopping:
+        if suspects and not self.run_engine.stopping:
             self.progress.phase(f"{len(suspects)} shards were in flight when a run crashed: their rows are retried apart")
             shards = ours(job.source.shards(job.layout, set(range(self.folder.num_shards)) - suspects))
             rows = (shard for shard, _ in shards)
-            suspect_shards = SuspectShards(job, self.plan, engine, attempts, journal, journaled, finished=monitor.finished)
+            suspect_shards = SuspectShards(
+                loaded, self.plan, attempts, journal, journaled, on_round=monitor, finished=monitor.finished
+            )  # fmt: skip
             yield from map(monitor.decoded, suspect_shards.decoded(rows))
 
     def _read(self, shard: InputShard) -> InputShard:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import polars as pl
 import pyarrow as pa
 
 from batchspec.config.schema import InputConfig, OutputConfig
@@ -24,6 +25,9 @@ from batchspec.structured.checked_text import checked_text
 if TYPE_CHECKING:
     from batchspec.prepare import Job
 
+IN_PROCESS = "in-process"
+"""Stands in the column `perf` for a run's id, where there is no run: rows come back to a caller in Python."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardWork:
@@ -37,7 +41,7 @@ class ShardWork:
     """Id of the run, for the column `perf`."""
 
     @classmethod
-    def of(cls, job: Job, attempt: str) -> ShardWork:
+    def of(cls, job: Job, attempt: str = IN_PROCESS) -> ShardWork:
         config = job.config
         return cls(
             admission=job.admission, columns=job.columns, input=config.input, output=config.output, attempt=attempt
@@ -66,6 +70,12 @@ class ShardWork:
     def table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
         """The completions as output rows; texts that the engine has not decoded are decoded here."""
         return plain_table(self.compact_table(shard, completions))
+
+    def frame(self, shard: InputShard, completions: Sequence[Completion]) -> pl.DataFrame:
+        """The same rows for a caller in Python."""
+        frame = pl.from_arrow(self.table(shard, completions))
+        assert isinstance(frame, pl.DataFrame)
+        return frame
 
     def compact_table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
         """The same rows as `build_table` returns them."""

@@ -44,7 +44,7 @@ def keep_sums(job: Job, output: OutputFolder, run_engine: EngineWithFallback) ->
     """
     if job.sums is None or job.sums.kept is not None:  # those that are kept were compared when the engine was made
         return
-    own = run_engine.current.target.weight_sums
+    own = run_engine.engine.target.weight_sums
     assert own is not None
     run = f"run {output.attempt[:8]} on {this_process()['host']} at {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     kept = output.keep_weight_sums(replace(own, run=f"{run} (model.path={job.sums.model})").to_json())

@@ -43,16 +43,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 
 from batchspec.dataset.reader import InputShard, place_in_file
 from batchspec.dataset.row_ids import request_ids
-from batchspec.engine.features.choices import run_with_choices
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
+from batchspec.load.loaded_engine import LoadedEngine, OnRound
 from batchspec.packing.work_plan import DecodedShard, WorkPlan
-from batchspec.prepare import Job
 from batchspec.records import Completion, Request, RowError
 from batchspec.runstate.attempts import Attempts
 from batchspec.runstate.journal import Journal, Journaled
@@ -95,22 +94,24 @@ class SuspectShards:
     attempts   records each retry before it begins
     journal    gets every finished row, and in an isolated retry every checkpoint
     journaled  saved work of earlier runs on these shards
+    on_round   called after each round, and now and then during a cooldown
     finished   called with each row that finishes
     """
 
     def __init__(
         self,
-        job: Job,
+        loaded: LoadedEngine[Engine],
         plan: WorkPlan,
-        engine: Engine,
         attempts: Attempts,
         journal: Journal,
         journaled: Journaled,
         *,
+        on_round: OnRound,
         finished: Callable[[Completion], None],
     ) -> None:
-        self._job, self._plan, self._engine = job, plan, engine
-        self._attempts, self._journal, self._journaled, self._finished = attempts, journal, journaled, finished
+        self._loaded, self._job, self._engine, self._plan = loaded, loaded.job, loaded.engine, plan
+        self._attempts, self._journal, self._journaled = attempts, journal, journaled
+        self._on_round, self._finished = on_round, finished
 
     def decoded(self, shards: Iterator[InputShard]) -> Iterator[DecodedShard]:
         """Each shard when its last row is done; nothing more once the engine is asked to stop. Raises StorageError."""
@@ -138,9 +139,9 @@ class SuspectShards:
         entries = [entry for row in retry.rows for entry in self._planned(shard, row)]
         requests = [entry for entry in entries if isinstance(entry, Request)]
         yield from (entry for entry in entries if not isinstance(entry, Request))
-        with self._checkpointed(entries) if retry.isolated else nullcontext():
-            for completion in run_with_choices(self._engine, requests, some_have=self._job.admission.choices is not None):
-                self._job.admission.observe(completion)
+        on_round = self._saving_checkpoints(entries) if retry.isolated else self._on_round
+        with closing(self._loaded.run(requests, on_round)) as completions:
+            for completion in completions:
                 self._finished(completion)
                 self._journal.add(completion)
                 yield completion
@@ -156,7 +157,7 @@ class SuspectShards:
         (row,) = retry.rows
         if retry.cooldown:
             self._attempts.begin_cooldown(shard.index, row)
-            cool_down(self._engine)
+            cool_down(self._engine, self._on_round)
         self._attempts.begin_isolated_retry(shard.index, row)
 
     def _planned(self, shard: InputShard, row: int) -> Iterator[Request | Completion | None]:
@@ -165,17 +166,15 @@ class SuspectShards:
         for entry in self._plan.rows(one, self._job.admission.admit_compiled(one)):
             yield None if entry is None else self._journaled.known(entry)
 
-    @contextmanager
-    def _checkpointed(self, entries: Sequence[Request | Completion | None]) -> Iterator[None]:
-        """Within, save the tokens of the isolated row at every checkpoint that it reaches, counted over all its samples."""
-        before, tokens_at_start = self._engine.on_round, self._engine.totals.tokens
-        earlier = sum(map(_num_tokens, entries))
+    def _saving_checkpoints(self, entries: Sequence[Request | Completion | None]) -> OnRound:
+        """Record the checkpoint that earlier runs reached. Returns what is to be called after each round: it saves the tokens of
+        the isolated row at every later checkpoint that the row reaches, counted over all its samples."""
+        earlier, tokens_at_start = sum(map(_num_tokens, entries)), self._engine.totals.tokens
         position = checkpoint(earlier)
 
         def follow(totals: EngineTotals) -> None:
             nonlocal position
-            if before is not None:
-                before(totals)
+            self._on_round(totals)
             now = checkpoint(earlier + totals.tokens - tokens_at_start)
             if now > position:
                 position = now
@@ -184,11 +183,7 @@ class SuspectShards:
 
         if position:
             self._attempts.reached(position)
-        self._engine.on_round = follow
-        try:
-            yield
-        finally:
-            self._engine.on_round = before
+        return follow
 
     def _error_rows(self, shard: InputShard, row: int, crash_count: int) -> Iterator[Completion]:
         """The poison row as one error row; if some of its samples are journaled, those and an error for each of the others.
@@ -218,12 +213,14 @@ class SuspectShards:
             )  # fmt: skip
 
 
-def cool_down(engine: Engine) -> None:
-    """Wait COOLDOWN_S seconds, or until the engine is asked to stop."""
+def cool_down(engine: Engine, on_round: OnRound) -> None:
+    """Wait COOLDOWN_S seconds, or until the engine is asked to stop.
+
+    on_round  called all the while: keeps watchdog, claims and deadline informed that the run is alive
+    """
     until = time.monotonic() + COOLDOWN_S
     while not engine.stopping and (left_s := until - time.monotonic()) > 0:
-        if engine.on_round is not None:
-            engine.on_round(engine.totals)  # keeps watchdog, claims and deadline informed that the run is alive
+        on_round(engine.totals)
         time.sleep(min(TICK_S, left_s))
 
 

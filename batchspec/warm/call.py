@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from typing import Protocol
 
 import polars as pl
 import pyarrow as pa
@@ -14,11 +13,10 @@ import pyarrow as pa
 from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.reader import InputShard, table_source
 from batchspec.dataset.row_ids import check_ids
-from batchspec.engine.features.choices import run_with_choices
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CapacityError, EngineInUse, InputError
+from batchspec.load.loaded_engine import Decoder, LoadedEngine
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.packed_batch import PackedBatch
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import Constraints
 from batchspec.packing.feed import Feed
@@ -30,22 +28,9 @@ from batchspec.request_stream import RequestStream, WrappedStream
 from batchspec.runner.shard_work import ShardWork
 from batchspec.warm.stream import Stream
 
-ATTEMPT = "in-process"
-"""Stands in the column `perf` for a run's id."""
-
 
 class Cancelled(EngineInUse):
     """The call was cancelled while it ran."""
-
-
-class Decoder(Protocol):
-    """An engine, in this process or of several ranks."""
-
-    batch: PackedBatch
-    on_round: Callable[[EngineTotals], None] | None
-
-    def run(self, requests: RequestStream) -> Generator[Completion]:
-        """As `engine.Engine.run`."""
 
 
 class Call:
@@ -64,6 +49,7 @@ class Call:
         columns = map_columns(source.schema, model.config.input.columns)
         check_ids(source, columns)
         self.job: Job = job_of(model, source, columns, tokenizer, constraints)
+        self._work = ShardWork.of(self.job)
         self.constraints = constraints
         self.job.admission.predictor = predictor
         self.rows = next(source.shards(source.num_rows))
@@ -80,7 +66,7 @@ class Call:
         """
         job = self.job
         return Feed(
-            job.source.shards(job.layout), ShardWork.of(job, ATTEMPT).admitted, rows=self._with_bad_rows_noted,
+            job.source.shards(job.layout), self._work.admitted, rows=self._with_bad_rows_noted,
             predicted=job.admission.predicted, num_shards=job.layout.num_shards, shard_rows=job.layout.last_shard_rows,
             slots=slots, compiling=job.admission.compiling, busy=lambda: self.num_unfinished > 0, refused=self._bad.append,
         )  # fmt: skip
@@ -102,17 +88,12 @@ class Call:
         """
         if requests is None:
             requests = self.feed(engine.batch.num_slots).requests
-        engine.on_round = self.check
-        running = run_with_choices(engine, _CallRequests(self, requests), some_have=self.job.admission.choices is not None)
+        running = LoadedEngine(self.job, engine).run(_CallRequests(self, requests), self.check)
         with OutOfMemoryGuard() as guard, closing(running) as completions:
-            try:
-                for completion in completions:
-                    self.num_unfinished -= 1
-                    self.job.admission.observe(completion)
-                    yield from self._bad_rows()
-                    yield completion
-            finally:
-                engine.on_round = None
+            for completion in completions:
+                self.num_unfinished -= 1
+                yield from self._bad_rows()
+                yield completion
         if guard.message:
             raise CapacityError(
                 f"out of memory with {engine.batch.num_slots} slots ({guard.message}); make an engine with a lower "
@@ -136,7 +117,7 @@ class Call:
 
     def frame(self, completions: Sequence[Completion]) -> pl.DataFrame:
         """The completions in the output columns of a job, in the order of the rows."""
-        return frame_of(self.job, self.rows, completions)
+        return self._work.frame(self.rows, completions)
 
 
 class _CallRequests(WrappedStream):
@@ -151,13 +132,6 @@ class _CallRequests(WrappedStream):
         self._call.check()
         self._call.num_unfinished += request is not None
         return request
-
-
-def frame_of(job: Job, rows: InputShard, completions: Sequence[Completion]) -> pl.DataFrame:
-    """Completions of these rows as a job would write them."""
-    frame = pl.from_arrow(ShardWork.of(job, ATTEMPT).table(rows, completions))
-    assert isinstance(frame, pl.DataFrame)
-    return frame
 
 
 def empty_frame(model: JobModel, table: pa.Table, admission: Admission) -> pl.DataFrame:

@@ -24,11 +24,13 @@ from batchspec.dataset.messages import BadChat, Message, read_chat
 from batchspec.dataset.reader import InputShard
 from batchspec.dataset.untyped_columns import value_of
 from batchspec.errors import ConfigError
+from batchspec.load.loaded_engine import Decoder
 from batchspec.packing.admit import hash64
 from batchspec.packing.cells import BadRow
 from batchspec.records import Completion, Request
 from batchspec.request_stream import ListedRequests, RequestStream
-from batchspec.warm.call import Call, Decoder, frame_of
+from batchspec.runner.shard_work import ShardWork
+from batchspec.warm.call import Call
 
 POLL_S = 0.1
 """Seconds between two checks for a cancelled call while only `next_turn` is waited for."""
@@ -246,7 +248,7 @@ class Conversations:
         names = {name: column for name, column in self._job.columns.names.items() if name not in ("system", *PROMPTS)}
         job = replace(self._job, columns=ColumnMap(names=names | {own: own}, prompt_kind=own))
         completions = [replace(ended.completion, row_index=place) for place, ended in enumerate(turns)]
-        frame = frame_of(job, InputShard(index=0, first_row=0, table=table), completions)
+        frame = ShardWork.of(job).frame(InputShard(index=0, first_row=0, table=table), completions)
         frame = frame.with_columns(pl.Series("row_index", rows, pl.Int64))
         return with_turns(frame, [ended.number for ended in turns])
 

@@ -10,7 +10,7 @@ from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.reader import table_source
 from batchspec.engine.loop.engine import Engine
 from batchspec.errors import CapacityError
-from batchspec.load import load_engine
+from batchspec.load.build import load_engine
 from batchspec.packing.planner import GPU_SLOTS, Demand
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.survey import Survey

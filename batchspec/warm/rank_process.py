@@ -34,7 +34,7 @@ from batchspec.engine.loop.totals import EngineTotals
 from batchspec.engine.ranks.lead import Lead
 from batchspec.engine.ranks.messages import Calibrate, End, NewWeights
 from batchspec.errors import BatchspecError, CapacityError, RankLost
-from batchspec.load import rewrite_weights, vocabulary_of
+from batchspec.load.build import rewrite_weights, vocabulary_of
 from batchspec.model.kv_calibration import give_scales
 from batchspec.packing.planner import host_share
 from batchspec.prepare import Job, open_model

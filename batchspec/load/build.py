@@ -1,9 +1,7 @@
-"""Makes the engine of a checked job: its memory, the shape of its batch, its weights. Nothing here writes to the output
-folder."""
+"""Loads the weights of a checked job, and builds and prepares an engine with them. Nothing here writes to the output folder."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +9,16 @@ import torch
 
 from batchspec.automata.lazy_automaton import Expanding
 from batchspec.automata.token_automaton import TokenSymbols
-from batchspec.batch.automata import AutomataCapacity
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.config.schema import RunConfig
 from batchspec.console.text import counted
-from batchspec.distributed.group import Group
 from batchspec.draft.base import Drafter
 from batchspec.engine.features import RowFeatures
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.ranks.lead import Lead
 from batchspec.engine.ranks.messages import Build, Calibrate, Load, Scales
 from batchspec.engine.rounds.round import RoundOptions
-from batchspec.errors import CapacityError
+from batchspec.load.memory import check_memory, plan_batch
 from batchspec.model.kv_calibration import give_scales
 from batchspec.model.lora import adapted
 from batchspec.model.target import Target
@@ -31,10 +27,9 @@ from batchspec.model.weight_files import weight_files
 from batchspec.model.weights import Checkpoint
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.constraints import asked_by
-from batchspec.packing.cost import Rates, device_rates
-from batchspec.packing.memory import graph_tokens, prefill_graph_bytes
+from batchspec.packing.cost import device_rates
 from batchspec.packing.ordered_requests import window_shards
-from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, choose_batch, free_memory
+from batchspec.packing.planner import Demand
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, JobModel, notes
 from batchspec.report.progress_bar import ProgressBar
@@ -59,81 +54,6 @@ def load_message(device: torch.device, folder: Path | None = None) -> Load:
     folder  of the weights that all ranks load; None: the ranks do not compare them, for example because they are dummy weights
     """
     return Load(device_facts(device), table_in_use(device), "" if folder is None else weight_files(folder).state)
-
-
-def weight_bytes(job: JobModel) -> int:
-    """Bytes of the weights of target and drafter in the device's memory."""
-    return job.spec.weight_bytes(job.dtype) + job.drafter.weight_bytes(dtype=job.dtype, device=job.device)
-
-
-def automata_bytes(job: Job) -> int:
-    """Bytes of the device's tables and masks of automata; 0 in a job without structured output."""
-    return 0 if job.admission.constraints is None else AutomataCapacity(num_tokens=job.spec.vocab_size).nbytes
-
-
-def padded_prefill_bytes(job: JobModel) -> int:
-    """Bytes of the CUDA graphs of prefill passes (ablation.prefill_graphs); 0 in a job without them."""
-    ablation, spec = job.config.ablation, job.spec
-    graphed = ablation.prefill_graphs and not spec.ordered and spec.whole is None
-    if job.device.type != "cuda" or not graphed or job.config.decode.score != "none":  # no pass is a graph
-        return 0
-    tokens = job.config.packing.max_num_batched_tokens or GPU_PREFILL
-    return prefill_graph_bytes(job.spec, dtype=job.dtype, tokens=graph_tokens(job.spec, tokens))
-
-
-def free_bytes(job: JobModel, *, loaded: bool = False) -> int:
-    """Bytes of memory for K/V pages and everything else except the weights; in a group those of the rank with the least.
-
-    loaded  the weights, including the drafter's, are in memory already
-    """
-    if loaded:
-        return free_after_loading(job.device, job.group)
-    own = free_memory(job.device, weights=weight_bytes(job))
-    return own if job.group is None else job.group.least(own)
-
-
-def free_after_loading(device: torch.device, group: Group | None) -> int:
-    """Bytes of memory that are free now; in a group those of the rank with the least."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # memory that loading used and released counts as free
-    own = free_memory(device)
-    return own if group is None else group.least(own)
-
-
-def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) -> PackedBatch:
-    """The shape of the batch on this machine. Raises CapacityError if not even one row fits.
-
-    loaded  the weights, including the drafter's, are in memory already
-    """
-    shape, taken = job.drafter.shape, job.drafter.state_bytes() + automata_bytes(job) + padded_prefill_bytes(job)
-    return choose_batch(
-        job.config.packing,
-        job.spec,
-        rates,
-        demand,
-        device=job.device,
-        dtype=job.dtype,
-        draft_len=shape.num_verified,
-        num_lookahead_slots=shape.num_lookahead_slots,
-        draft_layers=job.drafter.kv_layers(job.dtype, PAGE_SIZE),
-        free_bytes=max(0, free_bytes(job, loaded=loaded) - taken),
-    )
-
-
-def make_engine(job: Job, survey: Survey, progress: ProgressBar) -> Engine:
-    """The engine for a surveyed job, see `load_engine`. It does not decode texts: the code that makes the tables does that."""
-    demand = survey.demand(job.source.num_rows, job.admission.max_len)
-    return load_engine(job, demand, progress, survey, defers_text=True, most_rounds=most_last_rounds(job))
-
-
-def most_last_rounds(job: Job) -> int | None:
-    """Upper bound of the number of rounds after the job's last row has begun (a round emits at least one token of a row); None:
-    unknown.
-
-    It is unknown if rows have their own limits, or may wait for their automata while few others decode.
-    """
-    unknown = job.columns.get("max_new_tokens") is not None or job.admission.constraints is not None
-    return None if unknown else job.config.decode.output_limit
 
 
 def load_engine(
@@ -280,19 +200,6 @@ def expanding_of(job: Job) -> Expanding | None:
 def vocabulary_of(job: Job) -> TokenSymbols | None:
     """The symbols of the vocabulary's tokens, which automata read; None in a job without structured output."""
     return None if job.admission.constraints is None else job.admission.constraints.compiler.vocabulary
-
-
-def check_memory(job: JobModel) -> None:
-    """Raises CapacityError for weights that exceed the device's whole memory."""
-    weights = weight_bytes(job)
-    on_gpu = job.device.type == "cuda"
-    memory = torch.cuda.mem_get_info(job.device)[1] if on_gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if weights > memory:
-        raise CapacityError(
-            f"model.path={job.config.model.path}: the weights take {weights / 1e9:,.1f} GB as {job.dtype}, "
-            f"and this {'GPU' if on_gpu else 'machine'} has {memory / 1e9:,.1f} GB of memory; "
-            "use a smaller model, another model.dtype or more GPUs for it (cluster.tensor_parallel)"
-        )
 
 
 def usual_mode(job: Job) -> SamplingMode:
