@@ -34,6 +34,7 @@ from batchspec.runner import decode_shards
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runstate import claims
 from batchspec.runstate.journal import Journal
+from batchspec.runstate.manifest import MANIFEST
 from batchspec.storage.local_store import LocalStore
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import run_apart, signalled_after_commits, start_apart
@@ -483,6 +484,22 @@ def test_verify_compares_logprobs_too(model: Path, data: Path, tmp_path: Path, c
         assert "4 completions decoded again one at a time and without speculation: 0 differ" in shown
         assert said in shown
         (out / "data/part-00000.parquet").write_bytes(kept)
+
+
+def test_a_job_of_a_gpu_is_verified_where_there_is_none(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run.main(arguments(model, data, out, "input.limit=3")) == 0
+    manifest = json.loads((out / MANIFEST).read_text())
+    manifest["config"]["device"], manifest["config"]["model"]["dtype"] = "cuda", "auto"
+    (out / MANIFEST).write_text(json.dumps(manifest))
+    capsys.readouterr()
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="device=cuda: torch sees no GPU"):
+            verify.main([str(out)])
+    assert verify.main([str(out), "--device", "cpu"]) == 0
+    assert "3 completions decoded again one at a time and without speculation: 0 differ" in capsys.readouterr().out
 
 
 def test_verify_that_can_compare_nothing_reports_it(model: Path, tmp_path: Path) -> None:

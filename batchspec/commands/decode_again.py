@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,9 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
     config = from_dict(output.manifest.config)
     if config.decode.score != "none":
         raise OutputError(f"{out} holds scores and no output tokens, so there is nothing to decode again")
+    if config.device == "cuda" and device is not None:
+        config.device = "auto"  # this machine may have no GPU
+    config.model.dtype = json.loads(output.manifest.fingerprint["model.dtype"])  # auto may be another one here
     as_run = open_job(config)
     output.check(
         fingerprint=job_fingerprint(as_run),
