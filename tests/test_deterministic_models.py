@@ -250,7 +250,7 @@ def test_a_job_in_float64_runs_is_verified_and_is_another_job_than_one_without_i
     given = arguments(model, tmp_path / "prompts.parquet", out, "output.token_ids=true")
     assert run.main([*given, ON]) == 0
     assert run.main(given) == 2
-    assert "decode.deterministic: 2 -> (none)" in capsys.readouterr().err
+    assert "decode.deterministic: 2 -> null" in capsys.readouterr().err
     verified = verify_command.verify(out, 3)
     assert (verified.differences, verified.exact) == ([], True)
     job = decode_again.job_of(out, "float32", None)  # another dtype has bits of its own
