@@ -259,7 +259,7 @@ def test_ranks_of_a_job_tell_nccl_the_limit_of_their_watchdog(
         load_progress=lambda: [0, 0],
     )
     monkeypatch.setattr(Channel, "of", lambda seat: channel)
-    assert worker.run_rank(RunConfig(cluster=ClusterConfig(watchdog_s=own)), Seat(1, 2, 9, 10)) == 75
+    assert worker.run(RunConfig(cluster=ClusterConfig(watchdog_s=own)), Seat(1, 2, 9, 10)) == 75
     assert told == [-1, expected], "it shows life before it joins"
 
 
