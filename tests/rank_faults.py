@@ -1,5 +1,5 @@
-"""A process in which something goes wrong: `python -m tests.rank_faults NUMBER SHARING SEAT` in place of a worker, or with `warm`
-before its own words in place of a rank of a warm engine.
+"""A process in which something goes wrong: `python -m tests.rank_faults SEAT NUMBER` in place of a worker, or
+`python -m tests.rank_faults SEAT [PIPE]` with WARM in the environment in place of a rank of a warm engine.
 
 The environment says what: FAULT is KIND RANK STEP. From that step of that rank's on
 
@@ -63,9 +63,6 @@ def make_faulty() -> None:
 
 
 if __name__ == "__main__":
-    warm = sys.argv[1] == "warm"
-    if warm:
-        sys.argv.pop(1)
-    if sys.argv[1 if warm else 3] == RANK:
+    if sys.argv[1] == RANK:
         make_faulty()
-    leave(guarded(rank_process.main if warm else worker.main))
+    leave(guarded(rank_process.main if "WARM" in os.environ else worker.main))

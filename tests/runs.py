@@ -29,7 +29,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from batchspec import run
-from batchspec.cluster import crew
+from batchspec.distributed import rank_processes
 from batchspec.model import templates, tokenizer
 from batchspec.model.templates import Templates
 from batchspec.packing import cost
@@ -133,7 +133,7 @@ def nothing() -> None:
 
 def new_interpreters() -> None:
     """A patch: the workers of the run are started as in production, each by its own interpreter."""
-    put(crew, "Popen", subprocess.Popen)
+    put(rank_processes, "Popen", subprocess.Popen)
 
 
 def signalled_after_commits(count: int, number: signal.Signals) -> None:
@@ -160,7 +160,7 @@ def _child(arguments: list[str], log: Path, patch: Patch, environ: dict[str, str
     poison_rows.COOLDOWN_S = 0.1  # ten seconds in earnest
     make_jobs_quick(pytest.MonkeyPatch())
     put(cost, "calibrate", lambda *_, **__: cost.H200)
-    put(crew, "Popen", ForkedPopen)
+    put(rank_processes, "Popen", ForkedPopen)
     patch()
     code = run.main(arguments)
     sys.stderr.flush()

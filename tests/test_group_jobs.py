@@ -19,7 +19,7 @@ import pytest
 
 from batchspec import run
 from batchspec.cluster import crew
-from batchspec.distributed import silent_ranks
+from batchspec.distributed import rank_processes, silent_ranks
 from batchspec.model.spec import load_spec
 from batchspec.process import load_progress
 from tests.crews import commits_wait_for, ended, journals, make_job, owners, tokens, wait_for_end, wait_until, workers_of
@@ -176,7 +176,7 @@ def impatient() -> None:
     """Of a group whose leader has ended, the others are killed after two and a half seconds, not five. A follower that continues
     then takes that for a pause: its own watchdog does not print its stacks too.
     """
-    put(crew, "FOLLOWER_END_S", 0.5)
+    put(rank_processes, "END_S", 0.5)
     put(load_progress, "PAUSE_S", 2.0)
 
 
@@ -344,7 +344,7 @@ def test_a_row_that_crashes_one_rank_alone_becomes_an_error_row(model: Path, tmp
 
 def more_impatient() -> None:
     impatient()
-    put(crew, "STACKS_S", 0.5)
+    put(rank_processes, "STACKS_S", 0.5)
     put(crew, "LEADER_END_S", 3.0)
     put(silent_ranks, "LATER_S", 1.0)
 

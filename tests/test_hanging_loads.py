@@ -68,8 +68,8 @@ def expected(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> di
 
 def is_process(number: int, rank: int) -> bool:
     """Whether this is the worker of this number, and the rank of it; a run without workers is worker 0."""
-    words = sys.argv[1:4] if sys.argv[0].endswith("worker.py") else ["0", "", "0"]
-    return (number, rank) == (int(words[0]), int(words[2]))
+    own = (int(sys.argv[6]), int(sys.argv[1])) if sys.argv[0].endswith("worker.py") else (0, 0)
+    return (number, rank) == own
 
 
 def stuck() -> None:

@@ -259,7 +259,7 @@ def test_ranks_of_a_job_tell_nccl_the_limit_of_their_watchdog(
         load_progress=lambda: [0, 0],
     )
     monkeypatch.setattr(Channel, "of", lambda seat: channel)
-    assert worker.run_rank(RunConfig(cluster=ClusterConfig(watchdog_s=own)), Seat(1, 2, 9, Path("rendezvous"))) == 75
+    assert worker.run(RunConfig(cluster=ClusterConfig(watchdog_s=own)), Seat(1, 2, 9, 10)) == 75
     assert told == [-1, expected], "it shows life before it joins"
 
 
@@ -271,7 +271,7 @@ def test_a_job_without_a_watchdog_has_the_longest_limit(monkeypatch: pytest.Monk
     for name, value in (("device_count", 1), ("set_device", None), ("current_device", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     for limit in (math.inf, 1380.0):
-        with group.joined(Seat(0, 2, 9, Path("rendezvous")), gpu=True, nccl_s=limit):
+        with group.joined(Seat(0, 2, 9, 10), gpu=True, nccl_s=limit):
             pass
     assert made == [group.EXCHANGE_S, 1380.0]
 

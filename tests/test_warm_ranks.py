@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -21,17 +20,18 @@ import torch
 from safetensors.torch import load_file
 
 import batchspec
-from batchspec.distributed import silent_ranks
+from batchspec.distributed import rank_processes, silent_ranks
+from batchspec.distributed.rank_processes import culprit
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import BatchspecError, CapacityError, CheckpointError, ConfigError, DivergedError, EngineInUse, RankLost
 from batchspec.records import Completion
 from batchspec.request_stream import RequestStream
 from batchspec.warm import ranks as ranks_module
 from batchspec.warm import weights as weights_module
+from batchspec.warm.messages import FROM_LEADER, TO_LEADER, Ask, Ended, Given, GoOn
 from batchspec.warm.options import warm_config
 from batchspec.warm.rank_process import Leader
 from batchspec.warm.ranks import EngineOfRanks
-from batchspec.warm.wire import Ask, Ended, Given, GoOn
 from tests.engines import request
 from tests.forked import ServedPopen, run_python
 from tests.models import make_checkpoint
@@ -50,7 +50,7 @@ CHAT = [{"messages": [{"role": "user", "content": "Name a sea."}]}, {"messages":
 def ranks_start_at_once() -> Iterator[None]:
     """They are forked, not started by an interpreter of their own, but for those of the engine whose process ends."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks_module, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": ServedPopen}))
+        patch.setattr(rank_processes, "Popen", ServedPopen)
         yield
 
 
@@ -73,7 +73,7 @@ def expected(alone: batchspec.Engine) -> pl.DataFrame:
 
 def pids(engine: batchspec.Engine) -> list[int]:
     assert isinstance(engine._engine, EngineOfRanks)
-    return [process.pid for process in engine._engine._processes]
+    return [member.process.pid for member in engine._engine._group.members]
 
 
 def lives(pid: int) -> bool:
@@ -122,7 +122,9 @@ def test_the_leader_prefetches_only_requests_that_it_was_given() -> None:
             ready.append(requests.num_ready)
         yield from ()
 
-    pipe = SimpleNamespace(send=sent.append, recv=lambda: answers.pop(0))
+    pipe = SimpleNamespace(
+        send_bytes=lambda data: sent.append(FROM_LEADER.decode(data)), recv_bytes=lambda: TO_LEADER.encode(answers.pop(0))
+    )
     watchdog = SimpleNamespace(pause=lambda: None, beat=lambda: None)
     engine = SimpleNamespace(on_round=None, totals=EngineTotals(), steps=steps)
     job = SimpleNamespace(admission=SimpleNamespace(constraints=None))
@@ -277,7 +279,8 @@ def test_what_goes_wrong_on_a_rank_is_raised_here(
 ) -> None:
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    monkeypatch.setattr(ranks_module, "PROGRAM", ("-m", "tests.rank_faults", "warm"))
+    monkeypatch.setenv("WARM", "1")
+    monkeypatch.setattr(ranks_module, "PROGRAM", ("-m", "tests.rank_faults"))
     engine = batchspec.Engine([*words, *RANKS])
     found = pids(engine)
     with pytest.raises(error, match=said):
@@ -288,18 +291,18 @@ def test_what_goes_wrong_on_a_rank_is_raised_here(
 
 
 @pytest.mark.parametrize(
-    ("codes", "said"),
+    ("codes", "rank"),
     [
-        ([75, 1], "rank 1 of this engine ended with exit code 1"),
-        ([75, -9], "rank 1 of this engine was killed by SIGKILL"),
-        ([1, -11, 75], "rank 1 of this engine was killed by SIGSEGV"),
-        ([75, 75, None, 75], "rank 2 of this engine hangs"),
-        ([2, None], "rank 0 of this engine ended with exit code 2"),
-        ([75, 75], "rank 0 of this engine ended with exit code 75"),
+        ([75, 1], 1),
+        ([75, -9], 1),
+        ([1, -11, 75], 1),
+        ([75, 75, None, 75], 2),
+        ([2, None], 0),
+        ([75, 75], 0),
     ],
 )
-def test_the_rank_that_is_named_is_the_one_that_ended_the_others(codes: list[int | None], said: str) -> None:
-    assert ranks_module._culprit(codes) == said
+def test_the_rank_that_is_named_is_the_one_that_ended_the_others(codes: list[int | None], rank: int) -> None:
+    assert culprit(dict(enumerate(codes))) == rank
 
 
 @pytest.mark.slow
@@ -322,8 +325,9 @@ def test_a_stopped_leader_ends_the_call(
     engine = batchspec.Engine([*words, *RANKS])
     found = pids(engine)
     assert isinstance(engine._engine, EngineOfRanks)
-    assert engine._engine._silent._watchdog_s == 3600.0
-    monkeypatch.setattr(engine._engine._silent, "_watchdog_s", 1.5)
+    silent = engine._engine._group.silent
+    assert silent._watchdog_s == 3600.0
+    monkeypatch.setattr(silent, "_watchdog_s", 1.5)
     monkeypatch.setattr(silent_ranks, "LATER_S", 0.5)
     os.kill(found[0], signal.SIGSTOP)
     with pytest.raises(RankLost, match="rank 0 of this engine hangs"):
@@ -341,7 +345,7 @@ def test_an_engine_that_is_dropped_or_whose_process_ends_leaves_no_rank(words: l
     program = f"""
 import batchspec, os
 engine = batchspec.Engine({[*words, *RANKS]!r})
-print(*[process.pid for process in engine._engine._processes], flush=True)
+print(*[member.process.pid for member in engine._engine._group.members], flush=True)
 os._exit(3)
 """
     done = run_python(["-c", program])

@@ -19,7 +19,7 @@ import pytest
 from batchspec import run
 from batchspec.cluster import crew, devices, workers
 from batchspec.config.schema import RunConfig
-from batchspec.distributed import silent_ranks
+from batchspec.distributed import rank_processes, silent_ranks
 from batchspec.engine.rounds.round import Round
 from batchspec.errors import ConfigError
 from batchspec.process import load_progress
@@ -87,7 +87,7 @@ def test_after_a_signal_and_the_death_of_the_parent_the_job_is_completed(
 
 def supervised(monkeypatch: pytest.MonkeyPatch, program: str, count: int, **cluster: Any) -> int:
     """The parent's exit code over `count` workers that run `program`, which knows its `number`."""
-    monkeypatch.setattr(crew, "PROGRAM", ("-c", f"import os, signal, sys, time; number = int(sys.argv[1]); {program}"))
+    monkeypatch.setattr(crew, "PROGRAM", ("-c", f"import os, signal, sys, time; number = int(sys.argv[6]); {program}"))
     config = RunConfig()
     config.output.dir = "/nowhere"
     for key, value in cluster.items():
@@ -194,7 +194,7 @@ def test_a_model_over_several_gpus_has_as_many_of_its_own(monkeypatch: pytest.Mo
 
 RANK = """from batchspec.distributed.channel import Channel
 from batchspec.errors import RankLost
-rank, ranks, handle = map(int, sys.argv[3:6])
+rank, ranks, handle = map(int, sys.argv[1:4])
 end = Channel(handle, rank, ranks)
 def wait_for_loss():
     try:
@@ -253,8 +253,9 @@ open(f'{tmp_path}/{{number}} {{rank}}', 'w').close()"""
 def test_a_rank_that_hangs_after_another_has_ended_is_killed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], hangs: int
 ) -> None:
-    for name in ("LEADER_END_S", "FOLLOWER_END_S", "STACKS_S"):
-        monkeypatch.setattr(crew, name, 0.3)
+    monkeypatch.setattr(crew, "LEADER_END_S", 0.3)
+    for name in ("END_S", "STACKS_S"):
+        monkeypatch.setattr(rank_processes, name, 0.3)
     hang = "import faulthandler; faulthandler.enable(); time.sleep(600)"
     program = f"\n{RANK}\nif rank == {hangs}:\n    {hang}\nos.kill(os.getpid(), signal.SIGKILL)"
     assert supervised(monkeypatch, program, 2, tensor_parallel=2) == 75
@@ -298,7 +299,7 @@ def holds_the_interpreter() -> None:
 
     def patched(self: Round, *rest: Any, **named: Any) -> Any:
         count[0] += 1
-        if sys.argv[1] == "1" and count[0] == 20:
+        if sys.argv[6] == "1" and count[0] == 20:
             ctypes.PyDLL(None).sleep(600)
         return run_round(self, *rest, **named)
 
@@ -351,8 +352,8 @@ def test_the_command_ends_although_sigkill_does_not_end_a_worker(
     monkeypatch.setattr(silent_ranks, "LATER_S", 0.2)
     monkeypatch.setattr(silent_ranks, "START_S", 1.0)
     for name in ("STACKS_S", "UNKILLABLE_S"):
-        monkeypatch.setattr(crew, name, 0.3)
-    monkeypatch.setattr(crew, "Popen", Unkillable)
+        monkeypatch.setattr(rank_processes, name, 0.3)
+    monkeypatch.setattr(rank_processes, "Popen", Unkillable)
     assert supervised(monkeypatch, "print(os.getpid(), flush=True); time.sleep(600)", 1, watchdog_s=1.0) == 75
     out, said = capfd.readouterr()
     os.kill(int(out), signal.SIGKILL)
@@ -375,7 +376,7 @@ def test_workers_outlive_a_pause_of_their_parent(everything: bool, command: list
     assert parent.pid is not None
     stopped, pid = workers_of(parent) if everything else [], parent.pid
     os.killpg(pid, signal.SIGTSTP)
-    wait_until(lambda: crew.state_of(pid) == "was stopped by a signal", parent)
+    wait_until(lambda: rank_processes.state_of(pid) == "was stopped by a signal", parent)
     for worker in stopped:
         os.kill(worker, signal.SIGSTOP)
     time.sleep(5.5)
@@ -409,8 +410,8 @@ time.sleep(60)"""
 
 
 def test_every_rank_sees_all_gpus_of_its_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program = f"open(f'{tmp_path}/{{number}} {{sys.argv[3]}} ' + os.environ['CUDA_VISIBLE_DEVICES'], 'w').close()"
-    monkeypatch.setattr(crew, "PROGRAM", ("-c", "import os, sys; number = int(sys.argv[1]); " + program))
+    program = f"open(f'{tmp_path}/{{number}} {{sys.argv[1]}} ' + os.environ['CUDA_VISIBLE_DEVICES'], 'w').close()"
+    monkeypatch.setattr(crew, "PROGRAM", ("-c", "import os, sys; number = int(sys.argv[6]); " + program))
     config = RunConfig()
     config.output.dir, config.cluster.tensor_parallel = "/nowhere", 2
     assert workers.supervise(config, ["3", "4", "6", "7"]) == 0

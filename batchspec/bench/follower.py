@@ -1,6 +1,6 @@
 """`python -m batchspec.bench.follower SEAT ...`: one of the processes that `batchspec bench --tensor-parallel` starts.
 
-SEAT is the process's place in the group, four words (`distributed/seat.py`); the words after it are the leader's command line. It
+SEAT is the process's place in the group (`distributed/seat.py`); the words after it are the leader's command line. It
 makes the same variants and takes the same turns: in each it executes what the leader sends until the leader closes the variant.
 """
 
@@ -11,7 +11,6 @@ import faulthandler
 import gc
 import os
 import sys
-import threading
 
 from batchspec.bench import rounds
 from batchspec.bench.arguments import device_of, parse
@@ -26,6 +25,7 @@ from batchspec.distributed.seat import Seat
 from batchspec.engine.loop.follower import follow
 from batchspec.engine.ranks.messages import Load, decode
 from batchspec.errors import BatchspecError, RankLost
+from batchspec.process.child_process import act_when_parent_ends
 from batchspec.runner.follower import compute_as_leader
 from batchspec.supervise.leave import leave
 
@@ -33,8 +33,9 @@ from batchspec.supervise.leave import leave
 def main() -> int:
     """Follow until the leader is done; returns the exit code."""
     faulthandler.enable()
-    threading.Thread(target=_watch, daemon=True).start()
-    return reported(lambda: _run(Seat.of(sys.argv[1:5]), parse(sys.argv[5:])))
+    act_when_parent_ends(lambda: os._exit(RankLost.exit_code))
+    seat, words = Seat.of(sys.argv[1:])
+    return reported(lambda: _run(seat, parse(words)))
 
 
 def _run(seat: Seat, args: argparse.Namespace) -> int:
@@ -72,13 +73,6 @@ def _take_turn(variant: EngineVariant, group: Group) -> None:
         del engine
         gc.unfreeze()
     variant.close()
-
-
-def _watch() -> None:
-    """End when the leader does, which keeps the other end of standard input open while it lives."""
-    while os.read(0, 1):
-        pass
-    os._exit(RankLost.exit_code)
 
 
 if __name__ == "__main__":

@@ -7,24 +7,20 @@ when this process does, however it ends, because each reads a pipe whose other e
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from subprocess import DEVNULL
 from typing import NoReturn
 
 import torch
 
 from batchspec.config.compose import reported
 from batchspec.console import terminal
-from batchspec.distributed.channel import Channel, make_memory
 from batchspec.distributed.group import Group, joined
-from batchspec.distributed.seat import Seat, ending
+from batchspec.distributed.rank_processes import RankProcesses, RankProgram, culprit, ending
+from batchspec.distributed.seat import Seat, new_group
 from batchspec.errors import ConfigError, Interrupted, RankLost
-from batchspec.process.child_process import python_command
 from batchspec.supervise.leave import leave
 
 PROGRAM = ("-m", "batchspec.bench.follower")
@@ -36,9 +32,8 @@ POLL_S, GRACE_S, END_S = 0.1, 3.0, 10.0
 
 def lead(ranks: int, argv: Sequence[str], device: torch.device, measure: Callable[[Group], None]) -> NoReturn:
     """Call `measure` with the group of this process and the followers that it starts, report errors, and end the process."""
-    with TemporaryDirectory(prefix="batchspec-") as folder:
-        code = _lead(Seat(0, ranks, make_memory(), Path(folder) / "rendezvous"), argv, device, measure)
-    leave(code)  # tearing NCCL and the shared memory of the GPUs down may hang
+    with new_group(ranks) as seat:
+        leave(_lead(seat, argv, device, measure))  # tearing NCCL and the shared memory of the GPUs down may hang
 
 
 def _lead(seat: Seat, argv: Sequence[str], device: torch.device, measure: Callable[[Group], None]) -> int:
@@ -70,64 +65,51 @@ class Followers:
     """The processes of the other ranks."""
 
     def __init__(self, seat: Seat, argv: Sequence[str]) -> None:
-        self._channel = Channel(seat.handle, None, seat.ranks)
-        self._folder, self._over = seat.rendezvous.parent, threading.Event()
-        seats = [Seat(rank, seat.ranks, seat.handle, seat.rendezvous) for rank in range(1, seat.ranks)]
-        # In sessions of their own: Ctrl-C reaches the leader alone, which ends them.
-        self._processes = [
-            subprocess.Popen(
-                [*python_command(*PROGRAM), *each.words(), *argv],
-                pass_fds=(each.handle,),
-                stdin=subprocess.PIPE,  # never written to; when it closes, the follower knows that the leader is gone
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            for each in seats
-        ]
+        self._over = threading.Event()
+        program = RankProgram(program=PROGRAM, words=argv, environment=os.environ, output={"stdout": DEVNULL})
+        self._group = RankProcesses(program, seat, [f"rank {rank}" for rank in range(1, seat.ranks)])
         threading.Thread(target=self._watch, daemon=True, name="followers").start()
 
     def wait(self) -> None:
         """Wait until all have ended, as they do once everything is measured. How they end no longer matters."""
         self._over.set()
         until = time.monotonic() + END_S
-        while any(process.poll() is None for process in self._processes) and time.monotonic() < until:
+        while len(self._codes()) < len(self._group.members) and time.monotonic() < until:
             time.sleep(POLL_S / 10)
 
     def lost(self, error: RankLost) -> str:
         """Which rank is gone and how it ended; if none has ended, the leader's error."""
         until = time.monotonic() + GRACE_S
-        while not (ended := self._ended()) and time.monotonic() < until:
+        while not (failed := self._failed()) and time.monotonic() < until:
             time.sleep(POLL_S)
-        return _how(ended, len(self._processes)) if ended else str(error)
+        return self._how(failed) if failed else str(error)
 
     def kill(self) -> None:
         self._over.set()
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
+        self._group.close()
 
-    def _ended(self) -> list[tuple[int, int]]:
-        """Rank and exit code of those that ended too early."""
-        codes = [(rank, process.poll()) for rank, process in enumerate(self._processes, 1)]
-        return [(rank, code) for rank, code in codes if code]
+    def _codes(self) -> dict[int, int]:
+        """Exit codes of those that have ended, by rank."""
+        codes = {member.rank: member.process.poll() for member in self._group.members}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
+    def _failed(self) -> dict[int, int]:
+        return {rank: code for rank, code in self._codes().items() if code}
 
     def _watch(self) -> None:
         """Report to the group that a rank is gone. If the leader cannot notice, because it is in an exchange, end the command
         here."""
         while not self._over.wait(POLL_S):
-            if ended := self._ended():
-                self._channel.lose(ended[0][0])
+            if failed := self._failed():
+                self._group.channel.lose(min(failed))
                 if self._over.wait(GRACE_S):
                     return
-                terminal.fail(_how(self._ended(), len(self._processes)))
+                terminal.fail(self._how(self._failed()))
                 self.kill()
-                shutil.rmtree(self._folder, ignore_errors=True)
                 os._exit(RankLost.exit_code)
 
-
-def _how(ended: Sequence[tuple[int, int]], followers: int) -> str:
-    """How the first rank ended; others end because of it, with the exit code of RankLost."""
-    rank, code = min(ended, key=lambda one: (one[1] > 0, one[1] == RankLost.exit_code, one[0]))
-    how = ending(code) if code < 0 else f"{ending(code)}, see its message above"
-    return f"--tensor-parallel {followers + 1}: rank {rank} {how}; nothing was written, run the same command again"
+    def _how(self, failed: dict[int, int]) -> str:
+        rank = culprit(failed)
+        how = ending(failed[rank]) + ("" if failed[rank] < 0 else ", see its message above")
+        ranks = self._group.channel.ranks
+        return f"--tensor-parallel {ranks}: rank {rank} {how}; nothing was written, run the same command again"

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from batchspec.cluster.crew import Crew, Worker
+from batchspec.cluster.crew import Crew
 from batchspec.config.schema import RunConfig
 from batchspec.console.terminal import notice
+from batchspec.distributed.rank_processes import RankProcess, RankProcesses
 from batchspec.errors import BatchspecError, ConfigError, DivergedError, Interrupted, StorageError, TooManyErrors
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise.signals import SIGNALS
@@ -41,26 +42,23 @@ def supervise(config: RunConfig, devices: Sequence[str | None]) -> int:
             time.sleep(POLL_S)
             crew.reap()
             crew.end_hanging()
-            if any(worker.code == TooManyErrors.exit_code for worker in crew.workers) and crew.asked is None:
+            codes = {worker.code for group in crew.groups for worker in group.members}
+            if TooManyErrors.exit_code in codes and crew.asked is None:
                 _ask(crew, signal.SIGTERM)
             if crew.asked is not None and time.monotonic() - crew.asked_at > SAVING * config.cluster.signal_s:
                 for worker in crew.live():
-                    notice(f"{worker.name()} did not end within {SAVING * config.cluster.signal_s:g} s of a signal: killed")
-                    worker.process.kill()
-                    worker.code = worker.process.wait()
+                    notice(f"{worker.name} did not end within {SAVING * config.cluster.signal_s:g} s of a signal: killed")
+                    worker.kill()
         if crew.asked is not None:
             notice(f"{signal.Signals(crew.asked).name}: ended {time.monotonic() - crew.asked_at:.1f} s later")
-    return exit_code([_code(worker, crew.asked) for worker in deciding(crew.workers)], config)
+    return exit_code([_code(deciding(group), crew.asked) for group in crew.groups], config)
 
 
-def deciding(workers: Sequence[Worker]) -> list[Worker]:
-    """The workers whose exit codes count: of each group the leader, or the follower whose failure ended it."""
-    found = []
-    for leader in (worker for worker in workers if worker.rank == 0):
-        failed = [worker for worker in workers if worker.number == leader.number and (worker.code or 0) > 0]
-        grave = [worker for worker in failed if worker.code != Interrupted.exit_code]
-        found.append(grave[0] if grave and leader.code == Interrupted.exit_code else leader)
-    return found
+def deciding(group: RankProcesses) -> RankProcess:
+    """The worker whose exit code counts: the leader of the group, or the follower whose failure ended it."""
+    leader, *followers = group.members
+    grave = [worker for worker in followers if (worker.code or 0) > 0 and worker.code != Interrupted.exit_code]
+    return grave[0] if grave and leader.code == Interrupted.exit_code else leader
 
 
 @contextmanager
@@ -96,13 +94,13 @@ def _ask(crew: Crew, number: int) -> None:
     crew.send(number)
 
 
-def _code(worker: Worker, asked: int | None) -> int:
+def _code(worker: RankProcess, asked: int | None) -> int:
     """A worker's exit code; 75 if a signal ended it, whoever sent it."""
     assert worker.code is not None
     if worker.code >= 0:
         return worker.code
     if asked == -worker.code:
-        notice(f"{worker.name()}: {signal.Signals(asked).name} before anything was computed; run the same command again")
+        notice(f"{worker.name}: {signal.Signals(asked).name} before anything was computed; run the same command again")
     return Interrupted.exit_code
 
 

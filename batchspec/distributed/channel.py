@@ -19,13 +19,15 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchspec.distributed.seat import Seat
 from batchspec.errors import RankLost
+
+if TYPE_CHECKING:
+    from batchspec.distributed.seat import Seat
 
 RING = 1 << 23
 FRAME = 1 << 20
@@ -49,17 +51,6 @@ def make_memory() -> int:
     handle = os.memfd_create("batchspec", 0)
     os.ftruncate(handle, 8 * _WORDS + RING)
     return handle
-
-
-def make_rendezvous() -> int:
-    """File descriptor of an empty file in memory, by which the ranks of a group find each other. Nothing of it is left on disk,
-    even if all processes are killed."""
-    return os.memfd_create("batchspec rendezvous", 0)
-
-
-def path_of(handle: int) -> Path:
-    """Path of a file in memory, valid in each process that has inherited its descriptor."""
-    return Path(f"/proc/self/fd/{handle}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def joined(seat: Seat, *, gpu: bool, limit_s: float = EXCHANGE_S, nccl_s: float)
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     channel = Channel.of(seat)
-    collectives: Collectives = GlooCollectives(seat.rank, seat.ranks, seat.rendezvous, limit_s=limit_s)
+    collectives: Collectives = GlooCollectives(seat.rank, seat.ranks, seat.rendezvous_file, limit_s=limit_s)
     if gpu:
         check_reach(range(min(seat.ranks, torch.cuda.device_count())))
         torch.cuda.set_device(seat.rank % torch.cuda.device_count())  # in tests ranks may share one

@@ -10,8 +10,9 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
@@ -83,6 +84,20 @@ def start_module(module: str, **environment: str) -> subprocess.Popen[bytes]:
             python_command("-m", module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             env=environ | environment,
         )  # fmt: skip
+
+
+def act_when_parent_ends(act: Callable[[], object]) -> None:
+    """Call `act`, in a thread, when the parent of this process is gone.
+
+    The parent keeps the other end of this process's standard input open while it lives.
+    """
+
+    def wait() -> None:
+        while os.read(0, 1):  # not sys.stdin: its lock would be held when the interpreter ends
+            pass
+        act()
+
+    threading.Thread(target=wait, daemon=True, name="parent").start()
 
 
 AGAIN_S = 1.0

@@ -17,6 +17,7 @@ oom_fallback.py        the run's engine, and a smaller one when memory runs out
 run_monitor.py         what is reported after each round
 kv_scales.py           the scales of an FP8 K/V cache, the same for all runs of a job
 weight_sums.py         whether all runs of a job load the same weights
+rank.py                a process of a group that computes one model: it leads or follows
 follower.py            a process that computes a part of the model for the process that runs all this
 conclude.py            what follows the last row: card, report, push
 """

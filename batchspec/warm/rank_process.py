@@ -1,16 +1,14 @@
 """The program of each rank of a warm engine's model, leader and followers: `python -m batchspec.warm.rank_process SEAT [PIPE]`.
 
-`ranks.py` starts it. SEAT is the process's place in the group, four words (`distributed/seat.py`). Rank 0 leads: PIPE is the file
-descriptor of its end of the pipe to the engine, on which it answers the messages of `wire.py`. The other ranks execute what rank
-0 sends (`runner/follower.py`). All ranks end at once when the engine's process ends: nothing is saved.
+`ranks.py` starts it. SEAT is the process's place in the group (`distributed/seat.py`). Rank 0 leads: PIPE is the file descriptor
+of its end of the pipe to the engine, on which it answers the messages of `messages.py`. The other ranks execute what rank 0 sends
+(`runner/follower.py`). All ranks end at once when the engine's process ends: nothing is saved.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,32 +17,29 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import torch
-
 from batchspec.automata.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.cli import guarded
 from batchspec.config.compose import reported
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import from_json
-from batchspec.distributed.channel import Channel
-from batchspec.distributed.group import Group, joined
+from batchspec.distributed.group import Group
 from batchspec.distributed.seat import Seat
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
-from batchspec.engine.ranks.lead import Lead
-from batchspec.engine.ranks.messages import Calibrate, End, NewWeights
-from batchspec.errors import BatchspecError, CapacityError, RankLost
+from batchspec.engine.ranks.messages import Calibrate, NewWeights
+from batchspec.errors import BatchspecError, CapacityError
 from batchspec.load.build import rewrite_weights, vocabulary_of
 from batchspec.model.kv_calibration import give_scales
-from batchspec.packing.planner import host_share
 from batchspec.prepare import Job, open_model
 from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.records import Request
-from batchspec.runner.follower import run_follower
+from batchspec.runner.rank import run_rank, take_seat
 from batchspec.supervise.leave import leave
-from batchspec.supervise.watchdog import Watchdog, limit_s, nccl_s
+from batchspec.supervise.watchdog import Watchdog
 from batchspec.warm.loading import load, open_warm
-from batchspec.warm.wire import (
+from batchspec.warm.messages import (
+    FROM_LEADER,
+    TO_LEADER,
     Ask,
     Ended,
     Failed,
@@ -61,6 +56,7 @@ from batchspec.warm.wire import (
     Weights,
 )
 
+ADVICE = "the engine ends: make another one"
 TELL_S = 0.05
 """Minimum number of seconds between two messages about the progress of a run."""
 
@@ -71,54 +67,32 @@ class GivenUp(Exception):
 
 def main() -> int:
     """Lead or follow until the engine is closed; returns the exit code."""
-    config, seat = from_json(sys.stdin.readline()), Seat.of(sys.argv[1:5])
-    faulthandler.enable()  # SIGABRT prints the stacks
-    channel = Channel.of(seat)
-    channel.start_liveness_thread()
-    threading.Thread(target=_watch, daemon=True).start()
-    gpu = config.device != "cpu" and torch.cuda.is_available()
-    if not gpu and config.packing.memory_gb is None:
-        config.packing.memory_gb = host_share() / seat.ranks / 1e9
-    pipe = Connection(int(sys.argv[5])) if seat.rank == 0 else None
-
-    watchdog_s = limit_s(config.cluster.watchdog_s, gpu=gpu)
-    watchdog = Watchdog(
-        watchdog_s, lost=channel.is_lost, loads=channel, has_parent=True, advice="the engine ends: make another one"
-    )
-
-    def run() -> None:
-        watchdog.begin_loading()
-        with watchdog.watching(), joined(seat, gpu=gpu, nccl_s=nccl_s(watchdog_s)) as group:
-            if pipe is None:
-                return run_follower(config, group, watchdog)
-            with OutOfMemoryGuard() as guard:
-                _lead(config, group, pipe, watchdog)
-            if guard.message:
-                raise CapacityError(
-                    f"rank 0: out of memory ({guard.message}); make an engine with a lower packing.max_num_seqs, "
-                    "packing.memory_gb or packing.max_num_batched_tokens"
-                )
-
-    if pipe is None:
-        return reported(run)
+    config, (seat, words) = from_json(sys.stdin.readline()), Seat.of(sys.argv[1:])
+    take_seat(config, seat, lambda: os._exit(0))
+    if seat.rank:
+        return reported(lambda: run_rank(config, seat, advice=ADVICE))
+    pipe = Connection(int(words[0]))
     try:
-        run()
+        run_rank(config, seat, lambda group, watchdog: lead(config, group, pipe, watchdog), advice=ADVICE)
     except (EOFError, BrokenPipeError):
         return 0  # the engine is closed
     except BatchspecError as error:
         with suppress(OSError):
-            pipe.send(Failed(type(error), str(error)))
+            pipe.send_bytes(FROM_LEADER.encode(Failed(type(error).__name__, str(error))))
         return error.exit_code
     return 0
 
 
-def _lead(config: RunConfig, group: Group, pipe: Connection, watchdog: Watchdog) -> None:
-    lead, job = Lead(group.channel), open_warm(open_model(config, group=group))
-    try:
+def lead(config: RunConfig, group: Group, pipe: Connection, watchdog: Watchdog) -> None:
+    """Load and serve. Raises as `Leader.serve`, CheckpointError, and CapacityError when memory runs out."""
+    with OutOfMemoryGuard() as guard:
+        job = open_warm(open_model(config, group=group))
         Leader(job, load(job), group, pipe, watchdog).serve()
-    finally:
-        with suppress(RankLost):
-            lead.send(End())
+    if guard.message:
+        raise CapacityError(
+            f"rank 0: out of memory ({guard.message}); make an engine with a lower packing.max_num_seqs, "
+            "packing.memory_gb or packing.max_num_batched_tokens"
+        )
 
 
 class Leader:
@@ -203,12 +177,12 @@ class Leader:
         return replace(self._engine.totals, _group=None)
 
     def _send(self, message: FromLeader) -> None:
-        self._pipe.send(message)
+        self._pipe.send_bytes(FROM_LEADER.encode(message))
 
     def _receive(self) -> ToLeader:
         """The next message; the ranks have nothing to do until it comes."""
         self._watchdog.pause()
-        message: ToLeader = self._pipe.recv()
+        message = TO_LEADER.decode(self._pipe.recv_bytes())
         self._watchdog.beat()
         return message
 
@@ -246,13 +220,6 @@ class _GivenRequests:
             self._automata.append(replace(automaton, vocabulary=self._vocabulary))
         for request, number in zip(given.requests, given.follows, strict=True):
             self._given.append(request if number < 0 else replace(request, automaton=self._automata[number]))
-
-
-def _watch() -> None:
-    """End this process when stdin closes: the engine's process holds it open as long as the engine is in use."""
-    while os.read(0, 1):  # not sys.stdin: its lock would be held when the interpreter ends
-        pass
-    os._exit(0)
 
 
 if __name__ == "__main__":

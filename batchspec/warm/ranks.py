@@ -6,35 +6,33 @@ trainer in it may have its own group. When a rank is lost, the ranks end, but th
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import fields, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import TypeVar
 
+from batchspec import errors
 from batchspec.automata.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.cluster.devices import devices_of
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
-from batchspec.distributed.channel import Channel, make_memory, make_rendezvous, path_of
-from batchspec.distributed.seat import Seat, ending
-from batchspec.distributed.silent_ranks import SilentRanks
+from batchspec.distributed.rank_processes import END_S, RankProcesses, RankProgram, culprit, ending, environment_of
+from batchspec.distributed.seat import new_group
 from batchspec.engine.loop.totals import EngineTotals
-from batchspec.errors import EngineInUse, RankLost
+from batchspec.errors import BatchspecError, EngineInUse, RankLost
 from batchspec.packed_batch import PackedBatch
-from batchspec.process.child_process import python_command
 from batchspec.records import Completion, Request
 from batchspec.request_stream import RequestStream, take_ready
 from batchspec.supervise.watchdog import limit_s
-from batchspec.warm.wire import (
+from batchspec.warm.messages import (
+    FROM_LEADER,
+    TO_LEADER,
     Ask,
     Ended,
     Failed,
@@ -56,8 +54,6 @@ POLL_S = 0.05
 """Seconds between two checks whether the call was cancelled, or a rank has ended."""
 REQUESTS = 32
 """Maximum number of requests in one message to the leader."""
-END_S, STACKS_S = 3.0, 2.0
-"""Seconds that ranks have to end by themselves after one has; then SIGABRT makes them print their stacks, SIGKILL ends them."""
 NO_VOCABULARY = TokenSymbols.of([])
 M = TypeVar("M")
 
@@ -76,25 +72,12 @@ class EngineOfRanks:
         """Requests that this run has taken from its stream and the leader has not asked for; REQUESTS at most."""
         self._automata: dict[int, tuple[int, TokenAutomaton]] = {}
         """By id: (number in this run, automaton). The entry keeps the automaton alive, so that no other one gets its id."""
-        self._processes: list[subprocess.Popen[str]] = []
         self._pipe, other = Pipe()
-        ranks, handle, rendezvous = config.cluster.tensor_parallel, make_memory(), make_rendezvous()
-        self._channel = Channel(handle, None, ranks)
-        self._end = weakref.finalize(self, _end, self._processes, self._pipe)
         try:
-            devices = devices_of(replace(config, cluster=replace(config.cluster, workers=1)))
-            for rank in range(ranks):
-                seat = Seat(rank, ranks, handle, path_of(rendezvous))
-                self._processes.append(_start(config, seat, devices, [handle, rendezvous], other if rank == 0 else None))
-            watchdog_s = limit_s(config.cluster.watchdog_s, gpu=devices[0] is not None)
-            self._silent = SilentRanks(self._channel, watchdog_s, [process.pid for process in self._processes])
-        except BaseException:
-            self.close()
-            raise
+            self._group = _start(config, other.fileno())
         finally:
-            os.close(handle)
-            os.close(rendezvous)
             other.close()
+        self._end = weakref.finalize(self, _end, self._group, self._pipe)
         try:
             self.batch: PackedBatch = self._answer(Loaded).batch
         except BaseException:
@@ -152,8 +135,9 @@ class EngineOfRanks:
                     assert requests is not None
                     self._send(self._given(requests))
                     self._prefetched += take_ready(requests, REQUESTS)  # while the leader decodes
-                case Failed(error, text):
-                    if issubclass(error, RankLost):  # because another rank ended
+                case Failed(name, text):
+                    error: type[BatchspecError] = getattr(errors, name)
+                    if error is RankLost:  # because another rank ended
                         self._lose()
                     self._lose(text)
                     raise error(text)
@@ -186,101 +170,58 @@ class EngineOfRanks:
         """The next message. Raises RankLost, and what `on_round` raises while there is none."""
         self.check()
         while True:
-            gone = any(process.poll() is not None for process in self._processes)
+            self._group.reap()
+            gone = len(self._group.live()) < self._group.channel.ranks
             try:
                 if self._pipe.poll(0 if gone else POLL_S):
-                    message: FromLeader = self._pipe.recv()
-                    return message
+                    return FROM_LEADER.decode(self._pipe.recv_bytes())
             except (EOFError, ConnectionError):
                 gone = True
-            if gone:
+            if gone or self._group.end_hanging():
                 self._lose()
-            elif silent := self._silent.find():
-                self._lose(silent=silent[0])
             elif self.on_round is not None:
                 self.on_round(self.totals)
 
     def _send(self, message: ToLeader) -> None:
         self.check()
         with suppress(BrokenPipeError):  # `_receive` says which rank is gone
-            self._pipe.send(message)
+            self._pipe.send_bytes(TO_LEADER.encode(message))
 
     def check(self) -> None:
         """Raises EngineInUse if it is closed, or has ended because a rank is gone."""
         if self._lost:
             raise EngineInUse(self._lost)
 
-    def _lose(self, why: str = "", silent: int | None = None) -> None:
-        """A rank is gone: ranks that wait for it end by themselves, the others print their stacks and are killed.
+    def _lose(self, why: str = "") -> None:
+        """A rank is gone, or hangs: end all ranks.
 
-        why     the error that the leader raised; if unknown, raises RankLost with the name of the rank that is gone or hangs
-        silent  the rank whose process does not run
+        why  the error that the leader raised; if unknown, raises RankLost with the name of the rank that made the others end
         """
-        self._channel.lose(0)
-        ends = time.monotonic() + END_S
-        while any(process.poll() is None for process in self._processes) and time.monotonic() < ends:
-            time.sleep(POLL_S)
-        codes = [process.poll() for process in self._processes]
-        for process in self._processes:
-            for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process handles SIGABRT only after SIGCONT
-                process.send_signal(number)
-        for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(STACKS_S)
+        self._group.end()
+        codes = {member.rank: member.code if member.abort_at is None else None for member in self._group.members}
+        rank = culprit(codes)
+        code = codes[rank]
         self._end()
-        said = why or (_culprit(codes) if silent is None else f"rank {silent} of this engine hangs")
+        said = why or f"rank {rank} of this engine {'hangs' if code is None else ending(code)}"
         self._lost = f"{said}; the engine has ended, make another one"
         if not why:
             raise RankLost(f"{said}; what it said, and its stack if it had time for it, is on stderr; make another engine")
 
 
-def _culprit(codes: Sequence[int | None]) -> str:
-    """Names the rank that made the others end, and how it ended.
-
-    Ranks that waited for it in vain end with RankLost's exit code, and so does a rank whose watchdog found no progress.
-
-    codes  exit code of each rank, as from Popen; None: it has not ended by itself
-    """
-    waited = (0, RankLost.exit_code)
-
-    def order(rank: int) -> tuple[bool, bool, bool]:
-        code = codes[rank]
-        return code is None or code >= 0, code is None or code in waited, code is not None
-
-    rank = min(range(len(codes)), key=order)
-    code = codes[rank]
-    return f"rank {rank} of this engine {'hangs' if code is None else ending(code)}"
-
-
-def _start(
-    config: RunConfig, seat: Seat, devices: Sequence[str | None], handles: list[int], pipe: Connection | None
-) -> subprocess.Popen[str]:
-    env = dict(os.environ)
-    named = [name for name in devices if name is not None]
-    if named:  # ranks must see all GPUs of their group, each once: they read each other's memory
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(named))
-    else:
-        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // seat.ranks)))
-    words = [*python_command(*PROGRAM), *seat.words()]
-    if pipe is not None:
-        words.append(str(pipe.fileno()))
-        handles.append(pipe.fileno())
-    process = subprocess.Popen(
-        words, env=env, pass_fds=handles, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+def _start(config: RunConfig, pipe: int) -> RankProcesses:
+    """pipe: the leader's end"""
+    ranks = config.cluster.tensor_parallel
+    devices = devices_of(replace(config, cluster=replace(config.cluster, workers=1)))
+    gpu = devices[0] is not None
+    sharing = 1 if gpu else ranks
+    program = RankProgram(
+        program=PROGRAM, line=to_json(config), environment=environment_of(devices, sharing), output={"stdout": DEVNULL}, pipe=pipe
     )
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):
-        process.stdin.write(to_json(config) + "\n")
-        process.stdin.flush()  # left open: when it closes, the rank knows that this process is gone
-    return process
+    names = [f"rank {rank} of this engine" for rank in range(ranks)]
+    with new_group(ranks, sharing=sharing) as seat:
+        return RankProcesses(program, seat, names, watchdog_s=limit_s(config.cluster.watchdog_s, gpu=gpu), leader_end_s=END_S)
 
 
-def _end(processes: Sequence[subprocess.Popen[str]], pipe: Connection) -> None:
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.wait()
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):
-            process.stdin.close()
+def _end(group: RankProcesses, pipe: Connection) -> None:
+    group.close()
     pipe.close()

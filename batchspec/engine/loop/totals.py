@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from batchspec.engine.rounds.results import PendingResult, RoundLog, Slots
 from batchspec.engine.slots.slot_table import SlotTable
@@ -29,7 +30,7 @@ class EngineTotals:
     live_rows: int = 0
     expert_correlation: float | None = None
     """See `expert_reads.py`; None without experts."""
-    _group: object = None
+    _group: Any = None
     """Begin of the group of the latest prefill result: all passes of a group have the same."""
     _group_s: float = 0.0
 

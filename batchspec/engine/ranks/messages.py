@@ -1,19 +1,18 @@
 """What the leader of a group sends to the other ranks: every rank executes each message, in order.
 
-A message is typed and encoded as MessagePack; for a round it has about 340 bytes and takes 10 us. Of requests, the ranks get only
+`distributed/wire.py` encodes a message; for a round it has about 340 bytes and takes 10 us. Of requests, the ranks get only
 what `DeviceBatch.begin` reads.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import msgspec
-import numpy as np
 
 from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.distributed.wire import Codec
 from batchspec.engine.step import ScheduledStep
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request
@@ -85,35 +84,20 @@ class End(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = Load | Calibrate | Scales | Build | Prepare | Begin | Step | NewWeights | End
+_CODEC = Codec[Message](Message)
 
 
 def encode(message: Message) -> bytes:
     if isinstance(message, Step):
         refills = tuple(replace(refill, request=_on_device(refill.request)) for refill in message.step.refills)
         message = Step(replace(message.step, refills=refills), message.number)
-    return _ENCODER.encode(message)
+    return _CODEC.encode(message)
 
 
 def decode(data: bytes) -> Message:
-    return _DECODER.decode(data)
+    return _CODEC.decode(data)
 
 
 def _on_device(request: Request) -> Request:
     """The request without what only the leader's host uses."""
     return replace(request, request_id="", stop=(), thinking=None, constraint=None, automaton=None, tools=None, resumed=None)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.astype(np.int32, copy=False).tobytes()
-    if isinstance(value, np.integer):
-        return int(value)
-    raise NotImplementedError(type(value))
-
-
-def _ids(kind: type, value: Any) -> Any:
-    return np.frombuffer(value, np.int32).copy()  # torch warns of arrays that cannot be written to
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
-_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, dec_hook=_ids)

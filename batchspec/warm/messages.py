@@ -1,4 +1,4 @@
-"""The messages between a warm engine and the leader of its ranks, pickled over a pipe between processes of one user.
+"""The messages between a warm engine and the leader of its ranks, over a pipe; `distributed/wire.py` encodes them.
 
 To the leader: Run, then GoOn for each group of completions (so that a run decodes only while somebody reads it), Given in answer
 to Ask, Stop, Weights. From the leader: Loaded, once; Ask and Progress during a run; Ended in answer to GoOn; Stopped in answer to
@@ -8,27 +8,25 @@ Stop; Rewritten in answer to Weights; Failed, after which the leader ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from batchspec.automata.token_automaton import TokenAutomaton
+from batchspec.distributed.wire import Codec
 from batchspec.engine.loop.totals import EngineTotals
-from batchspec.errors import BatchspecError
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(msgspec.Struct, frozen=True, tag=True):
     """Begin a run."""
 
 
-@dataclass(frozen=True, slots=True)
-class GoOn:
+class GoOn(msgspec.Struct, frozen=True, tag=True):
     """Decode until at least one row has ended, or the run has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
+class Given(msgspec.Struct, frozen=True, tag=True):
     """The answer to `Ask`: at most `REQUESTS` of ranks.py."""
 
     requests: Sequence[Request]
@@ -42,13 +40,11 @@ class Given:
     """Whether these are the last requests of the run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(msgspec.Struct, frozen=True, tag=True):
     """Cancel the run. It may be sent while an answer of the leader is on its way; the leader answers `Stopped` in any case."""
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(msgspec.Struct, frozen=True, tag=True):
     """Replace the target's weights by those of this folder."""
 
     folder: str
@@ -56,27 +52,23 @@ class Weights:
     """Whether they come from a checkpoint; tensors in memory have no K/V scales of a checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True, tag=True):
     """The model is loaded and the engine is ready; `batch` is its shape."""
 
     batch: PackedBatch
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True, tag=True):
     """The engine has free slots."""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True, tag=True):
     """The totals so far, sent at most every TELL_S seconds (rank_process.py)."""
 
     totals: EngineTotals
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True, tag=True):
     """Completions of rows that have ended since the last GoOn."""
 
     completions: Sequence[Completion]
@@ -85,25 +77,23 @@ class Ended:
     """Whether the run has ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
+class Stopped(msgspec.Struct, frozen=True, tag=True):
     """The run was cancelled."""
 
     totals: EngineTotals
 
 
-@dataclass(frozen=True, slots=True)
-class Rewritten:
+class Rewritten(msgspec.Struct, frozen=True, tag=True):
     """The weights are replaced."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """An error that the leader raised, by type and text. The leader ends after it, and with it all ranks."""
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """An error that the leader raised, by its name in errors.py and its text. The leader ends after it, and with it all ranks."""
 
-    kind: type[BatchspecError]
+    name: str
     text: str
 
 
 ToLeader = Run | GoOn | Given | Stop | Weights
 FromLeader = Loaded | Ask | Progress | Ended | Stopped | Rewritten | Failed
+TO_LEADER, FROM_LEADER = Codec[ToLeader](ToLeader), Codec[FromLeader](FromLeader)
