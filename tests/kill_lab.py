@@ -24,10 +24,11 @@ import polars as pl
 import pyarrow.parquet as pq
 import torch
 
-from batchspec import job, load
+from batchspec import job
 from batchspec.config.compose import compose
 from batchspec.config.schema import RunConfig
 from batchspec.errors import BatchspecError
+from batchspec.load import build
 from batchspec.packing.cost import H200
 from batchspec.runner import conclude, decode_shards, run_shards
 from batchspec.runstate import claims, job_state
@@ -80,7 +81,7 @@ def work(config: RunConfig, said: Path, conduct: Conduct) -> None:
     sys.stderr = said.open("a", buffering=1)
     torch.set_num_threads(1)
     put(conclude, "can_draw", lambda: False)  # drawing and measuring this machine take longer than the job
-    put(load, "device_rates", lambda *_, **__: H200)
+    put(build, "device_rates", lambda *_, **__: H200)
     put(poison_rows, "COOLDOWN_S", COOLDOWN_S)
     if conduct.journal_s is not None:
         put(decode_shards, "JOURNAL_S", conduct.journal_s)
