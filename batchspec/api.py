@@ -17,6 +17,7 @@ from batchspec.errors import ConfigError
 from batchspec.job import run_job
 from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.prepare import choose_device, open_job, open_model, survey_first
+from batchspec.process.out_of_memory import within_memory
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.decode_shards import decode_shards
 from batchspec.runner.run_monitor import RunMonitor
@@ -77,7 +78,8 @@ def generate(data: Any, *, job: str | None = None, overrides: Options = (), **ke
             return OutputFolder(config.output.dir).scan().collect()
     opened = open_job(config, source)
     survey = survey_first(opened)
-    with ProgressBar(survey.num_outputs(source.num_rows)) as progress:
+    smaller = "lower packing.max_num_seqs, packing.memory_gb or packing.max_num_batched_tokens"
+    with within_memory("rows were decoded", smaller), ProgressBar(survey.num_outputs(source.num_rows)) as progress:
         loaded, work = LoadedEngine.load(opened, survey, progress), ShardWork.of(opened)
         monitor = RunMonitor(progress, survey.mean_output, loaded.engine.totals)
         frames = {done.shard.index: work.frame(done.shard, done.completions) for done in decode_shards(loaded, monitor, work)}

@@ -62,6 +62,16 @@ def test_tokens_that_come_in_pairs_count_half() -> None:
     assert reads.expected([16]) == pytest.approx(ExpertReads(128, 4).expected([8]), rel=0.03)
 
 
+def test_the_newest_counts_weigh_half_of_all_after_a_half_life() -> None:
+    reads = ExpertReads(128, 4)
+    for _ in range(10 * HALF_LIFE):
+        reads.observe(counts(0.25, 128), 18)
+    first = reads.correlation
+    for _ in range(HALF_LIFE):  # twice as many tokens read as many experts: the factor is half as large
+        reads.observe(counts(0.25, 128), 36)
+    assert reads.correlation == pytest.approx((first + first / 2) / 2, rel=0.01)
+
+
 def test_rounds_that_read_nearly_all_experts_do_not_change_the_correlation() -> None:
     reads = ExpertReads(128, 4, correlation=0.4)
     reads.observe(counts(1.0, 128), 4096)

@@ -15,13 +15,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 from batchspec import run
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.distributed import group
+from batchspec.draft.none import NoDrafter
 from batchspec.engine.loop.engine import Engine
+from batchspec.engine.rounds.graphs import RoundShape
+from batchspec.engine.rounds.round import RoundResult
 from batchspec.model.weights import Checkpoint
 from batchspec.process import load_progress
 from batchspec.process.load_progress import RESIDENT_BYTES, WINDOW_S, WRITTEN_BYTES, Activity, steps_of_download
@@ -32,6 +37,7 @@ from batchspec.storage.open_store import open_store
 from batchspec.supervise import watchdog
 from batchspec.supervise.watchdog import LOAD_FACTOR, Watchdog
 from tests.crews import make_job, tokens
+from tests.engines import DEVICE, make_engine, packed, tiny_target
 from tests.forked import run_python
 from tests.runs import put, run_apart
 
@@ -256,6 +262,21 @@ def test_steps_are_progress_of_a_load_but_not_of_a_round(load: bool) -> None:
         dog = Watchdog(0.5)
         dog.begin_loading()
         assert watched(dog, 60.0)
+
+
+def test_a_round_that_is_prepared_is_a_step_before_its_capture() -> None:
+    """Its first execution compiles kernels, which may take as long as many captures."""
+    graphs = make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE).executor.graphs
+    before, steps = load_progress.num_steps(), list[int]()
+
+    def capture(run: Callable[[], RoundResult]) -> tuple[Any, RoundResult]:
+        steps.append(load_progress.num_steps() - before)
+        return None, run()
+
+    stand_in: Any = SimpleNamespace(capture=capture)
+    graphs.captures, graphs.pool = True, stand_in
+    graphs.prepare(RoundShape(num_rows, 0, SamplingMode()) for num_rows in (1, 2))
+    assert steps == [1, 2]
 
 
 def test_no_progress_is_expected_at_first_and_after_a_pause() -> None:

@@ -10,11 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.loop.refill_times import FIRST, RefillTimes
 from batchspec.engine.loop.round_clock import RoundClock
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.results import PendingResult
-from batchspec.engine.slots.launch import Launch
+from batchspec.engine.slots.launch import Launch, Launches
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.slot_table import SlotTable
+from batchspec.engine.step import Prefill, Segment
+from tests.engines import request
 
 COST = PrefillCost(least=0.033, token=1e-6, replay=0.001, most_replayed=2048)
 SLOTS = 8
@@ -123,6 +128,16 @@ def test_a_pause_in_one_of_the_first_rounds_changes_nothing(pause_s: float) -> N
     assert times.round_s == {3: pytest.approx(0.002)}
     run.refill(1000, 0.005)
     assert times.fixed_s > 0.002
+
+
+def test_a_result_of_passes_counts_their_tokens_and_no_others() -> None:
+    """A row's first pass has no result: its tokens count with those of the pass in which the row ends."""
+    table = SlotTable(2, 40, 3)
+    table.place([RequestState.of(request(i, [1] * 7, cap=8), 3) for i in range(2)], [0, 1], 0)
+    launches = Launches(table, decodes=True)
+    passes = ((Segment(0, 0, 4, last=False),), (Segment(0, 4, 7, last=True),), (Segment(1, 0, 7, last=True),))
+    launches.add_prefill(Prefill(passes=passes, mode=SamplingMode()))
+    assert [launch.num_prefilled for launch in launches.unread] == [7, 7]
 
 
 def test_each_draft_length_has_its_own_time_of_a_round_which_one_slow_round_hardly_changes() -> None:

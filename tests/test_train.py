@@ -22,7 +22,7 @@ from batchspec.draft.weights import load_head
 from batchspec.errors import BatchspecError, ConfigError, InputError, Interrupted, OutputError, StorageError
 from batchspec.heads.data import read_rows
 from batchspec.heads.evaluate import acceptance
-from batchspec.heads.folder import UNKNOWN, HeadFolder
+from batchspec.heads.folder import HeadFolder
 from batchspec.heads.head import published_network
 from batchspec.heads.objective import draft_loss
 from batchspec.heads.teacher import Teacher
@@ -425,36 +425,6 @@ def test_a_training_goes_on_only_with_the_weights_that_it_began_with(
     assert "give the model that the training began with, or use another output.dir" in said
     assert {path.name: path.read_bytes() for path in out.iterdir()} == kept
     assert train(made, out, f"model.path={own}", "output.overwrite=true") == 0
-
-
-def test_trainings_and_heads_of_an_earlier_version_go_on(made: Path, own: Path, tmp_path: Path, capfd: Any) -> None:
-    """They have neither sums nor the facts that came with these."""
-    out, later = tmp_path / "h", ("model.config", "model.quantization", "model.tensors")
-
-    def as_before() -> None:
-        old = record(out)
-        assert set(later) < set(old["facts"])
-        old["facts"] = {key: value for key, value in old["facts"].items() if key not in later}
-        assert old.pop("weights")
-        (out / "training.json").write_text(json.dumps(old))
-
-    stopped(made, own, out)
-    as_before()
-    capfd.readouterr()
-    assert train(made, out, f"model.path={own}") == 0
-    assert f"{UNKNOWN}\n" in (said := capfd.readouterr().err)
-    assert "continuing after 1 of 40 batches" in said
-    assert EDITED in record(out)["weights"]
-    as_before()
-    assert train(made, out, f"model.path={own}") == 0
-    assert "already complete" in (said := capfd.readouterr().err)
-    assert "by samples only" not in said
-
-
-def test_a_new_training_says_nothing_about_earlier_runs(made: Path, tmp_path: Path, capfd: Any) -> None:
-    stopped(made, made / "model", tmp_path / "h")
-    assert train(made, tmp_path / "h") == 0
-    assert "by samples only" not in capfd.readouterr().err
 
 
 def test_another_config_of_the_target_is_another_training(made: Path, own: Path, tmp_path: Path, capfd: Any) -> None:

@@ -31,6 +31,7 @@ from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.model.kv_scales import checkpoint_scales
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.prepare import Job, open_job, survey_first
+from batchspec.process.out_of_memory import within_memory
 from batchspec.records import Completion, Ids, Request
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.identity import job_fingerprint
@@ -79,7 +80,8 @@ class Again:
 
 def decode_again(loaded: LoadedEngine[Engine], written: dict[tuple[int, int], list[int]]) -> Iterator[Again]:
     """Decode the rows of `written` again, except those that admission now refuses; shows the progress."""
-    with ProgressBar(len(written)) as progress:
+    advice = "decode them on another device (--device cpu) or free memory"
+    with within_memory("rows were decoded again", advice), ProgressBar(len(written)) as progress:
         for request in requests_of(loaded.job, set(written)):
             tokens = written[request.row_index, request.sample_index]
             (again,) = loaded.run([request])

@@ -21,13 +21,7 @@ from batchspec.model.weight_sums import SumsOfJob, WeightSums
 from batchspec.process.local_files import unusable_name
 
 RECORD, STATE = "training.json", "checkpoint.pt"
-LATER_FACTS = ("model.config", "model.quantization", "model.tensors")
-"""Trainings begun before these facts existed lack them, and are compared without them."""
 FIRST_RUN = "its first run"
-UNKNOWN = (
-    "the target's weights were compared with earlier runs by samples only, because those runs, of an earlier version of "
-    "batchspec, kept no sha256 of the tensors; this run keeps them"
-)
 _OWN = (RECORD, STATE, f".{STATE}", f".{RECORD}", CONFIG, f".{CONFIG}", WEIGHTS, f".{WEIGHTS}")
 
 
@@ -54,20 +48,18 @@ class HeadFolder:
             self._check_same(record.get("facts", {}))
             self.complete, self._weights = bool(record.get("complete")), record.get("weights")
 
-    def check_weights(self, own: WeightSums | None, model: str) -> str | None:
+    def check_weights(self, own: WeightSums | None, model: str) -> None:
         """Compare the target that was loaded with that of the training's earlier runs; the first run's sums are kept.
 
         own    None for dummy weights, which are the same in all runs
         model  model.path, for messages
-        Returns a note if there were earlier runs that kept none. Raises OutputError, in one line, for other weights.
+        Raises OutputError, in one line, for other weights.
         """
         if own is None:
-            return None
+            return
         kept = None if self._weights is None else WeightSums(tensors=self._weights, run=FIRST_RUN)
         SumsOfJob(where=str(self.path), model=model, kept=kept, kind="training").check(own)
-        note = UNKNOWN if kept is None and not self._overwrite and (self.path / STATE).is_file() else None
         self._weights = dict(own.tensors)
-        return note
 
     def begin(self) -> None:
         """Begin or resume the training: take over the folder. Call `check_weights` before."""
@@ -112,7 +104,7 @@ class HeadFolder:
 
     def _check_same(self, facts: dict[str, Any]) -> None:
         for key in sorted(self.facts.keys() | facts.keys()):
-            if self.facts.get(key) != facts.get(key) and (key in facts or key not in LATER_FACTS):
+            if self.facts.get(key) != facts.get(key):
                 before, now = (json.dumps(x.get(key)) for x in (facts, self.facts))
                 what = f"{key} {before[:60]}, now {now[:60]}" if len(before) < 60 else f"another {key}"
                 raise OutputError(

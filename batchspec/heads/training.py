@@ -70,8 +70,7 @@ def train(run: TrainRun) -> Path:
         return out.path
     say(f"loading {run.model.path} in {str(dtype).removeprefix('torch.')} on {device.type}")
     target = Target.load(folder, spec, dtype=dtype, device=device, dummy=dummy, summed=not dummy)
-    if note := out.check_weights(target.weight_sums, run.model.path):
-        say(note)
+    out.check_weights(target.weight_sums, run.model.path)
     network, ids = _network(run, target, trained)
     out.begin()
     made = _course(run, target, network, ids, trained, held_out, out, say)

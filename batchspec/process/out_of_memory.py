@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -37,13 +37,14 @@ class OutOfMemoryGuard:
 
 
 @contextmanager
-def admitting_rows() -> Iterator[None]:
-    """Within this block, which admits rows before the engine is made, running out of memory raises CapacityError: there is no
-    batch yet that could be made smaller."""
+def within_memory(doing: str, advice: str) -> Iterator[None]:
+    """Within this block running out of memory raises CapacityError: "out of memory while DOING (...); ADVICE"."""
     with OutOfMemoryGuard() as guard:
         yield
     if guard.message:
-        raise CapacityError(
-            f"out of memory while rows were read and tokenised ({guard.message}); free the machine's memory and run the same "
-            "command again"
-        )
+        raise CapacityError(f"out of memory while {doing} ({guard.message}); {advice}")
+
+
+def admitting_rows() -> AbstractContextManager[None]:
+    """`within_memory` for a block that admits rows before the engine is made: there is no batch yet that could be smaller."""
+    return within_memory("rows were read and tokenised", "free the machine's memory and run the same command again")
