@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -83,7 +83,7 @@ def test_a_request_reaches_the_leader_as_it_is(one: Request) -> None:
 
 def test_a_completion_and_the_totals_come_back_as_they_are() -> None:
     totals = EngineTotals(rounds=2, prefill_s=0.1, expert_correlation=0.5)
-    counted = replace(DONE, cached_tokens=np.int64(7))  # type: ignore[arg-type]  # as sums of arrays give it
+    counted = replace(DONE, cached_tokens=cast(int, np.int64(7)))
     found = FROM_LEADER.decode(FROM_LEADER.encode(Ended([DONE, counted], totals, over=False)))
     assert isinstance(found, Ended)
     assert same(found.completions[0], DONE)
