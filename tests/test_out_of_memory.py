@@ -12,11 +12,13 @@ import polars as pl
 import pytest
 import torch
 
+import batchspec
 from batchspec import run
-from batchspec.commands import plan
+from batchspec.commands import plan, verify
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.prefill.runner import PrefillRunner
 from batchspec.engine.rounds.round import Round
+from batchspec.errors import CapacityError
 from batchspec.load.build import load_engine
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
@@ -194,3 +196,20 @@ def test_memory_that_runs_out_in_a_worker_process_loses_no_row(
     assert run.main(arguments(model, tmp_path / "out", "input.num_workers=1")) == 0
     assert rows_of(tmp_path / "out") == expected
     assert not list((tmp_path / "out/_batchspec/tmp").iterdir())
+
+
+@pytest.mark.parametrize("command", ["generate", "verify"])
+def test_a_call_that_cannot_go_on_with_a_smaller_batch_says_so_in_one_line(
+    command: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [f"model.path={model}", "model.dtype=float32", "device=cpu", "decode.max_new_tokens=4"]
+    if command == "verify":
+        make_prompts(tmp_path / "prompts.parquet", 3)
+        assert run.main([*words, f"input.path={tmp_path}/prompts.parquet", f"output.dir={tmp_path}/out"]) == 0
+
+    def fail(*_: object, **__: object) -> None:
+        raise GPU
+
+    monkeypatch.setattr(Round, "run", fail)
+    with pytest.raises(CapacityError, match=r"out of memory while rows were decoded.*CUDA out of memory.*2\.00 GiB"):
+        batchspec.generate(["a"], overrides=words) if command == "generate" else verify.verify(tmp_path / "out", 0)
