@@ -55,7 +55,7 @@ def run_job(
 
 def _run(
     config: RunConfig, source: Source | None, group: Group | None, watchdog: Watchdog, signals: EndSignals
-) -> None:  # fmt: skip
+) -> None:
     watchdog.begin_loading()
     start_up = StartUp()
     start_up.done("imports and configuration")
@@ -83,7 +83,7 @@ def _run(
 def compute(
     output: OpenedOutput, signals: EndSignals, load: LoadEngine = LoadedEngine.load, start_up: StartUp | None = None,
     watchdog: Watchdog | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Decode and commit every shard that is not finished and that no other run works on; print and log the speed.
 
     signals   of this process; the rows are saved when one asks the run to end
@@ -119,7 +119,7 @@ def compute(
 
 def report_speed(
     folder: OutputFolder, totals: EngineTotals, start_up: StartUp, *, seconds: float, start_up_s: float
-) -> None:  # fmt: skip
+) -> None:
     """Print lines about the run that has ended and one about its start, and write them to the output folder's logs."""
     summary = RunSummary(
         seconds=seconds,

@@ -109,7 +109,7 @@ class Job(JobModel):
 def open_job(
     config: RunConfig, source: Source | None = None, *, tokenizer: Tokenizer | None = None, fetch: bool = True, here: bool = True,
     group: Group | None = None,
-) -> Job:  # fmt: skip
+) -> Job:
     """Check input, model and drafter, their weights by the files' headers. Raises ConfigError, InputError or CheckpointError.
 
     source     replaces the dataset at input.path
@@ -141,7 +141,7 @@ def open_job(
 
 def job_of(
     model: JobModel, source: Source, columns: ColumnMap, tokenizer: Tokenizer | None, constraints: Constraints | None = None
-) -> Job:  # fmt: skip
+) -> Job:
     """The job of this model over this input; constraints as for `Admission`. Raises ConfigError where their configurations do not
     fit each other, and InputError for a column that no row can use.
     """
@@ -200,7 +200,7 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
     return JobModel(
         config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, group=group, adapter=adapter,
         adapters=adapters,
-    )  # fmt: skip
+    )
 
 
 def open_adapters(config: RunConfig, spec: ModelSpec) -> tuple[Adapter | None, AdapterSet | None]:

@@ -327,4 +327,4 @@ class Completion:
             request_id=self.request_id, row_index=self.row_index, sample_index=self.sample_index, shard=self.shard,
             status="error", finish_reason="error", prompt_ids=self.prompt_ids, seed=self.seed,
             predicted_tokens=self.predicted_tokens, cached_tokens=self.cached_tokens, stats=stats, error=error,
-        )  # fmt: skip
+        )

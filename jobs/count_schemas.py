@@ -154,7 +154,7 @@ def main(argv: list[str]) -> int:
     print("\n".join(f"{count:>7,}  {name}" for name, count in counts.most_common()))
     stats = compiler.stats
     print(f"finite: {stats.seconds / max(1, stats.num_compiled):.2f} s of CPU time on average, longest {stats.longest_s:.1f} s, "
-          f"{np.median(nbytes) / 1e6:.1f} MB in the median, {np.mean(nbytes) / 1e6:.1f} MB on average")  # fmt: skip
+          f"{np.median(nbytes) / 1e6:.1f} MB in the median, {np.mean(nbytes) / 1e6:.1f} MB on average")
     return 1 if invalid else 0
 
 

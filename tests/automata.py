@@ -21,12 +21,12 @@ EOS, BEGIN, END = 0, 1, 2
 WORDS = [
     "a", "b", "c", "d", "ab", "ba", "bb", "abc", "cab", "aa", "cc", "abab", "é", "dd", "bcd", "ca", "\n", "da", "aab", "cba",
     "bab", "ddd", "acc", "bca", "cd", "dab",
-]  # fmt: skip
+]
 TOKENS: list[bytes | int] = [OTHER, BEGIN_THOUGHT, END_THOUGHT, *(word.encode() for word in WORDS), b"\xc3", b"\xa9"]
 assert len(TOKENS) == VOCAB
 PATTERNS_OF_LETTERS = (
     "(ab|c)*d", "[a-d]{3,9}", "a?b?c?d?", "abcab", "(a|bb)+(cd)?", "\\n?[^a]*a", "é+d", "(abc|dab){2,3}", "d|dd|ddd", "[ab]*",
-)  # fmt: skip
+)
 VOCABULARY = TokenSymbols.of(TOKENS)
 
 
@@ -83,13 +83,13 @@ def may_follow(pattern: str, out: Sequence[int], token: int, *, thought: bool | 
 
 def constrained_tokens(
     req: Request, pattern: str | None, *, thought: bool | None = None, window: int | None = 5, target: Target | None = None
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """The definition of an output that follows a pattern."""
     if pattern is None:
         return tokens_that_may_follow(req, lambda *_: True, target or tiny_target(window=window))
     return tokens_that_may_follow(
         req, lambda out, token: may_follow(pattern, out, token, thought=thought), target or tiny_target(window=window)
-    )  # fmt: skip
+    )
 
 
 @torch.inference_mode()

@@ -96,12 +96,12 @@ def running_browser(folder: Path) -> Iterator[Browser]:
     command = [
         program, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-extensions",
         "--disable-dev-shm-usage", f"--user-data-dir={folder}", "--remote-debugging-pipe",
-    ]  # fmt: skip
+    ]
     pipes = f'exec "$@" 3<&{their_read} 4>&{their_write}'  # Chromium reads from 3 and writes to 4
     process = subprocess.Popen(
         ["bash", "-c", pipes, "bash", *command], pass_fds=(their_read, their_write), stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+    )
     try:
         os.close(their_read)
         os.close(their_write)

@@ -141,7 +141,7 @@ class GcsHandler(BaseHTTPRequestHandler):
         headers = found.metadata | {
             "ETag": found.etag, "x-goog-generation": str(found.generation),
             "Last-Modified": formatdate(found.written, usegmt=True),
-        }  # fmt: skip
+        }
         status, data = 200, found.data
         if asked := self.headers.get("Range"):
             first, _, last = asked.removeprefix("bytes=").partition("-")
@@ -248,7 +248,7 @@ def running_azure(folder: Path) -> Iterator[CloudLab]:
     process = subprocess.Popen(
         [program, *options, "--blobHost", "127.0.0.1", "--blobPort", str(port)], cwd=folder,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     try:
         _make_container(port)
         yield CloudLab("az", port, Faults(), None)
@@ -264,7 +264,7 @@ def _make_container(port: int) -> None:
     signature = base64.b64encode(hmac.digest(base64.b64decode(ACCOUNT_KEY), text.encode(), "sha256")).decode()
     headers = {
         "x-ms-date": date, "x-ms-version": version, "Authorization": f"SharedKey {ACCOUNT}:{signature}", "Content-Length": "0",
-    }  # fmt: skip
+    }
     url = f"http://127.0.0.1:{port}/{ACCOUNT}/{BUCKET}?restype=container"
     deadline = time.monotonic() + 60
     while True:

@@ -25,7 +25,7 @@ def make_job(folder: Path, *, rows: int, new_tokens: int, slots: int) -> list[st
     return [
         f"model.path={make_model(folder / 'model')}", f"input.path={data}", f"decode.max_new_tokens={new_tokens}",
         "decode.ignore_eos=true", "draft=none", "output.shard_rows=4", "output.token_ids=true", f"packing.max_num_seqs={slots}",
-    ]  # fmt: skip
+    ]
 
 
 def tokens(out: Path, rows: int) -> dict[str, list[int]]:

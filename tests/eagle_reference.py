@@ -64,7 +64,7 @@ def rope(x: Tensor, theta: float) -> Tensor:
 def run_head(
     design: Design, tensors: dict[str, Tensor], embedding: Tensor, tokens: Tensor, taps: Tensor, fed: Tensor | None = None,
     *, window: int | None = None, sink: int = 0, target_head: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Places 0 .. m-1: what each feeds to the next draft step [..., m, H], and its logits over the draft vocabulary.
 
     tokens [..., m] the token after each place; taps the target's features of the first places, fed the hidden states of the
@@ -130,7 +130,7 @@ def target_taps(target: Target, ids: Sequence[int], taps: tuple[int, ...]) -> Te
     batch = FlatBatch(
         token_ids=ints(list(ids)), row_ids=ints([0] * count), positions=positions, slot_mapping=positions + count,
         cu_seqlens_q=ints([0, count]), kv_len=ints([count]), page_table=ints([[1]]), max_q=count, max_kv=count,
-    )  # fmt: skip
+    )
     _, found = target.forward(batch, cache, taps)
     assert found is not None
     return found.cpu().clone()
@@ -148,7 +148,7 @@ def target_head(design: Design, target: Target) -> Tensor | None:
 def reference_parallel_drafts(
     design: Design, tensors: dict[str, Tensor], target: Target, ids: Sequence[int], num_drafts: int,
     *, window: int | None = None, sink: int = 0,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Draft tokens after `ids` in one pass: masks replace the tokens that are not known yet, a learned feature their features."""
     assert design.mask_id is not None
     masks = num_drafts - 1
@@ -165,7 +165,7 @@ def reference_parallel_drafts(
 def reference_drafts(
     design: Design, tensors: dict[str, Tensor], target: Target, ids: Sequence[int], num_drafts: int,
     *, window: int | None = None, sink: int = 0,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Draft tokens after `ids`, whose last token the target has not read yet."""
     taps = target_taps(target, ids[:-1], design.taps).double()
     embedding, head = target.embedding.cpu().double(), target_head(design, target)
@@ -201,7 +201,7 @@ class Node:
 def reference_tree(
     design: Design, tensors: dict[str, Tensor], target: Target, ids: Sequence[int], *, topk: int, depth: int, nodes: int,
     window: int | None = None, sink: int = 0,
-) -> list[tuple[int, int]]:  # fmt: skip
+) -> list[tuple[int, int]]:
     """(token, number of the node above; 0 is the root, 1 the first here) of the tree after `ids`, every path computed anew."""
     taps = target_taps(target, ids[:-1], design.taps).double()
     embedding, head = target.embedding.cpu().double(), target_head(design, target)

@@ -47,7 +47,7 @@ def tiny_spec(window: int | None = None, **changes: Any) -> ModelSpec:
         "family": "llama", "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "intermediate_size": 24,
         "vocab_size": VOCAB, "rms_eps": 1e-6, "rope": RopeSpec(type="default", theta=100.0), "windows": (window, None),
         "tie": False, "eos_ids": (), "max_len": 256, "dtype": "float64", "generation": {},
-    }  # fmt: skip
+    }
     return dense_spec(**(shape | changes))
 
 
@@ -127,7 +127,7 @@ def full_logits(target: Target, ids: Sequence[int]) -> Tensor:
     cache = KVCache.allocate(
         spec.kv_layout(target.dtype, count), groups=KVGroups.single(spec.num_layers), num_pages=(2,), device=DEVICE,
         scales=target.kv_scales,
-    )  # fmt: skip
+    )
 
     def ints(values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
@@ -235,7 +235,7 @@ def make_engine(
     target: Target, drafter: Drafter, batch: PackedBatch, *, device: torch.device, decode: Decode | None = None,
     defers_text: bool = False, logprobs: int | None = None, scores: bool = False, vocabulary: TokenSymbols | None = None,
     automata_capacity: AutomataCapacity | None = None, expanding: Expanding | None = None, **more: Any,
-) -> Engine:  # fmt: skip
+) -> Engine:
     """An `Engine` with these `RowFeatures`; more: its other arguments."""
     # Imported here: the process that only replays steps (`replaying.py`) imports no scheduler.
     from batchspec.engine.features import RowFeatures
@@ -244,7 +244,7 @@ def make_engine(
     features = RowFeatures(
         decode=decode, defers_text=defers_text, num_top=logprobs, scores=scores, symbols=vocabulary,
         capacity=automata_capacity, expanding=expanding,
-    )  # fmt: skip
+    )
     return Engine(target, drafter, batch, device=device, features=features, **more)
 
 

@@ -121,11 +121,11 @@ def may_follow(grammar: Grammar, out: Sequence[int], token: int, *, thought: boo
 
 def grammar_tokens(
     req: Request, grammar: Grammar, *, thought: bool | None = None, window: int | None = 5, target: Target | None = None
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """The definition of an output that follows a grammar."""
     return tokens_that_may_follow(
         req, lambda out, token: may_follow(grammar, out, token, thought=thought), target or tiny_target(window=window)
-    )  # fmt: skip
+    )
 
 
 def lazy(grammar: Grammar) -> LazyAutomaton:

@@ -102,7 +102,7 @@ def make_harmony_model(folder: Path, *, likely: float = 10.0) -> Path:
         "hidden_size": vocab, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "max_position_embeddings": 512,
         "eos_token_id": tokenizer.added_ids["<|return|>"], "pad_token_id": 0, "bos_token_id": None, "tie_word_embeddings": False,
-    }  # fmt: skip
+    }
     make_checkpoint(folder, "gpt_oss", vocab=vocab, **shape)
     path = folder / "model.safetensors"
     weights = load_file(path)

@@ -73,7 +73,7 @@ def config_of(design: Design, layout: str) -> dict[str, Any]:
         "num_hidden_layers": design.layers, "num_attention_heads": design.heads, "num_key_value_heads": design.kv_heads,
         "head_dim": design.head_dim, "vocab_size": design.vocab, "rms_norm_eps": design.eps, "rope_theta": design.theta,
         "max_position_embeddings": 8, "attention_bias": design.attention_bias, "mlp_bias": design.mlp_bias, "use_cache": True,
-    }  # fmt: skip
+    }
     if any(design.windows):
         shape["sliding_window"] = max(window or 0 for window in design.windows)
         shape["layer_types"] = ["sliding_attention" if window else "full_attention" for window in design.windows]
@@ -81,7 +81,7 @@ def config_of(design: Design, layout: str) -> dict[str, Any]:
         "draft_vocab_size": design.draft_vocab, "norm_before_residual": design.norm_before_residual,
         "norm_before_fc": design.norm_before_fc, "fc_norm": design.fc_norm, "norm_output": design.norm_output,
         "eagle_aux_hidden_state_layer_ids": list(design.taps),
-    }  # fmt: skip
+    }
     if design.target_hidden != design.hidden:
         config["target_hidden_size"] = design.target_hidden
     if layout == "flat" and design.mask_id is not None:
@@ -195,5 +195,5 @@ def tiny_design(spec: ModelSpec, **changes: Any) -> Design:
     values: dict[str, Any] = {
         "hidden": spec.hidden_size, "target_hidden": spec.hidden_size, "vocab": spec.vocab_size, "draft_vocab": 19,
         "taps": (0, 1, 2),
-    }  # fmt: skip
+    }
     return Design(**(values | changes))

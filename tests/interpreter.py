@@ -268,7 +268,7 @@ def binary_operands(slow: Function) -> Function:
     def operands(
         self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False, arithmetic_check: bool = True,
         div_or_mod: bool = False,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         kinds = type(lhs), type(rhs)
         first = kinds[0] is core.tensor
         dtype = (lhs if first else rhs).dtype if core.tensor in kinds else None

@@ -75,7 +75,7 @@ def built(shard: InputShard, columns: ColumnMap, completions: list[Completion] |
     return build_table(
         shard, [completion(row) for row in rows] if completions is None else completions,
         columns=columns, input=InputConfig(), output=OutputConfig(**output), attempt="attempt",
-    )  # fmt: skip
+    )
 
 
 def tables(rows: int = 6, shard_rows: int = 2, **output: Any) -> list[pa.Table]:

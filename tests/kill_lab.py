@@ -226,7 +226,7 @@ class KillLab:
                 f"model.path={self.model}", "model.dtype=float64", f"input.path={self.data}", f"output.shard_rows={SHARD_ROWS}",
                 "decode.max_new_tokens=8", "output.token_ids=true", "packing.max_num_seqs=4", "packing.memory_gb=0.01",
                 "draft=lookup", *more,
-            ]  # fmt: skip
+            ]
             self._configs[more] = compose(overrides)
         config = deepcopy(self._configs[more])
         config.output.dir = str(out)

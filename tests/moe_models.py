@@ -17,7 +17,7 @@ _SHAPE: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 10, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 31, "max_position_embeddings": 256, "num_local_experts": 5,
     "num_experts_per_tok": 2, "rope_theta": 100.0,
-}  # fmt: skip
+}
 _CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"num_local_experts": None, "num_experts_per_tok": None},
     "qwen3_moe": {"norm_topk_prob": True, "moe_intermediate_size": 10},

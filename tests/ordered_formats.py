@@ -49,7 +49,7 @@ def computed(target: Target, ids: Tensor, cuts: list[int], *, others: int = 0) -
     cache = KVCache.allocate(
         target.spec.kv_layout(target.dtype, 16), groups=KVGroups.single(target.spec.num_layers), num_pages=(rows * pages + 1,),
         device=device, scales=target.kv_scales,
-    )  # fmt: skip
+    )
     table = torch.arange(1, rows * pages + 1, dtype=torch.int32, device=device).view(rows, pages)
     tokens = torch.stack([ids.roll(row * 7) for row in range(rows)])
     found = []
@@ -63,7 +63,7 @@ def computed(target: Target, ids: Tensor, cuts: list[int], *, others: int = 0) -
             cu_seqlens_q=torch.arange(0, rows * num + 1, num, dtype=torch.int32, device=device),
             kv_len=torch.full((rows,), end, dtype=torch.int32, device=device), page_table=table, max_q=num, max_kv=end,
             host=HostLayout([num] * rows, [end] * rows),
-        )  # fmt: skip
+        )
         found.append(target.logits(target.forward(batch, cache)[0])[:num])
     kv = torch.stack([cache.layer(i).pages.contiguous().view(torch.uint8) for i in range(target.spec.num_layers)])
     return kv.flatten(2, 3)[:, :, 16 : length + 16], torch.cat(found)

@@ -18,7 +18,7 @@ CLASSES = (r"\d", r"\D", r"\w", r"\W", r"\s", r"\S")
 REFUSED = (
     r"(a)\1", "(?P<n>a)(?P=n)", "a++", "a{1,2}+", "(?>ab)", "(?=a)a", "(?!a).", "(?<=a)b", "(?<!a)b", r"\ba", r"\Ba",
     "(a)?(?(1)b|c)", "(?m:^a)", "(?x: a)", r"(?a:\w)",
-)  # fmt: skip
+)
 PLAIN_TEXTS = re.compile(r"(?:(?![iksIKS\x1c-\x1f])[\x00-\x7f])*")
 """Texts in which classes of ASCII and of Unicode agree, without letters that have more than a small and a capital form."""
 
@@ -69,7 +69,7 @@ class RandomRegexes:
         counts = (
             "*", "+", "?", f"{{{low}}}", f"{{,{low + 1}}}", f"{{{low},}}", f"{{{low},{low + 2}}}", "{,}", "{}", "{", "{1", "{a}",
             "{1,2,3}", "{ 1}",
-        )  # fmt: skip
+        )
         return found + rng.choice(counts) + rng.choice(("", "", "", "?", "(?#x)"))
 
     def _atom(self, depth: int) -> str:
@@ -182,7 +182,7 @@ class RandomRegexes:
             {"type": "object", "patternProperties": {pattern: {"type": "null"}}, "additionalProperties": {"type": "boolean"}},
             {"type": "object", "patternProperties": {pattern: {"type": "null"}, other: {"type": ["null", "boolean"]}}},
             {"type": "object", "propertyNames": {"pattern": pattern}, "additionalProperties": {"type": "null"}},
-        )  # fmt: skip
+        )
         return self.random.choice(schemas)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 DRAFTS = (
     "http://json-schema.org/draft-04/schema#", "http://json-schema.org/draft-06/schema#",
     "http://json-schema.org/draft-07/schema#", "https://json-schema.org/draft/2019-09/schema",
-)  # fmt: skip
+)
 NAMES = ("a", "b", "c", "x-a", "kind")
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 PATTERNS = ("^a", "b$", "^x-", "^[a-c]{1,3}$", "^(?!a)", r"^\w+$", "^a|^b", r"\d", r"^[^\d\w]$", "^.{2}$", "^(kind|c)$")
@@ -20,7 +20,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "uuid": ("123e4567-e89b-12d3-a456-426614174000", "123e4567"), "ipv4": ("1.2.3.4", "1.2.3"),
     "ipv6": ("1:2:3:4:5:6:7:8", "1:2"), "email": ("a@b.cd", "ab"), "hostname": ("ab.c", "-a"), "uri": ("http://a.b/c", "a b"),
     "duration": ("P1D", "1D"), "json-pointer": ("/a/b", "a/b"), "own": ("x",),
-}  # fmt: skip
+}
 PLAIN = (None, True, False, 0, 1, 2, 3, -1, 7, 0.5, 1.5, 2.5, -2.0, 0.1, "", "a", "b", "ab", "abc", "c1", "x-a", "é", "-", "zzzz")
 
 
@@ -91,24 +91,24 @@ class RandomSchemas:
                     "dependentRequired": lambda: {one: some() for one in some()},
                     "dependentSchemas": lambda: {one: inner() for one in some()},
                     "dependencies": lambda: {one: rng.choice((some, inner))() for one in some()},
-                }  # fmt: skip
+                }
             case "array":
                 known = {
                     "items": inner, "prefixItems": lambda: [inner() for _ in range(rng.randint(1, 2))],
                     "minItems": lambda: rng.randint(0, 3), "maxItems": lambda: rng.randint(0, 3), "contains": inner,
                     "minContains": lambda: rng.randint(0, 2), "uniqueItems": lambda: rng.random() < 0.7,
-                }  # fmt: skip
+                }
             case "string":
                 known = {
                     "minLength": lambda: rng.randint(0, 3), "maxLength": lambda: rng.randint(0, 4),
                     "pattern": lambda: rng.choice(PATTERNS), "format": lambda: rng.choice(tuple(FORMATS)),
-                }  # fmt: skip
+                }
             case "number" | "integer":
                 known = {
                     "minimum": lambda: rng.choice((-3, 0, 0.5, 2)), "maximum": lambda: rng.choice((0, 0.75, 1, 3.25, 5)),
                     "exclusiveMinimum": lambda: rng.choice((-1.5, 0, 2)), "exclusiveMaximum": lambda: rng.choice((0.1, 1, 3)),
                     "multipleOf": lambda: rng.choice((2, 3, 0.5, 0.1)),
-                }  # fmt: skip
+                }
         names = rng.sample(list(known), min(len(known), rng.choice((1, 1, 2, 2, 3))))
         if name == "object" and rng.random() < 0.6:
             names = ["properties", *names]

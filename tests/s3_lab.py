@@ -43,7 +43,7 @@ class Lab:
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port or self.port}", "AWS_ACCESS_KEY_ID": KEY_ID,
             "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
             "AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
-        }  # fmt: skip
+        }
 
     @property
     def root(self) -> str:
@@ -56,7 +56,7 @@ class Lab:
         return boto3.client(
             "s3", endpoint_url=f"http://127.0.0.1:{self.port}", region_name="us-east-1",
             aws_access_key_id=KEY_ID, aws_secret_access_key=SECRET,
-        )  # fmt: skip
+        )
 
     def keys(self, prefix: str = "") -> list[str]:
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)

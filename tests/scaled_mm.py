@@ -51,7 +51,7 @@ def check_matrices(a: Tensor, b: Tensor, multiple: int) -> tuple[int, int, int]:
 def of_blocks(
     a: Tensor, b: Tensor, scale_a: Tensor, kind_a: Any, scale_b: Tensor, kind_b: Any, *, output_dtype: torch.dtype,
     use_fast_accum: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     m, k, n = check_matrices(a, b, 128)
     groups = k // 128
     padded = -(-groups // 4) * 4

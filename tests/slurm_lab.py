@@ -72,7 +72,7 @@ class Lab:
         munge = [f"--{name}={self.folder / where}" for name, where in (
             ("socket", "run/munge.sock"), ("key-file", "munge/key"), ("pid-file", "run/munged.pid"),
             ("seed-file", "munge/seed"), ("log-file", "log/munged.log"),
-        )]  # fmt: skip
+        )]
         self._spawn("munged", ["munged", "--foreground", "--force", *munge])
         wait_for((self.folder / "run/munge.sock").exists, 60, "munged's socket")
         (self.folder / "slurm.conf").write_text(self._conf(), encoding="ascii")

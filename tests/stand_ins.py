@@ -15,7 +15,7 @@ from batchspec.model.spec import ModelSpec
 def dense_spec(
     *, num_heads: int, num_kv_heads: int, head_dim: int, intermediate_size: int, windows: Sequence[int | None],
     qkv_bias: bool = False, o_bias: bool = False, mlp_bias: bool = False, qk_norm: bool = False, **shared: Any,
-) -> ModelSpec:  # fmt: skip
+) -> ModelSpec:
     """A dense decoder, all layers alike but for the window; `shared`: fields of ModelSpec."""
     hidden, eps = shared["hidden_size"], shared["rms_eps"]
     attentions = [
@@ -24,7 +24,7 @@ def dense_spec(
             qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm,
         )
         for window in windows
-    ]  # fmt: skip
+    ]
     mlp = GatedMlpSpec(hidden_size=hidden, inner_size=intermediate_size, eps=eps, bias=mlp_bias)
     return ModelSpec(layers=dense_layers(attentions, mlp), **shared)
 
@@ -36,14 +36,14 @@ def small_spec(**changes: Any) -> ModelSpec:
         "intermediate_size": 64, "vocab_size": 300, "rms_eps": 1e-5, "rope": RopeSpec(type="default", theta=1e4),
         "windows": (None, None), "tie": True,
         "eos_ids": (257,), "max_len": 512, "dtype": "float32", "generation": {},
-    }  # fmt: skip
+    }
     return dense_spec(**(shape | changes))
 
 
 LLAMA_8B = small_spec(
     hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, intermediate_size=14336, vocab_size=128256,
     windows=(None,) * 32, tie=False, max_len=131_072, dtype="bfloat16",
-)  # fmt: skip
+)
 
 
 class ByteTokenizer:

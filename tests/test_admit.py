@@ -97,7 +97,7 @@ def test_a_row_s_own_values_have_precedence_over_the_job_s() -> None:
     table = prompts(
         "a", "b", max_new_tokens=pa.array([5, None]), temperature=pa.array([0.7, None]), top_p=pa.array([0.9, None]),
         top_k=pa.array([3, None]), min_p=pa.array([0.1, None]), stop=pa.array([["x"], None]),
-    )  # fmt: skip
+    )
     own, usual = requests(table, decode__top_k=7, decode__stop=["END"])
     assert (own.max_new_tokens, own.stop) == (5, ("x",))
     assert (own.sampling.temperature, own.sampling.top_p, own.sampling.top_k, own.sampling.min_p) == (0.7, 0.9, 3, 0.1)
@@ -117,7 +117,7 @@ def test_penalties_and_biases_of_a_row_replace_the_job_s(kind: str) -> None:
     numbers = {
         "frequency_penalty": pa.array([0.5, None, 0]), "presence_penalty": pa.array([1, None, None]),
         "repetition_penalty": pa.array([1.2, None, None]),
-    }  # fmt: skip
+    }
     table = prompts("a", "b", "c", logit_bias=BIAS_KINDS[kind], **numbers)
     own, usual, off = requests(table, decode__logit_bias={9: 1, 8: 0}, decode__frequency_penalty=0.25)
     assert own.sampling.logit_bias == ((7, 2.5), (65, -3.0))
@@ -354,7 +354,7 @@ def test_the_system_column_replaces_or_precedes_and_tools_reach_the_template() -
     tokenizer, table = ByteTokenizer(), chats(
         [{"role": "system", "content": "old"}, *user("a")], user("b"), user("c"),
         system=["new", "new", None], tools=['[{"name": "f"}]', None, None], template_kwargs=[{"k": 1}, None, None],
-    )  # fmt: skip
+    )
     config = job(input__template_kwargs={"k": 0, "j": 2})
     source = table_source(table)
     admission = Admission(
@@ -464,7 +464,7 @@ def test_predictions_follow_what_finished_rows_did() -> None:
     done = Completion(
         request_id="a", row_index=0, sample_index=0, shard=0, status="ok", finish_reason="stop",
         token_ids=np.zeros(100, np.int32), predicted_tokens=500,
-    )  # fmt: skip
+    )
     for _ in range(PRIOR_ROWS):
         predictor.observe(done)
     assert predictor.predict(1000) == 300

@@ -74,7 +74,7 @@ COPIED: dict[str, pa.Array] = {
     "tensor": extension(TENSOR, [1, 2, 3, 4]),
 }
 BY = {"decimal128", "decimal256_few_digits", "timestamp_ns", "timestamp_zone", "timestamp_far", "timestamp_zone_far", "time32",
-      "time64", "half", "uint64", "dictionary", "text_view", "null"}  # fmt: skip
+      "time64", "half", "uint64", "dictionary", "text_view", "null"}
 """Columns by whose values statistics can be grouped, in a local folder."""
 
 
@@ -91,7 +91,7 @@ def job(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = [
         f"model.path={model}", "model.dtype=float64", f"input.path={folder / 'in.parquet'}", f"output.dir={folder / 'out'}",
         "output.shard_rows=1", "decode.max_new_tokens=4", "draft=lookup",
-    ]  # fmt: skip
+    ]
     assert run.main(arguments) == 0
     (folder / "out/data/part-00001.parquet").unlink()
     assert run.main(arguments) == 0
@@ -145,7 +145,7 @@ def test_inspect_shows_every_value_as_it_is(job: Path, capsys: pytest.CaptureFix
         "timestamp_ns": "1970-01-01 00:00:00.000000005", "timestamp_far": f"<value out of range: {FAR}>", "duration_ns": "5",
         "timestamp_zone": '"1970-01-01 01:00:00.000005+01:00"', "timestamps_far": f"[<value out of range: {FAR}>]",
         "date32_far": f"<value out of range: {2**30}>", "uuid": '"00000000-0000-0000-0000-000000000005"',
-    }  # fmt: skip
+    }
     assert {name: facts[name] for name in shown} == shown
 
 

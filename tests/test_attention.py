@@ -165,7 +165,7 @@ def test_nodes_of_a_tree_see_the_tokens_before_it_and_their_own_path(num_nodes: 
     batch.tree = TreeTail(
         ancestors=torch.tensor([sum(1 << node for node in way) - (1 << 64) * (63 in way) for way in ways]),
         start=torch.tensor(starts).int(), max_depth=5,
-    )  # fmt: skip
+    )
     q, kv = make_tensors(batch, (4, 2), torch.float64, generator)
     out = attend(q, layer_kv(kv), batch, scale=0.3, window=window)
     for t, way in enumerate(ways):
@@ -346,7 +346,7 @@ def test_one_plan_serves_every_layer() -> None:
 def flash_by_hand(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int, max_k: int, dropout: float,
     causal: bool, debug: bool, *, scale: float, window_size_left: int, window_size_right: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """What torch's operator computes on a GPU; NaN where no row has a token, which it leaves as memory was."""
     assert (dropout, causal, debug, window_size_right) == (0.0, True, False, 0)
     out, lse = torch.full_like(q, math.nan), torch.full((q.shape[1], q.shape[0]), math.nan, dtype=torch.float64)
@@ -383,7 +383,7 @@ def test_torchs_attention_needs_bounds_alone(window: int | None, sinks: bool, mo
     bounded = replace(
         exact, max_q=128, max_kv=256, max_keys=300, positions=torch.cat((exact.positions, torch.zeros(padding).long())),
         token_ids=torch.zeros(len(q) + padding).int(), row_ids=torch.cat((exact.row_ids, torch.zeros(padding).int())),
-    )  # fmt: skip
+    )
     with_sinks = torch.tensor([-2.0, 1.0, 0.0, 4.0, -9.0, 2.0]).double() if sinks else None
     expected = plan_attention(exact, layer_kv(kv), num_heads=6, window=window).attend(
         q, layer_kv(kv), 0.3, sink_logits=with_sinks

@@ -28,7 +28,7 @@ def words_of(model: Path, folder: Path, rows: list[dict[str, Any]], *more: str) 
     return [
         f"model.path={model}", f"input.path={folder / 'in.parquet'}", f"output.dir={folder / 'out'}", "decode.max_new_tokens=40",
         "model.dtype=float64", "decode.ignore_eos=true", "output.token_ids=true", "output.overwrite=true", "device=cpu", *more,
-    ]  # fmt: skip
+    ]
 
 
 def outputs(folder: Path) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
 TINY: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "vocab_size": 320, "max_position_embeddings": 512,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 320, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 5, "num_experts": 5,
     "num_experts_per_tok": 2, "rotary_dim": 8,
-}  # fmt: skip
+}
 
 
 def small(name: str) -> str:
@@ -102,7 +102,7 @@ def test_every_drafter_runs_with_every_length_and_every_option(shape: Path, tmp_
     rows = lines(
         shape, tmp_path / "o.jsonl", "--draft", "none", "lookup", "eagle3", "parallel", "--k", "1", "3", "--accept", "1,1,0",
         "--opt", "dead_positions=false", "argmax=false,uniform_slots=false",
-    )  # fmt: skip
+    )
     others = ["", " argmax=false uniform_slots=false"]
     own = ["", " dead_positions=false", " argmax=false uniform_slots=false"]
     expected = [f"none{opt}" for opt in others]
@@ -119,7 +119,7 @@ def test_every_drafter_runs_with_every_length_and_every_option(shape: Path, tmp_
 def test_sampled_rows_are_drafted_with_and_without_the_noise_of_their_draws(shape: Path, tmp_path: Path) -> None:
     rows = lines(
         shape, tmp_path / "o.jsonl", "--draft", "eagle3", "--k", "2", "--temperature", "0", "100", "--opt", "coupled=false",
-    )  # fmt: skip
+    )
     assert [row["variant"] for row in rows] == ["eagle3 K=2", "eagle3 K=2 T=100", "eagle3 K=2 T=100 coupled=false"]
     assert rows[1]["mean_acceptance_length"] > 1.8 > rows[2]["mean_acceptance_length"]
     with pytest.raises(ConfigError, match=r"--temperature \[-1.0\] must be in 0 .. 100"):
@@ -130,7 +130,7 @@ def test_lookup_and_hybrid_learn_from_rows_that_have_ended(shape: Path, tmp_path
     rows = lines(
         shape, tmp_path / "o.jsonl", "--draft", "lookup", "hybrid", "--k", "3", "--corpus-tokens", "500", "--gen", "20",
         "--requests", "6",
-    )  # fmt: skip
+    )
     assert [row["variant"] for row in rows] == ["lookup K=3", "hybrid K=3"]
     assert rows[0]["tokens"] == rows[1]["tokens"] > 40
 
@@ -139,7 +139,7 @@ def test_trees_run_side_by_side_with_their_chain(shape: Path, tmp_path: Path) ->
     rows = lines(
         shape, tmp_path / "o.jsonl", "--draft", "eagle3", "tree", "--k", "3", "--topk", "4", "--nodes", "9",
         "--gen", "30",
-    )  # fmt: skip
+    )
     assert [row["variant"] for row in rows] == ["eagle3 K=3", "tree K=3"]
     for row in rows:
         assert row["tokens"] == 120
@@ -153,7 +153,7 @@ def test_trees_run_side_by_side_with_their_chain(shape: Path, tmp_path: Path) ->
 def test_rows_follow_schemas_without_ending_before_the_others(shape: Path, tmp_path: Path, mode: list[str]) -> None:
     rows = lines(
         shape, tmp_path / "o.jsonl", "--schemas", "0", "3", "--draft", "none", "lookup", "eagle3", "--k", "2", *mode
-    )  # fmt: skip
+    )
     names = ["none", "none schemas=3", "lookup K=2", "lookup K=2 schemas=3", "eagle3 K=2", "eagle3 K=2 schemas=3"]
     assert [row["variant"] for row in rows] == names
     if mode:
@@ -219,7 +219,7 @@ def test_single_rounds_are_timed_over_rows_with_a_made_up_past(
     rows = lines(
         shape, tmp_path / "o.jsonl", "--rounds", "5", "--prompt", str(past), "--draft", "none", *drafters,
         "--k", "0", "1", "3", "--accept", "1,1,0", "--window", "4", "--topk", "2",
-    )  # fmt: skip
+    )
     assert [row["variant"] for row in rows] == ["none", *(f"{drafter} K={k}" for drafter in drafters for k in (0, 1, 3))]
     for row in rows:
         assert (row["past"], row["rounds"], row["batch"]) == (past, 5, 4)
@@ -308,7 +308,7 @@ def test_a_model_runs_to_the_cap_or_to_its_own_ends_over_prompts_as_chats(tmp_pa
     found = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(row["name"], row["variant"], row["tokens"]) for row in found] == [
         ("whole", "none", 9 * 24), ("whole", "lookup K=2", 9 * 24), ("ends", "none", ends), ("ends", "lookup K=2", ends),
-    ]  # fmt: skip
+    ]
     assert 1 <= found[3]["mean_acceptance_length"] <= 3
 
 

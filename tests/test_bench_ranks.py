@@ -183,7 +183,7 @@ def test_of_the_shapes_these_alone_cannot_be_cut(tmp_path: Path) -> None:
         ("llama70b", 70.55, [3584] * 8), ("llama70b-fp8", 70.55, [3584] * 8), ("qwen3-235b-a22b", 235.1, [8 * 192] * 8),
         ("qwen3-235b-a22b-fp8", 235.1, [8 * 256] * 4 + [8 * 128] * 4), ("minimax-m2-fp8", 228.7, [8 * 256] * 4 + [8 * 128] * 4),
     ],
-)  # fmt: skip
+)
 def test_a_large_shape_has_its_published_size_and_is_cut_into_whole_blocks(
     name: str, billions: float, inner: list[int], tmp_path: Path
 ) -> None:

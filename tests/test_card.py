@@ -40,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"model.path={model}", "model.dtype=float64", f"input.path={folder}/in.parquet", f"output.dir={folder}/out",
         "output.shard_rows=3", "decode.max_new_tokens=9", "packing.max_num_seqs=3", "output.token_ids=true",
         r"decode.stop=['a: b','#','\${draft.name}','\${nothing','\\\${x}']",
-    ]  # fmt: skip
+    ]
     assert run.main(words) == 0
     return folder
 
@@ -118,7 +118,7 @@ def test_a_configuration_of_odd_strings_is_the_same_when_its_card_is_run(tmp_pat
     odd = [
         "${draft.name}", "\\${x}", "\\\\${oc.decode:1}\\", "'\"", "a\nb", "#", "\u2028 é 😀", "```", "1e5",
         "- x: y", "${", "{}", " ",
-    ]  # fmt: skip
+    ]
     variables = {text: {text: [text, 1e-05, 3, True, None]} for text in odd}
     config = RunConfig(
         model=ModelConfig(path="m ${a}"),

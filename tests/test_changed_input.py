@@ -61,7 +61,7 @@ def arguments(model: Path, data: Path | str, out: Path | str) -> list[str]:
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={out}", "output.shard_rows=2",
         "decode.max_new_tokens=3", "output.token_ids=true", "packing.max_num_seqs=2", "input.chat=true",
-    ]  # fmt: skip
+    ]
 
 
 def after_first_commit(path: Path, data: bytes | None) -> None:
@@ -118,7 +118,7 @@ def test_an_input_that_changes_ends_the_run_before_a_row_of_it_is_committed(
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_commit_checks_the_input_once_more(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:  # fmt: skip
+) -> None:
     """All rows are read before the file changes, and nothing is committed by then. A shard's file that was written meanwhile,
     also one of a worker process, is deleted."""
     path = tmp_path / "in.parquet"
@@ -140,7 +140,7 @@ def test_the_commit_checks_the_input_once_more(
 
 def test_a_retry_whose_input_has_changed_leaves_the_old_file(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     path, out = tmp_path / "in.parquet", tmp_path / "out"
     path.write_bytes(as_parquet())
     command = [*arguments(model, path, out), "output.shard_rows=100"]

@@ -107,7 +107,7 @@ def test_a_folder_that_cannot_be_new_is_refused_by_name(tmp_path: Path) -> None:
     for name, message in (
         ("there", "there exists; compact writes a new folder"), ("no/where", "is not a folder"),
         ("out/few", "lies inside the job's own folder"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(OutputError, match=message):
             main([out, str(tmp_path / name)])
     with pytest.raises(OutputError, match="compact writes a local folder"):

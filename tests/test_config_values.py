@@ -25,7 +25,7 @@ from batchspec.model.spec import ModelSpec, load_spec, read_spec
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
     "vocab_size": 100, "max_position_embeddings": 4096,
-}  # fmt: skip
+}
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 NOTHING = "(missing)"
 
@@ -83,7 +83,7 @@ CONFIGS = st.builds(
         **({} if parameters is NOTHING else {"rope_parameters": parameters}),
     },
     st.sampled_from(FAMILIES), objects(KEYS), ROPES, ROPES,
-)  # fmt: skip
+)
 
 
 def ours(config: dict[str, Any]) -> ModelSpec | None:
@@ -209,14 +209,14 @@ def test_keys_that_change_any_model_of_transformers_are_refused_in_every_family(
 ODD_VALUES: list[Any] = [
     None, True, False, 0, -1, 3, 10**30, 10**4000, 1.5, -0.0, 1e300, 1e-320, math.nan, math.inf, -math.inf, "", "64", "x" * 9999,
     "\n", "\ud800", [], [1], [None], [[[]]], ["a", 1], {}, {"a": {"b": []}}, {"rope_type": []}, {"factor": "2"},
-]  # fmt: skip
+]
 ODD_NUMBERS: tuple[Any, ...] = (0, -1, math.nan, math.inf, True, "1", [], 1e30, 10**400)
 KINDS = ("linear", "llama3", "yarn")
 ROPE_ODD = [{"rope_type": kind, key: value} for kind in KINDS for key in config_values.NUMBERS for value in ODD_NUMBERS]
 OTHERS = (
     "architectures", "auto_map", "scoring_func", "rope_scaling", "rope_parameters", "hidden_act", "quantization_config",
     "logit_scale",
-)  # fmt: skip
+)
 READ = sorted({*LLAMA, *KEYS, *OTHERS})
 
 

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 SAMPLINGS = (
     SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=0.8, top_k=3, top_p=0.9),
     SamplingParams(temperature=1.2, min_p=0.1), SamplingParams(repetition_penalty=1.4),
-)  # fmt: skip
+)
 
 
 def constrained(req: Request, pattern: str | None, **more: Any) -> Request:
@@ -54,7 +54,7 @@ def run(requests: Sequence[Request], drafter: Drafter, *, short_cap: int = 512, 
     engine = make_engine(
         tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.max_len, **shape}), device=DEVICE,
         vocabulary=VOCABULARY, automata_capacity=room, logprobs=logprobs,
-    )  # fmt: skip
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", short_cap)
         return {done.row_index: done for done in engine.run(iter(requests))}
@@ -73,7 +73,7 @@ def jobs(draw: st.DrawFn) -> list[tuple[Request, str | None]]:
         one = request(
             index, prompt, cap=cap, sampling=draw(st.sampled_from(SAMPLINGS)), predicted=draw(st.integers(1, cap)),
             min_new_tokens=draw(st.sampled_from([0, 0, 3, cap])),
-        )  # fmt: skip
+        )
         pattern = draw(st.sampled_from((None, *PATTERNS)))
         found.append((constrained(one, pattern), pattern))
     return found
@@ -179,7 +179,7 @@ def test_an_answer_follows_its_automaton_after_the_thought(name: str, opened: bo
             automaton_state=states[opened], thinking=how,
         )
         for i in range(8)
-    ]  # fmt: skip
+    ]
     done = run(requests, ALL[name]())
     ended = 0
     for out in tokens(done).values():
@@ -214,7 +214,7 @@ def test_a_row_resumes_at_the_token_where_an_earlier_run_stopped() -> None:
     left = Snapshot(
         row_index=0, sample_index=0, shard=0, tokens=tuple(whole[:2]), num_prefills=1, cached_tokens=0, accepted=(1,),
         drafted=(1,), prefill_s=0.0, decode_s=0.0,
-    )  # fmt: skip
+    )
     assert tokens(run([replace(req, resumed=left)], ALL["none"]())) == {0: whole}
     wrong = replace(left, tokens=(END, END))  # of another automaton: not taken over
     assert tokens(run([replace(req, resumed=wrong)], ALL["none"]())) == {0: whole}

@@ -110,7 +110,7 @@ def test_the_final_channel_matches_and_no_other_one_but_analysis_is_written(
         (f"{ASKED}<|channel|>analy", True), (f"{ASKED} to=functions.add<|channel|>commentary<|message|>", False),
         ("<|start|>user<|message|>Hi", False),
     ],
-)  # fmt: skip
+)
 def test_the_output_continues_the_prompt_s_last_message_or_the_row_is_refused(
     prompt: str, can_be: bool, tokenizer: Tokenizer
 ) -> None:

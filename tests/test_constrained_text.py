@@ -37,14 +37,14 @@ from tests.test_tokenizer import byte_fallback
 STATS = RowStats(
     drafter="none", draft_len=0, num_prefills=1, num_rounds=5, num_drafted=0, num_accepted=0, num_discarded=0, histogram=(5,),
     drafted_at=(), accepted_at=(), prefill_s=0.0, decode_s=0.0, slot=1,
-)  # fmt: skip
+)
 
 
 def ended(text: str | None, *, kind: str = "schema", finish: str = "stop", stop: str | None = None) -> Completion:
     return Completion(
         request_id="r", row_index=4, sample_index=1, shard=2, status="ok", finish_reason=finish, stop_reason=stop, text=text,
         token_ids=np.array([1, 2], np.int32), prompt_ids=np.array([3], np.int32), constraint=kind, seed=5, stats=STATS,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": 1,}', '{"a": "\x01"}', "{'a': 1}", '{"a": 1} ]', "\ufffd"])
@@ -77,7 +77,7 @@ def test_an_error_row_keeps_the_fields_of_the_request_and_the_statistics() -> No
         ended("", stop="}"), ended(None), ended("{", kind="regex"), ended("{", finish="length"),
         ended("[" * 100_000 + "]" * 100_000), ended("9" * 10_000), ended("1e99999"), ended("-0.0"), ended('"\\ud800"'),
     ],
-)  # fmt: skip
+)
 def test_what_was_cut_off_or_is_hard_to_read_is_kept(done: Completion) -> None:
     assert checked_text(done) is done
 
@@ -182,7 +182,7 @@ def test_the_table_has_an_error_row_where_a_text_is_no_json(tmp_path: Path) -> N
             token_ids=np.array([*tokenizer.encode_part(text), tokenizer.eos_ids[0]], np.int32),
         )
         for index, text in enumerate(texts)
-    ]  # fmt: skip
+    ]
     work = ShardWork(admission=admission, columns=columns, input=config.input, output=config.output, attempt="a")
     found = work.table(shard, rows)
     assert found["completion"].to_pylist() == ["true", None]
@@ -210,7 +210,7 @@ def test_the_kind_of_a_constraint_is_told_with_its_completion(finish: int) -> No
         ("\\nab|abc", "\nab", "\nab"),
         ("(ab|c)*d", "\nd", "d"), ("[a-d]{3}", "abc", "abc"),
     ],
-)  # fmt: skip
+)
 def test_a_line_break_after_the_thought_is_left_out_where_the_answer_matches_without_it(
     pattern: str, written: str, answer: str
 ) -> None:

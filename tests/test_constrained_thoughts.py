@@ -40,7 +40,7 @@ def jobs(draw: st.DrawFn) -> list[tuple[Request, Rule, bool | None]]:
         how = Thinking(
             begin_id=BEGIN, end_id=END, opened=opened, budget=draw(st.sampled_from([None, 0, 1, 4])),
             closing=draw(st.sampled_from(CLOSING)),
-        )  # fmt: skip
+        )
         stop = tuple(draw(st.lists(st.sampled_from(["dd", "ab", "c", "\u00e9"]), max_size=2)))
         stop_ids = (EOS, *draw(st.sampled_from([(), (), (END,)])))
         for sample in range(draw(st.integers(1, 3))):
@@ -92,14 +92,14 @@ def test_no_row_that_was_produced_rightly_is_refused(name: str, job: list[tuple[
         batch = packed(
             4, draft_len=drafter.max_len, run_ahead=data.draw(st.integers(0, 2)), max_len=40,
             num_pages=data.draw(st.sampled_from([24, 400]), label="pages"), prefill_tokens=data.draw(st.sampled_from([3, 64])),
-        )  # fmt: skip
+        )
         late = ExpandLate(data.draw(st.integers(0, 9)), lost=data.draw(st.sampled_from([0.0, 0.2])), thinks=True)
         logprobs = data.draw(st.sampled_from([None, 0, 2])) if whole else None  # those of a row come from one run
         engine = make_engine(
             tiny_target(window=5), drafter, batch, device=DEVICE, decode=VOCABULARY.text, vocabulary=VOCABULARY,
             expanding=late, automata_capacity=data.draw(st.sampled_from(ROOMS), label="room"),
             eos_ids=frozenset({EOS}), logprobs=logprobs,
-        )  # fmt: skip
+        )
         rounds = iter(range(stop_after or 0, 0, -1))
 
         def stop(_: object, engine: Engine = engine, rounds: Any = rounds) -> None:
@@ -131,7 +131,7 @@ def test_tokens_of_an_earlier_run_that_are_not_kept_use_up_no_budget() -> None:
     left = Snapshot(
         row_index=0, sample_index=0, shard=0, tokens=(refused,) * 3, num_prefills=1, cached_tokens=0, accepted=(3,), drafted=(3,),
         prefill_s=0.0, decode_s=0.0,
-    )  # fmt: skip
+    )
     how = Thinking(begin_id=BEGIN, end_id=END, opened=True, budget=2, closing=(END,))
     row = OneRow(replace(ruled, thinking=how, resumed=left), symbols=VOCABULARY)
     assert (row.state.tokens, row.state.num_forced, row.state.watch) == ([], 0, Watch(2, BEGIN))

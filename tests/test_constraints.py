@@ -42,7 +42,7 @@ PERSON = {
         "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
     },
     "required": ["age", "kind"],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def writes(request: Request | Completion, tokenizer: Tokenizer, text: str) -> bo
         ("schema", NUMBER, "7", "10"), ("schema", json.dumps(NUMBER), "7", "10"), ("regex", "[ab]{2}", "ba", "b"),
         ("choice", ["yes", "no"], "no", "yesno"),
     ],
-)  # fmt: skip
+)
 def test_a_job_s_constraint_holds_for_every_row(tokenizer: Tokenizer, key: str, value: Any, yes: str, no: str) -> None:
     first, second = admit(tokenizer, prompts("x", "y"), **{f"decode__{key}": value})
     assert isinstance(first, Request)
@@ -103,7 +103,7 @@ def test_a_row_s_own_constraint_replaces_the_job_s(tokenizer: Tokenizer) -> None
         schema=pa.array([json.dumps(NUMBER), *[None] * 6]), regex=pa.array([None, "a+", *[None] * 5]),
         choice=pa.array([None, None, ["p", "q"], *[None] * 4]),
         response_format=pa.array([*[None] * 4, *map(json.dumps, form)]),
-    )  # fmt: skip
+    )
     names: dict[str, str | None] = {"schema": "schema", "regex": "regex", "choice": "choice"}
     rows = admit(tokenizer, table, decode__schema={"type": "boolean"}, input__columns=names)
     for row, text in zip(rows, ["5", "aa", "q", "true", None, '{"a": [1]}', "null"], strict=True):
@@ -148,7 +148,7 @@ def test_columns_of_such_names_mean_nothing_unless_they_are_named(tokenizer: Tok
         ("response_format", '{"type": "xml"}', "bad_parameter", "must be text"),
         ("response_format", '{"type": "json_schema"}', "bad_parameter", "json_schema.schema"),
     ],
-)  # fmt: skip
+)
 def test_a_constraint_that_cannot_be_met_is_an_error_row(
     tokenizer: Tokenizer, column: str, cell: str, code: str, said: str
 ) -> None:
@@ -181,7 +181,7 @@ def test_two_constraints_of_one_row_are_refused(tokenizer: Tokenizer) -> None:
         ({"decode__regex": "a", "draft__synthetic": [0.5]}, "draft.synthetic"),
         ({"decode__regex": "a", "decode__stop_ids": [0, 68]}, r"decode.stop_ids=\[0, 68\]: token 68 is the text .*decode.stop"),
     ],
-)  # fmt: skip
+)
 def test_a_job_that_cannot_be_met_is_refused(tokenizer: Tokenizer, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         admit(tokenizer, prompts("a"), **changes)
@@ -236,7 +236,7 @@ def test_every_completed_row_of_a_job_is_valid_whatever_drafts(
     keys = [
         f"decode.schema={tmp_path}/person.json", "input.columns.schema=wanted", "decode.temperature=1",
         "decode.max_new_tokens=60", "input.max_error_fraction=1",
-    ]  # fmt: skip
+    ]
     found = []
     for drafter, num_workers in (("none", 0), ("lookup", 1)):
         assert (
@@ -299,7 +299,7 @@ def test_a_row_s_own_response_format_is_what_its_answer_is_checked_by(model: Pat
     assert (counts["valid"], counts["free"], counts["not checked: a regex of its own"], counts["invalid"]) == (0, 1, 1, 4)
     assert [line.rpartition(" by ")[2] for line in shown] == [
         '{"type": "boolean"}', '{"type": "object"}', "['yes', 'no']", '{"type": "null"}'
-    ]  # fmt: skip
+    ]
 
 
 def test_a_stop_string_ends_an_answer_with_finish_reason_stop_and_a_minimum_holds(model: Path, tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_the_turns_of_a_conversation_follow_the_row_s_schema_or_their_own(model:
     options = {
         "model.path": str(model), "model.dtype": "float64", "model.max_len": 200, "decode.max_new_tokens": 12,
         "input.columns": {"schema": "schema", "regex": "regex"},
-    }  # fmt: skip
+    }
     rows = [
         {"messages": [{"role": "user", "content": f"row {i}"}], "schema": json.dumps(NUMBER), "regex": None} for i in range(3)
     ]
@@ -378,7 +378,7 @@ def test_rows_do_not_wait_for_the_automata_of_other_rows(model: Path) -> None:
     with batchspec.Engine(
         {"model.path": str(model), "model.dtype": "float64", "model.max_len": 64, "decode.max_new_tokens": 8,
          "input.columns": {"schema": "schema"}}
-    ) as engine:  # fmt: skip
+    ) as engine:
         assert engine._constraints is not None
         compiler = engine._constraints.compiler
         begin, held = compiler.begin, Future[Any]()

@@ -27,7 +27,7 @@ def options(model: Path, **more: Any) -> dict[str, Any]:
     return {
         "model.path": str(model), "model.dtype": "float64", "model.max_len": 200, "decode.max_new_tokens": 8,
         "output.token_ids": True, "output.prompt_ids": True, "packing.max_num_seqs": 3, "input.chat": True, **more,
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_messages_of_a_turn_are_the_whole_chat_so_far(engine: batchspec.Engine) 
     assert [message["content"] for message in last["messages"][3]] == [
         "Be brief.", "Name sea number 3", answers[0], "And the next one?", answers[1], "And the next one?", answers[2],
         "And the next one?", answers[3],
-    ]  # fmt: skip
+    ]
     given = [{key: turn[key] for key in ("role", "content")} for turn in last["messages"][1]]
     again = engine.generate([{"messages": given[:-1]}])
     assert again["prompt_ids"].to_list() == [last["prompt_ids"].to_list()[1]]
@@ -117,7 +117,7 @@ PART = [{"type": "text", "text": "Well"}]
         ({"messages": [ASKED], "system": "Be brief."}, ["Be brief.", "Hi"]),
         ({"messages": [{"from": "human", "value": "Hi"}]}, ["Hi"]),
     ],
-)  # fmt: skip
+)
 def test_messages_after_a_turn_are_those_of_its_prompt_and_the_answer(
     given: dict[str, Any], prompt: list[str], engine: batchspec.Engine
 ) -> None:
@@ -140,7 +140,7 @@ def test_a_turn_may_bring_a_constraint_though_the_rows_have_none(name: str, engi
     given = {
         "response_format": {"type": "choice", "choice": ["42"]}, "regex": "4[2]", "choice": ["42"], "schema": {"const": 42},
         "grammar": 'root ::= "42"',
-    }  # fmt: skip
+    }
 
     def reply(turn: Turn) -> Any:
         return {"messages": [*turn.messages, *MORE], name: given[name]} if not turn.number else None
@@ -195,7 +195,7 @@ def test_a_row_or_a_turn_that_is_refused_is_an_error_row_and_ends_its_conversati
     assert errors.rows() == [
         ("a", 1, "too_long"), ("b", 1, "bad_messages"), ("null", 0, "null_prompt"), ("c", 1, "bad_parameter"),
         ("d", 1, "bad_parameter"), ("e", 1, "empty_prompt"), ("f", 1, "empty_prompt"),
-    ]  # fmt: skip
+    ]
     assert "has no column 'max_tokens'" in frame.filter(request_id="c", turn=1)["error"].struct.field("message")[0]
     assert sorted(asked) == [(name, 0) for name in "abcdef"]
 

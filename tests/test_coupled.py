@@ -103,7 +103,7 @@ def test_drafts_and_draws_share_their_noise(name: str) -> None:
         SamplingParams(temperature=1.5, min_p=0.2),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_drafter_that_knows_the_targets_logits_is_always_right(sampling: SamplingParams) -> None:
     """Filters narrow drafts as they narrow draws. Greedy rows beside sampled ones are drafted greedily."""
     requests = [request(i, [i, 9], cap=1 + 3 * (K + 1), sampling=sampling if i % 3 else SamplingParams()) for i in range(10)]
@@ -117,7 +117,7 @@ def mixed_tokens(drafter: Drafter) -> dict[str, list[int]]:
     samplings = [
         SamplingParams(temperature=0.6), SamplingParams(temperature=1.0, top_k=4), SamplingParams(temperature=1.0, top_p=0.8),
         SamplingParams(temperature=1.0, min_p=0.1), SamplingParams(), SamplingParams(temperature=0.8, repetition_penalty=1.3),
-    ]  # fmt: skip
+    ]
     requests = [request(i, [i % 7, 2, i % 3], cap=5 + i, sampling=samplings[i % 6]) for i in range(24)]
     engine = make_engine(tiny_target(), drafter, packed(SLOTS, draft_len=drafter.max_len), device=DEVICE)
     return tokens({done.request_id: done for done in engine.run(iter(requests))})
@@ -153,7 +153,7 @@ def probabilities(ids: list[int], sampling: SamplingParams) -> Tensor:
 @pytest.mark.parametrize(("name", "sampling"), covering(["eagle3", "tree"], [
     SamplingParams(temperature=1.3), SamplingParams(temperature=1.0, top_k=6), SamplingParams(temperature=1.4, top_p=0.8),
     SamplingParams(temperature=1.4, min_p=0.1),
-]))  # fmt: skip
+]))
 def test_drawn_tokens_have_the_targets_distribution(name: str, sampling: SamplingParams) -> None:
     """Chi-square over the second and third token of 400 samples; most of the third ones are accepted drafts."""
     prompt, count = [4, 9, 2], 400

@@ -60,7 +60,7 @@ def arguments(model: Path, data: Path, out: Path, *more: str) -> list[str]:
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={out}", "output.shard_rows=4",
         "decode.max_new_tokens=16", "output.token_ids=true", "packing.max_num_seqs=3", "draft=lookup", *more,
-    ]  # fmt: skip
+    ]
 
 
 def tokens(out: Path) -> dict[str, list[int] | None]:
@@ -351,7 +351,7 @@ def test_memory_that_runs_out_once_shrinks_the_batch_and_no_row_begins_anew(
 
 def test_a_tree_still_has_its_pages_in_the_smaller_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+) -> None:
     model = make_tokenizer(make_checkpoint(tmp_path / "model", "llama", dtype=torch.float64))
     design = tiny_design(load_spec(model), draft_vocab=64)
     write_head(tmp_path / "head", design, random_tensors(design))

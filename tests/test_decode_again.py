@@ -30,7 +30,7 @@ def an_engine(**more: object) -> Engine:
     return make_engine(
         tiny_target(), NoDrafter(), batch, device=DEVICE, vocabulary=VOCABULARY, automata_capacity=room,
         **more,  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
 
 
 ENGINE = cache(an_engine)
@@ -59,7 +59,7 @@ def test_the_gap_of_a_token_that_the_schema_does_not_allow_is_infinite(sampling:
     pattern, made, engine = "(ab|c)*d", automaton("(ab|c)*d"), an_engine()
     req = replace(
         request(0, [5, 3, 8], cap=12, sampling=sampling), stop_ids=(EOS,), automaton=made, automaton_state=made.answer
-    )  # fmt: skip
+    )
     plain = decoded(engine, req)
     for place in (0, len(plain) - 1):
         for token, gap in enumerate(gaps(engine, req, plain, place)):
@@ -91,7 +91,7 @@ def test_a_gap_is_how_much_the_logit_must_rise_for_the_token_to_be_chosen(sampli
         SamplingParams, temperature=st.sampled_from([0.0, 0.7, 1.5]), top_k=st.sampled_from([0, 1, 4]),
         top_p=st.sampled_from([1.0, 0.5]), min_p=st.sampled_from([0.0, 0.3]), repetition_penalty=st.sampled_from([1.0, 1.4]),
     ),
-)  # fmt: skip
+)
 def test_no_gap_is_negative_and_that_of_the_token_of_plain_decoding_is_zero(prompt: list[int], sampling: SamplingParams) -> None:
     req = request(0, prompt, cap=3, sampling=sampling)
     plain = decoded(ENGINE(), req)
@@ -119,7 +119,7 @@ def test_a_stop_id_before_the_minimum_counts_only_where_the_text_can_only_end() 
     made, engine = automaton("d|dd|ddd"), an_engine()
     req = replace(
         request(0, [4], cap=8, min_new_tokens=7), stop_ids=(EOS,), automaton=made, automaton_state=made.answer
-    )  # fmt: skip
+    )
     plain = decoded(engine, req)
     assert plain[-1] == EOS
     assert gaps(engine, req, plain, 0)[EOS] == math.inf

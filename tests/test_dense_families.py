@@ -39,7 +39,7 @@ from tests.test_target import assert_like_transformers
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0, 3.0, 4.0, 5.5], "long_factor": [4.0] * 7}
 TWO_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, "sliding_attention": {"rope_theta": 100.0},
-}  # fmt: skip
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "gemma3_text",
@@ -58,11 +58,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("olmo2", {"hidden_size": 72, "attention_bias": True}),
     "glm4": ("glm4", {"hidden_size": 52, "head_dim": 20}),
-}  # fmt: skip
+}
 TINY: dict[str, Any] = {
     "hidden_size": 24, "intermediate_size": 28, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": VOCAB, "max_position_embeddings": 256, "rope_theta": 100.0,
-}  # fmt: skip
+}
 OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "head_dim": 6, "sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 3, "rope_local_base_freq": 50.0,
@@ -70,7 +70,7 @@ OWN: dict[str, dict[str, Any]] = {
     "phi3": {"partial_rotary_factor": 0.7, "sliding_window": 5},
     "olmo2": {},
     "glm4": {"head_dim": 8},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -161,7 +161,7 @@ ROPES: list[tuple[str, dict[str, Any]]] = [
     ("glm4", {"partial_rotary_factor": 1.0}),
     ("glm4", {"partial_rotary_factor": None}),
     ("glm4", {"head_dim": 8, "rope_parameters": {"partial_rotary_factor": 0.75, "rope_theta": 300.0, "rope_type": "default"}}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("family", "changes"), ROPES)
@@ -267,7 +267,7 @@ HOSTILE = (
     *TINY, "head_dim", "sliding_window", "sliding_window_pattern", "query_pre_attn_scalar", "rope_local_base_freq", "layer_types",
     "partial_rotary_factor", "original_max_position_embeddings", "rope_scaling", "rope_parameters", "hidden_activation",
     "attention_bias", "use_bidirectional_attention", "rms_norm_eps",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("family", OWN)
@@ -298,7 +298,7 @@ def test_drafts_of_any_kind_change_no_token(family: str) -> None:
     drafters: list[Drafter] = [
         NoDrafter(), LookupDrafter(4, min_ngram=1, max_ngram=2), ChainDrafter(head, target, 3, slots=3),
         WindowDrafter(target, 3, slots=3, window=4, sink=1),
-    ]  # fmt: skip
+    ]
     found, accepted = [], 0
     for drafter in drafters:
         engine = make_engine(target, drafter, packed(3, draft_len=4), device=DEVICE)

@@ -75,7 +75,7 @@ def requests() -> list[Request]:
             sampling=SAMPLINGS[i % len(SAMPLINGS)], predicted=3,
         )
         for i, length in enumerate((1, 65, 20, 75, 7))
-    ]  # fmt: skip
+    ]
 
 
 def run(asked: list[Request], batch: PackedBatch, drafter: Drafter, own: Target) -> tuple[Tokens, list[Completion]]:

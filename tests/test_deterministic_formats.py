@@ -19,7 +19,7 @@ pytestmark = [
 SIZES = {
     "hidden_size": 144, "intermediate_size": 144, "moe_intermediate_size": 144, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 61, "max_position_embeddings": 128,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FORMATS)

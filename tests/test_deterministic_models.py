@@ -157,7 +157,7 @@ def test_fp8_weights_that_are_converted_are_multiplied_in_one_order() -> None:
     weights = DummyWeights(own, dtype=torch.bfloat16, device=CPU)
     weights.stored = lambda name: {  # type: ignore[method-assign]
         True: torch.full((2, 3), 0.5), False: torch.arange(shape[0] * shape[1]).remainder(7).view(shape).to(torch.float8_e4m3fn)
-    }["scale" in name]  # fmt: skip
+    }["scale" in name]
     made = formats.of(name).load(weights, [name], bias=False)
     assert isinstance(made, OrderedLinear)
     assert torch.equal(made._weight, (weights.stored(name).float() * 0.5).bfloat16())
@@ -168,7 +168,7 @@ def test_experts_that_the_library_computes_are_refused(hopper: None) -> None:
         **COMMON, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1,
         "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 100, "head_dim": 32, "num_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 36, "intermediate_size": 64, "norm_topk_prob": True,
-    }  # fmt: skip
+    }
     with pytest.raises(ConfigError, match="experts with rows of 36 numbers are computed by the library"):
         in_one_order(read_spec(shape, "config.json"), CUDA, torch.bfloat16)
     assert in_one_order(read_spec(shape | {"moe_intermediate_size": 40}, "config.json"), CUDA, torch.bfloat16).ordered

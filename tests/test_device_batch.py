@@ -45,7 +45,7 @@ def test_an_uploaded_array_is_a_copy_even_of_one_that_is_read_only() -> None:
 SAMPLING = st.builds(
     SamplingParams, temperature=st.sampled_from([0.0, 0.7]), top_k=st.integers(0, 9), top_p=st.sampled_from([0.5, 1.0]),
     logit_bias=st.sampled_from([(), ((4, 2.0), (7, -1.5))]),
-)  # fmt: skip
+)
 
 
 @settings(deadline=None, max_examples=40)

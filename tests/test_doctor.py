@@ -38,7 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in (
         ("is_available", True), ("current_device", 0), ("get_device_name", GPU), ("get_device_properties", card),
         ("mem_get_info", (148_000_000_000, 150_000_000_000)),
-    ):  # fmt: skip
+    ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(doctor, "flashinfer", lambda: object())
     monkeypatch.setattr(doctor, "supported", lambda device: True)
@@ -134,7 +134,7 @@ def test_a_model_folder_is_tuned_into_the_users_table_and_known_from_then_on(
     config = {
         "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 500, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
-    }  # fmt: skip
+    }
     (folder / "config.json").write_text(json.dumps(config))
     assert cli.main(["doctor", "--tune", str(folder)]) == 0
     assert ("linear", 64, 96) in tuned

@@ -39,7 +39,7 @@ OWN_KERNELS = {
 """Wrappers of one kernel each on a GPU (rope_of: of none); here their references run, which are operations of torch."""
 PRODUCTS = {"mm", "addmm"}
 FREE = {"view", "slice", "select", "unbind", "split", "unsqueeze", "t", "transpose", "as_strided", "alias", "detach", "empty",
-        "empty_like", "new_empty", "_unsafe_view", "reshape", "expand"}  # fmt: skip
+        "empty_like", "new_empty", "_unsafe_view", "reshape", "expand"}
 """Views and allocations: nothing of them reaches a captured graph."""
 
 

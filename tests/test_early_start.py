@@ -76,7 +76,7 @@ NOT_NEEDED = (
     "transformers", "flashinfer", "matplotlib", "huggingface_hub", "datasets", "llguidance", "lark", "torch._dynamo",
     "torch._inductor", "sympy", "scipy", "pandas", "requests", "aiohttp", "fsspec", "boto3", "botocore", "google", "azure", "ray",
     "jsonschema", "IPython", "pytest",
-)  # fmt: skip
+)
 """What few jobs or commands need, and what packages that are needed could import some day."""
 
 

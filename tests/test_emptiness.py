@@ -42,7 +42,7 @@ LEFT = LeftOut((), "left out")
         (Graph((((A, 1),), ((A, 0), (LEFT, 2)), ()), frozenset({2})), Texts.LEFT_OUT),
         (Graph((((A, 1),), ()), frozenset({1})), Texts.SOME), (Graph((((NOTHING, 1),), ()), frozenset({1})), Texts.NONE),
     ],
-)  # fmt: skip
+)
 def test_a_language_is_empty_by_proof_or_because_texts_were_left_out(node: Node, found: Texts) -> None:
     assert texts_of(Rules(node)) == (found, "left out" if found is Texts.LEFT_OUT else "")
     assert isinstance(marked(node, "said"), LeftOut) == (found is not Texts.SOME)
@@ -70,7 +70,7 @@ NODES = st.recursive(
         st.builds(lambda one, back, last: Graph((((one, 1),), ((back, 0), (last, 2)), ()), frozenset({2})), inner, inner, inner),
     ),
     max_leaves=8,
-)  # fmt: skip
+)
 
 
 @given(NODES)

@@ -158,7 +158,7 @@ def test_a_job_in_a_program_that_goes_on_keeps_no_engine(
     words = [
         f"model.path={model}", "model.dtype=float64", f"input.path={data}", "draft=lookup",
         f"output.dir={tmp_path / 'out'}", "decode.max_new_tokens=6", "packing.max_num_seqs=3",
-    ]  # fmt: skip
+    ]
     gc.collect()
     others = [one for one in gc.get_objects() if isinstance(one, Engine)]  # of other tests of this process
     assert run.main(words) == code

@@ -92,7 +92,7 @@ def test_nothing_of_a_run_that_ended_early_is_found_in_the_next(name: str, data:
         ),
         device=DEVICE, vocabulary=VOCABULARY, expanding=ExpandLate(data.draw(st.integers(0, 9))),
         automata_capacity=AutomataCapacity(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, **room),
-    )  # fmt: skip
+    )
     engine.keeps_prefixes = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", 0)

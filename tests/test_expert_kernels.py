@@ -200,7 +200,7 @@ class Alone(Collectives):
 @pytest.mark.parametrize(
     ("name", "sizes", "ranks"),
     [("fp8 blocks, qwen3_moe", {SIZE: 384, "head_dim": 128}, 2), ("mxfp4, gpt_oss", {"intermediate_size": 96}, 2)],
-)  # fmt: skip
+)
 def test_experts_of_ranks_with_more_and_with_fewer_blocks_add_up(name: str, sizes: dict[str, int], ranks: int) -> None:
     """The kernels of each rank, with its own number of blocks of 128, or of 32, of every expert."""
     family, changes = CASES[name]

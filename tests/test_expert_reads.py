@@ -215,7 +215,7 @@ def test_the_planner_reads_fewer_experts_for_tokens_that_are_alike() -> None:
         round_seconds(spec, replace(H200, overhead_s=0.0, layer_s=0.0), dtype=torch.bfloat16, rows=16, context_tokens=1,
                       tokens_per_row=4, correlation=c)
         for c in (1.0, 0.25)
-    ]  # fmt: skip
+    ]
     assert seconds[1] < seconds[0]
 
 

@@ -109,7 +109,7 @@ def test_parquet_for_trainers_holds_one_format_of_good_rows_alone(
         (["--to", "openai"], "x.parquet", ".jsonl"), (["--to", "chat"], "x.jsonl.gz", ".jsonl or .parquet"),
         (["--from-openai"], "x.jsonl", ".parquet"), (["--to", "chat"], "x", ".jsonl or .parquet"),
     ],
-)  # fmt: skip
+)
 def test_a_file_name_of_another_format_is_refused(tmp_path: Path, words: list[str], name: str, wanted: str) -> None:
     out = job(tmp_path / "out")
     given = [*words, str(written(tmp_path / "in.jsonl", [request()]))] if words == ["--from-openai"] else [str(out), *words]
@@ -132,7 +132,7 @@ def test_openai_has_a_line_a_request_with_a_choice_for_each_sample(tmp_path: Pat
     assert [(c["index"], c["message"]["content"]) for c in body["choices"]] == [(0, "answer 3.0"), (1, "second")]
     assert {name: body["usage"][f"{name}_tokens"] for name in ("prompt", "completion", "total")} == {
         "prompt": 5, "completion": 6, "total": 11
-    }  # fmt: skip
+    }
     assert cut["response"]["body"]["choices"][0]["finish_reason"] == "length"
 
 
@@ -188,7 +188,7 @@ def request(**body: Any) -> dict[str, Any]:
     return {
         "custom_id": "r-1", "method": "POST", "url": "/v1/chat/completions",
         "body": {"model": "gpt", "messages": [turn("user", "hi")], **body},
-    }  # fmt: skip
+    }
 
 
 def written(path: Path, requests: list[dict[str, Any]]) -> Path:
@@ -214,7 +214,7 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
     assert rows[0] == {
         "id": "r-1", "messages": [turn("user", "hi")], "max_new_tokens": 7, "temperature": 1.0, "top_p": 0.5, "seed": 3, "n": 2,
         "frequency_penalty": 0.0, "stop": ["END"], "tools": None,
-    }  # fmt: skip
+    }
     assert (rows[1]["max_new_tokens"], rows[1]["stop"], json.loads(rows[1]["tools"])) == (9, ["x", "y"], [tool])
     assert rows[2]["messages"] == [turn("system", "be brief"), turn("user", "ab")]
 
@@ -368,7 +368,7 @@ def test_a_response_format_is_a_column(tmp_path: Path) -> None:
         ({"guided_grammar": 'start: "a"'}, {"type": "grammar", "grammar": 'start: "a"'}),
         ({"response_format": {"type": "grammar", "grammar": "x"}}, {"type": "grammar", "grammar": "x"}),
     ],
-)  # fmt: skip
+)
 def test_what_vllm_calls_structured_outputs_is_a_response_format(
     given: dict[str, Any], form: dict[str, Any], tmp_path: Path
 ) -> None:

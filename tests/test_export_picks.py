@@ -38,7 +38,7 @@ def job(path: Path) -> Path:
             "kind": list("abab"), "day": [date(2026, 1, 1 + i) for i in range(4)], "score": [10.0, 20.0, float("nan"), 40.0],
             "raw": [b"\xff"] * 4,
         }
-    )  # fmt: skip
+    )
     columns = map_columns(table.schema, {})
     folder = new_folder(path, 4, 2, config={"output": {"messages": "full"}})
     for shard in table_source(table).shards(2):
@@ -55,7 +55,7 @@ def _completion(row: int, sample: int) -> Completion:
         return completion(
             row, sample, status="error", finish_reason="error", text=None, error=bad.error, prompt_ids=None, token_ids=None,
             seed=None, stats=None,
-        )  # fmt: skip
+        )
     cut = {"status": "truncated", "finish_reason": "length"} if (row, sample) == (2, 2) else {}
     return completion(row, sample, text=f"So it is {text}", **cut)
 
@@ -147,7 +147,7 @@ def points(folder: Path, suffix: str = "parquet") -> Path:
     rows = pl.DataFrame(
         {"request_id": ["q-0"] * 3 + ["q-1"] * 3 + ["q-3"] * 2, "sample_index": [0, 1, 2, 0, 1, 2, 2, 0],
          "points": [1, 5, 0, 2, 2, 2, 3, 4], "note": list("abcdefgh")}
-    )  # fmt: skip
+    )
     file = folder / f"points.{suffix}"
     if suffix == "parquet":
         rows.write_parquet(file)
@@ -169,7 +169,7 @@ def test_pairs_are_the_best_and_the_worst_answer_as_trl_reads_them(tmp_path: Pat
         for row, best, worst, high, low, good, bad, kind, note in (
             (0, 1, 2, 5.0, 0.0, "5", "4", "a", "b"), (3, 0, 2, 4.0, 3.0, "1", "2", "b", "h"),
         )
-    ]  # fmt: skip
+    ]
     left = "1 error, 3 of requests without a better and a worse answer, 1 other samples, 1 truncated, 2 without a score"
     assert capsys.readouterr().out == f"{tmp_path}/file.jsonl: 2 lines; rows left out: {left}\n"
     assert main([str(out), "--to", "preference", str(tmp_path / "x.parquet"), *words]) == 0
@@ -185,11 +185,11 @@ def test_prompts_are_written_once_each_with_the_reference_or_the_best_answer(tmp
     assert rows == [
         {"request_id": f"q-{i}", "prompt": [turn("user", f"say {i}")], "answer": REFERENCE[i], "day": f"2026-01-0{i + 1}",
          "score": None if i == 2 else 10.0 * (i + 1)} for i in range(4)
-    ]  # fmt: skip
+    ]
     best = exported(out, "prompt_only", "--join", str(points(tmp_path, "jsonl")), "--score", "points")
     assert [(row["request_id"], row["sample_index"], row["answer"], row["score"]) for row in best] == [
         ("q-0", 1, "So it is 5", 5.0), ("q-1", 0, "So it is 7", 2.0), ("q-3", 0, "So it is 1", 4.0)
-    ]  # fmt: skip
+    ]
 
 
 def test_requests_that_have_no_prompt_in_the_file_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,6 +243,6 @@ def test_the_lines_of_the_page_make_majority_best_of_and_pairs(tmp_path: Path, m
     pairs = lines(tmp_path / "pairs.jsonl")
     assert [(row["request_id"], row["chosen"][0]["content"][-1], row["rejected"][0]["content"][-1]) for row in pairs] == [
         ("q-0", "4", "5"), ("q-2", "8", "9"), ("q-3", "1", "2")
-    ]  # fmt: skip
+    ]
     questions = lines(tmp_path / "questions.jsonl")
     assert [row["answer"] for row in questions] == REFERENCE

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.second
 ROWS = 14
 SAME = [
     "request_id", "row_index", "sample_index", "status", "messages", "completion", "finish_reason", "token_ids", "seed",
-]  # fmt: skip
+]
 """Columns that do not depend on the course of a job."""
 
 
@@ -61,7 +61,7 @@ def arguments(folder: Path, out: Path, *more: str, data: Path | None = None) -> 
         f"model.path={folder / 'model'}", "model.dtype=float64", f"input.path={data or folder / 'prompts.parquet'}",
         f"output.dir={out}", "output.token_ids=true", "decode.max_new_tokens=8", "decode.temperature=1",
         "packing.max_num_seqs=3", "packing.memory_gb=0.01", "draft=lookup", *more,
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -534,7 +534,7 @@ def test_a_retry_of_errors_from_before_an_extension_does_not_stand_for_one_after
             yield Completion(
                 request_id=r.request_id, row_index=r.row_index, sample_index=0, shard=r.shard, status="error",
                 finish_reason="error", error=error,
-            )  # fmt: skip
+            )
 
     for more in (["input.limit=5"], ["resume=extend"]):
         with monkeypatch.context() as patch:

@@ -67,7 +67,7 @@ def to(folder: OutputFolder, num_rows: int, shard_rows: int = 2, number: int = 1
     return Extension(
         number=number, fingerprint=compared, config={"model": {"path": "tiny"}}, num_rows=num_rows, shard_rows=shard_rows,
         files=FILES, job=folder.manifest.job,
-    )  # fmt: skip
+    )
 
 
 def retry_of(folder: OutputFolder, number: int = 1, *shards: int) -> Generation:

@@ -23,7 +23,7 @@ from tests.test_target import Runner, prompts
 SHAPE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 32, "vocab_size": 61,
     "max_position_embeddings": 256, "pad_token_id": 0,
-}  # fmt: skip
+}
 USUAL: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 12, "rms_norm_eps": 1e-3, "rope_theta": 500.0}
 EXPERTS = {"num_local_experts": 9, "num_experts_per_tok": 2}
 OWN: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ OWN: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
     "olmo2": {},
     "glm4": {"partial_rotary_factor": 1.0},
-}  # fmt: skip
+}
 VALUES: list[dict[str, Any]] = [
     {"attention_bias": True},
     {"tie_word_embeddings": True},
@@ -160,17 +160,17 @@ OF_OTHER_MODELS: dict[str, Any] = {
     "hidden_act": "relu", "rope_interleave": True, "attn_temperature_tuning": True, "n_shared_experts": 1,
     "shared_expert_intermediate_size": 64, "routed_scaling_factor": 2.5, "n_group": 8, "rope_ratio": 500, "use_mup": True,
     "hidden_activation": "gelu", "scoring_func": "sigmoid_of_another_kind",
-}  # fmt: skip
+}
 OF_SOME_FAMILIES: dict[str, Any] = {
     "moe_intermediate_size": 8, "query_pre_attn_scalar": 256, "rope_local_base_freq": 1e4, "use_qk_norm": True,
     "num_experts": 9, "num_local_experts": 9, "num_experts_per_tok": 2, "partial_rotary_factor": 0.5,
-}  # fmt: skip
+}
 OF_OTHER_MINIMAX: dict[str, Any] = {
     "scoring_func": "softmax", "use_routing_bias": False, "use_qk_norm": False, "qk_norm_type": "per_head",
     "shared_intermediate_size": 8, "layernorm_full_attention_alpha": 3.5,
     "layernorm_full_attention_beta": 2.0, "layernorm_mlp_alpha": 3.5, "layernorm_mlp_beta": 2.0, "sliding_window": 9,
     "attn_window_size": 9, "num_expert_group": 8, "topk_group": 4, "attn_type_list": [1, 0, 1],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -39,7 +39,7 @@ def arguments(model: Path, data: Path, out: Path | str) -> list[str]:
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={out}", "output.shard_rows=3",
         "decode.max_new_tokens=8", "output.token_ids=true", "packing.max_num_seqs=3", "draft=lookup",
-    ]  # fmt: skip
+    ]
 
 
 def tokens(out: Path | str) -> list[tuple[str, list[int]]]:

@@ -48,7 +48,7 @@ def feed_and_admission(
     made = Feed(
         source.shards(shard_rows), partial(admitted_here, admission), predicted=admission.predicted, num_shards=num_shards,
         shard_rows=shard_rows, slots=slots, clock=clock, compiling=compiling,
-    )  # fmt: skip
+    )
     return made, admission
 
 
@@ -60,7 +60,7 @@ def done(request: Request, num_tokens: int = 1) -> Completion:
     return Completion(
         request_id=request.request_id, row_index=request.row_index, sample_index=0, shard=request.shard, status="ok",
         finish_reason="stop", token_ids=np.zeros(num_tokens, np.int32), predicted_tokens=request.predicted_tokens,
-    )  # fmt: skip
+    )
 
 
 def windows(made: Feed) -> list[int]:

@@ -143,7 +143,7 @@ def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:
     for entry, names in (
         ("in", ["b.jsonl", "linked/year/a.jsonl"]), ("in/**/*.jsonl", ["b.jsonl", "linked/year/a.jsonl"]),
         ("in/*/year/*.jsonl", ["linked/year/a.jsonl"]), ("in/linked", ["year/a.jsonl"]),
-    ):  # fmt: skip
+    ):
         assert [file.name for file in open_source(InputConfig(path=str(tmp_path / entry))).files] == names
 
 
@@ -238,7 +238,7 @@ FILES = {
     ),
     "draft.path": ("config.json", "model.safetensors"),
     "model.adapter": ("adapter_config.json", "adapter_model.safetensors"),
-}  # fmt: skip
+}
 PLACES = [(key, name) for key, names in FILES.items() for name in names]
 
 
@@ -290,7 +290,7 @@ def test_a_file_that_a_job_names_and_is_none_is_refused_by_name(
     commands = [
         ["run", *base, "input.chat=true", f"model.chat_template={bad}"], ["run", *base, f"decode.schema={bad}"],
         ["run", *base, f"decode.grammar={bad}"], ["export", "--from-openai", str(bad), str(tmp_path / "new.parquet")],
-    ]  # fmt: skip
+    ]
     for words in commands:
         assert cli.main(words) == 2, words
         error = capsys.readouterr().err

@@ -93,7 +93,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another number": (
         lambda path: rewritten(part(path, 1), lambda said: said.update({b"batchspec.shard": b"2"})), "rows 2 .. 3 of shard 2, not"
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("how", [*WRONG])
@@ -315,7 +315,7 @@ def begin_retry(folder: OutputFolder, number: int = 1) -> Generation:
     retry = Generation(
         number=number, retry="error", fingerprint={**folder.manifest.fingerprint, "decode.max_new_tokens": "8"},
         config={}, shards=(1,),
-    )  # fmt: skip
+    )
     folder.retry(retry)
     return retry
 

@@ -96,7 +96,7 @@ def test_one_head_is_the_same_in_every_layout(changes: dict[str, Any], tmp_path:
         flags = (spec.norm_before_residual, spec.input_norm, spec.fc_norm, spec.feed_normed, spec.qk_norm)
         assert flags == (
             design.norm_before_residual, design.norm_before_fc, design.fc_norm, design.norm_output, design.qk_norm
-        )  # fmt: skip
+        )
         biases = (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.fc_bias)
         assert biases == (design.attention_bias, design.o_bias, design.mlp_bias, design.fc_bias)
         assert head.tensors.keys() == tensors.keys() - {"d2t", "t2d"}
@@ -282,7 +282,7 @@ def test_a_config_that_does_not_fit_is_refused(changes: dict[str, Any], said: st
 ODD_VALUES: list[Any] = [
     None, True, False, 0, -1, 3, 10**400, 1.5, 1e300, float("nan"), float("inf"), "", "64", [], [1], [None], [[[]]], ["a", 1], {},
     {"a": {"b": []}}, {"rope_type": []}, {"rope_type": "yarn", "factor": 0}, {"layer_ids": [1.5]},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("layout", ["flat", "speculators"])

@@ -47,7 +47,7 @@ def compressed(strategy: str, inputs: dict[str, Any] | None, **changes: Any) -> 
     return {
         "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
         "ignore": ["lm_head", "re:.*layers\\.1\\.mlp\\.down.*"], "kv_cache_scheme": {"num_bits": 8}, **changes,
-    }  # fmt: skip
+    }
 
 
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "ignore": ["lm_head", "*.1.mlp.down*"]}

@@ -27,7 +27,7 @@ ODD: dict[str, Any] = {"hidden_size": 136, "intermediate_size": 200, "num_hidden
 CONFIG: dict[str, Any] = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
     "modules_to_not_convert": ["lm_head", "model.layers.1.self_attn", "down_proj"],
-}  # fmt: skip
+}
 PLAIN = (".1.self_attn.", "down_proj")
 """What of the projections CONFIG leaves plain."""
 

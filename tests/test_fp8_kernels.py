@@ -25,7 +25,7 @@ ROWS = compressed("channel", TOKEN, ignore=["lm_head"])
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 31,
     "max_position_embeddings": 512,
-}  # fmt: skip
+}
 SIZES: dict[str, Any] = {"hidden_size": 176, "intermediate_size": 144}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "blocks": ("llama", {**SIZES, "quantization_config": FP8_BLOCKS}),
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WHOLE_BLOCKS: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 384, "num_key_value_heads": 4, "head_dim": 32
-}  # fmt: skip
+}
 
 
 def dense_spec(family: str, **changes: Any) -> ModelSpec:

@@ -35,11 +35,11 @@ CPU = torch.device("cpu")
 YARN = {
     "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 64, "rope_theta": 150_000.0,
-}  # fmt: skip
+}
 ODD: dict[str, Any] = {
     "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
     "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5, "rope_parameters": YARN,
-}  # fmt: skip
+}
 GPT_OSS_20B: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"], "attention_bias": True, "eos_token_id": 200_002, "experts_per_token": 4,
     "head_dim": 64,
@@ -53,7 +53,7 @@ GPT_OSS_20B: dict[str, Any] = {
         "quant_method": "mxfp4",
         "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
     },
-}  # fmt: skip
+}
 
 
 NO_WINDOWS = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
@@ -116,7 +116,7 @@ def test_an_mxfp4_checkpoint_is_the_bf16_model_of_its_values(tmp_path: Path) -> 
     assert torch.equal(found[2], found[3])
     theirs, bf16 = (oracle(folder, torch.bfloat16, **options) for folder, options in (
         (mxfp4, {"quantization_config": Mxfp4Config(dequantize=True)}), (plain, {}),
-    ))  # fmt: skip
+    ))
     for one, other in zip(theirs.model.layers, bf16.model.layers, strict=True):
         assert torch.equal(one.mlp.experts.gate_up_proj, other.mlp.experts.gate_up_proj)
         assert torch.equal(one.mlp.experts.down_proj, other.mlp.experts.down_proj)
@@ -171,7 +171,7 @@ def test_ranks_hold_whole_blocks_and_whole_pairs_of_gate_and_up() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "blocks"), [(2, [45, 45]), (4, [23, 23, 22, 22]), (8, [12, 12, 11, 11, 11, 11, 11, 11])]
-)  # fmt: skip
+)
 def test_published_experts_are_cut_in_whole_blocks_on_2_4_and_8_ranks(ranks: int, blocks: list[int]) -> None:
     spec = read_spec({**GPT_OSS_20B, "quantization_config": {"quant_method": "mxfp4"}}, "config.json")
     parts = [part_of(spec, Shard(rank, ranks)) for rank in range(ranks)]

@@ -93,12 +93,12 @@ def test_no_instruction_of_the_tensor_cores_waits_for_the_one_before_it(tile: Ti
         "x": f"tensordesc<bf16[{tile.block_m}, {tile.block_k}]>", "w": f"tensordesc<bf16[{tile.block_n}, {tile.block_k}]>",
         "out": "*bf16", **dict.fromkeys(("num_tokens", "n", "k", "segment_blocks", "stride_x", "stride_w", "stride_out"), "i32"),
         **({"partials": "*fp32", "arrived": "*i32"} if split else {}),
-    }  # fmt: skip
+    }
     constants = {
         "bias": None, "partials": None, "arrived": None, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k, "SEGMENTS": 2 if split else 1, "SPLIT": split, "GROUP": 16, "TMA": True, "EVEN_K": True,
         "GATED": False, "INTERPRETED": False, "PDL": True,
-    }  # fmt: skip
+    }
     signature = {name: types.get(name, "constexpr") for name in ordered_kernel.arg_names}
     known = {name: constants[name] for name, kind in signature.items() if kind == "constexpr"}
     even = ("out", "n", "k", "stride_x", "stride_w", "stride_out", "partials", "arrived")  # multiples of 16, as in a model
@@ -183,7 +183,7 @@ def test_a_query_has_the_same_bits_in_prefill_and_in_any_round(
         ordered_prefill(
             q[begin:end], kv, table, positions[begin:end], bounds, kv_len, scale=dim**-0.5, max_q=end - begin, max_kv=end,
             out=out, window=window, sink_logits=sinks, scales=scales,
-        )  # fmt: skip
+        )
         return out
 
     def in_round(begins: list[int], num_q: int, max_kv: int) -> Tensor:
@@ -192,7 +192,7 @@ def test_a_query_has_the_same_bits_in_prefill_and_in_any_round(
         shape = ordered_work_shape(
             num_rows=rows, max_q=num_q, max_kv=max_kv, num_heads=heads, kv_heads=kv_heads, head_dim=dim, page_size=page_size,
             num_sms=132, window=window,
-        )  # fmt: skip
+        )
         own = torch.cat([positions[begin : begin + num_q] for begin in begins])
         starts = torch.arange(0, rows * num_q + 1, num_q, dtype=torch.int32, device="cuda")
         lengths = torch.tensor([begin + num_q for begin in begins], dtype=torch.int32, device="cuda")
@@ -201,7 +201,7 @@ def test_a_query_has_the_same_bits_in_prefill_and_in_any_round(
         ordered_attention(
             q[own], kv, table.repeat(rows, 1), own, work, partials_of(work, dim), scale=dim**-0.5, out=out, sink_logits=sinks,
             scales=scales,
-        )  # fmt: skip
+        )
         return out
 
     whole = prefilled(0, length)
@@ -236,14 +236,14 @@ def target(kind: str = "dense") -> Target:
         sizes = {
             "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 5000,
             "max_position_embeddings": 4096, "num_local_experts": 16, "num_experts_per_tok": 4,
-        }  # fmt: skip
+        }
         device = torch.device("cuda")
         own = moe_spec(family, **{**changes, **sizes}).on(device, torch.bfloat16, "dtype").in_one_order()
         return Target(own, Strong(own, dtype=torch.bfloat16, device=device), device)
     spec = tiny_spec(
         None, hidden_size=1024, num_heads=16, num_kv_heads=4, head_dim=64, intermediate_size=2048, vocab_size=5000,
         max_len=4096, dtype="bfloat16",
-    )  # fmt: skip
+    )
     device = torch.device("cuda")
     return Target.load(Path(), spec.in_one_order(), dtype=torch.bfloat16, device=device, dummy=True)
 
@@ -258,7 +258,7 @@ def test_keys_values_and_logits_are_those_of_a_prompt_in_one_pass_however_it_is_
         cache = KVCache.allocate(
             own.spec.kv_layout(own.dtype, 16), groups=KVGroups.single(own.spec.num_layers), num_pages=(length // 16 + 2,),
             device=own.device,
-        )  # fmt: skip
+        )
         table = torch.arange(1, length // 16 + 2, dtype=torch.int32, device="cuda").view(1, -1)
         found = []
         for begin, end in zip([0, *cuts], cuts, strict=False):
@@ -269,7 +269,7 @@ def test_keys_values_and_logits_are_those_of_a_prompt_in_one_pass_however_it_is_
                 cu_seqlens_q=torch.tensor([0, end - begin], dtype=torch.int32, device="cuda"),
                 kv_len=torch.tensor([end], dtype=torch.int32, device="cuda"), page_table=table, max_q=end - begin, max_kv=end,
                 host=HostLayout([end - begin], [end]),
-            )  # fmt: skip
+            )
             found.append(own.logits(own.forward(batch, cache)[0]))
         pages = torch.stack([cache.layer(i).pages for i in range(own.spec.num_layers)])
         return pages.flatten(2, 3)[:, :, 16 : length + 16], torch.cat(found)
@@ -300,7 +300,7 @@ def test_no_drafter_number_of_slots_or_preemption_changes_a_token_or_a_logprob()
     head = dummy_head(
         replace(dummy_spec(own.spec, draft_vocab_size=3000, parallel=False), aux_layer_ids=(0, 1, 2)), dtype=torch.bfloat16,
         device=own.device,
-    )  # fmt: skip
+    )
 
     def run(slots: int, pages: int, draft_len: int, name: str, prefill_tokens: int) -> dict[str, Any]:
         drafter: Drafter = NoDrafter()
@@ -311,7 +311,7 @@ def test_no_drafter_number_of_slots_or_preemption_changes_a_token_or_a_logprob()
         batch = packed(
             slots, page_size=16, max_len=1600, num_pages=pages, draft_len=draft_len, prefill_tokens=prefill_tokens,
             row_buckets=(1, slots) if slots > 1 else (1,),
-        )  # fmt: skip
+        )
         engine = make_engine(own, drafter, batch, device=own.device, logprobs=0)
         engine.prepare(SamplingMode(random=True))
         with pytest.MonkeyPatch.context() as patch:
@@ -329,5 +329,5 @@ def test_no_drafter_number_of_slots_or_preemption_changes_a_token_or_a_logprob()
     assert len(wanted) == len(asked)
     for slots, pages, draft_len, name, prefill_tokens in (
         (40, 5000, 0, "none", 4096), (40, 5000, 3, "chain", 1000), (16, 5000, 7, "lookup", 300), (13, 300, 2, "chain", 4096),
-    ):  # fmt: skip
+    ):
         assert run(slots, pages, draft_len, name, prefill_tokens) == wanted, (slots, name)

@@ -28,7 +28,7 @@ FORMS = {"block": Fp8Form(whole=False), "row": Fp8Form(whole=True), "tensor": Fp
 SIZES = {
     "hidden_size": 512, "intermediate_size": 768, "moe_intermediate_size": 256, "num_attention_heads": 8,
     "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 5000, "max_position_embeddings": 4096,
-}  # fmt: skip
+}
 
 
 def noise(*shape: int) -> Tensor:
@@ -69,7 +69,7 @@ def test_every_128_of_k_are_summed_by_wgmma_from_zero_and_added_in_registers(tok
         "bias": None, "partials": None, "arrived": None, "BLOCKED": blocked, "SPLIT": False, "BLOCK_T": tokens,
         "BLOCK_N": tile.block_n, "GROUP": tile.group, "TMA": True, "EVEN_K": True, "STAGES": tile.stages, "INTERPRETED": False,
         "PDL": True,
-    }  # fmt: skip
+    }
     types = pointers | numbers | blocks
     signature = {name: types.get(name, "constexpr") for name in fp8_linear_kernel.arg_names}
     known = {name: constants[name] for name, kind in signature.items() if kind == "constexpr"}

@@ -78,7 +78,7 @@ def windowed_target(kind: str, windows: tuple[int | None, ...], dtype: torch.dty
         family="llama", hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=64,
         vocab_size=VOCAB, rms_eps=1e-6, rope=RopeSpec(type="default", theta=1000.0), windows=windows,
         tie=False, qk_norm=True, eos_ids=(), max_len=512, dtype="float32", generation={},
-    )  # fmt: skip
+    )
     device = torch.device(kind)
     return Target(spec, _Noise(spec, device, dtype), device)
 
@@ -90,7 +90,7 @@ def target(kind: str, window: int | None = None, num_layers: int = 2) -> Target:
 def eagle(
     folder: Path, kind: str, max_len: int, slots: int, *, rows: list[list[int]] | None = None, num_layers: int = 2,
     tree: TreeShape | None = None, own: Target | None = None, **options: Any,
-) -> Drafter:  # fmt: skip
+) -> Drafter:
     """A head of `own`, by default the target without windows."""
     own = own or target(kind, num_layers=num_layers)
     taps = (0, 1, 2) if num_layers == 2 else (1, 2, 3)

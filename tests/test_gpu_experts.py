@@ -40,7 +40,7 @@ SHAPE: dict[str, Any] = {
     "hidden_size": 352, "intermediate_size": 288, "moe_intermediate_size": 288, "num_local_experts": 24,
     "num_experts_per_tok": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 503,
     "max_position_embeddings": 512,
-}  # fmt: skip
+}
 OTHERS = {key: value for key, value in SHAPE.items() if not key.startswith("moe")}
 STATIC = {**TOKEN, "dynamic": False, "strategy": "tensor"}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
@@ -159,7 +159,7 @@ def test_dense_fp8_products_are_those_of_plain_torch(name: str) -> None:
 LAYOUTS = {
     "block": BLOCKS, "channel": compressed("channel", TOKEN, ignore=[]), "tensor": compressed("tensor", TOKEN, ignore=[]),
     "calibrated": compressed("tensor", STATIC, ignore=[]),
-}  # fmt: skip
+}
 
 
 def dense_spec(layout: str, dtype: torch.dtype, **changes: Any) -> ModelSpec:
@@ -334,7 +334,7 @@ def test_whole_jobs_with_and_without_drafts(name: str, record_property: Callable
     drafters: dict[str, Drafter] = {
         "none": NoDrafter(), "lookup": LookupDrafter(4, min_ngram=1, max_ngram=2),
         "eagle3": ChainDrafter(head, target, 3, slots=8),
-    }  # fmt: skip
+    }
     found = {}
     for way, drafter in drafters.items():
         engine = make_engine(target, drafter, packed(8, draft_len=4, page_size=16), device=GPU)

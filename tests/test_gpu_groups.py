@@ -48,7 +48,7 @@ FORMS: dict[str, dict[str, Any]] = {
         }
     },
     "mxfp4": {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "lm_head"]}},
-}  # fmt: skip
+}
 SAMPLED = ["decode.temperature=0.9", "decode.top_p=0.95", "decode.repetition_penalty=1.1", "decode.stop=[a]"]
 ROUNDING = 1e-3
 COUNTS = [2, pytest.param(4, marks=pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs"))]
@@ -73,7 +73,7 @@ def words_of(model: Path, data: Path, out: Path, *more: str, dtype: str = "float
         f"model.path={model}", f"input.path={data}", f"output.dir={out}", f"model.dtype={dtype}", "decode.max_new_tokens=60",
         "decode.ignore_eos=true", "output.shard_rows=16", "output.token_ids=true", "packing.max_num_seqs=16",
         "packing.memory_gb=1", *more,  # not all that is free: other programs may use the GPU
-    ]  # fmt: skip
+    ]
 
 
 def start(words: list[str], ranks: int, log: Path) -> subprocess.Popen[bytes]:
@@ -214,7 +214,7 @@ def test_a_warm_engine_of_ranks_answers_as_one_gpu_and_frees_all_memory(
     words = [
         f"model.path={model}", "model.dtype=float32", "model.max_len=256", "decode.max_new_tokens=60", "decode.ignore_eos=true",
         "output.token_ids=true", "output.logprobs=2", "packing.max_num_seqs=16", "packing.memory_gb=1", "draft=none",
-    ]  # fmt: skip
+    ]
     rows = {"prompt": [f"{i} and {i * i}, " * (1 + i % 7) for i in range(ROWS)]}
     tensors = load_file(other / "model.safetensors")
     with batchspec.Engine(words) as engine:

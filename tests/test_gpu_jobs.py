@@ -86,7 +86,7 @@ def test_a_row_of_a_stream_is_compared_whole_and_may_come_once() -> None:
     done = Completion(
         request_id="r0", row_index=0, sample_index=0, shard=0, status="ok", token_ids=np.array([5, 6], np.int32), text="ab",
         finish_reason="stop", logprobs=np.array([-0.5, np.nan], np.float32),
-    )  # fmt: skip
+    )
     plain = rows_of_stream([done])
     assert plain["r0", 0, 0]["logprobs"] == [-0.5, None]
     without = rows_of_stream([replace(done, logprobs=None)])

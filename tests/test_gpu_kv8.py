@@ -82,7 +82,7 @@ def test_what_is_written_is_what_a_bf16_cache_holds_rounded_once_more(num_tokens
     ("heads", "kv_heads", "dim", "window", "kind"),
     [(32, 8, 128, 0, ""), (64, 8, 64, 128, "sinks"), (64, 8, 64, 0, "sinks"), (32, 4, 128, 0, "tree"), (32, 8, 128, 0, "shared"),
      (8, 4, 96, 0, ""), (8, 4, 256, 0, "")],
-)  # fmt: skip
+)
 def test_attention_equals_its_reference_at_real_sizes(
     heads: int, kv_heads: int, dim: int, window: int, kind: str, max_q: int, dtype: torch.dtype
 ) -> None:
@@ -120,7 +120,7 @@ def test_attention_equals_its_reference_at_real_sizes(
             num_rows=rows, max_q=max_q, max_kv=max(lengths), num_heads=heads, kv_heads=kv_heads, head_dim=dim, page_size=16,
             dtype=dtype, fp8=True, num_sms=torch.cuda.get_device_properties(GPU).multi_processor_count, window=window,
         ),
-    )  # fmt: skip
+    )
     out, partials = torch.full_like(q, float("nan")), partials_of(work, dim)
     scale = dim**-0.5
     verify_attention(q, kv, table, positions, work, partials, scale=scale, out=out, scales=scales, **extra)
@@ -151,7 +151,7 @@ def test_prefill_attends_to_what_the_pages_hold(plan: Any, window: int | None) -
         slot_mapping=torch.zeros(count, dtype=torch.int64, device=GPU), cu_seqlens_q=ints([0, q_len[0], count]),
         kv_len=ints(kv_len), page_table=(1 + torch.randperm(60, device=GPU)).int()[:60].view(1, 60).repeat(2, 1).contiguous(),
         max_q=300, max_kv=700, host=HostLayout(q_len, kv_len),
-    )  # fmt: skip
+    )
     q = torch.randn(count, heads, dim, device=GPU).bfloat16()
     options = {"window": window} | ({"num_heads": heads} if plan is FlashPlan else {})
     found, expected = (plan(batch, kv, **options).attend(q, kv, dim**-0.5) for kv in (fp8, plain))

@@ -51,7 +51,7 @@ def asked(samplings: tuple[SamplingParams, ...], *, least: int = 0) -> list[Requ
         one = request(
             i, rng.integers(1, VOCAB, rng.integers(1, 50)).tolist(), cap=int(rng.integers(3, 80)), stop_ids=(EOS,),
             sampling=samplings[i % len(samplings)], min_new_tokens=least if i % 3 == 0 else 0,
-        )  # fmt: skip
+        )
         made = automaton(PATTERNS[i % len(PATTERNS)])
         found.append(one if i % 7 == 6 else replace(one, automaton=made, automaton_state=made.answer))
     return found
@@ -78,7 +78,7 @@ def test_captured_rounds_follow_automata_as_one_row_at_a_time_on_the_cpu(name: s
     drafters: dict[str, Any] = {
         "none": NoDrafter, "lookup": lambda: LookupDrafter(4, min_ngram=1, max_ngram=3),
         "eagle3": lambda: eagle(tmp_path, "cuda", 3, 8), "tree": lambda: eagle(tmp_path, "cuda", 3, 8, tree=TREE),
-    }  # fmt: skip
+    }
     engine, done = run(target("cuda"), drafters[name](), shape(8), requests, **options)
     assert engine.executor.graphs.num_captured > 0
     found = tokens(done)

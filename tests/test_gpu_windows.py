@@ -56,7 +56,7 @@ def make_drafter(name: str, windows: Windows, folder: Path, slots: int) -> Draft
 
 def run(
     windows: Windows, drafter: Drafter, batch: PackedBatch, asked: list[Request], *, dtype: torch.dtype = torch.float32,
-) -> tuple[Engine, dict[str, list[int]]]:  # fmt: skip
+) -> tuple[Engine, dict[str, list[int]]]:
     """Tokens by request, with poisoned pages; all pages come back."""
     own = windowed_target("cuda", windows, dtype)
     engine = make_engine(own, drafter, batch, device=GPU, decode=decode)

@@ -44,7 +44,7 @@ TREE = {
     "$defs": {"t": {"type": "object", "properties": {"v": {"type": "integer"},
                     "c": {"type": "array", "items": {"$ref": "#/$defs/t"}}}, "required": ["v"]}},
     "$ref": "#/$defs/t",
-}  # fmt: skip
+}
 
 
 def lazily(rules: Rules) -> LazyDfa:
@@ -198,7 +198,7 @@ def test_both_syntaxes_give_the_same_grammar(grammar: Grammar) -> None:
         ('root ::= root "a" | root | "b"', ["b", "baa"], ["", "a", "ab"]),
         ('start: A+ "." \nA: "x" | /[0-9]+/', ["x12x."], ["x12x", "."]),
     ],
-)  # fmt: skip
+)
 def test_a_grammar_without_recursion_has_a_finite_automaton(source: str, yes: list[str], no: list[str]) -> None:
     rules = grammar_rules(source)
     node = rules.inlined()
@@ -253,7 +253,7 @@ def test_an_ambiguous_grammar_and_a_long_count_take_few_places() -> None:
         ('root ::= root "a"', Impossible, "no text"), ('root ::= "a" root', Impossible, "no text"),
         ("root ::= []", Impossible, "no text"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_grammar_is_refused_in_one_line(source: str, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said) as refused:
         lazily(grammar_rules(source))
@@ -458,10 +458,10 @@ def test_an_ask_that_fails_alone_is_an_error_whatever_other_states_there_are() -
         (WORKING, "its states take more than 4 GiB of memory"), (ANSWERING, "its states take more than 4 GiB of memory"),
         (STATES, "its texts take more than 200,000 states"),
     ],
-)  # fmt: skip
+)
 def test_a_process_that_reaches_its_limits_says_so_and_is_replaced(
     where: int, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     """Also if it reaches the limit while it writes an answer, after a part of the answer was read."""
     monkeypatch.setattr(_ExpandProcess, "module", "tests.exhausted_expander")
     expander = Expander({"vocabulary": VOCABULARY, "end_ids": (EOS,), "thinks": False, "may_begin": False}, num=1)
@@ -500,7 +500,7 @@ def test_a_request_whose_process_is_killed_is_repeated(num_kills: int, monkeypat
 @pytest.mark.parametrize("where", [WORKING, ANSWERING])
 def test_a_constraint_that_takes_all_memory_becomes_a_lazy_automaton(
     where: int, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(CompileProcess, "module", "tests.exhausted_compiler")
     process = CompileProcess(({}, 1 << 32, 20))
     attempts = [Attempt("regex", str(place), 20, 20, "not said") for place in (NOWHERE, where, NOWHERE)]

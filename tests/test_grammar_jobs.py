@@ -38,7 +38,7 @@ TREE = {
     "$defs": {"t": {"type": "object", "properties": {"v": {"type": "integer", "minimum": 0, "maximum": 99},
                     "c": {"type": "array", "items": {"$ref": "#/$defs/t"}, "maxItems": 2}}, "required": ["v", "c"]}},
     "$ref": "#/$defs/t",
-}  # fmt: skip
+}
 LONG = {"type": "object", "properties": {"text": {"type": "string", "maxLength": 90_000}}, "required": ["text"]}
 
 
@@ -73,7 +73,7 @@ def test_every_completed_row_parses_whatever_drafts(model: Path, tmp_path: Path,
         {"type": "json_schema", "json_schema": {"schema": TREE}}, {"type": "json_schema", "json_schema": {"schema": LONG}},
         {"type": "choice", "choice": ["a", "b"]}, {"type": "grammar", "grammar": 'root ::= "a" root'},
         {"type": "grammar", "grammar": "start: ("}, {"type": "text"},
-    ]  # fmt: skip
+    ]
     wanted = [forms[i % len(forms)] for i in range(32)]
     data = tmp_path / "in.parquet"
     frame = pl.DataFrame({"prompt": [f"row {i}" for i in range(32)], "response_format": [json.dumps(one) for one in wanted]})
@@ -109,7 +109,7 @@ def test_a_thousand_rows_of_a_recursive_grammar_all_parse(
     keys = [
         f"decode.grammar={tmp_path / 'values.gbnf'}", "decode.temperature=1", "decode.max_new_tokens=40", "output.shard_rows=250",
         "packing.max_num_seqs=64", "draft=lookup",
-    ]  # fmt: skip
+    ]
     found = decoded(model, data, tmp_path / "out", *keys)
     texts = found.filter(pl.col("status") == "ok")["completion"].to_list()
     assert len(found) == 1000

@@ -72,7 +72,7 @@ def test_sampling_drafts_and_logprobs_on_two_ranks(model: Path, command: list[st
         "decode.temperature=0.9", "decode.top_p=0.95", "decode.repetition_penalty=1.1", "output.logprobs=2", "draft=hybrid",
         f"draft.path={head}", "draft.num_speculative_tokens=3", "draft.corpus_tokens=1000", "input.limit=8", "decode.stop=[a]",
         "decode.max_new_tokens=24",
-    ]  # fmt: skip
+    ]
     assert run.main([*command, *more, f"output.dir={tmp_path / 'one'}"]) == 0
     cut = ["cluster.tensor_parallel=2", "ablation.sharded_draft=true"]
     words = [*command, *more, f"output.dir={tmp_path / 'two'}", *cut]
@@ -97,7 +97,7 @@ def test_ranks_follow_the_schema_of_each_row(command: list[str], model: Path, tm
         f"input.path={tmp_path / 'in.parquet'}",
         "input.columns.schema=schema", "decode.temperature=1", "decode.min_new_tokens=2", "draft=hybrid", f"draft.path={head}",
         "draft.num_speculative_tokens=3", "input.max_error_fraction=1", "decode.max_new_tokens=24",
-    ]  # fmt: skip
+    ]
     assert run.main([*words, f"output.dir={tmp_path / 'one'}"]) == 0
     code, said = run_apart([*words, f"output.dir={tmp_path / 'two'}", "cluster.tensor_parallel=2"], tmp_path / "log")
     assert code == 0, said
@@ -272,7 +272,7 @@ dog = watchdog.Watchdog(1000.0, lost=lambda: True)
 dog.save = lambda: "3 more rows are saved"
 with dog.watching():
     time.sleep(60)
-"""])  # fmt: skip
+"""])
     assert done.returncode == 75
     assert (
         "a rank of this group is gone, and this one waits for it; the stacks above show where it hangs; 3 more rows"
@@ -331,7 +331,7 @@ def test_a_row_that_crashes_one_rank_alone_becomes_an_error_row(model: Path, tmp
     words = [
         f"model.path={model}", f"input.path={data}", f"output.dir={out}", "cluster.tensor_parallel=2", "draft=none",
         "decode.max_new_tokens=8", "resume.row_attempts=2", "packing.max_num_seqs=2",
-    ]  # fmt: skip
+    ]
     codes: list[int] = []
     while not codes or codes[-1] == 75:
         codes.append(run_apart(words, tmp_path / "log", with_faults)[0])

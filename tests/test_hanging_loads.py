@@ -62,7 +62,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [
         *make_job(tmp_path_factory.mktemp("job"), rows=ROWS, new_tokens=8, slots=2), "device=cpu",
         f"cluster.watchdog_s={LIMIT_S}",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ with dog.watching():
     dog.begin_loading()
     time.sleep(0.1)
     ctypes.PyDLL(None).sleep(60)
-"""])  # fmt: skip
+"""])
     assert done.returncode == 1
     assert "Timeout" in done.stderr
     assert "in <module>" in done.stderr

@@ -103,7 +103,7 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>"
         ("<|channel|>analysis<|message|>a<|start|>assistant<|channel|>final<|message|>7", ["a"], ["7"], False),  # no end
         ("", [], [""], False),
     ],
-)  # fmt: skip
+)
 def test_channels_are_told_apart(
     think: ThinkTokens, tokenizer: Tokenizer, text: str, thoughts: list[str], answers: list[str], inside: bool
 ) -> None:
@@ -144,7 +144,7 @@ def test_the_output_continues_the_channel_in_which_the_prompt_ends(
             [call("add", "1", "functions.add", "json"), call("rain", "2", "functions.rain", "json", 1)], ["First"],
         ),
     ],
-)  # fmt: skip
+)
 def test_tool_calls_are_kept(
     think: ThinkTokens, tokenizer: Tokenizer, text: str, expected: list[dict[str, Any]], answers: list[str]
 ) -> None:
@@ -333,7 +333,7 @@ def arguments(model: Path, folder: Path, out: str, *more: str) -> list[str]:
     return [
         f"model.path={model}", f"input.path={folder / 'prompts.parquet'}", f"output.dir={folder / out}", "output.shard_rows=8",
         "decode.max_new_tokens=60", "decode.temperature=1", "output.token_ids=true", "output.prompt_ids=true", *more,
-    ]  # fmt: skip
+    ]
 
 
 def write_prompts(folder: Path, num_rows: int = 24) -> None:
@@ -427,7 +427,7 @@ def test_openai_requests_bring_their_effort_and_thoughts(tmp_path: Path) -> None
             {"role": "assistant", "content": "Yes", "reasoning": "Let me see"},
             {"role": "user", "content": "And?"},
         ],
-    }  # fmt: skip
+    }
     source, target = tmp_path / "in.jsonl", tmp_path / "in.parquet"
     source.write_text(json.dumps({"custom_id": "a", "body": body}) + "\n")
     assert export.main(["--from-openai", str(source), str(target)]) == 0

@@ -28,7 +28,7 @@ def arguments(model: Path, data: Path, out: Path, *more: str) -> list[str]:
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={out}", "output.shard_rows=5",
         "decode.max_new_tokens=6", "output.token_ids=true", "packing.max_num_seqs=3", "draft=lookup", *more,
-    ]  # fmt: skip
+    ]
 
 
 LOOP = "{% for i in range(10**9) %}{% endfor %}"
@@ -93,7 +93,7 @@ def test_a_newcomers_chats_go_through_whole_jobs(model: Path, tmp_path: Path, ca
         json.dumps({"id": "tools", "messages": chat, "tools": [tool]}), json.dumps({"id": "begun", "messages": begun}),
         '{"id": "deep", "messages": [{"role": "user", "content": "x"}], "note": ' + "[" * 10_000 + "]" * 10_000 + "}",
         '{"id": "half", "messages": [{"role": "user", "content": "\\ud83d"}]}',
-    ]  # fmt: skip
+    ]
     (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
     more = [f"model.chat_template={tmp_path / 'tools.jinja'}", "input.final_assistant=continue", "decode.stop=</s>"]
     assert run.main(arguments(model, tmp_path / "in.jsonl.gz", tmp_path / "out", *more, "output.prompt_ids=true")) == 0
@@ -194,7 +194,7 @@ def test_a_link_in_the_output_folder_is_not_followed(
 SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "canary-one", "AWS_SESSION_TOKEN": "canary-two", "HF_TOKEN": "canary-three",
     "OPENAI_API_KEY": "canary-four", "SLURM_JWT": "canary-five",
-}  # fmt: skip
+}
 
 
 def everything(out: Path) -> bytes:

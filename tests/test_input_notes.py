@@ -83,7 +83,7 @@ def test_each_name_of_an_option_says_what_takes_its_place(
         ("answer", "x"), ("model_name", "x"), ("token", "x"), ("logprobs", [-0.5]),  # data
         ("schema", None), ("bad_words", []),  # they ask for nothing
     ],
-)  # fmt: skip
+)
 def test_columns_that_are_read_or_data_or_empty_are_not_named(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: Any
 ) -> None:

@@ -82,7 +82,7 @@ def arguments(model: Path, data: Path, out: Path, *more: str) -> list[str]:
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={out}", "output.shard_rows=5",
         "decode.max_new_tokens=24", "output.token_ids=true", "output.prompt_ids=true", "packing.max_num_seqs=3", *more,
-    ]  # fmt: skip
+    ]
 
 
 def tokens(out: Path) -> dict[tuple[str, int], list[int] | None]:
@@ -603,7 +603,7 @@ def bad_inputs(tmp_path: Path, model: Path) -> dict[str, list[str]]:
     "missing file", "empty dataset", "wrong column type", "two prompt columns", "unknown column mapping",
     "unknown name in the mapping", "duplicate ids", "model without weights", "model with a tensor missing",
     "no room for a row", "folder of something else", "folder that cannot be", "typo", "wrong type",
-])  # fmt: skip
+])
 def test_bad_input_is_one_line_exit_code_2_and_nothing_is_written(
     mistake: str, model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,26 +31,26 @@ from batchspec.storage.local_store import LocalStore
 STATS = RowStats(
     drafter="lookup", draft_len=2, num_prefills=1, num_rounds=2, num_drafted=3, num_accepted=1, num_discarded=0,
     histogram=(1, 1, 0), drafted_at=(2, 1), accepted_at=(1, 0), prefill_s=0.25, decode_s=1.5, slot=3,
-)  # fmt: skip
+)
 FULL = Completion(
     request_id="q\u00e9", row_index=7, sample_index=1, shard=2, status="ok", finish_reason="stop", stop_reason="END",
     prompt_ids=np.array([1, 2], np.int32), token_ids=np.array([3, 4, 5], np.int32), text="a\nb", seed=-5, predicted_tokens=9,
     logprobs=np.array([-0.1, -0.2, -3.0], np.float32), cached_tokens=16, stats=STATS,
     top_logprobs=(np.array([[3, 1], [4, 0], [5, 2]], np.int32), np.array([[-0.1, -2], [-0.2, -1], [-3, -4]], np.float32)),
-)  # fmt: skip
+)
 SCORED = Completion(
     request_id="s", row_index=6, sample_index=0, shard=2, status="ok", finish_reason="length",
     prompt_ids=np.array([7, 8], np.int32), prompt_logprobs=np.array([np.nan, -0.5], np.float32),
     prompt_top_logprobs=(np.array([[-1], [8]], np.int32), np.array([[np.nan], [-0.5]], np.float32)), stats=STATS,
-)  # fmt: skip
+)
 BAD = Completion(
     request_id="x", row_index=8, sample_index=0, shard=2, status="error", finish_reason="error",
     error=RowError(code="too_long", stage="admit", message="much", retryable=False),
-)  # fmt: skip
+)
 LEFT = Snapshot(
     row_index=9, sample_index=0, shard=2, tokens=(4, 5), num_prefills=1, cached_tokens=0, accepted=(1, 0), drafted=(0, 1),
     prefill_s=0.1, decode_s=0.2,
-)  # fmt: skip
+)
 
 
 def journal(root: Path, attempt: str = "a") -> Journal:

@@ -49,7 +49,7 @@ def keywords(inner: st.SearchStrategy[Any]) -> dict[str, st.SearchStrategy[Any]]
         "multipleOf": st.sampled_from([2, 3, 0.5, 0.1]), "enum": st.lists(VALUES, min_size=1, max_size=4), "const": VALUES,
         "anyOf": few, "allOf": few, "oneOf": few, "not": inner, "if": inner, "then": inner, "else": inner,
         "$ref": st.sampled_from(["#", "#/$defs/d"]),
-    }  # fmt: skip
+    }
 
 
 @st.composite
@@ -159,7 +159,7 @@ def test_classes_mean_what_both_readings_of_a_pattern_mean() -> None:
         ("\\w", "a", "aé"), ("\\W", " -", " -é\xa0"), ("[^\\w]", " -\xa0", " -é\xa0"), ("\\s", " ", " \xa0"),
         ("\\S", "a-é", "a-é\xa0"),
         ("[^\\s]", "a-é", "a-é\xa0"), ("\\D", "a -é\xa0", "a -é\xa0"),
-    ):  # fmt: skip
+    ):
         for dialect, chars in ((sure(), surely), (possible(), possibly)):
             dfa = dfa_of(regex_node(pattern, dialect=dialect))
             found = "".join(char for char in "a -é\xa0" if matches(dfa, char.encode()))
@@ -171,11 +171,11 @@ def test_keys_of_a_pattern_get_its_values_and_named_ones_both() -> None:
     schema = {
         "type": "object", "properties": {"n": {"type": "integer"}, "x-n": {"minimum": 2}},
         "patternProperties": {"^x-": {"type": "integer"}, "y$": {"maximum": 5}}, "additionalProperties": False,
-    }  # fmt: skip
+    }
     texts = [
         '{"x-a":1}', '{"x-a":"b"}', '{"x-y":9}', '{"x-y":5}', '{"n":1,"x-n":2,"x-b":1,"ay":3.5}',
              '{"x-n":1}', '{"m":1}', '{"n":1,"n":2}',
-    ]  # fmt: skip
+    ]
     assert written(schema, *texts) == [True, False, False, True, True, False, False, False]
     check_samples(schema)
     only = {"patternProperties": {"^[a-z]$": {"type": "null"}}, "additionalProperties": {"type": "boolean"}}
@@ -233,7 +233,7 @@ def test_keys_of_a_pattern_get_its_values_and_named_ones_both() -> None:
         ({"allOf": [{"properties": {"a": {}}, "additionalProperties": False}, {"properties": {"b": {}}}]}, ['{"a":1}', '{"b":1}'],
          [True, False]),
     ],
-)  # fmt: skip
+)
 def test_which_texts_can_be_written(schema: Any, texts: list[str], expected: list[bool]) -> None:
     assert written(schema, *texts) == expected
     check_samples(schema)
@@ -268,7 +268,7 @@ def test_what_a_draft_does_not_have_proves_nothing() -> None:
         ({"$schema": DRAFTS[2], "contains": {"const": 1}, "minContains": 0, "enum": [[], [1]]}, ["[]", "[1]"], [False, True]),
         ({"$schema": DRAFTS[2], "prefixItems": [{"const": 1}], "maxItems": 1, "minItems": 1}, ["[1]", "[2]"], [True, False]),
     ],
-)  # fmt: skip
+)
 def test_texts_that_only_another_reading_of_a_keyword_would_allow(schema: Any, texts: list[str], expected: list[bool]) -> None:
     """propertyNames of no string leaves {} alone; draft-04 takes 1.0 for no integer; draft-07 has no minContains."""
     assert written(schema, *texts) == expected
@@ -327,7 +327,7 @@ def test_dependencies_of_properties_say_nothing_of_other_types(depending: Any) -
         ({"items": {"type": "null"}, "pattern": "^a"}, ["[null]", '"a"']),
         ({"maxProperties": 0, "maxItems": 0, "maxLength": 0, "maximum": 0}, ["{}", "[]", '""', "0"]),
     ],
-)  # fmt: skip
+)
 def test_keywords_of_one_type_do_not_exclude_the_types_of_others(keywords: Any, texts: list[str]) -> None:
     """Neither where these types are named nor where none is."""
     types = ["object", "array", "string", "number", "null"]
@@ -363,7 +363,7 @@ def test_keywords_of_one_type_do_not_exclude_the_types_of_others(keywords: Any, 
         ({"enum": [[1, 1], [1, 2], 3], "not": {"uniqueItems": True}}, ["[1,1]", "[1,2]", "3"], [True, False, False]),
         ({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, ["{}", '{"a":1}', '{"c":1}'], [True, True, False]),
     ],
-)  # fmt: skip
+)
 def test_what_fails_a_schema_can_be_written(schema: Any, texts: list[str], expected: list[bool]) -> None:
     assert written(schema, *texts) == expected
     check_samples(schema)
@@ -384,7 +384,7 @@ def test_what_fails_a_schema_can_be_written(schema: Any, texts: list[str], expec
         ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, False]}}}, "leads back to itself", None),
         ({"type": "array", "minItems": 1, "items": {"required": ["a"], "additionalProperties": False}}, "/items/type", [5]),
     ],
-)  # fmt: skip
+)
 def test_what_is_empty_only_as_it_is_written_is_refused_by_its_keyword(schema: Any, keyword: str, valid: Any) -> None:
     """It is not impossible: a value is valid, though nothing can be written."""
     with pytest.raises(BadSchema, match=keyword):
@@ -404,7 +404,7 @@ def test_what_is_empty_only_as_it_is_written_is_refused_by_its_keyword(schema: A
         {"type": "object", "properties": {"a": {}}, "additionalProperties": False, "minProperties": 2},
         {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, {"type": "string", "not": {"pattern": "^a?"}},
     ],
-)  # fmt: skip
+)
 def test_what_is_proved_to_have_no_value_is_impossible(schema: Any) -> None:
     with pytest.raises(Impossible):
         schema_rules(schema)

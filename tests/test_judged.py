@@ -288,7 +288,7 @@ def test_a_model_of_the_hub_is_planned_without_its_weights_and_run_with_them_als
     write_head(hub.folder / "owner/head", design, random_tensors(design))
     hub.given.clear()
     words = ["model.path=owner/good", f"input.path={prompts(tmp_path)}", "device=cpu", "decode.max_new_tokens=4", "draft=eagle3",
-             "draft.path=owner/head", "draft.aux_layers=input"]  # fmt: skip
+             "draft.path=owner/head", "draft.aux_layers=input"]
     home = tmp_path / "home"
     ((code, out, err),) = hub.run(home, ["plan", *words])
     assert code == 0, err

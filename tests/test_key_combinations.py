@@ -24,14 +24,14 @@ from tests.test_family_keys import EXPERTS, SHAPE, USUAL, of_transformers, our_l
 MISSING = "(missing)"
 BASE: dict[str, Any] = {
     **SHAPE, **USUAL, "hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
+}
 OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True},
     "mixtral": EXPERTS, "minimax_m2": {**EXPERTS, "rotary_dim": 6}, "gpt_oss": {**EXPERTS, "sliding_window": 7},
     "gemma3_text": {"sliding_window": 7, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20},
     "mistral": {"sliding_window": 9}, "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
     "glm4": {"partial_rotary_factor": 0.5},
-}  # fmt: skip
+}
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3: dict[str, Any] = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.5, 2.0, 3.0], "long_factor": [4.0] * 3}
@@ -46,7 +46,7 @@ ROPES: tuple[Any, ...] = (
     {"rope_type": "longrope", "short_factor": [1.5] * 3, "long_factor": [4.0] * 3, "attention_factor": 1.3},
     {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, "sliding_attention": {"rope_theta": 100.0}},
     {"sliding_attention": {"rope_type": "linear", "factor": 4.0}},
-)  # fmt: skip
+)
 KEYS: dict[str, tuple[Any, ...]] = {
     "head_dim": (None, 8, 10), "num_key_value_heads": (None, 1, 4), "rms_norm_eps": (None, 1e-2), "rope_theta": (None, 50.0),
     "rope_parameters": ROPES, "rope_scaling": ROPES, "tie_word_embeddings": (None, True, False),
@@ -54,10 +54,10 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "layer_types": (None, [*KINDS, KINDS[0]], [KINDS[1]] * 3), "use_sliding_window": (True, False), "max_window_layers": (0, 1),
     "partial_rotary_factor": (None, 0.5, 1.0, 0.4, 0.6, 1), "rotary_dim": (None, 6, 4, 12, 5),
     "original_max_position_embeddings": (None, 64, 32), "hidden_act": ("silu", "swish", "gelu_pytorch_tanh"),
-}  # fmt: skip
+}
 COUNTS: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (None, 5, 4), "num_experts": (None, 5, 4), "num_experts_per_tok": (1, 5),
-}  # fmt: skip
+}
 OWN_KEYS: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen3_moe": {
         **COUNTS, "norm_topk_prob": (True, False), "decoder_sparse_step": (1, 2), "mlp_only_layers": (None, [], [0], [0, 1, 2]),
@@ -69,7 +69,7 @@ OWN_KEYS: dict[str, dict[str, tuple[Any, ...]]] = {
         "sliding_window_pattern": (1, 3), "query_pre_attn_scalar": (7,), "rope_local_base_freq": (50.0,),
         "hidden_activation": ("gelu_pytorch_tanh", "silu"),
     },
-}  # fmt: skip
+}
 
 
 def check(config: dict[str, Any], folder: Path) -> str:
@@ -145,7 +145,7 @@ NULLS: tuple[dict[str, Any], ...] = (
     {"rms_norm_eps": None}, {"rope_theta": None}, {"rope_scaling": {"rope_theta": None}},
     {"rope_scaling": {**YARN, "original_max_position_embeddings": None}},
     {"rope_scaling": LLAMA3, "original_max_position_embeddings": None},
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("changes", NULLS)

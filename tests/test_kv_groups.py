@@ -213,7 +213,7 @@ def held(engine: Engine) -> list[tuple[int, ...]]:
     samples: list[tuple[int, ...]] = []
     engine.on_round = lambda _: samples.append(
         tuple(pool.num_pages - 1 - pool.num_free for pool in engine.pools.pools)
-    )  # fmt: skip
+    )
     return samples
 
 

@@ -80,7 +80,7 @@ def test_a_head_s_own_layers_may_be_in_e4m3_alone() -> None:
         cache = KVCache.allocate(
             layout, groups=KVGroups.single(1), num_pages=(3,), device=torch.device("cpu"), num_draft_layers=2,
             draft_layout=replace(plain, fp8=True), scales=scales,
-        )  # fmt: skip
+        )
         target, *heads = cache.layers
         assert target.pages.dtype is layout.stored
         assert target.scales is None or target.scales.eq(0.5).all()
@@ -195,7 +195,7 @@ def job(model: Path, data: Path, out: Path, *more: str) -> int:
             f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={out}", "output.shard_rows=3",
             "output.token_ids=true", "decode.max_new_tokens=12", "packing.max_num_seqs=4", "decode.ignore_eos=true", *more,
         ]
-    )  # fmt: skip
+    )
 
 
 def tokens(out: Path) -> list[list[int]]:

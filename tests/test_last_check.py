@@ -99,10 +99,10 @@ def test_as_many_tokens_are_allowed_by_a_lazy_automaton(grammar: Grammar, tokens
 
 @given(
     st.sampled_from(PATTERNS_OF_LETTERS), st.lists(outputs, min_size=1, max_size=4), st.integers(1, 4), st.sampled_from("CF")
-)  # fmt: skip
+)
 def test_a_walk_goes_byte_by_byte_whichever_steps_were_walked_before(
     pattern: str, rows: list[list[int]], kept: int, order: Any
-) -> None:  # fmt: skip
+) -> None:
     """A step is kept, dropped and found anew; the tables may lie in memory in either order."""
     made = replace(automaton(pattern), table=np.asarray(automaton(pattern).table, order=order))
     with pytest.MonkeyPatch.context() as patch:
@@ -260,7 +260,7 @@ def test_tokens_that_an_earlier_run_left_are_checked_with_the_rest(is_lazy: bool
         left = Snapshot(
             row_index=0, sample_index=0, shard=0, tokens=tuple(whole[:count]), num_prefills=1, cached_tokens=0,
             accepted=(count - 1,), drafted=(count - 1,), prefill_s=0.0, decode_s=0.0,
-        )  # fmt: skip
+        )
         out = run([replace(req, resumed=left)], ALL["none"]())[0]
         assert out.token_ids is not None
         assert out.token_ids.tolist() == whole
@@ -276,7 +276,7 @@ def test_a_whole_output_of_an_earlier_run_is_checked_and_not_decoded_anew(is_laz
     left = Snapshot(
         row_index=0, sample_index=0, shard=0, tokens=tuple(whole), num_prefills=7, cached_tokens=0, accepted=(len(whole) - 1,),
         drafted=(len(whole) - 1,), prefill_s=0.0, decode_s=0.0,
-    )  # fmt: skip
+    )
     out = (run_lazy if is_lazy else run_finite)([replace(req, resumed=left)], ALL["none"]())[0]
     assert out.token_ids is not None
     assert out.token_ids.tolist() == whole
@@ -295,7 +295,7 @@ def engine_of(expanding: ExpandLate, decode: Any = None) -> Engine:
     return make_engine(
         tiny_target(window=5), ALL["lookup"](), packed(2, draft_len=4), device=DEVICE, vocabulary=VOCABULARY, expanding=expanding,
         automata_capacity=AutomataCapacity(num_tokens=VOCAB, table_words=1 << 14, masks_bytes=1 << 12, lazy_words=1 << 14),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("how", ["not checked", "no completion"])
@@ -403,7 +403,7 @@ def test_no_completion_is_made_of_a_row_that_was_not_checked(monkeypatch: pytest
         ('"\\n" x', "\na", "\na"), ('"\\n" x', "\n\na", "\na"), ('"\\n" x', "\n\n\na", "\na"), ('"\\n"? x', "\na", "a"),
         ('"\\n"? x', "\n\n\na", "\na"), ("x", "\n\nbab", "bab"), ("x", "a", "a"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("finish", [STOPPED, FULL])
 def test_a_line_break_that_a_recursive_grammar_asks_for_is_part_of_the_answer(
     root: str, written: str, answer: str, finish: int

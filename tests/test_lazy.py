@@ -59,7 +59,7 @@ def following(req: Request, grammar: Grammar, **more: Any) -> Request:
 def run(
     requests: Sequence[Request], drafter: Drafter, *, expanding: Expanding | None = None, lazy_words: int = 1 << 14,
     lazy_masks: int = 64, short_cap: int = 512, logprobs: int | None = None, **shape: Any,
-) -> dict[int, Completion]:  # fmt: skip
+) -> dict[int, Completion]:
     room = AutomataCapacity(
         num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, lazy_words=lazy_words, lazy_masks_bytes=4 * lazy_masks
     )
@@ -67,7 +67,7 @@ def run(
         tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.max_len, **shape}), device=DEVICE,
         vocabulary=VOCABULARY, automata_capacity=room, expanding=expanding or ExpandLate(0, most_polls=0),
         logprobs=logprobs,
-    )  # fmt: skip
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", short_cap)
         return {done.row_index: done for done in engine.run(iter(requests))}
@@ -80,7 +80,7 @@ def engine_of(expanding: Expanding, *, drafter: Drafter | None = None, **shape: 
         vocabulary=VOCABULARY, expanding=expanding, automata_capacity=AutomataCapacity(
             num_tokens=VOCAB, table_words=1 << 14, masks_bytes=1 << 12, lazy_words=1 << 14,
         ),
-    )  # fmt: skip
+    )
 
 
 def test_rows_that_are_stopped_while_rounds_are_in_flight_go_on_after_all_their_tokens() -> None:
@@ -116,7 +116,7 @@ def test_rows_that_wait_in_their_slots_have_the_pages_of_all_their_tokens(seed: 
     run(
         job, ALL[drafter](), short_cap=0, page_size=1, num_pages=draw.choice([40, 48, 56, 64]),
         expanding=ExpandLate(seed, most_polls=30), run_ahead=draw.choice([0, 2]),
-    )  # fmt: skip
+    )
     assert len(checked) > 50
 
 
@@ -177,7 +177,7 @@ def test_states_are_asked_for_once_and_serve_all_rows_and_later_runs(monkeypatch
     engine = make_engine(
         tiny_target(window=5), ALL["eagle3"](), packed(SLOTS, draft_len=3), device=DEVICE, vocabulary=VOCABULARY,
         automata_capacity=room, expanding=expanding,
-    )  # fmt: skip
+    )
     same = [following(request(i, [4, 7], cap=12), GRAMMARS[0]) for i in range(12)]
     first = {done.row_index: done for done in engine.run(iter(same))}
     asks = expanding.num_asks
@@ -215,7 +215,7 @@ def test_tokens_of_an_earlier_run_are_checked_although_the_states_were_lost(is_a
     left = Snapshot(
         row_index=0, sample_index=0, shard=0, tokens=(whole[0], whole[1] if is_allowed else wrong), num_prefills=5,
         cached_tokens=0, accepted=(1,), drafted=(1,), prefill_s=0.0, decode_s=0.0,
-    )  # fmt: skip
+    )
     expanding = ExpandLate(0)
     engine = engine_of(expanding)
     expanding._lost_epoch = lazy_of(engine)._places.epoch
@@ -282,7 +282,7 @@ def test_an_answer_follows_its_grammar_after_the_thought(name: str, opened: bool
             automaton_state={True: THOUGHT, None: EITHER, False: ANSWER}[opened],
         )
         for i in range(8)
-    ]  # fmt: skip
+    ]
     done = run(requests, ALL[name](), expanding=ExpandLate(0, thinks=True))
     ended = 0
     for out in tokens(done).values():
@@ -299,7 +299,7 @@ def test_a_row_goes_on_where_an_earlier_run_left_it() -> None:
     left = Snapshot(
         row_index=0, sample_index=0, shard=0, tokens=tuple(whole[:3]), num_prefills=1, cached_tokens=0, accepted=(2,),
         drafted=(2,), prefill_s=0.0, decode_s=0.0,
-    )  # fmt: skip
+    )
     assert len(whole) > 3
     assert tokens(run([replace(req, resumed=left)], ALL["none"]())) == {0: whole}
     wrong = replace(left, tokens=(END, END, END))  # of another grammar: not taken over

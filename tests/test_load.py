@@ -55,7 +55,7 @@ def test_on_a_cpu_nothing_is_prepared() -> None:
         [], ["decode.temperature=0.7", "decode.top_p=0.9"], ["decode.top_k=5"], ["decode.presence_penalty=0.5"],
         ["decode.min_new_tokens=2"], ["decode.logit_bias={5: -3}"], ["decode.logit_bias={5: 0}"],
     ],
-)  # fmt: skip
+)
 def test_the_usual_mode_is_that_of_a_row_without_values_of_its_own(keys: list[str], tmp_path: Path) -> None:
     pl.DataFrame({"prompt": ["Name a sea."]}).write_parquet(tmp_path / "in.parquet")
     model = make_model(tmp_path / "model")

@@ -89,7 +89,7 @@ def group_run(
         engine = make_engine(
             target, made(name, target), batch, device=DEVICE, decode=letters, lead=leading,
             vocabulary=VOCABULARY, automata_capacity=ROOM, expanding=None if leading is None else expanding,
-        )  # fmt: skip
+        )
         if leading is None:
             follower(engine)
             follow(end, engine, watchdog)
@@ -361,7 +361,7 @@ def test_messages_come_back_as_they_were() -> None:
         Load("cpu", {("linear", 8, 4): [(16, None)]}),
         Calibrate([[1, 2], [3]]), Scales(scales), Build(BATCH), Prepare(SamplingMode(random=True), True),
         Begin(3 * RUN), End(),
-    ]  # fmt: skip
+    ]
     assert [decode(encode(message)) for message in others] == others
     built = decode(encode(Build(BATCH, VOCABULARY)))
     assert isinstance(built, Build)
@@ -389,7 +389,7 @@ def test_a_request_that_was_sent_begins_alike_on_the_device() -> None:
     asked = replace(
         request(3, [4, 5, 6], cap=9, stop_ids=(2, 7), stop=("x",), min_new_tokens=2),
         thinking=Thinking(begin_id=3, end_id=4, opened=True, budget=6, closing=(11, 4)), synthetic_len=5, seed=-(2**62),
-    )  # fmt: skip
+    )
     with pytest.MonkeyPatch.context() as patch:
         _, steps, _ = recorded(scenario("none", 0), patch)
     step = next(found for pickled, _ in steps if (found := pickle.loads(pickled)).refills)

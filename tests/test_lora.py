@@ -47,7 +47,7 @@ CONFIG: dict[str, Any] = {
     "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True, "modules_to_save": None, "loftq_config": {},
     "rank_pattern": {}, "alpha_pattern": {}, "layers_to_transform": None, "layers_pattern": None, "exclude_modules": None,
     "megatron_core": "megatron.core", "megatron_config": None, "target_parameters": None, "qalora_group_size": 16,
-}  # fmt: skip
+}
 
 
 def make_adapter(folder: Path, base: Path, targets: list[str], *, seed: int = 0, **config: Any) -> Path:
@@ -96,7 +96,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, float]]] =
     "phi3": (*MODELS["phi3 window"], {}, {"qkv_proj": 2.0, "gate_up_proj": 2.0}),
     "attention beside experts": ("mixtral", {"num_local_experts": 4}, {}, {"q_proj": 2.0, "o_proj": 2.0}),
     "lm_head": ("llama", {"tie_word_embeddings": False}, {}, {"lm_head": 2.0}),
-}  # fmt: skip
+}
 """Family, its keys, the adapter's keys, and the scale of each module: alpha / r or alpha / sqrt(r)."""
 
 
@@ -218,7 +218,7 @@ def refused(folder: Path, base: Path) -> str:
         ({"target_modules": ["q_proj"]}, "2 modules that target_modules of adapter_config.json does not name: model"),
         ({"target_modules": ["q_proj", "up_proj", "k_proj"]}, "2 modules of target_modules lack in adapter_model.safetensors: m"),
     ],
-)  # fmt: skip
+)
 def test_a_configuration_that_is_not_built_is_refused_by_name(
     config: dict[str, Any], named: str, base: Path, adapter: Path, tmp_path: Path
 ) -> None:
@@ -235,7 +235,7 @@ def test_a_configuration_that_is_not_built_is_refused_by_name(
         {"target_modules": ["q_proj", "up_proj", "k_proj"], "exclude_modules": ["k_proj"]}, {"init_lora_weights": "gaussian"},
         {"eva_config": {"rho": 2.0}, "init_lora_weights": "eva"},
     ],
-)  # fmt: skip
+)
 def test_keys_that_change_nothing_of_these_weights_are_read(
     config: dict[str, Any], base: Path, adapter: Path, tmp_path: Path
 ) -> None:
@@ -261,7 +261,7 @@ Q_A, Q_B = (f"{PREFIX}model.layers.0.self_attn.q_proj.lora_{letter}.weight" for 
         ({Q_A: (8, 60)}, f"{Q_A} is [8, 60], and rank 8"),
         ({Q_B: (64, 4)}, f"{Q_B} is [64, 4], and rank 8"),
     ],
-)  # fmt: skip
+)
 def test_tensors_that_do_not_fit_the_model_are_refused(
     change: dict[str, tuple[int, ...] | None], named: str, base: Path, adapter: Path, tmp_path: Path
 ) -> None:

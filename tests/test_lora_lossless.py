@@ -112,7 +112,7 @@ def drafter_of(kind: str, draft_len: int, slots: int) -> Drafter:
             return ParallelDrafter(head, target, draft_len, slots=slots)
         case "hybrid":
             return HybridDrafter(ChainDrafter(head, target, draft_len, slots=slots), lookup(draft_len, 3, 0), slots=slots,
-                                 device=DEVICE)  # fmt: skip
+                                 device=DEVICE)
         case _:
             return TreeDrafter(
                 head, target, TreeShape(topk=2, depth=draft_len, nodes=min(7, 2 + (draft_len - 1) * 4)), slots=slots

@@ -106,7 +106,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Adapters]] = {
     "attention beside experts": ("mixtral", {"num_local_experts": 4}, [
         ({"q_proj": 2.0, "o_proj": 2.0}, {}), ({"k_proj": 2.0, "v_proj": 2.0}, {}),
     ]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -277,11 +277,11 @@ def words(model: Path, data: Path, out: Path, *more: str) -> list[str]:
         (["model.adapters={{a:https://me:secret@host/x}}"], "model.adapters holds credentials in a URL"),
         (["model.adapters={{" + ",".join(f"a{i}:x" for i in range(MAX_ADAPTERS + 1)) + "}}"], "at most 256 are supported"),
     ],
-)  # fmt: skip
+)
 def test_keys_and_columns_that_do_not_fit_each_other_are_refused_by_run_and_plan(
     keys: list[str], said: str, base: Path, folders: dict[str, Path], data: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     more = [key.format(adapters=named(folders), **folders) for key in keys]
     for command in ("run", "plan"):
         assert cli.main([command, *words(base, data, tmp_path / "out", *more)]) == 2

@@ -431,7 +431,7 @@ def test_logprobs_are_those_of_the_raw_logits(changes: dict[str, Any]) -> None:
     engine = make_engine(
         target, LookupDrafter(3, min_ngram=1, max_ngram=2), packed(2, draft_len=3), device=DEVICE,
         logprobs=4,
-    )  # fmt: skip
+    )
     (done,) = engine.run(iter([req]))
     assert done.token_ids is not None
     assert done.logprobs is not None

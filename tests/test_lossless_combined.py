@@ -106,7 +106,7 @@ def jobs(draw: st.DrawFn) -> list[tuple[Request, Rule]]:
             index, beginning + own if draw(st.booleans()) else own, cap=cap, sampling=sampling,
             predicted=draw(st.integers(1, cap)), min_new_tokens=draw(st.sampled_from([0, 0, min(3, cap), cap])),
             stop=tuple(draw(st.lists(st.sampled_from(["F", "GH", "K", "b", "cd"]), max_size=1))), stop_ids=(EOS,),
-        )  # fmt: skip
+        )
         rule: Rule = draw(st.sampled_from((None, *PATTERNS_OF_LETTERS[:4], *GRAMMARS)))
         if isinstance(rule, Grammar):
             one = replace(one, automaton=lazy(rule), automaton_state=ANSWER)
@@ -126,12 +126,12 @@ def drawn_engine(data: st.DataObject, drafter: Drafter, slots: int, longest: int
         num_pages=data.draw(st.sampled_from([scarce, 400]), label="pages"), draft_len=drafter.max_len,
         prefill_tokens=data.draw(st.sampled_from([1, 7, 64]), label="prefill_tokens"),
         run_ahead=data.draw(st.integers(0, 2), label="run_ahead"),
-    )  # fmt: skip
+    )
     late = ExpandLate(data.draw(st.integers(0, 9), label="late"), lost=data.draw(st.sampled_from([0.0, 0.2]), label="lost"))
     return make_engine(
         adapted_target(), drafter, batch, device=DEVICE, decode=decode, vocabulary=VOCABULARY, expanding=late,
         automata_capacity=data.draw(st.sampled_from(ROOMS), label="room"), logprobs=logprobs,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

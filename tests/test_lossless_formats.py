@@ -136,7 +136,7 @@ def test_tokens_are_those_of_plain_decoding(name: str, kind: str, setting: Setti
     batch = packed(
         SLOTS, max_len=longest, page_size=PAGE_SIZE, draft_len=drafter.max_len, prefill_tokens=16, run_ahead=1,
         num_pages=1 + longest + 2 * ahead if setting.scarce_pages else 400,
-    )  # fmt: skip
+    )
     monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 2)
     engine = make_engine(target, drafter, batch, device=DEVICE)
     if setting.auto_k:

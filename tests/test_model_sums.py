@@ -24,7 +24,7 @@ BF16, CPU = torch.bfloat16, torch.device("cpu")
 SMALL: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 90, "max_position_embeddings": 512, "head_dim": 10,
-}  # fmt: skip
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "qwen2": {"tie_word_embeddings": True},
@@ -161,10 +161,10 @@ def test_the_tuner_times_what_decode_rounds_of_a_small_model_multiply() -> None:
     assert found == {
         ("linear", 80, 48), ("norm_linear", 80, 48), ("linear", 48, 40), ("linear_add", 48, 40), ("linear", 144, 48),
         ("swiglu", 144, 48), ("norm_swiglu", 144, 48), ("linear", 48, 72), ("linear_add", 48, 72), ("lm_head", 90, 48),
-    }  # fmt: skip
+    }
     head = set(head_products(replace(dummy_spec(spec_of("qwen3")), num_layers=2, windows=(None, None))))
     assert head == {
         ("linear", 48, 144), ("linear", 80, 96), ("linear", 40, 96), ("linear", 80, 48), ("linear", 40, 48), ("linear", 48, 40),
         ("linear_add", 48, 40), ("linear", 144, 48), ("swiglu", 144, 48), ("norm_swiglu", 144, 48), ("linear", 48, 72),
         ("lm_head", 90, 48),
-    }  # fmt: skip
+    }

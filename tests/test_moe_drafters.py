@@ -39,12 +39,12 @@ LAYERS = 12
 MODELOPT = {
     "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
     "next_layer_regular": True, "parallel_draft_step": 1, "has_lm_head": True,
-}  # fmt: skip
+}
 """What NVIDIA's exporter writes besides the layers (Model-Optimizer, export/plugins/hf_spec_export.py)."""
 YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
-}  # fmt: skip
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -56,7 +56,7 @@ SPECULATORS = {
     "algorithm": "eagle3", "default_proposal_method": "greedy",
     "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3, "accept_tolerance": 0.0, "verifier_accept_k": 1}],
     "verifier": {"name_or_path": "openai/gpt-oss-20b", "architectures": ["GptOssForCausalLM"]},
-}  # fmt: skip
+}
 
 
 def gpt_oss() -> Target:
@@ -158,7 +158,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"aux_layer_ids": (2, 5, 8, 11), "fc_norm": True, "feed_normed": True},
     ),
-}  # fmt: skip
+}
 """Name -> the imitation, and what it is read as."""
 
 
@@ -259,7 +259,7 @@ def head_of(target: Target, taps: tuple[int, ...], tensors: dict[str, Tensor]) -
         dummy_spec(target.spec, draft_vocab_size=19), aux_layer_ids=taps, input_norm=True, num_heads=design.heads,
         num_kv_heads=design.kv_heads, head_dim=design.head_dim, intermediate_size=design.inner, rms_eps=design.eps,
         rope=replace(dummy_spec(target.spec).rope, type="default", theta=design.theta, factor=1.0, attention_factor=1.0),
-    )  # fmt: skip
+    )
     made = dummy_head(spec, dtype=torch.float64, device=DEVICE)
     hot = (tensors["d2t"] + torch.arange(19)).int()
     return Head(spec, {name: tensors[name] for name in made.tensors}, hot)
@@ -287,7 +287,7 @@ def words(folder: Path, out: str, *overrides: str) -> list[str]:
     return [
         f"model.path={folder / 'model'}", f"input.path={folder / 'prompts.parquet'}", f"output.dir={folder / out}", "device=cpu",
         "decode.max_new_tokens=20", "packing.max_num_seqs=6", "output.token_ids=true", *overrides,
-    ]  # fmt: skip
+    ]
 
 
 def test_a_head_trained_for_experts_drafts_and_changes_no_token(made: Path) -> None:

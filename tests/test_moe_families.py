@@ -42,7 +42,7 @@ MINIMAX_M2: dict[str, Any] = {
         "quant_method": "fp8", "fmt": "float8_e4m3fn", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
         "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

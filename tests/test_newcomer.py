@@ -63,7 +63,7 @@ class Template(ByteTokenizer):
     def encode_chat(self, messages: Any, **more: Any) -> list[int]:
         self.rows.append({"messages": messages, "tools": more["tools"], "kwargs": more["template_kwargs"]} | (
             {"continue": True} if more["continue_final"] else {}
-        ))  # fmt: skip
+        ))
         return [1]
 
 
@@ -110,7 +110,7 @@ class Read:
                 request_id=item.request_id, row_index=item.row_index, sample_index=0, shard=0, status="ok", finish_reason="stop",
                 text="ok",
             ) for item in self.made
-        ]  # fmt: skip
+        ]
         table = build_table(shard, done, columns=self.columns, input=self.config.input, output=self.config.output, attempt="a")
         rows: list[Json] = table.to_pylist()
         return rows
@@ -147,7 +147,7 @@ def test_the_order_of_the_lines_changes_no_row_and_no_type(
     output = read.output()
     assert {i: (row["k"], row["m"]) for i, row in zip(order, output, strict=False)} == {
         0: ("1", '{"a": 1}'), 1: ("x", "[2]"), 2: (None, None)
-    }  # fmt: skip
+    }
     schema = output_schema(read.source.schema, read.columns, OutputConfig())
     assert (schema.field("k").type, schema.field("m").type) == (pa.string(), pa.string())
 
@@ -207,7 +207,7 @@ def test_numpy_values_and_dates_of_dictionaries_keep_their_types() -> None:
 def test_integers_beyond_64_bits_in_memory_are_copied_as_text_as_from_json_lines() -> None:
     assert [row["x"] for row in Read(table_of([{"prompt": "a", "x": 1 << 70}, {"prompt": "b", "x": -1}])).output()] == [
         str(1 << 70), "-1"
-    ]  # fmt: skip
+    ]
 
 
 def test_values_that_arrow_cannot_hold_are_refused() -> None:
@@ -251,12 +251,12 @@ def test_views_of_text_and_bytes_are_copied_at_any_depth() -> None:
         "struct": (pa.struct([("a", pa.large_list(pa.binary_view()))]), {"a": [b"x"]}),
         "map": (pa.map_(pa.string_view(), pa.string_view()), [("a", "x")]), "pair": (pa.list_(pa.string_view(), 2), ["x", "y"]),
         "words": (pa.dictionary(pa.int8(), pa.string()), "x"),
-    }  # fmt: skip
+    }
     table = pa.table({"prompt": ["a", "b"], **{name: pa.array([value, None], kind) for name, (kind, value) in kinds.items()}})
     read = Read(table)
     assert [[row[name] for name in kinds] for row in read.output()] == [
         [value for _, value in kinds.values()], [None] * len(kinds)
-    ]  # fmt: skip
+    ]
     assert "view" not in str(output_schema(table.schema, read.columns, OutputConfig()))
 
 
@@ -378,7 +378,7 @@ def test_a_row_can_set_its_own_final_assistant(tmp_path: Path) -> None:
 SHAREGPT = [
     {"from": "system", "value": "s"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"},
     {"from": "human", "value": "again"},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.parquet"])
@@ -464,7 +464,7 @@ def test_an_empty_cell_of_csv_is_no_system_turn_in_the_prompt_nor_in_the_output(
         ('["e", "the end"]', ("e", "the end")), ("[]", ()), ("e", ("e",)), ("", ()), ("[/INST]", ("[/INST]",)),
         ("[1]", ("[1]",)), ('["e"', ('["e"',)), ('"e"', ('"e"',)),
     ],
-)  # fmt: skip
+)
 def test_stops_in_csv_are_a_json_list_or_one_text(tmp_path: Path, cell: str, stop: tuple[str, ...]) -> None:
     with (tmp_path / "in.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["prompt", "stop"], ["Hi", cell]])
@@ -550,7 +550,7 @@ def test_what_is_nested_deeply_costs_its_row(tmp_path: Path, depth: int) -> None
     read = Read(lines(
         tmp_path / "in.jsonl", {"id": "a", "prompt": "x"}, f'{{"id": "b", "prompt": "x", "m": {nested(depth)}}}',
         f'{{"id": "c", "prompt": "x", "m": {lists}}}', {"id": "d", "prompt": "[" * depth},
-    ))  # fmt: skip
+    ))
     assert list(read.errors) == ["in.jsonl:1", "in.jsonl:2"] + ["d"] * (depth > 400)
     assert f"it is nested {depth:,} levels deep, and at most {MAX_DEPTH} are taken" in read.errors["in.jsonl:1"]
     chat = [json.dumps([user("x")])] * 3
@@ -623,11 +623,11 @@ def test_a_column_that_never_fits_is_refused_and_one_that_sometimes_does_costs_r
         tmp_path / "in.jsonl", {"id": 1, "prompt": "a"}, {"id": "b", "prompt": ["a"]}, {"id": "c", "prompt": "a", "n": "two"},
         {"id": "d", "prompt": "a", "n": 2, "stop": "x"}, {"id": "e", "prompt": "a", "stop": ["y"]},
         {"id": "f", "prompt": "a", "stop": {"z": 1}},
-    ))  # fmt: skip
+    ))
     assert read.ids == ["1", "b", "c", "d", "e", "f"]
     assert {name: text.split(":")[0] for name, text in read.errors.items()} == {
         "b": "bad_type", "c": "bad_parameter", "f": "bad_parameter"
-    }  # fmt: skip
+    }
     stops = {item.request_id: item.stop for item in read.made if isinstance(item, Request)}
     assert stops == {"1": (), "d": ("x",), "e": ("y",)}
 

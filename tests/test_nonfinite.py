@@ -126,7 +126,7 @@ def run(name: str, requests: list[Request], **options: Any) -> dict[str, Complet
     engine = make_engine(
         broken_target(), drafter(name, requests), packed(SLOTS, run_ahead=1, prefill_tokens=16), device=DEVICE, decode=decode,
         **options,
-    )  # fmt: skip
+    )
     done = {completion.request_id: completion for completion in engine.run(iter(requests))}
     assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)  # every page came back
     return done
@@ -226,7 +226,7 @@ def test_a_job_writes_the_error_row_and_verify_compares_the_others(tmp_path: Pat
             f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={tmp_path / name}", "draft=lookup",
             "decode.max_new_tokens=6", "output.token_ids=true", "packing.max_num_seqs=3", "decode.n=2", "decode.temperature=1",
             "input.max_error_fraction=0.2",  # one of eight rows, whose two completions are errors
-        ]  # fmt: skip
+        ]
         assert run_module.main(arguments) == 0
         outputs[name] = pl.read_parquet(tmp_path / name / "data").sort("request_id", "sample_index")
     errors = outputs["all"].filter(pl.col("status") == "error")

@@ -31,7 +31,7 @@ from tests.test_remote_input import set_endpoint
 ODD = [
     "run[1]", "run[lr=3", "run?", "run*", "**", "lr=3", "a b", " ends ", "~x", "x%20y#z", "-lead", "it's", 'a"b', "new\nline",
     "{a}", "$HOME;&|", "back\\", "true", "1e3", "key: v", "hf:x", "ü日本", "x" * 255, "+x", "@(!x)", "..x", "\x1b[31m",
-]  # fmt: skip
+]
 ALL = "run[1]?* lr=3 ~%20#'\"{a}$;&|!@+(ü日"
 """Every odd character that a key of an object may have, in one name."""
 
@@ -54,7 +54,7 @@ def words(model: Path | str, source: Path | str, out: Path | str, *more: str) ->
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={source}", f"output.dir={out}", "output.shard_rows=2",
         "decode.max_new_tokens=3", "packing.max_num_seqs=3", "draft=lookup", *more,
-    ]  # fmt: skip
+    ]
 
 
 def typed(path: str) -> str:

@@ -95,7 +95,7 @@ def test_bad_lines_are_errors_in_the_answers_and_rows_of_the_job(folder: Path) -
     found = answers(folder / "out/answers.jsonl")
     for name, code, said in (
         ("vector", "bad_request", "url '/v1/embeddings' is not supported"), ("in.jsonl:3", "bad_json", "it is not JSON"),
-    ):  # fmt: skip
+    ):
         assert found[name]["response"] is None
         assert found[name]["error"]["code"] == code
         assert said in found[name]["error"]["message"]
@@ -253,7 +253,7 @@ def test_a_converted_file_and_the_lines_give_the_same_answers(folder: Path, mode
             "output.openai=a.jsonl with decode.score=prompts has no",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_file_of_answers_that_cannot_be_is_refused_before_the_work(
     model: Path, tmp_path: Path, more: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

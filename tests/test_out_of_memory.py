@@ -46,7 +46,7 @@ def arguments(model: Path, out: Path, *more: str) -> list[str]:
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={out}", "output.shard_rows=3",
         "decode.max_new_tokens=12", "packing.max_num_seqs=4", "draft=lookup", "output.token_ids=true", *more,
-    ]  # fmt: skip
+    ]
 
 
 def rows_of(out: Path) -> list[tuple[Any, ...]]:
@@ -102,7 +102,7 @@ PLACES: dict[str, tuple[type, str, BaseException, int]] = {
 def test_running_out_of_memory_once_makes_the_batch_smaller(
     model: Path, tmp_path: Path, place: str, expected: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     num_raised = fails(monkeypatch, place)
     assert run.main(arguments(model, tmp_path / "out")) == 0
     assert num_raised() == 1
@@ -133,7 +133,7 @@ def test_the_larger_engine_is_gone_when_the_smaller_one_is_loaded(
 def test_running_out_of_memory_twice_ends_the_run_and_the_same_command_resumes_it(
     model: Path, tmp_path: Path, place: str, expected: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     with monkeypatch.context() as patch:
         fails(patch, place, again=True)
         assert run.main(arguments(model, tmp_path / "out")) == 2
@@ -149,7 +149,7 @@ def test_running_out_of_memory_twice_ends_the_run_and_the_same_command_resumes_i
 def test_memory_that_runs_out_in_the_survey_ends_the_command_before_anything_is_written(
     model: Path, tmp_path: Path, command: Callable[[list[str]], int], error: BaseException, expected: list[tuple[Any, ...]],
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """There is no batch yet that could be made smaller."""
     words = arguments(model, tmp_path / "out")
 
@@ -172,7 +172,7 @@ def test_memory_that_runs_out_in_the_survey_ends_the_command_before_anything_is_
 def test_memory_that_runs_out_in_a_worker_process_loses_no_row(
     model: Path, tmp_path: Path, task: str, always: bool, expected: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """An error in the worker is raised in the run; a file that was begun does not stay."""
     marks = tmp_path / "marks"
     marks.mkdir()

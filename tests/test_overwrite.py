@@ -96,7 +96,7 @@ def test_a_run_whose_job_was_overwritten_publishes_nothing(out: Any) -> None:
     acts: list[Callable[[], Any]] = [
         partial(first.commit, 0, tables()[0]), journal.flush, partial(first.finish, "card"), partial(first.put_report, "page"),
         partial(first.log_run, {}), partial(first.keep_kv_scales, b"old"), partial(first.keep_weight_sums, b"old"),
-    ]  # fmt: skip
+    ]
     for act in acts:
         with pytest.raises(OutputError, match="was overwritten while this run worked on it; the run ends and publishes nothing"):
             act()
@@ -332,7 +332,7 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_CLUSTER_NAME": "c"}
         ({**SINGLE, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"},
          {**SINGLE, "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "4"}, False),
     ],
-)  # fmt: skip
+)
 def test_what_is_one_command(tmp_path: Path, began: dict[str, str], comes: dict[str, str], same: bool) -> None:
     manifest = new_folder(tmp_path, 6, 2).manifest
     made = type(manifest)(
@@ -362,7 +362,7 @@ def command(tmp_path: Path) -> list[str]:
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={tmp_path / 'out'}",
         "output.shard_rows=2", "packing.max_num_seqs=2", "input.chat=true", "decode.ignore_eos=true",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture
@@ -383,7 +383,7 @@ def stopped(command: list[str], tmp_path: Path) -> Iterator[ForkServerProcess]:
 def test_a_run_that_was_stopped_and_continues_adds_no_row_to_the_job_that_took_its_folder(
     command: list[str], stopped: ForkServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     out, anew = tmp_path / "out", [*command, "decode.max_new_tokens=2", "output.overwrite=true"]
     capsys.readouterr()
     assert run.main(anew) == 2  # it is there, and its claims are young

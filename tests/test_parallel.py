@@ -87,7 +87,7 @@ def test_drafts_are_those_of_the_definition(name: str, dead_positions: bool, tmp
     layout = ("flat", "speculators", "additional")[len(name) % 3]
     drafter = make_drafter(
         tmp_path, design, tensors, max_len, slots=3, layout=layout, dead_positions=dead_positions, argmax=dead_positions
-    )  # fmt: skip
+    )
     batch = packed(3, draft_len=max_len, prefill_tokens=7, num_pages=60, max_len=40)
     _, done, _ = run(mixed_requests(), batch, drafter, options=synthetic(max_len))
     assert sum(c.stats.num_accepted for c in done.values() if c.stats) > 5
@@ -351,7 +351,7 @@ def test_a_whole_job_gives_the_tokens_of_one_without_drafts(tmp_path: Path) -> N
     sizes = {
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16, "vocab_size": 320, "max_position_embeddings": 512,
-    }  # fmt: skip
+    }
     shape.write_text(json.dumps({**COMMON, **sizes}))
     make_job(tmp_path / "job", shape=str(shape), num_requests=4, prompt_len=20, cap=60)
     words = [

@@ -243,7 +243,7 @@ def test_a_whole_job_drafts_with_it_and_gives_the_tokens_of_one_without(tmp_path
     words = [
         "+job=reasoning_8k", f"model.path={tmp_path}/model", "model.max_len=64", f"input.path={tmp_path}/p.parquet",
         "decode.max_new_tokens=20", "device=cpu",
-    ]  # fmt: skip
+    ]
     found = []
     for name, draft in (("none", ["draft=none"]), ("pard", ["draft=pard", f"draft.path={folder}", "draft.parallel=auto"])):
         assert job_run.main([*words, *draft, f"output.dir={tmp_path}/{name}"]) == 0

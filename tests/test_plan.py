@@ -37,7 +37,7 @@ from tests.stand_ins import ByteTokenizer
 MODEL = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 4096, "eos_token_id": 257, "tie_word_embeddings": True,
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_a_greedy_job_of_a_model_that_recommends_sampling_is_reported(
          "the model's generation_config.json recommends decode.repetition_penalty=1.2 and sets forced_eos_token_id=2, which jobs "
          "do not follow"),
     ],
-)  # fmt: skip
+)
 def test_what_the_job_does_not_follow_of_generation_config_is_one_line(
     temperature: float, generation: dict[str, Any], said: str
 ) -> None:
@@ -139,7 +139,7 @@ def test_a_key_of_the_config_that_nothing_reads_is_reported(job: RunConfig) -> N
         (DecodeConfig(ignore_eos=True), set(), None),
         (DecodeConfig(score="prompts"), set(), None),
     ],
-)  # fmt: skip
+)
 def test_a_model_without_an_end_token_is_reported(decode: DecodeConfig, end_ids: set[int], said: str | None) -> None:
     notes = dict(model_notes(decode, read_spec(MODEL, "config.json"), end_ids))
     assert ("no end" in notes) == (said is not None)
@@ -227,7 +227,7 @@ def test_the_memory_of_quantised_models_on_a_gpu(
     held = reserve_bytes(
         made.job.spec, dtype=torch.bfloat16, slots=64, num_buckets=len(made.batch.row_buckets), draft_len=0,
         prefill_tokens=made.batch.prefill_tokens, max_len=1536, shared_tokens=1024,
-    )  # fmt: skip
+    )
     assert 2 * GB < held < 10 * GB
     assert made.batch.graph_tokens is not None
     graphs = prefill_graph_bytes(made.job.spec, dtype=torch.bfloat16, tokens=made.batch.graph_tokens)

@@ -51,7 +51,7 @@ def on_gpu(
     return choose_batch(
         PackingConfig(**packing), LLAMA_8B, H200, demand, device=GPU, dtype=torch.bfloat16, draft_len=draft_len,
         draft_layers=draft_layers, free_bytes=free_bytes,
-    )  # fmt: skip
+    )
 
 
 def test_memory_is_kept_for_the_graphs_of_every_draft_length_that_is_tried() -> None:
@@ -130,14 +130,14 @@ def on_cpu(demand: Demand, **packing: Any) -> PackedBatch:
     return choose_batch(
         PackingConfig(**packing), small_spec(), SLOW, demand, device=CPU, dtype=torch.float32, draft_len=4,
         free_bytes=10**9,
-    )  # fmt: skip
+    )
 
 
 def reserve(batch: PackedBatch, spec: ModelSpec = LLAMA_8B) -> int:
     return reserve_bytes(
         spec, dtype=torch.bfloat16, slots=batch.num_slots, num_buckets=len(batch.row_buckets), draft_len=batch.draft_len,
         prefill_tokens=batch.prefill_tokens, max_len=batch.max_len,
-    )  # fmt: skip
+    )
 
 
 def test_long_prompts_on_one_gpu_take_as_many_rows_as_the_memory_holds() -> None:
@@ -175,7 +175,7 @@ def test_a_small_card_prefills_in_shorter_passes() -> None:
 def test_a_short_job_holds_back_what_its_own_passes_need() -> None:
     own = reserve_bytes(
         LLAMA_8B, dtype=torch.bfloat16, slots=1, num_buckets=1, draft_len=3, prefill_tokens=40, max_len=40
-    )  # fmt: skip
+    )
     one = Demand(num_completions=1, prompt_tokens=30, output_tokens=10, max_tokens=40)
     assert on_gpu(one, free_bytes=own + 4 * LLAMA_PAGE).num_pages == 4
 
@@ -191,12 +191,12 @@ def test_a_small_model_runs_a_thousand_short_rows_beside_its_logits() -> None:
     smol = small_spec(
         hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64, intermediate_size=1536, vocab_size=49_152,
         windows=(None,) * 30, max_len=8192,
-    )  # fmt: skip
+    )
     gsm8k = Demand(num_completions=1319, prompt_tokens=150, output_tokens=128, max_tokens=700)
     batch = choose_batch(
         PackingConfig(), smol, H200, gsm8k, device=GPU, dtype=torch.bfloat16, draft_len=3,
         draft_layers=((smol.kv_layout(torch.bfloat16, 16), None),), free_bytes=140 * 10**9,
-    )  # fmt: skip
+    )
     assert batch.num_slots == 1024
     assert batch.num_pages == 1024 * 44 + 1
     logits = 1024 * 4 * 49_152 * 4
@@ -337,7 +337,7 @@ def request(row: int, prompt: list[int], predicted: int = 10, sample: int = 0) -
     return Request(
         request_id=f"r{row}", row_index=row, sample_index=sample, shard=0, prompt_ids=np.array(prompt, np.int32),
         max_new_tokens=100, min_new_tokens=0, sampling=SamplingParams(), stop_ids=(), stop=(), seed=0, predicted_tokens=predicted,
-    )  # fmt: skip
+    )
 
 
 def order(*requests: Request) -> list[tuple[int, int]]:
@@ -374,7 +374,7 @@ def test_a_deeper_common_prefix_counts_more_than_one_that_all_rows_have() -> Non
     rows = [
         request(0, [9, 9, 1, 1], 30), request(1, [9, 9, 5, 5, 1], 20),
         request(2, [9, 9, 2, 2], 25), request(3, [9, 9, 5, 5, 2], 10),
-    ]  # fmt: skip
+    ]
     assert order(*rows) == [(0, 0), (2, 0), (1, 0), (3, 0)]
 
 
@@ -409,7 +409,7 @@ def windowed(*windows: int | None) -> ModelSpec:
 def memory_of(spec: ModelSpec, *, max_tokens: int, lookahead: int = 4, drafts: DraftLayers = ()) -> KVMemory:
     return KVMemory.of(
         spec, torch.float32, drafts, page_size=16, max_len=max_tokens, max_tokens=max_tokens, lookahead=lookahead, pass_tokens=1,
-    )  # fmt: skip
+    )
 
 
 def test_a_row_needs_the_pages_of_its_window_and_all_of_them_where_layers_read_all_keys() -> None:

@@ -155,7 +155,7 @@ def test_no_more_is_taken_than_ready_when_one_request_uses_up_several() -> None:
 @given(
     caps=st.lists(st.integers(1, 400), min_size=1, max_size=80), shard_rows=st.integers(1, 9), slots=st.integers(1, 6),
     turns=st.lists(st.integers(0, 7), max_size=40),
-)  # fmt: skip
+)
 def test_requests_that_a_feed_calls_ready_are_handed_out_without_reading_a_shard(
     caps: list[int], shard_rows: int, slots: int, turns: list[int]
 ) -> None:
@@ -163,7 +163,7 @@ def test_requests_that_a_feed_calls_ready_are_handed_out_without_reading_a_shard
     window is ready once all its rows are admitted."""
     plain, made = feed(caps, shard_rows=shard_rows, slots=slots, clock=lambda: 0.0), feed(
         caps, shard_rows=shard_rows, slots=slots, clock=lambda: 0.0
-    )  # fmt: skip
+    )
     expected = [one.row_index for one in all_of(plain.requests)]
     ahead = waiting(made.requests, slots)
     found: list[Request] = []

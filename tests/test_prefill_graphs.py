@@ -141,7 +141,7 @@ def test_logprobs_of_first_tokens_are_those_of_plain_passes(num_top: int) -> Non
     def done() -> dict[str, tuple[Any, ...]]:
         engine = make_engine(
             tiny_target(), NoDrafter(), packed(5, run_ahead=2), device=DEVICE, logprobs=num_top,
-        )  # fmt: skip
+        )
         return {c.request_id: (c.token_ids, c.logprobs, c.top_logprobs) for c in engine.run(iter(asked))}
 
     plain = done()
@@ -210,7 +210,7 @@ def refills(draw: st.DrawFn) -> Refills:
         request(i, draw(prompts), cap=draw(st.integers(1, 4)), sampling=draw(st.sampled_from(SAMPLINGS)),
                 stop_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=3, unique=True))))
         for i in range(slots)
-    ]  # fmt: skip
+    ]
     order = draw(st.permutations([slot for slot, kind in enumerate(kinds) if kind == "entering"]))
     entering = {slot: (made[slot], draw(st.integers(0, len(made[slot].prompt_ids) - 1))) for slot in order}
     decoding = {slot: made[slot] for slot, kind in enumerate(kinds) if kind == "decoding"}

@@ -131,7 +131,7 @@ def found(*accepted: tuple[float, ...], fed: tuple[float, ...] | None = None, co
         fed=None if fed is None else Found(spec=replace(spec, feed_normed=True), accepted=fed, rounds=4000),
         readings={(2, 4, 5): "auto"}, contexts=tuple(InContext(tokens=10**i, accepted=a) for i, a in enumerate(contexts)),
         num_rows=64,
-    )  # fmt: skip
+    )
 
 
 @cache

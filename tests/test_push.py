@@ -122,7 +122,7 @@ FAULTS: list[tuple[str, str, int]] = [
     ("POST", "/preupload/", 500), ("POST", "/objects/batch", 502), ("PUT", "/upload/", 503), ("PUT", "/upload/", CUT),
     ("PUT", "/upload/", CUT_AFTER), ("POST", "/commit/", 500), ("POST", "/commit/", 429), ("POST", "/commit/", CUT),
     ("POST", "/commit/", CUT_AFTER), ("POST", "/commit/", SILENT), ("PUT", "/upload/", SILENT),
-]  # fmt: skip
+]
 
 
 def first_only(method: str, part: str, fault: int) -> Callable[[str, str], int | None]:

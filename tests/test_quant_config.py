@@ -20,7 +20,7 @@ def kv_only(**changes: Any) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": scheme, "ignore": [],
         **changes,
-    }  # fmt: skip
+    }
 
 
 NO_WEIGHTS: dict[str, Any] = {"targets": [], "weights": None, "input_activations": None, "output_activations": None}

@@ -34,7 +34,7 @@ QWEN3_30B: dict[str, Any] = {
     "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960, "num_experts": 128,
     "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "mlp_only_layers": [],
     "decoder_sparse_step": 1,
-}  # fmt: skip
+}
 
 
 def kinds(spec: ModelSpec) -> str:

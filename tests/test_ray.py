@@ -34,7 +34,7 @@ def test_batches_of_a_dataset_have_the_rows_of_a_job(cluster: None, tmp_path: Pa
     options = [
         f"model.path={model}", "model.dtype=float64", "model.max_len=96", "decode.max_new_tokens=8", "decode.temperature=0.8",
         "output.token_ids=true", "packing.max_num_seqs=4", "packing.memory_gb=0.1",
-    ]  # fmt: skip
+    ]
     rows = pl.DataFrame({"id": [f"q{i}" for i in range(40)], "prompt": [None if i == 7 else f"Say word{i}" for i in range(40)]})
     rows.write_parquet(tmp_path / "prompts.parquet")
 

@@ -77,7 +77,7 @@ def test_a_row_is_located_in_its_file(tmp_path: Path) -> None:
     files = source_of(str(tmp_path)).files
     assert [locate(files, row) for row in (0, 2, 3, 4)] == [
         ("a.parquet", 0), ("a.parquet", 2), ("b.parquet", 0), ("b.parquet", 1)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 1 << 20])
@@ -238,7 +238,7 @@ def test_shards_partition_the_rows(
 
 def test_row_groups_of_skipped_shards_are_not_read(tmp_path: Path) -> None:
     path = write(tmp_path / "in.parquet", numbered(0, 40), row_group_size=10, compression="none", use_dictionary=False,
-                 write_page_checksum=True)  # fmt: skip
+                 write_page_checksum=True)
     data = bytearray(path.read_bytes())
     data[data.index(b"say 12")] ^= 1
     path.write_bytes(data)
@@ -385,7 +385,7 @@ def test_rows_without_ids_are_named_by_file_and_row(tmp_path: Path) -> None:
         ("in", "in/_out", False), ("in/*.parquet", "in/out", False), ("in", "out", False), ("in", "inner/out", False),
         ("s3://b/in", "in/out", False), ("s3://b/in", "s3://c/in/out", False), ("in/a.parquet", "in", False),
     ],
-)  # fmt: skip
+)
 def test_the_output_is_no_part_of_the_input(path: Any, out: str, inside: bool) -> None:
     """Otherwise the first run succeeds, and the next one reads its output as input."""
     entries = path if isinstance(path, list) else [path]

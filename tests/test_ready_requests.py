@@ -41,7 +41,7 @@ class Compiles:
             return Completion(
                 request_id=one.request_id, row_index=one.row_index, sample_index=one.sample_index, shard=one.shard,
                 status="error", finish_reason="error",
-            )  # fmt: skip
+            )
         return replace(one, automaton=automaton("[ab]*"), automaton_state=1)
 
 
@@ -68,7 +68,7 @@ def test_rows_whose_automata_are_loaded_are_admitted_first() -> None:
     compiles, refused = Compiles(), list[Completion]()
     made = ReadyRequests(
         rows("a", None, "b", "a", None, "bad", "c"), compiles, refused=refused.append, busy=lambda: True, ahead=9
-    )  # fmt: skip
+    )
     assert numbers([made.next_ready() for _ in range(4)]) == [1, 4, None, None]
     assert list(compiles.begun) == ["a", "b", "bad", "c"]
     compiles.finish("b")

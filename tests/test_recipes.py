@@ -145,7 +145,7 @@ def test_the_figure_of_lossless_formats_decodes_the_rows_of_each_job_again(tmp_p
     jobs = [compose(line[2:]) for line in lines if line[1] == "batchspec.run"]
     assert {job.model.path for job in jobs if job.cache.dtype == "fp8"} == {
         "dense", str(made / "moe_fp8_block"), str(made / "gpt_oss_mxfp4")
-    }  # fmt: skip
+    }
     assert {job.model.path for job in jobs if job.cache.dtype == "auto"} == {"dense"} | {
         str(made / name) for name in ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss_mxfp4")
     }
@@ -192,7 +192,7 @@ def test_the_figure_of_deterministic_formats_runs_each_format_in_four_ways(tmp_p
     formats = {(str(job.model.path), job.cache.dtype) for job in jobs}
     assert {Path(path).name for path, kv in formats if kv == "auto"} == {
         "fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss_mxfp4"
-    }  # fmt: skip
+    }
     assert {path for path, kv in formats if kv == "fp8"} == {"dense", str(made / "fp8_channel"), str(made / "gpt_oss_mxfp4")}
     for path, kv in formats:
         own = [job for job in jobs if (str(job.model.path), job.cache.dtype) == (path, kv)]

@@ -47,7 +47,7 @@ def text_of(chars: Chars) -> str:
         (r"\x41|\u0042|\U00000043|\104|\N{LATIN CAPITAL LETTER E}|\0", "ABCDE\0", "", "F"),
         (r"[\ud800-\uffff]", "\uffff\ue000", "", "a"),
     ],
-)  # fmt: skip
+)
 def test_a_character_is_written_only_if_python_takes_it(regex: str, written: str, left_out: str, no_match: str) -> None:
     """left_out: matches by `re` that the docs name."""
     dfa = CharDfa.of(regex_node(regex))
@@ -66,7 +66,7 @@ def test_a_character_is_written_only_if_python_takes_it(regex: str, written: str
         ("(?i)a(?-i:b)|c", ["Ab", "C"], ["AB"]),
         (r"\ud83d\ude00|a", ["a"], ["😀"]), ("(?P<a·>a)", ["a"], []), ("(?u)a(?u:b)", ["ab"], ["aB"]),
     ],
-)  # fmt: skip
+)
 def test_a_text_is_written_if_python_takes_it(regex: str, written: list[str], not_written: list[str]) -> None:
     dfa = dfa_of(regex_node(regex))
     for text in (*written, *not_written):
@@ -98,7 +98,7 @@ def test_a_pair_of_letters_is_a_capital_and_a_small_one() -> None:
         ({"pattern": r"^[\s\S]$"}, "a\xa0\ufeff", ""), ({"pattern": "(?i)^k$"}, "kK", "a"),
         ({"pattern": "^(?s:.)$"}, "a\u2028", ""),
     ],
-)  # fmt: skip
+)
 def test_a_pattern_of_a_schema_writes_what_all_validators_take(schema: dict[str, object], valid: str, invalid: str) -> None:
     written = Written({"type": "string", "minLength": 1, **schema})
     assert {char for char in valid + invalid if written.writes(char)} == {*valid}

@@ -279,7 +279,7 @@ def test_a_url_that_names_nothing_to_read_is_one_line(url: str, message: str, mo
         "az://data@account.blob.core.windows.net/x", "hf://datasets/org/name@v1.0/x.parquet", "hf://datasets/o/n@refs/pr/1/x",
         "gs://bucket/in@home/x", "s3://bucket/in",
     ],
-)  # fmt: skip
+)
 def test_a_container_and_a_revision_are_no_credentials(url: str) -> None:
     check_credentials(_config(url), URLS)
 

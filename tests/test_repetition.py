@@ -58,7 +58,7 @@ def job(model: Path, folder: Path, out: str, *more: str) -> list[dict[str, Any]]
     words = [
         f"model.path={model}", f"input.path={data}", f"output.dir={folder / out}", "decode.max_new_tokens=60", "draft=none",
         "model.dtype=float64", "decode.ignore_eos=true", "output.token_ids=true", "device=cpu", *more,
-    ]  # fmt: skip
+    ]
     assert run.main(words) == 0
     return pl.read_parquet(folder / out / "data/*.parquet").sort("row_index").to_dicts()
 

@@ -78,7 +78,7 @@ def test_a_second_process_that_executes_the_steps_has_the_same_tokens_and_page_t
         seen |= what_happened(one, [pickle.loads(step) for step, _ in steps], engine)
     assert seen == {
         "no draft prepared", "preempted", "killed", "moved", "granted", "prefilled again", "cached", "grouped", "swapped",
-    }  # fmt: skip
+    }
     assert all(done == tokens[0] for done in tokens)
     for req in requests_of_every_kind():
         if req.thinking is None:

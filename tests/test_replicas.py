@@ -44,7 +44,7 @@ BF16, GPU = torch.bfloat16, torch.device("cuda")
 LLAMA_70B = small_spec(
     hidden_size=8192, num_heads=64, num_kv_heads=8, head_dim=128, intermediate_size=28672, vocab_size=128256,
     windows=(None,) * 80, tie=False, max_len=131_072, dtype="bfloat16",
-)  # fmt: skip
+)
 MEMORY = 140 * 10**9
 
 
@@ -90,7 +90,7 @@ def test_gpt_oss_120b_is_cut_for_few_rows_and_copied_for_many() -> None:
     asked = {"prompt_tokens": 1024, "output_tokens": 256, "max_tokens": 1280}
     assert {rows: best(compared(spec, 2, num_completions=rows, **asked)).ranks for rows in (64, 256, 512, 20_000)} == {
         64: 2, 256: 2, 512: 2, 20_000: 1
-    }  # fmt: skip
+    }
 
 
 def test_that_choice_stands_if_ranks_save_none_of_the_time_that_the_cost_model_leaves_out() -> None:
@@ -213,7 +213,7 @@ EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
         ({"intermediate_size": 384, "head_dim": 128, "quantization_config": FP8_BLOCK}, [1, 2]),
         ({"intermediate_size": 384, "head_dim": 64, "quantization_config": FP8_BLOCK}, [1]),
     ],
-)  # fmt: skip
+)
 def test_plan_and_auto_take_what_every_rank_of_a_run_takes(changes: dict[str, Any], possible: list[int], job: RunConfig) -> None:
     found, _ = layouts_on_eight(job, changes)
     assert [layout.ranks for layout in found if layout.seconds is not None] == possible

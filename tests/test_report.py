@@ -142,7 +142,7 @@ def test_the_page_reports_the_rows_and_tokens_of_the_job(tmp_path: Path) -> None
         "<h3>Tokens a second</h3>", "<h3>Use of the slots</h3>", "<h3>K and acceptance length</h3>",
         'var(--second)"></i>draft tokens a round (K)<', 'var(--first)"></i>tokens a round (acceptance length)<',
         "<dt>torch</dt><dd>2.x</dd>", "&lt;/pre&gt;",
-    ):  # fmt: skip
+    ):
         assert said in text, said
 
 
@@ -154,7 +154,7 @@ def test_the_page_answers_first_whether_the_data_is_good_then_how_fast_it_was_th
         "error rows", "empty answers", "answers that end in a loop", "<h3>Prompt lengths</h3>", "Median 41, 90 % up to 101",
         '<h3 id="errors">Error rows</h3>', "<h3>Random samples</h3>", "<h2>Speed</h2>", "tokens a second",
         "<h2>Acceptance of drafts</h2>", "<h2>Runs and settings</h2>",
-    )  # fmt: skip
+    )
     places = [text.index(said) for said in order]
     assert places == sorted(places)
     samples = text.split("<h3>Random samples</h3>")[1].split("<h2>")[0]
@@ -173,7 +173,7 @@ def test_error_rows_are_listed_by_code_with_their_reasons(tmp_path: Path, monkey
     errors = first_errors(folder)
     assert {code: [row.row_index for row in found] for code, found in errors.items()} == {
         "overlong": [1, 3, 5], "template": [9, 11, 13],
-    }  # fmt: skip
+    }
     text = report(tmp_path)
     Tags(text)
     assert "<h4>overlong: 4 rows (the first 3)</h4>" in text
@@ -188,7 +188,7 @@ def test_the_head_of_the_page_names_model_sampling_date_and_duration(tmp_path: P
     for fact in (
         "<dt>Model</dt><dd>tiny</dd>", "<dt>Sampling</dt><dd>temperature 0.5, seed 3</dd>", "<dt>Wall time</dt><dd>40.0 s</dd>",
         "<dt>Began</dt><dd>1970-01-12 13:46:40 UTC</dd>", "<dt>Ended</dt><dd>1970-01-12 13:48:20 UTC</dd>",
-    ):  # fmt: skip
+    ):
         assert fact in head, fact
 
 

@@ -118,7 +118,7 @@ def test_requests_that_end_at_once_make_the_engine_prefetch_none_that_is_not_rea
     ended = Snapshot(
         row_index=0, sample_index=0, shard=0, tokens=(5, 6), num_prefills=1, cached_tokens=0, accepted=(1,), drafted=(1,),
         prefill_s=0, decode_s=0,
-    )  # fmt: skip
+    )
     first = [request(i, [1, 2], cap=9) for i in range(8)]
     at_once = [replace(request(8 + i, [1, 2], cap=2), resumed=replace(ended, row_index=8 + i)) for i in range(4)]
     asked, prefetching = [*first, *at_once, request(12, [1, 2], cap=2)], False

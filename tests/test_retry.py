@@ -50,7 +50,7 @@ CAPS = (8, 20)
 SAME = [
     "request_id", "row_index", "sample_index", "status", "messages", "completion", "reasoning", "reasoning_truncated",
     "finish_reason", "stop_reason", "token_ids", "seed", "error", "topic",
-]  # fmt: skip
+]
 """Columns that two runs of one job share; spec_decode, perf and usage.cached_tokens tell what a run did."""
 
 
@@ -217,7 +217,7 @@ def test_forced_tokens_are_counted_once_though_the_smaller_limit_cut_them_off(
     assert_frame_equal(
         *(frame.with_columns(pl.col("sample_index").cast(pl.Int64)).select(counts).join(computed, KEYS, "semi")
           for frame in (after, undisturbed)),
-    )  # fmt: skip
+    )
 
 
 def changed(part: Path, column: str, change: Callable[[Any], Any]) -> None:
@@ -450,7 +450,7 @@ def failing_q8(monkeypatch: pytest.MonkeyPatch) -> None:
             yield Completion(
                 request_id=r.request_id, row_index=r.row_index, sample_index=0, shard=r.shard, status="error",
                 finish_reason="error", error=error,
-            )  # fmt: skip
+            )
 
     monkeypatch.setattr(Engine, "run", failing)
 

@@ -79,7 +79,7 @@ def test_the_rope_s_own_factor_counts_before_that_of_the_config(config: dict[str
 
 YARN_OF_DEEPSEEK = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768, "attn_factor": 0.8782488562869419,
-}  # fmt: skip
+}
 
 
 def yarn_factor(**keys: Any) -> float:

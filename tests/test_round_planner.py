@@ -260,7 +260,7 @@ def test_memory_is_kept_for_all_graphs_of_usual_rows_and_for_those_that_longer_r
     batch = packed(
         slots, row_buckets=row_buckets(slots), max_len=max_len, longest_row=longest_row, draft_len=draft_len, page_size=16,
         longest_prompt=longest_prompt,
-    )  # fmt: skip
+    )
     one: Any = planner(batch, draft_len, draft_lens=candidates(draft_len), base=defaultdict(lambda: 1.0))
     one._executor.sharing = spec.sharing_cost(torch.bfloat16, page_size=16, max_q=draft_len + 1)
     with pytest.MonkeyPatch.context() as patch:
@@ -271,11 +271,11 @@ def test_memory_is_kept_for_all_graphs_of_usual_rows_and_for_those_that_longer_r
     demand = Demand(
         num_completions=1, prompt_tokens=1.0, output_tokens=1.0, max_tokens=max_len, longest_prompt=longest_prompt,
         shares_prefix=shared,
-    )  # fmt: skip
+    )
     common: dict[str, Any] = {
         "dtype": torch.bfloat16, "slots": slots, "draft_len": draft_len, "prefill_tokens": 8, "max_len": max_len,
         "longest_row": longest_row, "shared_tokens": demand.shared_tokens,
-    }  # fmt: skip
+    }
     held, without = (reserve_bytes(spec, num_buckets=count, **common) for count in (len(batch.row_buckets), 0))
     assert held - without >= GRAPH_BYTES * len(usual | longer)
     once = GRAPH_BYTES * len(batch.row_buckets) * (MOST_LENGTHS + 1)
@@ -304,7 +304,7 @@ def test_memory_is_kept_for_the_partial_results_of_prefixes_that_are_read_once(
     shape = work_shape(
         num_rows=slots, max_q=draft_len + 1, max_kv=max_len, num_heads=num_heads, kv_heads=kv_heads, head_dim=128, page_size=16,
         dtype=torch.bfloat16, num_sms=132,
-    )  # fmt: skip
+    )
     tables, rows = PrefixGroupTables(slots, 16, torch.device("cpu")), torch.zeros(slots + 1, dtype=torch.int32)
     batch = rows, rows[1:], torch.zeros(slots * (draft_len + 1), dtype=torch.int64)
     lines = [split_kv_schedule(*batch, shape=shape, shared=shared).num_lines for shared in (None, tables.first(slots))]
@@ -315,7 +315,7 @@ def test_memory_is_kept_for_the_partial_results_of_prefixes_that_are_read_once(
             shared_tokens=tokens,
         )
         for tokens in (0, max_len)
-    ]  # fmt: skip
+    ]
     assert held[1] - held[0] + 100e6 >= once - by_row
 
 

@@ -64,7 +64,7 @@ def test_a_list_of_chats_is_the_column_messages(keys: dict[str, Any]) -> None:
         assert [error and error["code"] for error in found["error"].to_list()] == [None, None, "null_prompt"]
         assert [[turn["role"] for turn in chat] for chat in found["messages"].to_list()[:2]] == [
             ["user", "assistant"], ["system", "user", "assistant"]
-        ]  # fmt: skip
+        ]
         with pytest.raises(InputError, match=r"^the rows are messages, not chats; .* in Python rows may be a list of chats"):
             engine.generate(CHATS[1])
 

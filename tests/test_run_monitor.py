@@ -19,7 +19,7 @@ def done(num_tokens: int) -> Completion:
     return Completion(
         request_id="q", row_index=0, sample_index=0, shard=0, status="ok", finish_reason="stop",
         token_ids=np.zeros(num_tokens, np.int32),
-    )  # fmt: skip
+    )
 
 
 def test_the_progress_counts_each_round_once_and_nothing_of_earlier_passes() -> None:

@@ -16,7 +16,7 @@ from batchspec.errors import ConfigError, InputError
 ALWAYS = [
     "request_id", "row_index", "sample_index", "status", "messages", "completion", "reasoning", "reasoning_truncated",
     "finish_reason", "stop_reason", "usage", "seed", "error", "spec_decode", "perf",
-]  # fmt: skip
+]
 
 
 def names(fields: dict[str, pa.DataType], mapping: dict[str, str | None] | None = None, **output: object) -> list[str]:
@@ -33,7 +33,7 @@ def test_optional_columns_have_their_place() -> None:
     assert got[4:14] == [
         "completion", "reasoning", "reasoning_truncated", "finish_reason", "stop_reason",
         "prompt_ids", "token_ids", "logprobs", "top_logprobs", "usage",
-    ]  # fmt: skip
+    ]
     assert "top_logprobs" not in names({"prompt": pa.string()}, logprobs=0)
 
 

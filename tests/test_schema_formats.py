@@ -36,7 +36,7 @@ TEXTS = {
     "uri-template": ("http://a.bc/{id}/x{?q,page*}{#f:3} /{+path}", "{ {} {!a} {a:0} a}b 'x'"),
     "json-pointer": ("/a/0/~1~0 /", "a /~2 /~"), "relative-json-pointer": ("0 1/a 12#", "/a 01 -1 1a"),
     "regex": (r"^a\d*$ [a-z]+ x?", "( [ * a{2"),
-}  # fmt: skip
+}
 """By format: texts that can be written, and texts that cannot, divided by spaces."""
 WIDER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri", "iri-reference": "uri-reference"}
 TEXTS |= {name: TEXTS[narrow] for name, narrow in WIDER.items()}

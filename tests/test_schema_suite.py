@@ -27,7 +27,7 @@ DRAFTS = {
     "draft4": "http://json-schema.org/draft-04/schema#", "draft6": "http://json-schema.org/draft-06/schema#",
     "draft7": "http://json-schema.org/draft-07/schema#", "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
-}  # fmt: skip
+}
 NOT_CHECKED = "content.json"
 """contentMediaType and contentEncoding are annotations, which draft-07 lets a validator check."""
 

@@ -40,7 +40,7 @@ def engine_of(target: Target, num_top: int, slots: int = 3, *, prefill_graphs: b
     return make_engine(
         target, NoDrafter(), packed(slots, draft_len=0, **shape), device=DEVICE, logprobs=num_top, scores=True,
         prefill_graphs=prefill_graphs,
-    )  # fmt: skip
+    )
 
 
 def check(done: list[Completion], target: Target, num_top: int) -> None:
@@ -82,7 +82,7 @@ def test_every_packing_gives_the_logprobs_of_the_definition(data: st.DataObject)
         target, num_top, slots=data.draw(st.integers(1, 4)), page_size=page_size, max_len=24, num_pages=num_pages,
         run_ahead=data.draw(st.integers(0, 2)), prefill_tokens=data.draw(st.sampled_from([1, 3, 8, 64])),
         prefill_graphs=data.draw(st.booleans()),  # a GPU has them
-    )  # fmt: skip
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scoring, "SCORED_TOKENS", data.draw(st.sampled_from([1, 5, 512])))
         done = list(engine.run(iter(prompts_of(*prompts))))

@@ -100,7 +100,7 @@ def test_a_process_and_its_children_import_a_module_from_the_same_file(start: tu
         done = subprocess.run(
             [sys.executable, *words], cwd=folders["here"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
             check=False,
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stderr
         files = done.stdout.splitlines()
         assert len(files) == 3
@@ -121,7 +121,7 @@ def test_a_whole_run_works_in_such_a_folder(program: str, hostile: Path, tmp_pat
         f"model.path={make_model(tmp_path / 'model')}", f"input.path={tmp_path / 'in.parquet'}", f"output.dir={tmp_path / 'out'}",
         "decode.choice=[yes,no]", "decode.max_new_tokens=8", "output.shard_rows=1", "draft=none", "model.dtype=float64",
         "input.num_workers=1", "cluster.workers=2", "device=cpu",
-    ]  # fmt: skip
+    ]
     command = [sys.executable, "-m", program, *(["run"] if program == "batchspec" else []), *words]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)

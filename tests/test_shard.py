@@ -158,7 +158,7 @@ def test_every_token_has_its_logit_on_one_rank(vocab: int, ranks: int) -> None:
             "mlp.gate_up_proj: a part of 256 of 640 divides a block of 128; lower cluster.tensor_parallel",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_cut_is_refused(spec: ModelSpec, ranks: int, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         slices_of(spec.sharded(Shard(0, ranks)))

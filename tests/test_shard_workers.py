@@ -45,7 +45,7 @@ from tests.stand_ins import small_spec
 COLUMNS = {
     "id": pa.string(), "prompt": pa.string(), "n": pa.int32(), "max_new_tokens": pa.int64(), "temperature": pa.float64(),
     "stop": pa.list_(pa.string()), "topic": pa.string(),
-}  # fmt: skip
+}
 
 
 def make_work(table: pa.Table, tokenizer: Any) -> tuple[ShardWork, Any]:
@@ -108,13 +108,13 @@ def completion_of(request: Request) -> Completion:
     stats = RowStats(
         drafter="lookup", draft_len=2, num_prefills=1, num_rounds=2, num_drafted=4, num_accepted=1, num_discarded=0,
         histogram=(1, 1, 0), drafted_at=(2, 2), accepted_at=(1, 0), prefill_s=0.5, decode_s=1.5, slot=3,
-    )  # fmt: skip
+    )
     return Completion(
         request_id=request.request_id, row_index=request.row_index, sample_index=request.sample_index, shard=request.shard,
         status="ok", finish_reason="stop", prompt_ids=request.prompt_ids, token_ids=np.arange(9, 14, dtype=np.int32),
         text_due=True,
         seed=request.seed, predicted_tokens=request.predicted_tokens, stats=stats, logprobs=np.array([0.5, np.nan], np.float32),
-    )  # fmt: skip
+    )
 
 
 def test_workers_give_the_rows_errors_order_and_tables_of_the_plain_path(tokenizer: Tokenizer) -> None:
@@ -280,7 +280,7 @@ def arguments(model: Path, folder: Path, *more: str) -> list[str]:
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={folder}/prompts.parquet", f"output.dir={folder}/out",
         "output.shard_rows=3", "decode.max_new_tokens=6", "output.token_ids=true", "packing.max_num_seqs=4", *more,
-    ]  # fmt: skip
+    ]
 
 
 def rows_of(out: Path) -> pl.DataFrame:

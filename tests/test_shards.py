@@ -170,7 +170,7 @@ def test_a_shard_is_committed_once(tmp_path: Path) -> None:
         b"batchspec.model": b"tiny", b"batchspec.shard": b"2", b"batchspec.rows": b"4-5",
         b"batchspec.generation": b"0", b"batchspec.job": folder.manifest.job.encode(),
         b"batchspec.attempt": folder.attempt.encode(),
-    }  # fmt: skip
+    }
     assert os.listdir(tmp_path / "_batchspec/tmp") == []
 
 

@@ -35,7 +35,7 @@ def command(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> li
     return [
         f"model.path={inputs}/model", f"input.path={inputs}/in.parquet", f"output.dir={tmp_path}/out", "decode.max_new_tokens=4",
         "output.shard_rows=2", "packing.max_num_seqs=2", "draft=none",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -65,11 +65,11 @@ def signalled(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *numbers: 
         (conclude, "job_stats", "README.md and report.html"), (conclude, "dataset_card", "README.md and report.html"),
         (conclude, "write_report", "report.html"), (OutputFolder, "put_report", "report.html"),
     ],
-)  # fmt: skip
+)
 def test_a_signal_after_the_last_row_ends_the_run_with_0_and_the_next_one_writes_what_is_left(
     owner: Any, name: str, left: str, number: signal.Signals, command: list[str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     out, no_more = tmp_path / "out", signalled(monkeypatch, owner, name, number)
     assert run.main(command) == 0
     line = f"{out}: {number.name}: all rows are committed; run the same command again for {left}"

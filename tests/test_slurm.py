@@ -47,7 +47,7 @@ def job_of(model: Path, folder: Path, rows: int, *more: str) -> list[str]:
     return [
         f"model.path={model}", f"input.path={data}", "decode.max_new_tokens=60", "decode.ignore_eos=true", "draft=none",
         "output.token_ids=true", "output.shard_rows=4", *more,
-    ]  # fmt: skip
+    ]
 
 
 def tokens(out: Path) -> list[tuple[str, list[int]]]:

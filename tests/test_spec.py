@@ -135,7 +135,7 @@ def test_generation_defaults_that_are_set(folder: Path) -> None:
         ({**QWEN3, "sliding_window": 32, "use_sliding_window": False, "layer_types": [FULL] * 4}, (None,) * 4),
         ({**MISTRAL, "sliding_window": 32, "layer_types": [SLIDING, FULL] * 2}, (32, None) * 2),
     ],
-)  # fmt: skip
+)
 def test_which_layers_have_a_window(config: dict[str, Any], expected: tuple[int | None, ...], folder: Path) -> None:
     assert spec_of(folder, config).windows == expected
 

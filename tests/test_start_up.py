@@ -65,7 +65,7 @@ def requests(*prompts: list[int], same_row: bool = False) -> list[Request]:
             max_new_tokens=4, min_new_tokens=0, sampling=SamplingParams(), stop_ids=(), stop=(), seed=0, predicted_tokens=4,
         )
         for i, ids in enumerate(prompts)
-    ]  # fmt: skip
+    ]
 
 
 def test_the_survey_finds_a_prefix_that_rows_share() -> None:

@@ -55,7 +55,7 @@ def say(path: Path, number: int, **facts: Any) -> None:
     known: dict[str, Any] = {
         "host": f"node{number}", "pid": 40 + number, "began_at": NOW - 90, "at": NOW - 4, "expected": 20, "shards": 1, "slots": 8,
         "completions": 2, "tokens": 1000, "accepted": 300, "rounds": 200, "live_rows": 8, "tok_s": 100.0, "mean_output": 100.0,
-    }  # fmt: skip
+    }
     file = path / FOLDER / f"{attempt(number)}.json"
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps({"attempt": attempt(number), **known, **facts}))
@@ -132,7 +132,7 @@ def test_what_became_of_every_run_is_told(tmp_path: Path) -> None:
     assert {number: of[number].state for number in sorted(of)} == {
         1: "running", 2: "done", 3: "interrupted", 4: "crashed", 5: "silent", 6: "running", 7: "gone", 8: "running", 9: "gone",
         10: "stuck", 11: "waiting",
-    }  # fmt: skip
+    }
     assert got.stale_claims == {7: attempt(5)}, "of runs that have ended, on shards that are not committed"
     assert of[1].shards == (4,)
     text = command.render(got)
@@ -140,7 +140,7 @@ def test_what_became_of_every_run_is_told(tmp_path: Path) -> None:
         "interrupted 4 s ago, 1 shard, 2 completions: SIGTERM: 4 of 10 shards", "RuntimeError: bad \\x1b[31m news",
         "stale claims of runs that have ended, on shards 7: another run will take them over", "job 77_3 start 2",
         "stuck: node10:50 has had no round for 03:20", "node5:45  silent 10:00 ago",
-    ):  # fmt: skip
+    ):
         assert said in text, said
     assert "\x1b" not in text
 
@@ -166,7 +166,7 @@ def test_a_run_less_than_half_as_fast_as_the_others_is_a_straggler(tmp_path: Pat
         '{"attempt": "a", "host": ["x"]}', '{"attempt": "a", "open_shards": [1]}',
         '{"attempt": "a", "slots": true}', '{"attempt": "a", "tokens": ' + "9" * 5000 + "}",
     ],
-)  # fmt: skip
+)
 def test_a_torn_or_foreign_file_is_counted_and_passed_over(tmp_path: Path, text: str) -> None:
     job(tmp_path)
     say(tmp_path, 1)
@@ -203,7 +203,7 @@ def test_a_job_that_never_began_one_that_nobody_works_on_and_no_job_at_all(
     assert capsys.readouterr().out.splitlines() == [
         f"{out}: stopped", "  10.0% done, 1 of 10 shards committed (2 of 20 rows)", "  0 tokens",
         "  no run is working on it; run the same command again to continue",
-    ]  # fmt: skip
+    ]
     (tmp_path / "thesis.txt").write_text("")
     with pytest.raises(OutputError, match="holds no batchspec job"):
         command.main([str(tmp_path)])
@@ -297,7 +297,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={folder}/in.parquet", "decode.max_new_tokens=40",
         "packing.max_num_seqs=3", "output.shard_rows=4", "draft=lookup",
-    ]  # fmt: skip
+    ]
 
 
 def slowly() -> None:

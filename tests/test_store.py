@@ -93,7 +93,7 @@ def places_that_are_no_folder(tmp_path: Path) -> dict[str, tuple[Path, str]]:
 @pytest.mark.parametrize("place", [
     "a file", "below a file", "a link to nothing", "below a link to nothing", "a link to itself", "a name that is too long",
     "a folder that takes none", "a device", "below a device", "a pipe",
-])  # fmt: skip
+])
 def test_what_cannot_become_a_folder_to_write_to_is_a_config_error(tmp_path: Path, place: str) -> None:
     root, said = places_that_are_no_folder(tmp_path)[place]
     before = sorted(os.listdir(tmp_path))
@@ -219,12 +219,12 @@ METHODS_OF_STORE: dict[str, tuple[Any, ...]] = {
     "delete": ("data/x", ""), "replace": (Path("new"), "data/x", ""), "probe_replace": (), "read": ("data/x",),
     "ages_s": (["data/x"],), "discard": ("part-",), "list": ("data",), "exists": ("data/x",), "delete_tree": ("data",),
     "scratch": (), "arrow_paths": (["data/x"],),
-}  # fmt: skip
+}
 """Every method of the protocol, with arguments."""
 CALLS = [
     (os, "stat"), (os, "lstat"), (os, "open"), (os, "listdir"), (os, "scandir"), (os, "mkdir"), (os, "link"), (os, "replace"),
     (os, "unlink"), (os, "rmdir"), (os, "fsync"), (io, "open"), (tempfile, "mkdtemp"),
-]  # fmt: skip
+]
 TOUCH_NOTHING = {"check_bucket", "probe_replace", "arrow_paths"}
 
 

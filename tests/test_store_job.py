@@ -79,7 +79,7 @@ def arguments(model: Path, source: str, out: str) -> list[str]:
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={source}", f"output.dir={out}", "output.shard_rows=3",
         "decode.max_new_tokens=12", "output.token_ids=true", "packing.max_num_seqs=3", "draft=lookup",
-    ]  # fmt: skip
+    ]
 
 
 def tokens(out: str) -> list[tuple[str, list[int]]]:

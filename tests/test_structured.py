@@ -91,7 +91,7 @@ LEAVES = (
     "a", "b", "c", "[ab]", "[^a]", ".", "é", "\\w", "", "\\x61", "\\141", "\\u00e9", "[\\x61-b]", "[]a-]", "[^]\\-c]",
     "[\\d\\sé]", "(a)", "(?#(b)a", "a(?#x)+", "\\W", "a{", "{a}", "b{1", "[a-c-]", "\\-", "(?:)", "(|a)", "[\\ud800-\\udfffa]",
     "\\N{LATIN SMALL LETTER B}",
-)  # fmt: skip
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -165,7 +165,7 @@ def test_ranges_of_characters_are_ranges_of_their_bytes(low: int, high: int) -> 
         ("(?<!a)b", "lookbehind"), ("(a|^b)*", "inside"), ("a$b", "inside"),
         ("a^b", "inside"), ("(?is-m:a)b", "the flag m"), ("a{200000}", "more than 100,000"),
     ],
-)  # fmt: skip
+)
 def test_what_a_regex_may_not_hold_is_named(pattern: str, what: str) -> None:
     with pytest.raises(BadRegex, match=what):
         regex_node(pattern)
@@ -206,7 +206,7 @@ SCHEMAS: list[Any] = [
     {"$ref": "#/definitions/x~1y", "definitions": {"x/y": {"type": "boolean"}}, "description": "d", "x-own": 1},
     {"type": "object", "properties": {"a": {"$ref": "#/properties/b"}, "b": {"type": "null"}}, "required": ["a"],
      "minProperties": 1},
-]  # fmt: skip
+]
 
 
 def schema_dfa(schema: Any) -> Dfa:
@@ -236,7 +236,7 @@ def test_every_text_that_is_written_is_valid(schema: Any) -> None:
         ({"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "required": ["b"]},
          ['{"b":1}', '{"a":1,"b":2,"c":3}', '{"b":1,"c":2}']),
     ],
-)  # fmt: skip
+)
 def test_usual_texts_can_be_written(schema: Any, texts: list[str]) -> None:
     dfa = schema_dfa(schema)
     for text in texts:
@@ -277,7 +277,7 @@ def test_usual_texts_can_be_written(schema: Any, texts: list[str]) -> None:
         ({"contains": {}, "uniqueItems": True}, BadSchema, "contains beside"),
         ({"enum": [{}], "required": True}, BadSchema, "wrong type"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_met_is_refused_by_its_name(schema: Any, error: type[Exception], what: str) -> None:
     with pytest.raises(error, match=what):
         schema_dfa(schema)

@@ -41,7 +41,7 @@ def test_the_manifest_is_the_recipe_with_the_arguments(version: str, capsys: pyt
     assert container.pop("image") == "hub.io/me/batchspec:1"
     assert container.pop("resources") == {
         "requests": {"cpu": 4, "memory": "30517Mi"}, "limits": {"memory": "30517Mi", "nvidia.com/gpu": 2}
-    }  # fmt: skip
+    }
     assert container == {key: value for key, value in usual.items() if key not in ("args", "image", "resources")}
     rest = {key: value for key, value in JOB["spec"].items() if key not in ("completions", "parallelism", "template")}
     assert {key: value for key, value in made["spec"].items() if key != "template"} == rest
@@ -69,7 +69,7 @@ def test_the_file_of_skypilot_is_the_recipe_with_the_arguments(capsys: pytest.Ca
     assert compose(expanded[2:-2]).decode.stop == ["it's", "$(HOME)"]
     assert made["resources"] == {
         **SKY["resources"], "image_id": "docker:hub.io/me/batchspec:1", "accelerators": "H100:2", "cpus": "4+", "memory": "32+"
-    }  # fmt: skip
+    }
     assert {key: value for key, value in made.items() if key not in ("run", "resources", "envs")} == {
         key: value for key, value in SKY.items() if key not in ("run", "resources", "envs")
     }
@@ -114,7 +114,7 @@ def test_tasks_that_would_have_nothing_to_do_are_counted(tmp_path: Path, capsys:
     words = [
         f"model.path={make_model(tmp_path / 'model')}", f"input.path={make_prompts(tmp_path / 'in.parquet', 12)}",
         f"output.dir={tmp_path}/out", "decode.max_new_tokens=2", "draft=none", "output.shard_rows=4",
-    ]  # fmt: skip
+    ]
     _, said = printed(capsys, *words, "cluster.tasks=8")
     assert (
         "batchspec: 5 tasks of cluster.tasks=8 would have nothing to do: 3 shards are to be computed; lower cluster.tasks or "

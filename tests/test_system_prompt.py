@@ -82,5 +82,5 @@ def test_each_turn_of_a_conversation_has_it_once(model: Path) -> None:
         engine.converse(["Name a sea."], next_turn)
     assert [[turn["role"] for turn in chat] for chat in seen] == [
         ["system", "user", "assistant"], ["system", "user", "assistant", "user", "assistant"]
-    ]  # fmt: skip
+    ]
     assert seen[1][0] == system(JOB)

@@ -45,7 +45,7 @@ def reference_of(network: Any, target: Target) -> tuple[Design, dict[str, Tensor
         hidden=spec.hidden_size, target_hidden=spec.target_hidden_size, vocab=VOCAB, draft_vocab=12, taps=spec.aux_layer_ids,
         layers=spec.num_layers, windows=spec.windows, heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
         inner=spec.intermediate_size, eps=spec.rms_eps, theta=spec.rope.theta,
-    )  # fmt: skip
+    )
     tensors = {name.replace("midlayer.", "layers.0."): tensor.detach().cpu() for name, tensor in network.state_dict().items()}
     return design, tensors
 

@@ -140,7 +140,7 @@ def test_any_shape_that_can_be_cut(data: st.DataObject) -> None:
         "hidden_size": data.draw(st.integers(3, 20)), "intermediate_size": count * data.draw(st.integers(1, 7)),
         "vocab_size": data.draw(st.integers(31, 45)), "windows": data.draw(st.sampled_from([(None,), (3, None), (5, 5)])),
         **{flag: data.draw(st.booleans()) for flag in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie")},
-    }  # fmt: skip
+    }
     spec = tiny_spec(**shape)
     rows = data.draw(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=9), min_size=1, max_size=4))
     assert_like_one(spec, count, rows)
@@ -161,7 +161,7 @@ CUT = [
 ]
 INNER_SIZES = {
     "fp8 blocks": st.sampled_from([128, 512, 640, 1024, 1100]), "mxfp4": st.sampled_from([32, 96, 128, 224, 288]),
-}  # fmt: skip
+}
 
 
 @settings(max_examples=40)
@@ -180,7 +180,7 @@ def test_what_plan_lets_through_every_rank_loads_and_computes(data: st.DataObjec
         "vocab_size": data.draw(st.sampled_from([31, 33, 46])), "tie_word_embeddings": data.draw(st.booleans()),
         "num_experts" if family == "qwen3_moe" else "num_local_experts":
             data.draw(st.sampled_from([3, 4, 7])) if family in (*EXPERTS, "gpt_oss") else None,
-    }  # fmt: skip
+    }
     if family == "phi3":
         shape["hidden_size"] = head_dim * shape["num_attention_heads"]
     spec = spec_of(family, **{name: value for name, value in shape.items() if value is not None}, **FORMATS[form])

@@ -125,7 +125,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     words = [
         f"model.path={model}", f'input.path="{folder}/in*.parquet"', f"output.dir={folder}/out", "output.token_ids=true",
         "decode.max_new_tokens=6", "packing.max_num_seqs=2", "output.shard_rows=2", 'decode.stop=["```\\n# Owned"]',
-    ]  # fmt: skip
+    ]
     with drawing():
         assert run.main(words) == 0
     said = {"host": f"node{HEADING}", "pid": 7, "end": "failed", "said": HEADING, "task": RED, "at": 5.0}
@@ -148,7 +148,7 @@ def test_no_command_prints_what_a_job_holds_as_it_is(
         ["inspect", out, f"{HEADING}0", "--sample", "3"], ["verify", out], ["verify", out, "--files"],
         ["export", out, "--to", "openai", str(other)], ["export", "--from-openai", str(other), str(tmp_path / "y.parquet")],
         ["report", out, "--by", group],
-    ]  # fmt: skip
+    ]
     for command in commands:
         cli.main(command)
         both = capsys.readouterr()
@@ -173,7 +173,7 @@ def test_no_page_of_it_holds_markup_of_others(hostile: tuple[Path, list[str]]) -
     headings = re.findall("^#+ .*", card, re.MULTILINE)
     assert headings == [
         "# Completions by `model`", "## Columns", "## Train on it", "## Run it again", "# @package _global_"
-    ]  # fmt: skip
+    ]
     assert card.count("<img") == card.count("`<img") + card.count("\\n<img"), "in a code span alone"
     assert str(hostile[0]) not in card, "a path of this machine"
     pytest.importorskip("matplotlib", reason="the extra `report` is not installed")

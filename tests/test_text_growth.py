@@ -62,7 +62,7 @@ def added(content: str) -> Facts:
         {"normalizer": chain("normalizers", replace("...", string="\u2026"), replace("'", string="\u2019"))},
         {"pre_tokenizer": chain("pretokenizers", {"type": "Digits", "individual_digits": True}, PRE_BYTES)},
     ],
-)  # fmt: skip
+)
 def test_rules_of_real_tokenizers_pass(rules: Facts, tmp_path: Path) -> None:
     Tokenizer(changed(tmp_path, rules))
 
@@ -129,7 +129,7 @@ STEPS = st.one_of(
         st.sampled_from(REGEXES),
         STRINGS,
     ),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ START, CHANNEL, MESSAGE, RETURN, ROLE, ANALYSIS, FINAL, TO = 5, 3, 6, 8, 10, 7, 
 CHANNELS = Channels(
     start_id=START, channel_id=CHANNEL, message_id=MESSAGE, constrain_id=None, end_ids=frozenset({END, RETURN}),
     role=frozenset({(ROLE,)}), analysis=frozenset({(ANALYSIS,)}), others=frozenset({(FINAL,)}), recipient=frozenset({TO}),
-)  # fmt: skip
+)
 HEADERS = ((), (START, ROLE), (START, ROLE, CHANNEL, ANALYSIS, MESSAGE), (START, ROLE, CHANNEL, ANALYSIS), (START, CHANNEL))
 
 
@@ -225,7 +225,7 @@ def check_budgets(requests: list[Request], data: st.DataObject) -> None:
         engine = make_engine(
             tiny_target(window=5), drafter, batch, device=DEVICE, decode=decode,
             options=RoundOptions(uniform_slots=data.draw(st.booleans())), refill_dead=data.draw(st.booleans()),
-        )  # fmt: skip
+        )
 
         def stop_in_time(totals: EngineTotals, engine: Engine = engine, last: int = stop_after) -> None:
             if totals.rounds >= last:
@@ -257,11 +257,11 @@ def resumed_state(req: Request, snapshot: Snapshot) -> RequestState:
     cap=st.integers(1, 10), budget=st.integers(0, 6), closing=st.lists(st.sampled_from([11, 12]), max_size=3),
     stop_ids=st.lists(st.sampled_from([12, END, RETURN]), max_size=1), by_channels=st.booleans(), draft_len=st.integers(0, 3),
     larger=st.integers(0, 12), data=st.data(),
-)  # fmt: skip
+)
 def test_a_row_that_is_resumed_at_any_token_has_the_counts_with_which_it_stopped(
     cap: int, budget: int, closing: list[int], stop_ids: list[int], by_channels: bool, draft_len: int, larger: int,
     data: st.DataObject,
-) -> None:  # fmt: skip
+) -> None:
     """Its tokens, how it ended, and what was forced, discarded and drafted. Nothing is counted twice, whether the row was
     complete or not. A larger limit adds only the closing tokens that the smaller one cut off."""
     how = harmony(budget, HEADERS[2], tuple(closing)) if by_channels else thinking(budget, opened=True, closing=tuple(closing))
@@ -456,7 +456,7 @@ def arguments(model: Path, folder: Path, out: str, *more: str) -> list[str]:
         f"model.path={model}", "model.dtype=float64", f"input.path={folder / 'prompts.parquet'}", f"output.dir={folder / out}",
         "output.shard_rows=4", "decode.max_new_tokens=20", "output.token_ids=true", "packing.max_num_seqs=3",
         f"decode.thinking_token_budget={BUDGET}", "decode.thinking_closing=' So:'", *more,
-    ]  # fmt: skip
+    ]
 
 
 def write_prompts(folder: Path) -> None:

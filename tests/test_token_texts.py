@@ -42,7 +42,7 @@ def test_a_job_writes_them_on_request(model: Path, tmp_path: Path, num_workers: 
     words = [
         f"model.path={model}", f"input.path={tmp_path}/in.parquet", "decode.max_new_tokens=6", "decode.ignore_eos=true",
         "draft=none", "output.logprobs=2", f"input.num_workers={num_workers}",
-    ]  # fmt: skip
+    ]
     assert cli.main(["run", *words, f"output.dir={tmp_path}/out", "output.logprob_tokens=true"]) == 0
     found = pl.read_parquet(tmp_path / "out/data/*.parquet")["top_logprobs"]
     check(model, found)

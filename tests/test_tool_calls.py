@@ -40,7 +40,7 @@ TOOLS = (
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("f", {"x": 5, "s": 'a "b"\n\\ é 🎈 </tool_call> </function> [TOOL_CALLS] }', "o": {"k": [1, {}]}, "a": [], "b": True}),
     ("say", {"text": "5"}),
-]  # fmt: skip
+]
 
 
 def parsed(name: str, text: str, *tools: dict[str, Any]) -> tuple[str, list[tuple[str, Any]]]:
@@ -127,7 +127,7 @@ def test_text_around_calls_is_the_content(name: str) -> None:
          [("say", {"text": "\n</parameter> "})]),
         ("glm", "<tool_call>say<arg_key>text</arg_key><arg_value>5</arg_value></tool_call>", "", [("say", {"text": "5"})]),
     ],
-)  # fmt: skip
+)
 def test_other_ways_to_write_a_call_are_read(name: str, text: str, content: str, found: Any) -> None:
     assert parsed(name, text) == (content, found)
 
@@ -176,12 +176,12 @@ def test_what_is_no_complete_call_stays_text(name: str, text: str) -> None:
 
 
 _MARKS = ["<function=f>", "<parameter=x>", "</parameter>", "f", '"name": "f"', "[f(x=", ")]", "<arg_value>", "</arg_value>", ": ",
-          "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<|python_start|>"]  # fmt: skip
+          "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<|python_start|>"]
 _KEYS = st.text(string.ascii_letters + "_", min_size=1, max_size=6)
 _PIECES = [
     "</tool_call>", "<tool_call>", '"', "'", "\n", "\\", "{", "}", "]", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "é", "🎈",
     "word", "</function>", "<arg_key>", "```", "<｜tool▁call▁end｜>", "\u2028", "5", "null", " ", "\x00",
-]  # fmt: skip
+]
 _TEXTS = st.lists(st.sampled_from(_PIECES), max_size=8).map("".join) | st.text(st.characters(codec="utf-8"), max_size=9)
 _NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 _VALUES = st.recursive(
@@ -212,7 +212,7 @@ def test_any_python_literal_comes_back_as_it_was(calls: list[tuple[str, dict[str
 _KINDS: dict[str, Any] = {
     "integer": st.integers(-(2**53), 2**53), "number": st.floats(allow_nan=False, allow_infinity=False), "boolean": st.booleans(),
     "string": _TEXTS, "object": st.dictionaries(_TEXTS, _VALUES, max_size=3), "array": st.lists(_VALUES, max_size=3),
-}  # fmt: skip
+}
 _TYPED = st.dictionaries(
     _KEYS, st.sampled_from(sorted(_KINDS)).flatmap(lambda kind: st.tuples(st.just(kind), _KINDS[kind])), max_size=4
 )
@@ -245,7 +245,7 @@ def test_no_text_breaks_a_form(name: str, text: str) -> None:
         ('{"a": 1}', ["object"], {"a": 1}), ("{", ["object"], "{"), ("5", [], "5"),
         (" 5 ", ["string"], " 5 "), ("1" * 400, ["integer"], int("1" * 400)), ("NaN", ["number"], "NaN"),
     ],
-)  # fmt: skip
+)
 def test_a_value_between_tags_has_the_type_of_its_parameter(text: str, types: list[str], value: Any) -> None:
     assert json.loads(typed_value(text, set(types))) == value
 
@@ -257,7 +257,7 @@ def test_a_value_between_tags_has_the_type_of_its_parameter(text: str, types: li
         ({"const": "5"}, "5"), ({"$ref": "#/$defs/whole"}, 5), ({"$ref": "#/$defs/none"}, "5"), ({"$ref": "#/$defs/loop"}, "5"),
         ({}, "5"), (True, "5"), ({"type": "integer", "nullable": True}, 5),
     ],
-)  # fmt: skip
+)
 def test_the_type_is_found_where_json_schema_has_it(schema: Any, value: Any) -> None:
     own = tool("f", x=schema)
     own["function"]["parameters"]["$defs"] = {"whole": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}
@@ -301,7 +301,7 @@ def test_a_row_without_tools_is_not_read() -> None:
     done = Completion(
         request_id="a", row_index=0, sample_index=0, shard=0, status="ok", finish_reason="stop",
         text='<tool_call>{"name": "f"}</tool_call>',
-    )  # fmt: skip
+    )
     assert CallParser(FORMS["hermes"], decode).parsed(done, request(3, [1], cap=9), list(map(ord, done.text or ""))) is done
 
 
@@ -338,7 +338,7 @@ def options(model: Path, **more: Any) -> dict[str, Any]:
     return {
         "model.path": str(model), "model.dtype": "float64", "model.max_len": 900, "decode.max_new_tokens": 300,
         "decode.choice": [SAID], "output.passthrough": "none", "packing.max_num_seqs": 3, **more,
-    }  # fmt: skip
+    }
 
 
 def words(given: dict[str, Any], folder: Path, *more: str) -> list[str]:
@@ -383,7 +383,7 @@ def test_a_job_writes_calls_of_rows_with_tools(out: Path) -> None:
     assert rows["with"]["messages"][-1] == {
         "role": "assistant", "content": "Let me see.", "name": None, "tool_call_id": None,
         "tool_calls": rows["with"]["tool_calls"],
-    }  # fmt: skip
+    }
 
 
 def test_exports_have_the_calls(out: Path, tmp_path: Path) -> None:
@@ -471,7 +471,7 @@ def test_the_answer_after_a_thought_is_read_and_the_thought_is_not(tmp_path: Pat
     assert think is not None
     asked = replace(
         request(3, [1], cap=900), tools=tools_text(*TOOLS), thinking=think.of_row(np.array([5], np.int32), None, ())
-    )  # fmt: skip
+    )
     row = OneRow(asked, decode=tokenizer.decode, call_parser=CallParser(FORMS["hermes"], tokenizer.decode))
     row.state.tokens = tokenizer.encode_part(f"<think>{CALL}</think>\n\n{SAID}")
     row.state.finish_reason = "length"

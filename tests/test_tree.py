@@ -95,7 +95,7 @@ def check_trees(design: Design, tensors: Tensors, shape: TreeShape, *, window: i
         assert tree == reference_tree(
             design, tensors, TARGET(), prefix, topk=shape.topk, depth=shape.depth, nodes=shape.nodes,
             window=window, sink=sink,
-        )  # fmt: skip
+        )
 
 
 @cache
@@ -414,13 +414,13 @@ def test_a_whole_job_gives_the_tokens_of_one_without_drafts(tmp_path: Path, caps
     sizes = {
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16, "vocab_size": 320, "max_position_embeddings": 512,
-    }  # fmt: skip
+    }
     shape.write_text(json.dumps({**COMMON, **sizes}))
     make_job(tmp_path / "job", shape=str(shape), num_requests=3, prompt_len=20, cap=24)
     words = [
         f"model.path={tmp_path}/job/model", "model.load_format=dummy", "model.max_len=44", "model.dtype=float32",
         "decode.ignore_eos=true", "decode.max_new_tokens=24", f"input.path={tmp_path}/job/known.parquet", "device=cpu",
-    ]  # fmt: skip
+    ]
     tree, found = ["draft=tree", "draft.tree.nodes=20"], []
     for name, draft in (("none", ["draft=none"]), ("tree", tree)):
         assert job_run.main([*words, *draft, f"output.dir={tmp_path}/{name}"]) == 0

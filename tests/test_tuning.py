@@ -102,7 +102,7 @@ def test_new_entries_replace_those_of_their_product_only(cache_folder: Path) -> 
     assert written["gpu"] == GPU
     assert [(e["op"], e["tokens"], e["tile"]) for e in written["products"]] == [
         ("linear", 64, None), ("swiglu", 64, TILE._asdict()),
-    ]  # fmt: skip
+    ]
     assert [p.name for p in cache_folder.iterdir()] == ["nvidia_h200.json"]
 
 
@@ -122,12 +122,12 @@ def test_the_products_of_a_model() -> None:
         family="llama", hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=96,
         vocab_size=500, rms_eps=1e-5, rope=RopeSpec(type="default", theta=1e4), windows=(None, None), tie=True,
         eos_ids=(1,), max_len=128, dtype="bfloat16", generation={},
-    )  # fmt: skip
+    )
     assert set(products(spec)) == {
         ("linear", 256, 64), ("linear", 64, 128), ("linear", 192, 64), ("linear", 64, 96), ("swiglu", 192, 64),
         ("linear_add", 64, 128), ("linear_add", 64, 96), ("norm_linear", 256, 64), ("norm_swiglu", 192, 64),
         ("lm_head", 500, 64),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", trial.MODELS)
@@ -141,7 +141,7 @@ def test_the_products_of_an_eagle_head() -> None:
         ("linear", 2048, 6144), ("linear", 3072, 4096), ("linear", 1024, 4096), ("linear", 2048, 2048), ("linear", 2048, 8192),
         ("linear", 16384, 2048), ("swiglu", 16384, 2048), ("linear_add", 2048, 2048), ("norm_swiglu", 16384, 2048),
         ("lm_head", 32000, 2048),
-    }  # fmt: skip
+    }
     assert ("linear", 3072, 2048) in head_products(replace(small, num_layers=2, windows=(None, None)))
     large = head_products(dummy_spec(shape_spec("llama8b")))
     assert {op for op, _, _ in large} == {"linear", "swiglu", "lm_head"}

@@ -14,7 +14,7 @@ from batchspec.model.unread_keys import unread_note
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "vocab_size": 100, "max_position_embeddings": 4096,
-}  # fmt: skip
+}
 YARN = {"rope_type": "yarn", "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 
 
@@ -69,7 +69,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "model_type": "gemma3_text", "_sliding_window_pattern": 6, "layer_types": ["sliding_attention", "full_attention"],
         "cache_implementation": "hybrid", "num_key_value_heads": 2, "sliding_window": 64,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -23,7 +23,7 @@ from tests.models import CHAT_TEMPLATE, make_checkpoint, make_thinking_tokenizer
 
 PROMPTS: dict[str, Any] = {
     "prompt": "a", "prompt_ids": [5, 6], "messages": [{"role": "user", "content": "a"}]
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def opened(model: Path, kind: str, *words: str, **columns: Any) -> Job:
 OF_CHATS = [
     "input.final_assistant=drop", "input.template_date=2025-08-05", "model.chat_template=FOLDER/own.jinja",
     "input.template_kwargs={add_generation_prompt: true}",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("word", OF_CHATS)

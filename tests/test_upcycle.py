@@ -31,7 +31,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dense = make_checkpoint(folder / "dense", "llama", vocab=320, dtype=torch.bfloat16, **shape)
     assert [path.name for path in make(dense, folder, num_experts=5)] == [
         "fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss", "gpt_oss_mxfp4"
-    ]  # fmt: skip
+    ]
     rng = np.random.default_rng(0)
     rows = [rng.integers(3, 320, 4 + i).tolist() for i in range(6)]
     pl.DataFrame({"prompt_ids": rows}).write_parquet(folder / "prompts.parquet")

@@ -64,7 +64,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     settings_of_rows: dict[str, list[float]] = {
         "temperature": [0.0, 0.5, 1.0], "top_k": [0, 1, 7, 40, 100], "top_p": [1.0, 0.9, 0.2], "min_p": [0.0, 0.1],
         "repetition": [1.0, 1.5], "presence": [0.0, 0.7], "frequency": [0.0, 0.5], "min_tokens": [0, 50],
-    }  # fmt: skip
+    }
     for name, values in settings_of_rows.items():
         getattr(rows, name).copy_(torch.tensor([draw(st.sampled_from(values)) for _ in range(count)]))
     rows.seen.copy_(torch.randint(0, 8, (count, WIDTH), generator=noise))
@@ -76,7 +76,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     at = LogitRows(
         torch.arange(count, dtype=torch.int32), torch.arange(20, 20 + count),
         torch.randint(0, WIDTH, (count, 3), generator=noise, dtype=torch.int32), torch.randint(0, 4, (count,), generator=noise),
-    )  # fmt: skip
+    )
     flags = {name: draw(st.booleans()) for name in ("penalties", "biased", "min_tokens")}
     random = draw(st.booleans())
     return {"logits": logits, "rows": rows, "at": at, "mode": SamplingMode(random=random, filters=random, **flags)}

@@ -518,7 +518,7 @@ def test_options_are_overrides_or_a_dictionary_nested_or_dotted() -> None:
             "model": {"path": "it's a path"}, "draft": "lookup", "decode.n": 2, "decode.stop": ["a, b", "null", "it's"],
             "input.columns": {"prompt": "my q", "system": None}, "packing": {"max_num_seqs": None}, "output.token_ids": True,
         }
-    )  # fmt: skip
+    )
     assert made.model.path == "it's a path"
     assert (made.decode.n, made.decode.stop) == (2, ["a, b", "null", "it's"])
     assert made.input.columns == {"prompt": "my q", "system": None}

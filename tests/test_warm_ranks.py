@@ -194,7 +194,7 @@ def test_an_error_where_requests_are_made_ends_the_call_alone(
 def test_swapped_weights_are_those_of_the_other_model_and_back(
     form: str, shared: batchspec.Engine, alone: batchspec.Engine, model: Path, other: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     if "disk" in form:
         monkeypatch.setattr(weights_module, "MEMORY", tmp_path / "nowhere")
         monkeypatch.setattr(weights_module, "PART_BYTES", 1 << 12)

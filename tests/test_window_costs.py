@@ -28,7 +28,7 @@ TOKEN_BYTES = 2 * 2 * 8 * 2
 MISTRAL = {
     "model_type": "mistral", "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 4096, "eos_token_id": 257, "tie_word_embeddings": True,
-}  # fmt: skip
+}
 
 
 def read(windows: tuple[int | None, ...], context: int, tokens_per_row: int) -> float:
@@ -102,7 +102,7 @@ def test_the_plan_of_a_windowed_model_reads_less_by_the_keys_that_its_windows_ha
     assert [one.kv_read_bytes for one in ahead if one is not None] == [
         2 * 3 * 120 * token_bytes, 2 * 3 * (16 + 8) * token_bytes, 2 * (120 + 2 * (16 + 8)) * token_bytes,
         2 * 3 * 120 * token_bytes,
-    ]  # fmt: skip
+    ]
     assert " and 92.2 kB of K/V" in full.text()
     assert " and 18.4 kB of K/V" in sliding.text()
 

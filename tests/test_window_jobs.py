@@ -73,7 +73,7 @@ MODELS = {
     "glm4": Model(family="glm4", config={"head_dim": 20}, windows=(None,)),
     "gpt-oss": Model(family="gpt_oss", config={"sliding_window": 21, "head_dim": 16, **EXPERTS}, windows=(None, 21)),
     "minimax": Model(family="minimax_m2", config={"head_dim": 16, "rotary_dim": 8, **EXPERTS}, windows=(None,)),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_tokens_and_probabilities_of_a_job_equal_those_of_transformers(
         f"decode.max_new_tokens={OUTPUT}", "decode.ignore_eos=true", "decode.stop=[never said]", f"output.logprobs={TOP}",
         "packing.max_num_seqs=4", f"packing.pages={pages}", "packing.max_num_batched_tokens=90", "packing.run_ahead=1",
         *DRAFTERS[drafter], *own,
-    ]) == 0  # fmt: skip
+    ]) == 0
 
     frame = pl.read_parquet(tmp_path / "out/data")
     transformers = oracle(path)

@@ -67,7 +67,7 @@ def test_rounds_by_kernels_give_the_tokens_of_plain_decoding(
     batch = packed(
         4, row_buckets=row_buckets(4), page_size=PAGE_SIZE, num_pages=200, run_ahead=1, prefill_tokens=20,
         max_len=20, draft_len=2,
-    )  # fmt: skip
+    )
     engines = [make_engine(target, LookupDrafter(2, min_ngram=1, max_ngram=2), batch, device=DEVICE)]
     poison_freed_pages(monkeypatch, engines)
     done = {one.request_id: one for one in engines[0].run(iter(asked))}

@@ -32,11 +32,11 @@ SYMBOLS = TokenSymbols.of([b"a", b"bc"])
 AUTOMATON = TokenAutomaton(
     classes=np.arange(6, dtype=np.int32), table=np.arange(12, dtype=np.int32).reshape(3, 4), masks=np.ones((3, 1), np.int32),
     answer=1, thought=0, either=2, vocabulary=SYMBOLS,
-)  # fmt: skip
+)
 CHANNELS = Channels(
     start_id=1, channel_id=2, message_id=3, constrain_id=None, end_ids=frozenset({4, 5}), role=frozenset({(6, 7), (8,)}),
     analysis=frozenset({(9,)}), others=frozenset({(10,)}), recipient=frozenset({11}),
-)  # fmt: skip
+)
 FULL = replace(
     request(3, [4, 5, 6], cap=9, stop_ids=(2, 7), stop=("x\N{HONEYBEE}",), min_new_tokens=2),
     seed=-(2**62), sampling=SamplingParams(temperature=0.1, logit_bias=((3, -1.5),), bad_words=((1, 2), (3,))),
@@ -48,16 +48,16 @@ FULL = replace(
         row_index=3, sample_index=0, shard=0, tokens=(1, 2), num_prefills=1, cached_tokens=0, accepted=(1,), drafted=(0,),
         prefill_s=0.1, decode_s=1 / 3,
     ),
-)  # fmt: skip
+)
 STATS = RowStats(
     drafter="none", draft_len=1, num_prefills=1, num_rounds=2, num_drafted=2, num_accepted=1, num_discarded=0, histogram=(1, 1),
     drafted_at=(2,), accepted_at=(1,), prefill_s=0.1, decode_s=0.2, slot=0,
-)  # fmt: skip
+)
 DONE = Completion(
     request_id="q", row_index=3, sample_index=0, shard=0, status="ok", finish_reason="stop", token_ids=np.array([3], np.int32),
     logprobs=np.array([-0.1, np.nan], np.float32), top_logprobs=(np.ones((2, 3), np.int32), np.full((2, 3), 0.1, np.float32)),
     choice_logprobs=(("no", -1.5),), stats=STATS, error=RowError(code="c", stage="s", message="m", retryable=False),
-)  # fmt: skip
+)
 
 
 def same(one: Any, other: Any) -> bool:

@@ -30,7 +30,7 @@ def rows_of(table: pa.Table, *, chat: bool = False, messages: str = "full", **ch
     out = build_table(
         shard, rows, columns=map_columns(table.schema, {}), input=InputConfig(chat=chat), output=OutputConfig(messages=messages),
         attempt="a", finished_at=datetime(2026, 1, 2, tzinfo=UTC),
-    )  # fmt: skip
+    )
     result: list[dict[str, Any]] = out.to_pylist()
     return result
 
@@ -41,7 +41,7 @@ def test_rows_come_in_input_order_with_their_input_columns() -> None:
     rows = built(shards[1], columns, mixed).to_pylist()
     assert [(row["row_index"], row["sample_index"], row["prompt"]) for row in rows] == [
         (3, 0, "say 3"), (3, 1, "say 3"), (4, 0, "say 4"), (5, 0, "say 5")
-    ]  # fmt: skip
+    ]
     assert [row["completion"] for row in rows] == ["answer 3.0", "answer 3.1", None, "answer 5.0"]
 
 
@@ -57,7 +57,7 @@ def test_a_completion_fills_every_column() -> None:
     assert row["top_logprobs"][1] == [{"id": 8, "logprob": -1.0}, {"id": 2, "logprob": -2.0}]
     assert row["usage"] == {
         "prompt_tokens": 5, "completion_tokens": 3, "reasoning_tokens": None, "cached_tokens": 4, "total_tokens": 8
-    }  # fmt: skip
+    }
     assert (row["stop_reason"], row["seed"], row["error"], row["reasoning"]) == ("END", 11, None, None)
     assert row["perf"].items() >= {"prefill_s": 0.25, "rounds": 3, "slot": 2, "predicted_tokens": 9, "attempt": "attempt"}.items()
     assert bad["error"] == {"code": "overlong", "stage": "admit", "message": "too long", "retryable": False}

@@ -13,7 +13,7 @@ import pytest
 SMOKE = (
     "a whole job", "resume after SIGKILL", "an S3 kill at a PUT", "two workers of which one dies", "a retry", "an extension",
     "a warm call", "a hang", "a structured row with drafts", "two ranks",
-)  # fmt: skip
+)
 """What the smoke tests show, each as the argument of its marker."""
 
 

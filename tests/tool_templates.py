@@ -78,7 +78,7 @@ def written(name: str, calls: Sequence[tuple[str, dict[str, Any]]], content: str
                 for place, (f, arguments) in enumerate(calls)
             ],
         },
-    ]  # fmt: skip
+    ]
     text = environment("2025-01-01").from_string(TEMPLATES[name]).render(messages=messages, tools=None)
     return text.partition("<|im_start|>assistant\n")[2].removesuffix("\n").removesuffix(END)
 

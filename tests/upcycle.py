@@ -53,7 +53,7 @@ SPLITS = {".w1": ".gate_proj", ".w3": ".up_proj", ".w2": ".down_proj"}
 FP8_BLOCK: dict[str, Any] = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
     "modules_to_not_convert": ["lm_head", "block_sparse_moe.gate"],
-}  # fmt: skip
+}
 _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 FP8_CHANNEL: dict[str, Any] = {
     "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head", "re:.*block_sparse_moe\\.gate$"],
@@ -63,7 +63,7 @@ FP8_CHANNEL: dict[str, Any] = {
             "input_activations": {**_FLOAT8, "dynamic": True, "strategy": "token"},
         }
     },
-}  # fmt: skip
+}
 MXFP4 = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
@@ -169,7 +169,7 @@ def gpt_oss_config(config: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": config.get("num_key_value_heads", heads), "sliding_window": None,
         "layer_types": ["full_attention"] * config["num_hidden_layers"],
         "rope_parameters": {"rope_theta": config.get("rope_theta", 10_000.0), **rope},
-    }  # fmt: skip
+    }
 
 
 def fp8(tensors: Tensors, quantise: Callable[[Tensor], tuple[Tensor, Tensor]], suffix: str) -> Tensors:
@@ -268,7 +268,7 @@ def _greedy(folder: Path, prompts: str, *, rows: int, tokens: int, chat: bool, d
         asked = [
             f"model.path={folder}", f"model.dtype={dtype}", f"input.path={prompts}", f"input.limit={rows}", f"input.chat={chat}",
             f"output.dir={out}/out", "output.token_ids=true", "output.prompt_ids=true", f"decode.max_new_tokens={tokens}",
-        ]  # fmt: skip
+        ]
         if code := run.main(asked):
             raise SystemExit(code)
         found = pl.read_parquet(f"{out}/out/data").filter(pl.col("token_ids").is_not_null())

@@ -146,12 +146,12 @@ class Automata:
     def mark_waiting(
         self, target_ids: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, *, drafts: Tensor | None,
         num_drafted: Tensor | None, draft_rows: Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """See `mark_waiting`."""
         mark_waiting(
             target_ids, row_ids, states, classes, self.tables, self.symbols, self.starts, drafts=drafts, num_drafted=num_drafted,
             draft_rows=draft_rows,
-        )  # fmt: skip
+        )
 
     def park(self, states: Tensor, live: Tensor, log: Tensor) -> None:
         """See `park_waiting`."""
@@ -161,24 +161,24 @@ class Automata:
         self, logits: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, *, drafts: Tensor | None,
         num_drafted: Tensor | None, draft_rows: Tensor | None, map_ids: Tensor | None, first_id: int, positions: Tensor,
         min_tokens: Tensor, stop_ids: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """See `constrain_logits`."""
         constrain_logits(
             logits, row_ids, states, classes, self.tables, self.masks, self.symbols, self.starts, drafts=drafts,
             num_drafted=num_drafted, draft_rows=draft_rows, map_ids=map_ids, first_id=first_id, positions=positions,
             min_tokens=min_tokens, stop_ids=stop_ids,
-        )  # fmt: skip
+        )
 
     def allowed(
         self, row_ids: Tensor, states: Tensor, classes: Tensor, *, drafts: Tensor | None, num_drafted: Tensor | None,
         draft_rows: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """The masks of all automata, and for each position the row of its mask, int32 [T]: see `mask_rows`."""
         found = torch.empty_like(row_ids)
         mask_rows(
             row_ids, states, classes, self.tables, self.symbols, self.starts, out_rows=found, drafts=drafts,
             num_drafted=num_drafted, draft_rows=draft_rows,
-        )  # fmt: skip
+        )
         return self.masks, found
 
     def constrain_drafts(self, draft_ids: Tensor, draft_len: Tensor, states: Tensor, classes: Tensor) -> None:

@@ -235,7 +235,7 @@ def follow_automata(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: T
         num_drafted=at.num_drafted, draft_rows=at.draft_rows, map_ids=map_ids,
         first_id=0 if at.tokens is None else at.tokens.start, positions=at.positions, min_tokens=rows.min_tokens,
         stop_ids=rows.stop_ids,
-    )  # fmt: skip
+    )
 
 
 def allowed_by_automata(at: LogitRows, rows: DeviceBatch) -> tuple[Tensor, Tensor]:
@@ -245,7 +245,7 @@ def allowed_by_automata(at: LogitRows, rows: DeviceBatch) -> tuple[Tensor, Tenso
     return rows.automata.allowed(
         at.row_ids, rows.automaton_state, rows.automaton_classes, drafts=at.drafts, num_drafted=at.num_drafted,
         draft_rows=at.draft_rows,
-    )  # fmt: skip
+    )
 
 
 def mark_waiting(target_ids: Tensor, at: LogitRows, rows: DeviceBatch) -> None:
@@ -254,7 +254,7 @@ def mark_waiting(target_ids: Tensor, at: LogitRows, rows: DeviceBatch) -> None:
     rows.automata.mark_waiting(
         target_ids, at.row_ids, rows.automaton_state, rows.automaton_classes, drafts=at.drafts,
         num_drafted=at.num_drafted, draft_rows=at.draft_rows,
-    )  # fmt: skip
+    )
 
 
 def mark_output(rows: DeviceBatch, tokens: Tensor, kept: Tensor) -> None:

@@ -24,7 +24,7 @@ class UniformLayout:
     def batch(
         self, token_ids: Tensor, positions: Tensor, slot_mapping: Tensor, kv_len: Tensor, page_table: Tensor, max_kv: int,
         tree: TreeTail | None = None,
-    ) -> FlatBatch:  # fmt: skip
+    ) -> FlatBatch:
         """A batch of token_ids int32 [R, W], with positions and slot_mapping int64 [R * W] and kv_len int32 [R]; its fields are
         views.
 

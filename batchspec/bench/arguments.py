@@ -50,7 +50,7 @@ def parse(argv: list[str], description: str | None = None) -> argparse.Namespace
     add(
         "--schemas", nargs="+", default=[0], type=int,
         help="rows follow so many distinct schemas, one each; 0: none. A variant for each number: --schemas 0 100",
-    )  # fmt: skip
+    )
     add("--accept", default="", help="synthetic acceptance by position, unconditional: .6,.28,.12; cut to each --k")
     add("--window", type=int, help="newest keys that the head reads (all without it), or the drafting model")
     add("--corpus-tokens", type=int, default=0, help="lookup, hybrid: newest tokens of ended rows that drafts are copied from")

@@ -59,7 +59,7 @@ def _measure(args: argparse.Namespace, argv: Sequence[str], device: torch.device
 
 def _measure_in(
     phases: Phases, args: argparse.Namespace, argv: Sequence[str], device: torch.device, group: Group | None
-) -> None:  # fmt: skip
+) -> None:
     phases.begin(f"loading {args.model}" if args.model else f"making the weights of {args.shape}")
     bench = Bench(args, make_workload(args, device, group), device, group)
     if args.rounds is not None:
@@ -125,7 +125,7 @@ def _row(
         "requests": num_requests, "samples": args.samples, "prompt": None if args.model else args.prompt, "gen": args.gen,
         "runs": len(record.seconds), "total_s": round(total, 3), "seconds": [round(s, 3) for s in record.seconds],
         "tokens": record.tokens, "total_tok_s": round(record.tokens / total, 1),
-    }  # fmt: skip
+    }
     if record.prefill_s:
         decode_s = total - record.prefill_s
         row |= {
@@ -157,7 +157,7 @@ def _head(args: argparse.Namespace, argv: Sequence[str], variant: str, device: t
         "name": args.name, "variant": variant, "device": name if ranks == 1 else f"{ranks} x {name}", "ranks": ranks,
         "shape": args.model or args.shape, "dtype": args.dtype, "batch": args.batch, "accept": args.accept,
         "command": shlex.join(["batchspec", "bench", *argv]), "versions": versions(),
-    }  # fmt: skip
+    }
 
 
 def _of_requests(record: Record) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _print(variants: Sequence[Variant], rows: Sequence[dict[str, Any]]) -> None:
         "tok/s": "total_tok_s", "decode tok/s": "decode_tok_s", "prefill s": "prefill_s", "us/round": "round_us",
         "accept len": "mean_acceptance_length", "by request": "mean_acceptance_length_of_requests",
         "live rows": "mean_live_rows", "1st token ms": "first_token_ms",
-    }  # fmt: skip
+    }
     titles = "".join(f"{title:>13}" for title in columns)
     terminal.show(f"{'variant':<{width}}{titles}   ratio to {first.name} (median, spread)")
     for variant, row in zip(variants, rows, strict=True):

@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
 def measure(
     folder: Path, num_rows: int, num_tokens: int = TOKENS, tokenizer: Tokenizer | None = None, num_workers: int = 0,
     shard_rows: int = SHARD_ROWS, rows_s: float = 0.0,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Run the job; times in seconds or microseconds per row, memory in MB over the course of the run."""
     texts = some_texts(num_tokens, None if tokenizer is None else vocabulary_words(tokenizer))
     job = make_job(folder, num_rows, num_tokens, texts, tokenizer, num_workers, shard_rows)
@@ -132,7 +132,7 @@ def measure(
 def make_job(
     folder: Path, num_rows: int, num_tokens: int, texts: Sequence[str], tokenizer: Tokenizer | None = None,
     num_workers: int = 0, shard_rows: int = SHARD_ROWS,
-) -> Job:  # fmt: skip
+) -> Job:
     """A job on `num_rows` chats, checked as any other."""
     (folder / "model").mkdir(parents=True, exist_ok=True)
     (folder / "model" / "config.json").write_text(json.dumps({**COMMON, **SHAPES["llama8b"]}))
@@ -144,7 +144,7 @@ def make_job(
             f"output.shard_rows={shard_rows}", f"decode.max_new_tokens={num_tokens}", "device=cpu",
             f"input.num_workers={num_workers}",
         ]
-    )  # fmt: skip
+    )
     return open_job(config, tokenizer=tokenizer or cast(Tokenizer, StandInTokenizer(texts, num_tokens)))
 
 

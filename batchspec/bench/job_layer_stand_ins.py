@@ -166,10 +166,10 @@ class StandInEngine:
             drafter="lookup", draft_len=K, num_prefills=1, num_rounds=rounds, num_drafted=K * rounds, num_accepted=rounds,
             num_discarded=0, histogram=(0, rounds, 0, 0, 0), drafted_at=(rounds,) * K, accepted_at=(rounds, 0, 0, 0),
             prefill_s=0.1, decode_s=2.5, slot=request.row_index % SLOTS,
-        )  # fmt: skip
+        )
         return Completion(
             request_id=request.request_id, row_index=request.row_index, sample_index=request.sample_index, shard=request.shard,
             status="truncated", finish_reason="length", prompt_ids=request.prompt_ids, token_ids=token_ids,
             text=text if self._tokenizer is None else None, text_due=self._tokenizer is not None, seed=request.seed,
             predicted_tokens=request.predicted_tokens, stats=stats,
-        )  # fmt: skip
+        )

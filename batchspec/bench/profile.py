@@ -62,7 +62,7 @@ class Profile:
             "rounds": self.rounds, "round_us": round(self.round_us, 1), "busy_us": round(self.busy_us, 1),
             "gap_us": round(self.gap_us, 1), "outside_us": round(self.outside_us, 1),
             "kernels_per_round": round(self.kernels_per_round, 1), "top": top,
-        }  # fmt: skip
+        }
 
     def text(self, title: str) -> str:
         lines = [
@@ -134,7 +134,7 @@ def read_trace(events: Sequence[dict[str, Any]], num_rounds: int) -> Profile:
     launches = {
         event["args"]["correlation"] for event in events
         if "GraphLaunch" in event.get("name", "") and event.get("cat") in ("cuda_runtime", "cuda_driver")
-    }  # fmt: skip
+    }
     work = sorted((event for event in events if event.get("cat") in ON_DEVICE), key=lambda event: event["ts"])
     replays: dict[int, list[dict[str, Any]]] = defaultdict(list)
     outside = []

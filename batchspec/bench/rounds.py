@@ -100,7 +100,7 @@ def _time(bench: Bench, variant: VariantSpec, record: Record) -> dict[str, Any]:
         "past": args.prompt, "rounds": args.rounds, "round_us": round(seconds / args.rounds * 1e6, 1),
         "dead_rows_us": round(dead_s * 1e6, 1), "mean_acceptance_length": round(tokens / args.rounds / args.batch, 3),
         "tok_s": round(tokens / seconds, 1),
-    }  # fmt: skip
+    }
     if args.profile:
         _begin(engine, args.prompt)
         profiled = min(args.rounds, PROFILED_ROUNDS)

@@ -155,7 +155,7 @@ def _real(args: argparse.Namespace, device: torch.device, group: Group | None) -
 def _load(
     args: argparse.Namespace, folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, group: Group | None, *,
     dummy: bool = False,
-) -> Target:  # fmt: skip
+) -> Target:
     """As `Target.load`, with random adapters if --adapters asks for them.
 
     The leader of a group tells the others that all checks have passed.
@@ -181,7 +181,7 @@ def _request(index: int, prompt: Ids, cap: int, *, row: int, sample: int = 0) ->
     return Request(
         request_id=str(index), row_index=row, sample_index=sample, shard=0, prompt_ids=prompt, max_new_tokens=cap,
         min_new_tokens=0, sampling=SamplingParams(), stop_ids=(), stop=(), seed=index, predicted_tokens=cap,
-    )  # fmt: skip
+    )
 
 
 def _other_beginning(request: Request, vocab_size: int) -> Ids:

@@ -111,7 +111,7 @@ class VarlenPlan:
         out, lse = torch.ops.aten._flash_attention_forward(
             q, k, v, self._cu_seqlens_q, self._cu_seqlens_k, *self._longest, 0.0, True, False,
             scale=scale, window_size_left=self._window, window_size_right=0,
-        )[:2]  # fmt: skip
+        )[:2]
         return _with_sinks(out, lse.t(), sink_logits)
 
 

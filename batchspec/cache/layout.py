@@ -112,5 +112,5 @@ class LayerKV:
         rope_write(
             qkv, positions, freqs, self.pages, slot_mapping, attention_factor=attention_factor, out_q=out_q,
             interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps, scales=self.scales,
-        )  # fmt: skip
+        )
         return out_q

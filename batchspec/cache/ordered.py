@@ -35,11 +35,11 @@ def plan_ordered(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int |
     shape = ordered_attention_shape(
         num_rows=batch.kv_len.shape[0], max_q=batch.max_q, max_kv=batch.max_kv, num_heads=num_heads,
         kv_heads=layout.num_kv_heads, head_dim=layout.head_dim, page_size=layout.page_size, device=kv.pages.device, window=window,
-    )  # fmt: skip
+    )
     work = split_kv_schedule(
         batch.cu_seqlens_q, batch.kv_len, batch.positions, shape=shape, shared=None if window else batch.shared,
         interpret=not kv.pages.is_cuda,
-    )  # fmt: skip
+    )
     return OrderedPlan(batch, work, layout.head_dim)
 
 
@@ -59,7 +59,7 @@ class OrderedPlan:
             q, kv.pages, self._batch.page_table, self._batch.positions if positions is None else positions, self._work,
             self._partials, scale=scale, out=out, sink_logits=sink_logits, scales=kv.scales, early=self._listed,
             interpret=not q.is_cuda,
-        )  # fmt: skip
+        )
         self._listed = True
         return out
 
@@ -80,5 +80,5 @@ class OrderedPrefillPlan:
             q, kv.pages, own.page_table, own.positions, own.cu_seqlens_q, own.kv_len, scale=scale, max_q=own.max_q,
             max_kv=own.max_kv, out=out, window=self._window or 0, sink_logits=sink_logits, scales=kv.scales,
             interpret=not q.is_cuda,
-        )  # fmt: skip
+        )
         return out

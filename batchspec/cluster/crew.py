@@ -59,7 +59,7 @@ class Crew:
             program=PROGRAM, words=[str(number)], line=self._text,
             environment={**environment_of(devices, sharing), CREW: self._name},
             output={"stdout": PIPE, "stderr": STDOUT} if self._num > 1 else {},  # a single worker has the parent's output
-        )  # fmt: skip
+        )
         names = [f"worker {number}" + ("" if device is None else f" (GPU {device})") for device in devices]
         if self._ranks > 1:
             names = [f"rank {rank} of {name}" for rank, name in enumerate(names)]

@@ -47,7 +47,7 @@ def choose_ranks(config: RunConfig) -> int:
     asked = subprocess.run(
         [*python_command("-m", "batchspec.commands.ranks"), str(num_gpus)], input=to_json(config), capture_output=True, text=True,
         check=False,
-    )  # fmt: skip
+    )
     if asked.returncode != 0:
         said = asked.stderr.strip().splitlines()
         raise ConfigError(f"cluster.tensor_parallel=auto: {said[-1].removeprefix(terminal.PREFIX) if said else 'no answer'}")

@@ -180,7 +180,7 @@ def first_difference(engine: Engine, request: Request, written: list[int], plain
         gap = float(_rises(engine, request, plain[:token_index])[[old, new]].max())
     return Difference(
         request_id=request.request_id, sample_index=request.sample_index, token_index=token_index, written=old, plain=new, gap=gap
-    )  # fmt: skip
+    )
 
 
 @torch.inference_mode()

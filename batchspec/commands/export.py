@@ -69,7 +69,7 @@ FORMATS = ("chat", "prompt_completion", "preference", "prompt_only", "openai")
 SUFFIXES = {
     **dict.fromkeys(TURNS, (".jsonl", ".parquet")), "openai": (".jsonl",),
     "openai's requests": (".parquet",),
-}  # fmt: skip
+}
 STATUSES = ("ok", "truncated", "error", "skipped")
 GROUP_ROWS = 8192
 NAMES = ("status", "completion", "messages")
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         wish = Wish(
             statuses=_statuses(_names(args.status), args.to), where=args.where, score=args.score, join=args.join,
             pairs=args.to == "preference", one_each=args.to == "prompt_only",
-        )  # fmt: skip
+        )
         terminal.show_line(export(OutputFolder(paths[0]), target, args.to, wish, _names(args.keep)))
     return 0
 
@@ -294,7 +294,7 @@ def _write_rows(rows: Iterator[Line], target: Path, schema: pa.Schema) -> int:
     count = 0
     with (
         new_file(target) as path, path.open("xb") as file, pq.ParquetWriter(file, schema, compression="zstd") as writer
-    ):  # fmt: skip
+    ):
         while group := list(islice(rows, GROUP_ROWS)):
             writer.write_table(pa.Table.from_pylist(group, schema))
             count += len(group)

@@ -27,7 +27,7 @@ FACT_CHARS = 10_000
 SHOWN_APART = {
     "request_id", "row_index", "sample_index", "status", "messages", "completion", "reasoning", "tool_calls", "prompt_ids",
     "token_ids", "logprobs", "top_logprobs", "usage", "error", "spec_decode", "perf",
-}  # fmt: skip
+}
 """Output columns that have a section of their own, or are too long for one line."""
 
 

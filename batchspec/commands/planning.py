@@ -49,7 +49,7 @@ def layouts_of(job: Job, survey: Survey, rates: Rates, num_gpus: int) -> list[Gp
         return batch, forecast(
             batch, part.spec, rates, share, dtype=job.dtype, accepted=job.drafter.assumed_accepted,
             correlation=job.config.packing.expert_correlation,
-        )  # fmt: skip
+        )
 
     workers = job.config.cluster.workers
     return gpu_layouts(TENSOR_PARALLEL, num_gpus, predict, copies=None if workers == AUTO else workers)
@@ -87,11 +87,11 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
         ahead = forecast(
             batch, job.spec, rates, demand, dtype=job.dtype, accepted=job.drafter.assumed_accepted,
             correlation=config.packing.expert_correlation,
-        )  # fmt: skip
+        )
     return Plan(
         job=job, survey=survey, rates=rates, num_completions=demand.num_completions, batch=batch, forecast=ahead, layouts=found,
         output=state,
-    )  # fmt: skip
+    )
 
 
 def state_of_output(job: Job) -> str:

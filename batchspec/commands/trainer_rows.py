@@ -22,7 +22,7 @@ Line = Mapping[str, Any]
 TURNS = {
     "chat": ("messages",), "prompt_completion": ("prompt", "completion"), "preference": ("prompt", "chosen", "rejected"),
     "prompt_only": ("prompt",),
-}  # fmt: skip
+}
 """Form -> its columns that hold turns."""
 TAKEN = ("messages", "prompt", "completion", "chosen", "rejected")
 """Columns from which TRL tells the form of a row: --keep may add none of them."""
@@ -54,7 +54,7 @@ def kept_columns(keep: Sequence[str], form: str, schema: Mapping[str, pl.DataTyp
 
 def trainer_lines(
     rows: Iterable[tuple[Line, Line]], form: str, keep: Sequence[str], *, scored: bool
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+) -> Iterator[dict[str, Any]]:
     """The lines of a form. rows: output rows and their turns in the form prompt_completion (of chat: chat); of a pair the better
     one comes first."""
     if form != "preference":

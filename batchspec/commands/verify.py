@@ -127,4 +127,4 @@ def verify(out: str | Path, num_rows: int, *, dtype: str | None = None, device: 
         num_rows=count, num_refused=len(written) - count, differences=differences, exact=exact,
         logprobs=max(gaps, key=lambda gap: gap.nats, default=None),
         most_nats=0.0 if exact else max(map(ROUNDING.__getitem__, dtypes)),
-    )  # fmt: skip
+    )

@@ -79,7 +79,7 @@ def compare_kv(out: str | Path, num_rows: int, *, dtype: str | None = None, devi
         written_with=names[0], decoded_with=names[1], replaced_scales=replaced, num_rows=num_rows,
         differences=tuple(differences), num_positions=len(divergences), mean_kl=sum(divergences) / len(divergences),
         largest_kl=max(divergences),
-    )  # fmt: skip
+    )
 
 
 @torch.inference_mode()

@@ -178,7 +178,7 @@ def _scoring(config: RunConfig) -> None:
         "decode.regex",
         "decode.choice", "decode.grammar", "decode.thinking_token_budget", "decode.repetition_detection.max_pattern_size",
         "output.logprobs", "output.openai",
-    ):  # fmt: skip
+    ):
         if key == "decode.choice" and decode.score == "choices":
             check_choices_to_score(decode.choice)
         elif (value := value_of(config, key)) != value_of(usual, key):

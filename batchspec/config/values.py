@@ -122,7 +122,7 @@ ADVANCED = frozenset({
     "cluster.max_restarts", "cluster.signal_s", "cluster.watchdog_s", "cluster.log",
     "ablation.dead_rows", "ablation.argmax", "ablation.uniform_slots", "ablation.dead_positions", "ablation.prefill_graphs",
     "ablation.sharded_draft",
-})  # fmt: skip
+})
 """Keys that few jobs set; the help and conf/README.md list them last."""
 
 CREDENTIALS = re.compile(r"://[^/]*@|[?&](\w*key|\w*token|\w*secret|\w*password|\w*signature|sig|x-amz-[\w-]+)=", re.IGNORECASE)

@@ -34,7 +34,7 @@ class Chats:
     def __init__(
         self, shard: InputShard, columns: ColumnMap, input: InputConfig, output: OutputConfig,
         think_tokens: tuple[str, str] | None, *, calls: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         kind = messages_type(shard.table.schema, columns, output, calls=calls, channels=think_tokens is None)
         self._prompts = _prompt_turns(shard, columns, input, [field.name for field in kind.value_type])
         self._first_row, self._output, self._think_tokens, self._calls = shard.first_row, output, think_tokens, calls

@@ -26,7 +26,7 @@ _JSON = {
     "stop": ("text", "list"), "bad_words": ("text", "list"), "system": ("text",),
     "tools": ("text", "list", "object"), "template_kwargs": ("object", "text"),
     "logit_bias": ("object", "text"), "final_assistant": ("text",),
-}  # fmt: skip
+}
 """Kinds of JSON values allowed in a column of JSON text; columns that are not listed take numbers."""
 
 

@@ -30,7 +30,7 @@ THINKING_FIELD = "thinking"
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "model": "assistant",
     "system": "system", "tool": "tool", "observation": "tool",
-}  # fmt: skip
+}
 
 
 class BadChat(ValueError):

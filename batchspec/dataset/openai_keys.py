@@ -33,7 +33,7 @@ NUMBERS = {
     "top_k": "top_k", "min_p": "min_p", "seed": "seed", "n": "n", "repetition_penalty": "repetition_penalty",
     "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
     "thinking_token_budget": "thinking_token_budget",
-}  # fmt: skip
+}
 """Key of a body -> column."""
 TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 """Keys of a message that chat templates read."""
@@ -50,12 +50,12 @@ WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier", "safety_
 """Keys of a body that do not affect tokens."""
 NEUTRAL = {
     "stream": False, "logprobs": False, "top_logprobs": 0, "tool_choice": "auto", "parallel_tool_calls": True,
-}  # fmt: skip
+}
 """Keys of a body for which batchspec has no column, and the value with which they have no effect."""
 JOB_KEYS = {
     "logprobs": "output.logprobs", "top_logprobs": "output.logprobs", "min_tokens": "decode.min_new_tokens",
     "stop_token_ids": "decode.stop_ids", "ignore_eos": "decode.ignore_eos",
-}  # fmt: skip
+}
 """Keys of a body without a column, and the keys that ask for the same in all rows of a job."""
 OTHER_ENDPOINTS = {
     "completions": "write its prompt as the column `prompt` of an input, which is used as it is",

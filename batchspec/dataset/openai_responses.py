@@ -17,7 +17,7 @@ Line = Mapping[str, Any]
 
 NAMES = (
     "request_id", "row_index", "sample_index", "status", "completion", "finish_reason", "reasoning", "usage", "error", "perf",
-)  # fmt: skip
+)
 """The columns of output rows that are read."""
 OPTIONAL = ("tool_calls", "token_ids", "logprobs", "top_logprobs")
 """Those that a job may lack."""

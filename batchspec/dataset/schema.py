@@ -61,7 +61,7 @@ PERF = pa.struct(
 def output_schema(
     input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig, *, calls: bool = False, channels: bool = False,
     score: str = "none",
-) -> pa.Schema:  # fmt: skip
+) -> pa.Schema:
     """The schema of every output file of a job: its own columns, then the input's columns that output.passthrough copies.
 
     calls     rows may have tools, so there is a column of tool calls

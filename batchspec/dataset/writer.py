@@ -204,7 +204,7 @@ def _ratio(part: int, whole: int) -> float | None:
 def _perf(completion: Completion, attempt: str, finished_at: datetime) -> dict[str, Any]:
     perf: dict[str, Any] = {
         "predicted_tokens": completion.predicted_tokens, "attempt": attempt, "finished_at": finished_at
-    }  # fmt: skip
+    }
     if (stats := completion.stats) is not None:
         perf |= {"prefill_s": stats.prefill_s, "decode_s": stats.decode_s, "rounds": stats.num_rounds}
         perf["slot"] = stats.slot

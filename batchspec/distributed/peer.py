@@ -153,7 +153,7 @@ class PeerCollectives(Collectives):
             reduce_norm(
                 partial, residual, weight, eps, peers, out=out, out_aux=out_aux, two_shot=self._two_shot(partial),
                 interpret=self._interpret,
-            )  # fmt: skip
+            )
 
     def add_norm_fp8(
         self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float, form: Fp8Form, *, out_aux: Tensor | None
@@ -164,7 +164,7 @@ class PeerCollectives(Collectives):
         return reduce_norm_fp8(
             partial, residual, weight, eps, form, peers, out_aux=out_aux, two_shot=self._two_shot(partial),
             interpret=self._interpret,
-        )  # fmt: skip
+        )
 
     def norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> None:
         peers = self._peers(qkv[:, :2], max(4, qkv.element_size()))

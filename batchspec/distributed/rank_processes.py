@@ -35,7 +35,7 @@ disk does not answer; it never runs again."""
 STATES = {
     "R": "runs", "S": "waits", "D": "waits for a device or a file system", "T": "was stopped by a signal",
     "t": "was stopped by a debugger",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

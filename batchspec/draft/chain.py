@@ -128,7 +128,7 @@ class ChainDrafter(HeadReader):
     def _finish_accepted(
         self, batch: FlatBatch, q: Tensor, residual: Tensor, accepted_len: Tensor, rows: DeviceBatch, cache: KVCache,
         out_first: Tensor, out_hidden: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Compute the rest of the last layer, from its queries on, only at each row's last accepted position."""
         num_rows, feeds_normed = accepted_len.shape[0], self._spec.feed_normed
         live_q = q.new_empty(num_rows, *q.shape[1:])
@@ -137,7 +137,7 @@ class ChainDrafter(HeadReader):
         gather_last_accepted(
             q.flatten(1), residual, batch.cu_seqlens_q, accepted_len, batch.positions, rows.num_tokens, rows.live,
             out_q=live_q.view(num_rows, -1), out_residual=stream, out_positions=positions, out_kv_len=kv_len,
-        )  # fmt: skip
+        )
         ends = self._one_query_each(batch, positions, kv_len)
         plan = self._plans(ends, cache, [self._last])[self._windows[self._last]]
         attend = PagedAttend(kv=self._kv(cache, self._last), plan=plan)
@@ -174,7 +174,7 @@ class ChainDrafter(HeadReader):
             self._first[:num_rows], rows.num_tokens, rows.live, cache.draft_table(rows), page_size=cache.page_size,
             max_tokens=rows.tokens.shape[1], out_ids=draft_ids, out_draft_len=draft_len, out_positions=positions,
             out_slot_mapping=slots, out_kv_len=kv_len,
-        )  # fmt: skip
+        )
         if width == 1:
             return
         steps = list(zip(positions.unbind(), slots.unbind(), strict=True))
@@ -196,7 +196,7 @@ class ChainDrafter(HeadReader):
     def _draft(
         self, rows: DeviceBatch, draft_ids: Tensor, k: int, hidden: Tensor, positions: Tensor, slots: Tensor,
         plans: dict[int | None, AttentionPlan], cache: KVCache,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Draft one more token: column k + 1 of draft_ids, given those up to k; returns the hidden state that drafted it."""
         normed, residual = self.head.enter(draft_ids[:, k], hidden)
         row_ids = self._cu_seqlens_q[: positions.shape[0]]

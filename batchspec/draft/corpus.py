@@ -92,7 +92,7 @@ class Corpus:
 
     def __init__(
         self, num_tokens: int, *, lengths: Sequence[int], device: torch.device, background: bool = True
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         num_tokens  maximum number of tokens in the corpus
         lengths     lengths of the n-grams in the table, ascending

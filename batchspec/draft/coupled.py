@@ -92,7 +92,7 @@ def first_draws(mode: SamplingMode | None, rows: DeviceBatch, row_ids: Tensor, n
 def later_draws(
     mode: SamplingMode | None, rows: DeviceBatch, row_ids: Tensor, positions: Tensor, *, ahead: int, drafts: Tensor,
     draft_rows: Tensor | None = None,
-) -> Draws | None:  # fmt: skip
+) -> Draws | None:
     """The `Draws` of later drafts, which may have others before them; None as for `first_draws`.
 
     row_ids     int32 [T] row of `rows`

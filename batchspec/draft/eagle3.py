@@ -100,7 +100,7 @@ def reading(config: RunConfig) -> dict[str, Any]:
     return {
         "window": draft.window, "sink": draft.sink_tokens or 0, "fp8_kv": draft.cache_dtype == "fp8",
         "dead_positions": dead_positions,
-    }  # fmt: skip
+    }
 
 
 def _open(config: RunConfig, target: ModelSpec, draft_vocab: int) -> HeadSpec:

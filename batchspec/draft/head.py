@@ -141,13 +141,13 @@ class EagleHead:
         eagle_head_input(
             tokens, hidden, self._embedding, self._layers[0].attention.norm, self._hidden_norm, self.spec.rms_eps,
             out=normed, row_ids=row_ids, positions=positions,
-        )  # fmt: skip
+        )
         return normed, normed[:, size:] if self.spec.norm_before_residual else hidden
 
     def layer(
         self, index: int, normed: Tensor, residual: Tensor, at: Place, kv: LayerKV, plan: AttentionPlan,
         positions: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Layer `index` on normed [T, 2H] (layer 0) or [T, H]; writes K/V of all T tokens, adds to residual [T, H] in place.
 
         positions  int64 [T], if they are later than the plan's

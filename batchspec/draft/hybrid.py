@@ -96,7 +96,7 @@ class HybridDrafter:
         select_drafts(
             head_ids, lookup_ids, lookup_len, match_len, self._head_odds, self._lookup_odds, rows.live,
             out_draft_ids=draft_ids, out_draft_len=draft_len, out_picked=picked,
-        )  # fmt: skip
+        )
 
     @torch.inference_mode()
     def catch_up(
@@ -115,7 +115,7 @@ class HybridDrafter:
                 rows.tokens, rows.num_tokens, rows.live, accepted_len, *self._proposals(num_rows, width),
                 head_prior=self._head_prior, lookup_prior=self._lookup_prior, head_counts=self._head_odds,
                 lookup_counts=self._lookup_odds, totals=self.counts,
-            )  # fmt: skip
+            )
         self.head.catch_up(batch, aux_hidden_states, accepted_len, rows, cache, prepare_next=prepare_next)
 
     def _proposals(self, num_rows: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -23,7 +23,7 @@ _LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
               "vocab_size": 32000, "max_position_embeddings": 2048},
     "qwen3": {"hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
               "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768},
-}  # fmt: skip
+}
 _FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 _PEAGLE = ("PEagleSpeculator", "PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM")
 SPECFORGE = "LlamaForCausalLMEagle3"
@@ -35,13 +35,13 @@ _SHAPE = frozenset((
     "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
     "max_position_embeddings", "original_max_position_embeddings", "vocab_size", "hidden_act", "sliding_window",
     "use_sliding_window", "max_window_layers", "layer_types", "attention_bias", "mlp_bias",
-))  # fmt: skip
+))
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 _EAGLE = frozenset((
     "architectures", "draft_vocab_size", "truncated_vocab_size", "target_hidden_size", "num_aux_hidden_states", "bias", "fc_norm",
     "norm_before_fc", "norm_before_residual", "norm_output", "eagle_aux_hidden_state_layer_ids", "eagle_config", "layer_ids",
     "speculators_model_type", "transformer_layer_config", "parallel_drafting", *MASK_KEYS,
-))  # fmt: skip
+))
 # These keys do not change what a loaded head computes. tie_word_embeddings: a head without lm_head uses the target's anyway.
 _HARMLESS = frozenset((
     "attention_dropout", "hidden_dropout", "dropout", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
@@ -52,14 +52,14 @@ _HARMLESS = frozenset((
     "torchscript", "is_decoder", "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "tokenizer_class", "prefix",
     "finetuning_task", "task_specific_params", "tie_encoder_decoder", "add_cross_attention", "use_bfloat16", "tf_legacy_loss",
     "pruned_heads", "ttt_length", "_experts_implementation", "target_layer_count",
-))  # fmt: skip
+))
 # Keys that configs of dense heads repeat from a gpt-oss target.
 _OF_GPT_OSS = frozenset(("num_local_experts", "experts_per_token", "num_experts_per_tok"))
 # Keys of eagle_config; a value is the only one that is supported (NVIDIA ModelOpt exports them).
 _EAGLE_CONFIG: dict[str, Any] = {
     "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
     "use_mtp_layernorm": False, "has_lm_head": True, "next_layer_regular": True, "parallel_draft_step": 1,
-}  # fmt: skip
+}
 _EAGLE_CONFIG_READ = ("eagle_aux_hidden_state_layer_ids", "layer_ids", "norm_before_fc", "use_aux_hidden_state")
 
 

@@ -90,7 +90,7 @@ class ParallelDrafter(HeadReader):
                 features, None, batch.cu_seqlens_q, accepted_len, batch.positions, rows.num_tokens, rows.live,
                 out_q=self._hidden[:num_rows], out_residual=None, out_positions=self._positions[:num_rows],
                 out_kv_len=self._kv_len[:num_rows],
-            )  # fmt: skip
+            )
         self._keep(batch, rows.tokens, batch.row_ids, features, cache)
 
     def _keep(self, batch: FlatBatch, tokens: Tensor, line: Tensor, features: Tensor, cache: KVCache) -> None:
@@ -111,7 +111,7 @@ class ParallelDrafter(HeadReader):
             rows.tokens, rows.num_tokens, rows.live, page_table, self._hidden[:num_rows], self._mask_hidden,
             mask_id=self._mask_id, page_size=cache.page_size, out_ids=ids, out_hidden=fed, out_positions=positions,
             out_slot_mapping=slots, out_kv_len=kv_len, out_draft_len=draft_len,
-        )  # fmt: skip
+        )
         batch = self._layout.batch(ids.view(num_rows, width), positions, slots, kv_len, page_table, rows.max_kv)
         normed, residual = self.head.enter(ids, fed)
         at, plans = Place(self._rope(positions), slots), self._plans(batch, cache, range(self._last + 1))

@@ -152,7 +152,7 @@ class PardDrafter(DrafterBase):
         prepare_verify_inputs(
             rows.tokens, rows.num_tokens, rows.limit, rows.live, page_table, page_size=cache.page_size,
             out_ids=ids, out_draft_len=self._room[:num_rows], out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
-        )  # fmt: skip
+        )
         batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows.max_kv)
         hidden, _ = self._model.forward(batch, cache.drafter_part())
         draws = later_draws(self.mode, rows, batch.row_ids, positions, ahead=1, drafts=draft_ids)

@@ -44,7 +44,7 @@ class HeadReader(DrafterBase):
     def __init__(
         self, head: Head, target: Target, max_len: int, *, window: int | None = None, sink: int = 0, fp8_kv: bool = False,
         dead_positions: bool = True, argmax: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """See `Reading`."""
         spec = head.spec
         self.max_len = max_len

@@ -47,13 +47,13 @@ class TreeDrafter(ChainDrafter):
     def __init__(
         self, head: Head, target: Target, shape: TreeShape, *, slots: int, window: int | None = None, sink: int = 0,
         fp8_kv: bool = False, dead_positions: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The other arguments are those of HeadReader. Raises ValueError if topk exceeds the draft vocabulary."""
         if shape.topk > head.spec.draft_vocab_size:
             raise ValueError(f"TreeDrafter: topk={shape.topk} exceeds the head's {head.spec.draft_vocab_size} draft tokens")
         super().__init__(
             head, target, shape.depth, slots=slots, window=window, sink=sink, fp8_kv=fp8_kv, dead_positions=dead_positions
-        )  # fmt: skip
+        )
         device, branches, places = target.device, shape.topk, shape.num_drafted
         self._shape = shape
         self._first = torch.zeros_like(self._hidden)
@@ -103,14 +103,14 @@ class TreeDrafter(ChainDrafter):
                 draws = later_draws(
                     self.mode, rows, batch.row_ids, batch.positions, ahead=2, drafts=paths,
                     draft_rows=self._node_ids[:num_rows].view(-1),
-                )  # fmt: skip
+                )
                 hidden = hidden.index_select(0, frontier.parent_index)
                 normed, hidden = self._through(batch, frontier, hidden, cache)
             following = expand_tree(
                 *self.head.branches(normed, branches, draws), self.head.map_ids, frontier,
                 first_node_id=num_grown(branches, level), first_bit=level * branches if level + 1 < depth else None,
                 all_scores=scores, all_ids=ids, all_parents=above,
-            )  # fmt: skip
+            )
             frontier = following or frontier
         parents = self._parents[:num_rows]
         rerank_tree(scores, ids, above, out_ids=draft_ids, out_parents=parents)
@@ -128,7 +128,7 @@ class TreeDrafter(ChainDrafter):
             self._places_above.expand(num_rows, -1), rows.num_tokens, rows.live, page_table, page_size=cache.page_size,
             max_depth=steps - 1, out_positions=positions, out_slot_mapping=slots, out_ancestors=masks,
             out_kv_len=self._kv_len[:num_rows],
-        )  # fmt: skip
+        )
         by_level = [x.view(num_rows, steps, branches).transpose(0, 1).flatten(1).contiguous() for x in (positions, slots)]
         kv_len = torch.minimum(start + self._keys, self._kv_len[:num_rows]) * rows.live
         tree = TreeTail(ancestors=masks, start=start, max_depth=steps - 1, depths=self._depths)

@@ -104,7 +104,7 @@ def head_layers(spec: HeadSpec) -> tuple[LayerSpec, ...]:
     """The decoder layers of a head. The input of layer 0 is the embedding and the feature, each normed, concatenated."""
     mlp = GatedMlpSpec(
         hidden_size=spec.hidden_size, inner_size=spec.intermediate_size, eps=spec.rms_eps, bias=spec.mlp_bias
-    )  # fmt: skip
+    )
     attentions = [
         AttentionSpec(
             hidden_size=spec.hidden_size,
@@ -207,7 +207,7 @@ def dummy_spec(target: ModelSpec, *, draft_vocab_size: int = 32000, parallel: bo
         qkv_bias=False, o_bias=False, mlp_bias=False, fc_bias=False, qk_norm=False, norm_before_residual=False, input_norm=False,
         fc_norm=False, feed_normed=False, own_embedding=False, own_head=True, mapped=vocab < target.vocab_size,
         mask_token_id=target.vocab_size - 1 if parallel else None,
-    )  # fmt: skip
+    )
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ class WindowDrafter(NoFeatures):
         prepare_chain_draft_inputs(
             newest, rows.num_tokens, rows.live, page_table, page_size=cache.page_size, max_tokens=rows.tokens.shape[1],
             out_ids=ids, out_draft_len=self._lens[:num_rows], out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
-        )  # fmt: skip
+        )
         for k in range(width):
             newest_ids = ids[:, k : k + 1].contiguous()
             step = self._layout.batch(newest_ids, positions[k], slots[k], kv_len, page_table, rows.max_kv)

@@ -23,7 +23,7 @@ _STD = 0.02
 def new_spec(
     target: ModelSpec, *, draft_vocab: int, aux_layer_ids: list[int] | None, layers: int = 1, inner: int | None = None,
     mask_id: int | None = None,
-) -> HeadSpec:  # fmt: skip
+) -> HeadSpec:
     """A head with layers of the target's shape.
 
     aux_layer_ids  ids of the aux hidden states that it reads; None: the default
@@ -35,7 +35,7 @@ def new_spec(
     spec = replace(
         spec, num_layers=layers, windows=(None,) * layers, intermediate_size=inner or spec.intermediate_size,
         mask_token_id=mask_id,
-    )  # fmt: skip
+    )
     chosen = default_aux_layers(target.num_layers) if aux_layer_ids is None else tuple(aux_layer_ids)
     if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= tap <= target.num_layers for tap in chosen):
         raise ConfigError(

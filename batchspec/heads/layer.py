@@ -137,7 +137,7 @@ class GradientStream:
     def project(
         self, norm: Tensor | None, eps: float, product: Product, lora: LoraTokens | None, *, gated: bool = False,
         out_aux: Tensor | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         x = self.state if norm is None else self.normed(norm, eps)
         return product.swiglu(x, lora) if gated else product(x, lora)
 

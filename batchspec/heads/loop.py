@@ -104,7 +104,7 @@ class Course:
         found = acceptance(
             self.network, self.teacher, self.held_out, max_len=self.draft_len, batch_tokens=self.config.batch_tokens,
             cast=self._cast(),
-        )  # fmt: skip
+        )
         positions = [round(x, 4) for x in found.by_position]
         self.curves["acceptance"].append({"step": step, "mean_length": round(found.mean_length, 4), "by_position": positions})
         self.say(
@@ -124,7 +124,7 @@ class Course:
     def _state(self, step: int, optimiser: Optimiser) -> dict[str, Any]:
         return {
             "step": step, "network": self.network.state_dict(), "optimiser": optimiser.state_dict(), "curves": self.curves,
-        }  # fmt: skip
+        }
 
     def _resume(self, optimiser: Optimiser) -> int:
         """Load the checkpoint if there is one; returns the number of trained batches."""

@@ -92,7 +92,7 @@ def _open(model: str, rows: int, texts: int, tasks: str, chats_output: str | Non
         columns["stop"] = [[end]] * len(columns["id"])
     types = {
         "id": pa.string(), "prompt_ids": pa.list_(pa.int32()), "turns": _CHAT, "task": pa.string(), "stop": pa.list_(pa.string())
-    }  # fmt: skip
+    }
     _write(pa.table({name: pa.array(values, types[name]) for name, values in columns.items()}), target)
     return f"{target}: {len(columns['id']):,} rows that open a user's turn" + ("" if end is None else f", up to {end}")
 

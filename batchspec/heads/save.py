@@ -93,7 +93,7 @@ def head_config(
     kind = "peagle" if parallel else "eagle3"
     proposal = {
         "proposal_type": "greedy", "speculative_tokens": draft_len, "accept_tolerance": 0.0, "verifier_accept_k": 1,
-    }  # fmt: skip
+    }
     return {
         "architectures": ["PEagleDraftModel" if parallel else "Eagle3DraftModel"],
         "speculators_model_type": kind,

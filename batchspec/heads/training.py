@@ -81,7 +81,7 @@ def train(run: TrainRun) -> Path:
     save_head(
         out.path, network, torch.from_numpy(ids), spec, layout=run.output.layout, dtype=stored, verifier=run.model.path,
         draft_len=run.draft.num_speculative_tokens,
-    )  # fmt: skip
+    )
     out.finish(made.curves)
     say(f"{out.path}: {head_bytes(network.spec, stored) / 1e6:,.1f} MB; draft={kind} draft.path={out.path} drafts with it")
     return out.path
@@ -139,7 +139,7 @@ def _mask_id(run: TrainRun, target: ModelSpec, rows: list[Row]) -> int | None:
 def _course(
     run: TrainRun, target: Target, network: HeadNetwork, ids: Numbers, trained: list[Row], held_out: list[Row], out: HeadFolder,
     say: Callable[[str], None],
-) -> Course:  # fmt: skip
+) -> Course:
     lengths = torch.tensor([len(row.ids) for row in trained]).numpy()
     batches = course(
         lengths, batch_tokens=run.train.batch_tokens, seed=run.train.seed, epochs=run.train.epochs, steps=run.train.steps
@@ -168,7 +168,7 @@ def _course(
     return Course(
         config=run.train, network=network, teacher=teacher, rows=trained, held_out=held_out, batches=batches,
         draft_len=run.draft.num_speculative_tokens, folder=out, say=say, curves={"loss": [], "acceptance": []},
-    )  # fmt: skip
+    )
 
 
 def _stored_dtype(spec: ModelSpec) -> torch.dtype:

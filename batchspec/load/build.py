@@ -58,7 +58,7 @@ def load_message(device: torch.device, folder: Path | None = None) -> Load:
 
 def load_engine(
     job: Job, demand: Demand, progress: ProgressBar, survey: Survey, *, defers_text: bool = False, most_rounds: int | None = None
-) -> Engine:  # fmt: skip
+) -> Engine:
     """Load the weights, choose the shape from the remaining memory, set up the engine; shows each step on the progress line.
 
     defers_text        as for `RowFeatures`
@@ -85,7 +85,7 @@ def load_engine(
         source = give_scales(
             target, job.kv_scales, config.cache.scales, None if job.dummy else job.folder, job.tokenizer,
             tell=lambda prompts: None if lead is None else lead.send(Calibrate(prompts)),
-        )  # fmt: skip
+        )
         if lead is not None and target.all_kv_scales is not None:
             lead.send(Scales(target.all_kv_scales.tolist()))
         progress.phase(f"K and V in e4m3, scales {source}")
@@ -102,7 +102,7 @@ def load_engine(
     engine = build_engine(
         config, target, drafter, batch, tokenizer=job.tokenizer, lead=lead, vocabulary=vocabulary_of(job),
         expanding=expanding_of(job), defers_text=defers_text, call_parser=job.admission.call_parser,
-    )  # fmt: skip
+    )
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
         progress.start_up.done("batch and drafter")
@@ -140,7 +140,7 @@ def load_weights(job: JobModel, *, summed: bool = False) -> tuple[Target, Any]:
     target = Target.load(
         job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=job.dummy, ranks=ranks, adapter=job.adapter,
         adapters=job.adapters, summed=summed,
-    )  # fmt: skip
+    )
     return target, job.drafter.load(dtype=job.dtype, device=job.device)
 
 
@@ -154,7 +154,7 @@ def build_engine(
     config: RunConfig, target: Target, drafter: Drafter, batch: PackedBatch, *, tokenizer: Tokenizer | None = None,
     lead: Lead | None = None, vocabulary: TokenSymbols | None = None, expanding: Expanding | None = None,
     defers_text: bool = False, call_parser: CallParser | None = None,
-) -> Engine:  # fmt: skip
+) -> Engine:
     """The engine for these settings, on the target's device; nothing is captured yet.
 
     lead  as for `Engine`; vocabulary (its `symbols`), expanding, defers_text, call_parser  as for `RowFeatures`

@@ -21,11 +21,11 @@ _RANKS = {"r": (1, 2**16)}
 _READ = (
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "bias", "init_lora_weights",
-)  # fmt: skip
+)
 _NO_PART = (
     "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout",
     "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "qalora_group_size", "runtime_config",
-)  # fmt: skip
+)
 """Keys that tell how the adapter was trained or initialised, or that only matter with another key."""
 _NEUTRAL: tuple[Any, ...] = (None, False, {}, [], "")
 _BASE_UNCHANGED = (None, True, False, "gaussian", "orthogonal", "eva")

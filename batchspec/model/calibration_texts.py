@@ -36,5 +36,5 @@ TEXTS = (
     "the the the the the the the the the the the the the the the the the the the the the the the the the the the the "
     "the the the the 0000000000000000 1111111111111111 aaaaaaaaaaaaaaaa ................ ---------------- \n\n\n\n\n\n"
     "\n\n\t\t\t\t\t\t\t\t",
-)  # fmt: skip
+)
 """Prose, reasoning with numbers, code, structured text, other languages, mathematics and a report, repetition."""

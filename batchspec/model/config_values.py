@@ -80,7 +80,7 @@ class ConfigReader:
     def __init__(
         self, values: Json, where: str, *, prefix: str = "", integers: Ranges = INTEGERS, asked: set[str] | None = None,
         also: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """where   the file, for messages; prefix  of its keys, where the object is a part of another one
         integers   the ranges of integers, where a family adds some to INTEGERS
         asked      the keys that were read so far, with prefix; it grows

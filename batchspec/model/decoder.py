@@ -80,7 +80,7 @@ class ResidualStream:
     def project(
         self, norm: Tensor | None, eps: float, product: Product, lora: LoraTokens | None, *, gated: bool = False,
         out_aux: Tensor | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         form = product.fp8_form
         if form is not None and norm is not None:
             pending, self._pending = self._pending, None

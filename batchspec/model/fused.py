@@ -84,7 +84,7 @@ def activation_quantised(gate_up: Tensor, form: Fp8Form, *, gelu: bool) -> Fp8To
 def reduce_norm(
     partial: Tensor, residual: Tensor, weight: Tensor, eps: float, ranks: Collectives, out_aux: Tensor | None = None,
     out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`add_norm` of the sum of `partial` [T, H] over all ranks."""
     if partial.is_cuda:
         out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) if out is None else out
@@ -96,7 +96,7 @@ def reduce_norm(
 def combine_norm(
     values: Tensor, weights: Tensor, residual: Tensor, weight: Tensor, eps: float, out_aux: Tensor | None = None,
     out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`add_norm` of the `combine` of all pairs' outputs: values [T * k, H] with weights [T, k]."""
     if values.is_cuda or has_fast_experts(values.device, values.dtype):
         out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) if out is None else out
@@ -167,7 +167,7 @@ def rope_write(
         return kv.rope_write(
             qkv, at.positions, at.freqs, slot_mapping, attention_factor=at.attention_factor, interleaved=at.interleaved,
             q_norm=q_norm, k_norm=k_norm, eps=eps,
-        )  # fmt: skip
+        )
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]

@@ -14,7 +14,7 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "forced_eos_token_id": (), "min_length": (), "min_new_tokens": (), "no_repeat_ngram_size": (), "typical_p": (1,),
     "epsilon_cutoff": (), "eta_cutoff": (), "exponential_decay_length_penalty": (), "stop_strings": (), "guidance_scale": (1,),
     "num_beams": (1,), "penalty_alpha": (), "watermarking_config": (),
-}  # fmt: skip
+}
 """Further keys that change tokens in transformers -> their neutral values, besides null, 0 and empty ones."""
 
 

@@ -83,7 +83,7 @@ def check_fp8_kv(how: str, spec: ModelSpec, files: ModelFiles, device: torch.dev
 def give_scales(
     target: Target, saved: KVScales | None, how: str, folder: Path | None, tokenizer: Encoder | None,
     tell: Callable[[list[list[int]]], None] = lambda prompts: None,
-) -> str:  # fmt: skip
+) -> str:
     """Set the target's scales: the saved ones, or those that cache.scales asks for. Returns their source, as text for people.
 
     folder  of the weights; None: they are dummy

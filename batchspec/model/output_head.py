@@ -88,7 +88,7 @@ class NarrowHead:
         lm_head(
             hidden, self._weight, out_ids=out_ids, tile=tile, vocab=vocab, flag_nonfinite=flag_nonfinite, masks=masks,
             mask_rows=mask_rows,
-        )  # fmt: skip
+        )
 
     def masks_in_product(self, hidden: Tensor) -> bool:
         return self._tile(hidden) is not None

@@ -13,15 +13,15 @@ from batchspec.model.spec import ModelSpec, load_spec
 COMMON: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
     "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+}
 """Keys of every shape that has none of its own."""
 _LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "rope_theta": 500000.0,
-}  # fmt: skip
+}
 _LLAMA_70B: dict[str, Any] = _LLAMA_8B | {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-}  # fmt: skip
+}
 _GPT_OSS: dict[str, Any] = {
     "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880,
     "num_experts_per_tok": 4, "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "sliding_window": 128,
@@ -34,24 +34,24 @@ _GPT_OSS: dict[str, Any] = {
         "quant_method": "mxfp4",
         "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
     },
-}  # fmt: skip
+}
 _QWEN3_30B: dict[str, Any] = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,
     "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
     "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     "vocab_size": 151936, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
-}  # fmt: skip
+}
 _QWEN3_235B: dict[str, Any] = _QWEN3_30B | {
     "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94,
     "num_attention_heads": 64,
-}  # fmt: skip
+}
 _MINIMAX_M2: dict[str, Any] = {
     "model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "hidden_size": 3072, "intermediate_size": 1536,
     "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256,
     "num_experts_per_tok": 8, "shared_intermediate_size": 0, "vocab_size": 200064, "max_position_embeddings": 196608,
     "rms_norm_eps": 1e-6, "rope_theta": 5000000.0, "rotary_dim": 64, "use_qk_norm": True, "qk_norm_type": "per_layer",
     "scoring_func": "sigmoid", "use_routing_bias": True,
-}  # fmt: skip
+}
 
 
 def _fp8(router: str = "mlp.gate") -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _fp8(router: str = "mlp.gate") -> dict[str, Any]:
             "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
             "modules_to_not_convert": ["lm_head", router],
         }
-    }  # fmt: skip
+    }
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -84,7 +84,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-235b-a22b": _QWEN3_235B,
     "qwen3-235b-a22b-fp8": _QWEN3_235B | _fp8(),
     "minimax-m2-fp8": _MINIMAX_M2 | _fp8("block_sparse_moe.gate"),
-}  # fmt: skip
+}
 DRAFT_VOCAB = {"smol135m": 16384}
 """Tokens that the head of a shape can draft, where not the usual number."""
 

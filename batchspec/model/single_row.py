@@ -35,6 +35,6 @@ def forward_row(target: Target, ids: list[int], *, fp8: bool, kv_only: bool = Fa
         token_ids=ints(ids), row_ids=ints([0] * count), positions=positions, slot_mapping=positions + page_size,
         cu_seqlens_q=ints([0, count]), kv_len=ints([count]), page_table=ints([[1]]), max_q=count, max_kv=count,
         host=HostLayout([count], [count]), row_adapters=ints([adapter]),
-    )  # fmt: skip
+    )
     hidden, _ = target.forward(batch, cache, kv_only=kv_only)
     return hidden, cache

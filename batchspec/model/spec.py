@@ -78,7 +78,7 @@ class ModelSpec:
         return KVLayout(
             dtype=dtype, fp8=self.fp8_kv, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=page_size,
             ordered=self.ordered,
-        )  # fmt: skip
+        )
 
     def sharing_cost(self, dtype: torch.dtype, *, page_size: int, max_q: int) -> SharingCost:
         """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once."""

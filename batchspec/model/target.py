@@ -37,7 +37,7 @@ class Target:
     def __init__(
         self, spec: ModelSpec, weights: Weights, device: torch.device, ranks: Collectives | None = None,
         lora: LoraStacks | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         ranks  set for a model that several processes compute, each with the spec of its part and its parts of the weights
         lora   the adapters of spec.lora
@@ -72,7 +72,7 @@ class Target:
         cls, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, dummy: bool = False,
         ranks: Collectives | None = None, adapter: Adapter | None = None, adapters: AdapterSource | None = None,
         summed: bool = False,
-    ) -> Target:  # fmt: skip
+    ) -> Target:
         """Read the folder's safetensors, merged with an adapter if there is one; with `dummy` make random weights instead.
 
         adapters  those of spec.lora

@@ -25,7 +25,7 @@ _CHARSMAP = "precompiled_charsmap"
 _GROWTH = {
     "NFC": 3.0, "NFD": 3.0, "NFKC": 11.0, "NFKD": 11.0, "Lowercase": 1.5, "BertNormalizer": 5.0, "ByteLevel": 2.0,
     "Metaspace": 6.0, "WordPiece": 2.0,
-}  # fmt: skip
+}
 """Bytes for a byte by the type of a step, 1 where it is not listed. Of normal forms: Unicode Standard Annex 15, and
 https://www.unicode.org/faq/normalization.html#12. Metaspace: U+2581 for a space, and another one before the word."""
 _ZERO_WIDTH = re.compile(r"\^|\$|\(\?[=!<]|\\[bBAGKzZyY]")

@@ -66,7 +66,7 @@ class ThinkTokens:
         return Thinking(
             begin_id=self.begin_id, end_id=self.end_id, opened=self.opened_by(prompt_ids), budget=budget,
             closing=(*closing, *self.closing), channels=self.channels, header=header,
-        )  # fmt: skip
+        )
 
     def opened_by(self, prompt_ids: Ids) -> bool | None:
         """Whether a prompt ends inside a thought (True) or after one (False). None: the answer has no thought so far.
@@ -144,11 +144,11 @@ def find_harmony(tokenizer: Tokenizer, vocab_size: int) -> ThinkTokens | None:
         analysis=tokenizer.spellings("analysis"),
         others=tokenizer.spellings("final") | tokenizer.spellings("commentary"),
         recipient=frozenset(ids[0] for text in RECIPIENT for ids in tokenizer.spellings(text) if len(ids) == 1),
-    )  # fmt: skip
+    )
     closing = (
         found["end"], found["start"], *tokenizer.encode_part("assistant"), found["channel"], *tokenizer.encode_part("final"),
         found["message"],
-    )  # fmt: skip
+    )
     begin, end = "<|channel|>analysis<|message|>", "<|end|>"
     marks = tuple((f"<|{name}|>", token) for name, token in found.items())
     return ThinkTokens(begin, end, channels.message_id, found["end"], closing=closing, channels=channels, marks=marks)

@@ -23,14 +23,14 @@ _OF_ANY_MODEL = frozenset({
     "cache_implementation", "experts_implementation", "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan",
     "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "neftune_noise_alpha", "transformers.js_config",
     "unsloth_fixed", "unsloth_version", "model_max_length", "seq_length", "max_sequence_length", "quantization_config",
-})  # fmt: skip
+})
 """Keys of any model: names and paths; dropout and loss terms, which only training uses; what transformers returns or how it
 computes; ids of special tokens and quantization_config, which other modules read."""
 _OF_GENERATION = frozenset({
     "max_length", "min_length", "max_new_tokens", "min_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
     "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "length_penalty",
     "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "remove_invalid_values",
-})  # fmt: skip
+})
 """Keys of generation_config.json, which older versions of transformers saved in config.json with default values."""
 _OF_FAMILIES = frozenset({
     "is_llama_config",  # SmolLM2
@@ -42,7 +42,7 @@ _OF_FAMILIES = frozenset({
     "experts_per_token", "initial_context_length",  # gpt-oss, which has the same numbers under their usual names
     "mlp_intermediate_size", "shared_moe_mode", "layernorm_linear_attention_alpha", "layernorm_linear_attention_beta",
     "mtp_transformer_layers", "num_mtp_modules", "use_mtp", "num_nextn_predict_layers",  # layers that are in no file, or refused
-})  # fmt: skip
+})
 HARMLESS = _OF_ANY_MODEL | _OF_GENERATION | _OF_FAMILIES
 """Keys that change no logit of the supported families; a key of a nested object is listed by its last part."""
 _OBJECTS = ("auto_map.", "quantization_config.")

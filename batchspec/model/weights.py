@@ -113,7 +113,7 @@ def _other_experts(missing: Iterable[str], unexpected: Iterable[str]) -> list[st
     """A problem if a file has the experts of a layer in one tensor, but they are read one by one, or the reverse; else none."""
     asked, found = (
         {bool(match[1]) for name in names if (match := _EXPERTS.search(name))} for names in (missing, unexpected)
-    )  # fmt: skip
+    )
     ways = ("in one tensor", "one by one")
     if len(asked) == len(found) == 1 and asked != found:
         (own,), (other,) = asked, found

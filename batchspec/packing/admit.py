@@ -94,7 +94,7 @@ class Admission:
     def __init__(
         self, config: RunConfig, *, source: Source, columns: ColumnMap, spec: ModelSpec, tokenizer: Tokenizer | None,
         constraints: Constraints | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.decode, self.input = config.decode, config.input
         self.source, self.columns = SourceFacts(source.files, source.schema, source.lines), columns
         self.tokenizer, self.vocab_size = tokenizer, spec.vocab_size
@@ -139,7 +139,7 @@ class Admission:
         assert self.tokenizer is not None
         return Constraints(
             self.decode, self.tokenizer, vocab_size=self.vocab_size, think=self.settings.think, end_ids=self.settings.end_ids
-        )  # fmt: skip
+        )
 
     def expect_constraints(self, constraints: Constraints | None = None) -> None:
         """Prepare for constraints in rows that another admission admits for the same engine, or in later turns of conversations.
@@ -268,7 +268,7 @@ class Admission:
                 code=bad.code, stage="admission", message=f"{place} (id {request_id!r}): {bad}",
                 retryable=bad.retryable,
             ),
-        )  # fmt: skip
+        )
 
     def cells(self, shard: InputShard) -> Iterator[dict[str, Any]]:
         """Each row's values under batchspec's names, as `admit` reads them. Raises BadRow at a cell that cannot be read."""
@@ -322,7 +322,7 @@ class Admission:
                 seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=predicted,
                 thinking=thinking, synthetic_len=synthetic_len, constraint=constraint, adapter=adapter, choices=choices,
                 tools=json.dumps(tools, ensure_ascii=False) if tools else None, repetition=settings.repetition,
-            )  # fmt: skip
+            )
 
 
 def _cells(table: pa.Table) -> list[dict[str, Any]]:

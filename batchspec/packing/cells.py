@@ -19,7 +19,7 @@ Biases = tuple[tuple[int, float], ...]
 NUMBERS = (
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "n", "thinking_token_budget", "synthetic_len",
-)  # fmt: skip
+)
 """Columns that hold numbers."""
 
 

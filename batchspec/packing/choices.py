@@ -25,7 +25,7 @@ class Choices:
 
     def __init__(
         self, config: RunConfig, columns: ColumnMap, tokenizer: Tokenizer | None, think: ThinkTokens | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not config.decode.choice and columns.get("choice") is None:
             raise ConfigError(
                 "decode.score=choices needs the texts to score; give decode.choice=[yes,no], or map a column of lists, "

@@ -108,7 +108,7 @@ def _compiler(tokenizer: Tokenizer, vocab_size: int, think: ThinkTokens | None, 
     return Compiler(
         tokenizer.symbols(vocab_size, marks), tuple(sorted(end_ids)), thinks=think is not None,
         may_begin=think is not None and think.begin_id is not None, channels=channels is not None,
-    )  # fmt: skip
+    )
 
 
 def first_state(automaton: TokenAutomaton | LazyAutomaton, thinking: Thinking | None, vocabulary: TokenSymbols) -> int:

@@ -124,7 +124,7 @@ def calibrate(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) ->
     return Rates(
         name=f"{device.type}, measured", bytes_s=large.nbytes / read_s, gemm=points, overhead_s=overhead_s,
         fp8_speedup=_fp8_speedup(weight) if fp8 else 1.0,
-    )  # fmt: skip
+    )
 
 
 def _fp8_speedup(weight: Tensor) -> float:
@@ -176,7 +176,7 @@ def kv_read_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int, context_tok
 def round_seconds(
     spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, rows: int, context_tokens: float, tokens_per_row: float,
     correlation: float = 1.0,
-) -> float:  # fmt: skip
+) -> float:
     """Seconds of one round: `rows` rows with `context_tokens` tokens of K/V each verify `tokens_per_row` tokens.
 
     correlation  as for `read_bytes`

@@ -53,7 +53,7 @@ class KVMemory:
         return cls(
             groups=groups, page_bytes=size_bytes,
             page_size=page_size, max_tokens=max_tokens, lookahead=lookahead, pass_tokens=pass_tokens,
-        )  # fmt: skip
+        )
 
     @property
     def row_pages(self) -> int:

@@ -92,7 +92,7 @@ class OrderedRequests:
     def __init__(
         self, shards: Iterator[InputShard], admit: AdmitShards, planned: PlanShard, predicted: Callable[[Request], Request], *,
         num_shards: int, shard_rows: int, slots: int, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._shards, self._admit, self._planned, self._predicted, self._clock = shards, admit, planned, predicted, clock
         self._num_shards, self._shard_rows, self._slots = num_shards, shard_rows, slots
         self._window = window_shards(slots, shard_rows)

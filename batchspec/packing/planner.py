@@ -104,7 +104,7 @@ def choose_batch(
         spec, dtype, draft_layers, page_size=PAGE_SIZE, max_len=demand.max_tokens, max_tokens=held.max_tokens,
         lookahead=(run_ahead + MOST_ROUNDS_BEFORE_REFILL + 1) * (draft_len + 1),
         pass_tokens=packing.max_num_batched_tokens or CPU_PREFILL,
-    )  # fmt: skip
+    )
     if on_cpu:
         pass_tokens = packing.max_num_batched_tokens or CPU_PREFILL
         budget, source = int(free_bytes * CPU_SHARE), f"{CPU_SHARE:.0%} of the free {free_bytes / 1e9:.2f} GB"
@@ -141,7 +141,7 @@ def choose_batch(
 def forecast(
     batch: PackedBatch, spec: ModelSpec, rates: Rates, demand: Demand, *, dtype: torch.dtype, accepted: float,
     correlation: float = 1.0,
-) -> Forecast:  # fmt: skip
+) -> Forecast:
     """Rounds and seconds of the whole job, if every round is full and accepts `accepted` draft tokens of each row.
 
     Half of a mean output is added for the last rows, which run in a nearly empty batch.
@@ -161,7 +161,7 @@ def forecast(
     return Forecast(
         rounds=round(rounds), round_s=round_s, weights_read_bytes=weights, kv_read_bytes=kv_bytes,
         prefill_s=demand.num_completions * prefill_s, decode_s=rounds * round_s,
-    )  # fmt: skip
+    )
 
 
 def held_back_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, demand: Demand) -> int:
@@ -170,7 +170,7 @@ def held_back_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, dem
         spec, dtype=dtype, slots=batch.num_slots, num_buckets=len(batch.row_buckets), draft_len=batch.draft_len,
         prefill_tokens=min(batch.prefill_tokens, batch.num_slots * batch.max_len), max_len=batch.max_len,
         longest_row=batch.longest_row, shared_tokens=demand.shared_tokens, scores=demand.scores,
-    )  # fmt: skip
+    )
 
 
 def free_memory(device: torch.device, *, weights: int = 0) -> int:
@@ -255,7 +255,7 @@ def _kv_budget(packing: PackingConfig, memory: KVMemory, budget: int, source: st
 def _choose_slots(
     spec: ModelSpec, rates: Rates, demand: Demand, *, limit: int, dtype: torch.dtype, draft_len: int, most: int,
     correlation: float,
-) -> int:  # fmt: skip
+) -> int:
     """The best number of slots among powers of two and about `most`, the number of rows that the pages hold."""
     context = demand.prompt_tokens + demand.output_tokens / 2
 

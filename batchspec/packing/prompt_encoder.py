@@ -91,7 +91,7 @@ class PromptEncoder:
                 turns, tools=tools, template_kwargs={**self.input.template_kwargs, **kwargs},
                 continue_final=turns[-1]["role"] == "assistant", max_tokens=max_prompt_tokens,
                 keep_end=self.input.on_overlong == "truncate",
-            )  # fmt: skip
+            )
         except LongText as error:
             raise self._too_long(str(error), max_prompt_tokens) from None
 

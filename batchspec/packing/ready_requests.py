@@ -42,7 +42,7 @@ class ReadyRequests:
     def __init__(
         self, requests: RequestStream, compiling: RequestCompiler, *, refused: Callable[[Completion], None],
         busy: Callable[[], bool] | None = None, ahead: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._requests, self._compiling, self._refused, self._busy, self._ahead = requests, compiling, refused, busy, ahead
         self._waiting: list[tuple[Request, Future[Any]]] = []
         self._num_unfinished = 0

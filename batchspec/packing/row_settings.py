@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SAMPLING = (
     "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "n",
-)  # fmt: skip
+)
 """Numbers of `decode` that a row may replace by its own."""
 
 
@@ -112,7 +112,7 @@ class RowSettings:
             frequency_penalty=values["frequency_penalty"],
             logit_bias=bias_cell(row, self.logit_bias, self.vocab_size),
             bad_words=self.bad_words if (own := row.get("bad_words")) is None else self._bad_words(own),
-        )  # fmt: skip
+        )
 
     def _bad_words(self, words: Any) -> tuple[tuple[int, ...], ...]:
         """The token sequences of these texts: each as at the beginning of a text, and as after a space."""

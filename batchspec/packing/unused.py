@@ -29,7 +29,7 @@ CHAT_COLUMNS = ("system", "tools", "template_kwargs", "final_assistant")
 DECODED_COLUMNS = (
     "max_new_tokens", "n", "stop", "bad_words", "schema", "regex", "choice", "grammar", "response_format",
     "thinking_token_budget", "synthetic_len",
-)  # fmt: skip
+)
 """Columns about the length, the end and the form of an answer, which a scored row does not have."""
 
 

@@ -82,7 +82,7 @@ class WorkPlan(Protocol):
 
     def rows(
         self, shard: InputShard, admitted: Iterator[Request | Completion]
-    ) -> Iterator[Request | Completion | None]:  # fmt: skip
+    ) -> Iterator[Request | Completion | None]:
         """For each output row, in input order: a request to decode (with saved tokens to continue from, if any), a completion
         that needs no decoding (a bad row), or None for a row that is carried over unchanged.
 

@@ -83,7 +83,7 @@ def start_module(module: str, **environment: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             python_command("-m", module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             env=environ | environment,
-        )  # fmt: skip
+        )
 
 
 def act_when_parent_ends(act: Callable[[], object]) -> None:

@@ -29,7 +29,7 @@ Picked = Callable[[pl.LazyFrame], pl.LazyFrame]
 def write_answers(
     output: OutputFolder, target: Path, *, token_text: TokenText | None, wanted: Callable[[Row], bool] = lambda row: True,
     of: Picked | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Write a line for each input row of the committed shards; returns their number.
 
     token_text  as for `response_line`

@@ -80,7 +80,7 @@ turns: TRL then computes the loss on the completion alone.
 PATHS = (
     "model.path", "model.adapter", "model.adapters", "model.chat_template", "draft.path", "input.path", "output.dir",
     "output.openai", "decode.schema", "decode.grammar",
-)  # fmt: skip
+)
 TEXTS = ("decode.schema", "decode.grammar")
 """Of those the ones that may also be a map, or a text of one line or more."""
 UNLICENSED = "not stated; see the licences of the model and of the prompts"

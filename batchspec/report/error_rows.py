@@ -43,7 +43,7 @@ def _failed(folder: OutputFolder, shards: list[int], known: Mapping[str, tuple[F
         "row_index",
         error.field("code").alias("code"),
         error.field("message").str.slice(0, MESSAGE_CHARS).alias("message"),
-    )  # fmt: skip
+    )
     with scanning(folder.path):
         rows = picked.collect().group_by("code", maintain_order=True).head(NUM_SHOWN)
     errors = dict(known)

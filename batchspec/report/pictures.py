@@ -23,7 +23,7 @@ from batchspec.report.quality import Lengths
 from batchspec.report.timeline import Course
 
 COLOURS = {"ink": "#010101", "muted": "#010102", "grid": "#010103", "first": "#010104", "second": "#010105", "third": "#010106",
-           "fourth": "#010107"}  # fmt: skip
+           "fourth": "#010107"}
 """CSS variable -> its placeholder."""
 INK, MUTED, GRID, FIRST, SECOND, THIRD, FOURTH = COLOURS.values()
 LABEL_SIZE = 11.0
@@ -34,7 +34,7 @@ STYLE = {
     "figure.facecolor": "none", "font.size": LABEL_SIZE, "grid.color": GRID, "grid.linewidth": 0.8, "lines.linewidth": 1.6,
     "svg.fonttype": "none", "svg.hashsalt": "batchspec", "text.color": MUTED, "xtick.color": MUTED, "ytick.color": MUTED,
     "xtick.major.size": 0, "xtick.major.pad": 5, "ytick.major.size": 0,
-}  # fmt: skip
+}
 SIZE = (5.0, 2.7)
 LABEL_CHARS = 24
 
@@ -42,7 +42,7 @@ LABEL_CHARS = 24
 def bars(
     names: Sequence[str], values: Sequence[float | None], *, x: str, top: float | None = None,
     counts: Sequence[int] | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """Vertical bars labelled with their values; None has no bar.
 
     x       label of the axis of names

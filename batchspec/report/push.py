@@ -72,7 +72,7 @@ def push_output(
         repo, files, private=private, refusal=None if overwrite else refusal,
         message=f"Push {len(names):,} files of a job",
         deletes=lambda name: name.startswith("data/"),
-    )  # fmt: skip
+    )
 
 
 def push_command(out: str, repo: str, *options: str, private: bool) -> str:
@@ -85,7 +85,7 @@ def card_for(repo: str, card: bytes) -> bytes:
     return card.replace(b'load_dataset("FOLDER"', f'load_dataset("{repo}"'.encode()).replace(
         b'split="train")  # this folder: its', b'split="train")  # its').replace(
         b'polars.read_parquet("FOLDER/data")', f'polars.read_parquet("hf://datasets/{repo}/data/*.parquet")'.encode()
-    )  # fmt: skip
+    )
 
 
 def _card(output: OutputFolder) -> bytes:

@@ -21,7 +21,7 @@ from batchspec.runstate.scan import scanning
 PROMPT_EDGES = (128, 512, 2048, 8192, 32768)
 PROMPT_BUCKETS = [
     *(f"{low}-{high - 1}" for low, high in zip((0, *PROMPT_EDGES[:-1]), PROMPT_EDGES, strict=True)), f"{PROMPT_EDGES[-1]}+"
-]  # fmt: skip
+]
 ROW_KEY = ("request_id", "row_index", "sample_index")
 USAGE = {
     "prompt_tokens": "prompt_tokens",

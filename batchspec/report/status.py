@@ -129,7 +129,7 @@ def _not_begun(path: str) -> JobStatus:
     return JobStatus(
         path=path, state="not begun", rows=0, rows_total=0, shards=0, shards_total=0, completions=0, completions_total=0,
         share=0.0, errors=0, tok_s=0, tokens=0, mean_acceptance_length=None, left_s=None, runs=(), stale_claims={}, unreadable=0,
-    )  # fmt: skip
+    )
 
 
 def _run_statuses(runs: Sequence[RunHeartbeat], owners: dict[int, str], now: float, stale_s: float) -> list[RunStatus]:

@@ -56,7 +56,7 @@ class RunSummary:
             "seconds": round(self.seconds, 3), "start_up_s": round(self.start_up_s, 3), "tokens": self.tokens,
             "tok_s": round(self.tok_s, 1), "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "rounds": self.rounds, "mean_live_rows": round(self.mean_live_rows, 2), "preempted": self.preempted,
-        }  # fmt: skip
+        }
         return found if self.expert_correlation is None else found | {"expert_correlation": round(self.expert_correlation, 4)}
 
 

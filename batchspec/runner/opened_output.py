@@ -35,7 +35,7 @@ def check_target(job: Job) -> None:
         return
     of_job = "" if config.dir is None else OutputFolder(config.dir).id_of_job(
         fingerprint=job_fingerprint(job), num_rows=job.source.num_rows, shard_rows=config.shard_rows, overwrite=config.overwrite
-    )  # fmt: skip
+    )
     check_target_key(config, of_job)
 
 

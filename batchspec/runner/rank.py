@@ -34,7 +34,7 @@ def take_seat(config: RunConfig, seat: Seat, when_parent_ends: Callable[[], obje
 def run_rank(
     config: RunConfig, seat: Seat, lead: Callable[[Group, Watchdog], None] | None = None, *,
     advice: str = "run the same command again to go on",
-) -> None:  # fmt: skip
+) -> None:
     """Join the group, which rank 0 leads; the other ranks execute what it sends until it is done.
 
     lead    what rank 0 does; the others need none

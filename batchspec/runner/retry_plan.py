@@ -29,7 +29,7 @@ from batchspec.runstate.output_folder import OutputFolder
 READ = (
     "row_index", "sample_index", "status", "finish_reason", "error", "usage", "token_ids", "prompt_ids", "logprobs",
     "spec_decode", "perf",
-)  # fmt: skip
+)
 """Columns of the output that determine what happens to a row."""
 Row = Mapping[str, Any]
 
@@ -53,7 +53,7 @@ class RetryPlan:
 
     def rows(
         self, shard: InputShard, admitted: Iterator[Request | Completion]
-    ) -> Iterator[Request | Completion | None]:  # fmt: skip
+    ) -> Iterator[Request | Completion | None]:
         """As `WorkPlan.rows`."""
         if not self.carries_over(shard.index):
             yield from admitted
@@ -111,7 +111,7 @@ def _snapshot(request: Request, row: Row) -> Snapshot | None:
         num_prefills = len(tokens) - num_forced - rounds
         counts: dict[str, Any] = {
             "num_prefills": num_prefills, "accepted": (rounds,), "drafted": (rounds,), "num_forced": num_forced
-        }  # fmt: skip
+        }
     else:
         at_least = [spec["num_spec_steps"], *spec["drafted_per_position"], 0]
         counts = {

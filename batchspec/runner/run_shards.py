@@ -46,7 +46,7 @@ class ShardRunner:
     def __init__(
         self, output: OpenedOutput, work: ShardWork | ShardWorkers, run_engine: EngineWithFallback, survey: Survey,
         progress: ProgressBar, watchdog: Watchdog, signals: EndSignals,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.job, self.folder, self.plan = output.job, output.folder, output.plan()
         self.work, self.run_engine, self.progress, self._signals = work, run_engine, progress, signals
         self.num_errors, self._journaled, self._mean_output = output.num_errors, output.saved, survey.mean_output
@@ -179,7 +179,7 @@ class ShardRunner:
             rows = (shard for shard, _ in shards)
             suspect_shards = SuspectShards(
                 loaded, self.plan, attempts, journal, journaled, on_round=monitor, finished=monitor.finished
-            )  # fmt: skip
+            )
             yield from map(monitor.decoded, suspect_shards.decoded(rows))
 
     def _read(self, shard: InputShard) -> InputShard:

@@ -45,7 +45,7 @@ class ShardWork:
         config = job.config
         return cls(
             admission=job.admission, columns=job.columns, input=config.input, output=config.output, attempt=attempt
-        )  # fmt: skip
+        )
 
     def admitted(self, shards: Iterator[InputShard]) -> AdmittedShards:
         """The shards, in order, with the results of admitting their rows."""

@@ -190,7 +190,7 @@ class _Process:
             self._process = subprocess.Popen(
                 python_command("-c", COMMAND), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-            )  # fmt: skip
+            )
         self._greeting: bytes | None = first_message
         self.pid = self._process.pid
         weakref.finalize(self, self._process.kill)

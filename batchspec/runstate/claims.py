@@ -42,7 +42,7 @@ RENEW_S = 30.0
 NAME = re.compile(r"[0-9]{5,18}\.json")
 FIELDS: dict[str, Any] = {
     "owner": "", "counter": 0, "host": "", "space": "", "pid": 0, "started": "", "task": "", "restart": 0,
-}  # fmt: skip
+}
 """The fields of a claim, each with a default value of its type."""
 
 

@@ -44,7 +44,7 @@ class Extension:
         return replace(
             before, fingerprint=self.fingerprint, config=self.config, num_rows=self.num_rows, files=self.files,
             extended=before.layout.extended(self.num_rows, self.shard_rows),
-        )  # fmt: skip
+        )
 
     def __str__(self) -> str:
         """The command-line overrides and the input of the job since this extension, for a message."""

@@ -66,7 +66,7 @@ def identity(manifest: Manifest, generation: int, index: int, attempt: str) -> d
     return {
         "job": manifest.job, "generation": str(generation), "shard": str(index),
         "rows": f"{rows.start}-{rows.stop - 1}", "attempt": attempt,
-    }  # fmt: skip
+    }
 
 
 class DamagedFooter(Exception):
@@ -108,7 +108,7 @@ def _parsed(footer: pq.FileMetaData, version: str) -> ShardFile:
     facts = {
         key.removeprefix(PREFIX).decode(errors="replace"): value.decode(errors="replace")
         for key, value in metadata.items() if key.startswith(PREFIX)
-    }  # fmt: skip
+    }
     numbers = {key: int(facts[key]) for key in ("generation", "shard") if facts.get(key, "").isdecimal()}
     return ShardFile(
         version=version,
@@ -144,7 +144,7 @@ class ShardFiles:
     def __init__(
         self, store: Store, manifest: Manifest, written: Callable[[], Mapping[int, int]] = dict,
         present: Callable[[], ShardLayout] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._store, self._manifest, self._written = store, manifest, written
         self._layout, self._present = manifest.layout, present or (lambda: manifest.layout)
         self._known = _KNOWN.setdefault((store.where, manifest.job), {})

@@ -152,7 +152,7 @@ def push(
             try:
                 api.create_commit(
                     repo, operations, commit_message=message, repo_type="dataset", parent_commit=present.commit
-                )  # fmt: skip
+                )
             except errors.HfHubHTTPError as error:
                 if error.response.status_code != PRECONDITION_FAILED:
                     raise
@@ -165,7 +165,7 @@ def push(
     return Pushed(
         url=f"{api.endpoint}/datasets/{repo}", num_sent=len(operations) - len(stale), num_deleted=len(stale),
         stays_private=present.is_private and not private,
-    )  # fmt: skip
+    )
 
 
 def _groups(files: Sequence[PushedFile]) -> Iterator[list[PushedFile]]:
@@ -254,7 +254,7 @@ class _Hub:
             with _quiet(), _in_time():
                 return retry.retried(
                     what, act, lambda error: may_pass(_cause(error)), lambda error: reason_of(_cause(error)), notice_s=0.0
-                )  # fmt: skip
+                )
         except (StorageError, ConfigError, OutputError):
             raise
         except Exception as error:  # huggingface_hub raises many kinds

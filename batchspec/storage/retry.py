@@ -29,7 +29,7 @@ NOTICE_S = 10.0
 REFUSALS = (
     "ACCESS_DENIED", "NO_SUCH_BUCKET", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH", "INVALID_CLIENT", "HTTP status 403",
     "HTTP status 301",
-)  # fmt: skip
+)
 SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def aws_explained(error: Exception) -> str:
 def retried(
     what: str, act: Callable[[], T], passing: Callable[[Exception], bool], explain: Callable[[Exception], str] = aws_explained,
     *, limit_s: float | None = None, notice_s: float | None = None,
-) -> T:  # fmt: skip
+) -> T:
     """The result of `act`, which is repeated, with growing pauses, after errors that are temporary according to `passing`.
 
     explain   tells what is wrong and what to check on this store, without credentials

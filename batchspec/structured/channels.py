@@ -29,7 +29,7 @@ from batchspec.automata.token_automaton import (
     OTHER,
     START,
     TokenSymbols,
-)  # fmt: skip
+)
 from batchspec.structured.dfa import Dfa
 
 MESSAGE, END = BEGIN_THOUGHT, END_THOUGHT

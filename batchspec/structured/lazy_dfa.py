@@ -194,6 +194,6 @@ class LazyDfa:
         loop = self._network.loops[index]
         more = [] if loop.most is not None and count >= loop.most else [
             (loop.begin, self._push(index, min(count + 1, loop.least) if loop.most is None else count + 1, stack))
-        ]  # fmt: skip
+        ]
         done = [(loop.after, stack)] if count >= loop.least and self._network.live[loop.after] else []
         return [place for place in more if self._network.live[place[0]]] + done

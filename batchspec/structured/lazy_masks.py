@@ -71,7 +71,7 @@ class Expander:
         found = Expansion(
             state=state, mask=np.packbits(allowed, bitorder="little").view(np.int32), forced=forced,
             states=states, following=np.where(dfa.explored[states, None], dfa.next[states], DEAD), classes=dfa.classes,
-        )  # fmt: skip
+        )
         first = int(targets.min(initial=dfa.num_states))
         by_target = np.bincount(targets - first, written)
         likely = np.flatnonzero(by_target)
@@ -99,7 +99,7 @@ class Expander:
                     allowed, np.concatenate((chain[live], targets)),
                     np.concatenate((by_length[live], weights[plain.others[others]])),
                     np.union1d(chain[live], walked).astype(np.int32),
-                )  # fmt: skip
+                )
         tokens, targets, walked = _walk(dfa, state, self._trie)
         return self._of_all(tokens), targets, weights[tokens], walked
 
@@ -187,7 +187,7 @@ def _walk(dfa: LazyDfa, state: int, of: _Tokens) -> tuple[NDArray[np.int64], Ids
 
 def _walk_few(
     dfa: LazyDfa, pairs: list[tuple[int, int]], of: _Tokens
-) -> tuple[list[tuple[int, int]], tuple[list[int], list[int], list[int]]]:  # fmt: skip
+) -> tuple[list[tuple[int, int]], tuple[list[int], list[int], list[int]]]:
     """The same level by level, one node and its state after the other, as long as they have at most FEW children together.
 
     Returns the nodes and states that are left, and the tokens, targets and walked states that were found.

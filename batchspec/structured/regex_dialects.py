@@ -20,7 +20,7 @@ LINE = Chars.of([(ord("\n"), ord("\n"))]).inverted()
 ASCII = {
     "d": Chars.of([(0x30, 0x39)]), "w": Chars.of([(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]),
     "s": Chars.of([(0x09, 0x0D), (0x20, 0x20)]),
-}  # fmt: skip
+}
 BREAKS = Chars.of([(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)])
 """Characters that `.` does not match by ECMA-262; by Python it excludes only the first."""
 PUNCTUATION = Chars.of([(0x2010, 0x2027), (0x2030, 0x203E), (0x2041, 0x2053), (0x20A0, 0x20BF), (0x3001, 0x3003)])
@@ -79,7 +79,7 @@ def sure() -> Dialect:
     return Dialect(
         lambda name: words if name == "W" else ASCII.get(name) or possible().named(name.lower()).inverted(),
         BREAKS.inverted(), None, letter_pairs, possible,
-    )  # fmt: skip
+    )
 
 
 @cache

@@ -20,7 +20,7 @@ FLAGS = re.compile(r"\?([a-zA-Z]*)-?([a-z]*)([:)])")
 REFUSED_GROUPS = {
     "?=": "lookahead", "?!": "lookahead", "?<=": "lookbehind", "?<!": "lookbehind", "?P=": "a group reference",
     "?(": "a condition on a group", "?>": "an atomic group",
-}  # fmt: skip
+}
 
 
 class NotSupported(ValueError):

@@ -90,13 +90,13 @@ def over_tokens(
     table[ends_alone, FORCED] = ENDS
     return TokenAutomaton(
         classes=classes, table=table, masks=masks, answer=answer, thought=thought, either=either, vocabulary=vocabulary
-    )  # fmt: skip
+    )
 
 
 def _masks(
     table: NDArray[np.int32], classes: NDArray[np.int32], final: NDArray[np.bool_], vocabulary: TokenSymbols,
     end_ids: Collection[int],
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:  # fmt: skip
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
     """The different masks of allowed tokens, each state's among them, and the states where only the end is allowed.
 
     table  [S, NEXT + classes], whose columns from NEXT on are filled

@@ -18,7 +18,7 @@ from batchspec.runstate.journal import Journal, Journaled
 def claim_shards(
     shards: Iterator[InputShard], claims: Claims, attempts: Attempts, journal: Journal, journaled: Journaled,
     is_done: Callable[[int], bool] = lambda shard: False,
-) -> Iterator[tuple[InputShard, bool]]:  # fmt: skip
+) -> Iterator[tuple[InputShard, bool]]:
     """The shards that this run could claim, each with whether its last owner crashed while it held the shard. Raises
     StorageError.
 

@@ -210,7 +210,7 @@ class SuspectShards:
             yield Completion(
                 request_id=request_id, row_index=row, sample_index=sample, shard=shard.index, status="error",
                 finish_reason="error", error=RowError(code="crash", stage="decode", message=message, retryable=True),
-            )  # fmt: skip
+            )
 
 
 def cool_down(engine: Engine, on_round: OnRound) -> None:

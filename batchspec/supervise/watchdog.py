@@ -75,7 +75,7 @@ class Watchdog:
     def __init__(
         self, limit_s: float, *, lost: Callable[[], bool] | None = None, loads: LoadChannel | None = None,
         has_parent: bool = False, advice: str = "run the same command again to go on",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         limit_s     seconds without a round; LOAD_FACTOR times as many without progress in loading; 0: no limit
         lost        whether a rank of this process's group is gone; None: there is no group

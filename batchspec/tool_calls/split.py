@@ -27,7 +27,7 @@ class CallParser:
     def parsed(
         self, done: Completion, request: Request, tokens: Sequence[int], *,
         text_of: Callable[[Sequence[int]], str] | None = None, stop: str | None = None,
-    ) -> Completion:  # fmt: skip
+    ) -> Completion:
         """The completion with the calls of its answer as `tool_calls` and the rest as its text; without a call, or if the row has
         no tools, as it is.
 

@@ -39,7 +39,7 @@ def ordered_segments(rows: int, k: int) -> int:
 
 def ordered_tile(
     tokens: int, rows: int, k: int, segments: int, device: torch.device, *, gated: bool = False
-) -> Tile:  # fmt: skip
+) -> Tile:
     """Tile of `ordered_linear`, or of `ordered_swiglu` if gated, for a weight [rows, k] and this many tokens; changes no bit.
 
     The tile that measured fastest for the unordered product, if this kernel can use it; otherwise an estimate.
@@ -118,23 +118,23 @@ def gathers_rows(unit_pairs: int, dtype: torch.dtype) -> bool:
 def attention_shape(
     *, num_rows: int, max_q: int, max_kv: int, num_heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype,
     fp8: bool, device: torch.device, window: int | None, sink: int,
-) -> WorkShape:  # fmt: skip
+) -> WorkShape:
     """Tiles of verify attention and how its keys are split, for rows of at most max_q queries and max_kv keys."""
     return work_shape(
         num_rows=num_rows, max_q=max_q, max_kv=max_kv, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim,
         page_size=page_size, dtype=dtype, fp8=fp8, num_sms=_num_sms(device), window=window or 0, sink=sink,
-    )  # fmt: skip
+    )
 
 
 def ordered_attention_shape(
     *, num_rows: int, max_q: int, max_kv: int, num_heads: int, kv_heads: int, head_dim: int, page_size: int,
     device: torch.device, window: int | None,
-) -> WorkShape:  # fmt: skip
+) -> WorkShape:
     """Tiles of `ordered_attention`; its keys are split at the same positions in every batch."""
     return ordered_work_shape(
         num_rows=num_rows, max_q=max_q, max_kv=max_kv, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim,
         page_size=page_size, num_sms=_num_sms(device), window=window or 0,
-    )  # fmt: skip
+    )
 
 
 @cache

@@ -44,7 +44,7 @@ class Call:
     def __init__(
         self, model: JobModel, tokenizer: Tokenizer | None, predictor: LengthPredictor, table: pa.Table,
         constraints: Constraints | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         source = table_source(table)
         columns = map_columns(source.schema, model.config.input.columns)
         check_ids(source, columns)
@@ -69,11 +69,11 @@ class Call:
             job.source.shards(job.layout), self._work.admitted, rows=self._with_bad_rows_noted,
             predicted=job.admission.predicted, num_shards=job.layout.num_shards, shard_rows=job.layout.last_shard_rows,
             slots=slots, compiling=job.admission.compiling, busy=lambda: self.num_unfinished > 0, refused=self._bad.append,
-        )  # fmt: skip
+        )
 
     def _with_bad_rows_noted(
         self, shard: InputShard, admitted: Iterator[Request | Completion]
-    ) -> Iterator[Request | Completion]:  # fmt: skip
+    ) -> Iterator[Request | Completion]:
         for planned in admitted:
             if isinstance(planned, Completion):
                 self._bad.append(planned)

@@ -66,4 +66,4 @@ def expected_demand(job: Job) -> Demand:
     return Demand(
         num_completions=GPU_SLOTS, prompt_tokens=float(prompt), output_tokens=float(output), max_tokens=max_len,
         shares_prefix=True, scores=decode.score != "none",
-    )  # fmt: skip
+    )

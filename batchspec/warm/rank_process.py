@@ -167,7 +167,7 @@ class Leader:
                 give_scales(
                     engine.target, None, job.config.cache.scales, folder if is_checkpoint else None, job.tokenizer,
                     tell=lambda prompts: lead.send(Calibrate(prompts)),
-                )  # fmt: skip
+                )
                 assert engine.target.all_kv_scales is not None
                 engine.use_kv_scales(engine.target.all_kv_scales)
 

@@ -79,7 +79,7 @@ def rows() -> list[dict[str, Any]]:
         [row("multi_turn", i, [{"role": ("user", "assistant")[j % 2], "content": text} for j, text in enumerate(turns)])
          for i, turns in enumerate(TEXTS["multi_turn"])],
         [row("rewrite", i, ask(text), max_new_tokens=48) for i, text in enumerate(TEXTS["rewrite"])],
-    ]  # fmt: skip
+    ]
     good = [kind[place] for place in range(max(map(len, kinds))) for kind in kinds if place < len(kind)]
     for item in good:
         item.update(OWN_VALUES.get(item["id"], {}))

@@ -22,7 +22,7 @@ def attend_pairs(
     even_q, odd_q, peak, mass, even, odd, page, key, end, base, position, start, bits, scale, kv_stride_part,
     TREE: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+):
     """One step of the online softmax: (peak, mass, even, odd) with the keys `key` below `end` added.
 
     even_q, odd_q  [TILE, DIM / 2] fp16 or fp32
@@ -63,18 +63,18 @@ def attend_block(
     q, even_q, odd_q, peak, mass, acc, odd, page, key, end, base, position, start, bits, scale, kv_stride_part, kv_stride_page,
     TREE: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, FP8: tl.constexpr, WIDE: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+):
     """`attend_pairs` with an e4m3 cache, else `attend_keys`: (peak, mass, acc, odd) with the keys `key` below `end` added."""
     if FP8:
         peak, mass, acc, odd = attend_pairs(
             even_q, odd_q, peak, mass, acc, odd, page, key, end, base, position, start, bits, scale, kv_stride_part,
             TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, INTERPRETED,
-        )  # fmt: skip
+        )
     else:
         peak, mass, acc = attend_keys(
             q, peak, mass, acc, page, key, end, base, tl.arange(0, DIM), position, start, bits, scale, kv_stride_part,
             kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
-        )  # fmt: skip
+        )
     return peak, mass, acc, odd
 
 
@@ -98,7 +98,7 @@ def unpacked(words, INTERPRETED: tl.constexpr):
     else:
         even, odd = tl.inline_asm_elementwise(
             _UNPACK, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-        )  # fmt: skip
+        )
     return even, odd
 
 

@@ -49,7 +49,7 @@ def merge_states_kernel(
     part_out, part_lse, row_parts, cu_seqlens_q, sink_logits, out, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr, LINES: tl.constexpr, PARTS: tl.constexpr,
     AHEAD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Program (row, tile of LINES pairs, K/V head); the loads of PARTS * AHEAD parts are in flight at once."""
     await_earlier(PDL)
     head = tl.program_id(0) % KV_HEADS
@@ -74,7 +74,7 @@ def merge_states_kernel(
         values = tl.load(
             part_out + line[:, :, None] * HEAD_DIM + d[None, None, :], mask=exists[:, :, None] & (d < HEAD_DIM)[None, None, :],
             other=0.0,
-        )  # fmt: skip
+        )
         new_peak = tl.maximum(peak, tl.max(lse, 0))
         weight = tl.exp2(lse - new_peak[None, :])
         shrink = tl.exp2(peak - new_peak)
@@ -132,7 +132,7 @@ def merge_states(
             part_out, part_lse, row_parts, cu_seqlens_q, sink_logits, out, KV_HEADS=kv_heads, HEADS=heads, HEAD_DIM=head_dim,
             DIM=max(16, triton.next_power_of_2(head_dim)), TILES=tiles, LINES=LINES, PARTS=1 if in_order else PARTS,
             AHEAD=PARTS if in_order else 1, num_warps=1, enable_fp_fusion=not in_order, **launch_args(out),
-        )  # fmt: skip
+        )
 
 
 def merge_states_reference(

@@ -42,7 +42,7 @@ def attend_item(
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr,
     EARLY: tl.constexpr,
-):  # fmt: skip
+):
     """One item of the work list and one K/V head; nothing if it is not `listed`. Waits for earlier launches if EARLY."""
     item = items + index * 8
     unit, tile = tl.load(item), tl.load(item + 1)
@@ -77,7 +77,7 @@ def attend_item(
             query, page, first, None, stop, end, table, kv + head * HEAD_DIM, position, scale,
             None if scales is None else scales + head, kv_stride_part, kv_stride_page, WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM,
             DIM, TILE, BLOCK, WIDE,
-        )  # fmt: skip
+        )
         # Read again: kept in registers during the loop, the addresses would leave room for fewer programs of a multiprocessor.
         lane, row, first_place, num_lanes, inside = lanes_of(
             tl.load(item + 1, volatile=True), unit, begin, count, cu_seqlens_q, kv_len, row_order, max_q, HEADS, TILE, GROUPED
@@ -88,7 +88,7 @@ def attend_item(
         write_lines(
             out, part_out, part_lse, row_parts, sink_logits, peak, mass, acc, part, token, q_head, lane, row, num_lanes, head, d,
             inside, within, KV_HEADS, HEADS, HEAD_DIM,
-        )  # fmt: skip
+        )
 
 
 @triton.jit(do_not_specialize=["max_pages", "max_q", "stride"])
@@ -98,7 +98,7 @@ def ordered_attention_kernel(
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr,
     STRIDED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Program (item, K/V head). STRIDED: it takes further items, `stride` apart."""
     if not EARLY:
         await_earlier(PDL)
@@ -111,19 +111,19 @@ def ordered_attention_kernel(
                 at, True, head, q, kv, scales, page_table, positions, cu_seqlens_q, kv_len, row_order, items, row_parts,
                 sink_logits, out, part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part,
                 kv_stride_page, KV_HEADS, HEADS, HEAD_DIM, DIM, PAGE_SIZE, WINDOW, TILE, BLOCK, GROUPED, WIDE, False,
-            )  # fmt: skip
+            )
     else:
         attend_item(
             index, index < count, head, q, kv, scales, page_table, positions, cu_seqlens_q, kv_len, row_order, items, row_parts,
             sink_logits, out, part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part,
             kv_stride_page, KV_HEADS, HEADS, HEAD_DIM, DIM, PAGE_SIZE, WINDOW, TILE, BLOCK, GROUPED, WIDE, EARLY,
-        )  # fmt: skip
+        )
 
 
 def ordered_attention(
     q: Tensor, kv: Tensor, page_table: Tensor, positions: Tensor, work: AttentionWork, partials: Partials, *, scale: float,
     out: Tensor, sink_logits: Tensor | None = None, scales: Tensor | None = None, early: bool = False, interpret: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Attention of T queries over the pages of their rows, for one layer; arguments as in `verify_attention`.
 
     q       bf16 [T, NH, D]
@@ -167,7 +167,7 @@ def ordered_attention(
             TILE=tile, BLOCK=block, GROUPED=bool(kind), WIDE=not q.is_cuda, STRIDED=strided,
             EARLY=early and not strided and args["PDL"], num_warps=WARPS[tile],
             num_stages=STAGES, maxnreg=REGISTERS if tile == 32 and head_dim <= 64 else None, enable_fp_fusion=False, **args,
-        )  # fmt: skip
+        )
 
     if len(work.group_items):
         launch(work.group_items, 1, shape.group_tile, shape.group_block)
@@ -176,7 +176,7 @@ def ordered_attention(
         merge_states(
             partials.out, partials.lse, work.row_parts, work.cu_seqlens_q, max_q=shape.max_q, out=out, sink_logits=sink_logits,
             in_order=True, interpret=interpret,
-        )  # fmt: skip
+        )
 
 
 def main() -> None:
@@ -187,7 +187,7 @@ def main() -> None:
         common: dict[str, Any] = {
             "num_rows": rows, "max_q": queries, "max_kv": keys, "num_heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16,
             "num_sms": torch.cuda.get_device_properties(bench.device).multi_processor_count if bench.on_gpu else 1,
-        }  # fmt: skip
+        }
         pages = triton.cdiv(keys, 16)
         kv = torch.randn(2, rows * pages, 16, 8, 128, device=bench.device).bfloat16()
         q = torch.randn(rows * queries, 32, 128, device=bench.device).bfloat16()
@@ -197,7 +197,7 @@ def main() -> None:
         positions = (keys - queries + torch.arange(queries, device=bench.device)).repeat(rows)
         out = torch.empty_like(q)
         ways = (("", ordered_attention, ordered_work_shape(**common)),
-                ("verify_attention ", verify_attention, work_shape(**common, dtype=q.dtype)))  # fmt: skip
+                ("verify_attention ", verify_attention, work_shape(**common, dtype=q.dtype)))
         for name, attend, shape in ways:
             work = split_kv_schedule(starts, lengths, positions, shape=shape)
             call = partial(attend, q, kv, table, positions, work, partials_of(work, 128), scale=0.1, out=out)

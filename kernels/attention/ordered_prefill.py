@@ -36,7 +36,7 @@ def ordered_prefill_kernel(
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, PARTED: tl.constexpr, WIDE: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Program (row, tile from the last one on, K/V head). PARTED: rows may have keys of more than one part."""
     head = tl.program_id(0) % KV_HEADS
     tile = num_tiles - 1 - tl.program_id(0) // KV_HEADS % num_tiles
@@ -77,7 +77,7 @@ def ordered_prefill_kernel(
                 query, page_of(table, low + key, end, PAGE_SIZE), low, seen, tl.minimum(part * PART + PART, end), end, table,
                 base, position, scale, own_scales, kv_stride_part, kv_stride_page, WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM,
                 TILE, BLOCK, WIDE,
-            )  # fmt: skip
+            )
             own_mass = tl.maximum(own_mass, 1e-30)
             own = own / own_mass[:, None]
             lse = own_peak + tl.log2(own_mass)
@@ -91,7 +91,7 @@ def ordered_prefill_kernel(
         peak, mass, acc = attend_part(
             query, page_of(table, first + key, end, PAGE_SIZE), first, seen, end, end, table, base, position, scale,
             own_scales, kv_stride_part, kv_stride_page, WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, TILE, BLOCK, WIDE,
-        )  # fmt: skip
+        )
     mass = tl.maximum(mass, 1e-30)
     acc = acc / mass[:, None]
     if sink_logits is not None:
@@ -104,7 +104,7 @@ def ordered_prefill(
     q: Tensor, kv: Tensor, page_table: Tensor, positions: Tensor, cu_seqlens_q: Tensor, kv_len: Tensor, *, scale: float,
     max_q: int, max_kv: int, out: Tensor, window: int = 0, sink_logits: Tensor | None = None, scales: Tensor | None = None,
     interpret: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Causal attention of T queries over the pages of their rows, for one layer.
 
     q             bf16 [T, NH, D]  any strides over T and NH
@@ -140,7 +140,7 @@ def ordered_prefill(
         ordered_prefill_reference(
             q, kv, page_table, positions, cu_seqlens_q, kv_len, scale=scale, out=out, window=window, sink_logits=sink_logits,
             scales=scales,
-        )  # fmt: skip
+        )
     elif num_tokens:
         heads = num_heads // kv_heads
         num_tiles = triton.cdiv(max_q * heads, TILE)
@@ -151,13 +151,13 @@ def ordered_prefill(
             BLOCK=block_of(head_dim), PART=PART, PARTED=max_kv > PART, WIDE=not q.is_cuda, num_warps=WARPS[TILE],
             num_stages=STAGES, maxnreg=REGISTERS if head_dim <= 64 and max_kv <= PART else None, enable_fp_fusion=False,
             **launch_args(q),
-        )  # fmt: skip
+        )
 
 
 def ordered_prefill_reference(
     q: Tensor, kv: Tensor, page_table: Tensor, positions: Tensor, cu_seqlens_q: Tensor, kv_len: Tensor, *, scale: float,
     out: Tensor, window: int = 0, sink_logits: Tensor | None = None, scales: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """The same in plain torch, row by row: softmax over the whole row in fp32."""
     begins, heads = cu_seqlens_q.tolist(), q.shape[1] // kv.shape[3]
     for row, (begin, stop, length) in enumerate(zip(begins, begins[1:], kv_len.tolist(), strict=False)):

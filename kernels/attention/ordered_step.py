@@ -34,7 +34,7 @@ def attend_block(
     query, page, at, end, table, base, position, scale, kv_stride_part, kv_stride_page, peak, mass, acc,
     WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr, SEEN: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+):
     """(peak, mass, acc) after the keys at .. at + BLOCK - 1, and the pages of the BLOCK keys after those. SEEN: all queries
     attend to all of these keys."""
     key = tl.arange(0, BLOCK)
@@ -71,7 +71,7 @@ def attend_part(
     query, page, first, seen, stop, end, table, base, position, scale, scales, kv_stride_part, kv_stride_page,
     WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+):
     """(peak, mass, acc) of a tile over the keys first .. stop-1, first a multiple of BLOCK; of them the row has those below end.
 
     page   of the keys first .. first + BLOCK - 1 (`page_of`), which a caller may know before it has the queries
@@ -91,14 +91,14 @@ def attend_part(
             peak, mass, acc, page = attend_block(
                 query, page, at, end, table, base, position, scale, kv_stride_part, kv_stride_page, peak, mass, acc, WINDOW,
                 PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, BLOCK, True, WIDE,
-            )  # fmt: skip
+            )
     else:
         begin = first
     for at in range(begin, stop, BLOCK):
         peak, mass, acc, page = attend_block(
             query, page, at, end, table, base, position, scale, kv_stride_part, kv_stride_page, peak, mass, acc, WINDOW,
             PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, BLOCK, False, WIDE,
-        )  # fmt: skip
+        )
     if scales is not None:
         acc = acc * tl.load(scales + KV_HEADS)
     return peak, tl.max(mass, 1), acc  # all columns of mass are the same

@@ -93,13 +93,13 @@ def work_shape(
         window=window, sink=sink if window else 0, tile=tile, block=config.block,
         group_tile=group_tile, group_block=group_config.block, programs=num_sms * config.per_sm,
         group_programs=num_sms * group_config.per_sm,
-    )  # fmt: skip
+    )
 
 
 def ordered_work_shape(
     *, num_rows: int, max_q: int, max_kv: int, num_heads: int, kv_heads: int, head_dim: int, page_size: int, num_sms: int,
     window: int = 0,
-) -> WorkShape:  # fmt: skip
+) -> WorkShape:
     """The same for `ordered_attention`: the tile depends on the number of queries, and no bit depends on the tile."""
     heads = num_heads // kv_heads
     lanes, block = max_q * heads, block_of(head_dim)
@@ -107,7 +107,7 @@ def ordered_work_shape(
         max_q=max_q, max_kv=max_kv, kv_heads=kv_heads, heads_per_kv=heads, page_size=page_size, window=window,
         tile=ordered_tile_of(lanes), block=block, group_tile=ordered_tile_of(min(num_rows, SAMPLES) * lanes), group_block=block,
         programs=num_sms, group_programs=num_sms, part=PART,
-    )  # fmt: skip
+    )
 
 
 def ordered_tile_of(lanes: int) -> int:

@@ -20,7 +20,7 @@ def page_of(table, key, end, PAGE_SIZE: tl.constexpr):
 @triton.jit
 def seen_keys(
     key, end, position, start, bits, TREE: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr
-):  # fmt: skip
+):
     """Which of the keys each line of the tile attends to [TILE, keys]."""
     seen = key[None, :] <= tl.minimum(position, end - 1)[:, None]
     if TREE:
@@ -40,7 +40,7 @@ def attend_keys(
     q, peak, mass, acc, page, key, end, base, d, position, start, bits, scale, kv_stride_part, kv_stride_page,
     TREE: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+):
     """One step of the online softmax: (peak, mass, acc) with the keys `key` below `end` added.
 
     base  address of K's head in page 0

@@ -56,7 +56,7 @@ def pick(values, at_index):
 
 @triton.jit
 def list_items(out_items, index, unit, num_items, tiles, first, low, length, end, first_part, sinks, start, count,
-               LANES: tl.constexpr):  # fmt: skip
+               LANES: tl.constexpr):
     """Write the items of one unit, from `index` on: keys from `low` on, cut at first, first + length, ... The tiles of a part are
     adjacent, so that the later ones find the keys in the cache."""
     for at in range(0, num_items, LANES):
@@ -82,7 +82,7 @@ def split_kv_schedule_kernel(
     HEADS: tl.constexpr, MAX_Q: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, GROUP_TILE: tl.constexpr, GROUP_BLOCK: tl.constexpr, WAVES: tl.constexpr,
     PART: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Program r < num_rows lists the items of row r, program num_rows the padding after the last row, each other program a
     group."""
     await_earlier(PDL)
@@ -123,7 +123,7 @@ def split_kv_schedule_kernel(
                 out_group_items, tl.sum(tl.where(longer, listed, 0), 0), unit, pick(listed, groups == unit),
                 pick(group_tiles, groups == unit), 0, 0, unit_size, pick(common, groups == unit), 0, 0,
                 pick(member, groups == unit), pick(members, groups == unit), LANES,
-            )  # fmt: skip
+            )
             if unit == 0:
                 tl.store(out_counts + 1, tl.sum(listed, 0))
         group = tl.load(row_group + rows, mask=exists, other=-1)
@@ -165,7 +165,7 @@ def split_kv_schedule_kernel(
             list_items(
                 out_items, tl.sum(tl.where(rows < program, whole * tiles, 0), 0), program, my_whole * my_tiles, my_tiles,
                 my_origin, my_first, PART, my_end, first_part, sinks, my_begin, my_places, LANES,
-            )  # fmt: skip
+            )
             index += tl.sum(whole * tiles, 0)
             listed -= my_whole * my_tiles
             my_origin += my_whole * PART
@@ -175,7 +175,7 @@ def split_kv_schedule_kernel(
         list_items(
             out_items, index, program, listed, my_tiles, my_origin, my_first, my_size, my_end, first_part, sinks, my_begin,
             my_places, LANES,
-        )  # fmt: skip
+        )
         if program < num_rows:
             tl.store(out_row_parts + 2 * program, tl.sum(tl.where(rows < program, lines, 0), 0))
             tl.store(out_row_parts + 2 * program + 1, tl.where(my_parts > 1, my_parts, 0))
@@ -222,7 +222,7 @@ def split_kv_schedule(
         shape=shape, cu_seqlens_q=cu_seqlens_q, kv_len=kv_len, shared=shared, num_lines=num_lines, counts=empty(2),
         items=empty(max_items, FIELDS), row_parts=empty(num_rows, 2),
         group_items=empty(max_group_items, FIELDS),
-    )  # fmt: skip
+    )
     if not (kv_len.is_cuda or interpret):
         split_kv_schedule_reference(work, positions, (target, group_target), min_chunk)
         return work
@@ -238,7 +238,7 @@ def split_kv_schedule(
         GROUP_BLOCK=of_groups[2], WAVES=WAVES, PART=shape.part, ROWS=max(LEAST_ROWS, triton.next_power_of_2(num_rows + 1)),
         GROUPS=triton.next_power_of_2(num_groups) if num_groups else 0, LANES=LANES, num_warps=4,
         **launch_args(kv_len),
-    )  # fmt: skip
+    )
     return work
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def zero_tokens(out, begin, finish, head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr,
-                HEAD_DIM: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+                HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
     """Write zeros for flat tokens begin .. finish - 1."""
     d = tl.arange(0, DIM)
     for lane in range(begin * HEADS, finish * HEADS, TILE):
@@ -20,7 +20,7 @@ def zero_tokens(out, begin, finish, head, HEADS: tl.constexpr, KV_HEADS: tl.cons
 
 @triton.jit
 def lanes_of(tile, unit, begin, count, cu_seqlens_q, kv_len, row_order, max_q, HEADS: tl.constexpr, TILE: tl.constexpr,
-             GROUPED: tl.constexpr):  # fmt: skip
+             GROUPED: tl.constexpr):
     """For each line of a tile: its (query, head) pair, its row, the row's first flat token and number of pairs, and whether it
     exists."""
     lane = tile * TILE + tl.arange(0, TILE)
@@ -51,7 +51,7 @@ def write_lines(
     out, part_out, part_lse, row_parts, sink_logits, peak, mass, acc, part, token, q_head, lane, row, num_lanes, head, d,
     inside, within,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-):  # fmt: skip
+):
     """Finish the softmax of a tile and write it: to `out` if the item is a whole row (part < 0), else as a partial result,
     which has no sinks."""
     mass = tl.maximum(mass, 1e-30)

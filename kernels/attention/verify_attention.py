@@ -42,7 +42,7 @@ def verify_kernel(
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SINK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
     WIDE: tl.constexpr, INTERPRETED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     if not EARLY:
         await_earlier(PDL)
     index = tl.program_id(0) // KV_HEADS
@@ -116,7 +116,7 @@ def verify_kernel(
             peak, mass, acc, odd = attend_block(
                 query, even_q, odd_q, peak, mass, acc, odd, page_at, at + key, sinks, base, position, start, bits, scale,
                 kv_stride_part, kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, FP8, WIDE, INTERPRETED,
-            )  # fmt: skip
+            )
     for at in range(first, end, BLOCK):
         # Page ids are loaded one step ahead into registers. Loaded in the same step, they would occupy a pipeline stage, and only
         # one block of K and V would be in flight at a time.
@@ -124,7 +124,7 @@ def verify_kernel(
         peak, mass, acc, odd = attend_block(
             query, even_q, odd_q, peak, mass, acc, odd, page, at + key, end, base, position, start, bits, scale, kv_stride_part,
             kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, FP8, WIDE, INTERPRETED,
-        )  # fmt: skip
+        )
         page = next_page
 
     if FP8:
@@ -140,7 +140,7 @@ def verify_kernel(
     write_lines(
         out, part_out, part_lse, row_parts, sink_logits, peak, mass, acc, part, token, q_head, lane, row, num_lanes, head, d,
         inside, within, KV_HEADS, HEADS, HEAD_DIM,
-    )  # fmt: skip
+    )
 
 
 def verify_attention(
@@ -211,12 +211,12 @@ def verify_attention(
         verify_attention_reference(
             q, kv, page_table, positions, work, scale=scale, out=out, ancestors=ancestors, tail_start=tail_start,
             sink_logits=sink_logits, scales=scales,
-        )  # fmt: skip
+        )
         return
     heads = {
         "KV_HEADS": shape.kv_heads, "HEADS": shape.heads_per_kv, "HEAD_DIM": head_dim,
         "DIM": max(16 if scales is None else 32, triton.next_power_of_2(head_dim)),
-    }  # fmt: skip
+    }
 
     args, choose = launch_args(q), config_of if scales is None else fp8_config_of
 
@@ -229,7 +229,7 @@ def verify_attention(
             **heads, PAGE_SIZE=shape.page_size, WINDOW=shape.window, SINK=shape.sink, TILE=tile, BLOCK=block, GROUPED=bool(kind),
             WIDE=not q.is_cuda and q.dtype == torch.bfloat16, num_warps=choice.num_warps, num_stages=choice.num_stages,
             INTERPRETED=not q.is_cuda, EARLY=early and args["PDL"], **args,
-        )  # fmt: skip
+        )
 
     if len(work.group_items):
         choice = group_config or choose(head_dim, shape.group_tile, q.dtype)
@@ -239,7 +239,7 @@ def verify_attention(
         merge_states(
             partials.out, partials.lse, work.row_parts, work.cu_seqlens_q, max_q=shape.max_q, out=out, sink_logits=sink_logits,
             interpret=interpret,
-        )  # fmt: skip
+        )
 
 
 def verify_attention_reference(

@@ -32,11 +32,11 @@ CONFIGS = (Config(64, 4, 3, 3), Config(32, 4, 4, 4), Config(32, 4, 5, 3), Config
 WIDE = (Config(64, 4, 3, 2), Config(32, 4, 4, 3), Config(64, 4, 2, 3), Config(64, 8, 3, 2), Config(128, 8, 2, 2))
 NARROW = (Config(64, 4, 3, 6), Config(64, 4, 4, 4), Config(64, 2, 3, 6), Config(32, 2, 4, 8), Config(128, 4, 2, 4))
 FP8 = (Config(64, 4, 3, 4), Config(64, 4, 4, 4), Config(64, 2, 3, 5), Config(64, 2, 4, 5), Config(32, 2, 5, 6),
-       Config(32, 1, 4, 8), Config(128, 4, 2, 2), Config(128, 8, 3, 2))  # fmt: skip
+       Config(32, 1, 4, 8), Config(128, 4, 2, 2), Config(128, 8, 3, 2))
 GROUP_CONFIGS = (
     (32, Config(64, 4, 3, 2)), (64, Config(64, 4, 3, 2)), (64, Config(64, 4, 2, 2)), (64, Config(64, 8, 3, 1)),
     (128, Config(64, 8, 3, 1)), (128, Config(128, 8, 2, 1)),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Model:
 
 MODELS = {"8b": Model(num_heads=32, kv_heads=8, head_dim=128, configs=CONFIGS, wide=WIDE),
           "1b": Model(num_heads=32, kv_heads=8, head_dim=64, configs=NARROW),
-          "135m": Model(num_heads=9, kv_heads=3, head_dim=64, configs=NARROW)}  # fmt: skip
+          "135m": Model(num_heads=9, kv_heads=3, head_dim=64, configs=NARROW)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,7 +79,7 @@ class Inputs:
         verify_attention(
             self.q, kv, self.page_table, self.positions, work, partials, scale=scale, out=out,
             scales=self.scales, config=configs.get("config"), group_config=configs.get("group_config"),
-        )  # fmt: skip
+        )
 
     def time_us(self, shape: WorkShape, **configs: Config) -> float:
         work = self.work(shape)
@@ -104,7 +104,7 @@ class Inputs:
 def make_inputs(
     name: str, model: Model, lengths: list[int], max_q: int, *, samples: int = 1, prefix: int = 0, share: bool = False,
     fp8: bool = False,
-) -> Inputs:  # fmt: skip
+) -> Inputs:
     """Groups of `samples` adjacent rows share their first `prefix` tokens; `share`: attention reads them once a group."""
     device, rows = torch.device("cuda"), len(lengths)
     per_row = max(lengths) // PAGE_SIZE + 1
@@ -126,20 +126,20 @@ def make_inputs(
         num_rows=rows, max_q=max_q, max_kv=max(lengths), num_heads=model.num_heads, kv_heads=model.kv_heads,
         head_dim=model.head_dim, page_size=PAGE_SIZE, dtype=DTYPE, fp8=fp8,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
-    )  # fmt: skip
+    )
     unique = sum(lengths) - (rows - rows // samples) * prefix
     ints = partial(torch.tensor, dtype=torch.int32, device=device)
     groups = rows // samples
     shared = SharedPrefixes(
         row_group=ints([row // samples for row in range(rows)]), row_order=ints(list(range(rows))),
         group_start=ints(list(range(0, rows + 1, samples))), shared_len=ints([prefix] * groups),
-    )  # fmt: skip
+    )
     return Inputs(
         name=name, model=model, shape=shape, q=fused[:, : model.num_heads], copies=copies, scales=scales, page_table=table,
         positions=positions,
         cu_seqlens_q=ints(list(range(0, rows * max_q + 1, max_q))), kv_len=kv_len, shared=shared if share else None,
         num_bytes=2 * unique * model.kv_heads * model.head_dim * copies.itemsize,
-    )  # fmt: skip
+    )
 
 
 def settings(inputs: Inputs) -> Iterator[tuple[str, WorkShape, dict[str, Config]]]:
@@ -198,7 +198,7 @@ PREFIXES = (
     ("135m", 256, 1280, 4, 1024, 256), ("135m", 64, 1280, 4, 1024, 8), ("1b", 256, 1024, 4, 256, 2), ("1b", 256, 1024, 4, 512, 8),
     ("8b", 256, 1024, 4, 128, 2), ("8b", 256, 1024, 4, 256, 4), ("8b", 64, 1024, 4, 512, 2), ("8b", 64, 1024, 4, 512, 8),
     ("8b", 64, 1024, 1, 512, 8), ("8b", 8, 8448, 4, 8192, 2), ("8b", 8, 8448, 4, 8192, 8),
-)  # fmt: skip
+)
 
 
 def measure_prefixes(copy_tb_s: float, fp8: bool) -> None:
@@ -259,7 +259,7 @@ def sections(fp8: bool) -> dict[str, Callable[[], Iterator[Inputs]]]:
     return {
         "8b": target_8b, "ragged": ragged, "1b": partial(small, "1b", 256, 1280, (1, 2)),
         "135m": partial(small, "135m", 256, 768, (1, 2, 3)), "shared": shared,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -44,16 +44,16 @@ BLOCKS = (
     *(_block(tile) for tile, *_ in PLAIN),
     (64, 32, 64, 6, 4), (64, 128, 64, 5, 4), (128, 64, 128, 3, 8), (128, 128, 64, 4, 8),
     (128, 256, 64, 4, 8), (256, 64, 64, 4, 8), (256, 128, 64, 3, 8),
-)  # fmt: skip
+)
 GATED_BLOCKS = (
     *(_block(tile) for tile, *_ in GATED),
     (64, 32, 64, 5, 4), (64, 128, 64, 4, 4), (64, 128, 64, 4, 8), (128, 64, 64, 5, 8), (128, 128, 64, 3, 8), (256, 64, 64, 4, 8),
-)  # fmt: skip
+)
 SHAPES = {
     "8b": (("linear", 6144, 4096), ("linear", 4096, 4096), ("swiglu", 28672, 4096), ("linear", 4096, 14336)),
     "1b": (("linear", 3072, 2048), ("linear", 2048, 2048), ("swiglu", 16384, 2048), ("linear", 2048, 8192)),
     "135m": (("linear", 960, 576), ("linear", 576, 576), ("swiglu", 3072, 576), ("linear", 576, 1536)),
-}  # fmt: skip
+}
 SEGMENTS = (1, 2, 4)
 
 
@@ -61,7 +61,7 @@ SEGMENTS = (1, 2, 4)
 def dots_kernel(
     q, k, v, out_s, out_o, num_blocks, TILE: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, BATCHED: tl.constexpr,
     SWAPPED: tl.constexpr,
-):  # fmt: skip
+):
     """The two products of attention over blocks of keys, the weights of the second being the scores of the first.
 
     BATCHED: as products of three dimensions, the first of which is 1. SWAPPED: K and V are the first operand.
@@ -165,7 +165,7 @@ def dots_classes(dim: int, device: torch.device) -> None:
                     compiled = dots_kernel[(1,)](
                         q, k, v, s, o, blocks, TILE=tile, BLOCK=block, DIM=dim, BATCHED=kind == "batched",
                         SWAPPED=kind == "swapped", num_warps=warps,
-                    )  # fmt: skip
+                    )
                     torch.cuda.synchronize()
                 except Exception as failure:
                     print(f"  tile {tile} warps {warps} {kind}: {type(failure).__name__} {str(failure)[:100]!r}")
@@ -198,7 +198,7 @@ def times(op: str, rows: int, k: int, device: torch.device, counts: Sequence[int
             chosen = ordered_tile(tokens, n, k, own, gated=gated)
             tiles = list(dict.fromkeys([*([chosen] if number == own else []), *_tiles(gated, number, tokens, n, k)]))
             calls = {tile: [partial(launch, x, w, None, segments=number, tile=tile, out=out, gated=gated) for w in weights]
-                     for tile in tiles}  # fmt: skip
+                     for tile in tiles}
             _compile([partial(calls[tile][0], compile_only=True) for tile in tiles], device)
             measured: dict[Tile, float] = {}
             for tile in tiles:

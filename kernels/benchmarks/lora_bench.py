@@ -26,7 +26,7 @@ from batchspec.kernels.lora.lora_tokens import BLOCKS, LoraTokens, lora_tokens
 LAYERS = 32
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "qkv": ((4096, 1024, 1024), 4096), "o": ((4096,), 4096), "gate_up": ((14336, 14336), 4096), "down": ((4096,), 14336),
-}  # fmt: skip
+}
 """For each product: rows of its parts, and K."""
 NUM_COPIES = 4
 """Copies of weights and inputs, so that a timing does not find them in the L2 cache."""
@@ -56,7 +56,7 @@ class Case(NamedTuple):
             noise(tokens, k), noise(rows, k, scale=k**-0.5), noise(adapters, parts, rank, k, scale=k**-0.5),
             noise(adapters, rows, rank, scale=rank**-0.5), torch.ones(adapters, parts, device=device), noise(tokens, rows),
             part_rows,
-        )  # fmt: skip
+        )
 
     def pair(self, tokens: LoraTokens, splits: int | None = None) -> None:
         """Both products in a row."""

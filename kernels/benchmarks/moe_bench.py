@@ -172,7 +172,7 @@ def bench_rest(name: str, shape: MoeShape, token_counts: Sequence[int], device: 
             calls: dict[str, Call] = {
                 "router": partial(router_logits, residual, gate), "route": call, "sort_rows": partial(sort_rows, residual, found),
                 "quantise_rows": partial(quantise_rows, residual, found), "combine_norm": combine,
-            }  # fmt: skip
+            }
             print(f"{name} {tokens}: " + ", ".join(f"{key} {clock.us([one]):.2f} us" for key, one in calls.items()), flush=True)
 
 
@@ -210,7 +210,7 @@ def compile_ahead(cases: Sequence[tuple[str, str]], token_counts: Sequence[int],
 def bench_all(
     cases: Sequence[tuple[str, str]], token_counts: Sequence[int], sweep: bool, deadline: float,
     save: Callable[[dict[str, Any]], None],
-) -> None:  # fmt: skip
+) -> None:
     device = torch.device("cuda")
     clock = GraphClock(device)
     print(COLUMNS, flush=True)

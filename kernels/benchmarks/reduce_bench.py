@@ -95,7 +95,7 @@ def time_all(peers: PeerMemory, device: torch.device, nccl: dist.ProcessGroup) -
             partial(both, library, norm), fused, partial(fused, two_shot=True), norm,
             partial(both, partial(reduce, x, peers, out=out), partial(norm_fp8, out, residual, weight, EPS, FORMS[0])),
             fp8, partial(fp8, two_shot=True),
-        ]  # fmt: skip
+        ]
         rows.append((str(kilobytes), *(f"{graph_us(call):.1f}" for call in calls)))
     few, ids = torch.zeros(256, device=device), torch.zeros(256, dtype=torch.int32, device=device)
     all_few = torch.zeros(peers.ranks, 256, device=device)

@@ -82,7 +82,7 @@ class Checks:
         for name, found, right in (
             ("residual", stream, residual), ("aux", aux, residual), ("norm", out, wanted),
             ("sum", out_sum, reduce_reference(others)),
-        ):  # fmt: skip
+        ):
             self.note(f"{way} {name}", found, right)
         if two_shot:
             self.note("norms of both ways", out, self.one_shot[salt])

@@ -47,7 +47,7 @@ class Bench:
     def same_row(
         self, shape: str, kernel: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[tuple[Any, ...]],
         outs: Sequence[dict[str, Any]], *, num_bytes: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`row` for a kernel that must write exactly what its reference writes; this is checked first.
 
         inputs  copies of the positional arguments

@@ -34,7 +34,7 @@ _CONSTANTS = {
         "arange", "empty", "empty_like", "empty_strided", "full", "full_like", "lift_fresh", "new_empty", "new_empty_strided",
         "new_full", "new_ones", "new_zeros", "ones", "ones_like", "scalar_tensor", "zeros", "zeros_like",
     )
-}  # fmt: skip
+}
 """Operations whose results do not depend on values of tensors."""
 _HARMLESS = {
     getattr(torch.ops.aten, name)

@@ -17,4 +17,4 @@ def fetch_to_l2(begin, num_bytes):
         """{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
         @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }""",
         "=r,l,r", [begin, num_bytes], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    )

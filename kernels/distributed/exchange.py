@@ -40,7 +40,7 @@ def give(own, x, num_values, epoch, BLOCK: tl.constexpr):
 def exchange_kernel(
     x, out, addresses, epochs, failed, report, rank, spins, num_values, num_bytes, RANKS: tl.constexpr, SUM: tl.constexpr,
     ACC: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The kernel of `gather`, with SUM of `sum_of_ranks`."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     lane = tl.arange(0, BLOCK).to(tl.int64)
@@ -71,7 +71,7 @@ def exchange_kernel(
 def best_of_ranks_kernel(
     scores, ids, out_ids, addresses, epochs, failed, report, rank, spins, num_rows, num_bytes, RANKS: tl.constexpr,
     FLAG: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Scores are in a rank's first region, ids in the second: one barrier serves both."""
     DTYPE: tl.constexpr = scores.dtype.element_ty
     lane = tl.arange(0, BLOCK)
@@ -149,7 +149,7 @@ def best_of_ranks(
         best_of_ranks_kernel[(min(PROGRAMS, triton.cdiv(num_rows, block)),)](
             scores, ids, out_ids, peers.addresses, peers.epochs, peers.failed, peers.report, peers.rank, peers.spins, num_rows,
             peers.num_bytes, RANKS=peers.ranks, FLAG=flag_nonfinite, BLOCK=block, num_warps=4, **launch_args(scores),
-        )  # fmt: skip
+        )
 
 
 def _launch(name: str, x: Tensor, out: Tensor, peers: PeerMemory, interpret: bool, *, add: bool) -> None:
@@ -158,7 +158,7 @@ def _launch(name: str, x: Tensor, out: Tensor, peers: PeerMemory, interpret: boo
         x, out, peers.addresses, peers.epochs, peers.failed, peers.report, peers.rank, peers.spins, x.numel(), peers.num_bytes,
         RANKS=peers.ranks, SUM=add, ACC=tl.float64 if x.dtype == torch.float64 else tl.float32, BLOCK=BLOCK, num_warps=4,
         **launch_args(x),
-    )  # fmt: skip
+    )
 
 
 def _check_place(name: str, num_bytes: int, x: Tensor, peers: PeerMemory, interpret: bool) -> None:

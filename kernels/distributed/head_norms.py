@@ -44,7 +44,7 @@ def head_norms_kernel(
     qkv, q_norm, k_norm, addresses, epochs, failed, report, rank, spins, num_rows, num_bytes, row_stride, EPS: tl.constexpr,
     Q: tl.constexpr, K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, RANKS: tl.constexpr, ACC: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Q, K: columns of q and of k, which follow each other."""
     first, programs = tl.program_id(0), tl.num_programs(0)
     of_q, of_k = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
@@ -99,7 +99,7 @@ def head_norms(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float, peers: P
         peers.num_bytes, qkv.stride(0), EPS=eps, Q=q, K=k, BLOCK_Q=block, BLOCK_K=max(16, triton.next_power_of_2(k)),
         RANKS=peers.ranks, ACC=tl.float64 if wide is torch.float64 else tl.float32,
         num_warps=max(1, min(16, block // (32 * VALUES_PER_THREAD))), **launch_args(qkv),
-    )  # fmt: skip
+    )
 
 
 def mean_squares(qkv: Tensor, q: int, k: int) -> Tensor:

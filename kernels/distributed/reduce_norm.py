@@ -42,7 +42,7 @@ def reduce_norm_kernel(
     out_rows, num_bytes, partial_stride, residual_stride, out_stride, aux_stride, EPS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, RANKS: tl.constexpr, SHARE: tl.constexpr, SHARE_BLOCK: tl.constexpr, ACC: tl.constexpr,
     WHOLE: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """`residual` and `weight` None: the sum alone. `out_aux` may be None. SHARE: columns of a rank; 0: one-shot.
 
     out_scales [.., out_rows], WHOLE, GROUP and given: as in `norm_fp8_kernel`; out_scales None: nothing is quantised.
@@ -116,7 +116,7 @@ def reduce_norm_kernel(
 def reduce_norm(
     partial: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: PeerMemory, *, out: Tensor,
     out_aux: Tensor | None = None, two_shot: bool = False, interpret: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Add the sum of all ranks' partial results to `residual` in place and write the norm of the new residual.
 
     partial   bf16, fp32, fp16 or fp64 [T, H], at most `peers.num_bytes`  rows may be slices of wider ones
@@ -136,7 +136,7 @@ def reduce_norm(
 def reduce_norm_fp8(
     partial: Tensor, residual: Tensor, weight: Tensor, eps: float, form: Fp8Form, peers: PeerMemory, *,
     out_aux: Tensor | None = None, two_shot: bool = False, interpret: bool = False,
-) -> Fp8Tokens:  # fmt: skip
+) -> Fp8Tokens:
     """`reduce_norm` of bf16 or fp32, its result quantised in the same launch, for a product with FP8 weights."""
     check("reduce_norm_fp8: partial", partial, tuple(partial.shape), torch.bfloat16, torch.float32, rows=True)
     check_form("reduce_norm_fp8", form)
@@ -163,7 +163,7 @@ def _check_norm(name: str, partial: Tensor, residual: Tensor, weight: Tensor, ou
 def _launch(
     name: str, partial: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, peers: PeerMemory,
     out: Tensor | Fp8Rows, out_aux: Tensor | None, two_shot: bool, interpret: bool, form: Fp8Form | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """form: how rows are quantised; None: they are not."""
     num_tokens, width = partial.shape
     check(f"{name}: partial", partial, (num_tokens, width), *FLOATS, rows=True)
@@ -186,7 +186,7 @@ def _launch(
         INTERPRETED=not partial.is_cuda,
         # As in `norm`: the order in which the squares of a row are added depends on this number.
         num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))), **launch_args(partial),
-    )  # fmt: skip
+    )
 
 
 def reduce_norm_reference(

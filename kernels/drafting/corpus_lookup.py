@@ -35,7 +35,7 @@ def corpus_lookup_kernel(
     tokens, num_tokens, live, which, table, corpus, draft_ids, draft_len, match_len, stride_row, draft_stride, max_draft_len,
     growth, width, num_entries, corpus_len,
     LENGTHS: tl.constexpr, MAX_NGRAM: tl.constexpr, PAST_LANES: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     base = tokens + row * stride_row
     last = tl.where(tl.load(live + row) != 0, tl.load(num_tokens + row) - 1, -1)
@@ -123,20 +123,20 @@ def corpus_lookup(
         corpus_lookup_reference(
             tokens, num_tokens, live, which, table, corpus, lengths=lengths, max_ngram=max_ngram, max_draft_len=max_draft_len,
             growth=growth, draft_ids=draft_ids, draft_len=draft_len, match_len=match_len,
-        )  # fmt: skip
+        )
     elif num_rows:
         corpus_lookup_kernel[(num_rows,)](
             tokens, num_tokens, live, which, table, corpus, draft_ids, draft_len, match_len, tokens.stride(0),
             draft_ids.stride(0), max_draft_len, growth, width, num_entries, corpus_len,
             LENGTHS=sum(1 << n for n in lengths), MAX_NGRAM=max_ngram, PAST_LANES=max(2, triton.next_power_of_2(max_ngram)),
             LANES=max(2, triton.next_power_of_2(width)), num_warps=1,
-        )  # fmt: skip
+        )
 
 
 def corpus_lookup_reference(
     tokens: Tensor, num_tokens: Tensor, live: Tensor, which: Tensor, table: Tensor, corpus: Tensor, *, lengths: Sequence[int],
     max_ngram: int, max_draft_len: int, growth: int, draft_ids: Tensor, draft_len: Tensor, match_len: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """The same in plain torch."""
     entries, documents = table[int(which)], corpus[int(which)]
     last = torch.where(live != 0, num_tokens - 1, -1).long()

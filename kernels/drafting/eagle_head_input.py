@@ -35,7 +35,7 @@ def store_norm(source, weight, out, lane, EPS: tl.constexpr, WIDTH: tl.constexpr
 def eagle_head_input_kernel(
     token_ids, row_ids, positions, hidden, embedding, embedding_norm, hidden_norm, out, token_stride, hidden_stride, out_stride,
     max_len, num_ids, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """With `positions` None, token_ids holds one id for each flat token, token_stride apart."""
     await_earlier(PDL)
     t = tl.program_id(0).to(tl.int64)
@@ -53,7 +53,7 @@ def eagle_head_input_kernel(
 def eagle_head_input(
     token_ids: Tensor, hidden: Tensor, embedding: Tensor, embedding_norm: Tensor, hidden_norm: Tensor, eps: float, *,
     out: Tensor, row_ids: Tensor | None = None, positions: Tensor | None = None, interpret: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Write both halves of the input of each flat token.
 
     token_ids       int32 [T] of any stride, or with positions [R, M], contiguous: the tokens of each row
@@ -90,13 +90,13 @@ def eagle_head_input(
             hidden.stride(0), out.stride(0), token_ids.shape[-1], token_ids.numel(), EPS=eps, WIDTH=width, BLOCK=block,
             ACC=tl.float64 if hidden.dtype == torch.float64 else tl.float32,
             num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))), **launch_args(hidden),
-        )  # fmt: skip
+        )
 
 
 def eagle_head_input_reference(
     token_ids: Tensor, hidden: Tensor, embedding: Tensor, embedding_norm: Tensor, hidden_norm: Tensor, eps: float, *,
     out: Tensor, row_ids: Tensor | None = None, positions: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """The same in plain torch."""
     width = hidden.shape[1]
     if row_ids is not None and positions is not None:

@@ -30,7 +30,7 @@ def gather_last_accepted_kernel(
     q, residual, cu_seqlens_q, accepted_len, positions, num_tokens, live, out_q, out_residual, out_positions, out_kv_len,
     num_flat_tokens, q_stride, residual_stride, out_q_stride, out_residual_stride,
     Q_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Program (r, 0) copies the query and writes position and kv_len; program (r, 1), if any, copies the residual stream."""
     await_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -88,7 +88,7 @@ def gather_last_accepted(
     check("gather_last_accepted: cu_seqlens_q", cu_seqlens_q, (num_rows + 1,), torch.int32)
     for name, vector in (
         ("accepted_len", accepted_len), ("num_tokens", num_tokens), ("live", live), ("out_kv_len", out_kv_len),
-    ):  # fmt: skip
+    ):
         check(f"gather_last_accepted: {name}", vector, (num_rows,), torch.int32)
     check("gather_last_accepted: positions", positions, (num_flat_tokens,), torch.int64)
     check("gather_last_accepted: out_q", out_q, (num_rows, q_width), q.dtype, rows=True)
@@ -99,7 +99,7 @@ def gather_last_accepted(
         gather_last_accepted_reference(
             q, residual, cu_seqlens_q, accepted_len, positions, num_tokens, live,
             out_q=out_q, out_residual=out_residual, out_positions=out_positions, out_kv_len=out_kv_len,
-        )  # fmt: skip
+        )
     elif num_rows:
         block = triton.next_power_of_2(max(q_width, width))
         strides = (0, 0) if residual is None or out_residual is None else (residual.stride(0), out_residual.stride(0))
@@ -108,7 +108,7 @@ def gather_last_accepted(
             num_flat_tokens, q.stride(0), strides[0], out_q.stride(0), strides[1],
             Q_WIDTH=q_width, WIDTH=width, BLOCK=block, num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))),
             **launch_args(q),
-        )  # fmt: skip
+        )
 
 
 def gather_last_accepted_reference(
@@ -146,7 +146,7 @@ def bench_shape(bench: Bench, rows: int, width: int, q_width: int, hidden: int) 
     row_state = (
         torch.arange(0, num_flat_tokens + 1, width, dtype=torch.int32, device=device), ints(0, width, (rows,)),
         torch.randint(0, 8000, (num_flat_tokens,), device=device), ints(1, 8000, (rows,)), ints(0, 2, (rows,)),
-    )  # fmt: skip
+    )
     inputs = [
         tuple(torch.randn(num_flat_tokens, size, device=device).bfloat16() for size in (q_width, hidden))
         for _ in range(bench.num_copies)
@@ -163,7 +163,7 @@ def bench_shape(bench: Bench, rows: int, width: int, q_width: int, hidden: int) 
     bench.same_row(
         f"R={rows} S={width} H={hidden} bfloat16", gather_last_accepted, gather_last_accepted_reference,
         [(*x, *row_state) for x in inputs], outs, num_bytes=4 * rows * (q_width + hidden),
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

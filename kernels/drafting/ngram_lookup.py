@@ -26,7 +26,7 @@ BLOCK = 2048
 def ngram_lookup_kernel(
     tokens, num_tokens, live, draft_ids, draft_len, match_len, stride_row, draft_stride, max_draft_len, growth, width,
     MIN_NGRAM: tl.constexpr, MAX_NGRAM: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     base = tokens + row * stride_row
     last = tl.where(tl.load(live + row) != 0, tl.load(num_tokens + row) - 1, 0)
@@ -97,13 +97,13 @@ def ngram_lookup(
         ngram_lookup_reference(
             tokens, num_tokens, live, max_draft_len=max_draft_len, min_ngram=min_ngram, max_ngram=max_ngram, growth=growth,
             out_draft_ids=out_draft_ids, out_draft_len=out_draft_len, out_match_len=out_match_len,
-        )  # fmt: skip
+        )
     elif num_rows:
         ngram_lookup_kernel[(num_rows,)](
             tokens, num_tokens, live, out_draft_ids, out_draft_len, out_match_len, tokens.stride(0), out_draft_ids.stride(0),
             max_draft_len, growth, width,
             MIN_NGRAM=min_ngram, MAX_NGRAM=max_ngram, LANES=max(2, triton.next_power_of_2(width)), BLOCK=BLOCK, num_warps=8,
-        )  # fmt: skip
+        )
 
 
 def ngram_lookup_reference(

@@ -28,7 +28,7 @@ def prepare_chain_draft_inputs_kernel(
     first_ids, num_tokens, live, page_table, out_ids, out_draft_len, out_positions, out_slot_mapping, out_kv_len,
     num_rows, ids_stride, max_tokens, max_pages, WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, LANES: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     await_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     alive = tl.load(live + row) != 0
@@ -79,7 +79,7 @@ def prepare_chain_draft_inputs(
     for name, vector in (
         ("first_ids", first_ids), ("num_tokens", num_tokens), ("live", live), ("out_draft_len", out_draft_len),
         ("out_kv_len", out_kv_len),
-    ):  # fmt: skip
+    ):
         check(f"prepare_chain_draft_inputs: {name}", vector, (num_rows,), torch.int32)
     check("prepare_chain_draft_inputs: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
     check("prepare_chain_draft_inputs: out_ids", out_ids, (num_rows, width), torch.int32, rows=True)
@@ -89,14 +89,14 @@ def prepare_chain_draft_inputs(
         prepare_chain_draft_inputs_reference(
             first_ids, num_tokens, live, page_table, page_size=page_size, max_tokens=max_tokens, out_ids=out_ids,
             out_draft_len=out_draft_len, out_positions=out_positions, out_slot_mapping=out_slot_mapping, out_kv_len=out_kv_len,
-        )  # fmt: skip
+        )
     elif num_rows:
         prepare_chain_draft_inputs_kernel[(num_rows,)](
             first_ids, num_tokens, live, page_table, out_ids, out_draft_len, out_positions, out_slot_mapping, out_kv_len,
             num_rows, out_ids.stride(0), max_tokens, page_table.shape[1],
             WIDTH=width, PAGE_SIZE=page_size, LANES=triton.next_power_of_2(max(1, width - 1)), num_warps=1,
             **launch_args(num_tokens),
-        )  # fmt: skip
+        )
 
 
 def prepare_chain_draft_inputs_reference(
@@ -143,7 +143,7 @@ def bench_shape(bench: Bench, rows: int, width: int, length: int) -> None:
         outs.append({
             "page_size": 16, "max_tokens": length, "out_ids": wide[:, 1:], "out_draft_len": lengths[0], "out_kv_len": lengths[1],
             "out_positions": int64_outs[0], "out_slot_mapping": int64_outs[1],
-        })  # fmt: skip
+        })
     num_bytes = rows * (24 + 20 * (width - 1))
     bench.same_row(
         f"R={rows} K={width}",

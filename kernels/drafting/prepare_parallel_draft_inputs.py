@@ -32,7 +32,7 @@ def prepare_parallel_draft_inputs_kernel(
     tokens, num_tokens, live, page_table, hidden, mask_hidden, out_ids, out_hidden, out_positions, out_slot_mapping, out_kv_len,
     out_draft_len, mask_id, token_stride, max_tokens, max_pages, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     await_earlier(PDL)
     row, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num = tl.load(num_tokens + row)
@@ -93,7 +93,7 @@ def prepare_parallel_draft_inputs(
     check("prepare_parallel_draft_inputs: tokens", tokens, (num_rows, tokens.shape[1]), torch.int32, rows=True)
     for name, vector in (
         ("num_tokens", num_tokens), ("live", live), ("out_kv_len", out_kv_len), ("out_draft_len", out_draft_len),
-    ):  # fmt: skip
+    ):
         check(f"prepare_parallel_draft_inputs: {name}", vector, (num_rows,), torch.int32)
     check("prepare_parallel_draft_inputs: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
     check("prepare_parallel_draft_inputs: hidden", hidden, (num_rows, width), *FLOATS)
@@ -107,7 +107,7 @@ def prepare_parallel_draft_inputs(
             tokens, num_tokens, live, page_table, hidden, mask_hidden, mask_id=mask_id, page_size=page_size, out_ids=out_ids,
             out_hidden=out_hidden, out_positions=out_positions, out_slot_mapping=out_slot_mapping, out_kv_len=out_kv_len,
             out_draft_len=out_draft_len,
-        )  # fmt: skip
+        )
     elif num_rows:
         block = triton.next_power_of_2(width)
         prepare_parallel_draft_inputs_kernel[(num_rows, k)](
@@ -182,7 +182,7 @@ def bench_shape(bench: Bench, rows: int, k: int, width: int, length: int) -> Non
     ints = partial(torch.randint, dtype=torch.int32, device=device)
     state = (
         ints(0, 32000, (rows, length)), ints(2, length + 1, (rows,)), ints(0, 2, (rows,)), ints(1, 1000, (rows, length // 16))
-    )  # fmt: skip
+    )
     mask = torch.randn(width, device=device).bfloat16()
     features = [torch.randn(rows, width, device=device).bfloat16() for _ in range(bench.num_copies)]
     outs: list[dict[str, Any]] = [

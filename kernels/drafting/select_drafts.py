@@ -40,7 +40,7 @@ BLOCK = 64
 def select_drafts_kernel(
     head_ids, lookup_ids, lookup_len, match_len, head_counts, lookup_counts, live, draft_ids, draft_len, picked, head_stride,
     lookup_stride, draft_stride, head_width, width, LANES: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(lookup_len + row)
     match = tl.load(match_len + row)
@@ -88,7 +88,7 @@ def update_acceptance_kernel(
     tokens, num_tokens, live, accepted_len, head_ids, lookup_ids, lookup_len, match_len, picked, head_prior, lookup_prior,
     head_counts, lookup_counts, totals, num_rows, token_stride, head_stride, lookup_stride, head_width, width, num_match_lens,
     memory, LANES: tl.constexpr, MATCH_LENS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     lane = tl.arange(0, LANES)[None, :]
     match_lens = tl.arange(0, MATCH_LENS)
     head_num_accepted = tl.zeros([MATCH_LENS], tl.float32)
@@ -135,7 +135,7 @@ def select_drafts(
     head_ids: Tensor, lookup_ids: Tensor, lookup_len: Tensor, match_len: Tensor, head_counts: Tensor, lookup_counts: Tensor,
     live: Tensor,
     *, out_draft_ids: Tensor, out_draft_len: Tensor, out_picked: Tensor, interpret: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Write the proposal of each row with the larger expected number of accepted tokens; the head's in a tie.
 
     head_ids       int32 [R, KH], KH <= K  rows may be slices of wider ones, also those of lookup_ids and out_draft_ids
@@ -164,7 +164,7 @@ def select_drafts(
         select_drafts_kernel[(num_rows,)](
             *inputs, out_draft_ids, out_draft_len, out_picked, head_ids.stride(0), lookup_ids.stride(0), out_draft_ids.stride(0),
             head_width, width, LANES=max(2, triton.next_power_of_2(width)), num_warps=1,
-        )  # fmt: skip
+        )
 
 
 def update_acceptance(
@@ -172,7 +172,7 @@ def update_acceptance(
     lookup_len: Tensor, match_len: Tensor, picked: Tensor, *, head_prior: Tensor, lookup_prior: Tensor, head_counts: Tensor,
     lookup_counts: Tensor,
     totals: Tensor, interpret: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """After the commit, compare both proposals of the round with the emitted tokens. Rows that are not live are ignored.
 
     tokens         int32 [R, L], num_tokens int32 [R]: the last accepted_len int32 [R] + 1 of them are new
@@ -200,21 +200,21 @@ def update_acceptance(
         update_acceptance_reference(
             *inputs, head_prior=head_prior, lookup_prior=lookup_prior, head_counts=head_counts, lookup_counts=lookup_counts,
             totals=totals,
-        )  # fmt: skip
+        )
     elif num_rows:
         update_acceptance_kernel[(1,)](
             *inputs, head_prior, lookup_prior, head_counts, lookup_counts, totals, num_rows, tokens.stride(0), head_ids.stride(0),
             lookup_ids.stride(0), head_width, width, num_match_lens, MEMORY,
             LANES=max(2, triton.next_power_of_2(width)), MATCH_LENS=max(2, triton.next_power_of_2(num_match_lens)), BLOCK=BLOCK,
             num_warps=4,
-        )  # fmt: skip
+        )
 
 
 def select_drafts_reference(
     head_ids: Tensor, lookup_ids: Tensor, lookup_len: Tensor, match_len: Tensor, head_counts: Tensor, lookup_counts: Tensor,
     live: Tensor,
     *, out_draft_ids: Tensor, out_draft_len: Tensor, out_picked: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """The same in plain torch."""
     width, head_width = lookup_ids.shape[1], head_ids.shape[1]
     match = match_len.long()
@@ -238,7 +238,7 @@ def update_acceptance_reference(
     lookup_len: Tensor, match_len: Tensor, picked: Tensor, *, head_prior: Tensor, lookup_prior: Tensor, head_counts: Tensor,
     lookup_counts: Tensor,
     totals: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """The same in plain torch."""
     is_live, emitted = live != 0, torch.where(live != 0, accepted_len + 1, 0)
     at = (num_tokens - emitted).long()[:, None] + torch.arange(lookup_ids.shape[1], device=tokens.device)
@@ -276,13 +276,13 @@ def main() -> None:
         bench.row(
             f"select R={rows} K=8 KH=3", [partial(select_drafts, *select_inputs, **out)],
             [partial(select_drafts_reference, *select_inputs, **out)], num_bytes=rows * 4 * 24,
-        )  # fmt: skip
+        )
         round_state = (tokens, 500 * ones, ones, ones, head, lookup, lookup_len, match, out["out_picked"])
         counts |= {"head_prior": prior, "lookup_prior": prior, "totals": torch.zeros(4, dtype=torch.int64, device=device)}
         bench.row(
             f"update R={rows} K=8 KH=3", [partial(update_acceptance, *round_state, **counts)],
             [partial(update_acceptance_reference, *round_state, **counts)], num_bytes=rows * 4 * 36,
-        )  # fmt: skip
+        )
 
 
 if __name__ == "__main__":

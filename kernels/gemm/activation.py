@@ -38,7 +38,7 @@ def gated(gate, up, GELU: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def silu_and_mul_kernel(
     gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+):
     """GELU: as in `gated`."""
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -88,7 +88,7 @@ def _launch(gate_up: Tensor, out: Tensor, *, gelu: float) -> None:
             gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block, GELU=gelu,
             ACC=tl.float64 if gate_up.dtype == torch.float64 else tl.float32,
             num_warps=max(1, block // (32 * VALUES_PER_THREAD)), **launch_args(gate_up),
-        )  # fmt: skip
+        )
 
 
 def silu_and_mul_reference(gate_up: Tensor, *, out: Tensor) -> None:

@@ -49,10 +49,10 @@ MODELS: dict[str, tuple[tuple[str, int, int], ...]] = {
         ("linear", 960, 576), ("linear", 576, 576), ("linear", 3072, 576), ("linear", 576, 1536), ("swiglu", 3072, 576),
         ("norm_linear", 960, 576), ("norm_swiglu", 3072, 576), ("linear_add", 576, 576), ("linear_add", 576, 1536),
     ),
-}  # fmt: skip
+}
 LM_HEADS = {
     "llama8b": ("lm_head", 128256, 4096), "llama1b": ("lm_head", 128256, 2048), "smol135m": ("lm_head", 49152, 576),
-}  # fmt: skip
+}
 
 
 class Result(NamedTuple):

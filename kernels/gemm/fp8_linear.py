@@ -33,7 +33,7 @@ def fp8_linear_kernel(
     x, x_scales, w, w_scales, bias, out, partials, arrived, num_tokens, num_rows, n, k, split, scale_stride,
     BLOCKED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """num_rows: rows of x, of which num_tokens are multiplied. split: programs of a tile, 1 unless SPLIT.
 
     scale_stride: 1 if each row of W has a scale, 0 if there is one; not read with block scales.
@@ -54,7 +54,7 @@ def fp8_linear_kernel(
         x, own_scales, w, w_scales, expert, begin, count, first, first, first // 128, first // 128, num_rows, n, tl.cdiv(n, 128),
         k, start, tl.minimum(start + part_blocks, num_blocks), False, BLOCKED, BLOCK_T, BLOCK_N, TMA, 0, EVEN_K, DOT,
         STAGES,
-    )  # fmt: skip
+    )
     complete = True
     AHEAD: tl.constexpr = 4 if BLOCK_N * BLOCK_T <= 4096 else 2  # without spilling registers
     if SPLIT:
@@ -71,7 +71,7 @@ def fp8_linear_kernel(
 def fp8_linear(
     x: Fp8Tokens, weight: Tensor, scales: Tensor, bias: Tensor | None = None, *, tile: Fp8Tile,
     dtype: torch.dtype = torch.bfloat16, interpret: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """x @ weight.T + bias.
 
     x       one scale per 128 values if the weight has block scales, else one per row
@@ -116,7 +116,7 @@ def launch(
         BLOCKED=blocked, SPLIT=split, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma,
         EVEN_K=k % GROUP == 0, STAGES=tile.stages, INTERPRETED=not values.is_cuda, num_warps=tile.warps, num_stages=tile.stages,
         enable_fp_fusion=False, **launch_args(values),
-    )  # fmt: skip
+    )
 
 
 def _check(x: Fp8Tokens, weight: Tensor, scales: Tensor, bias: Tensor | None, tile: Fp8Tile, out: Tensor, blocked: bool) -> None:

@@ -53,7 +53,7 @@ class Fp8Tokens(NamedTuple):
 def quantise_tokens_kernel(
     x, out, out_scales, given, num_rows, stride, k, GATED: tl.constexpr, GELU: tl.constexpr, WHOLE: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """num_rows: rows of out. given: one scale for all rows, or None. GATED: x [T, 2 * k] holds gate and up of a gated MLP."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     parts = tl.cdiv(k, GROUPS * GROUP)
@@ -114,7 +114,7 @@ def _launch(kernel: str, x: Tensor, k: int, form: Fp8Form, *, gated: bool, gelu:
         quantise_tokens_kernel[(len(x) * triton.cdiv(k, groups * GROUP),)](
             x, *out.rows, form.scale, len(out.rows.values), x.stride(0), k, GATED=gated, GELU=gelu, WHOLE=form.whole, GROUP=GROUP,
             GROUPS=groups, INTERPRETED=not x.is_cuda, num_warps=min(16, max(1, groups // 4)), **launch_args(x),
-        )  # fmt: skip
+        )
     return out
 
 
@@ -132,7 +132,7 @@ def main() -> None:
         "silu, quantise": (
             partial(quantise_activation, gelu=False), lambda x, form: quantise_activation_reference(x, form, gelu=False).rows, 2
         ),
-    }  # fmt: skip
+    }
     for name, (call, reference, width) in calls.items():
         for form in (Fp8Form(whole=False), Fp8Form(whole=True)):
             for tokens, k in ((64, 4096), (64, 14336), (256, 4096), (8192, 4096), (8192, 14336)):
@@ -146,7 +146,7 @@ def main() -> None:
                     bench.row(
                         shape, [partial(call, x, form) for x in inputs], [partial(reference, x, form) for x in inputs],
                         num_bytes=tokens * k * (2 * width + 1),
-                    )  # fmt: skip
+                    )
 
 
 if __name__ == "__main__":

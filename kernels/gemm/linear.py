@@ -36,7 +36,7 @@ INTERPRETED_SMS = 3
 def write_tile(
     bias, norm, residual, out, acc, up, squares, m, col, num_tokens, n, k, stride_out, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
+):
     """The epilogue on one tile of the product: norm, bias, SwiGLU, residual sum."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     rows = m + tl.arange(0, BLOCK_M)
@@ -67,7 +67,7 @@ def linear_kernel(
     x, w, bias, norm, residual, out, partials, arrived, num_tokens, n, k, units_per_program, stride_x, stride_w, stride_out, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
     GATED: tl.constexpr, SPLIT: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     DTYPE: tl.constexpr = out.dtype.element_ty
     DOT: tl.constexpr = tl.float32 if INTERPRETED else DTYPE  # the interpreter multiplies the bits of bf16 as integers
     program = tl.program_id(0)
@@ -156,7 +156,7 @@ def swiglu(
 def norm_linear(
     x: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *,
     eps: float, tile: Tile, out: Tensor | None = None, interpret: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """linear(rms_norm(x) * norm) with norm [K], for tiles that are not split along K. See `linear`.
 
     x * norm is rounded once and 1 / rms multiplies the fp32 sum; `norm_reference` rounds x / rms and again the product with norm.
@@ -172,7 +172,7 @@ def norm_linear(
 def norm_swiglu(
     x: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *,
     eps: float, tile: Tile, out: Tensor | None = None, interpret: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """swiglu(rms_norm(x) * norm). See `norm_linear` and `swiglu`."""
     out = x.new_empty(x.shape[0], weight.shape[0] // 2) if out is None else out
     if x.is_cuda or interpret:
@@ -185,7 +185,7 @@ def norm_swiglu(
 def launch(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor, tile: Tile, norm: Tensor | None = None,
     residual: Tensor | None = None, gated: bool = False, eps: float = 0.0, compile_only: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Check the arguments and launch the kernel of any of the products above; `compile_only` compiles without a launch."""
     (num_tokens, k), dtype = x.shape, x.dtype
     n = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -214,7 +214,7 @@ def launch(
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, TMA=tma, EVEN_K=k % tile.block_k == 0,
         GATED=gated, SPLIT=work.split, INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages,
         **launch_args(x),
-    )  # fmt: skip
+    )
 
 
 def num_sms(device: torch.device) -> int:

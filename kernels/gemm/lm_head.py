@@ -34,7 +34,7 @@ def lm_head_kernel(
     x, w, masks, mask_rows, top, top_ids, num_tokens, width, vocab, num_parts, k, stride_x, stride_w, mask_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr, TMA: tl.constexpr,
     EVEN_K: tl.constexpr, FLAG: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     m_tiles = tl.cdiv(num_tokens, BLOCK_M)
     m = (tl.program_id(0) % m_tiles) * BLOCK_M
     part = tl.program_id(0) // m_tiles
@@ -70,7 +70,7 @@ def lm_head_kernel(
 @triton.jit
 def first_top_kernel(
     top, top_ids, map_ids, out_ids, out_stride, num_parts, FLAG: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -96,7 +96,7 @@ def lm_head(
     hidden: Tensor, weight: Tensor, *, out_ids: Tensor, vocab: int | None = None, map_ids: Tensor | None = None,
     flag_nonfinite: bool = False, masks: Tensor | None = None, mask_rows: Tensor | None = None, tile: Tile = TILE,
     interpret: bool = False, compile_only: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Write the token of the largest logit of every row.
 
     hidden   bf16 or fp32 [T, H]  rows may be slices of wider ones
@@ -136,7 +136,7 @@ def lm_head(
         lm_head_reference(
             hidden, weight, out_ids=out_ids, vocab=vocab, map_ids=map_ids, flag_nonfinite=flag_nonfinite, masks=masks,
             mask_rows=mask_rows,
-        )  # fmt: skip
+        )
     elif num_tokens:
         num_parts = triton.cdiv(vocab, tile.block_n)
         top = hidden.new_empty(num_tokens, num_parts, dtype=torch.float32)
@@ -151,18 +151,18 @@ def lm_head(
             EVEN_K=k % tile.block_k == 0, FLAG=flag_nonfinite, INTERPRETED=not hidden.is_cuda, num_warps=tile.warps,
             num_stages=tile.stages,
             **launch_args(hidden),
-        )  # fmt: skip
+        )
         if not compile_only:
             first_top_kernel[(num_tokens,)](
                 top, top_ids, map_ids, out_ids, out_ids.stride(0), num_parts, FLAG=flag_nonfinite, BLOCK=BLOCK, num_warps=4,
                 **launch_args(hidden),
-            )  # fmt: skip
+            )
 
 
 def lm_head_reference(
     hidden: Tensor, weight: Tensor, *, out_ids: Tensor, vocab: int | None = None, map_ids: Tensor | None = None,
     flag_nonfinite: bool = False, masks: Tensor | None = None, mask_rows: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """The same with stored logits; on a GPU by cuBLAS and the argmax kernel."""
     if hidden.is_cuda and hidden.dtype is torch.bfloat16:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)

@@ -15,7 +15,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 @triton.jit
 def read_block(source, row, column, num_rows, num_columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-               TMA: tl.constexpr, EVEN_K: tl.constexpr):  # fmt: skip
+               TMA: tl.constexpr, EVEN_K: tl.constexpr):
     """[ROWS, COLUMNS] at (row, column) of a matrix; columns past the last are 0, rows past the last are undefined."""
     if TMA:
         block = source.load([row, column])

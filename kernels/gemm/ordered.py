@@ -36,7 +36,7 @@ def sum_segment(
     x, w, m, col, first, num_blocks, num_tokens, n, k, w_rows, stride_x, stride_w,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
     GATED: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+):
     """The sum of a tile's products over K blocks first .. first + num_blocks - 1, which starts at 0."""
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -62,7 +62,7 @@ def ordered_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SEGMENTS: tl.constexpr, SPLIT: tl.constexpr,
     GROUP: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, GATED: tl.constexpr, INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """SPLIT: a program for each segment of each tile; else one for each tile."""
     program = tl.program_id(0)
     tile = program // SEGMENTS if SPLIT else program
@@ -83,7 +83,7 @@ def ordered_kernel(
             acc, up = sum_segment(
                 x, w, m, col, segment * segment_blocks, segment_blocks, num_tokens, n, k, w_rows, stride_x, stride_w,
                 BLOCK_M, BLOCK_N, BLOCK_K, TMA, EVEN_K, GATED, INTERPRETED,
-            )  # fmt: skip
+            )
         if SPLIT:
             complete, acc, up = join_parts(partials, arrived, tile, program, SEGMENTS, 1, acc, up, BLOCK_M, BLOCK_N, GATED)
     else:
@@ -93,7 +93,7 @@ def ordered_kernel(
             part, up_part = sum_segment(
                 x, w, m, col, segment * segment_blocks, segment_blocks, num_tokens, n, k, w_rows, stride_x, stride_w,
                 BLOCK_M, BLOCK_N, BLOCK_K, TMA, EVEN_K, GATED, INTERPRETED,
-            )  # fmt: skip
+            )
             acc += part
             up += up_part
     if complete:
@@ -103,7 +103,7 @@ def ordered_kernel(
 def ordered_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, segments: int, tile: Tile, out: Tensor | None = None,
     interpret: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """x @ weight.T + bias; a token's bits depend only on its row of x, the weight and `segments`.
 
     x         bf16 or fp32 [T, K]  rows may be slices of wider ones
@@ -140,7 +140,7 @@ def ordered_swiglu(
 def launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, segments: int, tile: Tile, out: Tensor, gated: bool = False,
     compile_only: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Check the arguments and launch the kernel; `compile_only` compiles without a launch."""
     (num_tokens, k), dtype = x.shape, x.dtype
     n = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -169,7 +169,7 @@ def launch(
         triton.cdiv(k, tile.block_k) // segments, x.stride(0), k, n, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k, SEGMENTS=segments, SPLIT=split, GROUP=GROUP, TMA=tma, EVEN_K=k % tile.block_k == 0, GATED=gated,
         INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(x),
-    )  # fmt: skip
+    )
 
 
 def ordered_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, *, segments: int, dtype: torch.dtype) -> Tensor:

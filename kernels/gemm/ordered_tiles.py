@@ -22,11 +22,11 @@ PLAIN = (
     (Tile(64, 128, 128, 4, 4, True), 4.6, 1), (Tile(64, 256, 64, 4, 4, True), 5.1, 1), (Tile(128, 64, 64, 5, 4, True), 4.2, 1),
     (Tile(128, 64, 64, 4, 4, True), 4.2, 2), (Tile(128, 128, 64, 3, 4, True), 5.7, 2), (Tile(128, 128, 64, 5, 8, True), 6.1, 1),
     (Tile(256, 128, 64, 4, 8, True), 6.3, 1),
-)  # fmt: skip
+)
 GATED = (
     (Tile(64, 64, 128, 3, 4, True), 4.2, 1), (Tile(64, 64, 64, 4, 4, True), 4.0, 2), (Tile(128, 64, 64, 3, 4, True), 5.3, 2),
     (Tile(128, 128, 64, 4, 8, True), 6.1, 1),
-)  # fmt: skip
+)
 SMS = 132
 START_US, STEP_US = 1.0, {64: 0.14, 128: 0.24}
 """Microseconds until a program's first step, and the minimum for a step, by block_k."""

@@ -51,7 +51,7 @@ def scaled_mm(x: Fp8Tokens, weight: Tensor, scales: Tensor, *, blocked: bool) ->
         out = F.scaled_mm(
             rows.values, weight.T, rows.scales.T, ScalingType.BlockWise1x128, scales.T, ScalingType.BlockWise128x128,
             output_dtype=torch.bfloat16, use_fast_accum=False,
-        )  # fmt: skip
+        )
     else:
         x_scales = rows.scales.view(-1, 1)
         out = torch._scaled_mm(rows.values, weight.T, x_scales, scales, out_dtype=torch.bfloat16, use_fast_accum=False)

@@ -19,7 +19,7 @@ MAX_STREAMS = 64
 @triton.jit
 def sum_parts(
     partials, first_slot, num_parts, offset, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLOT: tl.constexpr, AHEAD: tl.constexpr
-):  # fmt: skip
+):
     places = offset + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for part in tl.range(0, num_parts, loop_unroll_factor=AHEAD):
@@ -32,7 +32,7 @@ def sum_parts(
 def join_parts(
     partials, arrived, tile, program, k_blocks, units_per_program, acc, up,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr = 1,
-):  # fmt: skip
+):
     """Whether this program has the complete tile, and the tile. It has it if it computed the tile alone or finished last.
 
     AHEAD: number of parts that are read before they are added: their latencies overlap, for as many more registers.

@@ -25,7 +25,7 @@ from batchspec.kernels.kv_cache.slot_mapping import BLOCK, slot_of
 def group_slot_mapping_kernel(
     cu_seqlens_q, kv_len, positions, page_table, out_slot_mapping, num_rows, num_tokens, max_pages,
     PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Program r < num_rows writes row r's slots, program num_rows those of the padding after the last row."""
     await_earlier(PDL)
     row = tl.program_id(0)
@@ -76,7 +76,7 @@ def group_slot_mapping(
         group_slot_mapping_kernel[(num_rows + 1,)](
             cu_seqlens_q, kv_len, positions, page_table, out_slot_mapping, num_rows, num_tokens, page_table.shape[1],
             PAGE_SIZE=page_size, BLOCK=BLOCK, num_warps=1, **launch_args(positions),
-        )  # fmt: skip
+        )
 
 
 def group_slot_mapping_reference(

@@ -24,7 +24,7 @@ ROWS = 8
 def kv_gather_kernel(
     kv, scales, slots, out_k, out_v, num_rows, kv_stride_part, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+):
     """Program (rows, K or V)."""
     wide: tl.constexpr = tl.float64 if out_k.dtype.element_ty == tl.float64 else tl.float32
     part = tl.program_id(1)
@@ -65,7 +65,7 @@ def kv_gather(kv: Tensor, scales: Tensor, slots: Tensor, *, dtype: torch.dtype, 
         kv_gather_kernel[(triton.cdiv(num_rows, ROWS), 2)](
             kv, scales, slots, k, v, num_rows, kv.stride(0), NUM_HEADS=num_heads, HEAD_DIM=head_dim, ROWS=ROWS,
             BLOCK=min(1024, triton.next_power_of_2(num_heads * head_dim)), INTERPRETED=not kv.is_cuda, num_warps=8,
-        )  # fmt: skip
+        )
     return k, v
 
 

@@ -30,7 +30,7 @@ VALUES = 2048
 def kv_move_kernel(
     kv, tree_slots, path, chain_slots, accepted_len, stride_part, NODES: tl.constexpr, DEPTH: tl.constexpr,
     WIDTH: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     await_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     accepted = tl.load(accepted_len + row)
@@ -80,7 +80,7 @@ def kv_move(
             kv.view(WORDS[kv.itemsize]), tree_slots, path, chain_slots, accepted_len, kv.stride(1),
             NODES=tree_slots.numel() // num_rows, DEPTH=levels - 1, WIDTH=width, LEVELS=lanes, BLOCK=block, num_warps=4,
             **launch_args(kv),
-        )  # fmt: skip
+        )
 
 
 def kv_move_reference(kv: Tensor, tree_slots: Tensor, path: Tensor, chain_slots: Tensor, accepted_len: Tensor) -> None:

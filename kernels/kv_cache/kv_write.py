@@ -29,7 +29,7 @@ def kv_write_kernel(
     k, v, kv, scales, slot_mapping, k_stride_t, k_stride_h, v_stride_t, v_stride_h, kv_stride_part, kv_stride_slot,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     INTERPRETED: tl.constexpr,
-):  # fmt: skip
+):
     place = tl.program_id(0).to(tl.int64)
     head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, DIM)[None, :]
     exists = (head < NUM_HEADS) & (dim < HEAD_DIM)
@@ -77,7 +77,7 @@ def kv_write(
             k, v, movable(kv), scales, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv.stride(0),
             kv.stride(2), NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEADS=triton.next_power_of_2(num_heads),
             DIM=triton.next_power_of_2(head_dim), INTERPRETED=not k.is_cuda, num_warps=4,
-        )  # fmt: skip
+        )
 
 
 def kv_write_reference(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor, scales: Tensor | None = None) -> None:

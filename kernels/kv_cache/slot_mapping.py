@@ -46,7 +46,7 @@ def slot_of_reference(page_table: Tensor, row: Tensor, position: Tensor, inside:
 def compute_slot_mapping_kernel(
     start, q_len, page_table, out_cu_seqlens_q, out_row_ids, out_positions, out_slot_mapping, num_rows, num_flat_tokens,
     max_pages, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Program r < num_rows writes the flat tokens of row r, program num_rows the padding after the last row."""
     row = tl.program_id(0)
     rows = tl.arange(0, ROWS)

@@ -33,7 +33,7 @@ def lora_expand_kernel(
     h, b, scales, order, tiles, out, num_places, splits, out_stride, rows_0, rows_1, rows_2,
     PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     INTERPRETED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of tokens by BLOCK_N rows of B, all of one part. rows_0 to rows_2: rows of the parts, 0 if there is none."""
     DOT: tl.constexpr = tl.float32 if INTERPRETED else out.dtype.element_ty
     tile, block = tl.program_id(0), tl.program_id(1)
@@ -111,7 +111,7 @@ def launch(
         *part_rows, *(0,) * (MOST_PARTS - parts),
         PARTS=parts, RANK=rank, BLOCK_T=tokens.block, BLOCK_N=BLOCK_N, INTERPRETED=not out.is_cuda,
         num_warps=4, **launch_args(out),
-    )  # fmt: skip
+    )
 
 
 def lora_expand_reference(

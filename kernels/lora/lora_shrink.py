@@ -48,7 +48,7 @@ def lora_shrink_kernel(
     x, a, scales, order, tiles, out, num_places, steps, k, x_stride,
     PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of tokens, one part, one split of `steps` blocks of K. EVEN: the splits together have exactly k numbers."""
     DOT: tl.constexpr = tl.float32 if INTERPRETED else x.dtype.element_ty
     tile, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -120,7 +120,7 @@ def launch(
         x, a, scales, tokens.order, tokens.tiles, out, num_tokens, steps, k, x.stride(0),
         PARTS=parts, RANK=rank, BLOCK_T=tokens.block, BLOCK_K=block_k, EVEN=k % (block_k * MOST_SPLITS) == 0,
         INTERPRETED=not x.is_cuda, num_warps=4, num_stages=4 if x.dtype is torch.bfloat16 else 2, **launch_args(x),
-    )  # fmt: skip
+    )
     return out
 
 

@@ -23,7 +23,7 @@ def narrowest(count, HEIGHT: tl.constexpr, LOW: tl.constexpr):
 
 @triton.jit
 def load_rows(w, expert, first, num_rows, at, k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-              EVEN_K: tl.constexpr):  # fmt: skip
+              EVEN_K: tl.constexpr):
     """The block [BLOCK_N, BLOCK_K] of an expert's weights [num_rows, k] that begins at row `first` and column `at`.
 
     Columns past the last one are 0. Rows past the last one have unspecified numbers, which `store_rows` leaves out.
@@ -82,7 +82,7 @@ def store_rows(y, out, pairs, begin, count, first, n, SCATTER: tl.constexpr, BLO
 
 @triton.jit
 def add_bias_and_gate(acc, up, bias, expert, first, n, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-                      BLOCK_N: tl.constexpr):  # fmt: skip
+                      BLOCK_N: tl.constexpr):
     """Add the bias to the fp32 sums of a tile [BLOCK_N, pairs]; if GATED, apply the gate to acc and up."""
     column = first + tl.arange(0, BLOCK_N)
     inside = column < n

@@ -10,7 +10,7 @@ import triton.language as tl
 def choose(
     logits, bias, live, tokens, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr,
     NORM: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
+):
     """Experts int32, weights fp32 and places of the tokens with indices `tokens`: three blocks [tokens, SLOTS], see `route.py`.
 
     Column s of a token belongs to its slot `places`, which is s unless a bias reorders the slots. Columns from TOP_K on are

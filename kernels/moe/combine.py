@@ -30,7 +30,7 @@ VALUES_PER_THREAD = 8  # a 16-byte load of bf16
 def combined_row(
     y, weights, residual, norm, out_aux, token, residual_stride, aux_stride, DTYPE: tl.constexpr,
     EPS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """In ACC, to be rounded to DTYPE: the sum of a token's pairs; with a residual, which it is added to, the norm of both."""
     lane = tl.arange(0, BLOCK)
     inside = lane < WIDTH
@@ -63,13 +63,13 @@ def combine_kernel(
     y, weights, residual, norm, out, out_aux, residual_stride, out_stride, aux_stride,
     EPS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The kernel of `combine` if `residual` is None, else that of `combine_norm`; `out_aux` may be None in both."""
     token = tl.program_id(0).to(tl.int64)
     x = combined_row(
         y, weights, residual, norm, out_aux, token, residual_stride, aux_stride, out.dtype.element_ty, EPS,
         TOP_K, WIDTH, BLOCK, ACC, PDL,
-    )  # fmt: skip
+    )
     lane = tl.arange(0, BLOCK)
     tl.store(out + token * out_stride + lane, x, mask=lane < WIDTH)
 
@@ -93,7 +93,7 @@ def combine(y: Tensor, weights: Tensor, *, out: Tensor, interpret: bool = False)
 def combine_norm(
     y: Tensor, weights: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor, out_aux: Tensor | None = None,
     interpret: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Add the weighted sum to `residual` in place and write the norm of the new residual to `out`; see `combine`.
 
     residual, out  [T, H] of the model's dtype  rows may be slices of wider rows
@@ -130,7 +130,7 @@ def _launch(
             0 if out_aux is None else out_aux.stride(0),
             EPS=eps, TOP_K=weights.shape[1], WIDTH=width, BLOCK=block, ACC=tl.float64 if y.dtype == torch.float64 else tl.float32,
             num_warps=warps_of(block), **launch_args(y),
-        )  # fmt: skip
+        )
 
 
 def warps_of(block: int) -> int:

@@ -25,14 +25,14 @@ def combine_fp8_kernel(
     y, weights, residual, norm, out, out_scales, out_aux, given, num_rows, residual_stride, aux_stride,
     EPS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
     INTERPRETED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """num_rows: rows of out. given: one scale for all rows, or None."""
     DTYPE: tl.constexpr = residual.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     x = combined_row(
         y, weights, residual, norm, out_aux, token, residual_stride, aux_stride, DTYPE, EPS, TOP_K, WIDTH,
         BLOCK, tl.float32, PDL,
-    )  # fmt: skip
+    )
     x = x.to(DTYPE).to(tl.float32)
     store_quantised(x, out, out_scales, given, token, WIDTH, num_rows, WIDTH, BLOCK, WHOLE, GROUP, INTERPRETED)
 
@@ -40,7 +40,7 @@ def combine_fp8_kernel(
 def combine_fp8(
     y: Tensor, weights: Tensor, residual: Tensor, weight: Tensor, eps: float, form: Fp8Form, *, out_aux: Tensor | None = None,
     interpret: bool = False,
-) -> Fp8Tokens:  # fmt: skip
+) -> Fp8Tokens:
     """Add the weighted sum of each token's pairs to `residual` in place, and quantise the norm of the new residual.
 
     y         bf16 or fp32 [T * k, H], contiguous, in pair order; on a CPU any float dtype
@@ -69,7 +69,7 @@ def combine_fp8(
             residual.stride(0), 0 if out_aux is None else out_aux.stride(0),
             EPS=eps, TOP_K=weights.shape[1], WIDTH=width, BLOCK=block, WHOLE=form.whole, GROUP=GROUP, INTERPRETED=not y.is_cuda,
             num_warps=warps_of(block), **launch_args(y),
-        )  # fmt: skip
+        )
     return out
 
 

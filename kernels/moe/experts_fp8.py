@@ -49,7 +49,7 @@ def multiply(
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCKED: tl.constexpr,
     TURNED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, TOP_K: tl.constexpr,
     EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x.
 
     TURNED: the tile is two blocks of rows of W, and from 64 tokens on the tokens are the first operand (M).
@@ -70,12 +70,12 @@ def multiply(
         acc, other = sum_blocks_of_tokens(
             x, own_scales, w, w_scales, expert, begin, count, first, second, first // 128, second_scale_row, x_rows, w_rows,
             scale_rows, k, BLOCKED, BLOCK_T, HALF, TMA, TOP_K, EVEN_K, DOT,
-        )  # fmt: skip
+        )
     else:
         acc, other = sum_blocks(
             x, own_scales, w, w_scales, expert, begin, count, first, second, first // 128, second_scale_row, x_rows, w_rows,
             scale_rows, k, 0, tl.cdiv(k, 128), TWO, BLOCKED, BLOCK_T, HALF, TMA, TOP_K, EVEN_K, DOT, STAGES,
-        )  # fmt: skip
+        )
     if not BLOCKED:
         acc = apply_row_scales(acc, own_scales, w_scales, expert, count, first, w_rows, n - 1, scale_stride, HALF)
         if TWO:
@@ -101,7 +101,7 @@ def experts_fp8_kernel(
     TURNED: tl.constexpr, LOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, TOP_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """x16 to x256: x [x_rows, k] with blocks of that many rows, None if LOW to BLOCK_T does not include it. num_rows: rows of
     out.
 
@@ -119,13 +119,13 @@ def experts_fp8_kernel(
         if 16 << step >= LOW and 16 << step <= BLOCK_T and narrowest(count, 16 << step, LOW):
             multiply(blocks[step], x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, tile, x_rows,
                      num_rows, n, k, scale_stride, SCATTER, GATED, LIMIT, ALPHA, BLOCKED, TURNED, 16 << step, BLOCK_N, TMA,
-                     TOP_K, EVEN_K, INTERPRETED, DOT, STAGES)  # fmt: skip
+                     TOP_K, EVEN_K, INTERPRETED, DOT, STAGES)
 
 
 def experts_fp8_up(
     x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, gate: Gate = SWIGLU,
     dtype: torch.dtype = torch.bfloat16, by_token: bool = False, interpret: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The gated first product of each pair.
 
     x        [P, H] in the order of the list of pairs, from `quantise_rows`: one scale per 128 values if the weight has block
@@ -151,7 +151,7 @@ def experts_fp8_up(
 def experts_fp8_up_quantised(
     x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, gate: Gate = SWIGLU,
     by_token: bool = False, interpret: bool = False,
-) -> Fp8Rows:  # fmt: skip
+) -> Fp8Rows:
     """`experts_fp8_up` in bf16 and `quantise_rows` on its result, in one launch.
 
     tile.block_n must be 128: a program then holds the 128 values of each scale that it writes.
@@ -165,7 +165,7 @@ def experts_fp8_up_quantised(
     launch(
         "experts_fp8_up_quantised", x, weight, bias, routing, tile, out.values, gate=gate, out_scales=out.scales,
         by_token=by_token,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -178,7 +178,7 @@ def rows_of_pairs(x: Fp8Rows, routing: Routing) -> Fp8Rows:
 def experts_fp8_down(
     h: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, routing: Routing, *, tile: ExpertTile,
     dtype: torch.dtype = torch.bfloat16, interpret: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The second product of each pair: h [P, I] in the order of the list, weight [E, H, I] -> [P, H] in pair order.
 
     See `experts_fp8_up`.
@@ -193,7 +193,7 @@ def experts_fp8_down(
 def launch(
     kernel: str, x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, routing: Routing, tile: ExpertTile, out: Tensor, *,
     gate: Gate | None = None, out_scales: Tensor | None = None, by_token: bool = False, compile_only: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Check the arguments and start the kernel, unless `compile_only`.
 
     out_scales  fp32 [ceil(N / 128), P]: out is e4m3 with one scale per 128 values; None: out is bf16 or fp32
@@ -231,7 +231,7 @@ def launch(
         BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma, TOP_K=top_k, EVEN_K=k % GROUP == 0,
         STAGES=tile.stages, INTERPRETED=not out.is_cuda, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         **launch_args(out),
-    )  # fmt: skip
+    )
 
 
 def _check_scales(kernel: str, x: Fp8Rows, num_rows: int, weight: Fp8Weight, gated: bool, tile: ExpertTile) -> bool:

@@ -41,7 +41,7 @@ def multiply(
     x, x_more, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, TWO: tl.constexpr,
     BLOCK_T: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x and the MORE rows after them.
 
     TWO: as two products of half the tile, gate and up in a gated one. The tensor cores run the first while the second's words
@@ -85,14 +85,14 @@ def multiply(
     store_sums(acc, up, bias, out, pairs, expert, begin, count, first, n, SCATTER, GATED, LIMIT, ALPHA, TWO, BLOCK_T, BLOCK_N)
     if MORE:
         store_sums(acc_more, up_more, bias, out, pairs, expert, begin + BLOCK_T, count - BLOCK_T, first, n, SCATTER, GATED, LIMIT,
-                   ALPHA, TWO, MORE, BLOCK_N)  # fmt: skip
+                   ALPHA, TWO, MORE, BLOCK_N)
 
 
 @triton.jit
 def store_sums(
     acc, up, bias, out, pairs, expert, begin, count, first, n, SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
     ALPHA: tl.constexpr, TWO: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """Add bias, apply the gate and store. Of a plain product, `up` is the second half of the rows if TWO. Of a gated one, the
     rows of up follow those of the gate in `acc` unless TWO.
     """
@@ -117,7 +117,7 @@ def experts_mxfp4_kernel(
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, TWO: tl.constexpr,
     LOW: tl.constexpr, BLOCK_T: tl.constexpr, JOINED: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     INTERPRETED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """x16 to x256: x [num_rows, k] with blocks of that many rows, None if no height of the tile needs it.
 
     w: words [E * 2, n, words of a row] in a gated product with TMA, else [E * rows, words of a row].
@@ -137,13 +137,13 @@ def experts_mxfp4_kernel(
             if (count > (below if HEIGHT_OF[step] > LOW else 0)) & (count <= HEIGHT_OF[step]):
                 multiply(blocks[step][0], blocks[step][1], w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows,
                          n, k, SCATTER, GATED, LIMIT, ALPHA, TWO, FIRST_ROWS[step], MORE_ROWS[step], BLOCK_N, TMA,
-                         INTERPRETED)  # fmt: skip
+                         INTERPRETED)
 
 
 def experts_mxfp4_up(
     x: Tensor, weight: Mxfp4Weight, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, gate: Gate = SWIGLU,
     out: Tensor | None = None, interpret: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The gated first product of each pair.
 
     x        bf16 [P, H], on a CPU any float dtype, in the order of the list of pairs
@@ -165,7 +165,7 @@ def experts_mxfp4_up(
 def experts_mxfp4_down(
     h: Tensor, weight: Mxfp4Weight, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, out: Tensor | None = None,
     interpret: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The second product of each pair: h [P, I] in the order of the list, weight of a matrix [E, H, I] -> [P, H] in pair order.
 
     See `experts_mxfp4_up`.
@@ -180,7 +180,7 @@ def experts_mxfp4_down(
 def launch(
     kernel: str, x: Tensor, weight: Mxfp4Weight, bias: Tensor | None, routing: Routing, tile: ExpertTile, out: Tensor, *,
     gate: Gate | None = None, compile_only: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Check the arguments and start the kernel, unless `compile_only`."""
     num_pairs, (num_experts, w_rows, _), k = routing.expert_ids.numel(), weight.words.shape, x.shape[1]
     n = w_rows if gate is None else w_rows // 2
@@ -213,7 +213,7 @@ def launch(
         TWO=two, LOW=tile.low, BLOCK_T=tile.block_t, JOINED=tile.joined,
         BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma, INTERPRETED=not x.is_cuda,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **launch_args(x),
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

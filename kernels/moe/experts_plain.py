@@ -49,7 +49,7 @@ def multiply(
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
     DOT: tl.constexpr, TOP_K: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x. TOP_K: see `experts_plain_kernel`."""
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -75,7 +75,7 @@ def experts_plain_kernel(
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     LOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, EVEN_K: tl.constexpr, TOP_K: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """x16 to x256: x [num_rows, k] with blocks of that many rows, None if LOW to BLOCK_T does not include it.
 
     TOP_K: experts per token, if x has a row of each token; 0: rows are in the order of the list.
@@ -91,13 +91,13 @@ def experts_plain_kernel(
     for step in tl.static_range(5):  # unrolled
         if 16 << step >= LOW and 16 << step <= BLOCK_T and narrowest(count, 16 << step, LOW):
             multiply(blocks[step], w, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
-                     ALPHA, 16 << step, BLOCK_N, BLOCK_K, TMA, EVEN_K, DOT, TOP_K)  # fmt: skip
+                     ALPHA, 16 << step, BLOCK_N, BLOCK_K, TMA, EVEN_K, DOT, TOP_K)
 
 
 def experts_plain_up(
     x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, gate: Gate = SWIGLU,
     by_token: bool = False, out: Tensor | None = None, interpret: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The gated first product of each pair.
 
     x        bf16 or fp32 [P, H], on a CPU also fp64, in the order of the list of pairs
@@ -120,7 +120,7 @@ def experts_plain_up(
 def experts_plain_down(
     h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, out: Tensor | None = None,
     interpret: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The second product of each pair: h [P, I] in the order of the list, weight [E, H, I], bias [E, H] -> [P, H] in pair order.
 
     See `experts_plain_up`.
@@ -135,7 +135,7 @@ def experts_plain_down(
 def launch(
     kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, tile: ExpertTile, out: Tensor, *,
     gate: Gate | None = None, by_token: bool = False, compile_only: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Check the arguments and start the kernel, unless `compile_only`."""
     top_k = routing.expert_ids.shape[1] if by_token else 0
     num_pairs, (num_experts, w_rows, k) = routing.expert_ids.numel(), weight.shape
@@ -160,7 +160,7 @@ def launch(
         LOW=tile.low, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=tile.group, TMA=tma,
         EVEN_K=k % tile.block_k == 0, TOP_K=top_k, INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages,
         **launch_args(x),
-    )  # fmt: skip
+    )
 
 
 def experts_plain_up_reference(

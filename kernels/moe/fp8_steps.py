@@ -39,7 +39,7 @@ def sum_blocks(
     k, start, stop,
     TWO: tl.constexpr, BLOCKED: tl.constexpr, BLOCK_T: tl.constexpr, HALF: tl.constexpr, TMA: tl.constexpr, TOP_K: tl.constexpr,
     EVEN_K: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """Sums [HALF, BLOCK_T] over blocks start to stop of K of the rows of W from `first` on, if TWO also of those from `second`.
 
     Rows of W are on M. own_scales: pointers [BLOCK_T] to the scales of x of block 0, num_rows apart from block to
@@ -82,7 +82,7 @@ def sum_blocks_of_tokens(
     k,
     BLOCKED: tl.constexpr, BLOCK_T: tl.constexpr, HALF: tl.constexpr, TMA: tl.constexpr, TOP_K: tl.constexpr,
     EVEN_K: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+):
     """The sums of `sum_blocks` over all of K, for two blocks of rows, with the tokens on M; also [HALF, BLOCK_T] each.
 
     The scales of x are read into registers while the first product runs: if Triton pipelined these loads, every warp would copy

@@ -62,7 +62,7 @@ def shuffle_mxfp4(blocks: Tensor, scales: Tensor) -> Mxfp4Weight:
     *lead, num_rows, num_scales = scales.shape
     if blocks.shape != (*scales.shape, 16) or blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise ValueError(f"shuffle_mxfp4: blocks {list(blocks.shape)} and scales {list(scales.shape)}; must be uint8 "
-                         f"[..., N, K / 32, 16] and [..., N, K / 32]")  # fmt: skip
+                         f"[..., N, K / 32, 16] and [..., N, K / 32]")
     if scales.numel() and int(scales.max()) > LARGEST_SCALE:
         raise ValueError(f"shuffle_mxfp4: a scale is 2^{int(scales.max()) - 127}; at most 2^1 is supported")
     pad = -num_scales % 4
@@ -123,32 +123,32 @@ def unpack(words, scales, PART: tl.constexpr, INTERPRETED: tl.constexpr):
             scale = tl.inline_asm_elementwise(
                 "{ .reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {l, l}; }",
                 "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1,
-            )  # fmt: skip
+            )
         else:
             scale = tl.inline_asm_elementwise(
                 "{ .reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, h}; }",
                 "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1,
-            )  # fmt: skip
+            )
         scale = tl.broadcast_to(scale[:, None], words.shape)
         if PART == 0:
             y = tl.inline_asm_elementwise(
                 "{ .reg .b32 v; and.b32 v, $1, 0x81C081C0; mul.rn.bf16x2 $0, v, $2; }",
                 "=r,r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
-            )  # fmt: skip
+            )
         elif PART == 1:
             y = tl.inline_asm_elementwise(
                 "{ .reg .b32 v; shl.b32 v, $1, 3; and.b32 v, v, 0x81C081C0; mul.rn.bf16x2 $0, v, $2; }",
                 "=r,r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
-            )  # fmt: skip
+            )
         elif PART == 2:
             y = tl.inline_asm_elementwise(
                 "{ .reg .b32 v; shl.b32 v, $1, 6; and.b32 v, v, 0x81C081C0; mul.rn.bf16x2 $0, v, $2; }",
                 "=r,r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
-            )  # fmt: skip
+            )
         else:
             y = tl.inline_asm_elementwise(
                 """{ .reg .b32 v; shr.u32 v, $1, 7; and.b32 v, v, 0x00D800D8; mul.lo.u32 v, v, 2081;
                 and.b32 v, v, 0x81C081C0; mul.rn.bf16x2 $0, v, $2; }""",
                 "=r,r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
-            )  # fmt: skip
+            )
     return y

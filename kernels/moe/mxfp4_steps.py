@@ -12,7 +12,7 @@ from batchspec.kernels.moe.mxfp4 import unpack
 @triton.jit
 def load_words(
     w, expert, first, n, width, at, GATED: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr
-):  # fmt: skip
+):
     """A block of 32 columns of words: [2, BLOCK_N, 32] of gate and up; of a plain product [2, BLOCK_N / 2, 32], its halves."""
     if GATED and TMA:  # one copy for gate and up: each copy costs the program a barrier
         pair = w.load([expert * 2, first, at])
@@ -38,7 +38,7 @@ def load_scales(w_scales, expert, first, n, num_blocks, block, GATED: tl.constex
 @triton.jit
 def load_columns(
     x, begin, count, at, num_rows, k, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr
-):  # fmt: skip
+):
     """A block of columns of x, transposed: [BLOCK_K, BLOCK_T]."""
     tokens = tl.trans(load_tokens(x, begin, count, at, num_rows, k, BLOCK_T, BLOCK_K, TMA))
     return tokens.to(tl.float32) if INTERPRETED else tokens

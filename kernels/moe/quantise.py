@@ -85,7 +85,7 @@ def quantise_groups(values, given, WHOLE: tl.constexpr, INTERPRETED: tl.constexp
 def store_quantised(
     x, out, out_scales, given, row, stride, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
     GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+):
     """Quantise x [BLOCK], fp32, 0 from WIDTH on, and store it as row `row`, int64, of out [num_rows, WIDTH] and of its scales.
 
     stride: from row to row of out. given, WHOLE: as in `quantise_groups`.
@@ -102,7 +102,7 @@ def store_quantised(
 def quantise_kernel(
     x, places, out, out_scales, given, num_rows, stride, k, SLOTS: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """given: one scale for all rows, or None. WHOLE: one scale per row. GROUPS: groups of a row, padded to a power of two.
 
     num_rows: rows of out. places None: rows in the order of x. Else SLOTS numbers for each row of x: the rows of out that get it.
@@ -160,7 +160,7 @@ def quantise_rows(
             x, routing and routing.places, *rows, scale, num_rows, x.stride(0), k,
             SLOTS=1 if routing is None else routing.expert_ids.shape[1], WHOLE=whole, GROUP=GROUP, GROUPS=groups,
             INTERPRETED=not x.is_cuda, num_warps=min(16, max(1, groups // 2)), **launch_args(x),
-        )  # fmt: skip
+        )
     return rows
 
 

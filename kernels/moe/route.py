@@ -50,7 +50,7 @@ def count_pairs(expert_ids, num_pairs, NUM_EXPERTS: tl.constexpr, LANES: tl.cons
 def write_units(
     counts, out_offsets, out_units, out_num_read, num_units, NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr,
     LANES: tl.constexpr,
-):  # fmt: skip
+):
     """Write offsets, units and the number of experts with pairs, from `counts`, the number of pairs of each expert [LANES].
 
     Returns the index of each expert's first pair in the list of pairs [LANES].
@@ -79,13 +79,13 @@ def write_units(
 def route_kernel(
     logits, bias, live, out_ids, out_weights, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Chooses experts; `list_kernel` makes the lists afterwards."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     await_earlier(PDL)
     ids, weights, slots = choose(
         logits, bias, live, tokens, num_tokens, stride, NUM_EXPERTS, TOP_K, SIGMOID, NORM, LANES, SLOTS
-    )  # fmt: skip
+    )
     pairs = tokens.to(tl.int64)[:, None] * TOP_K + slots
     used = (tokens < num_tokens)[:, None] & (tl.arange(0, SLOTS) < TOP_K)[None, :]
     tl.store(out_ids + pairs, ids, mask=used)
@@ -96,7 +96,7 @@ def route_kernel(
 def list_kernel(
     expert_ids, out_pairs, out_places, out_offsets, out_units, out_num_read, num_pairs, num_units,
     NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Program e writes the pairs of expert e, program E those of dead tokens; program 0 also writes offsets and units."""
     own = tl.program_id(0)
     await_earlier(PDL)
@@ -116,7 +116,7 @@ def list_kernel(
 def route(
     logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, bias: Tensor | None = None, unit_pairs: int,
     live: Tensor | None = None, out_num_read: Tensor | None = None, rows_of: Tensor | None = None, interpret: bool = False,
-) -> Routing:  # fmt: skip
+) -> Routing:
     """Experts, weights and the work list of T tokens; see the module's docstring.
 
     logits        fp32 or bf16 [T, E], E up to 512 (on a CPU also fp64)  rows may be slices of wider rows
@@ -174,18 +174,18 @@ def route(
         logits, bias, live, routing.expert_ids, routing.weights, num_tokens, logits.stride(0),
         TOP_K=top_k, SIGMOID=scoring == "sigmoid", NORM=norm_topk, TOKENS=TOKENS, SLOTS=triton.next_power_of_2(top_k),
         num_warps=TOKENS, **sizes, **launch_args(logits),
-    )  # fmt: skip
+    )
     list_kernel[(num_experts if live is None else num_experts + 1,)](
         routing.expert_ids, routing.pairs, routing.places, routing.offsets, routing.units, out_num_read, num_pairs, num_units,
         UNIT_PAIRS=unit_pairs, BLOCK=BLOCK, num_warps=8, **sizes, **launch_args(logits),
-    )  # fmt: skip
+    )
     return routing
 
 
 def route_reference(
     logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, bias: Tensor | None = None, unit_pairs: int,
     live: Tensor | None = None,
-) -> Routing:  # fmt: skip
+) -> Routing:
     """`route` in plain torch, without limits on E and k; computed in fp32, or in fp64 if the logits are fp64."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     wide = wide.masked_fill(wide.isnan(), float("-inf"))

@@ -34,7 +34,7 @@ def find_places(expert, pair, exists):
 def write_lists(
     expert, pair, exists, key, place, rank, count, out_pairs, out_places, out_offsets, out_units, out_num_read, num_units,
     NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
+):
     """Write the lists of `Routing` but for experts and weights, from what `find_places` returns."""
     tl.store(out_pairs + place, pair, mask=exists)
     tl.store(out_places + pair, place, mask=exists)
@@ -65,7 +65,7 @@ def route_few_kernel(
     num_tokens, num_units, stride, stride_x, width,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr, UNIT_PAIRS: tl.constexpr,
     TOKENS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """x [num_tokens, width] or None; TOKENS: num_tokens padded to a power of two."""
     PAIRS: tl.constexpr = TOKENS * SLOTS
     own = tl.program_id(0)
@@ -76,7 +76,7 @@ def route_few_kernel(
         row = tl.load(x + own.to(tl.int64) * stride_x + column, mask=column < tl.where(own < num_tokens, width, 0))
     ids, weights, slots = choose(
         logits, bias, live, token, num_tokens, stride, NUM_EXPERTS, TOP_K, SIGMOID, NORM, LANES, SLOTS
-    )  # fmt: skip
+    )
     pairs = token[:, None] * TOP_K + slots
     used = (token < num_tokens)[:, None] & (tl.arange(0, SLOTS) < TOP_K)[None, :]
     exists = used.reshape(PAIRS)
@@ -89,7 +89,7 @@ def route_few_kernel(
         write_lists(
             expert, pair, exists, key, place, rank, count, out_pairs, out_places, out_offsets, out_units, out_num_read, num_units,
             NUM_EXPERTS, UNIT_PAIRS, LANES, PAIRS,
-        )  # fmt: skip
+        )
     elif x is not None:
         slot = pair - own * TOP_K
         for first in tl.static_range(0, TOP_K, 4):  # four places in one reduction
@@ -104,7 +104,7 @@ def route_few_kernel(
 def launch_few(
     logits: Tensor, x: Tensor | None, bias: Tensor | None, live: Tensor | None, routing: Routing, out_num_read: Tensor | None, *,
     sigmoid: bool, norm_topk: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Start the kernel with the arguments of `route`, which has checked them; it fills `routing`, with x also its rows."""
     (num_tokens, num_experts), top_k = logits.shape, routing.expert_ids.shape[1]
     tokens, width = padded(num_tokens), 0 if x is None else x.shape[1]
@@ -115,7 +115,7 @@ def launch_few(
         NUM_EXPERTS=num_experts, TOP_K=top_k, SIGMOID=sigmoid, NORM=norm_topk, UNIT_PAIRS=routing.unit_pairs, TOKENS=tokens,
         LANES=max(16, triton.next_power_of_2(num_experts)), SLOTS=triton.next_power_of_2(top_k),
         BLOCK=max(16, triton.next_power_of_2(width)), num_warps=tokens, **launch_args(logits),
-    )  # fmt: skip
+    )
 
 
 def is_few(num_tokens: int, top_k: int) -> bool:

@@ -56,7 +56,7 @@ def router_kernel(
     x, w, bias, out, num_tokens, rounds, stride_x, NUM_EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr, PARTS: tl.constexpr, PART_K: tl.constexpr, FEW: tl.constexpr, WIDE: tl.constexpr,
     AHEAD: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """WIDE: x or w is fp32, and products are fp32 made of three TF32 products. FEW: eight warps, a part each.
     AHEAD: the matrix is fetched into the L2 cache before the wait for x, as it is no result of an earlier launch.
 
@@ -114,7 +114,7 @@ def router_kernel(
 
 def router_logits(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ahead: bool = True, interpret: bool = False
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The router's logits [T, E], fp32; fp64 if x is fp64.
 
     x       bf16 or fp32 [T, H], on a CPU also fp64  rows may be slices of wider rows
@@ -145,7 +145,7 @@ def router_logits(
             BLOCK_T=block_t, BLOCK_E=block_e, PARTS=PARTS, PART_K=part_k, FEW=few, WIDE=wide,
             AHEAD=ahead and few and k * weight.itemsize % 16 == 0 and weight.data_ptr() % 16 == 0, INTERPRETED=not x.is_cuda,
             num_warps=8 if few else 4, num_stages=4, **launch_args(x),
-        )  # fmt: skip
+        )
     return out
 
 
@@ -160,7 +160,7 @@ def main() -> None:
     for tokens, experts, k, dtype in (
         (16, 128, 2880, torch.bfloat16), (64, 128, 2048, torch.bfloat16), (256, 128, 2048, torch.bfloat16),
         (64, 256, 3072, torch.float32), (16384, 128, 2048, torch.bfloat16), (16384, 256, 3072, torch.float32),
-    ):  # fmt: skip
+    ):
         shape = f"T={tokens} E={experts} H={k} {str(dtype).removeprefix('torch.')}"
         with continue_on_error(shape):
             inputs = [torch.randn(tokens, k, device=bench.device).bfloat16() for _ in range(bench.num_copies)]

@@ -49,7 +49,7 @@ def sort_rows(x: Tensor, routing: Routing, *, interpret: bool = False) -> Tensor
         sort_rows_kernel[(num_tokens,)](
             x, routing.places, out, x.stride(0), k, SLOTS=routing.expert_ids.shape[1], BLOCK=block,
             num_warps=min(8, max(1, block * x.itemsize // (32 * 16))), **launch_args(x),
-        )  # fmt: skip
+        )
     return out
 
 

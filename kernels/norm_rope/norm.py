@@ -29,7 +29,7 @@ VALUES_PER_THREAD = 16  # two 16-byte loads of bf16
 def normed_row(
     hidden, residual, weight, out_aux, row, hidden_stride, residual_stride, aux_stride,
     EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The norm of a row, to be rounded to hidden's dtype. With `residual` None: rms_norm; else add_norm, which stores the sum."""
     DTYPE: tl.constexpr = hidden.dtype.element_ty
     lane = tl.arange(0, BLOCK)
@@ -54,7 +54,7 @@ def normed_row(
 def norm_kernel(
     hidden, residual, weight, out, out_aux, hidden_stride, residual_stride, out_stride, aux_stride,
     EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """With `residual` None: rms_norm; else add_norm, where `out_aux` may be None."""
     row = tl.program_id(0).to(tl.int64)
     y = normed_row(
@@ -126,7 +126,7 @@ def _launch(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
             0 if out_aux is None else out_aux.stride(0),
             EPS=eps, WIDTH=width, BLOCK=block, ACC=tl.float64 if hidden.dtype == torch.float64 else tl.float32,
             num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))), **launch_args(hidden),
-        )  # fmt: skip
+        )
 
 
 def rms_norm_reference(hidden: Tensor, weight: Tensor, eps: float, *, out: Tensor) -> None:

@@ -26,7 +26,7 @@ def norm_fp8_kernel(
     hidden, residual, weight, out, out_scales, out_aux, given, num_rows, hidden_stride, residual_stride, aux_stride,
     EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
     INTERPRETED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """num_rows: rows of out. given: one scale for all rows, or None."""
     row = tl.program_id(0).to(tl.int64)
     y = normed_row(
@@ -39,7 +39,7 @@ def norm_fp8_kernel(
 def norm_fp8(
     hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: Fp8Form, *, out_aux: Tensor | None = None,
     interpret: bool = False,
-) -> Fp8Tokens:  # fmt: skip
+) -> Fp8Tokens:
     """Quantise the RMS norm of each row of hidden, or with a residual add hidden to it in place and quantise the norm of the sum.
 
     hidden    bf16 or fp32 [T, H]; on a CPU any float dtype  rows may be slices of wider ones
@@ -67,7 +67,7 @@ def norm_fp8(
             0 if residual is None else residual.stride(0), 0 if out_aux is None else out_aux.stride(0),
             EPS=eps, WIDTH=width, BLOCK=block, WHOLE=form.whole, GROUP=GROUP, INTERPRETED=not hidden.is_cuda,
             num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))), **launch_args(hidden),
-        )  # fmt: skip
+        )
     return out
 
 
@@ -106,7 +106,7 @@ def main() -> None:
             bench.row(
                 shape, [partial(norm_fp8, x, into, weight, 1e-5, form) for x, into in pairs],
                 [partial(two, *pair) for pair in pairs], num_bytes=num_tokens * width * 7,
-            )  # fmt: skip
+            )
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def rope_write_kernel(
     ROTARY_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr,
     INTERPRETED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     dtype: tl.constexpr = out_q.dtype.element_ty
     t = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
@@ -178,7 +178,7 @@ def rope_write(
         rope_write_reference(
             qkv, positions, freqs, kv, slot_mapping, attention_factor=attention_factor, out_q=out_q,
             interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps, scales=scales,
-        )  # fmt: skip
+        )
     elif num_tokens:
         blocks = triton.cdiv(num_all, HEADS)
         per_program = blocks if num_tokens >= MANY_TOKENS else 1
@@ -189,7 +189,7 @@ def rope_write(
             ROTARY_HALF=rotary_half, INTERLEAVED=interleaved, HEADS=HEADS, BLOCKS_PER_PROGRAM=per_program, LANES=lanes,
             ACC=tl.float64 if qkv.dtype == torch.float64 else tl.float32, INTERPRETED=not qkv.is_cuda,
             num_warps=2 if lanes >= 64 else 1, **launch_args(qkv),
-        )  # fmt: skip
+        )
 
 
 def rope_write_reference(
@@ -242,7 +242,7 @@ def main() -> None:
     for num_tokens, (heads, kv_heads, dim, rotary_dim, interleaved) in (
         (64, llama8b), (256, llama8b), (16384, llama8b), (256, smol135m), (1024, smol135m), (256, minimax), (16384, minimax),
         (256, glm4), (16384, glm4),
-    ):  # fmt: skip
+    ):
         shape = f"T={num_tokens} {heads}/{kv_heads} heads D={dim} R={rotary_dim}{' interleaved' * interleaved} bfloat16"
         with continue_on_error(shape):
             bench_shape(bench, shape, num_tokens, heads, kv_heads, dim, rotary_dim, interleaved)

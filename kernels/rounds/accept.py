@@ -43,7 +43,7 @@ def accept_kernel(
     tokens, num_tokens, live, finish, out_accepted_len, out_log, draft_stride, token_stride, max_tokens,
     K: tl.constexpr, NUM_STOPS: tl.constexpr, LANES: tl.constexpr, STOP_LANES: tl.constexpr, WAIT_ID: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     await_earlier(PDL)
@@ -158,7 +158,7 @@ def accept(
         accept_reference(
             draft_ids, draft_len, target_ids, cu_seqlens_q, stop_ids, limit, rates, keys, tokens=tokens, num_tokens=num_tokens,
             live=live, finish=finish, out_accepted_len=out_accepted_len, out_log=out_log,
-        )  # fmt: skip
+        )
     elif num_rows:
         accept_kernel[(num_rows,)](
             draft_ids, draft_len, target_ids, cu_seqlens_q, stop_ids, limit, rates, keys,
@@ -166,7 +166,7 @@ def accept(
             draft_ids.stride(0), tokens.stride(0), tokens.shape[1],
             K=width, NUM_STOPS=num_stops, LANES=max(2, triton.next_power_of_2(width + 1)),
             STOP_LANES=max(2, triton.next_power_of_2(num_stops)), WAIT_ID=WAIT, num_warps=1, **launch_args(draft_ids),
-        )  # fmt: skip
+        )
 
 
 def accept_reference(
@@ -238,11 +238,11 @@ def main() -> None:
             drafts, ints((rows,), width), ints((rows * (width + 1),), 7),
             torch.arange(0, rows * (width + 1) + 1, width + 1, dtype=torch.int32, device=device),
             ints((rows, 4), 2), ints((rows,), length), None, torch.arange(rows, device=device),
-        )  # fmt: skip
+        )
         state: dict[str, Any] = {
             "tokens": ints((rows, length), 0), "num_tokens": ints((rows,), 1), "live": ints((rows,), 1),
             "finish": ints((rows,), 0), "out_accepted_len": ints((rows,), 0), "out_log": ints((rows, width + 5), 0),
-        }  # fmt: skip
+        }
         num_bytes = rows * (4 * (4 * width + 16) + 8)
         bench.row(
             f"R={rows} K={width}",

@@ -27,7 +27,7 @@ def prepare_verify_inputs_kernel(
     tokens, num_tokens, limit, live, page_table, out_ids, out_draft_len, out_positions, out_slot_mapping, out_kv_len,
     token_stride, max_tokens, max_pages, WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, LANES: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     await_earlier(PDL)
     alive = tl.load(live + row) != 0
@@ -80,7 +80,7 @@ def prepare_verify_inputs(
     for name, vector in (
         ("num_tokens", num_tokens), ("limit", limit), ("live", live), ("out_draft_len", out_draft_len),
         ("out_kv_len", out_kv_len),
-    ):  # fmt: skip
+    ):
         check(f"prepare_verify_inputs: {name}", vector, (num_rows,), torch.int32)
     check("prepare_verify_inputs: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
     check("prepare_verify_inputs: out_ids", out_ids, (num_rows, width), torch.int32)
@@ -90,13 +90,13 @@ def prepare_verify_inputs(
         prepare_verify_inputs_reference(
             tokens, num_tokens, limit, live, page_table, page_size=page_size, out_ids=out_ids, out_draft_len=out_draft_len,
             out_positions=out_positions, out_slot_mapping=out_slot_mapping, out_kv_len=out_kv_len,
-        )  # fmt: skip
+        )
     elif num_rows:
         prepare_verify_inputs_kernel[(num_rows,)](
             tokens, num_tokens, limit, live, page_table, out_ids, out_draft_len, out_positions, out_slot_mapping, out_kv_len,
             tokens.stride(0), tokens.shape[1], page_table.shape[1],
             WIDTH=width, PAGE_SIZE=page_size, LANES=triton.next_power_of_2(width), num_warps=1, **launch_args(tokens),
-        )  # fmt: skip
+        )
 
 
 def prepare_verify_inputs_reference(
@@ -135,7 +135,7 @@ def main() -> None:
             "page_size": 16, "out_ids": ints((rows, width), 0), "out_draft_len": ints((rows,), 0), "out_kv_len": ints((rows,), 0),
             "out_positions": torch.zeros(rows * width, dtype=torch.int64, device=bench.device),
             "out_slot_mapping": torch.zeros(rows * width, dtype=torch.int64, device=bench.device),
-        }  # fmt: skip
+        }
         bench.row(
             f"R={rows} S={width}",
             [partial(prepare_verify_inputs, *state, table, **out)],

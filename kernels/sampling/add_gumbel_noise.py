@@ -78,13 +78,13 @@ def add_gumbel_noise(
         add_gumbel_noise_kernel[(num_tokens, triton.cdiv(vocab, BLOCK))](
             logits, row_ids, positions, keys, temperature, cutoff, map_ids, logits.stride(0), vocab,
             ACC=tl.float64 if wide else tl.float32, BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
+        )
 
 
 def add_gumbel_noise_reference(
     logits: Tensor, row_ids: Tensor, positions: Tensor, keys: Tensor, temperature: Tensor, cutoff: Tensor,
     map_ids: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """The same in plain torch."""
     ids = torch.arange(logits.shape[1], device=logits.device) if map_ids is None else map_ids
     word0, word1 = position_words_reference(keys[row_ids], positions)

@@ -23,7 +23,7 @@ from batchspec.kernels.sampling.token_walk import check_tables, walk, walk_refer
 def advance_states_kernel(
     states, classes, log, live, tables, masks, symbols, starts, mask_stride, num_tokens, width,
     STOPPED: tl.constexpr, FAILED: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     line = log + row * (width + 4)
     state, class_map = tl.load(states + row), tl.load(classes + row)
@@ -49,7 +49,7 @@ def advance_states_kernel(
 def advance_states(
     states: Tensor, classes: Tensor, log: Tensor, live: Tensor, tables: Tensor, masks: Tensor, symbols: Tensor, starts: Tensor, *,
     interpret: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Walk each row's state, in place, over the tokens that were committed. Rows without a committed token stay unchanged.
 
     states  int32 [R]     in/out: 0 once a row has ended, because its automaton may then leave the device
@@ -70,7 +70,7 @@ def advance_states(
         advance_states_kernel[(num_rows,)](
             states, classes, log, live, tables, masks, symbols, starts, masks.stride(0), starts.numel() - 1, width,
             STOPPED=STOPPED, FAILED=FAILED, num_warps=1,
-        )  # fmt: skip
+        )
 
 
 def advance_states_reference(

@@ -31,7 +31,7 @@ NO_TOKEN = -1
 def argmax_kernel(
     logits, map_ids, out_ids, out_top, stride_row, out_stride, vocab, FLAG: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), ACC)
@@ -59,7 +59,7 @@ def argmax_kernel(
 def argmax(
     logits: Tensor, *, out_ids: Tensor, vocab: int | None = None, map_ids: Tensor | None = None, flag_nonfinite: bool = False,
     out_top: Tensor | None = None, interpret: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Write the token with the largest logit of each row.
 
     logits   fp32, bf16, fp16 or fp64 [R, V]  rows may be slices of wider ones
@@ -92,13 +92,13 @@ def argmax(
         argmax_kernel[(num_rows,)](
             logits, map_ids, out_ids, out_top, logits.stride(0), out_ids.stride(0), vocab, FLAG=flag_nonfinite, ACC=acc,
             BLOCK=block, num_warps=NUM_WARPS, **launch_args(logits),
-        )  # fmt: skip
+        )
 
 
 def argmax_reference(
     logits: Tensor, *, out_ids: Tensor, vocab: int | None = None, map_ids: Tensor | None = None, flag_nonfinite: bool = False,
     out_top: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """The same in plain torch."""
     if out_top is not None:
         nan = float("inf") if flag_nonfinite else float("-inf")

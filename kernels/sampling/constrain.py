@@ -39,7 +39,7 @@ def constrain_logits_kernel(
     logits, row_ids, states, classes, drafts, num_drafted, draft_rows, map_ids, positions, min_tokens, stop_ids, tables, masks,
     symbols, starts, stride_row, draft_stride, mask_stride, vocab, first_id, num_tokens, width, num_stop_ids,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+):
     t = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ids + t).to(tl.int64)
     state = state_before(
@@ -71,7 +71,7 @@ def constrain_logits(
     starts: Tensor, *, drafts: Tensor | None = None, num_drafted: Tensor | None = None, draft_rows: Tensor | None = None,
     map_ids: Tensor | None = None, first_id: int = 0, positions: Tensor | None = None, min_tokens: Tensor | None = None,
     stop_ids: Tensor | None = None, interpret: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Set the logits of tokens that a row's automaton does not allow to -inf, in place.
 
     logits       fp32, bf16, fp16 or fp64 [T, V]  rows may be slices of wider ones
@@ -120,13 +120,13 @@ def constrain_logits(
             logits, row_ids, states, classes, tables, masks, symbols, starts, drafts=drafts, num_drafted=num_drafted,
             draft_rows=draft_rows, map_ids=map_ids, first_id=first_id, positions=positions, min_tokens=min_tokens,
             stop_ids=stop_ids,
-        )  # fmt: skip
+        )
     elif num_rows:
         constrain_logits_kernel[(num_rows, triton.cdiv(vocab, BLOCK * BLOCKS))](
             logits, row_ids, states, classes, drafts, num_drafted, draft_rows, map_ids, positions, min_tokens, stop_ids, tables,
             masks, symbols, starts, logits.stride(0), 0 if drafts is None else drafts.stride(0), masks.stride(0), vocab, first_id,
             starts.numel() - 1, 0 if drafts is None else drafts.shape[1], num_stop_ids, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8,
-        )  # fmt: skip
+        )
 
 
 @triton.jit(do_not_specialize=["num_tokens", "width"])
@@ -143,7 +143,7 @@ def mask_rows_kernel(
 def mask_rows(
     row_ids: Tensor, states: Tensor, classes: Tensor, tables: Tensor, symbols: Tensor, starts: Tensor, *, out_rows: Tensor,
     drafts: Tensor | None = None, num_drafted: Tensor | None = None, draft_rows: Tensor | None = None, interpret: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """The row of the masks for each position's logits, for a product that applies the masks itself (`gemm/lm_head.py`).
 
     out_rows  int32 [T]  -1: every token is allowed
@@ -163,7 +163,7 @@ def mask_rows(
         mask_rows_kernel[(num_rows,)](
             row_ids, states, classes, drafts, num_drafted, draft_rows, tables, symbols, starts, out_rows,
             0 if drafts is None else drafts.stride(0), starts.numel() - 1, 0 if drafts is None else drafts.shape[1], num_warps=1,
-        )  # fmt: skip
+        )
 
 
 @triton.jit(do_not_specialize=["num_tokens", "width"])
@@ -193,7 +193,7 @@ def constrain_drafts_kernel(
 def constrain_drafts(
     draft_ids: Tensor, draft_len: Tensor, states: Tensor, classes: Tensor, tables: Tensor, masks: Tensor, symbols: Tensor,
     starts: Tensor, *, interpret: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Cut each row's drafts before the first that its automaton does not allow, and append the tokens that it forces, in place.
 
     draft_ids  int32 [R, K]  rows may be slices of wider ones
@@ -212,7 +212,7 @@ def constrain_drafts(
         constrain_drafts_kernel[(num_rows,)](
             draft_ids, draft_len, states, classes, tables, masks, symbols, starts, draft_ids.stride(0), masks.stride(0),
             starts.numel() - 1, width, num_warps=1,
-        )  # fmt: skip
+        )
 
 
 def constrain_logits_reference(
@@ -220,7 +220,7 @@ def constrain_logits_reference(
     starts: Tensor, *, drafts: Tensor | None = None, num_drafted: Tensor | None = None, draft_rows: Tensor | None = None,
     map_ids: Tensor | None = None, first_id: int = 0, positions: Tensor | None = None, min_tokens: Tensor | None = None,
     stop_ids: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """The same in plain torch."""
     state = states_before_reference(row_ids, states, classes, tables, symbols, starts, drafts, num_drafted, draft_rows)
     constrained = (state > 0).nonzero().squeeze(1)
@@ -239,7 +239,7 @@ def constrain_logits_reference(
 def constrain_drafts_reference(
     draft_ids: Tensor, draft_len: Tensor, states: Tensor, classes: Tensor, tables: Tensor, masks: Tensor, symbols: Tensor,
     starts: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """The same in plain torch."""
     state, constrained, count = states, states > 0, torch.zeros_like(draft_len)
     going = intact = constrained
@@ -285,7 +285,7 @@ def main() -> None:
             bench.row(
                 f"R={num_rows} K={width} V={vocab} {name}", [partial(tokens, x, *rest) for x in copies],
                 [partial(plain, x, *rest) for x in copies[:1]], num_bytes=(name == "key") * copies[0].nbytes + masks.nbytes,
-            )  # fmt: skip
+            )
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ QUICK_TOP = 512
 def cutoff_kernel(
     logits, row_ids, temperature, top_k, top_p, min_p, listed, out_cutoff, stride_row, vocab,
     MAX_PASSES: tl.constexpr, STAGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     t = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ids + t)
     temp = tl.load(temperature + row)
@@ -54,7 +54,7 @@ def cutoff_kernel(
             cutoff = smallest_kept(
                 source, listed_of_t, vocab, cutoff, bottom, top, inverse_temp, k.to(tl.float32),
                 True, MAX_PASSES, STAGES, DEPTH, BLOCK,
-            )  # fmt: skip
+            )
         if (p < 1) & (num_finite > 0):
             # The logits below `low` together have less than half of 1 - p of the mass, so the nucleus ends above them.
             low = top + temp * tl.log((1.0 - p) * 0.5 / vocab)
@@ -109,7 +109,7 @@ def cutoff(
         cutoff_kernel[(num_tokens,)](
             logits, row_ids, temperature, top_k, top_p, min_p, listed, out_cutoff, logits.stride(0), vocab,
             MAX_PASSES=MAX_PASSES, STAGES=STAGES, DEPTH=DEPTH, BLOCK=block, num_warps=min(NUM_WARPS, max(1, block // 128)),
-        )  # fmt: skip
+        )
 
 
 def cutoff_reference(
@@ -125,14 +125,14 @@ def cutoff_reference(
         lambda num: logits.topk(num, dim=1).values,
         lambda temp: torch.logsumexp(logits / temp, 1),
         row_ids, temperature, top_k, top_p, min_p, nums=(quick, vocab), dtype=logits.dtype,
-    )  # fmt: skip
+    )
     out_cutoff.copy_(found)
 
 
 def cutoff_of_largest(
     largest: Callable[[int], Tensor], total_of: Callable[[Tensor], Tensor], row_ids: Tensor, temperature: Tensor, top_k: Tensor,
     top_p: Tensor, min_p: Tensor, *, nums: Sequence[int], dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The cutoff [T] from as many of the largest logits as decide it.
 
     largest   num -> that many of the largest logits of each row, [T, num] in falling order
@@ -185,7 +185,7 @@ def main() -> None:
         for label, scale, k, p in (
             ("top-p 0.95, peaked", 4.0, 0, 0.95), ("top-p 0.95, flat", 1.0, 0, 0.95), ("top-k 50", 4.0, 50, 1.0),
             ("top-k 50, top-p 0.9", 4.0, 50, 0.9),
-        ):  # fmt: skip
+        ):
             shape = f"T={num_tokens} V={vocab}, {label}"
             with continue_on_error(shape):
                 bench_shape(bench, shape, num_tokens, vocab, scale, k, p)

@@ -82,7 +82,7 @@ def bisect(listed, length, low, high, above, wanted, top, inverse_temp, COUNT: t
 def smallest_kept(
     row, listed, vocab, floor, low, top, inverse_temp, goal,
     COUNT: tl.constexpr, MAX_PASSES: tl.constexpr, STAGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """The largest logit v of the row such that the weight of the logits x >= v reaches the goal.
 
     COUNT  the weight is a count, and `goal` is that of top-k; else it is probability mass, and `goal` is the share of top-p in

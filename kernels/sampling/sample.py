@@ -45,7 +45,7 @@ def gumbel(h):
 def sample_kernel(
     logits, row_ids, positions, keys, temperature, cutoff, out_ids, out_scores, out_tops, stride_row, vocab, first_id,
     ACC: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """With `out_scores` and `out_tops` the kernel of `sample_part`."""
     t = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ids + t).to(tl.int64)
@@ -118,7 +118,7 @@ def sample(
 def sample_part(
     logits: Tensor, row_ids: Tensor, positions: Tensor, keys: Tensor, temperature: Tensor, cutoff: Tensor, first: int, *,
     out_ids: Tensor, out_scores: Tensor, out_tops: Tensor, interpret: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """`sample` over a part of the vocabulary: the best id of this part, and its score to compare with other parts.
 
     logits      of the ids from `first` on; dtypes and shapes as in `sample`
@@ -154,13 +154,13 @@ def sample_part(
 def _launch(
     logits: Tensor, row_ids: Tensor, positions: Tensor, keys: Tensor, temperature: Tensor, cutoff: Tensor, out_ids: Tensor,
     out_scores: Tensor | None, out_tops: Tensor | None, first: int,
-) -> None:  # fmt: skip
+) -> None:
     num_tokens, vocab = logits.shape
     sample_kernel[(num_tokens,)](
         logits, row_ids, positions, keys, temperature, cutoff, out_ids, out_scores, out_tops, logits.stride(0), vocab, first,
         ACC=tl.float64 if logits.dtype == torch.float64 else tl.float32,
         BLOCK=min(BLOCK, max(16, triton.next_power_of_2(vocab))), num_warps=NUM_WARPS,
-    )  # fmt: skip
+    )
 
 
 def sample_reference(
@@ -181,7 +181,7 @@ def sample_reference(
 def sample_part_reference(
     logits: Tensor, row_ids: Tensor, positions: Tensor, keys: Tensor, temperature: Tensor, cutoff: Tensor, first: int, *,
     out_ids: Tensor, out_scores: Tensor, out_tops: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """The same in plain torch."""
     x = logits.to(cutoff.dtype)
     out_tops.copy_(x.nan_to_num(torch.inf, torch.inf, -torch.inf).amax(1))

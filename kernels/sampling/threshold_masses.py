@@ -57,7 +57,7 @@ def threshold_masses_kernel(
 def threshold_masses(
     logits: Tensor, low: Tensor, shift: int, *, out: Tensor, top: Tensor | None = None, temperature: Tensor | None = None,
     interpret: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Write the sums above 16 thresholds of each row.
 
     logits       fp32 [T, V]  values that are not finite are not counted; rows may be slices of wider ones
@@ -82,7 +82,7 @@ def threshold_masses(
         threshold_masses_kernel[(num_tokens,)](
             logits, low, top, temperature, out, logits.stride(0), vocab, shift, MASS=top is not None,
             BLOCK=min(BLOCK, max(16, triton.next_power_of_2(vocab))), num_warps=NUM_WARPS, **launch_args(logits),
-        )  # fmt: skip
+        )
 
 
 def keys_of(x: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ def walk_reference(state: Tensor, classes: Tensor, token: Tensor, tables: Tensor
 def states_before_reference(
     row_ids: Tensor, states: Tensor, classes: Tensor, tables: Tensor, symbols: Tensor, starts: Tensor, drafts: Tensor | None,
     num_drafted: Tensor | None, draft_rows: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The states [T] of all positions, walked over the drafts before them."""
     state, class_map = states[row_ids], classes[row_ids]
     if drafts is not None and num_drafted is not None:

@@ -26,7 +26,7 @@ NOT_EXPANDED = -3
 def mark_waiting_kernel(
     target_ids, row_ids, states, classes, drafts, num_drafted, draft_rows, tables, symbols, starts, draft_stride, num_tokens,
     width, WAIT: tl.constexpr, NOT_EXPANDED: tl.constexpr,
-):  # fmt: skip
+):
     t = tl.program_id(0).to(tl.int64)
     state = state_before(
         t, row_ids, states, classes, drafts, num_drafted, draft_rows, tables, symbols, starts, draft_stride, num_tokens, width
@@ -38,7 +38,7 @@ def mark_waiting_kernel(
 def mark_waiting(
     target_ids: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, tables: Tensor, symbols: Tensor, starts: Tensor, *,
     drafts: Tensor | None = None, num_drafted: Tensor | None = None, draft_rows: Tensor | None = None, interpret: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Set the target's choice to WAIT if the state is not expanded, in place.
 
     target_ids  int32 [T]  the others as in `constrain_logits`
@@ -55,19 +55,19 @@ def mark_waiting(
         mark_waiting_reference(
             target_ids, row_ids, states, classes, tables, symbols, starts, drafts=drafts, num_drafted=num_drafted,
             draft_rows=draft_rows,
-        )  # fmt: skip
+        )
     elif count:
         mark_waiting_kernel[(count,)](
             target_ids, row_ids, states, classes, drafts, num_drafted, draft_rows, tables, symbols, starts,
             0 if drafts is None else drafts.stride(0), starts.numel() - 1, 0 if drafts is None else drafts.shape[1],
             WAIT=WAIT, NOT_EXPANDED=NOT_EXPANDED, num_warps=1,
-        )  # fmt: skip
+        )
 
 
 def mark_waiting_reference(
     target_ids: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, tables: Tensor, symbols: Tensor, starts: Tensor, *,
     drafts: Tensor | None = None, num_drafted: Tensor | None = None, draft_rows: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """The same in plain torch."""
     state = states_before_reference(row_ids, states, classes, tables, symbols, starts, drafts, num_drafted, draft_rows)
     waits = (state > 0) & (tables[torch.where(state > 0, state + 1, 0).long()] == NOT_EXPANDED)
@@ -110,7 +110,7 @@ def park_waiting(states: Tensor, tables: Tensor, *, live: Tensor, log: Tensor, i
         park_waiting_kernel[(triton.cdiv(num_rows, lanes),)](
             states, tables, live, log, log.stride(0), LANES=lanes, num_rows=num_rows, WAITING=WAITING, NOT_EXPANDED=NOT_EXPANDED,
             num_warps=4,
-        )  # fmt: skip
+        )
 
 
 def park_waiting_reference(states: Tensor, tables: Tensor, *, live: Tensor, log: Tensor) -> None:

@@ -37,7 +37,7 @@ def _heads_of(tensor, token, head, lane, heads, exists, D: tl.constexpr):
 def draft_step_attention_kernel(
     q, causal, causal_lse, step_k, step_v, out, out_lse, steps, num_tokens, length, step_stride, scale,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+):
     token, lane = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, LANES)
     head = tl.program_id(1)
     key_head = head // (HEADS // KEY_HEADS)
@@ -68,7 +68,7 @@ def draft_step_attention_kernel(
 def draft_step_queries_backward_kernel(
     q, grad, out, lse, step_k, step_v, grad_q, steps, num_tokens, length, step_stride, scale,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+):
     token, lane = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, LANES)
     head = tl.program_id(1)
     key_head = head // (HEADS // KEY_HEADS)
@@ -93,7 +93,7 @@ def draft_step_queries_backward_kernel(
 def draft_step_keys_backward_kernel(
     q, grad, out, lse, step_k, step_v, out_k, out_v, num_tokens, length, step_stride, scale,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+):
     token, lane = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, LANES)
     key_head, base = tl.program_id(1), tl.program_id(2).to(tl.int64) * step_stride
     inside = token < num_tokens
@@ -117,7 +117,7 @@ def draft_step_keys_backward_kernel(
 def draft_step_attention(
     q: Tensor, causal: Tensor, causal_lse: Tensor, step_kv: Tensor, *, scale: float, out: Tensor, out_lse: Tensor,
     interpret: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Write the attention over the causal part and the step keys, and its log-sum-exp.
 
     q           fp32, bf16 or fp16, on a CPU also fp64 [B, L, H, D]
@@ -136,13 +136,13 @@ def draft_step_attention(
         draft_step_attention_kernel[(triton.cdiv(q.shape[0] * q.shape[1], TOKENS), q.shape[2])](
             q, causal, causal_lse, step_kv[0], step_kv[1], out, out_lse, step_kv.shape[1], *_sizes(q, step_kv), scale,
             **_shape(q, step_kv),
-        )  # fmt: skip
+        )
 
 
 def draft_step_attention_backward(
     q: Tensor, grad: Tensor, out: Tensor, lse: Tensor, step_kv: Tensor, *, scale: float, grad_q: Tensor, grad_step_kv: Tensor,
     interpret: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Add the step keys' part to `grad_q`, and write the gradients of the step keys and values.
 
     grad          like q  gradient of `out`
@@ -168,7 +168,7 @@ def draft_step_attention_backward(
         draft_step_keys_backward_kernel[(blocks, step_kv.shape[4], step_kv.shape[1])](
             q, grad, out, lse, step_kv[0], step_kv[1], grad_step_kv[0], grad_step_kv[1], *_sizes(q, step_kv), scale,
             **_shape(q, step_kv),
-        )  # fmt: skip
+        )
 
 
 def _check(name: str, q: Tensor, lse: Tensor, step_kv: Tensor, **others: Tensor) -> None:
@@ -194,7 +194,7 @@ def _shape(q: Tensor, step_kv: Tensor) -> dict[str, int]:
     return {
         "HEADS": q.shape[2], "KEY_HEADS": step_kv.shape[4], "D": size, "LANES": triton.next_power_of_2(size), "TOKENS": TOKENS,
         "num_warps": 4,
-    }  # fmt: skip
+    }
 
 
 def draft_step_attention_reference(

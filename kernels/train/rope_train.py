@@ -22,7 +22,7 @@ ROWS = 32
 def rope_train_kernel(
     x, cos, sin, out, num_heads, length, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr,
     ROWS: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, HALF)
     exists = (row < num_heads)[:, None] & (lane < D // 2)[None, :]
@@ -62,7 +62,7 @@ def rope_train(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, interpret: b
         rope_train_kernel[(triton.cdiv(num_tokens * heads, ROWS),)](
             x, cos, sin, out, num_tokens * heads, len(cos), HEADS=heads, D=size, HALF=triton.next_power_of_2(size // 2),
             ACC=tl.float64 if x.dtype == torch.float64 else tl.float32, ROWS=ROWS, num_warps=4,
-        )  # fmt: skip
+        )
 
 
 def rope_train_reference(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> None:

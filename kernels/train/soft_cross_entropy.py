@@ -25,7 +25,7 @@ NUM_WARPS = 8
 @triton.jit
 def soft_cross_entropy_kernel(
     logits, probs, weights, best_ids, out_loss, out_hits, vocab, ACC: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     x_row, p_row = logits + row * vocab, probs + row * vocab
@@ -63,7 +63,7 @@ def soft_cross_entropy_kernel(
 def soft_cross_entropy(
     logits: Tensor, probs: Tensor, weights: Tensor, best_ids: Tensor, *, out_loss: Tensor, out_hits: Tensor,
     interpret: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Write loss (nats) and hits of each row, and overwrite finite logits with the gradient of the loss.
 
     logits    fp32, bf16, fp16 or fp64 [N, V]  in: logits, out: gradient
@@ -89,7 +89,7 @@ def soft_cross_entropy(
             logits, probs, weights, best_ids, out_loss, out_hits, vocab,
             ACC=tl.float64 if wide is torch.float64 else tl.float32, BLOCK=min(BLOCK, max(16, triton.next_power_of_2(vocab))),
             num_warps=NUM_WARPS,
-        )  # fmt: skip
+        )
 
 
 def soft_cross_entropy_reference(

@@ -58,7 +58,7 @@ def swiglu_train(gate: Tensor, up: Tensor, *, out: Tensor, interpret: bool = Fal
 
 def swiglu_train_backward(
     gate: Tensor, up: Tensor, grad: Tensor, *, out_gate: Tensor, out_up: Tensor, interpret: bool = False
-) -> None:  # fmt: skip
+) -> None:
     """Write the gradients of gate and up, from the gradient `grad` of the output; tensors as in `swiglu_train`."""
     check("swiglu_train_backward: gate", gate, tuple(gate.shape), *FLOATS)
     for name, tensor in (("up", up), ("grad", grad), ("out_gate", out_gate), ("out_up", out_up)):

@@ -47,7 +47,7 @@ def expand_tree_kernel(
     best, norm, ids, map_ids, scores, node_ids, ancestors, all_scores, all_ids, all_parents,
     out_scores, out_node_ids, out_ancestors, out_token_ids, out_parent_index, num_nodes, first_node_id, first_bit,
     PARENTS: tl.constexpr, BRANCHES: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     await_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
@@ -123,7 +123,7 @@ def expand_tree(
     check("expand_tree: frontier.ancestors", frontier.ancestors, (num_rows, parents), torch.int64)
     for name, tensor, dtype in (
         ("all_scores", all_scores, best.dtype), ("all_ids", all_ids, torch.int32), ("all_parents", all_parents, torch.int32)
-    ):  # fmt: skip
+    ):
         check(f"expand_tree: {name}", tensor, (num_rows, num_nodes), dtype)
     if map_ids is not None:
         check("expand_tree: map_ids", map_ids, (map_ids.numel(),), torch.int32, torch.int64)
@@ -135,7 +135,7 @@ def expand_tree(
         return expand_tree_reference(
             best, norm, ids, map_ids, frontier, first_node_id=first_node_id, first_bit=first_bit,
             all_scores=all_scores, all_ids=all_ids, all_parents=all_parents,
-        )  # fmt: skip
+        )
     out = None if first_bit is None else _empty(num_rows, branches, best)
     if num_rows:
         written = (None,) * 5 if out is None else (out.scores, out.node_ids, out.ancestors, out.token_ids, out.parent_index)
@@ -144,7 +144,7 @@ def expand_tree(
             *written, num_nodes, first_node_id, first_bit or 0, PARENTS=parents, BRANCHES=branches,
             LANES=triton.next_power_of_2(max(2, parents * branches)), num_warps=4 if parents * branches > 64 else 1,
             **launch_args(best),
-        )  # fmt: skip
+        )
     return out
 
 
@@ -193,7 +193,7 @@ def expand_tree_reference(
     return Frontier(
         paths.gather(1, chosen), (first_node_id + chosen).int(), frontier.ancestors.gather(1, parent) | own,
         tokens.gather(1, chosen).flatten(), parent_index.flatten(),
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
@@ -220,7 +220,7 @@ def bench_shape(bench: Bench, rows: int, branches: int) -> None:
         scores = torch.zeros(rows, num_nodes, device=device)
         ids = torch.zeros(2, rows, num_nodes, dtype=torch.int32, device=device)
         made = partial(call, *inputs, first_node_id=branches, first_bit=branches,
-                       all_scores=scores, all_ids=ids[0], all_parents=ids[1])  # fmt: skip
+                       all_scores=scores, all_ids=ids[0], all_parents=ids[1])
         calls.append(made)
         following = made()
         assert following is not None

@@ -27,7 +27,7 @@ def find_accepted_path_kernel(
     ids, parents, target_ids, draft_len, out_path, out_flat_ids, out_draft_ids, ids_stride, parents_stride, draft_stride,
     NODES: tl.constexpr, DEPTH: tl.constexpr, TAKE_DEEPEST: tl.constexpr, LANES: tl.constexpr, LEVELS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     await_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
@@ -104,14 +104,14 @@ def find_accepted_path(
         find_accepted_path_reference(
             ids, parents, target_ids, take_deepest=take_deepest, draft_len=draft_len, out_path=out_path,
             out_flat_ids=out_flat_ids, out_draft_ids=out_draft_ids,
-        )  # fmt: skip
+        )
     elif num_rows:
         find_accepted_path_kernel[(num_rows,)](
             ids, parents, target_ids, draft_len, out_path, out_flat_ids, out_draft_ids, ids.stride(0), parents.stride(0),
             out_draft_ids.stride(0), NODES=num_nodes, DEPTH=depth, TAKE_DEEPEST=take_deepest,
             LANES=triton.next_power_of_2(max(2, num_nodes)), LEVELS=triton.next_power_of_2(depth + 1), num_warps=1,
             **launch_args(ids),
-        )  # fmt: skip
+        )
 
 
 def find_accepted_path_reference(
@@ -177,7 +177,7 @@ def bench_shape(bench: Bench, rows: int, nodes: int, depth: int) -> None:
             "out_path": torch.full((rows, depth + 1), -7, dtype=torch.int32, device=device),
             "out_flat_ids": torch.full((rows, depth + 1), -7, dtype=torch.int64, device=device),
             "out_draft_ids": torch.full((rows, depth), -7, dtype=torch.int32, device=device),
-        })  # fmt: skip
+        })
     shape, num_bytes = f"R={rows} S={nodes} depth {depth}", rows * (8 + 12 * nodes + 16 * depth)
     bench.same_row(shape, find_accepted_path, find_accepted_path_reference, [inputs], outs, num_bytes=num_bytes)
 

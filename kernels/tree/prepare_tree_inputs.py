@@ -31,7 +31,7 @@ MAX_NODES = 64
 def prepare_tree_inputs_kernel(
     parents, num_tokens, live, page_table, out_positions, out_slot_mapping, out_ancestors, out_kv_len, parents_stride, max_pages,
     NODES: tl.constexpr, DEPTH: tl.constexpr, PAGE_SIZE: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     await_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     alive = tl.load(live + row) != 0
@@ -102,13 +102,13 @@ def prepare_tree_inputs(
         prepare_tree_inputs_reference(
             parents, num_tokens, live, page_table, page_size=page_size, max_depth=max_depth, out_positions=out_positions,
             out_slot_mapping=out_slot_mapping, out_ancestors=out_ancestors, out_kv_len=out_kv_len,
-        )  # fmt: skip
+        )
     elif num_rows:
         prepare_tree_inputs_kernel[(num_rows,)](
             parents, num_tokens, live, page_table, out_positions, out_slot_mapping, out_ancestors, out_kv_len, parents.stride(0),
             page_table.shape[1], NODES=num_nodes, DEPTH=max_depth, PAGE_SIZE=page_size,
             LANES=triton.next_power_of_2(max(2, num_nodes)), num_warps=2, **launch_args(parents),
-        )  # fmt: skip
+        )
 
 
 def prepare_tree_inputs_reference(

@@ -29,7 +29,7 @@ OTHERS = 16
 def rerank_tree_kernel(
     scores, ids, parents, out_ids, out_parents, scratch, ids_stride, parents_stride,
     NUM_NODES: tl.constexpr, NUM_KEPT: tl.constexpr, LANES: tl.constexpr, OTHERS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     await_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
@@ -80,7 +80,7 @@ def rerank_tree(
             scores, ids, parents, out_ids, out_parents, torch.empty_like(ids), out_ids.stride(0), out_parents.stride(0),
             NUM_NODES=num_nodes, NUM_KEPT=kept, LANES=triton.next_power_of_2(max(2, num_nodes)), OTHERS=OTHERS, num_warps=8,
             **launch_args(scores),
-        )  # fmt: skip
+        )
 
 
 def rerank_tree_reference(scores: Tensor, ids: Tensor, parents: Tensor, *, out_ids: Tensor, out_parents: Tensor) -> None:

@@ -143,7 +143,7 @@ def draw_group(number: int, folder: Path, *, gpu: bool) -> Group:
     rows = draw_rows(
         rng, model, kind=kind, count=count, cap=cap, longest=longest, think=think,
         adapters=len(model.adapters) if setting.adapters else 0,
-    )  # fmt: skip
+    )
     filled = {name for row in rows for name, value in row.items() if value is not None}
     rows = [{name: value for name, value in row.items() if name in filled} for row in rows]
     constrained = any(name in filled for name, _ in CONSTRAINTS)
@@ -161,7 +161,7 @@ def draw_group(number: int, folder: Path, *, gpu: bool) -> Group:
         **({"decode.min_new_tokens": min(default, rng.choice([1, 3, 8]))} if rng.random() < 0.25 else {}),
         **({"decode.ignore_eos": True} if rng.random() < 0.3 and not constrained else {}),
         **({"output.logprobs": rng.choice([0, 2, 5])} if rng.random() < 0.5 else {}),
-    }  # fmt: skip
+    }
     if setting.dtype == "float64" and setting.fp8_kv and setting.model == "dummy":
         del keys["cache.scales"]
     if "adapter" in filled:
@@ -177,7 +177,7 @@ def draw_group(number: int, folder: Path, *, gpu: bool) -> Group:
     plain = {"draft": "none", "packing.max_num_seqs": 16 if count > 70 else rng.choice([1, 1, 2, 5]), **_memory(gpu)}
     return Group(
         number=number, setting=setting, gpu=gpu, model=model, kind=kind, keys=keys, plain=plain, rows=rows, max_len=max_len
-    )  # fmt: skip
+    )
 
 
 def _memory(gpu: bool) -> Keys:
@@ -194,7 +194,7 @@ def draw_case(number: int, group: Group) -> Case:
         entry_point = "scored"
     return Case(
         number=number, group=group, entry_point=entry_point, runs=runs, eager=rng.random() < 0.6, seed=rng.randrange(1 << 40)
-    )  # fmt: skip
+    )
 
 
 def _of_job(rng: Random, group: Group) -> Keys:
@@ -215,7 +215,7 @@ def _shape(rng: Random, group: Group, entry_point: str) -> Keys:
         "packing.max_num_batched_tokens": rng.choice([16, 63, 257, 1024, 4096]), "packing.run_ahead": rng.choice([0, 1, 3]),
         "ablation.dead_rows": False, "ablation.argmax": False, "ablation.uniform_slots": False,
         "ablation.prefill_graphs": False,
-    }  # fmt: skip
+    }
     likely = {"packing.max_num_batched_tokens": 0.5, "packing.run_ahead": 0.4}
     keys |= {name: value for name, value in options.items() if rng.random() < likely.get(name, 0.12)}
     return keys

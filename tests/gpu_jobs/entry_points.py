@@ -159,7 +159,7 @@ def _call_converse(engine: batchspec.Engine, part: list[Row], plain: Plain, rng:
 
 _CALLS = {
     "generate": _call_generate, "stream": _call_stream, "left": _call_left, "other": _call_other, "converse": _call_converse,
-}  # fmt: skip
+}
 
 
 def _generate(case: Case, plain: Plain, rng: Random, outcome: Outcome) -> None:

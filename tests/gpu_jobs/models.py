@@ -27,7 +27,7 @@ MAX_LEN = 4096
 _SHAPE: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "max_position_embeddings": MAX_LEN, "initializer_range": 0.15,
-}  # fmt: skip
+}
 _EXPERTS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -91,7 +91,7 @@ def make_model(name: str, folder: Path) -> Model:
     return Model(
         name=name, folder=own, other=_once(folder, f"{key}-other", lambda to: _changed(own, to)), head=head,
         parallel_head=str(parallel), small=str(base), adapters=tuple(adapters), vocab=load_spec(base).vocab_size, is_smol=is_smol,
-    )  # fmt: skip
+    )
 
 
 def _plain(name: str) -> str:
@@ -131,7 +131,7 @@ def _head(model: Path, folder: Path, *, parallel: bool) -> None:
     design = tiny_design(
         spec, heads=4, kv_heads=2, head_dim=32, inner=64, draft_vocab=64, taps=taps,
         mask_id=spec.vocab_size - 1 if parallel else None,
-    )  # fmt: skip
+    )
     write_head(folder, design, random_tensors(design))
 
 

@@ -26,7 +26,7 @@ TYPES: dict[str, pl.DataType] = {
         ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), pl.Float64()
     ),
     **dict.fromkeys(("logit_bias", "schema", "regex", "grammar", "response_format", "adapter"), _TEXT),
-}  # fmt: skip
+}
 
 
 class Failed(Exception):

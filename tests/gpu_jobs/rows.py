@@ -27,7 +27,7 @@ PERSON = {
         "name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 150},
         "tags": {"type": "array", "items": {"enum": ["a", "bc", "def"]}, "maxItems": 3},
     }, "required": ["name", "age"],
-}  # fmt: skip
+}
 CONSTRAINTS: tuple[tuple[str, Any], ...] = (
     ("regex", "[0-9]{2,6}"), ("regex", "(yes|no|perhaps)( [a-z]{1,5}){0,4}"), ("regex", r"[A-Z][a-z ,]{3,30}\."),
     ("choice", ["yes", "no", "not at all"]), ("choice", ["12", "123", "1234567"]), ("schema", json.dumps(PERSON)),
@@ -35,13 +35,13 @@ CONSTRAINTS: tuple[tuple[str, Any], ...] = (
     ("schema", json.dumps(TREE)), ("grammar", SUMS), ("grammar", VALUES),
     ("response_format", json.dumps({"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}})),
     ("response_format", json.dumps({"type": "json_object"})),
-)  # fmt: skip
+)
 STOPS = (".", " the", ", and", "\n\n", "e", "is", "1", "ing ", "?", "}")
 COLUMNS = (
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "seed", "n", "stop", "schema", "regex", "choice", "grammar", "response_format", "adapter",
     "thinking_token_budget",
-)  # fmt: skip
+)
 
 
 @cache
@@ -113,7 +113,7 @@ def _asks(rng: Random, model: Model, share: dict[str, float], *, cap: int, think
         "n": rng.randint(2, 4) if drawn else 1, "stop": rng.sample(STOPS, rng.randint(1, 3)),
         "thinking_token_budget": rng.choice([0, 1, 7, 30]) if think else None,
         "adapter": f"a{rng.randrange(adapters)}" if adapters else None,
-    }  # fmt: skip
+    }
     asked = {name: values.get(name) if rng.random() < share[name] else None for name in COLUMNS}
     asked["temperature"] = values["temperature"]
     if rng.random() < share["constraint"]:

@@ -52,7 +52,7 @@ class Summary:
             f"{self.cases} cases, {self.rows:,} rows, {self.tokens:,} tokens, {self.accepted:,} accepted drafts, "
             f"{self.preempted:,} rows prefilled again, {self.resumed} jobs resumed, {self.seconds:.0f} s, "
             f"{self.unfinished} cases not run, {len(self.failures)} failures",
-        ])  # fmt: skip
+        ])
 
 
 def hunt(
@@ -86,7 +86,7 @@ class _Worker(threading.Thread):
     def __init__(
         self, index: int, groups: queue.SimpleQueue[list[int]], deadline: float, folder: Path, gpu: bool, summary: Summary,
         show: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(daemon=True)
         self._groups, self._deadline, self._gpu, self._summary, self._show = groups, deadline, gpu, summary, show
         self._folder, self._log = folder, folder / f"worker{index}.log"
@@ -149,7 +149,7 @@ class _Worker(threading.Thread):
             self._process = subprocess.Popen(
                 arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=env, cwd=ROOT,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         own = self._lines = queue.SimpleQueue()
         threading.Thread(target=_read, args=(self._process.stdout, own), daemon=True).start()
         return self._process

@@ -65,7 +65,7 @@ class Case:
 def make_case(
     rows: list[tuple[int, int]], *, heads: tuple[int, int] = (4, 2), head_dim: int = 64, dtype: torch.dtype = torch.float32,
     padding: int = 0, device: torch.device | None = None, programs: int = 16, fused: bool = False, **shape: Any,
-) -> Case:  # fmt: skip
+) -> Case:
     """Small items, so that short rows come in parts too. `fused`: q is a slice of wider rows."""
     device = device or torch.device("cpu")
     num_heads, kv_heads = heads
@@ -90,7 +90,7 @@ def make_case(
             max_q=max(q_len), max_kv=max(kv_len), kv_heads=kv_heads, heads_per_kv=num_heads // kv_heads, page_size=PAGE_SIZE,
             programs=programs, **SMALL | {"group_programs": programs} | shape,
         ),
-    )  # fmt: skip
+    )
 
 
 def share(case: Case, groups: list[tuple[list[int], int]]) -> Case:
@@ -109,5 +109,5 @@ def share(case: Case, groups: list[tuple[list[int], int]]) -> Case:
     shared = SharedPrefixes(
         row_group=group_of.to(table.device), row_order=torch.tensor(order, **ints), group_start=torch.tensor(start, **ints),
         shared_len=torch.tensor([length for _, length in groups], **ints),
-    )  # fmt: skip
+    )
     return replace(case, page_table=table, shared=shared)

@@ -38,7 +38,7 @@ class Row:
 def run(
     rows: list[Row], interpret: bool, device: torch.device, *,
     width: int = 4, rates: list[float] | None = None, num_stops: int = 2, uniform_layout: bool = False,
-) -> tuple[list[list[int]], list[Row], list[int]]:  # fmt: skip
+) -> tuple[list[list[int]], list[Row], list[int]]:
     """Logs, rows afterwards and accepted lengths. What must not be touched is poisoned and checked here."""
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
 
@@ -80,7 +80,7 @@ def run(
         if not row.live:
             assert all(torch.equal(state[name][r], before[name][r]) for name in state)
         after.append(Row(row.drafts, row.targets, state["tokens"][r, :num].tolist(), row.stop_ids, row.limit,
-                         int(state["live"][r]), int(state["finish"][r]), row.key))  # fmt: skip
+                         int(state["live"][r]), int(state["finish"][r]), row.key))
     return log.tolist(), after, accepted_len.tolist()
 
 
@@ -243,7 +243,7 @@ def test_tokens_that_the_buffer_cannot_hold_are_not_written(interpret: bool, dev
         torch.full((2, 1), -1, **ints), torch.tensor([5, 99], **ints), None, torch.zeros(2, dtype=torch.int64, device=device),
         tokens=tokens, num_tokens=torch.tensor([3, 0], **ints), live=torch.ones(2, **ints), **vectors,
         out_log=torch.empty(2, 8, **ints), interpret=interpret,
-    )  # fmt: skip
+    )
     assert wide.tolist() == [[POISON] * 4 + [9, 9] + [POISON] * 2, [POISON] + [9] * 4 + [POISON] * 3]
 
 
@@ -305,16 +305,16 @@ def test_the_longest_draft(interpret: bool, device: torch.device) -> None:
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
     tokens, log = torch.zeros(1, 100, **ints), torch.full((1, MAX_DRAFT_LEN + 5), POISON, **ints)
     state = {name: torch.tensor([value], **ints) for name, value in
-             (("num_tokens", 5), ("live", 1), ("finish", POISON), ("out_accepted_len", POISON))}  # fmt: skip
+             (("num_tokens", 5), ("live", 1), ("finish", POISON), ("out_accepted_len", POISON))}
     accept(
         torch.tensor([drafts], **ints), torch.tensor([MAX_DRAFT_LEN], **ints), torch.tensor([*drafts, 8], **ints),
         torch.tensor([0, MAX_DRAFT_LEN + 1], **ints), torch.full((1, 16), -1, **ints), torch.tensor([100], **ints), None,
         torch.zeros(1, dtype=torch.int64, device=device), tokens=tokens, out_log=log, interpret=interpret, **state,
-    )  # fmt: skip
+    )
     assert log.tolist() == [[MAX_DRAFT_LEN, MAX_DRAFT_LEN, MAX_DRAFT_LEN + 1, 0, *drafts, 8]]
     assert {name: int(value) for name, value in state.items()} == {
         "num_tokens": 70, "live": 1, "finish": 0, "out_accepted_len": MAX_DRAFT_LEN
-    }  # fmt: skip
+    }
     assert tokens[0].tolist() == [0] * 5 + drafts + [8] + [0] * 30
 
 
@@ -326,7 +326,7 @@ def test_wrong_arguments_are_refused() -> None:
         "rates": torch.zeros(3), "keys": ints.long(), "tokens": torch.zeros(2, 9, dtype=torch.int32),
         "num_tokens": ints.clone(), "live": ints.clone(), "finish": ints.clone(), "out_accepted_len": ints.clone(),
         "out_log": torch.zeros(2, 8, dtype=torch.int32),
-    }  # fmt: skip
+    }
     accept(**good)
     for name, tensor in good.items():
         with pytest.raises(ValueError, match=f"accept: {name} is float64"):

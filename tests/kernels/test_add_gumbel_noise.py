@@ -59,7 +59,7 @@ def test_wrong_arguments_are_refused() -> None:
     good: dict[str, Any] = {
         "logits": torch.zeros(2, 3), "row_ids": ints, "positions": longs, "keys": longs, "temperature": torch.ones(2),
         "cutoff": torch.zeros(2), "map_ids": torch.arange(3),
-    }  # fmt: skip
+    }
     add_gumbel_noise(**good)
     for name in good:
         with pytest.raises(ValueError, match=f"add_gumbel_noise: {name} is"):

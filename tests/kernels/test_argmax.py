@@ -123,7 +123,7 @@ def test_no_rows_is_no_work(interpret: bool, device: torch.device) -> None:
 
 @settings(max_examples=30)
 @given(rows=st.integers(1, 3).flatmap(lambda n: st.lists(st.lists(st.sampled_from([-INF, -1.0, 0.0, 2.0, INF, NAN]), min_size=n,
-                                                                  max_size=n), min_size=1, max_size=3)))  # fmt: skip
+                                                                  max_size=n), min_size=1, max_size=3)))
 def test_equals_a_plain_loop(rows: list[list[float]], interpret: bool, device: torch.device) -> None:
     assert choose(torch.tensor(rows, device=device), interpret) == [by_hand(row) for row in rows]
 

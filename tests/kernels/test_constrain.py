@@ -48,7 +48,7 @@ def states_of(device: torch.device) -> tuple[Tensor, Tensor, list[tuple[TokenAut
     states = [0 if one is None or not s else place_of(one, s, p) for (one, s), p in zip(rows, places, strict=True)]
     return (
         torch.tensor(states, dtype=torch.int32, device=device), torch.tensor(places, dtype=torch.int32, device=device), rows
-    )  # fmt: skip
+    )
 
 
 def tables(made: Automata) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def test_logits_are_masked_after_the_drafts_before(
     drafts = torch.tensor(
         [[3, 4, 5, 6], [4, 3, 3, 3], [5, 5, 5, EOS], [31, 3, 3, 3], [3, 3, 3, 3], [5, 9, -1, 3], [3, 4, 5, 6]],
         dtype=torch.int32, device=device,
-    )  # fmt: skip
+    )
     wide = torch.cat((drafts, drafts), 1)[:, :4]  # rows of wider ones
     row_ids = torch.arange(7, device=device).repeat_interleave(5).int()
     num_drafted = torch.arange(5, device=device).repeat(7)
@@ -77,14 +77,14 @@ def test_logits_are_masked_after_the_drafts_before(
         logits, row_ids[order] if by_line else row_ids, states, classes, masks=made.masks, drafts=lines,
         num_drafted=num_drafted[order] if by_line else num_drafted,
         draft_rows=torch.arange(35, device=device) if by_line else None, interpret=interpret, **tables(made),
-    )  # fmt: skip
+    )
     masked = 0
     found = torch.full((35,), 99, dtype=torch.int32, device=device)
     mask_rows(
         row_ids[order] if by_line else row_ids, states, classes, drafts=lines, out_rows=found,
         num_drafted=num_drafted[order] if by_line else num_drafted,
         draft_rows=torch.arange(35, device=device) if by_line else None, interpret=interpret, **tables(made),
-    )  # fmt: skip
+    )
     for t in range(35):
         words = made.masks[found[t]] if found[t] >= 0 else torch.full_like(made.masks[0], -1)
         bits = np.unpackbits(words.cpu().numpy().view(np.uint8), bitorder="little")[:VOCAB]
@@ -145,7 +145,7 @@ def test_stop_ids_are_masked_before_the_minimum_unless_the_text_can_only_end(
     constrain_logits(
         logits, row_ids, states, classes, masks=made.masks, first_id=first, positions=positions, min_tokens=min_tokens,
         stop_ids=stop_ids, interpret=interpret, **tables(made),
-    )  # fmt: skip
+    )
     only_end = 0
     for t in range(14):
         own, state = rows[t % 7]
@@ -175,7 +175,7 @@ def test_a_vocabulary_of_several_blocks_and_programs(interpret: bool, device: to
     constrain_logits(
         logits, rows, 10 * ones, ones, tables=table, masks=torch.from_numpy(words.copy()).to(device)[None], symbols=symbols,
         starts=starts, drafts=drafts, num_drafted=num_drafted, interpret=interpret,
-    )  # fmt: skip
+    )
     assert torch.equal(logits.isneginf().cpu(), ~allowed[:vocab].expand(2, -1))
 
 
@@ -189,7 +189,7 @@ def committed(rows: list[tuple[list[int], int, int]], device: torch.device) -> t
 def test_states_follow_the_committed_tokens(interpret: bool, device: torch.device) -> None:
     made, (states, classes, rows) = uploaded(device), states_of(device)
     given = [([3, 4], 2, 0), ([3, 3, 3], 0, 0), ([5, 6, EOS], 3, STOPPED), ([6], 1, FULL), ([3, 3, 3], 0, 0), ([5], 1, 0),
-             ([5, 5, 5], 3, 0)]  # fmt: skip
+             ([5, 5, 5], 3, 0)]
     log, live = committed(given, device)
     before, logged, lived = states.tolist(), log.tolist(), live.tolist()
     advance_states(states, classes, log, live, masks=made.masks, interpret=interpret, **tables(made))
@@ -223,7 +223,7 @@ STRAYS: tuple[tuple[list[int], int, int], ...] = (
 )
 FOLLOW: tuple[tuple[list[int], int, int], ...] = (
     ([6, EOS], 2, STOPPED), ([7, 5], 2, 0), ([3, 3], 1, FULL), ([3, 3], 0, FAILED), ([7], 1, FAILED),
-)  # fmt: skip
+)
 
 
 def test_a_row_whose_committed_tokens_are_not_allowed_fails(interpret: bool, device: torch.device) -> None:
@@ -315,7 +315,7 @@ def test_wrong_arguments_are_refused() -> None:
     good: dict[str, Any] = {
         "logits": logits, "row_ids": row_ids, "states": states, "classes": classes, "masks": made.masks, **tables(made),
         "drafts": torch.zeros(7, 2, dtype=torch.int32), "num_drafted": torch.zeros(7, dtype=torch.int64),
-    }  # fmt: skip
+    }
     constrain_logits(**good)
     for name in good:
         with pytest.raises(ValueError, match=f"constrain_logits: {name} is"):
@@ -328,7 +328,7 @@ def test_wrong_arguments_are_refused() -> None:
     log = torch.zeros(7, 6, dtype=torch.int32)
     rest: dict[str, Any] = {
         "states": states, "classes": classes, "log": log, "live": kept, "masks": made.masks, **tables(made)
-    }  # fmt: skip
+    }
     advance_states(**rest)
     for name in rest:
         with pytest.raises(ValueError, match=f"advance_states: {name} is"):

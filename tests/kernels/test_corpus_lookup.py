@@ -25,7 +25,7 @@ def look_up(
     rows: list[list[int]], corpus: list[int], interpret: bool, device: torch.device, *,
     table: Tensor | None = None, lengths: tuple[int, ...] = (2, 3), max_ngram: int = 3, growth: int = 9, max_draft_len: int = 4,
     own: list[int] | None = None, live: list[int] | None = None, buffer: int = 0, entries: int = 64,
-) -> list[Proposal]:  # fmt: skip
+) -> list[Proposal]:
     """(draft tokens, match_len) of each row; a row that keeps its own match has (POISON, POISON) as drafts."""
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
     longest = max(map(len, rows)) + 2
@@ -42,7 +42,7 @@ def look_up(
         tokens, torch.tensor([len(row) for row in rows], **ints), torch.tensor(live or [1] * len(rows), **ints),
         torch.tensor([buffer], **ints), tables, buffers, lengths=lengths, max_ngram=max_ngram, max_draft_len=max_draft_len,
         growth=growth, draft_ids=ids, draft_len=lens, match_len=matched, interpret=interpret,
-    )  # fmt: skip
+    )
     found = []
     for line, length, match in zip(ids.tolist(), lens.tolist(), matched.tolist(), strict=True):
         assert match <= max_ngram or line[length:] == [0] * (max_draft_len - length)
@@ -81,14 +81,14 @@ def test_the_continuation_in_a_finished_row_is_proposed(interpret: bool, device:
     corpus = flat([[1, 2, 3, 4, 5, 6, 7]])
     assert look_up([[9, 2, 3], [3, 4], [8, 8, 8]], corpus, interpret, device) == [
         ([4, 5, 6, 7], 5), ([5, 6, 7], 5), ([POISON, POISON], 0),
-    ]  # fmt: skip
+    ]
 
 
 def test_a_match_ends_with_its_document(interpret: bool, device: torch.device) -> None:
     corpus = flat([[1, 2, 3], [4, 5, 6]])
     assert look_up([[1, 2], [3, 4], [2, 3], [5, 6]], corpus, interpret, device) == [
         ([3], 5), ([POISON] * 2, 0), ([POISON] * 2, 0), ([POISON] * 2, 0),
-    ]  # fmt: skip
+    ]
 
 
 def test_the_usual_continuation_wins_over_the_latest(interpret: bool, device: torch.device) -> None:
@@ -147,7 +147,7 @@ def test_equals_a_plain_search(data: st.DataObject, interpret: bool, device: tor
     entries = 1 << 14
     found = look_up(
         rows, flat(documents), interpret, device, lengths=lengths, max_ngram=max_ngram, entries=entries, **limits
-    )  # fmt: skip
+    )
     for want, got in zip(expected, found, strict=True):
         if want is None:
             assert got[1] == 0
@@ -162,7 +162,7 @@ def test_wrong_arguments_are_refused() -> None:
         "table": torch.zeros(2, 8, dtype=torch.int64), "corpus": torch.zeros(2, 5, dtype=torch.int32), "lengths": (2, 3),
         "max_ngram": 3, "max_draft_len": 4, "growth": 2, "draft_ids": torch.zeros(2, 4, dtype=torch.int32),
         "draft_len": ints.clone(), "match_len": ints.clone(),
-    }  # fmt: skip
+    }
     corpus_lookup(**good)
     for name in ("tokens", "num_tokens", "live", "which", "corpus", "draft_ids", "draft_len", "match_len"):
         with pytest.raises(ValueError, match=f"corpus_lookup: {name} is int64"):

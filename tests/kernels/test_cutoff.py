@@ -175,7 +175,7 @@ KEPT = given(
     levels=st.sampled_from([0, 3, 40]), forbidden=st.booleans(), temp=st.sampled_from([0.3, 1.0, 2.0]),
     k=st.sampled_from([0, 1, 20, 299, 5000]), p=st.sampled_from([1.0, 0.999, 0.9, 0.3, 1e-5]),
     min_p=st.sampled_from([0.0, 0.0, 0.05]), short_list=st.booleans(),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("examples", [4, pytest.param(40, marks=pytest.mark.slow)])
@@ -188,7 +188,7 @@ def test_the_kept_set_is_that_of_the_reference_up_to_the_rounding_of_sums(
 def check_kept_set(
     seed: int, vocab: int, scale: float, levels: int, forbidden: bool, temp: float, k: int, p: float, min_p: float,
     short_list: bool, interpret: bool, device: torch.device,
-) -> None:  # fmt: skip
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(1, vocab, generator=generator) * scale
     if levels:  # ties

@@ -13,7 +13,7 @@ from batchspec.kernels.train.draft_step_attention import (
     draft_step_attention_backward,
     draft_step_attention_backward_reference,
     draft_step_attention_reference,
-)  # fmt: skip
+)
 
 NAN = float("nan")
 SCALE = 0.3
@@ -84,11 +84,11 @@ def _step_scores(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 40), st.sampled_from([(1, 1), (6, 2), (4, 4)]), st.integers(1, 20)),
     steps=st.integers(0, 4), spare=st.integers(0, 2), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 99),
-)  # fmt: skip
+)
 def test_kernel_and_reference_agree(
     shape: tuple[int, int, tuple[int, int], int], steps: int, spare: int, dtype: torch.dtype, seed: int, interpret: bool,
     device: torch.device,
-) -> None:  # fmt: skip
+) -> None:
     """Also if the steps are a slice of a longer buffer."""
     rows, length, (heads, key_heads), size = shape
     q, grad, _, _, buffer = (x.to(device, dtype) for x in noise((rows, length, heads, key_heads, size, steps + spare), seed))

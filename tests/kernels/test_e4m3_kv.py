@@ -76,7 +76,7 @@ def test_rotated_keys_are_those_of_a_cache_of_their_dtype_rounded_once_more(
     common: dict[str, Any] = {
         "attention_factor": 1.25, "q_norm": gains[0], "k_norm": gains[1], "eps": 1e-6, "interpret": interpret,
         "interleaved": norms,
-    }  # fmt: skip
+    }
     positions, freqs = torch.randint(0, 9000, (5,), device=device), torch.rand(dim // 2, device=device)
     slots, scales = 4 + torch.randperm(5, device=device), torch.rand(2, kv_heads, device=device) * 0.02 + 0.001
     plain = torch.zeros(2, 4, 4, kv_heads, dim, dtype=dtype, device=device)
@@ -125,12 +125,12 @@ def in_e4m3(case: Case) -> tuple[Case, Tensor]:
     ("dtype", "window", "tree", "shared"),
     [(torch.float32, 0, False, False), (torch.bfloat16, 20, False, False), (torch.float16, 0, True, False),
      (torch.bfloat16, 0, False, True), (torch.float32, 0, True, True), (torch.bfloat16, 24, True, False)],
-)  # fmt: skip
+)
 def test_attention_reads_what_was_stored(
     dtype: torch.dtype, window: int, tree: bool, shared: bool, interpret: bool, device: torch.device
 ) -> None:
     case = make_case([(2, 100), (1, 120), (2, 66), (2, 0), (3, 33)], heads=(6, 2), dtype=dtype, window=window,
-                     sink=3 if window else 0, padding=1, device=device)  # fmt: skip
+                     sink=3 if window else 0, padding=1, device=device)
     if shared:
         case = share(case, [([0, 2], 64), ([1], 16)])
     quantised, scales = in_e4m3(case)

@@ -46,7 +46,7 @@ def test_equals_a_loop_over_every_child(data: st.DataObject, interpret: bool, de
         make_frontier(torch.tensor(scores, dtype=dtype, device=device), node_ids, ancestors),
         first_node_id=first, first_bit=bit if more else None, all_scores=out_scores, all_ids=out_ids, all_parents=out_parents,
         interpret=interpret,
-    )  # fmt: skip
+    )
     for row in range(rows):
         children = []
         for p in range(parents):
@@ -79,7 +79,7 @@ def test_a_probability_that_rounding_makes_greater_than_1_counts_as_1(interpret:
         torch.tensor([[1.0000001, 0.5]], device=device), torch.ones(1, device=device), torch.zeros(1, 2, device=device).long(),
         None, make_frontier(torch.zeros(1, 1, device=device), [[-1]], [[0]]), first_node_id=0, first_bit=None,
         all_scores=scores, all_ids=ids, all_parents=ids.clone(), interpret=interpret,
-    )  # fmt: skip
+    )
     assert scores.tolist() == [[0.0, -0.5]]
 
 
@@ -91,7 +91,7 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
         expand_tree(
             best, best[:, 0].clone(), ids.long(), None, root, first_node_id=first_node_id, first_bit=first_bit,
             all_scores=best, all_ids=ids, all_parents=ids,
-        )  # fmt: skip
+        )
 
     with pytest.raises(ValueError, match="2 children from node id 1 on, but 2 columns"):
         level(1, 0)

@@ -75,7 +75,7 @@ def test_turned_tiles_of_fp8_give_the_numbers_of_others(tile: ExpertTile, spread
     ("form", "tile"),
     [("bf16", TILE._replace(block_t=32)), ("bf16", TILE._replace(tma=False)), ("fp8", TILE._replace(block_t=32)),
      ("fp8", ExpertTile(64, 64, 128, 2, 4, turned=True)), ("fp8", TILE._replace(tma=False))],
-)  # fmt: skip
+)
 def test_rows_that_are_gathered_give_the_bits_of_sorted_ones(
     form: str, tile: ExpertTile, spread: str, device: torch.device
 ) -> None:

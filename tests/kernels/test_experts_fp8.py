@@ -97,7 +97,7 @@ def test_nan_is_not_lost(options: dict[str, Any], interpret: bool, device: torch
     [("block", SPREADS[0], SWIGLU, TILE), ("block", SPREADS[2], Gate(0.5), TILE._replace(tma=False)),
      ("row", SPREADS[1], SWIGLU, TILE), ("tensor", SPREADS[2], Gate(0.5), TILE),
      ("row", SPREADS[0], Gate(0.5), TURNED), ("tensor", SPREADS[1], SWIGLU, TURNED)],
-)  # fmt: skip
+)
 def test_both_products(scales_of: str, spread: str, gate: Gate, tile: ExpertTile, interpret: bool, device: torch.device) -> None:
     tokens, experts, top_k = 9 if tile.block_t == 16 else 90, 5, 2
     routing = routing_of(tokens, experts, top_k, spread, tile.block_t, device)

@@ -128,7 +128,7 @@ def test_other_tiles_give_the_same_bits(hidden: int, interpret: bool, device: to
         y = torch.full((len(x), hidden), torch.nan, device=device)
         found.append((out, experts_mxfp4_down(h, down, None, routing, tile=tiles[1], out=y, interpret=interpret)))
     assert_near(found[0][0], experts_plain_up_reference(x.double(), _wide(up, hidden), bias, routing, gate=Gate(7.0)),
-                tolerance=1e-5 if interpret else 4e-3)  # fmt: skip
+                tolerance=1e-5 if interpret else 4e-3)
     assert all(all(map(torch.equal, found[0], other)) for other in found[1:])
 
 

@@ -18,7 +18,7 @@ Walked = tuple[list[list[int]], list[list[int]], list[list[int]], list[int]]
 def run(
     ids: list[list[int]], parents: list[list[int]], target_ids: list[list[int]], draft_len: list[int], depth: int,
     device: torch.device, *, take_deepest: bool = False, interpret: bool = False,
-) -> Walked:  # fmt: skip
+) -> Walked:
     rows = len(ids)
     wide_ids, wide_drafts = ints([[5, *row] for row in ids], device), ints([[-7] * (depth + 1)] * rows, device)
     lengths, path = ints(draft_len, device), ints([[-7] * (depth + 1)] * rows, device)
@@ -26,7 +26,7 @@ def run(
     find_accepted_path(
         wide_ids[:, 1:], ints(parents, device), ints(target_ids, device).flatten(), take_deepest=take_deepest, draft_len=lengths,
         out_path=path, out_flat_ids=flat_ids, out_draft_ids=wide_drafts[:, 1:], interpret=interpret,
-    )  # fmt: skip
+    )
     assert wide_drafts[:, 0].tolist() == [-7] * rows
     return path.tolist(), flat_ids.tolist(), wide_drafts[:, 1:].tolist(), lengths.tolist()
 

@@ -88,7 +88,7 @@ def test_wrong_arguments_are_refused() -> None:
         "q": q, "residual": q[:, :6], "cu_seqlens_q": torch.zeros(3, dtype=torch.int32), "accepted_len": ints,
         "positions": torch.zeros(4, dtype=torch.int64), "num_tokens": ints, "live": ints, "out_q": torch.zeros(2, 8),
         "out_residual": torch.zeros(2, 6), "out_positions": torch.zeros(2, dtype=torch.int64), "out_kv_len": ints,
-    }  # fmt: skip
+    }
     bad: list[tuple[dict[str, Any], str]] = [
         ({"residual": q.double()}, r"gather_last_accepted: residual is float64 \[4, 8\].* must be float32"),
         ({"q": q[:0]}, r"gather_last_accepted: q is float32 \[0, 8\]"),

@@ -19,14 +19,14 @@ POISON = -7
 def mapped(
     q_len: list[int], kv_len: list[int], positions: list[int], table: list[list[int]], interpret: bool, device: torch.device,
     page_size: int = 4,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
     out = torch.full((len(positions),), POISON, dtype=torch.int64, device=device)
     group_slot_mapping(
         torch.tensor([0, *q_len], **ints).cumsum(0, dtype=torch.int32), torch.tensor(kv_len, **ints),
         torch.tensor(positions, dtype=torch.int64, device=device), torch.tensor(table, **ints), page_size=page_size,
         out_slot_mapping=out, interpret=interpret,
-    )  # fmt: skip
+    )
     return out.tolist()
 
 
@@ -43,7 +43,7 @@ def test_nodes_of_a_tree_lie_by_number_whatever_their_depth(interpret: bool, dev
 
 @settings(max_examples=40)
 @given(rows=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.booleans()), min_size=1, max_size=9),
-       padding=st.integers(0, 5), page_size=st.sampled_from([1, 3, 16]))  # fmt: skip
+       padding=st.integers(0, 5), page_size=st.sampled_from([1, 3, 16]))
 def test_slots_equal_a_loop(
     rows: list[tuple[int, int, bool]], padding: int, page_size: int, interpret: bool, device: torch.device
 ) -> None:
@@ -55,7 +55,7 @@ def test_slots_equal_a_loop(
     kv_len = [start + count if alive else 0 for start, count, alive in rows]
     found = mapped(
         [count for _, count, _ in rows], kv_len, positions + [0] * padding, table, interpret, device, page_size=page_size
-    )  # fmt: skip
+    )
     assert found == slots + [0] * padding
 
 
@@ -70,7 +70,7 @@ def test_wrong_arguments_are_refused() -> None:
         "cu_seqlens_q": torch.zeros(3, dtype=torch.int32), "kv_len": torch.zeros(2, dtype=torch.int32),
         "positions": torch.zeros(4, dtype=torch.int64), "page_table": torch.zeros(2, 3, dtype=torch.int32), "page_size": 4,
         "out_slot_mapping": torch.zeros(4, dtype=torch.int64),
-    }  # fmt: skip
+    }
     group_slot_mapping(**good)
     for name in ("cu_seqlens_q", "kv_len", "positions", "page_table", "out_slot_mapping"):
         with pytest.raises(ValueError, match=f"group_slot_mapping: {name}"):

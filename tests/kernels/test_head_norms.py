@@ -40,7 +40,7 @@ def run(peers: Peers, number: int, parts: list[Tensor], q_norm: Tensor, k_norm: 
 @given(
     ranks=st.sampled_from([2, 4]), rows=st.integers(1, 9), q=st.sampled_from([8, 24, 40]), k=st.sampled_from([8, 16]),
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), wide_weights=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+)
 def test_ranks_norm_their_heads_as_one_process_does_all(
     ranks: int, rows: int, q: int, k: int, dtype: torch.dtype, wide_weights: bool, seed: int
 ) -> None:

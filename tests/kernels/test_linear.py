@@ -62,7 +62,7 @@ def test_every_cut_gives_the_product(tile: Tile, tma: bool, dtype: torch.dtype, 
 @given(
     tokens=st.integers(1, 40), rows=st.integers(1, 70), k=st.integers(1, 150),
     split=st.integers(1, 5), per_sm=st.integers(0, 3), tma=st.booleans(),
-)  # fmt: skip
+)
 def test_any_shape_and_cut(
     tokens: int, rows: int, k: int, split: int, per_sm: int, tma: bool, interpret: bool, device: torch.device
 ) -> None:
@@ -75,7 +75,7 @@ def test_any_shape_and_cut(
 @given(
     tokens=st.integers(1, 2000), n=st.integers(1, 9000), k=st.integers(1, 9000), split=st.integers(1, 20),
     per_sm=st.integers(0, 3), num_sms=st.integers(1, 200),
-)  # fmt: skip
+)
 def test_programs_take_every_unit_once_and_pieces_have_slots_of_their_own(
     tokens: int, n: int, k: int, split: int, per_sm: int, num_sms: int
 ) -> None:

@@ -24,12 +24,12 @@ TILE = Tile(16, 16, 32, 2, 4, False)
 def choose(
     hidden: Tensor, weight: Tensor, interpret: bool, vocab: int | None = None, map_ids: Tensor | None = None, tile: Tile = TILE,
     flag_nonfinite: bool = False, masks: Tensor | None = None, mask_rows: Tensor | None = None,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     out_ids = torch.full((len(hidden),), POISON, dtype=torch.int32, device=hidden.device)
     lm_head(
         hidden, weight, out_ids=out_ids, vocab=vocab, map_ids=map_ids, tile=tile, flag_nonfinite=flag_nonfinite,
         masks=masks, mask_rows=mask_rows, interpret=interpret,
-    )  # fmt: skip
+    )
     return [int(i) for i in out_ids]
 
 

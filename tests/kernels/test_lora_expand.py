@@ -27,7 +27,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 def test_the_pair_adds_the_product_of_each_tokens_adapter(
     spread: str, part_rows: tuple[int, ...], rank: int, splits: int, block: int, dtype: torch.dtype, interpret: bool,
     device: torch.device,
-) -> None:  # fmt: skip
+) -> None:
     num_tokens, num_adapters, k, rows = 37, 3, 300, sum(part_rows)
     adapters = adapters_of(num_tokens, num_adapters, spread, device)
     tokens = lora_tokens(adapters, num_adapters, block)

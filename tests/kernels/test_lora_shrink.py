@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 def test_each_token_has_the_product_of_its_own_adapter(
     spread: str, parts: int, rank: int, k: int, splits: int | None, block: int, dtype: torch.dtype, interpret: bool,
     device: torch.device,
-) -> None:  # fmt: skip
+) -> None:
     num_tokens, num_adapters = 37, 3
     adapters = adapters_of(num_tokens, num_adapters, spread, device)
     tokens = lora_tokens(adapters, num_adapters, block)

@@ -44,7 +44,7 @@ def test_a_wrong_weight_is_found(device: torch.device) -> None:
 
 
 def test_a_tile_is_checked_with_other_spreads_and_alone(device: torch.device, capsys: pytest.CaptureFixture[str],
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     product = make_products(SHAPE, "bf16", device)[0]
     monkeypatch.setattr(type(product), "tolerance", 2e-2)
     x = product.inputs(20)

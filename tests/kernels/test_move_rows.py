@@ -12,7 +12,7 @@ from batchspec.kernels.rounds.move_rows import BLOCK, move_rows
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
     torch.bool,
-)  # fmt: skip
+)
 
 
 def ids(values: list[int], device: torch.device) -> torch.Tensor:

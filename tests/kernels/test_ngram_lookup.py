@@ -19,7 +19,7 @@ def look_up(
     rows: list[list[int]], interpret: bool, device: torch.device, *,
     max_draft_len: int = 4, min_ngram: int = 1, max_ngram: int = 3, growth: int = 9, live: list[int] | None = None,
     width: int | None = None,
-) -> Proposals:  # fmt: skip
+) -> Proposals:
     """Proposed tokens of each row. After a row's tokens come decoy matches, which must not be read."""
     longest = max(map(len, rows)) + 8
     tokens = torch.tensor([row + (row[-3:] * longest)[: longest - len(row)] if row else [3] * longest for row in rows])
@@ -30,7 +30,7 @@ def look_up(
         tokens.to(**ints), torch.tensor([len(row) for row in rows], **ints), torch.tensor(live or [1] * len(rows), **ints),
         max_draft_len=max_draft_len, min_ngram=min_ngram, max_ngram=max_ngram, growth=growth,
         out_draft_ids=draft_ids, out_draft_len=draft_len, interpret=interpret,
-    )  # fmt: skip
+    )
     for ids, length in zip(draft_ids.tolist(), draft_len.tolist(), strict=True):
         assert ids[length:] == [0] * (width - length)
     return [ids[:length] for ids, length in zip(draft_ids.tolist(), draft_len.tolist(), strict=True)]
@@ -77,7 +77,7 @@ def test_match_len_counts_the_matching_tokens(interpret: bool, device: torch.dev
     ngram_lookup(
         tokens, torch.full((4,), 5, **ints), torch.tensor([1, 1, 1, 0], **ints), max_draft_len=2, min_ngram=1, max_ngram=3,
         growth=9, out_draft_ids=ids, out_draft_len=lens, out_match_len=matched, interpret=interpret,
-    )  # fmt: skip
+    )
     assert matched.tolist() == [2, 0, 3, 0]
 
 
@@ -116,7 +116,7 @@ def test_proposals_go_to_slices_of_wider_rows(interpret: bool, device: torch.dev
     ngram_lookup(
         tokens, torch.tensor([4, 4], **ints), torch.ones(2, **ints), max_draft_len=3, min_ngram=1, max_ngram=2, growth=9,
         out_draft_ids=wide[:, 1:4], out_draft_len=torch.empty(2, **ints), interpret=interpret,
-    )  # fmt: skip
+    )
     assert wide.tolist() == [[POISON, 2, 3, 1, POISON, POISON], [POISON, 7, 8, 0, POISON, POISON]]
 
 
@@ -139,7 +139,7 @@ def test_wrong_arguments_are_refused() -> None:
     good: dict[str, Any] = {
         "tokens": torch.zeros(2, 9, dtype=torch.int32), "num_tokens": ints, "live": ints, "max_draft_len": 4, "min_ngram": 1,
         "max_ngram": 3, "growth": 2, "out_draft_ids": torch.zeros(2, 4, dtype=torch.int32), "out_draft_len": ints.clone(),
-    }  # fmt: skip
+    }
     ngram_lookup(**good)
     for name in ("tokens", "num_tokens", "live", "out_draft_ids", "out_draft_len"):
         with pytest.raises(ValueError, match=f"ngram_lookup: {name} is int64"):

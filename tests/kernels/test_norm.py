@@ -121,7 +121,7 @@ def test_wrong_arguments_are_refused() -> None:
     good: dict[str, Any] = {
         "hidden": torch.zeros(2, 8), "residual": torch.zeros(2, 8), "weight": torch.zeros(8), "eps": EPS,
         "out": torch.zeros(2, 8), "out_aux": torch.zeros(2, 3, 8)[:, 1],
-    }  # fmt: skip
+    }
     add_norm(**good)
     for name, bad in (
         ("hidden", torch.zeros(2, 8, dtype=torch.int32)),

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.float8_e4m3fn: "*fp8e4nv",
     int: "i32", float: "fp32",
-}  # fmt: skip
+}
 
 TENSOR_CORES = r"(mma\.sync|wgmma\.mma_async)\S*?\.(m\d+)n\d+(k\d+)(?:\.row\.col)?\.(\S+)"
 """An instruction, its sizes M and K and its types, with any N."""
@@ -56,7 +56,7 @@ CASES = (
     *(Attention(queries, 256, fp8=True) for queries in (1, 16, 0)),
     Attention(1, 96, fp8=True, keys=512), Attention(0, 96, fp8=True, keys=512), Attention(0, 64, fp8=True, keys=512),
     Attention(1, 64, fp8=False), Attention(8, 128, fp8=False), Attention(16, 128, fp8=False), Attention(0, 128, fp8=False),
-)  # fmt: skip
+)
 
 
 class Launches:
@@ -86,7 +86,7 @@ def launched(case: Attention) -> tuple[Any, Launches]:
     given: dict[str, Any] = {
         "scale": 0.1, "out": torch.empty_like(q), "scales": torch.ones(2, 2) if case.fp8 else None,
         "sink_logits": torch.zeros(8) if case.window else None, "interpret": True,
-    }  # fmt: skip
+    }
     launches = Launches()
     if not case.queries:
         kernel = prefill.ordered_prefill_kernel
@@ -99,7 +99,7 @@ def launched(case: Attention) -> tuple[Any, Launches]:
     shape = ordered_work_shape(
         num_rows=1, max_q=count, max_kv=case.keys, num_heads=8, kv_heads=2, head_dim=case.head_dim, page_size=16, num_sms=132,
         window=case.window,
-    )  # fmt: skip
+    )
     work = split_kv_schedule(bounds, length, positions, shape=shape)
     with patch.object(rounds, "ordered_attention_kernel", launches), patch.object(rounds, "merge_states"):
         rounds.ordered_attention(q, kv, table, positions, work, partials_of(work, case.head_dim), **given)

@@ -50,7 +50,7 @@ def shape_of(case: Case, **changes: Any) -> Any:
     shape = ordered_work_shape(
         num_rows=len(case.kv_len), max_q=case.shape.max_q, max_kv=case.shape.max_kv, num_heads=4, kv_heads=2, head_dim=64,
         page_size=PAGE_SIZE, num_sms=3, window=case.shape.window,
-    )  # fmt: skip
+    )
     return replace(shape, part=PART, **changes)
 
 
@@ -66,7 +66,7 @@ def in_round(case: Case, *, interpret: bool, sinks: Tensor | None = None, scales
         ordered_attention(
             case.q, case.kv, case.page_table, case.positions, work, partials, scale=case.scale, out=out, sink_logits=sinks,
             scales=scales, interpret=interpret,
-        )  # fmt: skip
+        )
     return out
 
 
@@ -77,7 +77,7 @@ def in_prefill(case: Case, *, interpret: bool, sinks: Tensor | None = None, scal
             case.q, case.kv, case.page_table, case.positions, case.cu_seqlens_q, case.kv_len, scale=case.scale,
             max_q=case.shape.max_q, max_kv=case.shape.max_kv, out=out, window=case.shape.window, sink_logits=sinks,
             scales=scales, interpret=interpret,
-        )  # fmt: skip
+        )
     return out
 
 
@@ -90,7 +90,7 @@ def queries(case: Case, row: int, begin: int, stop: int, *, keys: int | None = N
         case, q=case.q[own], positions=case.positions[own], page_table=case.page_table[row : row + 1],
         cu_seqlens_q=case.cu_seqlens_q.new_tensor([0, stop - begin]), kv_len=case.kv_len.new_tensor([keys]), shared=None,
         shape=replace(case.shape, max_q=stop - begin, max_kv=keys),
-    )  # fmt: skip
+    )
 
 
 def sinks_of(case: Case) -> Tensor:
@@ -128,7 +128,7 @@ def test_a_query_has_the_same_bits_alone_among_others_and_in_prefill(window: int
     for row, begin, stop, keys in (
         (0, 250, 251, 251), (0, 255, 256, 256), (0, 256, 257, 257), (0, 251, 262, 262), (0, 254, 255, 262), (0, 289, 290, 290),
         (1, 117, 118, 118), (1, 125, 131, 131), (1, 127, 129, 150),
-    ):  # fmt: skip
+    ):
         place = begins[row] + begin - int(case.positions[begins[row]])
         wanted = whole[place : place + stop - begin]
         own = queries(case, row, begin, stop, keys=keys)

@@ -80,7 +80,7 @@ def test_wrong_arguments_are_refused() -> None:
         "first_ids": ints, "num_tokens": ints, "live": ints, "page_table": torch.zeros(2, 4, dtype=torch.int32), "page_size": 4,
         "max_tokens": 16, "out_ids": torch.zeros(2, 3, dtype=torch.int32), "out_draft_len": ints, "out_positions": longs,
         "out_slot_mapping": longs, "out_kv_len": ints,
-    }  # fmt: skip
+    }
     bad: list[tuple[dict[str, Any], str]] = [
         ({"first_ids": ints.long()}, r"prepare_chain_draft_inputs: first_ids is int64 \[2\].* must be int32 \[2\]"),
         ({"out_positions": longs.t()}, "prepare_chain_draft_inputs: out_positions .* contiguous"),

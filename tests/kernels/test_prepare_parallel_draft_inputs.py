@@ -37,7 +37,7 @@ def run(
     prepare_parallel_draft_inputs(
         tokens[:, :max_len], num_tokens, live, table.contiguous(), hidden, torch.full((width,), 0.5, device=device),
         mask_id=MASK, page_size=PAGE_SIZE, interpret=interpret, **out,
-    )  # fmt: skip
+    )
     return {name.removeprefix("out_"): values.tolist() for name, values in out.items()}
 
 
@@ -85,7 +85,7 @@ def test_wrong_arguments_are_refused() -> None:
         "page_table": torch.zeros(2, 4, dtype=torch.int32), "mask_hidden": torch.zeros(4), "mask_id": 0, "page_size": 4,
         "out_ids": torch.zeros(6, dtype=torch.int32), "out_hidden": torch.zeros(6, 4), "out_positions": longs,
         "out_slot_mapping": longs, "out_kv_len": ints, "out_draft_len": ints,
-    }  # fmt: skip
+    }
     prepare_parallel_draft_inputs(**good)
     bad: list[tuple[dict[str, Any], str]] = [
         ({"live": ints.long()}, r"prepare_parallel_draft_inputs: live is int64 \[2\].* must be int32 \[2\]"),

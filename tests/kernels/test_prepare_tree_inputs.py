@@ -26,7 +26,7 @@ def run(
     prepare_tree_inputs(
         parents, ints(num_tokens, device), ints(live, device), table, page_size=PAGE_SIZE, max_depth=max_depth,
         out_positions=out[0], out_slot_mapping=out[1], out_ancestors=out[2], out_kv_len=kv_len, interpret=interpret,
-    )  # fmt: skip
+    )
     positions, slots, ancestors = (x.view(rows, nodes).tolist() for x in out)
     return positions, slots, ancestors, kv_len.tolist()
 

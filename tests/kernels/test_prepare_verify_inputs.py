@@ -78,4 +78,4 @@ def test_wrong_arguments_are_refused() -> None:
             torch.zeros(2, 8, dtype=torch.int32), ints, ints, ints, torch.zeros(2, 2, dtype=torch.int32), page_size=4,
             out_ids=torch.zeros(2, 3, dtype=torch.int32), out_draft_len=ints, out_kv_len=ints.long(),
             out_positions=torch.zeros(6, dtype=torch.int64), out_slot_mapping=torch.zeros(6, dtype=torch.int64),
-        )  # fmt: skip
+        )

@@ -31,7 +31,7 @@ def test_equals_a_plain_sort_of_every_node(data: st.DataObject, interpret: bool,
     rerank_tree(
         torch.tensor(scores, dtype=dtype, device=device), ints(tokens, device), ints(old_parents, device),
         out_ids=wide[:, :kept], out_parents=wide[:, kept + 1 :], interpret=interpret,
-    )  # fmt: skip
+    )
     for row in range(rows):
         best = sorted(sorted(range(num_nodes), key=lambda node: (-scores[row][node], node))[:kept])
         parents = [0 if old_parents[row][node] < 0 else 1 + best.index(old_parents[row][node]) for node in best]

@@ -44,7 +44,7 @@ class Case:
     def make(
         cls, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device,
         norms: bool, rotary_dim: int | None = None,
-    ) -> Case:  # fmt: skip
+    ) -> Case:
         rotary_dim = rotary_dim or head_dim
 
         def noise(*shape: int) -> Tensor:
@@ -197,7 +197,7 @@ def test_slices_of_wider_rows_and_a_layer_of_a_cache_are_used_in_place(interpret
 @given(
     num_tokens=st.integers(0, 6), num_kv_heads=st.integers(1, 4), group=st.integers(1, 4), half=st.integers(1, 20),
     norms=st.booleans(), factor=st.sampled_from([1.0, 1.3]),
-)  # fmt: skip
+)
 def test_any_shape(
     num_tokens: int, num_kv_heads: int, group: int, half: int, norms: bool, factor: float, interpret: bool, device: torch.device
 ) -> None:
@@ -212,7 +212,7 @@ def test_wrong_arguments_are_refused() -> None:
     good: dict[str, Any] = {
         "qkv": case.qkv, "positions": case.positions, "freqs": case.freqs, "kv": case.kv, "slot_mapping": case.slot_mapping,
         "attention_factor": 1.0, "out_q": case.out_q, "q_norm": case.q_norm, "k_norm": case.k_norm, "eps": EPS,
-    }  # fmt: skip
+    }
     rope_write(**good)
     for name, bad in (
         ("qkv", torch.zeros(2, 40)),

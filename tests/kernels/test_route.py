@@ -69,7 +69,7 @@ def test_the_lowest_id_wins_ties(tokens: int, interpret: bool, device: torch.dev
 @given(
     tokens=st.integers(1, 80), experts=st.integers(1, 40), top_k=st.integers(1, 6), unit_pairs=st.sampled_from([8, 16, 32]),
     skew=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+)
 def test_any_size(
     tokens: int, experts: int, top_k: int, unit_pairs: int, skew: bool, seed: int, interpret: bool, device: torch.device
 ) -> None:

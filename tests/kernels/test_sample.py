@@ -312,7 +312,7 @@ def test_the_best_of_all_parts_is_the_draw_from_the_whole(count: int, interpret:
         sample_part(
             logits[:, first:end], *rest, keys, temperature, low, first,
             out_ids=ids[part], out_scores=scores[part], out_tops=tops[part], interpret=interpret,
-        )  # fmt: skip
+        )
         assert bool(((ids[part] >= first) & (ids[part] < end)).all())
     best = torch.where(scores == scores.amax(0), ids, vocab).amin(0)
     assert torch.where(tops.amax(0).isfinite(), best, NO_TOKEN).tolist() == whole.tolist()

@@ -56,7 +56,7 @@ def test_the_product_is_ours(n: int, k: int, blocked: bool, tokens: int, device:
     ("n", "k", "blocked", "fits"),
     [(256, 256, True, True), (272, 256, True, False), (256, 272, True, False), (272, 272, False, True), (264, 256, False, False),
      (256, 264, False, False)],
-)  # fmt: skip
+)
 def test_what_the_library_cannot_multiply(n: int, k: int, blocked: bool, fits: bool, device: torch.device) -> None:
     _, _, scales = operands(n, k, 1, blocked, device)
     assert (library_scales(scales, n, k) is not None) == fits

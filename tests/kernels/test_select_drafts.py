@@ -26,7 +26,7 @@ def floats(values: object, device: torch.device) -> Tensor:
 def pick(
     head_rates: list[float], lookup_rates: list[float], lookup_len: list[int], match: list[int], interpret: bool,
     device: torch.device, *, head_width: int = 3, width: int = 5, live: list[int] | None = None,
-) -> tuple[list[list[int]], list[int], list[int]]:  # fmt: skip
+) -> tuple[list[list[int]], list[int], list[int]]:
     """Draft tokens of each row, their number, and the picked side. The head proposes 10, 11, .., the lookup 20, 21, .."""
     rows = len(lookup_len)
     head = ints([[10 + j for j in range(head_width)]] * rows, device).view(rows, head_width)
@@ -37,7 +37,7 @@ def pick(
         head, look, ints(lookup_len, device), ints(match, device), floats([[8 * p, 8] for p in head_rates], device),
         floats([[4 * p, 4] for p in lookup_rates], device), ints(live or [1] * rows, device), out_draft_ids=wide[:, 1:],
         out_draft_len=lens, out_picked=picked, interpret=interpret,
-    )  # fmt: skip
+    )
     assert wide[:, 0].tolist() == [POISON] * rows
     return wide[:, 1:].tolist(), lens.tolist(), picked.tolist()
 
@@ -120,7 +120,7 @@ def test_both_proposals_are_compared_with_the_emitted_tokens(data: st.DataObject
         ints(accepted, device), ints(heads, device), ints(looks, device), ints(lookup_len, device), ints(match, device),
         ints(picked, device), head_prior=floats(priors[0], device), lookup_prior=floats(priors[1], device),
         head_counts=head_counts, lookup_counts=lookup_counts, totals=totals, interpret=interpret,
-    )  # fmt: skip
+    )
 
     def faded(old: list[float], prior: list[float], kept: float, tried: float) -> list[float]:
         left = max(0.0, 1 - tried / MEMORY)
@@ -152,7 +152,7 @@ def test_a_round_of_more_than_memory_drafts_forgets_the_older_counts(interpret: 
         ints([[3] * (width + 1)] * rows, device), (width + 1) * ones, ones, width * ones, right, right, width * ones, 0 * ones,
         ones, head_prior=priors[0], lookup_prior=priors[1], head_counts=head_counts, lookup_counts=lookup_counts,
         totals=torch.zeros(4, dtype=torch.int64, device=device), interpret=interpret,
-    )  # fmt: skip
+    )
     all_kept = rows * width
     assert head_counts.tolist() == [[4 + all_kept, 8 + all_kept]]
     assert lookup_counts.tolist() == [[3 + all_kept, 7 + all_kept]]
@@ -166,7 +166,7 @@ def test_wrong_arguments_are_refused() -> None:
         "match_len": row_ints,
         "head_counts": counts, "lookup_counts": counts, "live": row_ints, "out_draft_ids": ints([[0, 0], [0, 0]], cpu),
         "out_draft_len": row_ints.clone(), "out_picked": row_ints.clone(),
-    }  # fmt: skip
+    }
     select_drafts(**good)
     for name in good:
         with pytest.raises(ValueError, match=f"select_drafts: {name} is int64"):

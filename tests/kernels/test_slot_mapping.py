@@ -31,7 +31,7 @@ def slot_by_hand(pages: list[int], position: int, page_size: int) -> int:
 def ragged(
     start: list[int], q_len: list[int], table: list[list[int]], num_flat_tokens: int, interpret: bool, device: torch.device,
     page_size: int = PAGE_SIZE,
-) -> Lists:  # fmt: skip
+) -> Lists:
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
     cu_seqlens_q = torch.full((len(start) + 1,), POISON, **ints)
     row_ids = torch.full((num_flat_tokens,), POISON, **ints)
@@ -40,7 +40,7 @@ def ragged(
     compute_slot_mapping(
         torch.tensor(start, **ints), torch.tensor(q_len, **ints), torch.tensor(table, **ints), page_size=page_size,
         out_cu_seqlens_q=cu_seqlens_q, out_row_ids=row_ids, out_positions=positions, out_slot_mapping=slots, interpret=interpret,
-    )  # fmt: skip
+    )
     return cu_seqlens_q.tolist(), row_ids.tolist(), positions.tolist(), slots.tolist()
 
 
@@ -88,7 +88,7 @@ def test_ragged_without_a_live_row_is_all_padding(interpret: bool, device: torch
 
 @settings(max_examples=40)
 @given(rows=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), min_size=1, max_size=9), padding=st.integers(0, 5),
-       page_size=st.sampled_from([1, 3, 16]))  # fmt: skip
+       page_size=st.sampled_from([1, 3, 16]))
 def test_ragged_equals_a_loop(
     rows: list[tuple[int, int]], padding: int, page_size: int, interpret: bool, device: torch.device
 ) -> None:
@@ -105,7 +105,7 @@ def test_wrong_arguments_are_refused() -> None:
         "start": ints, "q_len": ints, "page_table": torch.zeros(2, 3, dtype=torch.int32), "page_size": 4,
         "out_cu_seqlens_q": torch.zeros(3, dtype=torch.int32), "out_row_ids": torch.zeros(4, dtype=torch.int32),
         "out_positions": longs, "out_slot_mapping": longs.clone(),
-    }  # fmt: skip
+    }
     compute_slot_mapping(**good)
     for name in ("start", "q_len", "page_table", "out_cu_seqlens_q", "out_row_ids", "out_positions", "out_slot_mapping"):
         with pytest.raises(ValueError, match=f"compute_slot_mapping: {name} is float32"):

@@ -35,7 +35,7 @@ def h200(num_rows: int, max_kv: int, max_q: int = 1) -> WorkShape:
     return work_shape(
         num_rows=num_rows, max_q=max_q, max_kv=max_kv, num_heads=32, kv_heads=8, head_dim=128, page_size=16,
         dtype=torch.bfloat16, num_sms=132,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("max_q", [1, 4])
@@ -214,7 +214,7 @@ def test_with_parts_whole_parts_come_first_and_then_the_longest_ends(interpret: 
     items = items_of(case.work(interpret=interpret))
     assert [(item[0], item[2], item[3]) for item in items] == [
         (0, 0, 64), (0, 64, 128), (2, 0, 64), (4, 0, 64), (4, 64, 128), (4, 128, 180), (1, 0, 40), (0, 128, 130), (3, 0, 0),
-    ]  # fmt: skip
+    ]
 
 
 def in_group(work: AttentionWork, row: int) -> bool:

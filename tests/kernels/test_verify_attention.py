@@ -250,7 +250,7 @@ def any_batch_equals_the_reference(data: st.DataObject, device: torch.device) ->
         heads=data.draw(st.sampled_from([(3, 3), (6, 2), (5, 1)])), head_dim=16, padding=data.draw(st.integers(0, 2)),
         window=data.draw(st.sampled_from([0, 7, 33])), sink=data.draw(st.sampled_from([0, 2])), device=device,
         programs=data.draw(st.sampled_from([1, 10, 50])), block=data.draw(st.sampled_from([16, 32])),
-    )  # fmt: skip
+    )
     work = case.work(interpret=True)
     torch.testing.assert_close(case.run(work, interpret=True), case.expected(work), atol=1e-5, rtol=0)
 
@@ -271,7 +271,7 @@ def test_wrong_arguments_are_refused() -> None:
     work = case.work(interpret=False)
     good: dict[str, Any] = {
         "q": case.q, "kv": case.kv, "page_table": case.page_table, "positions": case.positions, "out": torch.empty_like(case.q)
-    }  # fmt: skip
+    }
 
     def call(**changes: Any) -> None:
         arguments = good | changes

@@ -59,7 +59,7 @@ def test_choices_wait_after_drafts_that_lead_to_a_state_without_a_mask(
     mark_waiting(
         target_ids, row_ids, states, ints([CLASSES] * 3, device), **tables(device), drafts=drafts, num_drafted=num_drafted,
         interpret=interpret, **lines,
-    )  # fmt: skip
+    )
     assert target_ids.tolist() == [10, WAIT, WAIT, WAIT, 14, WAIT, 16]
 
 

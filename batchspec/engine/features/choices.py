@@ -67,7 +67,7 @@ class _Prompts:
 
 def run_with_choices(
     engine: Runs, requests: RequestStream | Iterable[Request], *, some_have: bool
-) -> Generator[Completion]:  # fmt: skip
+) -> Generator[Completion]:
     """As `engine.run`, which gets no request with choices.
 
     some_have  whether any of the requests may have choices
@@ -110,7 +110,7 @@ def _completion(row: _Row) -> Completion:
             num_prefills=sum(score.stats.num_prefills for score in scores if score.stats),
             prefill_s=sum(score.stats.prefill_s for score in scores if score.stats),
         ),
-    )  # fmt: skip
+    )
 
 
 def _sum(score: Completion, choice: Choice) -> float:

@@ -73,7 +73,7 @@ class LastCheck:
             state.fail(RowError(
                 code=CONSTRAINT_VIOLATED, stage="decode", retryable=True,
                 message=f"{state.request.constraint_kind or 'constraint'}: {problem}; {ADVICE}",
-            ))  # fmt: skip
+            ))
         self._checked[state] = 0
 
     def _without_breaks(self, state: RequestState, most: int) -> Recheck | None:

@@ -67,7 +67,7 @@ class LazyPlaces:
                 np.zeros(0, np.int32), np.zeros(0, np.int32), np.array([self._all_allowed], np.int32),
                 np.full((1, capacity.mask_words), -1, np.int32),
             )
-        ]  # fmt: skip
+        ]
         self._sent: list[StatesUpload] = []
         """Uploads of the newest step, which the device does not have if the run failed in that step."""
         self.known: dict[LazyAutomaton, KnownStates] = {}
@@ -133,7 +133,7 @@ class LazyPlaces:
                 np.concatenate([place for place, _ in parts]), np.concatenate([word for _, word in parts]), mask_ids,
                 found.mask.reshape(1, -1)[: len(mask_ids)],
             )
-        )  # fmt: skip
+        )
         return True
 
     def _take(self, num_words: int) -> int:

@@ -172,7 +172,7 @@ class Engine:
         self._current = EngineRun(
             requests, batch=self.batch, executor=self.executor, planner=self.planner, totals=self.totals, features=self.features,
             allocator_kind=self._allocator_kind, finished=self._finished, pools=kept, prefill_cost=self._prefill_cost,
-        )  # fmt: skip
+        )
         return self._current
 
     def _step(self) -> list[Ended]:
@@ -246,7 +246,7 @@ class Engine:
         done = completion_of(
             ended.state, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=ended.slot, now=ended.now,
             nodes=self.executor.round.nodes,
-        )  # fmt: skip
+        )
         done = self._current.features.finish(ended.state, done)
         if done.prompt_ids is not None and done.token_ids is not None:  # no error
             self._finished.append((done.prompt_ids, done.token_ids))
@@ -256,7 +256,7 @@ class Engine:
 def executor_of(
     target: Target, drafter: Drafter, batch: PackedBatch, *, device: torch.device, options: RoundOptions | None = None,
     features: Features | None = None, prefill_graphs: bool = False,
-) -> Executor:  # fmt: skip
+) -> Executor:
     """The device's side of an engine with these features, which every rank of a group has."""
     features = features or Features()
     decodes = features.prefill_pass is None
@@ -265,4 +265,4 @@ def executor_of(
         target, drafter, batch, device=device, prefill_graphs=prefill_graphs,
         options=replace(options or RoundOptions(), reader=features.reader, decodes=decodes),
         prefill_pass=features.prefill_pass or prefill_chunk, tables=features.tables(device),
-    )  # fmt: skip
+    )

@@ -92,7 +92,7 @@ class EngineRun:
         self._waiting = WaitingRequests(
             requests, partial(_arrive, self.features, drafter.max_len, self.taken, self._ended), self.features.ready,
             most_prefetched=batch.num_slots // 2,
-        )  # fmt: skip
+        )
         self._allocator = allocator_kind(
             batch,
             self.pools,

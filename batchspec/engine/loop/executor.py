@@ -132,7 +132,7 @@ class Executor:
         shape = RoundShape(
             scheduled.num_rows, scheduled.draft_len, scheduled.mode, scheduled.shares_prefixes, scheduled.prepare_next,
             scheduled.max_kv,
-        )  # fmt: skip
+        )
         result = self.graphs.run(shape)
         if scheduled.counts_experts:
             result = replace(result, experts_read=self.target.experts_read())

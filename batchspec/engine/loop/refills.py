@@ -17,7 +17,7 @@ def refill_of(state: RequestState, page_size: int) -> Refill:
     return Refill(
         slot=state.slot, request=state.request, tokens=tuple(state.tokens), pages=state.pages.columns(),
         num_cached=state.num_shared_pages * page_size,
-    )  # fmt: skip
+    )
 
 
 def prefill_of(group: Sequence[RequestState], refills: Sequence[Refill], batch: PackedBatch) -> Prefill:

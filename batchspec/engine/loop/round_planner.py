@@ -235,7 +235,7 @@ class RoundPlanner:
             self._lengths.timed(
                 launch.num_rows, launch.draft_len, launch.context_tokens, took.seconds, prepare_next=launch.prepare_next,
                 live_rows=launch.live_rows,
-            )  # fmt: skip
+            )
 
     def _live_tokens(self, launch: Launch, result: PendingResult) -> int:
         """Tokens of live rows that the round verified."""

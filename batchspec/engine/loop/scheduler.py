@@ -230,7 +230,7 @@ class Scheduler:
         self, *, moves: tuple[tuple[int, int], ...] = (), refills: tuple[Refill, ...] = (), prefill: Prefill | None = None,
         grants: tuple[PageGrant, ...] = (), round_: ScheduledRound | None = None, num_reads: int = 0, read_all: bool = False,
         reads_due: bool = True,
-    ) -> ScheduledStep:  # fmt: skip
+    ) -> ScheduledStep:
         """A step with the changes since the last one; notes what it launches. Arguments are fields of `ScheduledStep`, but:
 
         read_all   read the results of all launches, those of this step included
@@ -250,4 +250,4 @@ class Scheduler:
             finished=finished, killed=killed, moves=moves, refills=refills,
             commands=self._features.take_commands(), resumed=resumed, prefill=prefill, grants=grants,
             round=round_, num_reads=num_reads,
-        )  # fmt: skip
+        )

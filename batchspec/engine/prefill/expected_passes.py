@@ -42,7 +42,7 @@ def rows_of_a_refill(num_slots: int, *, fixed_s: float, round_s: float, rounds: 
 def expected_uses(
     rows: ExpectedRows, shapes: PassShapes, mode: SamplingMode, cost: PrefillCost, *,
     num_slots: int, draft_len: int, round_s: float, page_size: int, lookahead: int,
-) -> dict[PassShape, float]:  # fmt: skip
+) -> dict[PassShape, float]:
     """Shapes for the padded passes that the job will most likely have, one for each number of tokens, with the expected number of
     passes of each; the most frequent first.
 

@@ -67,7 +67,7 @@ class PassInputs:
         batch = lay_out(
             rows, slot_ids, [table[slot_ids] * alive for table in rows.page_tables], begins, q_len, kv_len,
             num_tokens=shape.num_tokens, max_q=shape.max_q, max_kv=shape.max_kv, page_size=page_size,
-        )  # fmt: skip
+        )
         batch.max_keys = shape.max_keys
         return batch, slot_ids
 

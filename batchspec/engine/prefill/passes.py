@@ -126,7 +126,7 @@ def prefill_drafter(
 def rehearse(
     launch: Callable[[Sequence[Segment], SamplingMode], object], rows: DeviceBatch, *, max_tokens: int, longest: int,
     mode: SamplingMode,
-) -> PrefillCost:  # fmt: skip
+) -> PrefillCost:
     """Seconds of a pass of `max_tokens` and of a short one, over free slots; K/V go to page 0, which no row reads. GPU only; no
     row may be live.
 
@@ -182,7 +182,7 @@ def flat_batch(rows: DeviceBatch, segments: Sequence[Segment], page_size: int) -
     batch = lay_out(
         rows, slot_ids, [table[slot_ids] for table in rows.page_tables], begins.int(), q_len.int(), ends.int(),
         num_tokens=sum(lengths), max_q=max(lengths), max_kv=max(s.end for s in segments), page_size=page_size,
-    )  # fmt: skip
+    )
     batch.host = HostLayout(lengths, [s.end for s in segments])
     begin = 0
     for segment, length in zip(segments, lengths, strict=True):
@@ -195,7 +195,7 @@ def flat_batch(rows: DeviceBatch, segments: Sequence[Segment], page_size: int) -
 def lay_out(
     rows: DeviceBatch, slot_ids: Tensor, page_tables: Sequence[Tensor], begins: Tensor, q_len: Tensor, kv_len: Tensor, *,
     num_tokens: int, max_q: int, max_kv: int, page_size: int,
-) -> FlatBatch:  # fmt: skip
+) -> FlatBatch:
     """Concatenate the tokens of rows, which are on the device already, and pad them to `num_tokens`.
 
     slot_ids       int64 [R] the slot of each row
@@ -210,7 +210,7 @@ def lay_out(
     compute_slot_mapping(
         begins, q_len, page_table, page_size=page_size,
         out_cu_seqlens_q=cu_seqlens_q, out_row_ids=row_ids, out_positions=positions, out_slot_mapping=slots,
-    )  # fmt: skip
+    )
     batch = FlatBatch(
         token_ids=rows.tokens[slot_ids[row_ids], positions],
         row_ids=row_ids,

@@ -54,7 +54,7 @@ class DraftLengths:
     def __init__(
         self, max_len: int, choices: tuple[int, ...] | None = None, experts: ExpertReads | None = None,
         num_nodes: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         choices    draft lengths that may be chosen, ascending from 0 to max_len, instead of `candidates`
         num_nodes  of a tree: nodes that a round with drafts verifies besides a row's newest token; None: a chain's draft tokens
@@ -116,7 +116,7 @@ class DraftLengths:
     def timed(
         self, num_rows: int, draft_len: int, context_tokens: int, seconds: float, *, prepare_next: bool = False,
         live_rows: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Note that a round over live rows took `seconds`; prepare_next as for `set_base`, live_rows as for `choose`."""
         if context_tokens:
             live_rows = num_rows if live_rows is None else live_rows

@@ -175,7 +175,7 @@ class Round:
     def commit(
         self, hidden: Tensor, places: LogitRows | None, cu_seqlens_q: Tensor, drafts: Drafts, rows: DeviceBatch, live: Tensor,
         mode: SamplingMode, out_accepted_len: Tensor,
-    ) -> RoundResult:  # fmt: skip
+    ) -> RoundResult:
         """Choose the target's tokens after `hidden` [T, H], accept the drafts that agree with them, and commit the emitted
         tokens.
 
@@ -204,7 +204,7 @@ class Round:
             drafts.ids, drafts.length, target_ids, cu_seqlens_q, rows.stop_ids, rows.limit, drafts.rates, rows.keys,
             tokens=rows.tokens, num_tokens=rows.num_tokens, live=live, finish=rows.finish,
             out_accepted_len=out_accepted_len, out_log=log,
-        )  # fmt: skip
+        )
         commit_rules(rows, log, live, mode)
         if raw is None or places is None or self.options.reader is None:
             return RoundResult(log)

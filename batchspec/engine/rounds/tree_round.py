@@ -88,7 +88,7 @@ class TreeRound(Round):
         find_accepted_path(
             ids, parents, target_ids, take_deepest=drafts.rates is not None, draft_len=drafts.length, out_path=path,
             out_flat_ids=at, out_draft_ids=drafts.ids,
-        )  # fmt: skip
+        )
         at = at.view(-1)
         accepted_len = self._accepted_len[:num_rows]
         on_path = None
@@ -104,7 +104,7 @@ class TreeRound(Round):
             self.drafter.catch_up(
                 chain.of_group(self.cache.groups.draft_group), aux_hidden_states.index_select(0, at), accepted_len, rows,
                 self.cache, prepare_next=prepare_next,
-            )  # fmt: skip
+            )
             park_rows(result)
         return result
 
@@ -118,7 +118,7 @@ class TreeRound(Round):
         prepare_tree_inputs(
             parents, rows.num_tokens, rows.live, page_table, page_size=page_size, max_depth=self.drafter.max_len,
             out_positions=positions, out_slot_mapping=slots, out_ancestors=ancestors, out_kv_len=kv_len,
-        )  # fmt: skip
+        )
         tree = TreeTail(ancestors=ancestors, start=rows.num_tokens - 1, max_depth=self.drafter.max_len)
         max_kv = page_table.shape[1] * page_size
         batch = self._node_layout.batch(ids, positions, slots, kv_len, page_table, max_kv, tree)

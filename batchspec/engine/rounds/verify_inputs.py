@@ -52,7 +52,7 @@ class VerifyInputs:
         prepare_verify_inputs(
             rows.tokens, rows.num_tokens, rows.limit, rows.live, page_table, page_size=self._page_size, out_ids=ids,
             out_draft_len=self.lengths(num_rows), out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
-        )  # fmt: skip
+        )
         batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows.max_kv)
         return batch.add_groups(more_tables, self._page_size)
 
@@ -79,7 +79,7 @@ class VerifyInputs:
         compute_slot_mapping(
             start, q_len, page_table, page_size=self._page_size,
             out_cu_seqlens_q=cu_seqlens_q, out_row_ids=row_ids, out_positions=positions, out_slot_mapping=slots,
-        )  # fmt: skip
+        )
         kv_len = (rows.num_tokens + lengths).mul_(rows.live)
         return FlatBatch(
             token_ids=ids[row_ids, (positions - start[row_ids]).clamp_(min=0, max=draft_len)],

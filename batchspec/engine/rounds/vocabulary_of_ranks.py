@@ -105,7 +105,7 @@ def checksums(hidden: Tensor) -> Tensor:
 def choose_of_ranks(
     logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode, tokens: slice, vocab: int, ranks: Collectives, *,
     greedy: Greedy,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """As `sampling.choose`, int32 [T], for logits [T, v] of `tokens`, which are changed. greedy: chooses from such logits."""
     at = LogitRows(at.row_ids, at.positions, at.drafts, at.num_drafted, at.draft_rows, tokens)
     adjust_logits(logits, at, rows, mode)
@@ -119,7 +119,7 @@ def choose_of_ranks(
     sample_part(
         logits, at.row_ids, at.positions, rows.keys, rows.temperature, low, tokens.start,
         out_ids=ids, out_scores=scores, out_tops=tops,
-    )  # fmt: skip
+    )
     chosen = best_of_ranks(scores, ids, ranks)
     return torch.where(ranks.gather(tops).amax(0).isfinite(), chosen, NO_TOKEN)
 
@@ -143,4 +143,4 @@ def cutoffs_of_ranks(logits: Tensor, row_ids: Tensor, rows: DeviceBatch, vocab: 
     return cutoff_of_largest(
         largest, total, row_ids, rows.temperature, rows.top_k, rows.top_p, rows.min_p,
         nums=(few, min(MORE * few, vocab), vocab), dtype=logits.dtype,
-    )  # fmt: skip
+    )

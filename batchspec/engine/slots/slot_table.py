@@ -58,7 +58,7 @@ class SlotTable:
         self._arrays: tuple[NDArray[np.generic], ...] = (
             self.owner, self.num_tokens, self.num_columns, self.num_held, self.num_prefilled, self.prompt_len, self.max_tokens,
             self.predicted_tokens, self.decodes, self.watch_at, self.watch_token, self._tokens, *self._counts,
-        )  # fmt: skip
+        )
         self._modes: Counter[SamplingMode] = Counter()
         self.num_live = 0
         """Number of requests in slots."""

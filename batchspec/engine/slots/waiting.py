@@ -26,7 +26,7 @@ class WaitingRequests:
     def __init__(
         self, stream: RequestStream, arrive: Callable[[Request], RequestState | None], ready: Callable[[RequestState], bool],
         *, most_prefetched: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._stream: RequestStream | None = stream
         self._arrive, self._ready, self._most_prefetched = arrive, ready, most_prefetched
         self._prefetched: deque[Request] = deque()

@@ -205,7 +205,7 @@ class ExpertsSpec:
         return GroupedSpec(
             name=self.name, parts=parts, num_experts=self.num_experts, part_rows=rows, k=k, bias=self.bias,
             stacked=len(self.parts) == 2, interleaved=interleaved,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

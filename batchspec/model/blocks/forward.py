@@ -106,7 +106,7 @@ class Stream(Protocol):
     def project(
         self, norm: Tensor | None, eps: float, product: Product, lora: LoraTokens | None, *, gated: bool = False,
         out_aux: Tensor | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """product(rms_norm(stream)); gated: product.swiglu of it; norm None: product(stream).
 
         out_aux  [T, H]: the stream is written here if it is given

@@ -167,13 +167,13 @@ class Moe:
         how: dict[str, Any] = {
             "scoring": router.scoring, "norm_topk": router.norm_topk, "bias": self._selection_bias, "unit_pairs": unit_pairs,
             "live": live,
-        }  # fmt: skip
+        }
         if has_fast_experts(x.device, x.dtype) and num_experts <= MAX_EXPERTS and router.top_k <= MAX_TOP_K:
             logits = router_logits(x, self._router, self._bias, interpret=not x.is_cuda)
             return route(
                 logits, router.top_k, out_num_read=self.num_experts_read, rows_of=x if self._gate_up.reads_rows else None,
                 interpret=not x.is_cuda, **how,
-            )  # fmt: skip
+            )
         routing = route_reference(router_logits_reference(x, self._router, self._bias), router.top_k, **how)
         self.num_experts_read.copy_(num_read(routing))
         return routing

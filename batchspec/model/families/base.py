@@ -22,11 +22,11 @@ NOT_BUILT = (
     "parallel_attn", "use_parallel_residual", "use_qk_norm", "qk_layernorm", "use_mrope", "is_encoder_decoder",
     "per_layer_config", "rope_interleave", "rope_interleaved", "attn_temperature_tuning", "n_shared_experts",
     "num_shared_experts", "shared_expert_intermediate_size", "logits_soft_cap", "use_mup",
-)  # fmt: skip
+)
 NOT_BUILT_SCALES = (
     "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "scale_emb",
     "scale_depth", "partial_rotary_factor", "rotary_pct", "routed_scaling_factor", "n_group", "rope_ratio",
-)  # fmt: skip
+)
 NOT_BUILT_IF_FALSE = ("is_causal",)
 BUILT_NAMES = {"hidden_act": ("silu", "swish"), "hidden_activation": ("silu", "swish"), "scoring_func": ("softmax",)}
 """Key -> the values that every family supports; the first is that of a missing key. A family with others has it in `computes`."""

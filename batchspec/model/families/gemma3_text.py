@@ -89,4 +89,4 @@ GEMMA3_TEXT = Family(
     embedding_scale=lambda config: config.integer("hidden_size") ** 0.5,
     computes=frozenset({"query_pre_attn_scalar", "rope_local_base_freq", "hidden_act", "hidden_activation"}),
     refuses=_refuses,
-)  # fmt: skip
+)

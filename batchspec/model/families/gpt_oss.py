@@ -19,7 +19,7 @@ NORMS = NormForm(wide=True)
 _YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
-}  # fmt: skip
+}
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
@@ -62,4 +62,4 @@ GPT_OSS = Family(
     rope=_rope,
     norms=NORMS,
     computes=frozenset(EXPERT_COUNTS),
-)  # fmt: skip
+)

@@ -22,7 +22,7 @@ _BUILT: dict[str, tuple[Any, ...]] = {
     "shared_intermediate_size": (0,), "layernorm_full_attention_alpha": (1.0,),
     "layernorm_full_attention_beta": (1.0,), "layernorm_mlp_alpha": (1.0,), "layernorm_mlp_beta": (1.0,),
     "sliding_window": (), "attn_window_size": (), "num_expert_group": (0, 1), "topk_group": (0, 1),
-}  # fmt: skip
+}
 """key -> its values, besides null, that do not change what is computed here"""
 
 
@@ -78,4 +78,4 @@ MINIMAX_M2 = Family(
     computes=frozenset({*EXPERT_COUNTS, "use_qk_norm", "scoring_func", "partial_rotary_factor"}),
     refuses=_refuses,
     config_ends=False,
-)  # fmt: skip
+)

@@ -38,4 +38,4 @@ MIXTRAL = Family(
     integers=EXPERT_COUNTS,
     computes=frozenset(EXPERT_COUNTS),
     refuses=refuses_layer_types,
-)  # fmt: skip
+)

@@ -58,4 +58,4 @@ QWEN3_MOE = Family(
     },
     computes=frozenset({*EXPERT_COUNTS, "moe_intermediate_size", "use_qk_norm"}),
     refuses=_refuses,
-)  # fmt: skip
+)

@@ -108,7 +108,7 @@ class Fp8Linear(Product):
     def __init__(
         self, parts: Sequence[Fp8Weight], bias: Tensor | None, activations: Activations, dtype: torch.dtype = torch.bfloat16, *,
         ordered: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._values, self._scales = torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts])
         self._bias, self._dtype, self._pieces, self._ordered = bias, dtype, pieces(parts), ordered
         self._forms = {piece.input_scale: form_of(activations, piece.input_scale) for piece in self._pieces}

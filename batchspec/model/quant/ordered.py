@@ -42,13 +42,13 @@ class OrderedLinear(Product):
         tile = ordered_tile(x.shape[0], self._rows, self._k, self._segments, x.device)
         return ordered_linear(
             x, self._weight, self._bias, segments=self._segments, tile=tile, interpret=not x.is_cuda
-        )  # fmt: skip
+        )
 
     def swiglu(self, x: Tensor, lora: LoraTokens | None = None) -> Tensor:
         tile = ordered_tile(x.shape[0], self._rows, self._k, self._segments, x.device, gated=True)
         return ordered_swiglu(
             x, self._weight, self._bias, segments=self._segments, tile=tile, interpret=not x.is_cuda
-        )  # fmt: skip
+        )
 
 
 class OrderedHead:
@@ -67,14 +67,14 @@ class OrderedHead:
     def greedy(
         self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool,
         allowed: tuple[Tensor, Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The tokens int32 [N] of the largest of these logits, as the kernel `lm_head` finds them. Masks are not supported."""
         assert allowed is None
         tile = ordered_head_tile(hidden.shape[0], self._rows, self._k, hidden.device)
         lm_head(
             hidden, self.weight, out_ids=out_ids, tile=tile, vocab=vocab, flag_nonfinite=flag_nonfinite,
             interpret=not hidden.is_cuda,
-        )  # fmt: skip
+        )
 
     def masks_in_product(self, hidden: Tensor) -> bool:
         return False

@@ -35,7 +35,7 @@ from batchspec.structured.regular import TooLarge
 MAX_NESTED = 6
 COMBINED: tuple[Any, ...] = (
     "anyOf", NOT_ANY, "oneOf", "not", "if", "then", "else", "dependencies", "dependentSchemas", "dependentRequired"
-)  # fmt: skip
+)
 
 
 class _More(NamedTuple):

@@ -114,7 +114,7 @@ def _containing(leaves: Sequence[Leaf], wanted: Leaf, least: int, most: int | No
 
 def _distinct(
     leaves: Sequence[Leaf], where: str, least: int, most: int | None, num_fixed: int, reading: Reading
-) -> Node:  # fmt: skip
+) -> Node:
     """Different values of a listed set; an automaton cannot remember other written values. Raises BadSchema."""
     values = None if num_fixed else _listed(element_schemas(leaves, 0), reading)
     if values is None:

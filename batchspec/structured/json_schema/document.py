@@ -19,7 +19,7 @@ MAX_INSIDE = 500
 _SINCE = {
     "draft-06": {"const", "contains", "propertyNames"}, "draft-07": {"if", "then", "else"},
     "2019-09": {"dependentRequired", "dependentSchemas", "minContains", "maxContains"}, "2020-12": {"prefixItems"},
-}  # fmt: skip
+}
 """Keywords that an earlier draft does not have."""
 _BEFORE = {"2019-09": {"dependencies"}, "2020-12": {"additionalItems"}}
 """Keywords that this draft no longer has."""

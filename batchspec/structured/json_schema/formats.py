@@ -60,5 +60,5 @@ FORMATS = {
     # Some validators take a zero before another digit for a leading one.
     "json-pointer": _POINTER, "relative-json-pointer": f"[1-9]{{0,3}}[0-9](#|{_POINTER})",
     "regex": r"\^?(([A-Za-z0-9 _-]|\\[.dws]|\[a-z\]|\[A-Z\]|\[0-9\])[*+?]?)*\$?",
-}  # fmt: skip
+}
 """Formats -> the texts that are written for them. Other names are not restricted."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 NOT_BUILT = {
     "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "divisibleBy", "extends", "disallow",
-}  # fmt: skip
+}
 """Keywords of the drafts that decide whether a value is valid, and are not supported."""
 BY_TYPE: dict[str, tuple[str, ...]] = {
     "object": (
@@ -27,7 +27,7 @@ BY_TYPE: dict[str, tuple[str, ...]] = {
     "integer": (),
     "boolean": (),
     "null": (),
-}  # fmt: skip
+}
 TYPES = tuple(BY_TYPE)
 NOT_TYPES, NOT_VALUES, NOT_PATTERNS, NOT_THERE = ("not", "type"), ("not", "enum"), ("not", "pattern"), ("not", "required")
 """Keys of schemas that are made as negations: lists of types, values, patterns, and names of properties that are not there. They
@@ -42,7 +42,7 @@ KEYWORDS = {
     "$ref", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "enum", "const", "type", "format",
     *(key for keys in BY_TYPE.values() for key in keys),
     NOT_TYPES, NOT_VALUES, NOT_PATTERNS, NOT_THERE, NOT_ANY, NOT_FIT, SOME_KEY,
-}  # fmt: skip
+}
 
 
 class BadSchema(ValueError):

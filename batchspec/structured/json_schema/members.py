@@ -14,7 +14,7 @@ MAX_COUNTED = 2_000
 
 def members_node(
     items: Sequence[tuple[Node, bool]], other: Node | None, least: int, most: int | None, leaves: Sequence[Leaf]
-) -> Node:  # fmt: skip
+) -> Node:
     """Members in this order, of which optional ones may be missing; then any number of `other`; least .. most in all.
 
     Members after the first begin with a comma. A state is the index of the next item, and how many were written, as far as

@@ -34,11 +34,11 @@ _SIZES = {
     "minLength": ("string", "maxLength", -1), "maxLength": ("string", "minLength", 1),
     "minItems": ("array", "maxItems", -1), "maxItems": ("array", "minItems", 1),
     "minProperties": ("object", "maxProperties", -1), "maxProperties": ("object", "minProperties", 1),
-}  # fmt: skip
+}
 _BOUNDS = {
     "minimum": "exclusiveMaximum", "maximum": "exclusiveMinimum",
     "exclusiveMinimum": "maximum", "exclusiveMaximum": "minimum",
-}  # fmt: skip
+}
 _BESIDE = {"then", "else", "minContains", "maxContains"}
 """Keywords that say nothing alone."""
 Schema = Mapping[Any, Any]

@@ -94,7 +94,7 @@ def bounds_of(leaves: Sequence[Leaf]) -> tuple[Bound | None, Bound | None]:
 
 def _bound(
     leaves: Sequence[Leaf], inclusive: str, exclusive: str, choose: Callable[[list[Decimal]], Decimal]
-) -> Bound | None:  # fmt: skip
+) -> Bound | None:
     found = list[Bound]()
     for where, schema in leaves:
         values = {key: schema[key] for key in (inclusive, exclusive) if key in schema}

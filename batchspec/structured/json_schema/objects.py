@@ -45,7 +45,7 @@ MAX_OVERLAPS = 4
 """Keys that match several patterns are written if there are at most this many patterns."""
 NAME_KEYWORDS = {
     "type", "pattern", "minLength", "maxLength", "format", "enum", "const", NOT_TYPES, NOT_VALUES, NOT_PATTERNS
-}  # fmt: skip
+}
 """The supported keywords of schemas for the names of properties."""
 
 

@@ -17,7 +17,7 @@ for _stored, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early, _sin
     ("e4m3", 128, 16, 64, 4, 0, False, False, True, False), ("e4m3", 64, 16, 64, 4, 128, False, False, False, True),
     ("e4m3", 128, 64, 64, 4, 0, True, False, True, False), ("e4m3", 64, 128, 64, 8, 0, True, False, False, False),
     ("e4m3", 128, 32, 64, 4, 0, False, True, False, False), ("e4m3 fp32", 64, 16, 32, 8, 0, False, False, False, False),
-):  # fmt: skip
+):
     _fp8 = _stored.startswith("e4m3")
     _dtype = {"e4m3": "bf16", "e4m3 fp32": "fp32"}.get(_stored, _stored)
     case(
@@ -123,24 +123,24 @@ for _sink_logits in (None, PF32):  # without them one part after another, as whe
 for _kv, _dim, _tile, _window, _grouped, _warps in (
     ("bf16", 128, 16, 0, False, 4), ("bf16", 64, 32, 128, False, 4), ("bf16", 128, 64, 0, True, 4),
     ("fp8e4nv", 128, 16, 0, False, 4), ("fp8e4nv", 64, 32, 128, False, 4), ("fp8e4nv", 128, 64, 0, True, 4),
-):  # fmt: skip
+):
     case(f"ordered_attention_kernel {_kv} D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}", "ordered_attention",
          _warps, q="*bf16", kv=f"*{_kv}", scales=None if _kv == "bf16" else PF32,
          page_table=PI32, positions=PI64, cu_seqlens_q=PI32, kv_len=PI32, row_order=PI32, items=PI32,
          num_items=PI32, row_parts=PI32, sink_logits=PF32 if _window else None, out="*bf16", part_out=PF32, part_lse=PF32,
          scale="fp32", max_pages=I32, max_q=I32, stride=I32, q_stride_t=I32, q_stride_h=I32, kv_stride_part=I64,
          kv_stride_page=I32, KV_HEADS=8, HEADS=4, HEAD_DIM=_dim, DIM=_dim, PAGE_SIZE=16, WINDOW=_window, TILE=_tile, BLOCK=64,
-         GROUPED=_grouped, WIDE=False, STRIDED=_window > 0, EARLY=not _window)  # fmt: skip
+         GROUPED=_grouped, WIDE=False, STRIDED=_window > 0, EARLY=not _window)
 for _kv, _dim, _window, _parted in (
     ("bf16", 128, 0, True), ("bf16", 64, 128, True), ("bf16", 96, 0, False), ("fp8e4nv", 128, 0, True),
     ("fp8e4nv", 64, 128, False),
-):  # fmt: skip
+):
     case(f"ordered_prefill_kernel {_kv} D={_dim}, window {_window}, parted {_parted}", "ordered_prefill", 8, q="*bf16",
          kv=f"*{_kv}", scales=None if _kv == "bf16" else PF32,
          page_table=PI32, positions=PI64, cu_seqlens_q=PI32, kv_len=PI32, sink_logits=PF32 if _window else None, out="*bf16",
          scale="fp32", max_pages=I32, num_tiles=I32, q_stride_t=I32, q_stride_h=I32, kv_stride_part=I64, kv_stride_page=I32,
          KV_HEADS=8, HEADS=4, HEAD_DIM=_dim, DIM=128 if _dim > 64 else 64, PAGE_SIZE=16, WINDOW=_window, TILE=128, BLOCK=64,
-         PART=1024, PARTED=_parted, WIDE=False)  # fmt: skip
+         PART=1024, PARTED=_parted, WIDE=False)
 
 CASES.seldom |= {
     "verify_kernel bf16 D=128, tile 16, window 0, grouped False, tree False, early False, sinks False",

@@ -33,24 +33,24 @@ for _match in (None, PI32):
     case(f"ngram_lookup_kernel match {_match}", "ngram_lookup", 8, tokens=PI32, num_tokens=PI32, live=PI32, draft_ids=PI32,
          draft_len=PI32, match_len=_match, stride_row=I32, draft_stride=I32, max_draft_len=I32, growth=I32, width=I32,
          MIN_NGRAM=2, MAX_NGRAM=6,
-         LANES=4, BLOCK=2048)  # fmt: skip
+         LANES=4, BLOCK=2048)
 case("corpus_lookup_kernel", "corpus_lookup", 1, tokens=PI32, num_tokens=PI32, live=PI32, which=PI32, table=PI64, corpus=PI32,
      draft_ids=PI32, draft_len=PI32, match_len=PI32, stride_row=I32, draft_stride=I32, max_draft_len=I32, growth=I32, width=I32,
-     num_entries=I32, corpus_len=I32, LENGTHS=0b1010100, MAX_NGRAM=6, PAST_LANES=8, LANES=8)  # fmt: skip
+     num_entries=I32, corpus_len=I32, LENGTHS=0b1010100, MAX_NGRAM=6, PAST_LANES=8, LANES=8)
 case("select_drafts_kernel", "select_drafts", 1, head_ids=PI32, lookup_ids=PI32, lookup_len=PI32, match_len=PI32,
      head_counts=PF32, lookup_counts=PF32, live=PI32, draft_ids=PI32, draft_len=PI32, picked=PI32, head_stride=I32,
-     lookup_stride=I32, draft_stride=I32, head_width=I32, width=I32, LANES=8)  # fmt: skip
+     lookup_stride=I32, draft_stride=I32, head_width=I32, width=I32, LANES=8)
 case("update_acceptance_kernel", "select_drafts", 4, tokens=PI32, num_tokens=PI32, live=PI32, accepted_len=PI32, head_ids=PI32,
      lookup_ids=PI32, lookup_len=PI32, match_len=PI32, picked=PI32, head_prior=PF32, lookup_prior=PF32, head_counts=PF32,
      lookup_counts=PF32, totals=PI64, num_rows=I32, token_stride=I32, head_stride=I32, lookup_stride=I32, head_width=I32,
-     width=I32, num_match_lens=I32, memory="fp32", LANES=8, MATCH_LENS=16, BLOCK=64)  # fmt: skip
+     width=I32, num_match_lens=I32, memory="fp32", LANES=8, MATCH_LENS=16, BLOCK=64)
 for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _acc, _values = "fp64" if _dtype == "fp64" else "fp32", f"*{_dtype}"
     for _positions in (None, PI64):
         case(f"eagle_head_input_kernel {_dtype}, positions {_positions}", "eagle_head_input", 2, token_ids=PI32,
              row_ids=None if _positions is None else PI32, positions=_positions, hidden=_values, embedding=_values,
              embedding_norm=_values, hidden_norm=_values, out=_values, token_stride=I32, hidden_stride=I32, out_stride=I32,
-             max_len=I32, num_ids=I32, EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
+             max_len=I32, num_ids=I32, EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)
     case(
         f"gather_last_accepted_kernel {_dtype}, no residual",
         "gather_last_accepted",
@@ -105,4 +105,4 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
          out_positions=PI64, out_kv_len=PI32,
          num_flat_tokens=I32, q_stride=I32, residual_stride=I32, out_q_stride=I32, out_residual_stride=I32, Q_WIDTH=1536,
          WIDTH=576,
-         BLOCK=2048)  # fmt: skip
+         BLOCK=2048)

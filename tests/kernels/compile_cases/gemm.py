@@ -11,13 +11,13 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _acc, _values = "fp64" if _dtype == "fp64" else "fp32", f"*{_dtype}"
     for _gelu in (0.0, 1.6):
         case(f"silu_and_mul_kernel {_dtype}, gelu {_gelu}", "activation", 8, gate_up=_values, out=_values, stride=I32,
-             WIDTH=14336, BLOCK=2048, GELU=_gelu, ACC=_acc)  # fmt: skip
+             WIDTH=14336, BLOCK=2048, GELU=_gelu, ACC=_acc)
 for _op, _dtype, _tma, _m, _n, _warps, _split, _even in (
     ("linear", "bf16", True, 128, 256, 8, False, True), ("linear", "bf16", True, 128, 256, 8, True, True),
     ("linear", "bf16", False, 64, 128, 4, True, False), ("linear", "fp32", False, 32, 64, 4, True, True),
     ("swiglu", "bf16", True, 128, 128, 8, True, True), ("swiglu", "bf16", False, 64, 64, 4, False, True),
     ("norm_linear", "bf16", True, 64, 64, 4, False, True), ("norm_swiglu", "bf16", False, 64, 64, 4, False, False),
-):  # fmt: skip
+):
     _ptr, _norm, _gated = f"*{_dtype}", _op.startswith("norm"), _op.endswith("swiglu")
     _x, _w = (f"tensordesc<{_dtype}[{rows}, 64]>" if _tma else _ptr for rows in (_m, _n))
     case(f"linear_kernel {_op} {_dtype}, TMA {_tma}, split {_split}", "linear", _warps, x=_x, w=_w,
@@ -25,43 +25,43 @@ for _op, _dtype, _tma, _m, _n, _warps, _split, _even in (
          residual=_ptr if _op == "linear" else None, out=_ptr, partials=PF32 if _split else None,
          arrived=PI32 if _split else None, num_tokens=I32, n=I32, k=I32, units_per_program=I32, stride_x=I32, stride_w=I32,
          stride_out=I32, eps="fp32", BLOCK_M=_m, BLOCK_N=_n, BLOCK_K=64, TMA=_tma, EVEN_K=_even, GATED=_gated, SPLIT=_split,
-         INTERPRETED=False)  # fmt: skip
+         INTERPRETED=False)
 for _out, _tma, _m, _n, _warps, _segments, _split, _gated in (
     ("bf16", True, 64, 64, 4, 2, True, False), ("fp32", False, 256, 128, 8, 1, False, False),
     ("bf16", False, 128, 128, 8, 2, False, False), ("bf16", True, 128, 128, 8, 1, False, True),
-):  # fmt: skip
+):
     _x, _w = (f"tensordesc<bf16[{rows}, 64]>" if _tma else "*bf16" for rows in (_m, _n))
     case(f"ordered_kernel bf16, out {_out}, {_segments} segments, split {_split}, gated {_gated}", "ordered", _warps, x=_x, w=_w,
          bias=None if _gated else "*bf16", out=f"*{_out}", partials=PF32 if _split else None,
          arrived=PI32 if _split else None, num_tokens=I32, n=I32, k=I32, segment_blocks=I32, stride_x=I32, stride_w=I32,
          stride_out=I32, BLOCK_M=_m, BLOCK_N=_n, BLOCK_K=64, SEGMENTS=_segments, SPLIT=_split, GROUP=16, TMA=_tma, EVEN_K=True,
-         GATED=_gated, INTERPRETED=False)  # fmt: skip
+         GATED=_gated, INTERPRETED=False)
 for _dtype, _tma in (("bf16", True), ("bf16", False), ("fp32", False)):
     _x = f"tensordesc<{_dtype}[64, 64]>" if _tma else f"*{_dtype}"
     for _masks in (None, PI32):
         case(f"lm_head_kernel {_dtype}, TMA {_tma}, masks {_masks}", "lm_head", 4, x=_x, w=_x, masks=_masks, mask_rows=_masks,
              top=PF32, top_ids=PI32, num_tokens=I32, width=I32, vocab=I32, num_parts=I32, k=I32, stride_x=I32, stride_w=I32,
              mask_stride=I32, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, WORDS=2, TMA=_tma, EVEN_K=True, FLAG=True,
-             INTERPRETED=False)  # fmt: skip
+             INTERPRETED=False)
 for _map in (None, PI32, PI64):
     case(f"first_top_kernel map {_map}", "lm_head", 4, top=PF32, top_ids=PI32, map_ids=_map, out_ids=PI32, out_stride=I32,
-         num_parts=I32, FLAG=_map is None, BLOCK=1024)  # fmt: skip
+         num_parts=I32, FLAG=_map is None, BLOCK=1024)
 for _gated, _one, _scale in ((False, False, None), (True, True, None), (False, True, "fp32")):
     case(f"quantise_tokens_kernel gated {_gated}, whole {_one}, given {_scale}", "fp8_tokens", 8, x="*bf16", out="*fp8e4nv",
          out_scales=PF32, given=_scale, num_rows=I32, stride=I32, k=I32, GATED=_gated, GELU=0.0, WHOLE=_one, GROUP=128,
-         GROUPS=16, INTERPRETED=False)  # fmt: skip
+         GROUPS=16, INTERPRETED=False)
 # (blocked, split, tokens, rows of W, warps, TMA)
 for _blocked, _split, _t, _n, _warps, _tma in (
     (True, True, 64, 64, 4, True), (True, False, 16, 128, 4, True), (False, True, 32, 64, 4, True),
     (True, False, 128, 64, 4, True), (True, False, 64, 64, 4, True), (False, False, 128, 64, 4, True),
     (False, False, 64, 64, 4, True), (False, False, 64, 128, 4, False), (True, True, 64, 128, 8, True),
-):  # fmt: skip
+):
     case(f"fp8_linear_kernel blocked {_blocked}, split {_split}, {_t} tokens x {_n}, {_warps} warps", "fp8_linear", _warps,
          x=f"tensordesc<fp8e4nv[{_t}, 128]>" if _tma else "*fp8e4nv", x_scales=PF32,
          w=f"tensordesc<fp8e4nv[{_n}, 128]>" if _tma else "*fp8e4nv", w_scales=PF32, bias=None if _blocked else "*bf16",
          out="*bf16", partials=PF32 if _split else None, arrived=PI32 if _split else None, num_tokens=I32, num_rows=I32, n=I32,
          k=I32, split=I32, scale_stride=I32, BLOCKED=_blocked, SPLIT=_split, BLOCK_T=_t, BLOCK_N=_n, GROUP=8, TMA=_tma,
-         EVEN_K=_tma, STAGES=4, INTERPRETED=False)  # fmt: skip
+         EVEN_K=_tma, STAGES=4, INTERPRETED=False)
 
 CASES.seldom |= {
     "first_top_kernel map *i32",

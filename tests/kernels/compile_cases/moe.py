@@ -10,28 +10,28 @@ case = CASES.add
 for _wide, _t, _e, _warps in ((False, 16, 16, 8), (True, 32, 64, 4)):
     case(f"router_kernel fp32 {_wide}", "router", _warps, x="*bf16", w=PF32 if _wide else "*bf16", bias=None, out=PF32,
          num_tokens=I32, rounds=I32, stride_x=I32, NUM_EXPERTS=120, K=1536, BLOCK_T=_t, BLOCK_E=_e, PARTS=8,
-         PART_K=32 if _wide else 64, FEW=not _wide, WIDE=_wide, AHEAD=not _wide, INTERPRETED=False)  # fmt: skip
+         PART_K=32 if _wide else 64, FEW=not _wide, WIDE=_wide, AHEAD=not _wide, INTERPRETED=False)
 case("route_kernel", "route", 4, logits=PF32, bias=PF32, live=None, out_ids=PI32, out_weights=PF32, num_tokens=I32, stride=I32,
-     NUM_EXPERTS=120, TOP_K=6, SIGMOID=True, NORM=True, TOKENS=4, LANES=128, SLOTS=8)  # fmt: skip
+     NUM_EXPERTS=120, TOP_K=6, SIGMOID=True, NORM=True, TOKENS=4, LANES=128, SLOTS=8)
 for _tokens, _rows, _sigmoid in ((1, True, False), (8, False, True)):
     _kind = "*bf16" if _rows else None
     case(f"route_few_kernel {_tokens} tokens, rows {_rows}", "route_few", _tokens, logits=PF32, bias=PF32 if _sigmoid else None,
          live="*u8" if _rows else None, x=_kind, out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_places=PI32,
          out_offsets=PI32, out_units=PI32, out_rows=_kind, out_num_read=PI32 if _rows else None, num_tokens=I32,
          num_units=I32, stride=I32, stride_x=I32, width=I32, NUM_EXPERTS=120, TOP_K=6, SIGMOID=_sigmoid, NORM=True,
-         UNIT_PAIRS=16, TOKENS=_tokens, LANES=128, SLOTS=8, BLOCK=4096)  # fmt: skip
+         UNIT_PAIRS=16, TOKENS=_tokens, LANES=128, SLOTS=8, BLOCK=4096)
 case("list_kernel", "route", 8, expert_ids=PI32, out_pairs=PI32, out_places=PI32, out_offsets=PI32, out_units=PI32,
      out_num_read=PI32, num_pairs=I32, num_units=I32,
-     NUM_EXPERTS=120, UNIT_PAIRS=16, LANES=128, BLOCK=2048)  # fmt: skip
+     NUM_EXPERTS=120, UNIT_PAIRS=16, LANES=128, BLOCK=2048)
 for _residual, _gain in ((None, None), ("*bf16", "*bf16"), ("*bf16", PF32)):
     case(f"combine_kernel residual {_residual}, norm {_gain}", "combine", 8, y="*bf16", weights=PF32, residual=_residual,
          norm=_gain, out="*bf16", out_aux=_residual, residual_stride=I32, out_stride=I32, aux_stride=I32, EPS=1e-5, TOP_K=6,
-         WIDTH=1536, BLOCK=2048, ACC="fp32")  # fmt: skip
+         WIDTH=1536, BLOCK=2048, ACC="fp32")
 for _one, _scale, _gain in ((False, None, "*bf16"), (True, "fp32", "*bf16"), (True, None, PF32)):
     case(f"combine_fp8_kernel whole {_one}, given {_scale}, {_gain}", "combine_fp8", 8, y="*bf16", weights=PF32, residual="*bf16",
          norm=_gain, out="*fp8e4nv", out_scales=PF32, out_aux=None if _one else "*bf16", given=_scale, num_rows=I32,
          residual_stride=I32, aux_stride=I32, EPS=1e-5, TOP_K=6, WIDTH=4000, BLOCK=4096, WHOLE=_one, GROUP=128,
-         INTERPRETED=False)  # fmt: skip
+         INTERPRETED=False)
 
 
 def _tokens_of(dtype: str, low: int, block_t: int, block_k: int, tma: bool, joined: bool = False) -> dict[str, object]:
@@ -52,26 +52,26 @@ def _gathered(dtype: str, low: int, block_t: int) -> dict[str, object]:
 for _dtype, _gated, _limit, _low, _t, _n, _k, _warps, _by_token in (
     ("bf16", True, 7.0, 16, 32, 64, 64, 4, True), ("bf16", True, None, 32, 128, 128, 64, 8, False),
     ("bf16", False, None, 32, 128, 128, 64, 4, False), ("fp32", True, None, 16, 32, 64, 32, 4, False),
-):  # fmt: skip
+):
     _ptr, _tma = f"*{_dtype}", _dtype == "bf16"
     case(f"experts_plain_kernel {_dtype}, gated {_gated}, {_low} to {_t} pairs", "experts_plain", _warps,
          **(_gathered(_dtype, _low, _t) if _by_token else _tokens_of(_dtype, _low, _t, _k, _tma)),
          w=f"tensordesc<bf16[{_n}, {_k}]>" if _tma else _ptr,
          bias=_ptr if _gated else None, pairs=PI32, units=PI32, out=_ptr, num_units=I32, num_rows=I32, n=I32, k=I32,
          SCATTER=not _gated, GATED=_gated, LIMIT=_limit, ALPHA=1.702, LOW=_low, BLOCK_T=_t, BLOCK_N=_n, BLOCK_K=_k, GROUP=8,
-         TMA=_tma, EVEN_K=_tma, TOP_K=8 * _by_token, INTERPRETED=False)  # fmt: skip
+         TMA=_tma, EVEN_K=_tma, TOP_K=8 * _by_token, INTERPRETED=False)
 case("sort_rows_kernel", "sort_rows", 8, x="*bf16", places=PI32, out="*bf16", stride_x=I32, k=I32, SLOTS=4,
-     BLOCK=4096)  # fmt: skip
+     BLOCK=4096)
 for _one, _scale in ((False, None), (True, None), (True, "fp32")):
     case(f"quantise_kernel whole {_one}, given {_scale}", "quantise", 8, x="*bf16",
          places=None if _one else PI32, out="*fp8e4nv", out_scales=PF32, given=_scale, num_rows=I32,
-         stride=I32, k=I32, SLOTS=1 if _one else 8, WHOLE=_one, GROUP=128, GROUPS=16, INTERPRETED=False)  # fmt: skip
+         stride=I32, k=I32, SLOTS=1 if _one else 8, WHOLE=_one, GROUP=128, GROUPS=16, INTERPRETED=False)
 # (blocked, gated, quantised, lowest tile, pairs, rows of W, warps, TMA, turned, rows gathered)
 for _blocked, _gated, _quantised, _low, _t, _n, _warps, _tma, _turned, _by_token in (
     (True, True, True, 16, 32, 128, 4, True, False, True), (True, False, False, 16, 64, 128, 4, True, True, False),
     (True, True, False, 16, 64, 64, 4, True, True, True), (True, True, False, 128, 128, 64, 8, True, True, False),
     (False, True, False, 16, 16, 128, 4, False, False, False),
-):  # fmt: skip
+):
     _half = _n // 2 if _turned and not _gated else _n
     case(f"experts_fp8_kernel blocked {_blocked}, gated {_gated}, quantised {_quantised}, {_t} pairs", "experts_fp8", _warps,
          **(_gathered("fp8e4nv", _low, _t) if _by_token else _tokens_of("fp8e4nv", _low, _t, 128, _tma)), x_scales=PF32,
@@ -79,19 +79,19 @@ for _blocked, _gated, _quantised, _low, _t, _n, _warps, _tma, _turned, _by_token
          bias=None if _blocked else "*bf16", pairs=PI32, units=PI32, out="*fp8e4nv" if _quantised else "*bf16",
          out_scales=PF32 if _quantised else None, num_units=I32, x_rows=I32, num_rows=I32, n=I32, k=I32, scale_stride=I32,
          SCATTER=not _gated, GATED=_gated, LIMIT=None, ALPHA=1.702, BLOCKED=_blocked, TURNED=_turned, LOW=_low, BLOCK_T=_t,
-         BLOCK_N=_n, GROUP=8, TMA=_tma, TOP_K=8 * _by_token, EVEN_K=_tma, STAGES=3, INTERPRETED=False)  # fmt: skip
+         BLOCK_N=_n, GROUP=8, TMA=_tma, TOP_K=8 * _by_token, EVEN_K=_tma, STAGES=3, INTERPRETED=False)
 # (gated, lowest tile, pairs, rows of W, warps, TMA)
 for _gated, _low, _t, _n, _warps, _tma in (
     (True, 16, 64, 64, 4, True), (False, 16, 96, 128, 4, True), (True, 32, 128, 64, 4, True),
     (False, 128, 128, 128, 8, True), (False, 16, 32, 128, 4, False), (True, 16, 16, 64, 4, False), (True, 16, 16, 32, 4, True),
-):  # fmt: skip
+):
     _joined = _low < 64 <= _t
     case(f"experts_mxfp4_kernel gated {_gated}, {_low} to {_t} pairs, {_n} rows, TMA {_tma}", "experts_mxfp4", _warps,
          **_tokens_of("bf16", _low, _t, 128, _tma, _joined),
          w=f"tensordesc<i16[{'2, ' if _gated else ''}{_n}, 32]>" if _tma else "*i16", w_scales=PI32, bias="*bf16", pairs=PI32,
          units=PI32, out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, SCATTER=not _gated, GATED=_gated,
          LIMIT=7.0 if _gated else None, ALPHA=1.702, TWO=_n >= (64 if _gated else 32 * _warps), LOW=_low, BLOCK_T=_t,
-         JOINED=_joined, BLOCK_N=_n, GROUP=8, TMA=_tma, INTERPRETED=False)  # fmt: skip
+         JOINED=_joined, BLOCK_N=_n, GROUP=8, TMA=_tma, INTERPRETED=False)
 
 CASES.seldom |= {
     "experts_mxfp4_kernel gated True, 32 to 128 pairs, 64 rows, TMA True",

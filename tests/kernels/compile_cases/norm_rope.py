@@ -12,14 +12,14 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     for _residual, _aux in ((None, None), (_values, None), (_values, _values)):
         case(f"norm_kernel {_dtype}, residual {_residual}, aux {_aux}", "norm", 2, hidden=_values, residual=_residual,
              weight=_values, out=_values, out_aux=_aux, hidden_stride=I32, residual_stride=I32, out_stride=I32, aux_stride=I32,
-             EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
+             EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)
     case(f"norm_kernel {_dtype}, weight in fp32", "norm", 2, hidden=_values, residual=_values,
              weight=PF32, out=_values, out_aux=None, hidden_stride=I32, residual_stride=I32, out_stride=I32, aux_stride=I32,
-             EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
+             EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)
     case(f"rope_write_kernel {_dtype}, no queries", "rope_write", 2, qkv=_values, positions=PI64, freqs=PF32, q_norm=_values,
          k_norm=_values, out_q=_values, kv=_values, scales=None, slot_mapping=PI64, qkv_stride=I32, kv_stride_part=I64, EPS=1e-6,
          FACTOR=1.0, NUM_HEADS=0, NUM_KV_HEADS=8, HALF=64, ROTARY_HALF=64,
-         INTERLEAVED=False, HEADS=8, BLOCKS_PER_PROGRAM=2, LANES=64, ACC=_acc, INTERPRETED=False)  # fmt: skip
+         INTERLEAVED=False, HEADS=8, BLOCKS_PER_PROGRAM=2, LANES=64, ACC=_acc, INTERPRETED=False)
     for _gains, _blocks in ((None, 1), (_values, 1), (None, 6)):
         case(
             f"rope_write_kernel {_dtype}, norms {_gains}, {_blocks} blocks",
@@ -54,18 +54,18 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
              positions=PI64, freqs=PF32, q_norm=_values, k_norm=_values, out_q=_values, kv=_values, scales=None,
              slot_mapping=PI64, qkv_stride=I32, kv_stride_part=I64, EPS=1e-6, FACTOR=1.0, NUM_HEADS=32, NUM_KV_HEADS=8, HALF=64,
              ROTARY_HALF=_rotary_half, INTERLEAVED=_interleaved, HEADS=8, BLOCKS_PER_PROGRAM=1, LANES=64,
-             ACC=_acc, INTERPRETED=False)  # fmt: skip
+             ACC=_acc, INTERPRETED=False)
 for _dtype, _gains, _blocks in (("bf16", "*bf16", 1), ("bf16", None, 6), ("fp64", None, 1)):
     _acc, _values = "fp64" if _dtype == "fp64" else "fp32", f"*{_dtype}"
     case(f"rope_write_kernel {_dtype} to e4m3, norms {_gains}, {_blocks} blocks", "rope_write", 2, qkv=_values, positions=PI64,
          freqs=PF32, q_norm=_gains, k_norm=_gains, out_q=_values, kv="*u8", scales=PF32, slot_mapping=PI64, qkv_stride=I32,
          kv_stride_part=I64, EPS=1e-6, FACTOR=1.0, NUM_HEADS=32, NUM_KV_HEADS=8, HALF=64, ROTARY_HALF=64, INTERLEAVED=False,
-         HEADS=8, BLOCKS_PER_PROGRAM=_blocks, LANES=64, ACC=_acc, INTERPRETED=False)  # fmt: skip
+         HEADS=8, BLOCKS_PER_PROGRAM=_blocks, LANES=64, ACC=_acc, INTERPRETED=False)
 for _residual, _one, _scale in ((None, False, None), ("*bf16", False, None), ("*bf16", True, None), (None, True, "fp32")):
     case(f"norm_fp8_kernel residual {_residual}, whole {_one}, given {_scale}", "norm_fp8", 8, hidden="*bf16",
          residual=_residual, weight="*bf16" if _scale is None else PF32, out="*fp8e4nv", out_scales=PF32, out_aux=_residual,
          given=_scale, num_rows=I32, hidden_stride=I32, residual_stride=I32, aux_stride=I32, EPS=1e-5, WIDTH=4000, BLOCK=4096,
-         WHOLE=_one, GROUP=128, INTERPRETED=False)  # fmt: skip
+         WHOLE=_one, GROUP=128, INTERPRETED=False)
 
 CASES.seldom |= {
     "rope_write_kernel bf16 to e4m3, norms None, 6 blocks",

@@ -34,10 +34,10 @@ for _rates in (None, PF32):
         case(f"accept_kernel K={_k}, rates {_rates}", "accept", 1, draft_ids=PI32, draft_len=PI32, target_ids=PI32,
              cu_seqlens_q=PI32, stop_ids=PI32, limit=PI32, rates=_rates, keys=PI64, tokens=PI32, num_tokens=PI32, live=PI32,
              finish=PI32, out_accepted_len=PI32, out_log=PI32, draft_stride=I32, token_stride=I32, max_tokens=I32,
-             K=_k, NUM_STOPS=3, LANES=max(2, 2 * _k), STOP_LANES=4, WAIT_ID=-2)  # fmt: skip
+             K=_k, NUM_STOPS=3, LANES=max(2, 2 * _k), STOP_LANES=4, WAIT_ID=-2)
 for _word in ("i8", "i16", "i32", "i64"):
     case(f"move_rows_kernel {_word}", "move_rows", 4, state=f"*{_word}", src_ids=PI32, dst_ids=PI32, stride_row=I32, width=I32,
-         BLOCK=1024)  # fmt: skip
+         BLOCK=1024)
 
 CASES.seldom |= {
     "move_rows_kernel i16",

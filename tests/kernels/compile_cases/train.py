@@ -11,7 +11,7 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _acc = "fp64" if _dtype == "fp64" else "fp32"
     case(f"soft_cross_entropy_kernel {_dtype}", "soft_cross_entropy", 8, logits=f"*{_dtype}", probs=f"*{_acc}",
          weights=f"*{_acc}", best_ids=PI64, out_loss=f"*{_acc}", out_hits=f"*{_acc}", vocab=I32, ACC=_acc,
-         BLOCK=4096)  # fmt: skip
+         BLOCK=4096)
     case(
         f"rope_train_kernel {_dtype}",
         "rope_train",
@@ -40,10 +40,10 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
         BLOCK=2048,
     )
     case(f"swiglu_train_backward_kernel {_dtype}", "swiglu_train", 8, gate=f"*{_dtype}", up=f"*{_dtype}", grad=f"*{_dtype}",
-         out_gate=f"*{_dtype}", out_up=f"*{_dtype}", count=I32, ACC=_acc, BLOCK=2048)  # fmt: skip
+         out_gate=f"*{_dtype}", out_up=f"*{_dtype}", count=I32, ACC=_acc, BLOCK=2048)
 _STEP_SIZES = {"num_tokens": I32, "length": I32, "step_stride": I32, "scale": "fp32", "HEADS": 9, "KEY_HEADS": 3, "D": 64,
         "LANES": 64,
-        "TOKENS": 16}  # fmt: skip
+        "TOKENS": 16}
 for _dtype in ("bf16", "fp16"):
     _values = f"*{_dtype}"
     case(
