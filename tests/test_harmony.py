@@ -414,7 +414,7 @@ def test_the_date_is_part_of_the_job(model: Path, tmp_path: Path, capsys: pytest
     prompt = pl.read_parquet(tmp_path / "out/data")["prompt_ids"][0].to_list()
     assert "Today is 2025-08-05." in Tokenizer(model).decode(prompt)
     assert run.main(arguments(model, tmp_path, "out")) == 2
-    assert 'input.template_date: "2025-08-05" -> null' in capsys.readouterr().err
+    assert 'input.template_date: "2025-08-05" -> "2025-01-01"' in capsys.readouterr().err
     assert run.main(arguments(model, tmp_path, "out", "input.template_date=today")) == 2
     assert "input.template_date='today' must be a date" in capsys.readouterr().err
 
