@@ -1,14 +1,14 @@
 """run_job: read -> admit -> plan -> decode -> write. The module to read first.
 
-read    open_job            every check of input and model; nothing is written before all pass    prepare.py, dataset/, model/
+read    open_job            every check of input and model; nothing is written before all pass    prepare.py
         open_output         what the output folder holds of this job, and what is to be done      runner/opened_output.py
-        check_target        with output.push_to_hub: no other job's dataset has that name         report/
-admit   survey_first        the first rows become requests; the others do while rows are decoded  packing/
-        output.read_saved   what earlier runs left: rows, K/V scales, sums of the weights         runstate/
-plan    EngineWithFallback  the shape of the batch, from the survey; the model and the engine     load/, packing/, engine/
-        output.begin        the manifest: from here on the folder is a job                        runstate/
-decode  ShardRunner.run     claim shards, admit and decode their rows, commit each shard once     runner/, supervise/
-write   conclude            the card and the report, once no shard is missing; the push to a hub  runner/, report/
+        check_target        with output.push_to_hub: no other job's dataset has that name         runner/opened_output.py
+admit   survey_first        the first rows become requests; the others do while rows are decoded  prepare.py
+        output.read_saved   what earlier runs left: rows, K/V scales, sums of the weights         runner/opened_output.py
+plan    EngineWithFallback  a `LoadedEngine`, and a smaller one once memory runs out              runner/oom_fallback.py
+        output.begin        the manifest: from here on the folder is a job                        runner/opened_output.py
+decode  ShardRunner.run     claim shards, admit and decode their rows, commit each shard once     runner/run_shards.py
+write   conclude            the card and the report, once no shard is missing; the push to a hub  runner/conclude.py
 """
 
 from __future__ import annotations

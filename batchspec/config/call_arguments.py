@@ -23,7 +23,7 @@ ROWS = ("prompts", "inputs", "messages", "prompt_token_ids")
 """What vLLM's `generate` and `chat` and OpenAI's calls name their rows."""
 _GROUPS = "|".join(item.name for item in fields(RunConfig))
 _FORM = re.compile(rf"(?<=\s)((?:{_GROUPS})(?:\.\w+)*)=(\.\.\.|[\w./-]*\w)(?=[\s;,)]|$)(?! is )")
-"""KEY=VALUE that is advised: VALUE is one word, and nothing is said of it."""
+"""KEY=VALUE: VALUE is one word, and nothing is said of it."""
 _LITERALS = {"true": "True", "false": "False", "null": "None"}
 OBJECTS = {
     "sampling_params": REMARKS["sampling_params"],
@@ -67,8 +67,9 @@ def explains_arguments(name: str, takes_keys: str) -> Callable[[Callable[Given, 
 
 
 def _in_python(message: str) -> str:
-    """The message with what it advises as entries of a dictionary of keys; at its beginning stands what the user gave."""
-    return _FORM.sub(_pair, message.replace("`+job=demo`", 'job="demo"'))
+    """The message with what it advises, after the semicolon, as entries of a dictionary of keys."""
+    found, semicolon, advice = message.replace("`+job=demo`", 'job="demo"').partition(";")
+    return found + semicolon + _FORM.sub(_pair, advice)
 
 
 def _pair(found: re.Match[str]) -> str:

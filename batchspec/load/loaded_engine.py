@@ -21,7 +21,7 @@ from batchspec.packing.survey import Survey
 from batchspec.prepare import Job
 from batchspec.records import Completion, Request
 from batchspec.report.progress_bar import ProgressBar
-from batchspec.request_stream import RequestStream
+from batchspec.request_stream import RequestStream, stream_of
 
 OnRound = Callable[[EngineTotals], None]
 """Called with the engine's running totals after each result that was read."""
@@ -59,7 +59,8 @@ class LoadedEngine(Generic[E]):
         on_round  called while this run lasts
         """
         admission = self.job.admission
-        running = run_with_choices(self.engine, requests, some_have=admission.choices is not None)
+        stream = stream_of(requests)
+        running = self.engine.run(stream) if admission.choices is None else run_with_choices(self.engine, stream)
         self.engine.on_round = on_round
         try:
             with closing(running) as completions:

@@ -7,7 +7,7 @@ The prompts of a request share the pages of its own prompt, so that this is comp
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from batchspec.records import Choice, Completion, Request
-from batchspec.request_stream import RequestStream, stream_of
+from batchspec.request_stream import RequestStream
 
 ROUNDING = 2.0**-24
 """Relative rounding error of a probability in fp32: of two that differ by less, the difference counts as this share."""
@@ -65,18 +65,9 @@ class _Prompts:
         return replace(request, prompt_ids=ids, sample_index=number, choices=())
 
 
-def run_with_choices(
-    engine: Runs, requests: RequestStream | Iterable[Request], *, some_have: bool
-) -> Generator[Completion]:
-    """As `engine.run`, which gets no request with choices.
-
-    some_have  whether any of the requests may have choices
-    """
-    stream = stream_of(requests)
-    return _scored(engine, _Prompts(stream)) if some_have else engine.run(stream)
-
-
-def _scored(engine: Runs, prompts: _Prompts) -> Generator[Completion]:
+def run_with_choices(engine: Runs, requests: RequestStream) -> Generator[Completion]:
+    """As `engine.run`, for requests that may have choices; the engine gets a prompt for each choice instead."""
+    prompts = _Prompts(requests)
     with closing(engine.run(prompts)) as completions:
         for completion in completions:
             row = prompts.rows.get(completion.row_index)

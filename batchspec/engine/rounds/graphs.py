@@ -1,4 +1,8 @@
-"""Rounds as CUDA graphs: the host launches one graph instead of some hundred kernels. On a CPU the same calls run as they are."""
+"""Rounds as CUDA graphs: the host launches one graph instead of some hundred kernels.
+
+A graph is captured while the engine is loaded (`loop/round_planner.py`), or when the first round of its shape comes: then
+`Round.run` runs. Every later round of this shape only replays it. On a CPU `Round.run` runs every time.
+"""
 
 from __future__ import annotations
 

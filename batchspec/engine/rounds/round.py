@@ -1,5 +1,6 @@
-"""One round: draft, verify, accept, commit, catch up. Written once, on device tensors, for every drafter and device.
+"""One round: draft, verify, accept, commit, catch up, on device tensors, for every drafter of chains and every device.
 
+`tree_round.py` has that of trees. On a GPU this code runs when a round is captured (`graphs.py`); later rounds replay the graph.
 Nothing is read back to the host. Legend: R rows, K draft_len, S = K + 1, T flat positions, V vocabulary.
 """
 
