@@ -122,16 +122,21 @@ def _parsed(footer: pq.FileMetaData, version: str) -> ShardFile:
 
 
 def _span(footer: pq.FileMetaData) -> str:
-    if not footer.num_row_groups:
+    with pq.ParquetFile(pa.BufferReader(b""), metadata=footer) as file:
+        schema = file.schema_arrow  # not footer.schema: the two keep each other, and 100 KB, until garbage is collected
+    place = schema.get_field_index("row_index")
+    if place < 0 or sum(_num_leaves(field.type) for field in schema) != footer.num_columns:
         return ""
-    first = footer.row_group(0)  # not footer.schema: the two keep each other, and 100 KB, until garbage is collected
-    columns = [place for place in range(footer.num_columns) if first.column(place).path_in_schema == "row_index"]
-    if len(columns) != 1:
-        return ""
-    groups = [footer.row_group(number).column(columns[0]).statistics for number in range(footer.num_row_groups)]
+    column = sum(_num_leaves(schema.field(before).type) for before in range(place))
+    groups = [footer.row_group(number).column(column).statistics for number in range(footer.num_row_groups)]
     if not all(group is not None and group.has_min_max for group in groups):
         return ""
     return f"{min(group.min for group in groups)}-{max(group.max for group in groups)}"
+
+
+def _num_leaves(kind: pa.DataType) -> int:
+    """Number of columns of a file that hold values of a type."""
+    return sum(_num_leaves(kind.field(number).type) for number in range(kind.num_fields)) or 1
 
 
 class ShardFiles:
