@@ -166,7 +166,6 @@ def test_a_footer_that_was_read_is_freed_at_once(whole: OutputFolder, tmp_path: 
         gc.enable()
 
 
-
 def test_a_footer_that_is_longer_than_one_read_or_reads_damaged_once_is_read_again(
     whole: OutputFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

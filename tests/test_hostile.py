@@ -66,7 +66,7 @@ def test_every_kind_of_bad_row_is_one_error_row_and_its_neighbours_are_unchanged
     expected = {name: name for name in bad} | {"loop": "template_error", "mixed.jsonl:11": "bad_json"}
     del expected["bad_json"]
     assert codes == expected
-    assert all("mixed.jsonl row" in message for message in errors["error"].struct.field("message"))
+    assert all("mixed.jsonl line" in message for message in errors["error"].struct.field("message"))
     rest = frame.filter(pl.col("status") != "error").select("request_id", "token_ids").rows()
     assert rest == pl.read_parquet(clean / "data").select("request_id", "token_ids").rows()
     assert run.main(arguments(model, tmp_path / "mixed.jsonl", tmp_path / "few", *more)) == 3  # 9 of 17, by default

@@ -495,10 +495,8 @@ def test_a_job_of_a_gpu_is_verified_where_there_is_none(
     manifest["config"]["device"], manifest["config"]["model"]["dtype"] = "cuda", "auto"
     (out / MANIFEST).write_text(json.dumps(manifest))
     capsys.readouterr()
-    if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="device=cuda: torch sees no GPU"):
-            verify.main([str(out)])
     assert verify.main([str(out), "--device", "cpu"]) == 0
+    assert verify.main([str(out)]) == 0
     assert "3 completions decoded again one at a time and without speculation: 0 differ" in capsys.readouterr().out
 
 

@@ -19,6 +19,7 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.prefill.runner import PrefillRunner
 from batchspec.engine.rounds.round import Round
 from batchspec.errors import CapacityError
+from batchspec.load import loaded_engine
 from batchspec.load.build import load_engine
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
@@ -198,9 +199,10 @@ def test_memory_that_runs_out_in_a_worker_process_loses_no_row(
     assert not list((tmp_path / "out/_batchspec/tmp").iterdir())
 
 
+@pytest.mark.parametrize("where", [(Round, "run"), (loaded_engine, "load_engine")], ids=["decode", "load"])
 @pytest.mark.parametrize("command", ["generate", "verify"])
 def test_a_call_that_cannot_go_on_with_a_smaller_batch_says_so_in_one_line(
-    command: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, where: tuple[Any, str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [f"model.path={model}", "model.dtype=float32", "device=cpu", "decode.max_new_tokens=4"]
     if command == "verify":
@@ -210,6 +212,7 @@ def test_a_call_that_cannot_go_on_with_a_smaller_batch_says_so_in_one_line(
     def fail(*_: object, **__: object) -> None:
         raise GPU
 
-    monkeypatch.setattr(Round, "run", fail)
-    with pytest.raises(CapacityError, match=r"out of memory while rows were decoded.*CUDA out of memory.*2\.00 GiB"):
+    monkeypatch.setattr(*where, fail)
+    said = r"out of memory while (rows were decoded|the model was loaded).*CUDA out of memory.*2\.00 GiB"
+    with pytest.raises(CapacityError, match=said):
         batchspec.generate(["a"], overrides=words) if command == "generate" else verify.verify(tmp_path / "out", 0)

@@ -119,6 +119,7 @@ ELSEWHERE = {
     "model.activations": "tests/test_fp8.py",
     "model.adapters": "tests/test_lora_rows.py",
     "model.tool_calls": "tests/test_tool_calls.py",
+    "input.template_date": "tests/test_harmony.py",
     "input.drop": "tests/test_openai_jobs.py",
     "output.logprob_tokens": "the test below",
     "decode.score": "tests/test_scoring_job.py",

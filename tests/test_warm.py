@@ -196,7 +196,7 @@ def test_a_table_that_no_job_accepts_is_refused_and_the_engine_keeps_running(
     shared: batchspec.Engine, expected: pl.DataFrame
 ) -> None:
     for data, message in (
-        ({"question": ["a"]}, r"name one, e.g. input.columns.prompt=question"),
+        ({"question": ["a"]}, r'name one, e\.g\. \{"input\.columns\.prompt": "question"\}'),
         ({"id": ["a", "a"], "prompt": ["b", "c"]}, "ids must be unique"),
         (7, "give a table or a list of dictionaries"),
     ):

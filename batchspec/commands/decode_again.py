@@ -40,6 +40,9 @@ from batchspec.runner.weight_sums import with_kept_sums
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 
+ADVICE = "decode on another device (--device cpu) or free memory"
+"""Where memory runs out."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
@@ -80,8 +83,7 @@ class Again:
 
 def decode_again(loaded: LoadedEngine[Engine], written: dict[tuple[int, int], list[int]]) -> Iterator[Again]:
     """Decode the rows of `written` again, except those that admission now refuses; shows the progress."""
-    advice = "decode them on another device (--device cpu) or free memory"
-    with within_memory("rows were decoded again", advice), ProgressBar(len(written)) as progress:
+    with within_memory("rows were decoded again", ADVICE), ProgressBar(len(written)) as progress:
         for request in requests_of(loaded.job, set(written)):
             tokens = written[request.row_index, request.sample_index]
             (again,) = loaded.run([request])
@@ -104,7 +106,7 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
     config = from_dict(output.manifest.config)
     if config.decode.score != "none":
         raise OutputError(f"{out} holds scores and no output tokens, so there is nothing to decode again")
-    if config.device == "cuda" and device is not None:
+    if config.device == "cuda":
         config.device = "auto"  # this machine may have no GPU
     config.model.dtype = json.loads(output.manifest.fingerprint["model.dtype"])  # auto may be another one here
     as_run = open_job(config)
@@ -142,7 +144,7 @@ def other_cache(job: Job) -> CacheConfig:
 
 def load_plain(job: Job) -> LoadedEngine[Engine]:
     """The engine of a job without a drafter."""
-    with ProgressBar(0) as progress:
+    with within_memory("the model was loaded", ADVICE), ProgressBar(0) as progress:
         loaded = LoadedEngine.load(job, survey_first(job), progress)
     assert loaded.engine.drafter.max_len == 0
     return loaded

@@ -69,7 +69,7 @@ def explains_arguments(name: str, takes_keys: str) -> Callable[[Callable[Given, 
 def _in_python(message: str) -> str:
     """The message with what it advises, after the semicolon, as entries of a dictionary of keys."""
     found, semicolon, advice = message.replace("`+job=demo`", 'job="demo"').partition(";")
-    return found + semicolon + _FORM.sub(_pair, advice)
+    return found + semicolon + _FORM.sub(_pair, advice).replace("} {", ", ")  # one dictionary of several keys
 
 
 def _pair(found: re.Match[str]) -> str:

@@ -79,7 +79,7 @@ def keys_of(
 ) -> list[Key]:
     """Every key of a schema in the order of its fields.
 
-    ranges, choices  limits of values by key, as `checks.py` and `settings.py` have them
+    ranges, choices  limits of values by key, as `values.py` and `train_schema.py` have them
     defaults         key -> default, for keys whose default option of a group gives another one than the dataclass
     descriptions     key -> text that replaces the docstring of its field
     """

@@ -143,10 +143,10 @@ class RankProcesses:
         try:
             for rank, name in enumerate(names, seat.ranks - len(names)):
                 self.members.append(RankProcess(rank, name, program.start(replace(seat, rank=rank))))
+            self.silent = SilentRanks(self.channel, watchdog_s, [member.process.pid for member in self.members])
         except BaseException:
             self.close()
             raise
-        self.silent = SilentRanks(self.channel, watchdog_s, [member.process.pid for member in self.members])
 
     def live(self) -> list[RankProcess]:
         return [member for member in self.members if member.code is None]
