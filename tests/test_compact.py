@@ -77,7 +77,7 @@ def test_only_a_whole_and_undamaged_job_is_compacted(tmp_path: Path) -> None:
 
 def test_a_disk_that_changes_a_file_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job(tmp_path / "out")
-    monkeypatch.setattr(pq, "ParquetFile", lambda path, **rest: Reversed(pq.read_table(path)))
+    monkeypatch.setattr(compact_module, "parquet_file", lambda path, **rest: Reversed(pq.read_table(path)))
     with pytest.raises(StorageError, match="reads back with other rows; check the disk"):
         main([str(tmp_path / "out"), str(tmp_path / "few")])
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
