@@ -132,7 +132,7 @@ def open_job(
     tokenizer = tokenizer or open_tokenizer(model.folder, config, columns)
     job = job_of(model, source, columns, tokenizer)
     check_keys_of_input(config, columns, source)
-    check_keys_of_engine(config, model.device.type if here else None)
+    check_keys_of_engine(config)
     check_samples(config, columns, source)
     if fetch:
         fetch_weights(model)

@@ -55,6 +55,6 @@ class DraftConfig:
     sink_tokens: int | None = None
     """Number of first keys that the drafter's attention reads besides the window."""
     cache_dtype: str = "auto"
-    """Data type of the K and V that a head keeps of its own. auto is the model's; fp8 is e4m3, of which drafting reads half the
-    bytes. Drafts may differ where rounding decides, output tokens do not. On a GPU it needs compute capability 8.9 (Ada, Hopper)
+    """Data type of the K and V that a head keeps of its own. auto is the model's. fp8 is e4m3: drafting reads half as many
+    bytes, and a few drafts may differ; output tokens do not. On a GPU it needs compute capability 8.9 (Ada, Hopper)
     or newer."""

@@ -21,8 +21,8 @@ from batchspec.kernels.drafting.ngram_lookup import ngram_lookup
 from batchspec.model.target import Target
 
 GROWTH = 2
-"""Most drafts per matched token: two cost nothing on text that hardly repeats, and still copy whole passages, because matches
-grow."""
+"""Most drafts per matched token. Two cost no speed on text with few repetitions. Long passages are still copied whole, because
+each accepted draft makes the next match longer."""
 
 
 class LookupDrafter(NoFeatures):

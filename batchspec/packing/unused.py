@@ -83,11 +83,8 @@ def _exceeds(values: pa.Array, limit: float, *, unknown: bool) -> bool:
     return bool(pc.any(pc.greater(comparable, limit)).as_py())
 
 
-def check_keys_of_engine(config: RunConfig, device: str | None) -> None:
-    """Raises ConfigError for a key that this drafter, device or number of GPUs leaves without effect.
-
-    device  cpu or cuda; None: unknown, because the job runs on another machine
-    """
+def check_keys_of_engine(config: RunConfig) -> None:
+    """Raises ConfigError for a key that this drafter or number of GPUs leaves without effect."""
     draft, usual = config.draft, RunConfig().draft
     for name in ("num_speculative_tokens", "adaptive") if draft.name == "none" else ():
         if (value := getattr(draft, name)) != getattr(usual, name):

@@ -124,11 +124,10 @@ def _parsed(footer: pq.FileMetaData, version: str) -> ShardFile:
 def _span(footer: pq.FileMetaData) -> str:
     with pq.ParquetFile(pa.BufferReader(b""), metadata=footer) as file:
         schema = file.schema_arrow  # not footer.schema: the two keep each other, and 100 KB, until garbage is collected
-    place = schema.get_field_index("row_index")
-    if place < 0 or sum(_num_leaves(field.type) for field in schema) != footer.num_columns:
+    place, leaves = schema.get_field_index("row_index"), [_num_leaves(field.type) for field in schema]
+    if place < 0 or sum(leaves) != footer.num_columns:
         return ""
-    column = sum(_num_leaves(schema.field(before).type) for before in range(place))
-    groups = [footer.row_group(number).column(column).statistics for number in range(footer.num_row_groups)]
+    groups = [footer.row_group(number).column(sum(leaves[:place])).statistics for number in range(footer.num_row_groups)]
     if not all(group is not None and group.has_min_max for group in groups):
         return ""
     return f"{min(group.min for group in groups)}-{max(group.max for group in groups)}"

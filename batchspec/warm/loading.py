@@ -34,7 +34,7 @@ def open_warm(model: JobModel) -> Job:
 def job_without_rows(model: JobModel) -> Job:
     """Makes all checks of a job that need no rows. Raises as `open_job`."""
     config = model.config
-    check_keys_of_engine(config, model.device.type)
+    check_keys_of_engine(config)
     tokenizer = open_tokenizer(model.folder, config, _IDS)
     some = table_source(pa.table({"prompt_ids": pa.array([[0]], pa.list_(pa.int32()))}))
     bare = replace(model, config=replace(config, output=replace(config.output, passthrough="none")))
