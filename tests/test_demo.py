@@ -55,13 +55,15 @@ def demo(model: Path, limit: int | None, tmp_path_factory: pytest.TempPathFactor
 def test_it_ends_with_the_path_of_the_output_and_the_command_to_inspect_it(
     demo: tuple[pl.DataFrame, str], limit: int | None
 ) -> None:
-    *_, done, report, errors, look, python = demo[1].splitlines()
+    *_, done, report, errors, truncated, look, python = demo[1].splitlines()
     assert done.startswith(f"out/demo: done, {limit or 74} rows")
     assert "report.html" in report
     codes = demo[0].filter(pl.col("status") == "error")["error"].struct.field("code")
     assert f"{len(codes)} error row{'s' if len(codes) > 1 else ''} (" in errors
     assert all(f"1 {code}" in errors for code in codes)
     assert "; the column `error` says why" in errors
+    count = (demo[0]["status"] == "truncated").sum()
+    assert truncated.startswith(f"out/demo: {count} truncated completion")
     assert look.endswith("batchspec stats out/demo")
     assert 'polars.read_parquet("out/demo/data")' in python
 
