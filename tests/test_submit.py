@@ -63,6 +63,7 @@ def test_the_file_of_skypilot_is_the_recipe_with_the_arguments(capsys: pytest.Ca
     (line,) = [line for line in made["run"].splitlines() if "batchspec.run" in line]
     python, *words = shlex.split(line)
     assert python == "/opt/batchspec/bin/python"
+    assert re.fullmatch(r"[0-9a-f]{32}", made["envs"].pop("BATCHSPEC_CREW")), "the name of the command that all launches have"
     assert made["envs"] == {"MODEL": "Qwen/Qwen3-8B", "INPUT": "s3://b/in/*.parquet", "OUTPUT": "s3://b/out"}
     expanded = [re.sub(r"=\$(\w+)$", lambda found: f"={made['envs'][found[1]]}", word) for word in words]
     assert expanded == ["-m", "batchspec.run", *WORDS, *CLUSTER, "||", "code=$?"], "as the shell of the task passes them"
@@ -73,7 +74,7 @@ def test_the_file_of_skypilot_is_the_recipe_with_the_arguments(capsys: pytest.Ca
     assert {key: value for key, value in made.items() if key not in ("run", "resources", "envs")} == {
         key: value for key, value in SKY.items() if key not in ("run", "resources", "envs")
     }
-    assert made["run"].splitlines()[3:] == SKY["run"].splitlines()[5:]
+    assert made["run"].splitlines()[5:] == SKY["run"].splitlines()[7:]
     assert said[-1].endswith("then sky jobs launch --secret HF_TOKEN FILE, once for each of cluster.tasks")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ class Crew:
     """The workers of one run."""
 
     def __init__(self, config: RunConfig, devices: Sequence[str | None]) -> None:
-        self._text, self._name = to_json(config), uuid.uuid4().hex
+        self._text, self._name = to_json(config), os.environ.get(CREW) or uuid.uuid4().hex
         assert config.output.dir is not None
         self._num, self._out, self._ranks = len(devices), OutputFolder(config.output.dir).path, config.cluster.tensor_parallel
         self._watchdog_s = limit_s(config.cluster.watchdog_s, gpu=devices[0] is not None)
