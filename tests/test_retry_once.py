@@ -1,22 +1,30 @@
-"""resume=error begins once a command: a late task joins the retry."""
+"""resume=error and resume=length begin once a command: a late task joins the retry, and a run that was interrupted after the last
+row is continued by the same command, as its last line advises.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import polars as pl
 import pytest
 import yaml  # type: ignore[import-untyped]
 
 from batchspec import cli, run
+from batchspec.errors import StorageError
+from batchspec.runner import conclude
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.overwrite import CREW
 from tests.runs import make_model, make_prompts
 from tests.test_cluster_recipes import POD, PYTHON, SKY
 from tests.test_retry import failing_q8
+from tests.test_signals import signalled
 
 pytestmark = pytest.mark.second
 
@@ -63,10 +71,10 @@ def pod_environment(job: str) -> dict[str, str]:
     return {name: labels[found[1]] for name, found in names.items() if found is not None}
 
 
-def task_environment(task: str, file: dict[str, Any] = SKY, **given: str) -> dict[str, str]:
+def task_environment(task: str, file: dict[str, Any] = SKY, given: dict[str, str] | None = None) -> dict[str, str]:
     """The command's name as a task of SkyPilot gives it to the program. given: by the user, with --env."""
     script = file["run"].replace(PYTHON, f"printenv {CREW}; true")
-    env = {"PATH": os.environ["PATH"], "SKYPILOT_TASK_ID": task, **file["envs"], **given}
+    env = {"PATH": os.environ["PATH"], "SKYPILOT_TASK_ID": task, **file["envs"], **(given or {})}
     done = subprocess.run(["bash", "-c", script], env=env, check=True, capture_output=True, text=True, timeout=60)
     return {CREW: done.stdout.strip()}
 
@@ -74,7 +82,7 @@ def task_environment(task: str, file: dict[str, Any] = SKY, **given: str) -> dic
 TASKS = {
     "pods of a Job": (pod_environment("job-1"), pod_environment("job-1"), pod_environment("job-2")),
     "a recovered task": (task_environment("sky-1"), task_environment("sky-1"), task_environment("sky-2")),
-    "launches with a name": tuple(task_environment(f"sky-{i}", **{CREW: name}) for i, name in enumerate(("a", "a", "b"))),
+    "launches with a name": tuple(task_environment(f"sky-{i}", given={CREW: name}) for i, name in enumerate(("a", "a", "b"))),
 }
 """Environments: of the task that begins the retry, of a late one of the same command, and of one of another command."""
 
@@ -104,7 +112,7 @@ def test_a_late_task_of_the_same_command_keeps_the_job_that_overwrote_another(
 
 
 def test_all_launches_of_a_printed_file_are_one_command(capsys: pytest.CaptureFixture[str]) -> None:
-    crews = []
+    crews = list[str]()
     for _ in range(2):
         words = ["model.path=m/m", "input.path=s3://b/in.jsonl", "output.dir=s3://b/out", "resume=error"]
         assert cli.main(["submit", "--unseen", "--to", "skypilot", *words]) == 0
@@ -120,3 +128,91 @@ def test_the_workers_of_a_task_belong_to_its_command(command: list[str], out: Pa
     assert run.main([*command, "cluster.workers=2", "device=cpu"]) == 0
     assert OutputFolder(out).manifest.began == ("job-1",)
 
+
+# --- the same command again
+
+
+KINDS = {"error": ["resume=error"], "length": ["resume=length", f"decode.max_new_tokens={CAP + 2}"]}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The datasets that were pushed to."""
+    pushed: list[str] = []
+
+    def push(output: OutputFolder, repo: str, **_: Any) -> SimpleNamespace:
+        pushed.append(repo)
+        return SimpleNamespace(line=lambda: f"pushed to {repo}")
+
+    monkeypatch.setattr("batchspec.job.check_push_key", lambda *_: None)
+    monkeypatch.setattr("batchspec.runner.opened_output.check_target_key", lambda *_: None)
+    monkeypatch.setattr(conclude, "push_output", push)
+    monkeypatch.setattr(conclude, "can_draw", lambda: True)
+    monkeypatch.setattr(conclude, "write_report", lambda output, stats: output.put_report(f"{stats.completions} rows"))
+    return pushed
+
+
+def rows(out: Path) -> pl.DataFrame:
+    return pl.read_parquet(out / "data")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("step", "left"),
+    [
+        ("job_stats", "README.md and report.html and answers.jsonl and the dataset org/answers of the hub"),
+        ("write_report", "report.html and answers.jsonl and the dataset org/answers of the hub"),
+        ("write_answers", "answers.jsonl and the dataset org/answers of the hub"),
+        ("push_output", "the dataset org/answers of the hub"),
+    ],
+)
+def test_a_retry_that_is_interrupted_after_its_rows_is_finished_by_the_same_command(
+    step: str, left: str, kind: str, command: list[str], out: Path, hub: list[str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The answers of the job before the retry are there: they are not those of its rows now."""
+    answers = out.parent / "answers.jsonl"
+    whole = [*command, f"output.openai={answers}"]
+    assert run.main(whole) == 0
+    before = answers.read_bytes()
+    retry = [*whole, "output.push_to_hub=org/answers", *KINDS[kind]]
+    no_more = signalled(monkeypatch, conclude, step, signal.SIGINT)
+    assert run.main(retry) == 75
+    advice = f"all rows are committed; run the same command again for {left.replace('answers.jsonl', str(answers))}"
+    assert capsys.readouterr().err.splitlines()[-1].endswith(advice)
+    assert (num_retries(out), hub) == (1, [])
+    computed = rows(out)
+    no_more()
+    assert run.main(retry) == 0
+    assert "already complete" in capsys.readouterr().err
+    assert (num_retries(out), hub) == (1, ["org/answers"])
+    assert rows(out).equals(computed)
+    assert (out / "README.md").exists()
+    assert (out / "report.html").read_text() == "10 rows"
+    assert (answers.read_bytes() != before) == (kind == "length")
+
+
+@pytest.mark.parametrize("ends", ["a kill", "a push that fails"])
+def test_only_a_concluded_retry_is_followed_by_another_one(
+    ends: str, command: list[str], out: Path, hub: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main(command) == 0
+    retry = [*command, "output.push_to_hub=org/answers", "resume=error"]
+    with monkeypatch.context() as patch:
+        def fail(*_: Any, **__: Any) -> None:
+            raise SystemExit(137) if ends == "a kill" else StorageError("the hub is down; run the same command again")
+
+        patch.setattr(conclude, "push_output", fail)
+        if ends == "a kill":
+            with pytest.raises(SystemExit):
+                run.main(retry)
+        else:
+            assert run.main(retry) == 74
+    capsys.readouterr()
+    assert run.main(retry) == 0
+    said = "an earlier run computed the rows of resume=error, this one does what follows them"
+    assert f"already complete: 10 rows in 2 shards; {said}\n" in capsys.readouterr().err
+    assert (num_retries(out), hub) == (1, ["org/answers"])
+    assert run.main(retry) == 0
+    assert "already complete" not in capsys.readouterr().err
+    assert (num_retries(out), hub) == (2, ["org/answers"] * 2)

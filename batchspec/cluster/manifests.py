@@ -54,7 +54,7 @@ def skypilot(cluster: ClusterConfig, words: Sequence[str], image: str | None = N
     shown = [f'{key}="${name}"' for key, name in ENVS.items() if name in envs]
     shown += [shlex.quote(word) for word in words if word.partition("=")[0] not in ENVS]
     lines = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in envs.items())
-    lines += f"  {CREW}: {json.dumps(uuid.uuid4().hex)}  # all launches of this file are one command; another name: another command\n"
+    lines += f"  {CREW}: {json.dumps(uuid.uuid4().hex)}  # the launches of this file are one command\n"
     text = _replaced(text, r"envs:\n(  .*\n)+\n", f"envs:\n{lines}\n")
     command = f"/opt/batchspec/bin/python -m batchspec.run {' '.join(shown)} ||"
     return _replaced(text, r"# edit: more keys\n +/opt/batchspec/bin/python -m batchspec\.run [^|]*\|\|", command)

@@ -26,20 +26,23 @@ from batchspec.supervise.signals import EndSignals
 def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool) -> None:
     """Write the card and the report of a complete job (see `finish`), push it, and tell what is in it.
 
-    A signal ends this at once: the rows are committed, and the same command goes on with the rest.
+    A signal ends this at once: the rows are committed, and the same command goes on with the rest. A retry is marked as concluded
+    at the end: until then the same command begins no other one.
     Raises Interrupted after a signal if the job is not pushed that is to be pushed; TooManyErrors; and as `push_output`.
     """
     signals.interrupt()
-    stats, repo = None, job.config.output.push_to_hub
+    stats, repo, answers = None, job.config.output.push_to_hub, job.config.output.openai
     try:
         stats = job_stats(output.path)
         finish(output, stats, again=again)
-        write_answers_of(job, output, again=again)
+        write_answers_of(job, output, again=again or not output.is_concluded())
+        answers = None
         if repo is not None:
             terminal.say(_pushed(output, repo, job.config.output).line())
+        output.mark_concluded()
     except KeyboardInterrupt:
         signals.ignore()
-        left = [*unwritten(output, job.config.output.openai), *([] if repo is None else [f"the dataset {repo} of the hub"])]
+        left = [*unwritten(output, answers), *([] if repo is None else [f"the dataset {repo} of the hub"])]
         rest = f"; run the same command again for {' and '.join(left)}" if left else ""
         line = f"{output.path}: {signals.name or 'SIGINT'}: all rows are committed{rest}"
         if repo is not None:
@@ -101,7 +104,10 @@ def write_answers_of(job: Job, output: OutputFolder, *, again: bool) -> None:
 
 
 def unwritten(output: OutputFolder, answers: str | None = None) -> list[str]:
-    """Files about the job that `finish` would write, and the file of output.openai."""
-    there = {"README.md": output.has_card(), "report.html": output.has_report() or not can_draw()}
-    there |= {} if answers is None else {answers: Path(answers).exists()}
+    """Files about the job that `finish` would write, and the file of output.openai. Those of the rows before a retry or an
+    extension count as unwritten.
+    """
+    card = output.has_card()
+    there = {"README.md": card, "report.html": (card and output.has_report()) or not can_draw()}
+    there |= {} if answers is None else {answers: Path(answers).exists() and output.is_concluded()}
     return [name for name, written in there.items() if not written]

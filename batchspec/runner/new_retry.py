@@ -81,10 +81,11 @@ def retry_advice(job: Job, output: OutputFolder) -> str:
 
 
 def _was_begun(wanted: Generation, changes: Sequence[Change], output: OutputFolder) -> bool:
-    """Whether the retry needs no beginning: it is not complete yet, or was done before.
+    """Whether the retry needs no beginning: it is not concluded yet, or was done before.
 
     A retry of lengths is done once for each limit, which rows of later extensions have from the start. One of errors is done once
-    for each command, and has not seen the rows of a later extension.
+    for each command, and has not seen the rows of a later extension. A command without a name, which a run that was interrupted
+    during the push tells to be given again, goes on with the latest retry until that is concluded.
     """
     extended = max((change.number for change in changes if isinstance(change, Extension)), default=0)
     same = [one for one in changes if isinstance(one, Generation) and one.identity == wanted.identity]
@@ -92,7 +93,7 @@ def _was_begun(wanted: Generation, changes: Sequence[Change], output: OutputFold
         return bool(same)
     same = [one for one in same if one.number > extended]
     is_latest = bool(same) and same[-1] is changes[-1]
-    return any(map(output.command.began, same)) or (is_latest and bool(output.missing()))
+    return any(map(output.command.began, same)) or (is_latest and (bool(output.missing()) or not output.is_concluded()))
 
 
 def _shards_with(output: OutputFolder, kind: str) -> tuple[int, ...]:

@@ -177,13 +177,19 @@ class OpenedOutput:
     def outcome(self) -> str:
         """The job's size, and whether this run found it complete, for a message at its end."""
         size = f"{counted(self.job.layout.num_rows, 'row')} in {counted(self.folder.num_shards, 'shard')}"
-        return f"already complete: {size}{_nothing_more(self.job.config)}" if self.is_complete else f"done, {size}"
+        if not self.is_complete:
+            return f"done, {size}"
+        return f"already complete: {size}{_nothing_more(self.job.config, goes_on=not self.folder.is_concluded())}"
 
 
-def _nothing_more(config: RunConfig) -> str:
+def _nothing_more(config: RunConfig, *, goes_on: bool) -> str:
     """The end of the message about a complete job if resume.retry asks for a retry that was done before, or that no row needs, or
     resume.extend for rows that there are not.
+
+    goes_on  an earlier run computed the last row, and was interrupted before it had done what follows
     """
+    if goes_on and config.resume.retry == "error":
+        return "; an earlier run computed the rows of resume=error, this one does what follows them"
     if config.resume.retry == "length":
         cap = config.decode.max_new_tokens
         return f"; nothing left for resume=length decode.max_new_tokens={cap}: a row that is still cut off there needs more"

@@ -6,6 +6,7 @@ numbers, so that the order of all changes is known and only one of two that begi
 _batchspec/retry/00001.json                 the definition of the first change; written once, by the run that begins it
 _batchspec/retry/00001/done/00042-1-<job>   its shard 42 is done: the file is that of retry 1 (0: of the job before any retry)
 _batchspec/retry/00001/card                 its card is written
+_batchspec/retry/00001/concluded            a run wrote all that follows its last row: card, report, answers, the push to a hub
 _batchspec/retry/00001/_batchspec/          its own claims, journal and attempts, if it is a retry
 
 Each file names the job: files from runs of a job that was overwritten in the meantime are ignored.
@@ -135,6 +136,13 @@ class Generations:
 
     def mark_card(self, change: Change) -> None:
         self._store.put_if_absent(f"{folder_of(change)}/card", b"")
+
+    def is_concluded(self, change: Change) -> bool:
+        """Whether a run has done all that follows the last row of this change."""
+        return self._store.exists(f"{folder_of(change)}/concluded")
+
+    def mark_concluded(self, change: Change) -> None:
+        self._store.put_if_absent(f"{folder_of(change)}/concluded", b"")
 
     def delete(self) -> None:
         self._store.delete_tree(FOLDER)

@@ -173,3 +173,14 @@ class JobState:
     def finished(self) -> set[int]:
         """Shards that need no work."""
         return set(range(self.num_shards)) - self.missing()
+
+    def is_concluded(self) -> bool:
+        """Whether a run has done all that follows the last row of the latest retry or extension; True if there was none."""
+        changes = self._changes if self.manifest else []
+        return not changes or self._generations.is_concluded(changes[-1])
+
+    def mark_concluded(self) -> None:
+        """Note that this run has done all that follows the last row. Raises as `check_own`."""
+        if self.manifest and self._changes:
+            self.check_own()
+            self._generations.mark_concluded(self._changes[-1])
