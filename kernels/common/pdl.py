@@ -16,8 +16,7 @@ Every kernel that uses PDL follows two rules, by calling `await_earlier`:
 A CUDA graph captured from such launches keeps these dependencies. Library kernels neither wait nor start others early: a launch
 after one gains little. Measured on one H200, whole rounds: 1.2 to 1.9 % less time for a model of 135M, nothing for one of 8B.
 So PDL is on if GPU and Triton support it; `set_enabled` turns it off for later launches, to compare.
-Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization". `python -m batchspec.kernels.common.pdl`
-times it.
+Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
 from __future__ import annotations

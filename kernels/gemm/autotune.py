@@ -1,5 +1,4 @@
-"""Autotune: time and check the tile choices of a matrix product against cuBLAS. Used by `batchspec doctor --tune` and by the
-benchmarks of `linear` and `lm_head`.
+"""Autotune: time and check the tile choices of a matrix product against cuBLAS, for `batchspec doctor --tune`.
 
 Every tile choice is captured in a CUDA graph that cycles over several copies of the weight, because a model's layers never find
 their weights in the L2 cache. Weights and inputs are random: a GPU multiplies zeros faster, at lower power. The fastest few are
@@ -8,8 +7,6 @@ timed again, together with cuBLAS. A tile choice that fails here (too much share
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -35,24 +32,6 @@ FINALISTS = 4
 EPS = 1e-5
 TOLERANCE = 0.02
 """Maximum error, as a fraction of the largest value: two to three roundings to bf16."""
-
-# (op, weight rows, K) of the target shapes
-MODELS: dict[str, tuple[tuple[str, int, int], ...]] = {
-    "llama8b": (
-        ("linear", 6144, 4096), ("linear", 4096, 4096), ("linear", 28672, 4096), ("linear", 4096, 14336), ("swiglu", 28672, 4096),
-    ),
-    "llama1b": (
-        ("linear", 3072, 2048), ("linear", 2048, 2048), ("linear", 16384, 2048), ("linear", 2048, 8192), ("swiglu", 16384, 2048),
-        ("norm_linear", 3072, 2048), ("norm_swiglu", 16384, 2048), ("linear_add", 2048, 2048), ("linear_add", 2048, 8192),
-    ),
-    "smol135m": (
-        ("linear", 960, 576), ("linear", 576, 576), ("linear", 3072, 576), ("linear", 576, 1536), ("swiglu", 3072, 576),
-        ("norm_linear", 960, 576), ("norm_swiglu", 3072, 576), ("linear_add", 576, 576), ("linear_add", 576, 1536),
-    ),
-}
-LM_HEADS = {
-    "llama8b": ("lm_head", 128256, 4096), "llama1b": ("lm_head", 128256, 2048), "smol135m": ("lm_head", 49152, 576),
-}
 
 
 class Result(NamedTuple):
@@ -201,10 +180,8 @@ def compile_ahead(trial: Trial, token_counts: Iterable[int]) -> None:
         list(pool.map(continue_on_error, todo.values()))
 
 
-def run_trials(
-    products: Iterable[tuple[str, int, int]], token_counts: Sequence[int], device: torch.device, out: str | None = None
-) -> list[Result]:
-    """Time all products (op, weight rows, K), print a line for each, and append them to `out` as JSON lines."""
+def run_trials(products: Iterable[tuple[str, int, int]], token_counts: Sequence[int], device: torch.device) -> list[Result]:
+    """Time all products (op, weight rows, K) and print a line for each."""
     results: list[Result] = []
     print(f"{'product':<44} {'library us':>11} {'TFLOP/s':>8} {'tile us':>9} {'TFLOP/s':>8} {'ratio':>6} {'error':>8}  tile")
     for op, rows, k in products:
@@ -216,9 +193,6 @@ def run_trials(
             result = trial.run(tokens)
             results.append(result)
             print(_row(result), flush=True)
-            if out is not None:
-                with open(out, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(result.as_json()) + "\n")
         print(f"  {op} {rows}x{k}: {time.perf_counter() - begin:.1f} s, {compiled_s:.1f} of it to compile", flush=True)
         del trial
     return results
@@ -239,43 +213,3 @@ def _row(result: Result) -> str:
 
 def _line(failure: Exception) -> str:
     return f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:200]}"
-
-
-def _arguments(name: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m batchspec.kernels.{name}")
-    parser.add_argument("--quick", action="store_true", help="the 8B shape at two token counts only")
-    parser.add_argument("--out", help="append each line as JSON to this file")
-    return parser.parse_args()
-
-
-def main_linear() -> None:
-    arguments = _arguments("linear")
-    if not torch.cuda.is_available():
-        print("linear: no GPU here, nothing to time")
-        return
-    counts = (64, 256) if arguments.quick else (64, 128, 192, 256, 512, 768)
-    for model in ("llama8b",) if arguments.quick else tuple(MODELS):
-        results = run_trials(MODELS[model], counts, torch.device("cuda"), arguments.out)
-        if model == "llama8b":
-            _summary(results, counts)
-
-
-def _summary(results: Sequence[Result], counts: Sequence[int]) -> None:
-    """Print the rates of the four products of a layer together, and the bandwidth of their weights."""
-    plain = [result for result in results if result.op == "linear"]
-    for tokens in counts:
-        layer = [result for result in plain if result.tokens == tokens]
-        weights = sum(result.rows * result.k for result in layer)
-        for name, us in (("library", sum(r.library_us for r in layer)), ("best", sum(r.us for r in layer))):
-            rates = f"{2e-6 * tokens * weights / us:.0f} TFLOP/s, weights at {2e-6 * weights / us:.2f} TB/s"
-            print(f"layer T={tokens} {name}: {us:.1f} us, {rates}")
-
-
-def main_lm_head() -> None:
-    arguments = _arguments("lm_head")
-    if not torch.cuda.is_available():
-        print("lm_head: no GPU here, nothing to time")
-        return
-    heads = [LM_HEADS["llama8b"]] if arguments.quick else [*LM_HEADS.values(), ("lm_head", 32000, 4096)]
-    counts = (256, 512) if arguments.quick else (256, 512, 1024)
-    run_trials(heads, counts, torch.device("cuda"), arguments.out)

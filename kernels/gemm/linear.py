@@ -232,13 +232,3 @@ def norm_reference(x: Tensor, norm: Tensor, eps: float) -> Tensor:
 def swiglu_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-def main() -> None:
-    from batchspec.kernels.gemm.autotune import main_linear  # it times this module
-
-    main_linear()
-
-
-if __name__ == "__main__":
-    main()

@@ -174,13 +174,3 @@ def lm_head_reference(
         forbidden = ((words >> (ids & 31).int()) & 1 == 0) & (mask_rows >= 0)[:, None]
         logits = logits.masked_fill(forbidden, float("-inf"))
     argmax(logits, out_ids=out_ids, vocab=vocab, map_ids=map_ids, flag_nonfinite=flag_nonfinite)
-
-
-def main() -> None:
-    from batchspec.kernels.gemm.autotune import main_lm_head  # it times this module
-
-    main_lm_head()
-
-
-if __name__ == "__main__":
-    main()
