@@ -61,7 +61,6 @@ MISTAKES = {
     "prompts": "required: FILE.parquet; `batchspec prompts --help`",
     "probe model head --rows many": "argument --rows: invalid int value: 'many'; `batchspec probe --help`",
     "bench out.jsonl name --gen": "argument --gen: expected one argument (a value that begins with - follows =",
-    "bench --job-layer": "required: DIR; `batchspec bench --job-layer --help`",
     "plan --config-dir": "argument --config-dir/-cd: expected one argument; `batchspec run --help`",
     "submit --cfg all-of-it": "argument --cfg/-c: invalid choice: 'all-of-it' ",
     "run --conf x": "ambiguous option: --conf could match ",

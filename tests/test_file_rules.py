@@ -20,7 +20,6 @@ OPENS: dict[str, str] = {
     "process.cgroup": "/proc and the control groups",
     "tuning.cpu_threads": "/proc and the control groups",
     "packing.planner": "/proc",
-    "bench.job_layer": "/proc",
     "config.reference": "the package's own conf",
     "cluster.manifests": "the package's own recipes",
     "tuning.table": "the package's own tables, and that of doctor --tune",

@@ -193,9 +193,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # No entry of another package lists these two: nothing imports what only measures or trains.
     "bench": {
-        "commands.doctor", "console.arguments", "config", "dataset", "distributed", "draft", "engine", "batch", "cache", "job",
-        "kernels", "load", "model", "packing", "prepare", "report", "runner", "runstate", "storage", "structured.compiler",
-        "supervise", "tuning",
+        "commands.doctor", "console.arguments", "config", "distributed", "draft", "engine", "batch", "kernels", "load", "model",
+        "packing", "prepare", "report", "runner", "structured.compiler", "supervise",
     },
     "heads": {
         "console", "config", "dataset", "draft", "engine", "batch", "cache", "kernels", "load", "model", "packing",

@@ -6,5 +6,4 @@ engines.py     configurations; variants.py: which take turns; phases.py: progres
 rounds.py      `--rounds`: single rounds
 profile.py     where the time of a round goes
 ranks.py       `--tensor-parallel`; follower.py: the other processes
-job_layer.py   `--job-layer`: a job without its model; job_layer_stand_ins.py: an engine that answers at once
 """

@@ -7,7 +7,7 @@ real prompts (--input). The variants are every --draft with every --k, each of t
 turn, and the median over the turns is reported with its spread. `--rounds N` instead times N single rounds of each variant, over
 rows whose --prompt earlier tokens are made up. `--tensor-parallel N` does all this with a model that N processes compute
 together, one per GPU; speeds are those of the group. `--make-job DIR` writes a job for `batchspec run` with the same prompts and
-output lengths. `batchspec bench --job-layer DIR --rows N` measures the cost of a job without its model.
+output lengths.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from batchspec.bench import job_layer, rounds
+from batchspec.bench import rounds
 from batchspec.bench.arguments import device_of, parse
 from batchspec.bench.engines import Bench
 from batchspec.bench.phases import Phases
@@ -37,8 +37,6 @@ JOB_ROWS = 192
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["--job-layer"]:
-        return job_layer.main(argv[1:])
     args = parse(argv, __doc__)
     if args.make_job:
         _make_job(args)
