@@ -120,7 +120,7 @@ def target_taps(target: Target, ids: Sequence[int], taps: tuple[int, ...]) -> Te
     """[len(ids), len(taps) * H] of the residual stream, computed from the first token in one pass."""
     count, spec, device = len(ids), target.spec, target.device
     cache = KVCache.allocate(
-        spec.kv_layout(target.dtype, count), groups=KVGroups.single(spec.num_layers), num_pages=(2,), device=device
+        spec.layer_states(target.dtype, count), groups=KVGroups.single(spec.num_layers), num_pages=(2,), device=device
     )
 
     def ints(values: object) -> Tensor:

@@ -22,7 +22,8 @@ def poison_freed_pages(patch: pytest.MonkeyPatch, engines: Sequence[Engine]) -> 
     def fill(pool: PagePool, pages: Sequence[int], key: float, value: float) -> None:
         for engine in engines:
             cache, group = engine.executor.cache, next((i for i, one in enumerate(engine.pools.pools) if one is pool), None)
-            groups = [*cache.groups.target_layers, *[cache.groups.draft_group] * engine.drafter.num_kv_layers]
+            target_groups = cache.groups.target_layers
+            groups = [*target_groups, *[cache.groups.draft_group] * (len(cache.layers) - len(target_groups))]
             for layer, own in zip(cache.layers, groups, strict=True):
                 if own == group:
                     layer.pages[0, list(pages)] = key

@@ -51,16 +51,15 @@ def padded_passes() -> Iterator[list[PassShape]]:
         found = run_pass(graphs, shape)
         assert found.result is not None
         assert found.mask is not None
-        values = (*found.result.tensors, found.slot_ids, *found.carried)
+        values = found.result.tensors
         home = homes.setdefault((id(graphs), shape), tuple(value.clone() for value in values))
         for there, value in zip(home, values, strict=True):
             there.copy_(value)
         left[:] = home
-        results, slot_ids, carried = home[: len(found.result.tensors)], home[len(found.result.tensors)], found.carried
-        log, *others = results
+        log, *others = home
         count = len(found.result.read)
         result = RoundResult(log, tuple(others[:count]), *others[count:])
-        return Prefilled(result, found.mask, slot_ids, home[len(home) - len(carried) :] if carried else ())
+        return Prefilled(result, found.mask)
 
     def send(result: RoundResult, began: Moment | None = None) -> PendingResult:
         read = tuple(value.clone() for value in result.read)

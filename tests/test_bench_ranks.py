@@ -15,7 +15,7 @@ from batchspec.bench import command as bench
 from batchspec.bench.arguments import parse
 from batchspec.bench.engines import Bench, config_of, variant_specs
 from batchspec.bench.workloads import Workload
-from batchspec.cache.layout import KVLayout
+from batchspec.cache.layer_state import LayerState
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import Shard
 from batchspec.model.shapes import COMMON, SHAPES, shape_spec
@@ -88,12 +88,12 @@ def test_every_rank_drafts_with_the_whole_head(shape: Path) -> None:
     args = parse(["o", "n", "--shape", str(shape), "--draft", "eagle3", "--k", "2", *SIZES])
     (way,) = variant_specs(args)
 
-    def layout(target: Target) -> KVLayout | None:
-        return Bench(args, Workload(target, Path(), []), DEVICE).drafter(way, config_of(args, way)).kv_layout(16)
+    def layout(target: Target) -> tuple[LayerState, ...]:
+        return Bench(args, Workload(target, Path(), []), DEVICE).drafter(way, config_of(args, way)).layer_states(16)
 
     spec = shape_spec(str(shape))
     whole = layout(whole_of(spec))
-    assert whole is not None
+    assert whole
     assert on_ranks(2, lambda ranks: layout(part_of(spec, ranks))) == [whole, whole]
 
 

@@ -81,7 +81,7 @@ def state(engine: Engine) -> dict[str, Tensor]:
     executor = engine.executor
     tensors = {name: tensor for name in SLOT_FIELDS for tensor in executor.rows._tensors(name)}
     tensors |= {f"pages {i}": layer.pages for i, layer in enumerate(executor.cache.layers)}
-    tensors |= {f"drafter {i}": tensor for i, tensor in enumerate(executor.drafter.state)}
+    tensors |= {f"drafter {i}": tensor for i, tensor in enumerate(executor.cache.draft_rows)}
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 

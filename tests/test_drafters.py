@@ -51,9 +51,8 @@ def test_a_spec_predicts_the_properties_of_its_drafter_before_weights_are_read(n
     drafter = spec.build(spec.load(dtype=target.dtype, device=DEVICE), target, slots=2)
     assert drafter.shape == spec.shape
     assert drafter.max_len == spec.shape.draft_len
-    layers = spec.kv_layers(target.dtype, 4)
-    assert layers == tuple((drafter.kv_layout(4), window) for window in drafter.kv_windows)
-    assert len(layers) == drafter.num_kv_layers
+    layers = spec.layer_states(target.dtype, 4)
+    assert layers == drafter.layer_states(4)
     assert (spec.weight_bytes(dtype=target.dtype, device=target.device) > 0) == bool(layers)
     assert 0 <= spec.assumed_accepted <= 3
 
@@ -74,8 +73,8 @@ def test_choices_and_benchmarks_are_those_of_the_registry() -> None:
 def test_a_corpus_is_counted_as_memory_of_the_drafters_that_keep_one() -> None:
     for name in ("lookup", "hybrid"):
         small, large = (open_drafter(config_of(name, corpus_tokens=size), tiny_target().spec) for size in (0, 1000))
-        assert small.state_bytes() == 0
-        assert large.state_bytes() >= 2 * 4 * 1000
+        assert small.corpus_bytes() == 0
+        assert large.corpus_bytes() >= 2 * 4 * 1000
 
 
 def test_a_chain_and_a_tree_state_the_cost_of_a_round() -> None:

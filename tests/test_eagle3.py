@@ -41,14 +41,14 @@ pytestmark = pytest.mark.second
 
 
 class Recorded(Recording, ChainDrafter):
-    """Keeps the state that it carried before each proposal, too."""
+    """Keeps the hidden states that each proposal began with, too."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.carried: list[Tensor] = []
 
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
-        self.carried += self.state[1][: len(draft_len)][rows.live != 0].clone()
+        self.carried += cache.draft_rows[1][: len(draft_len)][rows.live != 0].clone()
         super().propose(rows, draft_ids, draft_len, cache)
 
 
@@ -173,9 +173,9 @@ def in_turn(pattern: tuple[int, ...], leads: list[bool], *, always: bool) -> Cal
     def run_next(self: Round, rows: DeviceBatch, mode: SamplingMode, *_: Any) -> RoundResult:
         now, following = next(turns)
         leads.append(always or now > 0 or following > 0)
-        before = [tensor.clone() for tensor in self.drafter.state]
+        before = [tensor.clone() for tensor in self.cache.draft_rows]
         result = run_round(self, rows, mode, now, prepare_next=leads[-1])
-        assert leads[-1] or all(torch.equal(*pair) for pair in zip(self.drafter.state, before, strict=True))
+        assert leads[-1] or all(torch.equal(*pair) for pair in zip(self.cache.draft_rows, before, strict=True))
         return result
 
     return run_next

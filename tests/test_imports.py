@@ -186,7 +186,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model.token_texts",
         "model.tokenizer",
         "cache.groups",
-        "cache.layout",
+        "cache.layer_state",
         "cache.pages",
         "runstate.journal",
         "tuning.exchange",

@@ -178,7 +178,8 @@ def test_e4m3_keys_give_the_tokens_of_plain_decoding_over_e4m3_keys(
     assert run(engine, requests) == expected(target, requests)
     assert engine.totals.preempted > 0
     assert engine.totals.cached_tokens > 0
-    assert [layer.layout.fp8 for layer in engine.executor.cache.layers] == [True, True] + [False] * engine.drafter.num_kv_layers
+    num_drafts = len(engine.drafter.layer_states(4))
+    assert [layer.layout.fp8 for layer in engine.executor.cache.layers] == [True, True] + [False] * num_drafts
 
 
 DRAFTERS = ["lookup", "window", "chain", "chain with a window", "parallel", "tree", "tree with a window"]

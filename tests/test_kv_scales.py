@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from batchspec import run
 from batchspec.cache.groups import KVGroups
+from batchspec.cache.layer_state import LayerState
 from batchspec.cache.layout import KVLayout
 from batchspec.cache.pages import KVCache
 from batchspec.commands import verify
@@ -67,7 +68,7 @@ def test_a_layout_counts_one_byte_a_number() -> None:
     sizes = {"page_size": 16, "max_len": 512, "max_tokens": 512, "lookahead": 4, "pass_tokens": 512}
     memory = [KVMemory.of(spec, torch.bfloat16, (), **sizes) for spec in (plain, fp8)]
     assert memory[1].rows(10**10, 400) >= 1.9 * memory[0].rows(10**10, 400)
-    head = ((plain.kv_layout(torch.bfloat16, 16), None),)  # a drafter's layer keeps its own layout
+    head = (LayerState(plain.kv_layout(torch.bfloat16, 16)),)  # a drafter's layer keeps its own layout
     assert KVMemory.of(fp8, torch.bfloat16, head, **sizes).page_bytes == (34 * memory[1].page_bytes[0] // 32,)
     assert fp8.kv_layout(torch.bfloat16, 16).allocate(1, 2, torch.device("cpu")).dtype is torch.float8_e4m3fn
 
@@ -78,8 +79,8 @@ def test_a_head_s_own_layers_may_be_in_e4m3_alone() -> None:
     for layout in (plain, replace(plain, fp8=True)):
         scales = torch.full((1, 2, 2), 0.5) if layout.fp8 else None
         cache = KVCache.allocate(
-            layout, groups=KVGroups.single(1), num_pages=(3,), device=torch.device("cpu"), num_draft_layers=2,
-            draft_layout=replace(plain, fp8=True), scales=scales,
+            [LayerState(layout)], [LayerState(replace(plain, fp8=True))] * 2, groups=KVGroups.single(1), num_pages=(3,),
+            device=torch.device("cpu"), scales=scales,
         )
         target, *heads = cache.layers
         assert target.pages.dtype is layout.stored

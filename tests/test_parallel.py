@@ -182,7 +182,7 @@ def test_rejected_places_are_never_read_nor_counted(tmp_path: Path, monkeypatch:
             for slot in rows.live.nonzero().flatten().tolist() if poisons else ():
                 for position in range(int(rows.num_tokens[slot]) - 1, rows.tokens.shape[1]):
                     page = int(rows.page_tables[0][slot, position // cache.page_size])
-                    for layer in range(self.num_kv_layers):
+                    for layer in range(self.head.spec.num_layers):
                         cache.layer(TARGET().spec.num_layers + layer).pages[:, page, position % cache.page_size] = 1e3
             propose(self, rows, ids, lengths, cache)
 
@@ -266,9 +266,9 @@ def test_rounds_of_any_draft_length_use_the_first_places(kind: str, tmp_path: Pa
 
     def run_next(self: Round, rows: DeviceBatch, mode: Any, *_: Any) -> Any:
         now, following = next(turns)
-        before = [tensor.clone() for tensor in drafter.state]
+        before = [tensor.clone() for tensor in self.cache.draft_rows]
         result = run_round(self, rows, mode, now, prepare_next=following > 0)
-        assert following > 0 or all(torch.equal(*pair) for pair in zip(drafter.state, before, strict=True))
+        assert following > 0 or all(torch.equal(*pair) for pair in zip(self.cache.draft_rows, before, strict=True))
         return result
 
     monkeypatch.setattr(Round, "run", run_next)
@@ -335,12 +335,11 @@ def test_a_job_drafts_in_parallel_by_default_if_the_head_can(tmp_path: Path) -> 
         drafter = spec.build(spec.load(dtype=target.dtype, device=DEVICE), target, slots=2)
         assert type(drafter) is kind
         assert drafter.shape == spec.shape
-        assert tuple((drafter.kv_layout(4), w) for w in drafter.kv_windows) == spec.kv_layers(target.dtype, 4)
+        assert drafter.layer_states(4) == spec.layer_states(target.dtype, 4)
         config.draft.cache_dtype = "fp8"
         narrow = spec.build(spec.load(dtype=target.dtype, device=DEVICE), target, slots=2)
-        assert tuple((narrow.kv_layout(4), w) for w in narrow.kv_windows) == spec.kv_layers(target.dtype, 4)
-        layouts = drafter.kv_layout(4), narrow.kv_layout(4)
-        assert [layout is not None and layout.fp8 for layout in layouts] == [False, True]
+        assert narrow.layer_states(4) == spec.layer_states(target.dtype, 4)
+        assert [layer.kv.fp8 for layer in (*drafter.layer_states(4), *narrow.layer_states(4))] == [False, True]
     config.draft.parallel = True
     with pytest.raises(ConfigError, match=r"draft.parallel=true, but the head .*chain has no mask token: it drafts a chain"):
         open_drafter(config, target.spec)

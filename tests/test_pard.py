@@ -209,12 +209,12 @@ def test_a_job_drafts_in_parallel_by_default_if_the_model_can(tmp_path: Path) ->
     for folder, parallel, chain in ((masked, "auto", False), (masked, True, False), (masked, False, True), (plain, "auto", True)):
         config = RunConfig(draft=DraftConfig(name="pard", path=str(folder), parallel=parallel, num_speculative_tokens=3))
         spec = open_drafter(config, target.spec)
-        layers = spec.kv_layers(torch.float32, 4)
-        assert [(layout.token_bytes, window) for layout, window in layers] == [(2 * 2 * 6 * 4, None)] * 2
+        layers = spec.layer_states(torch.float32, 4)
+        assert [(layer.kv.token_bytes, layer.window, layer.row_bytes) for layer in layers] == [(2 * 2 * 6 * 4, None, 0)] * 2
         drafter = spec.build(load(folder), target, slots=2)
         assert isinstance(drafter, PardDrafter)
         assert drafter.shape == spec.shape
-        assert tuple((drafter.kv_layout(4), w) for w in drafter.kv_windows) == spec.kv_layers(target.dtype, 4)
+        assert drafter.layer_states(4) == spec.layer_states(target.dtype, 4)
         assert (drafter._chain is not None) == chain
     config.draft.parallel = True
     with pytest.raises(ConfigError, match=r"draft.parallel=true, but .*plain names no mask token"):

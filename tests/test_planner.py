@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.cache.layer_state import LayerState
 from batchspec.config.schema import PackingConfig
 from batchspec.engine.rounds.draft_lengths import candidates
 from batchspec.errors import CapacityError
@@ -25,7 +27,7 @@ from batchspec.model.spec import ModelSpec
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing import planner
 from batchspec.packing.cost import H200, Rates
-from batchspec.packing.kv_memory import DraftLayers, KVMemory, kv_bytes
+from batchspec.packing.kv_memory import KVMemory, kv_bytes
 from batchspec.packing.memory import MOST_LENGTHS, reserve_bytes
 from batchspec.packing.order import order_requests
 from batchspec.packing.planner import Demand, choose_batch, forecast, free_memory, row_buckets
@@ -45,7 +47,7 @@ def on_gpu(
     demand: Demand = REASONING,
     free_bytes: int = 120 * 10**9,
     draft_len: int = 3,
-    draft_layers: DraftLayers = (),
+    draft_layers: Sequence[LayerState] = (),
     **packing: Any,
 ) -> PackedBatch:
     return choose_batch(
@@ -160,7 +162,7 @@ def test_one_h200_holds_75_rows_of_llama_8b_at_their_full_length() -> None:
     free = 143_771 * 2**20 - 18_500_000_000  # what the card has, less weights, a one-layer head and the driver's own
     for output in (1063, 1536):
         job = Demand(num_completions=192, prompt_tokens=8192, output_tokens=output, max_tokens=11_264)
-        batch = on_gpu(job, free_bytes=free, draft_layers=((LLAMA_8B.kv_layout(torch.bfloat16, 16), None),))
+        batch = on_gpu(job, free_bytes=free, draft_layers=(LayerState(LLAMA_8B.kv_layout(torch.bfloat16, 16)),))
         assert batch.num_pages >= 75 * 704 + 1
         assert batch.num_slots in (88, 96)
 
@@ -195,7 +197,7 @@ def test_a_small_model_runs_a_thousand_short_rows_beside_its_logits() -> None:
     gsm8k = Demand(num_completions=1319, prompt_tokens=150, output_tokens=128, max_tokens=700)
     batch = choose_batch(
         PackingConfig(), smol, H200, gsm8k, device=GPU, dtype=torch.bfloat16, draft_len=3,
-        draft_layers=((smol.kv_layout(torch.bfloat16, 16), None),), free_bytes=140 * 10**9,
+        draft_layers=(LayerState(smol.kv_layout(torch.bfloat16, 16)),), free_bytes=140 * 10**9,
     )
     assert batch.num_slots == 1024
     assert batch.num_pages == 1024 * 44 + 1
@@ -406,7 +408,7 @@ def windowed(*windows: int | None) -> ModelSpec:
     return small_spec(windows=windows)
 
 
-def memory_of(spec: ModelSpec, *, max_tokens: int, lookahead: int = 4, drafts: DraftLayers = ()) -> KVMemory:
+def memory_of(spec: ModelSpec, *, max_tokens: int, lookahead: int = 4, drafts: Sequence[LayerState] = ()) -> KVMemory:
     return KVMemory.of(
         spec, torch.float32, drafts, page_size=16, max_len=max_tokens, max_tokens=max_tokens, lookahead=lookahead, pass_tokens=1,
     )

@@ -233,14 +233,13 @@ def test_padded_passes_leave_what_plain_passes_leave_and_touch_no_other_row(name
             assert (found.result is None) == (expected.result is None) == (not any(s.last for s in segments))
             if found.result is not None and expected.result is not None:
                 assert torch.equal(found.result.log, expected.result.log)
-            assert sorted(found.slot_ids.tolist()) == sorted(s.slot for s in segments)
-            expected.activate(plain.rows, plain.drafter)
-            found.activate(padded.rows, padded.drafter)
+            expected.activate(plain.rows)
+            found.activate(padded.rows)
     assert len(shapes) == len(job.passes)
     for field in SLOT_FIELDS:
         for ours, theirs in zip(padded.rows._tensors(field), plain.rows._tensors(field), strict=True):
             assert torch.equal(ours, theirs), field
-    for ours, theirs in zip(padded.drafter.state, plain.drafter.state, strict=True):
+    for ours, theirs in zip(padded.cache.draft_rows, plain.cache.draft_rows, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
     others = [page for slot in {*range(job.slots)} - {*job.entering} for page in range(1 + 8 * slot, 9 + 8 * slot)]
     for layer, other, own in zip(padded.cache.layers, plain.cache.layers, before, strict=True):
@@ -279,7 +278,7 @@ class Copied:
         executor, graphs = self._executor, self._executor.prefill_graphs
         assert graphs is not None
         state = [tensor for field in SLOT_FIELDS for tensor in executor.rows._tensors(field)]
-        state += [graphs._inputs._buffer, *(layer.pages for layer in executor.cache.layers), *executor.drafter.state]
+        state += [graphs._inputs._buffer, *(layer.pages for layer in executor.cache.layers), *executor.cache.draft_rows]
         before = [tensor.clone() for tensor in state]
         outcome = run()
         for tensor, value in zip(state, before, strict=True):
@@ -290,8 +289,7 @@ class Copied:
             found = run()
             assert found.result is not None
             assert outcome.result is not None
-            tensors = (*outcome.result.tensors, outcome.slot_ids, *outcome.carried)
-            for there, value in zip(tensors, (*found.result.tensors, found.slot_ids, *found.carried), strict=True):
+            for there, value in zip(outcome.result.tensors, found.result.tensors, strict=True):
                 there.copy_(value)
 
         return SimpleNamespace(replay=replay), outcome

@@ -59,7 +59,8 @@ def planner(
     kv_windows  of the layers of target and drafter
     pass_bytes  of `SharingCost`, whose pages have one byte here
     """
-    drafter = SimpleNamespace(max_len=max_len, kv_windows=kv_windows[1], state=())
+    layers = [SimpleNamespace(window=window) for window in kv_windows[1]]
+    drafter = SimpleNamespace(max_len=max_len, layer_states=lambda page_size: layers)
     executor: Any = SimpleNamespace(
         _pass=lambda *_: None,
         target=SimpleNamespace(spec=SimpleNamespace(windows=kv_windows[0], experts=None)),

@@ -63,7 +63,7 @@ class Runner:
     def start(cls, target: Target, num_rows: int, max_len: int = 128) -> Runner:
         spec, per_row = target.spec, max_len // PAGE_SIZE
         cache = KVCache.allocate(
-            spec.kv_layout(target.dtype, PAGE_SIZE),
+            spec.layer_states(target.dtype, PAGE_SIZE),
             groups=KVGroups.single(spec.num_layers),
             num_pages=(num_rows * per_row + 1,),
             device=CPU,

@@ -1,5 +1,6 @@
 """The K/V cache: pages, who owns them, and attention over them.
 
+layer_state.py    what a layer keeps of each row: K/V in pages, and tensors with one entry a slot
 layout.py         K and V in memory: dtype, scales, bytes
 groups.py         which layers share a page table
 pages.py          the tensors and reference counts

@@ -13,9 +13,11 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.groups import KVGroups
+from batchspec.cache.layer_state import LayerState
 from batchspec.cache.layout import KVLayout, LayerKV
 from batchspec.errors import CapacityError
 from batchspec.kernels.kv_cache.kv_move import kv_move
+from batchspec.kernels.rounds.write_rows import write_rows
 from batchspec.records import Ids
 
 SCRATCH_PAGE = 0
@@ -25,7 +27,8 @@ result."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCache:
-    """K/V of all layers in pages. The layers of a group, the drafter's included, share page ids."""
+    """What all layers keep of the rows: K/V in pages, and row tensors. The layers of a group, the drafter's included, share page
+    ids."""
 
     layers: tuple[LayerKV, ...]
     """The target's layers, then the drafter's."""
@@ -36,35 +39,39 @@ class KVCache:
     """Tokens."""
     table_ids: tuple[int, ...]
     """For each group, the index of its table in `DeviceBatch.page_tables`."""
+    draft_rows: tuple[Tensor, ...] = ()
+    """The row tensors [slots, ...] of the drafter's layers, in their order."""
 
     @classmethod
     def allocate(
         cls,
-        layout: KVLayout,
+        layers: Sequence[LayerState],
+        draft_layers: Sequence[LayerState] = (),
         *,
         groups: KVGroups,
         num_pages: Sequence[int],
+        num_slots: int = 1,
         device: torch.device,
-        num_draft_layers: int = 0,
-        draft_layout: KVLayout | None = None,
         scales: Tensor | None = None,
     ) -> KVCache:
-        """Zeroed pages.
+        """Zeroed pages and row tensors.
 
-        num_pages     of each group
-        draft_layout  of the drafter's layers, whose scales are 1; None: the target's, but not in e4m3
-        scales        fp32 [target layers, 2 (K, V), KVH] of an e4m3 layout
+        layers, draft_layers  of the target and of the drafter. The K/V of each have one layout. If it is e4m3, the drafter's
+                              scales are 1
+        num_pages  of each group
+        scales     fp32 [target layers, 2 (K, V), KVH] of an e4m3 layout of the target
         """
-        draft_layout = draft_layout or replace(layout, fp8=False)
-        assert draft_layout.page_size == layout.page_size, (layout, draft_layout)  # a row has as many pages in both
+        layout = layers[0].kv
+        assert {layer.kv for layer in layers} == {layout}
+        assert {layer.kv.page_size for layer in draft_layers} <= {layout.page_size}  # a row has as many pages in both
         target_kv = tuple(
             layout.allocate(groups.num_target_layers(group), count, device) for group, count in enumerate(num_pages)
         )
-        draft_kv = draft_layout.allocate(num_draft_layers, num_pages[groups.draft_group], device)
-        # No output token depends on drafts: rounding with a scale of 1 can only cost acceptance.
-        ones = torch.ones(2, draft_layout.num_kv_heads, device=device) if draft_layout.fp8 else None
-        draft_layers = tuple(LayerKV(pages, draft_layout, ones) for pages in draft_kv)
-        return cls.of(layout, groups, target_kv, draft_layers, scales)
+        draft_kv = _draft_kv(draft_layers, num_pages[groups.draft_group], device) if draft_layers else ()
+        rows = tuple(
+            torch.zeros((num_slots, *one.shape), dtype=one.dtype, device=device) for layer in draft_layers for one in layer.row
+        )
+        return replace(cls.of(layout, groups, target_kv, draft_kv, scales), draft_rows=rows)
 
     @classmethod
     def of(
@@ -99,6 +106,16 @@ class KVCache:
         layers = self.layers[len(self.groups.target_layers) :]
         return KVCache(layers, KVGroups.single(len(layers)), (), self.page_size, (self.groups.draft_group,))
 
+    def enter(self, slot_ids: Tensor, kv_len: Tensor, values: Sequence[Tensor]) -> None:
+        """Write the drafter's row tensors of the rows of a prefill pass.
+
+        slot_ids  int64 [R] the slot of each
+        kv_len    int32 [R] 0 for a dead row, whose slot keeps its entries
+        values    for each of `draft_rows`, [R, ...]
+        """
+        for tensor, value in zip(self.draft_rows, values, strict=True):
+            write_rows(tensor, slot_ids, kv_len, value)
+
     def move_accepted(self, nodes: FlatBatch, path: Tensor, chain: FlatBatch, accepted_len: Tensor) -> None:
         """Move the target's K/V of accepted tree nodes to the slots that a chain would use, one launch a group: see `kv_move`.
 
@@ -108,6 +125,14 @@ class KVCache:
         for group, kv in enumerate(self.target_kv):
             if len(kv):
                 kv_move(kv, nodes.of_group(group).slot_mapping, path, chain.of_group(group).slot_mapping, accepted_len)
+
+
+def _draft_kv(layers: Sequence[LayerState], num_pages: int, device: torch.device) -> tuple[LayerKV, ...]:
+    layout = layers[0].kv
+    assert {layer.kv for layer in layers} == {layout}
+    # No output token depends on drafts: rounding with a scale of 1 can only cost acceptance.
+    ones = torch.ones(2, layout.num_kv_heads, device=device) if layout.fp8 else None
+    return tuple(LayerKV(pages, layout, ones) for pages in layout.allocate(len(layers), num_pages, device))
 
 
 def prefix_hashes(ids: Ids, page_size: int, lookahead: int = 0, *, salt: bytes = b"") -> list[bytes]:

@@ -106,7 +106,7 @@ class Plan:
         if batch is None or ahead is None:
             return []
         spec = job.spec
-        layers = job.drafter.kv_layers(job.dtype, batch.page_size)
+        layers = job.drafter.layer_states(job.dtype, batch.page_size)
         pages_bytes = kv_bytes(batch, spec, job.dtype, layers)
         pages = " + ".join(f"{count:,}" for count in (batch.num_pages, *batch.more_pages))
         dtype, accepted = str(job.dtype).removeprefix("torch."), job.drafter.assumed_accepted
@@ -164,7 +164,7 @@ class Plan:
         parts = {
             "weights": job.spec.weight_bytes(job.dtype),
             "drafter": job.drafter.weight_bytes(dtype=job.dtype, device=job.device),
-            "state of the drafter": job.drafter.state_bytes(),
+            "corpus of the drafter": job.drafter.corpus_bytes(),
             "schemas": automata_bytes(job),
             "graphs of prefill": padded_prefill_bytes(job),
             "K/V": pages_bytes,

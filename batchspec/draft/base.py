@@ -12,7 +12,7 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.cache.layout import KVLayout
+from batchspec.cache.layer_state import LayerState
 from batchspec.cache.pages import KVCache
 from batchspec.draft.shapes import ChainShape, TreeShape
 
@@ -42,13 +42,9 @@ class Drafter(Protocol):
     """Whether every live row always gets max_len proposals, so that a round may use the uniform layout."""
     aux_layer_ids: tuple[int, ...]
     """Boundaries 0..L of the target whose residual stream it reads (0 is the embedding, i is what enters layer i)."""
-    num_kv_layers: int
-    """Number of K/V layers of its own, kept in the row's pages after the target's layers: `cache.layer(L + i)`."""
     mode: SamplingMode | None
     """How the rows of the current pass or round are sampled, set before its calls, if drafts are to use the noise of the
     target's draws; None: drafts are argmaxes."""
-    state: tuple[Tensor, ...]
-    """Tensors [slots, ...]: what it keeps of each slot's row from round to round; compaction moves their entries."""
 
     @property
     def shape(self) -> ChainShape | TreeShape:
@@ -58,21 +54,18 @@ class Drafter(Protocol):
     def prefill_by_bounds(self) -> bool:
         """Whether `prefill` needs neither `FlatBatch.host` nor a number from the device, so that a CUDA graph can hold it."""
 
-    def kv_layout(self, page_size: int) -> KVLayout | None:
-        """The K/V format of its own layers; None if it has none."""
-
-    @property
-    def kv_windows(self) -> tuple[int | None, ...]:
-        """[num_kv_layers] number of newest keys that each of them reads; None: all, or the first ones too."""
+    def layer_states(self, page_size: int) -> tuple[LayerState, ...]:
+        """What each of its own layers keeps of a row: K/V in the row's pages, after the target's layers (`cache.layer(L + i)`),
+        and row tensors (`cache.draft_rows`). The same as its `DrafterSpec` says."""
 
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
-    ) -> tuple[Tensor, ...]:
-        """Read prefilled positions with the target's hidden states there; returns the state of each row, in the form of `state`.
+    ) -> None:
+        """Read prefilled positions with the target's hidden states there.
 
         slot_ids           int64 [R] the slot of each row of `batch`
         aux_hidden_states  [T, len(aux_layer_ids) * H]; None for a drafter that reads none
-        It writes only K/V of these rows.
+        It writes only what its layers keep of these rows, and nothing of dead ones.
         """
 
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> Tensor | None:
@@ -98,7 +91,7 @@ class Drafter(Protocol):
         """The drafter's pass over the positions that the target has just verified, with the target's hidden states.
 
         accepted_len  int32 [R] draft tokens accepted
-        prepare_next  the next round may draft; False: only K/V is kept up to date, and `state` stays as it is
+        prepare_next  the next round may draft; False: only K/V is kept up to date, and row tensors stay as they are
 
         Called after the commit: rows.num_tokens counts what the round emitted, rows.live is 0 for a row that ended. Row r's
         positions are batch.cu_seqlens_q[r] + j; j = 0..accepted_len[r] are accepted, later ones rejected.
@@ -146,22 +139,18 @@ class NoFeatures(DrafterBase):
     """A drafter that reads no hidden states of the target and keeps no K/V."""
 
     aux_layer_ids: tuple[int, ...] = ()
-    num_kv_layers: int = 0
-    state: tuple[Tensor, ...] = ()
-
-    kv_windows: tuple[int | None, ...] = ()
 
     @property
     def prefill_by_bounds(self) -> bool:
         return True
 
-    def kv_layout(self, page_size: int) -> KVLayout | None:
-        return None
+    def layer_states(self, page_size: int) -> tuple[LayerState, ...]:
+        return ()
 
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
-    ) -> tuple[Tensor, ...]:
-        return ()
+    ) -> None:
+        return None
 
     def catch_up(
         self,

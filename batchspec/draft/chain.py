@@ -25,8 +25,10 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.attention import AttentionPlan
+from batchspec.cache.layer_state import RowTensor
 from batchspec.cache.pages import KVCache
 from batchspec.draft.coupled import Draws, first_draws, later_draws
+from batchspec.draft.formats import HeadSpec
 from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.draft.weights import Head
@@ -39,8 +41,8 @@ from batchspec.model.target import Target
 class ChainDrafter(HeadReader):
     """Keeps for each slot the first draft token of the next round and the hidden state that drafted it.
 
-    Nothing is read back to the host and no shape depends on data: a round with it can be captured in a CUDA graph. `propose` and
-    `catch_up` write the state of the first R slots; a prefill of other slots may set theirs only after `catch_up`.
+    Nothing is read back to the host and no shape depends on data: a round with it can be captured in a CUDA graph. `catch_up`
+    writes what is kept of the first R slots.
     """
 
     name = "eagle3"
@@ -50,19 +52,21 @@ class ChainDrafter(HeadReader):
     ) -> None:
         """uniform_slots=False: each draft step computes its own slot mapping, by the ragged path (ablation)."""
         super().__init__(head, target, max_len, **reading)
-        spec, device, steps = head.spec, target.device, max(0, max_len - 1)
+        device, steps = target.device, max(0, max_len - 1)
         self._uniform = uniform_slots
         zeros = partial(zeros_on, device)
-        self._first, self._hidden = zeros(slots), zeros(slots, spec.hidden_size, dtype=target.dtype)
-        self.state: tuple[Tensor, ...] = (self._first, self._hidden)
         self._cu_seqlens_q = torch.arange(slots + 1, dtype=torch.int32, device=device)
         self._kv_len, self._live_positions = zeros(slots), zeros(slots, dtype=torch.int64)
         self._positions, self._slots = (zeros(steps * slots, dtype=torch.int64) for _ in range(2))
 
+    @staticmethod
+    def row_tensors(spec: HeadSpec, dtype: torch.dtype) -> tuple[RowTensor, ...]:
+        return RowTensor((), torch.int32), RowTensor((spec.hidden_size,), dtype)
+
     @torch.inference_mode()
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
-    ) -> tuple[Tensor, ...]:
+    ) -> None:
         assert aux_hidden_states is not None
         line, place, last = slot_ids.index_select(0, batch.row_ids), batch.cu_seqlens_q[1:] - 1, self._last
         if self._prune:
@@ -77,9 +81,9 @@ class ChainDrafter(HeadReader):
             normed = self.head.layer(last, normed.index_select(0, place), hidden, at, kv, plan)
         else:
             normed, hidden = self._read_whole(batch, rows.tokens, line, aux_hidden_states, cache, place)
-        first = self._first.new_empty(normed.shape[0], *self._first.shape[1:])
+        first = cache.draft_rows[0].new_empty(normed.shape[0], *cache.draft_rows[0].shape[1:])
         self._prepare_next(normed, first, first_draws(self.mode, rows, slot_ids.int(), rows.num_tokens[slot_ids]))
-        return first, normed if self._spec.feed_normed else hidden
+        cache.enter(slot_ids, batch.kv_len, (first, normed if self._spec.feed_normed else hidden))
 
     @torch.inference_mode()
     def catch_up(
@@ -94,7 +98,7 @@ class ChainDrafter(HeadReader):
     ) -> None:
         assert aux_hidden_states is not None
         num_rows, last = accepted_len.shape[0], self._last
-        first, hidden = self._first[:num_rows], self._hidden[:num_rows]
+        first, hidden = (x[:num_rows] for x in cache.draft_rows)
         if prepare_next and not self._prune:
             place = (batch.cu_seqlens_q[:-1] + accepted_len).clamp_(max=batch.token_ids.shape[0] - 1)
             normed, residual = self._read_whole(batch, rows.tokens, batch.row_ids, aux_hidden_states, cache, place)
@@ -169,9 +173,10 @@ class ChainDrafter(HeadReader):
         num_rows, width = draft_ids.shape
         by_step = (width - 1, num_rows)
         positions, slots = (x[: (width - 1) * num_rows].view(by_step) for x in (self._positions, self._slots))
-        hidden, kv_len = self._hidden[:num_rows], self._kv_len[:num_rows]
+        first, hidden = (x[:num_rows] for x in cache.draft_rows)
+        kv_len = self._kv_len[:num_rows]
         prepare_chain_draft_inputs(
-            self._first[:num_rows], rows.num_tokens, rows.live, cache.draft_table(rows), page_size=cache.page_size,
+            first, rows.num_tokens, rows.live, cache.draft_table(rows), page_size=cache.page_size,
             max_tokens=rows.tokens.shape[1], out_ids=draft_ids, out_draft_len=draft_len, out_positions=positions,
             out_slot_mapping=slots, out_kv_len=kv_len,
         )
@@ -187,7 +192,7 @@ class ChainDrafter(HeadReader):
         """The same for any number of positions a row: each step computes lengths, prefix sums and a plan of its own."""
         num_rows, width = draft_ids.shape
         torch.mul(rows.live, width, out=draft_len)
-        draft_ids[:, 0], hidden = self._first[:num_rows], self._hidden[:num_rows]
+        draft_ids[:, 0], hidden = (x[:num_rows] for x in cache.draft_rows)
         for k in range(width - 1):
             batch = self._general_step(rows, k, cache)
             plans = self._plans(batch, cache, range(self._last + 1))

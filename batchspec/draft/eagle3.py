@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from batchspec.cache.layout import KVLayout
+from batchspec.cache.layer_state import LayerState
 from batchspec.config.schema import RunConfig
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.reader import HeadReader
 from batchspec.draft.shapes import ChainShape, TreeShape, default_nodes
 from batchspec.draft.shard import cut, part_of_head
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
@@ -55,10 +56,16 @@ class Eagle3DrafterSpec(DrafterSpec[Head]):
         depth = tree.depth or draft.num_speculative_tokens
         return TreeShape(topk=tree.topk, depth=depth, nodes=tree.nodes or default_nodes(tree.topk, depth))
 
-    def kv_layers(self, dtype: torch.dtype, page_size: int) -> tuple[tuple[KVLayout, int | None], ...]:
+    def layer_states(self, dtype: torch.dtype, page_size: int) -> tuple[LayerState, ...]:
         draft = self.config.draft
-        layout = self.checkpoint.kv_layout(dtype, page_size, fp8=draft.cache_dtype == "fp8")
-        return tuple((layout, window) for window in self.head.kv_windows(draft.window, draft.sink_tokens or 0))
+        return self.checkpoint.layer_states(
+            dtype, page_size, row=self._kind.row_tensors(self.checkpoint, dtype), fp8=draft.cache_dtype == "fp8",
+            window=draft.window, sink=draft.sink_tokens or 0,
+        )
+
+    @property
+    def _kind(self) -> type[HeadReader]:
+        return TreeDrafter if isinstance(self.shape, TreeShape) else chain_kind(self.config, self.head)
 
     def weight_bytes(self, *, dtype: torch.dtype, device: torch.device) -> int:
         return head_bytes(self.checkpoint, dtype)
@@ -88,9 +95,14 @@ class Eagle3DrafterSpec(DrafterSpec[Head]):
 def build_chain(config: RunConfig, head: Head, target: Target, max_len: int, *, slots: int) -> ChainDrafter | ParallelDrafter:
     """A drafter of up to `max_len` tokens: all at once if head and config allow it, else one after another."""
     argmax, uniform_slots = config.ablation.argmax, config.ablation.uniform_slots
-    if config.draft.parallel is not False and head.spec.mask_token_id is not None:
+    if chain_kind(config, head.spec) is ParallelDrafter:
         return ParallelDrafter(head, target, max_len, slots=slots, argmax=argmax, **reading(config))
     return ChainDrafter(head, target, max_len, slots=slots, argmax=argmax, uniform_slots=uniform_slots, **reading(config))
+
+
+def chain_kind(config: RunConfig, head: HeadSpec) -> type[ChainDrafter] | type[ParallelDrafter]:
+    """The drafter of chains that this head is for."""
+    return ParallelDrafter if config.draft.parallel is not False and head.mask_token_id is not None else ChainDrafter
 
 
 def reading(config: RunConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.layout import KVLayout
 from batchspec.draft.layouts import MASK_KEYS, SPECFORGE, HeadConfig, family_of, read_config
 from batchspec.model.blocks.base import WHOLE, Shard
@@ -92,6 +93,15 @@ class HeadSpec:
     def kv_layout(self, dtype: torch.dtype, page_size: int, *, fp8: bool = False) -> KVLayout:
         """The format in which each of its layers stores K and V that are computed in `dtype`; fp8: as e4m3."""
         return KVLayout(dtype=dtype, fp8=fp8, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=page_size)
+
+    def layer_states(
+        self, dtype: torch.dtype, page_size: int, *, row: tuple[RowTensor, ...], fp8: bool = False, window: int | None = None,
+        sink: int = 0,
+    ) -> tuple[LayerState, ...]:
+        """What each of its layers keeps of a row; the last one keeps `row`. window, sink: as for `kv_windows`."""
+        layout = self.kv_layout(dtype, page_size, fp8=fp8)
+        *first, last = self.kv_windows(window, sink)
+        return (*(LayerState(layout, own) for own in first), LayerState(layout, last, row))
 
 
 def read_head(folder: Path, tensors: Collection[str], target: ModelSpec, *, aux_layers: str = "auto") -> HeadSpec:

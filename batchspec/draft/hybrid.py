@@ -18,7 +18,7 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.cache.layout import KVLayout
+from batchspec.cache.layer_state import LayerState
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import DrafterUpdate
 from batchspec.draft.chain import ChainDrafter
@@ -48,7 +48,7 @@ class HybridDrafter:
         """max_len is the larger of the two; a round with fewer drafts asks both for as many."""
         self.head, self.lookup = head, lookup
         self.max_len = width = max(head.max_len, lookup.max_len)
-        self.aux_layer_ids, self.num_kv_layers = head.aux_layer_ids, head.num_kv_layers
+        self.aux_layer_ids = head.aux_layer_ids
         zeros = partial(zeros_on, device)
         self._head_ids, self._lookup_ids = zeros(slots, head.max_len), zeros(slots, width)
         self._head_len, self._lookup_len, self._match_len, self._picked = (zeros(slots) for _ in range(4))
@@ -57,7 +57,6 @@ class HybridDrafter:
         self._head_odds, self._lookup_odds = (prior.repeat(kinds, 1) for prior in (self._head_prior, self._lookup_prior))
         self.counts = zeros(4, dtype=torch.int64)
         """int64 [4] rounds of rows that used the head's drafts, the lookup's; accepted drafts of each."""
-        self.state: tuple[Tensor, ...] = head.state
 
     @property
     def shape(self) -> ChainShape:
@@ -75,17 +74,13 @@ class HybridDrafter:
     def mode(self, mode: SamplingMode | None) -> None:
         self.head.mode = mode
 
-    def kv_layout(self, page_size: int) -> KVLayout | None:
-        return self.head.kv_layout(page_size)
-
-    @property
-    def kv_windows(self) -> tuple[int | None, ...]:
-        return self.head.kv_windows
+    def layer_states(self, page_size: int) -> tuple[LayerState, ...]:
+        return self.head.layer_states(page_size)
 
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
-    ) -> tuple[Tensor, ...]:
-        return self.head.prefill(batch, slot_ids, aux_hidden_states, rows, cache)
+    ) -> None:
+        self.head.prefill(batch, slot_ids, aux_hidden_states, rows, cache)
 
     @torch.inference_mode()
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
@@ -148,7 +143,7 @@ class HybridDrafterSpec(Eagle3DrafterSpec):
     def shape(self) -> ChainShape:
         return ChainShape(self.config.draft.num_speculative_tokens)
 
-    def state_bytes(self) -> int:
+    def corpus_bytes(self) -> int:
         return corpus_bytes(self.config.draft.corpus_tokens)
 
     def build(self, weights: Head, target: Target, *, slots: int) -> HybridDrafter:

@@ -96,7 +96,7 @@ class LookupDrafterSpec(Weightless):
     assumed_accepted = 0.8
     """Measured with K = 4 over 88 mixed prompts (Spec-Bench) of a small model, replayed."""
 
-    def state_bytes(self) -> int:
+    def corpus_bytes(self) -> int:
         return corpus_bytes(self.config.draft.corpus_tokens)
 
     def build(self, weights: None, target: Target, *, slots: int) -> LookupDrafter:

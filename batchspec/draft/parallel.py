@@ -22,8 +22,10 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.uniform_layout import UniformLayout
+from batchspec.cache.layer_state import RowTensor
 from batchspec.cache.pages import KVCache
 from batchspec.draft.coupled import later_draws
+from batchspec.draft.formats import HeadSpec
 from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.draft.weights import Head, feature_width
@@ -48,8 +50,6 @@ class ParallelDrafter(HeadReader):
             raise ValueError("ParallelDrafter: the head has no mask token; give one that was trained for parallel drafting")
         self._mask_id, self._mask_hidden = spec.mask_token_id, self._feature_of(head.tensors["mask_hidden"])
         zeros = partial(zeros_on, device)
-        self._hidden = zeros(slots, spec.hidden_size, dtype=target.dtype)
-        self.state: tuple[Tensor, ...] = (self._hidden,)
         self._fed = zeros(places, spec.hidden_size, dtype=target.dtype)
         self._ids, self._kv_len = zeros(places), zeros(slots)
         self._positions, self._slots = zeros(places, dtype=torch.int64), zeros(places, dtype=torch.int64)
@@ -62,15 +62,18 @@ class ParallelDrafter(HeadReader):
             mask_hidden = self.head.features(mask_hidden)
         return mask_hidden[0]
 
+    @staticmethod
+    def row_tensors(spec: HeadSpec, dtype: torch.dtype) -> tuple[RowTensor, ...]:
+        return (RowTensor((spec.hidden_size,), dtype),)
+
     @torch.inference_mode()
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
-    ) -> tuple[Tensor, ...]:
+    ) -> None:
         assert aux_hidden_states is not None
         features = self.head.features(aux_hidden_states)
-        carried = features.index_select(0, batch.cu_seqlens_q[1:] - 1)
+        cache.enter(slot_ids, batch.kv_len, (features.index_select(0, batch.cu_seqlens_q[1:] - 1),))
         self._keep(batch, rows.tokens, slot_ids.index_select(0, batch.row_ids), features, cache)
-        return (carried,)
 
     @torch.inference_mode()
     def catch_up(
@@ -88,7 +91,7 @@ class ParallelDrafter(HeadReader):
         if prepare_next:
             gather_last_accepted(
                 features, None, batch.cu_seqlens_q, accepted_len, batch.positions, rows.num_tokens, rows.live,
-                out_q=self._hidden[:num_rows], out_residual=None, out_positions=self._positions[:num_rows],
+                out_q=cache.draft_rows[0][:num_rows], out_residual=None, out_positions=self._positions[:num_rows],
                 out_kv_len=self._kv_len[:num_rows],
             )
         self._keep(batch, rows.tokens, batch.row_ids, features, cache)
@@ -108,7 +111,7 @@ class ParallelDrafter(HeadReader):
         ids, fed, positions, slots = (x[: num_rows * width] for x in (self._ids, self._fed, self._positions, self._slots))
         kv_len, page_table = self._kv_len[:num_rows], cache.draft_table(rows)
         prepare_parallel_draft_inputs(
-            rows.tokens, rows.num_tokens, rows.live, page_table, self._hidden[:num_rows], self._mask_hidden,
+            rows.tokens, rows.num_tokens, rows.live, page_table, cache.draft_rows[0][:num_rows], self._mask_hidden,
             mask_id=self._mask_id, page_size=cache.page_size, out_ids=ids, out_hidden=fed, out_positions=positions,
             out_slot_mapping=slots, out_kv_len=kv_len, out_draft_len=draft_len,
         )

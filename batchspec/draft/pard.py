@@ -21,7 +21,7 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.uniform_layout import UniformLayout
-from batchspec.cache.layout import KVLayout
+from batchspec.cache.layer_state import LayerState
 from batchspec.cache.pages import KVCache
 from batchspec.config.schema import RunConfig
 from batchspec.draft.base import DrafterBase
@@ -90,7 +90,6 @@ class PardDrafter(DrafterBase):
     name = "pard"
     fixed_len = True
     aux_layer_ids: tuple[int, ...] = ()
-    state: tuple[Tensor, ...] = ()
 
     def __init__(self, drafter: PardModel, target: ModelSpec, max_len: int, *, slots: int, parallel: bool) -> None:
         """parallel: draft all tokens at once, which raises ValueError for a model without a mask token; False: draft a chain"""
@@ -99,7 +98,6 @@ class PardDrafter(DrafterBase):
             raise ValueError("PardDrafter: the model has no mask token; give one that was trained for it, or parallel=False")
         device = model.device
         self.max_len = max_len
-        self.num_kv_layers = model.spec.num_layers
         self._model, self._vocab = model, min(model.spec.vocab_size, target.vocab_size)
         self._chain = None if parallel else WindowDrafter(model, max_len, slots=slots, window=None, vocab=self._vocab)
         widths = range(1, max_len + 1) if parallel else ()
@@ -108,23 +106,18 @@ class PardDrafter(DrafterBase):
         self._positions, self._slots = torch.zeros(2, slots * max_len, dtype=torch.int64, device=device)
         self._kv_len, self._room = torch.zeros(2, slots, dtype=torch.int32, device=device)
 
-    def kv_layout(self, page_size: int) -> KVLayout | None:
-        return self._model.spec.kv_layout(self._model.dtype, page_size)
-
     @property
     def prefill_by_bounds(self) -> bool:
         return True
 
-    @property
-    def kv_windows(self) -> tuple[int | None, ...]:
-        return self._model.spec.windows
+    def layer_states(self, page_size: int) -> tuple[LayerState, ...]:
+        return self._model.spec.layer_states(self._model.dtype, page_size)
 
     @torch.inference_mode()
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
-    ) -> tuple[Tensor, ...]:
+    ) -> None:
         self._model.forward(batch, cache.drafter_part(), kv_only=True)
-        return ()
 
     @torch.inference_mode()
     def catch_up(
@@ -178,9 +171,8 @@ class PardDrafterSpec(DrafterSpec[PardModel]):
         assert self.config.draft.path is not None
         return self.config.draft.path
 
-    def kv_layers(self, dtype: torch.dtype, page_size: int) -> tuple[tuple[KVLayout, int | None], ...]:
-        layout = self.pard.model.kv_layout(dtype, page_size)
-        return tuple((layout, window) for window in self.pard.model.windows)
+    def layer_states(self, dtype: torch.dtype, page_size: int) -> tuple[LayerState, ...]:
+        return self.pard.model.layer_states(dtype, page_size)
 
     def weight_bytes(self, *, dtype: torch.dtype, device: torch.device) -> int:
         return self.pard.on(device, dtype).model.weight_bytes(dtype)

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.attention import AttentionPlan, plan_attention
-from batchspec.cache.layout import KVLayout, LayerKV
+from batchspec.cache.layer_state import LayerState, RowTensor
+from batchspec.cache.layout import LayerKV
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import DrafterBase
+from batchspec.draft.formats import HeadSpec
 from batchspec.draft.head import EagleHead, Place
 from batchspec.draft.weights import Head
 from batchspec.model.rope import Rope, rope_frequencies, rope_of
@@ -49,13 +51,11 @@ class HeadReader(DrafterBase):
         spec = head.spec
         self.max_len = max_len
         self.aux_layer_ids = spec.aux_layer_ids
-        self.num_kv_layers = spec.num_layers
         self.head = EagleHead(head, target, argmax=argmax)
         self._spec, self._first_layer, self._dtype = spec, target.spec.num_layers, target.dtype
         self._windows = [own if window is None else min(window, own or window) for own in spec.windows]
-        self._fp8_kv = fp8_kv
+        self._fp8_kv, self._window = fp8_kv, window
         self._sink = sink if window is not None else 0
-        self.kv_windows = spec.kv_windows(window, sink)
         self._prune, self._last = dead_positions, spec.num_layers - 1
         self._freqs = rope_frequencies(spec.rope, spec.head_dim).to(target.device)
 
@@ -79,8 +79,16 @@ class HeadReader(DrafterBase):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[self._windows[i]])
         return normed, residual, at
 
-    def kv_layout(self, page_size: int) -> KVLayout | None:
-        return self._spec.kv_layout(self._dtype, page_size, fp8=self._fp8_kv)
+    @staticmethod
+    def row_tensors(spec: HeadSpec, dtype: torch.dtype) -> tuple[RowTensor, ...]:
+        """What it keeps of each slot's row from round to round, in `KVCache.draft_rows`."""
+        raise NotImplementedError
+
+    def layer_states(self, page_size: int) -> tuple[LayerState, ...]:
+        return self._spec.layer_states(
+            self._dtype, page_size, row=self.row_tensors(self._spec, self._dtype), fp8=self._fp8_kv, window=self._window,
+            sink=self._sink,
+        )
 
     def _rope(self, positions: Tensor) -> Rope:
         return rope_of(positions, self._freqs, self._spec.rope, self._dtype)

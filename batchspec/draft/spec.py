@@ -1,7 +1,7 @@
 """A job's drafter before there is an engine: what `plan`, the job, training, adaptation and benchmarks need to know of it.
 
 open_drafter(config, target)   check settings and checkpoint, read no weights; ConfigError, CheckpointError if it cannot draft
-    .shape  .kv_layers()   .weight_bytes()  .state_bytes()     what the planner needs
+    .shape  .layer_states()  .weight_bytes()  .corpus_bytes()  what the planner needs
     .of_rank(shard)            the same if ranks compute the target together
     .fetch()                   download the weights of a hub id
     .load(dtype, device)       read the weights
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from batchspec.cache.layout import KVLayout
+from batchspec.cache.layer_state import LayerState
 from batchspec.config.schema import RunConfig
 from batchspec.draft.base import Drafter
 from batchspec.draft.formats import HeadSpec
@@ -64,15 +64,15 @@ class DrafterSpec(ABC, Generic[W]):
         """What a round verifies of a row."""
         return ChainShape(self.config.draft.num_speculative_tokens)
 
-    def kv_layers(self, dtype: torch.dtype, page_size: int) -> tuple[tuple[KVLayout, int | None], ...]:
-        """K/V format of each of its own layers, which follow the target's, and the number of newest keys it reads; None: all."""
+    def layer_states(self, dtype: torch.dtype, page_size: int) -> tuple[LayerState, ...]:
+        """What each of its own layers, which follow the target's, keeps of a row."""
         return ()
 
     def weight_bytes(self, *, dtype: torch.dtype, device: torch.device) -> int:
         """Bytes of the weights that `load` keeps in the device's memory."""
         return 0
 
-    def state_bytes(self) -> int:
+    def corpus_bytes(self) -> int:
         """Bytes of the device's memory for what it collects while the job runs."""
         return 0
 

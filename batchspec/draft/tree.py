@@ -24,9 +24,11 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch, TreeTail
 from batchspec.batch.logits import drafters_read_drafts
 from batchspec.batch.uniform_layout import UniformLayout
+from batchspec.cache.layer_state import RowTensor
 from batchspec.cache.pages import KVCache
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.coupled import Draws, later_draws
+from batchspec.draft.formats import HeadSpec
 from batchspec.draft.head import Place
 from batchspec.draft.shapes import TreeShape, num_grown
 from batchspec.draft.weights import Head
@@ -56,8 +58,6 @@ class TreeDrafter(ChainDrafter):
         )
         device, branches, places = target.device, shape.topk, shape.num_drafted
         self._shape = shape
-        self._first = torch.zeros_like(self._hidden)
-        self.state = (self._first, self._hidden)
         self._parents = torch.full((slots, shape.nodes + 1), -1, dtype=torch.int32, device=device)
         place = torch.arange(places, dtype=torch.int32, device=device)
         self._depths = (place // branches).long()
@@ -75,6 +75,10 @@ class TreeDrafter(ChainDrafter):
         no_number, no_place = torch.full_like(start, -1, dtype=torch.int32), torch.zeros_like(start, dtype=torch.int64)
         self._root = Frontier(start, no_number, no_place, no_number.flatten(), line)
 
+    @staticmethod
+    def row_tensors(spec: HeadSpec, dtype: torch.dtype) -> tuple[RowTensor, ...]:
+        return (RowTensor((spec.hidden_size,), dtype),) * 2
+
     @property
     def shape(self) -> TreeShape:
         return self._shape
@@ -91,7 +95,7 @@ class TreeDrafter(ChainDrafter):
         frontier = Frontier(
             *(x[:num_rows] for x in (root.scores, root.node_ids, root.ancestors, root.token_ids, root.parent_index))
         )
-        normed, hidden = self._first[:num_rows], self._hidden[:num_rows]
+        normed, hidden = (x[:num_rows] for x in cache.draft_rows)
         scores, ids, above = (x[:num_rows] for x in (self._scores, self._ids, self._numbers_above))
         draws, paths = self._draws_at_end(rows), frontier.token_ids.new_empty(num_rows, 0)
         reads_paths = self.mode is not None and drafters_read_drafts(self.mode)

@@ -73,7 +73,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
 
     loaded  the weights, including the drafter's, are in memory already
     """
-    shape, taken = job.drafter.shape, job.drafter.state_bytes() + automata_bytes(job) + padded_prefill_bytes(job)
+    shape, taken = job.drafter.shape, job.drafter.corpus_bytes() + automata_bytes(job) + padded_prefill_bytes(job)
     return choose_batch(
         job.config.packing,
         job.spec,
@@ -83,6 +83,6 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
         dtype=job.dtype,
         draft_len=shape.num_verified,
         num_lookahead_slots=shape.num_lookahead_slots,
-        draft_layers=job.drafter.kv_layers(job.dtype, PAGE_SIZE),
+        draft_layers=job.drafter.layer_states(job.dtype, PAGE_SIZE),
         free_bytes=max(0, free_bytes(job, loaded=loaded) - taken),
     )

@@ -22,10 +22,10 @@ def forward_row(target: Target, ids: list[int], *, fp8: bool, kv_only: bool = Fa
     """
     spec, device, count = target.spec, target.device, len(ids)
     page_size = max(16, 1 << (count - 1).bit_length())  # a power of two: each page size compiles kernels anew
-    layout = replace(spec.kv_layout(target.dtype, page_size), fp8=fp8)
+    layers = replace(spec, fp8_kv=fp8).layer_states(target.dtype, page_size)
     scales = target.kv_scales if fp8 else None
     groups = KVGroups.single(spec.num_layers)
-    cache = KVCache.allocate(layout, groups=groups, num_pages=(2,), device=device, scales=scales)
+    cache = KVCache.allocate(layers, groups=groups, num_pages=(2,), device=device, scales=scales)
 
     def ints(values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)

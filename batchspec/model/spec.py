@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from batchspec.cache.layer_state import LayerState
 from batchspec.cache.layout import KVLayout
 from batchspec.cache.sharing_cost import SharingCost
 from batchspec.errors import CheckpointError
@@ -79,6 +80,11 @@ class ModelSpec:
             dtype=dtype, fp8=self.fp8_kv, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=page_size,
             ordered=self.ordered,
         )
+
+    def layer_states(self, dtype: torch.dtype, page_size: int) -> tuple[LayerState, ...]:
+        """What each of its layers keeps of a row."""
+        layout = self.kv_layout(dtype, page_size)
+        return tuple(LayerState(layout, window) for window in self.windows)
 
     def sharing_cost(self, dtype: torch.dtype, *, page_size: int, max_q: int) -> SharingCost:
         """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once."""

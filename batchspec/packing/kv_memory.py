@@ -12,12 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from batchspec.cache.groups import KVGroups
-from batchspec.cache.layout import KVLayout
+from batchspec.cache.layer_state import LayerState
 from batchspec.model.spec import ModelSpec
 from batchspec.packed_batch import PackedBatch
-
-DraftLayers = Sequence[tuple[KVLayout, int | None]]
-"""Layout and window of each of a drafter's layers. A window is the number of newest keys that the layer reads, None for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +24,8 @@ class KVMemory:
     groups: KVGroups
     page_bytes: tuple[int, ...]
     """Bytes of a page in each group, over all of its layers."""
+    slot_bytes: int
+    """Bytes of a slot besides its row's pages, over all layers."""
     page_size: int
     max_tokens: int
     """Tokens of the longest row, including those that rounds write after its end."""
@@ -40,7 +39,7 @@ class KVMemory:
         cls,
         spec: ModelSpec,
         dtype: torch.dtype,
-        draft_layers: DraftLayers,
+        draft_layers: Sequence[LayerState],
         *,
         page_size: int,
         max_len: int,
@@ -50,8 +49,9 @@ class KVMemory:
     ) -> KVMemory:
         """The memory of a target and its drafter. max_len: maximum prompt + output length of a row, in tokens."""
         groups, size_bytes = _groups(spec, dtype, draft_layers, page_size, max_len)
+        layers = (*spec.layer_states(dtype, page_size), *draft_layers)
         return cls(
-            groups=groups, page_bytes=size_bytes,
+            groups=groups, page_bytes=size_bytes, slot_bytes=sum(layer.row_bytes for layer in layers),
             page_size=page_size, max_tokens=max_tokens, lookahead=lookahead, pass_tokens=pass_tokens,
         )
 
@@ -61,8 +61,8 @@ class KVMemory:
         return -(-self.max_tokens // self.page_size)
 
     def row_bytes(self, num_tokens: float) -> int:
-        """Bytes of the pages of a decoding row."""
-        return sum(size * self._held(group, num_tokens) for group, size in enumerate(self.page_bytes))
+        """Bytes of a decoding row: its pages and its slot."""
+        return self.slot_bytes + sum(size * self._held(group, num_tokens) for group, size in enumerate(self.page_bytes))
 
     def rows(self, budget: int, num_tokens: float) -> int:
         """Number of decoding rows of `num_tokens` tokens that fit into `budget` bytes, next to the scratch pages and one prefill
@@ -82,7 +82,7 @@ class KVMemory:
             for group in range(self.groups.num_groups)
         ]
         extra = sum(size * (count - least) for size, count in zip(self.page_bytes, wanted, strict=True))
-        spare = min(extra, budget - least * sum(self.page_bytes))
+        spare = max(0, min(extra, budget - slots * self.slot_bytes - least * sum(self.page_bytes)))
         return tuple(least + ((count - least) * spare // extra if extra else 0) for count in wanted)
 
     def _held(self, group: int, num_tokens: float) -> int:
@@ -94,17 +94,20 @@ class KVMemory:
         return 0 if self.groups.windows[group] is None else max(0, most - self._held(group, self.max_tokens))
 
 
-def kv_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, draft_layers: DraftLayers = ()) -> int:
+def kv_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, draft_layers: Sequence[LayerState] = ()) -> int:
     """Bytes of all K/V pages of a batch."""
     groups, size_bytes = _groups(spec, dtype, draft_layers, batch.page_size, batch.max_len)
     return sum(count * size for count, size in zip(batch.group_pages(groups.num_groups), size_bytes, strict=True))
 
 
 def _groups(
-    spec: ModelSpec, dtype: torch.dtype, draft_layers: DraftLayers, page_size: int, max_len: int
+    spec: ModelSpec, dtype: torch.dtype, draft_layers: Sequence[LayerState], page_size: int, max_len: int
 ) -> tuple[KVGroups, tuple[int, ...]]:
     """The K/V groups, and bytes of a page of each over its layers."""
-    groups, layout = KVGroups.of(spec.windows, [window for _, window in draft_layers], max_len), spec.kv_layout(dtype, page_size)
-    size_bytes = [groups.num_target_layers(group) * layout.page_bytes for group in range(groups.num_groups)]
-    size_bytes[groups.draft_group] += sum(draft.page_bytes for draft, _ in draft_layers)
+    layers = spec.layer_states(dtype, page_size)
+    groups = KVGroups.of([layer.window for layer in layers], [layer.window for layer in draft_layers], max_len)
+    size_bytes = [0] * groups.num_groups
+    for group, layer in zip(groups.target_layers, layers, strict=True):
+        size_bytes[group] += layer.kv.page_bytes
+    size_bytes[groups.draft_group] += sum(layer.kv.page_bytes for layer in draft_layers)
     return groups, tuple(size_bytes)

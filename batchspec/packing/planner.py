@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from batchspec.cache.layer_state import LayerState
 from batchspec.config.schema import PackingConfig
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
 from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, PackedBatch
 from batchspec.packing.cost import Rates, kv_read_bytes, prefill_seconds, read_bytes, round_seconds
-from batchspec.packing.kv_memory import DraftLayers, KVMemory
+from batchspec.packing.kv_memory import KVMemory
 from batchspec.packing.memory import graph_tokens, reserve_bytes
 from batchspec.process.cgroup import free_memory_of_cgroups
 
@@ -83,7 +85,7 @@ def choose_batch(
     dtype: torch.dtype,
     draft_len: int,
     num_lookahead_slots: int = 0,
-    draft_layers: DraftLayers = (),
+    draft_layers: Sequence[LayerState] = (),
     free_bytes: int,
 ) -> PackedBatch:
     """The shape with the highest predicted tokens/s that fits the memory; what `packing` sets explicitly is kept.
@@ -116,6 +118,8 @@ def choose_batch(
         budget, memory = max(0, free_bytes - reserve), replace(memory, pass_tokens=pass_tokens)
         source = f"the GPU's free {free_bytes / 1e9:.2f} GB less {reserve / 1e9:.2f} GB for passes, rounds and graphs"
     budget = _kv_budget(packing, memory, budget, source)
+    if packing.pages is not None:
+        memory = replace(memory, slot_bytes=0)  # the key sets the pages alone
     most = min(limit, memory.rows(budget, _expected_tokens(held)))
     slots = packing.max_num_seqs or _choose_slots(
         spec, rates, held, limit=limit, dtype=dtype, draft_len=draft_len, most=most, correlation=packing.expert_correlation

@@ -16,6 +16,7 @@ MAINS = [
     ("kv_cache.slot_mapping", "slots"),
     ("drafting.ngram_lookup", "ngram_lookup"),
     ("rounds.move_rows", "compact"),
+    ("rounds.write_rows", "write_rows"),
 ]
 
 

@@ -122,7 +122,7 @@ def score_pass(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], mo
         if ending := [segment.slot for segment in segments if segment.last]:
             log[upload(ending, torch.int64, device)] = upload([0, 0, 0, FULL, -1], torch.int32, device)
         round_.vocabulary.mark_diverged(hidden, log, upload([segment.slot for segment in segments], torch.int64, device))
-    return Prefilled(RoundResult(log, read), None, slot_ids, ())
+    return Prefilled(RoundResult(log, read), None)
 
 
 def _read(round_: Round, hidden: Tensor, next_ids: Tensor) -> tuple[Tensor, ...]:

@@ -38,7 +38,7 @@ NUM_PROBES = 3
 
 
 class Executor:
-    """The state of the slots on the device, the K/V cache, the drafter's state and the captured rounds.
+    """The state of the slots on the device, what layers keep of their rows, and the captured rounds.
 
     All of it depends on the steps alone: two executors that execute the same steps hold the same tokens and page tables. The
     host waits only in `read`.
@@ -63,14 +63,15 @@ class Executor:
         """
         spec = target.spec
         self.target, self.drafter, self.batch = target, drafter, batch
-        groups = KVGroups.of(spec.windows, drafter.kv_windows, batch.max_len)
+        layers, draft_layers = spec.layer_states(target.dtype, batch.page_size), drafter.layer_states(batch.page_size)
+        groups = KVGroups.of([layer.window for layer in layers], [layer.window for layer in draft_layers], batch.max_len)
         self.cache = KVCache.allocate(
-            spec.kv_layout(target.dtype, batch.page_size),
+            layers,
+            draft_layers,
             groups=groups,
             num_pages=batch.group_pages(groups.num_groups),
+            num_slots=batch.num_slots,
             device=device,
-            num_draft_layers=drafter.num_kv_layers,
-            draft_layout=drafter.kv_layout(batch.page_size),
             scales=target.kv_scales,
         )
         if target.ranks is not None:
@@ -96,7 +97,7 @@ class Executor:
             self.prefill_graphs = PrefillGraphs(
                 self.round, self.rows, self.graphs, self._pass, max_tokens=batch.most_graph_tokens
             )
-        self._prefill = PrefillRunner(self.rows, drafter, self._pass if self.prefill_graphs is None else self.prefill_graphs.run)
+        self._prefill = PrefillRunner(self.rows, self._pass if self.prefill_graphs is None else self.prefill_graphs.run)
         self._pending: deque[PendingResult] = deque()
         self.num_left_at_refill: int | None = None
         """Number of earlier rounds and passes that the device had not finished when the last refill was launched: at 0 the device
@@ -109,7 +110,7 @@ class Executor:
         if step.killed:
             self.rows.kill(step.killed)
         if step.moves:
-            self.rows.move(step.moves, self.drafter.state)
+            self.rows.move(step.moves, self.cache.draft_rows)
         if step.refills:
             self._prefill.place(step.refills)
         step.commands.execute(self.rows)
@@ -190,7 +191,7 @@ class Executor:
         return [*prefills[:2], *rounds[:1], *moves, *prefills[2:], *rounds[1:]]
 
     def _move_row(self) -> None:
-        self.rows.move([(1, 0)], self.drafter.state)
+        self.rows.move([(1, 0)], self.cache.draft_rows)
 
     def dead_tokens_routed(self) -> AbstractContextManager[object]:
         """Within this block tokens of dead rows go through experts as those of live rows do."""

@@ -52,7 +52,9 @@ class RoundPlanner:
         """
         self._executor, self._batch = executor, batch
         self._max_len = executor.drafter.max_len
-        self._windows = Counter((*executor.target.spec.windows, *executor.drafter.kv_windows))
+        self._windows = Counter(
+            (*executor.target.spec.windows, *(layer.window for layer in executor.drafter.layer_states(executor.batch.page_size)))
+        )
         experts = executor.target.spec.experts
         self.seconds: dict[str, float] = {}
         """Seconds that each part of `prepare` took."""

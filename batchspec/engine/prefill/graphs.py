@@ -47,6 +47,9 @@ PREPARE_S = 1.0
 take about as long."""
 
 
+NOTHING_EMITTED = Prefilled(None, None)
+
+
 class PrefillGraphs:
     """Runs the prefill passes of an engine, padded and captured where that pays."""
 
@@ -140,9 +143,7 @@ class PrefillGraphs:
             graph.replay()
         else:
             whole = self._run_and_capture(shape)
-        emits, count = any(s.last for s in segments), len(segments)
-        carried = tuple(state[:count] for state in whole.carried)
-        return Prefilled(whole.result if emits else None, whole.mask if emits else None, whole.slot_ids[:count], carried)
+        return whole if any(s.last for s in segments) else NOTHING_EMITTED
 
     def _shape(self, exact: PassShape) -> PassShape | None:
         """The shape to which a pass with these numbers is padded now: one that is captured, or about to be. None: it is launched
@@ -173,5 +174,5 @@ class PrefillGraphs:
         hidden, aux_hidden_states = round_.target.forward(batch, round_.cache, aux_layer_ids, ends_only=True)
         places = LogitRows(slot_ids.int(), batch.kv_len.long())
         result = emit(round_, rows, hidden, places, inputs.emit_ids, inputs.emits, shape.mode)
-        carried = prefill_drafter(round_, rows, batch, slot_ids, aux_hidden_states, shape.mode)
-        return Prefilled(result, inputs.emits, slot_ids, carried)
+        prefill_drafter(round_, rows, batch, slot_ids, aux_hidden_states, shape.mode)
+        return Prefilled(result, inputs.emits)

@@ -16,7 +16,6 @@ from batchspec.batch.flat_batch import FlatBatch, HostLayout
 from batchspec.batch.logits import LogitRows, park
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.upload import upload
-from batchspec.draft.base import Drafter
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.round import Drafts, Round, RoundResult
 from batchspec.engine.step import Segment
@@ -55,14 +54,9 @@ class Prefilled:
     """None if no row's tokens ended in the pass; otherwise its log is that of a round without drafts."""
     mask: Tensor | None
     """int32 [slots] 1 for the rows that decode on after their first token."""
-    slot_ids: Tensor
-    carried: tuple[Tensor, ...]
-    """The drafter's state of each row of the pass, as its field `state`."""
 
-    def activate(self, rows: DeviceBatch, drafter: Drafter) -> None:
+    def activate(self, rows: DeviceBatch) -> None:
         """Rows whose tokens ended in this pass decode from the next round on."""
-        for state, value in zip(drafter.state, self.carried, strict=True):
-            state.index_copy_(0, self.slot_ids, value)
         if self.mask is not None:
             rows.live.bitwise_or_(self.mask)
 
@@ -86,7 +80,8 @@ def prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment],
             places = LogitRows(slots.int(), batch.kv_len[segment].long())
             result = emit(round_, rows, hidden[segment], places, cu_seqlens_q, mask, mode)
             park(rows, mask, result.log, mode)
-        return Prefilled(result, mask, slot_ids, prefill_drafter(round_, rows, batch, slot_ids, aux_hidden_states, mode))
+        prefill_drafter(round_, rows, batch, slot_ids, aux_hidden_states, mode)
+        return Prefilled(result, mask)
 
 
 PrefillPass = Callable[[Round, DeviceBatch, Sequence[Segment], SamplingMode], Prefilled]
@@ -113,14 +108,14 @@ def emit(
 
 def prefill_drafter(
     round_: Round, rows: DeviceBatch, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, mode: SamplingMode
-) -> tuple[Tensor, ...]:
-    """The drafter's state of each row of the batch, after its tokens were committed: what `Drafter.prefill` returns.
+) -> None:
+    """Let the drafter read the batch, after its tokens were committed.
 
     slot_ids int64 [R], aux_hidden_states [T, number of layers * H] or None
     """
     round_.set_draft_mode(mode)
     own_batch = batch.of_group(round_.cache.groups.draft_group)
-    return round_.drafter.prefill(own_batch, slot_ids, aux_hidden_states, rows, round_.cache)
+    round_.drafter.prefill(own_batch, slot_ids, aux_hidden_states, rows, round_.cache)
 
 
 def rehearse(

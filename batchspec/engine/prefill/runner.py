@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.draft.base import Drafter
 from batchspec.engine.prefill.passes import Prefilled
 from batchspec.engine.rounds.results import PendingResult, now_on
 from batchspec.engine.step import Prefill, Refill, Segment
@@ -15,10 +14,8 @@ from batchspec.engine.step import Prefill, Refill, Segment
 class PrefillRunner:
     """Launches the passes of a `Prefill`. launch: launches one pass, kernel by kernel or as a graph."""
 
-    def __init__(
-        self, rows: DeviceBatch, drafter: Drafter, launch: Callable[[Sequence[Segment], SamplingMode], Prefilled]
-    ) -> None:
-        self._rows, self._drafter, self._launch = rows, drafter, launch
+    def __init__(self, rows: DeviceBatch, launch: Callable[[Sequence[Segment], SamplingMode], Prefilled]) -> None:
+        self._rows, self._launch = rows, launch
 
     def place(self, refills: Sequence[Refill]) -> None:
         """Put requests into their slots: their tokens and their pages."""
@@ -31,7 +28,7 @@ class PrefillRunner:
         began, results = now_on(self._rows.tokens.device), []
         for segments in prefill.passes:
             prefilled = self._launch(segments, prefill.mode)
-            prefilled.activate(self._rows, self._drafter)
+            prefilled.activate(self._rows)
             if prefilled.result is not None:
                 results.append(PendingResult.send(prefilled.result, began))
         return results

@@ -105,8 +105,9 @@ class Graphs:
         )
 
     def _capture(self, shape: RoundShape) -> None:
-        """Run the round once over dead rows, which compiles kernels, then capture it; restores the drafter's state afterwards."""
-        state: Sequence[torch.Tensor] = (self._rows.live, *self._round.drafter.state)
+        """Run the round once over dead rows, which compiles kernels, then capture it; restores what the drafter keeps of
+        rows afterwards."""
+        state: Sequence[torch.Tensor] = (self._rows.live, *self._round.cache.draft_rows)
         before = [tensor.clone() for tensor in state]
         self._rows.live.zero_()
         began = time.perf_counter()

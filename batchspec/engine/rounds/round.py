@@ -107,7 +107,7 @@ class Round:
         """Draft lengths for which graphs are captured."""
         self.num_lookahead_slots = drafter.shape.num_lookahead_slots
         """Number of K/V positions after a row's last token that a round may write and read."""
-        self.prefix_lookahead = 1 if drafter.num_kv_layers else 0
+        self.prefix_lookahead = 1 if drafter.layer_states(cache.page_size) else 0
         """Number of tokens after a page on which its K/V depend too: a drafter's K/V depend on the next token."""
         self.nodes: int | None = None
         """Number of nodes that a round with drafts verifies, for trees; None for chains."""
@@ -156,17 +156,17 @@ class Round:
     def waiting(self, rows: DeviceBatch, mode: SamplingMode) -> Iterator[Callable[[RoundResult], None]]:
         """Wraps commit and catch-up. Call the yielded function with the result after both: it stops the rows that must wait.
 
-        The drafter's state of rows that took no part is restored at the end: waiting rows continue with it.
+        What the drafter keeps of rows that took no part is restored at the end: waiting rows continue with it.
         """
         if not mode.waits:
             yield lambda result: None
             return
         took_part, num_rows = rows.live != 0, rows.live.shape[0]
-        carried = [state[:num_rows].clone() for state in self.drafter.state]
+        kept = [tensor[:num_rows].clone() for tensor in self.cache.draft_rows]
         yield lambda result: park(rows, rows.live, result.log, mode)
-        for state, before in zip(self.drafter.state, carried, strict=True):
+        for tensor, before in zip(self.cache.draft_rows, kept, strict=True):
             shape = (num_rows, *(1 for _ in before.shape[1:]))
-            state[:num_rows] = torch.where(took_part.view(shape), state[:num_rows], before)
+            tensor[:num_rows] = torch.where(took_part.view(shape), tensor[:num_rows], before)
 
     def set_draft_mode(self, mode: SamplingMode) -> None:
         """Set the drafter's sampling mode for the next pass or round; None if its choices do not depend on it."""

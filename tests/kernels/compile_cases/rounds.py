@@ -38,8 +38,12 @@ for _rates in (None, PF32):
 for _word in ("i8", "i16", "i32", "i64"):
     case(f"move_rows_kernel {_word}", "move_rows", 4, state=f"*{_word}", src_ids=PI32, dst_ids=PI32, stride_row=I32, width=I32,
          BLOCK=1024)
+    case(f"write_rows_kernel {_word}", "write_rows", 4, state=f"*{_word}", slot_ids=PI64, mask=PI32, values=f"*{_word}",
+         state_stride=I32, values_stride=I32, width=I32, BLOCK=1024)
 
 CASES.seldom |= {
+    "write_rows_kernel i8",
+    "write_rows_kernel i64",
     "move_rows_kernel i16",
     "move_rows_kernel i32",
     "accept_kernel K=0, rates *fp32",
