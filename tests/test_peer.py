@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -265,7 +266,7 @@ def test_ranks_of_a_job_tell_nccl_the_limit_of_their_watchdog(
 
 def test_a_job_without_a_watchdog_has_the_longest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[float] = []
-    monkeypatch.setattr(Channel, "of", lambda *_: None)
+    monkeypatch.setattr(Channel, "of", lambda *_: SimpleNamespace(waiting=nullcontext))
     monkeypatch.setattr(group, "GlooCollectives", lambda *_, **__: None)
     monkeypatch.setattr(group, "PeerCollectives", lambda *_, nccl_s: made.append(nccl_s))
     for name, value in (("device_count", 1), ("set_device", None), ("current_device", 0)):

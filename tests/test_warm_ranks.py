@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import batchspec
 from batchspec.distributed import rank_processes, silent_ranks
-from batchspec.distributed.rank_processes import culprit
+from batchspec.distributed.rank_ends import culprit
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import BatchspecError, CapacityError, CheckpointError, ConfigError, DivergedError, EngineInUse, RankLost
 from batchspec.records import Completion
@@ -303,6 +303,42 @@ def test_what_goes_wrong_on_a_rank_is_raised_here(
 )
 def test_the_rank_that_is_named_is_the_one_that_ended_the_others(codes: list[int | None], rank: int) -> None:
     assert culprit(dict(enumerate(codes))) == rank
+
+
+@pytest.mark.parametrize(
+    ("codes", "silent", "waited", "rank"),
+    [
+        ([75, 75], [], [0], 1),
+        ([None, None], [1], [], 1),
+        ([75, None], [1], [1], 1),  # stopped while it waited for a message; the other one waited for a kernel
+        ([None, 75], [], [0], 1),
+        ([75, 2, None], [2], [0], 1),
+        ([None, None], [], [0, 1], 0),
+    ],
+)
+def test_of_ranks_that_ended_alike_the_one_that_did_not_run_or_wait_is_named(
+    codes: list[int | None], silent: list[int], waited: list[int], rank: int
+) -> None:
+    assert culprit(dict(enumerate(codes)), silent=silent, waited=waited) == rank
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "watchdog_s", "how"),
+    [("stop", 2.5, "hangs"), ("slow", 2.5, "hangs"), ("load", 0.7, "ended with exit code 75")],
+    ids=["stopped, and the other waits", "stopped, and the other loads", "found by its own watchdog"],
+)
+def test_the_rank_that_hangs_while_it_loads_is_named(
+    fault: str, watchdog_s: float, how: str, rank: int, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank waits for it in an exchange; one that still loads is killed, as it does not learn of the loss."""
+    monkeypatch.setattr(silent_ranks, "LATER_S", 0.5)
+    monkeypatch.setenv("FAULT", f"{fault} {rank} 3")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("WARM", "1")
+    monkeypatch.setattr(ranks_module, "PROGRAM", ("-m", "tests.rank_faults"))
+    with pytest.raises(RankLost, match=rf"^rank {rank} of this engine {how}; what it said"):
+        batchspec.Engine([*words, *RANKS, f"cluster.watchdog_s={watchdog_s}"])
 
 
 @pytest.mark.slow

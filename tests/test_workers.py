@@ -19,7 +19,7 @@ import pytest
 from batchspec import run
 from batchspec.cluster import crew, devices, workers
 from batchspec.config.schema import RunConfig
-from batchspec.distributed import rank_processes, silent_ranks
+from batchspec.distributed import rank_ends, rank_processes, silent_ranks
 from batchspec.engine.rounds.round import Round
 from batchspec.errors import ConfigError
 from batchspec.process import load_progress
@@ -376,7 +376,7 @@ def test_workers_outlive_a_pause_of_their_parent(everything: bool, command: list
     assert parent.pid is not None
     stopped, pid = workers_of(parent) if everything else [], parent.pid
     os.killpg(pid, signal.SIGTSTP)
-    wait_until(lambda: rank_processes.state_of(pid) == "was stopped by a signal", parent)
+    wait_until(lambda: rank_ends.state_of(pid) == "was stopped by a signal", parent)
     for worker in stopped:
         os.kill(worker, signal.SIGSTOP)
     time.sleep(5.5)

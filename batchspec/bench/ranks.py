@@ -18,7 +18,8 @@ import torch
 from batchspec.config.compose import reported
 from batchspec.console import terminal
 from batchspec.distributed.group import Group, joined
-from batchspec.distributed.rank_processes import RankProcesses, RankProgram, culprit, ending
+from batchspec.distributed.rank_ends import culprit, ending
+from batchspec.distributed.rank_processes import RankProcesses, RankProgram
 from batchspec.distributed.seat import Seat, new_group
 from batchspec.errors import ConfigError, Interrupted, RankLost
 from batchspec.supervise.leave import leave
@@ -109,7 +110,7 @@ class Followers:
                 os._exit(RankLost.exit_code)
 
     def _how(self, failed: dict[int, int]) -> str:
-        rank = culprit(failed)
+        rank = culprit(failed, waited=[rank for rank in failed if self._group.channel.waits(rank)])
         how = ending(failed[rank]) + ("" if failed[rank] < 0 else ", see its message above")
         ranks = self._group.channel.ranks
         return f"--tensor-parallel {ranks}: rank {rank} {how}; nothing was written, run the same command again"

@@ -13,7 +13,8 @@ from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
 from batchspec.console import terminal
 from batchspec.console.terminal import PREFIX, notice
-from batchspec.distributed.rank_processes import Hang, Hanging, RankProcess, RankProcesses, RankProgram, ending, environment_of
+from batchspec.distributed.rank_ends import ending
+from batchspec.distributed.rank_processes import Hang, Hanging, RankProcess, RankProcesses, RankProgram, environment_of
 from batchspec.distributed.seat import new_group
 from batchspec.errors import Interrupted
 from batchspec.runstate.output_folder import OutputFolder

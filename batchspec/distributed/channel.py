@@ -1,9 +1,10 @@
 """Shared memory of a group's processes: the leader's messages to the other ranks, and what each rank reports about itself.
 
 The leader (rank 0) writes a stream of frames into a ring buffer; every follower reads all of them. Each rank has a line of words
-that only it writes: how far it has read, a liveness counter (its process runs), a counter of its progress in loading, and digests
-of its newest results. A worker that computes the model alone is a group of one: its parent reads the liveness counter. This
-module does not import torch: the parent of the ranks creates the memory, and marks it when a rank has died.
+that only it writes: how far it has read, a liveness counter (its process runs), a counter of its progress in loading, whether it
+waits for another rank, and digests of its newest results. A worker that computes the model alone is a group of one: its parent
+reads the liveness counter. This module does not import torch: the parent of the ranks creates the memory, and marks it when a
+rank has died.
 
 A frame is a length, a checksum and at most FRAME bytes; a message is as many frames as it needs. The checksum is compared because
 a processor may show the new position of the ring before the bytes (x86 does not).
@@ -17,7 +18,8 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,7 +40,7 @@ _HEADER = struct.Struct("<IIQ")
 """Header of a frame: checksum of the rest, bytes in the frame, bytes of the message that follow in later frames."""
 _LINE = 2 * KEPT + 8
 _WRITTEN, _LOST = 0, 1
-_READ, _RESULTS, _MESSAGES, _LIVENESS, _LOAD_PROGRESS = 0, 1, 2, 3, 4
+_READ, _RESULTS, _MESSAGES, _LIVENESS, _LOAD_PROGRESS, _WAITS = 0, 1, 2, 3, 4, 5
 _WORDS = 8 + MAX_RANKS * _LINE
 SPINS = 200
 LONGEST_SLEEP_S = 1e-3
@@ -167,16 +169,36 @@ class Channel:
         """That number of each rank."""
         return [int(self._line(rank)[_LOAD_PROGRESS]) for rank in range(self.ranks)]
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within this block this rank waits for another one. If that does not come, and the block raises or the process ends in
+        it, the parent finds by `waits` that the others did not wait for this rank.
+        """
+        self.tell_waiting(True)
+        yield
+        self.tell_waiting(False)
+
+    def tell_waiting(self, now: bool) -> None:
+        if self.rank is not None:
+            self._line(self.rank)[_WAITS] = now
+
+    def waits(self, rank: int) -> bool:
+        """Whether this rank waits for another one, or did when it ended."""
+        return bool(self._line(rank)[_WAITS])
+
     def wait(self, ready: Callable[[], bool]) -> None:
         """Wait until `ready()`: at first without sleeping, then in sleeps of at most a millisecond. Raises RankLost."""
-        tries = 0
-        while not ready():
+        for _ in range(SPINS):
+            if ready():
+                return
             self.check()
-            tries += 1
-            if tries < SPINS:
-                os.sched_yield()
-            else:
-                time.sleep(min(LONGEST_SLEEP_S, 1e-5 * (tries - SPINS + 1)))
+            os.sched_yield()
+        tries = 0
+        with self.waiting():
+            while not ready():
+                self.check()
+                tries += 1
+                time.sleep(min(LONGEST_SLEEP_S, 1e-5 * tries))
 
     def _line(self, rank: int | None) -> NDArray[np.int64]:
         assert rank is not None

@@ -6,7 +6,7 @@ The ranks call the same methods in the same order, with tensors of the same shap
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -88,6 +88,10 @@ class Collectives(ABC):
         """Exchanges within this block are those of a prefill pass: larger than those of rounds, and in no graph."""
         return nullcontext()
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """Within this block the rank waits for the others in a call of a library; its parent may ask for that."""
+        return nullcontext()
+
     def check(self) -> None:
         """Raises RankLost if an exchange on the GPU has failed: called after the host has read results, before it uses them."""
         return
@@ -100,14 +104,18 @@ class GlooCollectives(Collectives):
     Raises RankLost when a rank is gone or does not come within the time limit.
     """
 
-    def __init__(self, rank: int, ranks: int, rendezvous: Path, *, limit_s: float) -> None:
+    def __init__(
+        self, rank: int, ranks: int, rendezvous: Path, *, limit_s: float,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """
         rendezvous  the file in which the ranks find each other, on a local disk or in memory
         limit_s     seconds that an exchange may take
+        waiting     tells the parent of the ranks that this one waits, within its block
         """
         super().__init__(rank, ranks)
-        limit = timedelta(seconds=limit_s)
-        with _reported(rank):
+        self._waiting, limit = waiting, timedelta(seconds=limit_s)
+        with _reported(rank), waiting():
             dist.init_process_group(
                 "gloo", init_method=f"file://{rendezvous.absolute()}", rank=rank, world_size=ranks, timeout=limit
             )
@@ -115,14 +123,17 @@ class GlooCollectives(Collectives):
     def gather(self, x: Tensor) -> Tensor:
         found = x.new_empty((self.ranks, *x.shape))
         if x.numel():
-            with _reported(self.rank):
+            with _reported(self.rank), self.waiting():
                 dist.all_gather(list(found.unbind(0)), x.contiguous())
         return found
 
     def broadcast(self, x: Tensor) -> None:
         if x.numel():
-            with _reported(self.rank):
+            with _reported(self.rank), self.waiting():
                 dist.broadcast(x, src=0)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return self._waiting()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from batchspec.distributed.channel import Channel
 from batchspec.distributed.collectives import Collectives, GlooCollectives
 from batchspec.distributed.peer import PeerCollectives
 from batchspec.distributed.seat import Seat
-from batchspec.errors import ConfigError
+from batchspec.errors import ConfigError, RankLost
 
 EXCHANGE_S = 7 * 24 * 3600.0
 """Time limit of an exchange between the ranks of a job: practically none, because ranks of a warm engine idle between calls. The
@@ -56,10 +56,16 @@ def joined(seat: Seat, *, gpu: bool, limit_s: float = EXCHANGE_S, nccl_s: float)
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     channel = Channel.of(seat)
-    collectives: Collectives = GlooCollectives(seat.rank, seat.ranks, seat.rendezvous_file, limit_s=limit_s)
+    collectives: Collectives = GlooCollectives(
+        seat.rank, seat.ranks, seat.rendezvous_file, limit_s=limit_s, waiting=channel.waiting
+    )
     if gpu:
         check_reach(range(min(seat.ranks, torch.cuda.device_count())))
         torch.cuda.set_device(seat.rank % torch.cuda.device_count())  # in tests ranks may share one
         device = torch.device("cuda", torch.cuda.current_device())
         collectives = PeerCollectives(collectives, device, nccl_s=min(nccl_s, EXCHANGE_S))
-    yield Group(channel, collectives, seat.rank, seat.ranks)
+    try:
+        yield Group(channel, collectives, seat.rank, seat.ranks)
+    except RankLost:  # also where the host does not see the wait, as in a kernel
+        channel.tell_waiting(True)
+        raise

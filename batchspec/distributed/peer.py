@@ -86,7 +86,8 @@ class PeerCollectives(Collectives):
     def _connect(self, num_bytes: int) -> PeerMemory:
         group = dist.group.WORLD
         assert group is not None
-        return connect(num_bytes, self._device, group, limit_s=self._wait_s)
+        with self._host.waiting():
+            return connect(num_bytes, self._device, group, limit_s=self._wait_s)
 
     @contextmanager
     def prefilling(self) -> Iterator[None]:

@@ -15,14 +15,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
 
 from batchspec.distributed.channel import Channel
+from batchspec.distributed.rank_ends import culprit, state_of
 from batchspec.distributed.seat import Seat
 from batchspec.distributed.silent_ranks import SilentRanks
-from batchspec.errors import RankLost
 from batchspec.process.child_process import python_command
 
 POLL_S = 0.05
@@ -32,10 +31,6 @@ stacks, and SIGKILL ends them after STACKS_S."""
 UNKILLABLE_S = 60.0
 """Seconds after SIGKILL until the parent goes on without a process that has not ended. The system keeps it, for example while a
 disk does not answer; it never runs again."""
-STATES = {
-    "R": "runs", "S": "waits", "D": "waits for a device or a file system", "T": "was stopped by a signal",
-    "t": "was stopped by a debugger",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +86,8 @@ class RankProcess:
     """Whether it ended before the other ranks of its group did."""
     abort_at: float | None = None
     """Time of SIGABRT by the monotonic clock: the process did not run, or it did not end after another rank of its group."""
+    silent: bool = False
+    """Whether no thread of it ran before SIGABRT: the others waited for it, or had not learned of its loss."""
 
     def abort(self) -> None:
         """Make it print its stacks; `RankProcesses.end_hanging` kills it STACKS_S seconds later."""
@@ -176,9 +173,10 @@ class RankProcesses:
             if member.abort_at is not None:
                 why = _kill_later(member, now - member.abort_at)
             elif member.rank in silent:
-                why = Hang.SILENT
+                why, member.silent = Hang.SILENT, True
             elif now - self._over_at > (END_S if member.rank else self._leader_end_s):
                 why = Hang.LATE
+                member.silent = self.silent.is_still(member.rank) and not any(each.silent for each in self.members)
             if why is not None:
                 pid = member.process.pid
                 found.append(Hanging(member, why, f"process {pid} {state_of(pid)}"))
@@ -194,6 +192,15 @@ class RankProcesses:
             time.sleep(POLL_S)
             self.reap()
             self.end_hanging()
+
+    def culprit(self) -> RankProcess:
+        """The one that made the others end, once all have ended."""
+        rank = culprit(
+            {member.rank: member.code if member.abort_at is None else None for member in self.members},
+            silent=[member.rank for member in self.members if member.silent],
+            waited=[member.rank for member in self.members if self.channel.waits(member.rank)],
+        )
+        return next(member for member in self.members if member.rank == rank)
 
     def close(self) -> None:
         """Kill those that have not ended; returns when all have, and their memory is free."""
@@ -228,33 +235,3 @@ def environment_of(devices: Sequence[str | None], sharing: int) -> dict[str, str
         return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(named))}
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // sharing))} if sharing > 1 else {}
     return {**threads, **os.environ}
-
-
-def culprit(codes: Mapping[int, int | None]) -> int:
-    """The rank that made the others end.
-
-    Ranks that waited for it in vain end with RankLost's exit code, and so does a rank whose watchdog found no progress.
-
-    codes  exit code of each rank, as from Popen; None: it did not end by itself
-    """
-    waited = (0, RankLost.exit_code)
-
-    def order(rank: int) -> tuple[bool, bool, bool, int]:
-        code = codes[rank]
-        return code is None or code >= 0, code is None or code in waited, code is not None, rank
-
-    return min(codes, key=order)
-
-
-def ending(code: int) -> str:
-    """How a process ended, for people: by its exit code as Popen has it."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
-def state_of(pid: int) -> str:
-    """What a process is doing, in words, by the letter of its state in /proc/PID/stat."""
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        letter = "?"
-    return STATES.get(letter, f"is in state {letter}")

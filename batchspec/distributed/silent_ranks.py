@@ -15,6 +15,8 @@ from batchspec.process.load_progress import Activity
 
 LATER_S = 5.0
 """Seconds that the parent waits after the watchdog's limit: a rank's own watchdog goes first, because it saves the work."""
+STILL_S = 4 * LIVENESS_S
+"""Seconds without a count after which a rank that ends with its group is taken for the one that the others waited for."""
 START_S = 600.0
 """Minimum limit in seconds for a process that is starting: its liveness thread runs only after the imports."""
 
@@ -42,8 +44,6 @@ class SilentRanks:
         now = _now()
         passed_s, self._looked_at = now - self._looked_at, now
         paused = passed_s > load_progress.PAUSE_S
-        if not self._watchdog_s:
-            return []
         for rank in range(self._channel.ranks):
             count = self._channel.liveness_count(rank)
             self._silent_s[rank] += min(passed_s, 2 * LIVENESS_S)
@@ -51,7 +51,13 @@ class SilentRanks:
             if count != self._counts[rank] or paused or (is_late and self._activities[rank].made_progress()):
                 self._silent_s[rank] = 0.0
             self._counts[rank] = count
+        if not self._watchdog_s:
+            return []
         return [rank for rank, silent_s in enumerate(self._silent_s) if silent_s >= self._limit_s(rank)]
+
+    def is_still(self, rank: int) -> bool:
+        """Whether the rank has run before, and not in the last STILL_S seconds, as far as the calls of `find` show."""
+        return self._counts[rank] > 0 and self._silent_s[rank] >= STILL_S
 
     def _limit_s(self, rank: int) -> float:
         return (self._watchdog_s if self._counts[rank] else max(self._watchdog_s, START_S)) + LATER_S

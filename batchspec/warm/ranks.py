@@ -22,7 +22,8 @@ from batchspec.automata.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.cluster.devices import devices_of
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
-from batchspec.distributed.rank_processes import END_S, RankProcesses, RankProgram, culprit, ending, environment_of
+from batchspec.distributed.rank_ends import ending
+from batchspec.distributed.rank_processes import END_S, RankProcesses, RankProgram, environment_of
 from batchspec.distributed.seat import new_group
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import BatchspecError, EngineInUse, RankLost
@@ -198,11 +199,10 @@ class EngineOfRanks:
         why  the error that the leader raised; if unknown, raises RankLost with the name of the rank that made the others end
         """
         self._group.end()
-        codes = {member.rank: member.code if member.abort_at is None else None for member in self._group.members}
-        rank = culprit(codes)
-        code = codes[rank]
+        member = self._group.culprit()
         self._end()
-        said = why or f"rank {rank} of this engine {'hangs' if code is None else ending(code)}"
+        assert member.code is not None
+        said = why or f"{member.name} {ending(member.code) if member.abort_at is None else 'hangs'}"
         self._lost = f"{said}; the engine has ended, make another one"
         if not why:
             raise RankLost(f"{said}; what it said, and its stack if it had time for it, is on stderr; make another engine")
