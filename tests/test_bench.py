@@ -344,9 +344,7 @@ def test_a_small_model_drafts_with_every_length_and_is_loaded_once(tmp_path: Pat
         (["o", "n", "--rounds", "5", "--k", "auto"], "give numbers to --k, not auto"),
         (["o", "n", "--rounds", "5", "--requests", "9"], "leave out --model, --requests and --samples"),
         (["o", "n", "--samples", "3"], "8 requests are not a multiple of it"),
-        (["o", "n", "--against-transformers"], "needs --model"),
         (["o", "n", "--eos"], "--chat and --eos need --model"),
-        (["o", "n", "--model", "m", "--eos", "--against-transformers"], "a static batch waits for its longest row"),
         (["o", "n", "--model", "m", "--eos", "--schemas", "0", "5"], "rows with schemas would end at other lengths"),
         (["o", "n", "--accept", ".5", "--schemas", "0", "5"], "drafts accepted by chance follow no schema"),
         (["o", "n", "--adapters", "2", "--adapter-rank", "65"], "there may be up to 256 adapters, of rank 1 to 64"),
@@ -359,12 +357,6 @@ def test_a_small_model_drafts_with_every_length_and_is_loaded_once(tmp_path: Pat
 def test_what_cannot_run_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         bench.main(words)
-
-
-def test_transformers_are_asked_for_where_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install transformers"):
-        bench.main(["out.jsonl", "x", "--model", "smollm2-135m", "--against-transformers"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

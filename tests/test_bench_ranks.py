@@ -89,7 +89,7 @@ def test_every_rank_drafts_with_the_whole_head(shape: Path) -> None:
     (way,) = variant_specs(args)
 
     def layout(target: Target) -> tuple[LayerState, ...]:
-        return Bench(args, Workload(target, Path(), []), DEVICE).drafter(way, config_of(args, way)).layer_states(16)
+        return Bench(args, Workload(target, []), DEVICE).drafter(way, config_of(args, way)).layer_states(16)
 
     spec = shape_spec(str(shape))
     whole = layout(whole_of(spec))
@@ -140,7 +140,6 @@ def _runs(command: Path) -> bool:
     ("words", "said"),
     [
         (["--tensor-parallel", "3"], "invalid choice: 3"),
-        (["--tensor-parallel", "2", "--model", "m", "--against-transformers"], "transformers runs in one process"),
         (["--tensor-parallel", "2", "--make-job", "job"], "nothing is measured"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from pathlib import Path
 
 import torch
@@ -74,7 +73,6 @@ def parse(argv: list[str], description: str | None = None) -> argparse.Namespace
     )
     add("--runs", type=int, default=1, help="turns; ratios are medians over them")
     add("--profile", metavar="FILE", help="append a table of the kernels of some rounds of each variant (needs a GPU; of rank 0)")
-    add("--against-transformers", action="store_true", help="with --model: transformers' generate in batches of --batch")
     args = parser.parse_args(argv)
     args.accept = tuple(float(rate) for rate in args.accept.split(",")) if args.accept else None
     args.opt = [parse_options(text) for text in args.opt]
@@ -110,22 +108,14 @@ def _check(args: argparse.Namespace) -> None:
     if not 0 <= args.adapters <= MAX_ADAPTERS or not 1 <= args.adapter_rank <= MAX_RANK:
         given = f"--adapters {args.adapters} --adapter-rank {args.adapter_rank}"
         raise ConfigError(f"{given}: there may be up to {MAX_ADAPTERS} adapters, of rank 1 to {MAX_RANK}")
-    if args.adapters and args.against_transformers:
-        raise ConfigError(f"--adapters {args.adapters} with --against-transformers: it would run the base model; leave one out")
     if args.adapters and args.deterministic:
         raise ConfigError(f"--adapters {args.adapters} with --deterministic is not supported: their sums depend on the batch")
     if args.adapters and args.make_job:
         raise ConfigError(f"--adapters {args.adapters} with --make-job: give the job adapters of its own, model.adapters")
-    if args.against_transformers and not args.model:
-        raise ConfigError("--against-transformers needs --model: dummy weights exist only inside batchspec")
-    if args.against_transformers and importlib.util.find_spec("transformers") is None:
-        raise ConfigError("--against-transformers: transformers is not installed; pip install transformers")
     if (args.chat or args.eos) and not args.model:
         raise ConfigError(
             "--chat and --eos need --model: random prompts are not chats, and a model with dummy weights does not end its outputs"
         )
-    if args.eos and args.against_transformers:
-        raise ConfigError("--eos with --against-transformers: a static batch waits for its longest row; leave one out")
     if args.eos and any(args.schemas):
         raise ConfigError(f"--eos with --schemas {args.schemas}: rows with schemas would end at other lengths; leave one out")
     if args.accept is not None and any(args.schemas):
@@ -147,8 +137,6 @@ def _check(args: argparse.Namespace) -> None:
 
 def _check_ranks(args: argparse.Namespace) -> None:
     asked = f"--tensor-parallel {args.tensor_parallel}"
-    if args.against_transformers:
-        raise ConfigError(f"{asked} with --against-transformers: transformers runs in one process; leave one out")
     if args.make_job:
         raise ConfigError(f"{asked} with --make-job: nothing is measured; give cluster.tensor_parallel to the job")
     gpus = torch.cuda.device_count() if device_of(args).type == "cuda" else args.tensor_parallel

@@ -2,12 +2,11 @@
 
 There are two workloads. A shape (--shape) runs dummy weights on random prompts and ignores EOS: decode_tok_s = (tokens - rows) /
 (total_s - prefill_s), where prefill_s is the time of a run that emits one token per row. A model (--model) runs real weights on
-real prompts (--input). The variants are every --draft with every --k, each of these with every --opt, and with
---against-transformers transformers' `generate`. They take turns within one process; a ratio compares two variants within one
-turn, and the median over the turns is reported with its spread. `--rounds N` instead times N single rounds of each variant, over
-rows whose --prompt earlier tokens are made up. `--tensor-parallel N` does all this with a model that N processes compute
-together, one per GPU; speeds are those of the group. `--make-job DIR` writes a job for `batchspec run` with the same prompts and
-output lengths.
+real prompts (--input). The variants are every --draft with every --k, each of these with every --opt. They take turns within
+one process; a ratio compares two variants within one turn, and the median over the turns is reported with its spread.
+`--rounds N` instead times N single rounds of each variant, over rows whose --prompt earlier tokens are made up.
+`--tensor-parallel N` does all this with a model that N processes compute together, one per GPU; speeds are those of the group.
+`--make-job DIR` writes a job for `batchspec run` with the same prompts and output lengths.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from batchspec.bench.arguments import device_of, parse
 from batchspec.bench.engines import Bench
 from batchspec.bench.phases import Phases
 from batchspec.bench.ranks import lead
-from batchspec.bench.variants import Record, TransformersVariant, Variant, engine_variants
+from batchspec.bench.variants import EngineVariant, Record, engine_variants
 from batchspec.bench.workloads import make_job, make_workload
 from batchspec.commands.doctor import versions
 from batchspec.console import terminal
@@ -65,9 +64,7 @@ def _measure_in(
         _write(args, [(variant.name, record, _head(args, argv, variant.name, device) | row) for variant, row, record in found])
         return
     bench.lead = None if group is None else Lead(group.channel)
-    variants: list[Variant] = [*engine_variants(bench)]
-    if args.against_transformers:
-        variants.insert(0, TransformersVariant(bench))
+    variants = engine_variants(bench)
     for turn in range(args.runs):
         for variant in variants:
             _take_turn(args, turn, variant, phases)
@@ -76,7 +73,7 @@ def _measure_in(
     _print(variants, rows)
 
 
-def _take_turn(args: argparse.Namespace, turn: int, variant: Variant, phases: Phases) -> None:
+def _take_turn(args: argparse.Namespace, turn: int, variant: EngineVariant, phases: Phases) -> None:
     phases.begin(f"{variant.name}: preparing turn {turn + 1} of {args.runs}")
     if parts := variant.open():
         phases.say(f"{variant.name}: prepared, of it " + ", ".join(f"{part} {taken:.1f} s" for part, taken in parts.items()))
@@ -115,7 +112,7 @@ def _make_job(args: argparse.Namespace) -> None:
 
 
 def _row(
-    args: argparse.Namespace, argv: Sequence[str], variant: Variant, num_requests: int, device: torch.device
+    args: argparse.Namespace, argv: Sequence[str], variant: EngineVariant, num_requests: int, device: torch.device
 ) -> dict[str, Any]:
     record = variant.record
     total = statistics.median(record.seconds)
@@ -131,7 +128,7 @@ def _row(
             "decode_tok_s": round((record.tokens - num_requests) / decode_s, 1),
             **_per_round(record, decode_s),
         }
-    if record.totals is not None and record.totals.row_rounds:
+    if record.totals.row_rounds:
         row |= {
             "mean_acceptance_length": round(1 + record.totals.accepted / record.totals.row_rounds, 3),
             "rounds": record.totals.rounds,
@@ -177,11 +174,11 @@ def _of_requests(record: Record) -> dict[str, Any]:
 
 
 def _per_round(record: Record, decode_s: float) -> dict[str, float]:
-    rounds = record.totals.rounds if record.totals else 0
+    rounds = record.totals.rounds
     return {"round_us": round(decode_s / rounds * 1e6, 1)} if rounds else {}
 
 
-def _print(variants: Sequence[Variant], rows: Sequence[dict[str, Any]]) -> None:
+def _print(variants: Sequence[EngineVariant], rows: Sequence[dict[str, Any]]) -> None:
     first = variants[0]
     width = max(len(variant.name) for variant in variants) + 2
     columns = {

@@ -1,5 +1,4 @@
-"""The variants that take turns in `batchspec bench`: the engine in each configuration, and transformers; and their
-measurements."""
+"""The variants that take turns in `batchspec bench`, the engine in each configuration, and their measurements."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 import torch
 
@@ -40,30 +38,13 @@ class Record:
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
     prefill_s: float = 0.0
-    totals: EngineTotals | None = None
+    totals: EngineTotals = field(default_factory=EngineTotals)
     rows: list[tuple[RowStats, int]] = field(default_factory=list)
     """For each request of the last turn: its speculation statistics and tokens."""
     padded_passes: int | None = None
     """Number of prefill passes of the last turn that ran as CUDA graphs; None without ablation.prefill_graphs."""
     peak_bytes: int = 0
     profile: Profile | None = None
-
-
-class Variant(Protocol):
-    name: str
-    record: Record
-
-    def open(self) -> Mapping[str, float]:
-        """Allocate memory and warm up, if that has not happened; the seconds of its parts, if they are known."""
-
-    def close(self) -> None:
-        """Free the memory."""
-
-    def run(self, cap: int | None = None) -> tuple[float, int]:
-        """Seconds and tokens of the workload; outputs are cut to `cap` tokens if it is given."""
-
-    def profile(self) -> None:
-        """Trace some rounds into the record."""
 
 
 class EngineVariant:
@@ -81,6 +62,7 @@ class EngineVariant:
     _engine: Engine | None
 
     def open(self) -> Mapping[str, float]:
+        """Allocate memory and warm up, if that has not happened; the seconds of its parts, if they are known."""
         if self._engine is not None:
             return {}
         engine, num_rows = self.build(), len(self._requests)
@@ -98,6 +80,7 @@ class EngineVariant:
         return self._engine
 
     def close(self) -> None:
+        """Free the memory if not all variants fit together."""
         if self._bench.lead is not None:
             self._bench.lead.send(End())
         if not self.keeps:
@@ -106,6 +89,7 @@ class EngineVariant:
             torch.cuda.empty_cache()
 
     def run(self, cap: int | None = None) -> tuple[float, int]:
+        """Seconds and tokens of the workload; outputs are cut to `cap` tokens if it is given."""
         if self._bench.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         result = self._decode(self._requests, cap)
@@ -129,6 +113,7 @@ class EngineVariant:
         return clock(self._bench.device) - began, tokens
 
     def profile(self) -> None:
+        """Trace some rounds into the record."""
         assert self._engine is not None
         self.record.profile = profile_rounds(self._engine, self._requests)
 
@@ -150,57 +135,6 @@ def engine_variants(bench: Bench) -> list[EngineVariant]:
         for variant in found:
             variant.keeps = needed + ROOM_BYTES < free
     return found
-
-
-class TransformersVariant:
-    """transformers' `generate` in static batches of --batch, left-padded, greedy, EOS ignored."""
-
-    name = "transformers"
-
-    def __init__(self, bench: Bench) -> None:
-        self.record = Record()
-        self._device = bench.device
-        requests, batch = bench.workload.requests, bench.args.batch
-        self._groups = [requests[i : i + batch] for i in range(0, len(requests), batch)]
-        self._workload = bench.workload
-        self._model: Any = None
-
-    def open(self) -> Mapping[str, float]:
-        if self._model is None:
-            from transformers import AutoModelForCausalLM
-
-            self._model = AutoModelForCausalLM.from_pretrained(self._workload.folder, dtype=self._workload.target.dtype)
-            self._model.to(self._device).eval()
-            self.run(2)
-        return {}
-
-    def close(self) -> None:
-        return None
-
-    @torch.inference_mode()
-    def run(self, cap: int | None = None) -> tuple[float, int]:
-        began, tokens = clock(self._device), 0
-        for group in self._groups:
-            width = max(len(request.prompt_ids) for request in group)
-            ids = torch.zeros(len(group), width, dtype=torch.long)
-            mask = torch.zeros_like(ids)
-            for line, request in enumerate(group):
-                ids[line, width - len(request.prompt_ids) :] = torch.from_numpy(request.prompt_ids)
-                mask[line, width - len(request.prompt_ids) :] = 1
-            count = group[0].max_new_tokens if cap is None else cap
-            out = self._model.generate(
-                ids.to(self._device),
-                attention_mask=mask.to(self._device),
-                max_new_tokens=count,
-                min_new_tokens=count,
-                do_sample=False,
-                pad_token_id=0,
-            )
-            tokens += (out.shape[1] - width) * len(group)
-        return clock(self._device) - began, tokens
-
-    def profile(self) -> None:
-        return None
 
 
 def clock(device: torch.device) -> float:

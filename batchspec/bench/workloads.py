@@ -36,12 +36,11 @@ MEDIAN_LOG, SIGMA = 6.685, 0.7
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The target, its folder and tokenizer (of a real model) and the requests, which are greedy; only with --eos they may stop
-    before their limit.
+    """The target, its tokenizer (of a real model) and the requests, which are greedy; only with --eos they may stop before their
+    limit.
     """
 
     target: Target
-    folder: Path
     requests: list[Request]
     tokenizer: Tokenizer | None = None
 
@@ -119,7 +118,7 @@ def _dummy(args: argparse.Namespace, device: torch.device, group: Group | None) 
         for sample in range(args.samples)
     ]
     target = _load(args, Path(), part, dtype, device, group, dummy=True)
-    return Workload(_with_kv(target, args, device, None), Path(), requests)
+    return Workload(_with_kv(target, args, device, None), requests)
 
 
 def _real(args: argparse.Namespace, device: torch.device, group: Group | None) -> Workload:
@@ -149,7 +148,7 @@ def _real(args: argparse.Namespace, device: torch.device, group: Group | None) -
     target = _load(args, job.folder, job.spec, job.dtype, device, group)
     count = args.requests or len(found)
     repeated = [replace(found[i % len(found)], request_id=str(i), row_index=i, seed=i) for i in range(count)]
-    return Workload(_with_kv(target, args, device, job.tokenizer), job.folder, repeated, job.tokenizer)
+    return Workload(_with_kv(target, args, device, job.tokenizer), repeated, job.tokenizer)
 
 
 def _load(
