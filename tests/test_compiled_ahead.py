@@ -22,7 +22,7 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.executor import NUM_PROBES, _longest
 from batchspec.engine.prefill.passes import prefill_chunk, rehearsal
-from batchspec.engine.rounds.graphs import RoundShape
+from batchspec.engine.step import RoundShape
 from batchspec.kernels.common.dry_run import dry_run, is_dry
 from batchspec.model.quant import plain
 from batchspec.model.target import Target

@@ -20,7 +20,7 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.rounds import expert_reads
 from batchspec.engine.rounds.draft_lengths import DraftLengths
 from batchspec.engine.rounds.expert_reads import HALF_LIFE, ExpertReads, counted
-from batchspec.engine.rounds.graphs import RoundShape
+from batchspec.engine.step import RoundShape
 from batchspec.kernels.moe.route import num_read, route, route_reference
 from batchspec.model.target import Target
 from batchspec.packing.cost import H200, read_bytes, round_seconds

@@ -219,17 +219,17 @@ def test_the_tables_fit_the_rows_of_every_round_of_several_runs(count: int, buck
         nonlocal shared
         launch(scheduled)
         rows = engine.slots.live
-        tables = engine.executor.prefix_groups.first(scheduled.num_rows)
+        tables = engine.executor.prefix_groups.first(scheduled.shape.num_rows)
         for one in rows:
             group = int(tables.row_group[one.slot])
-            if not (scheduled.shares_prefixes and group >= 0):
+            if not (scheduled.shape.shared and group >= 0):
                 continue
             shared += 1
             start, end = tables.group_start[group : group + 2].tolist()
             members = tables.row_order[start:end].tolist()
             pages = int(tables.shared_len[group]) // batch.page_size
             assert one.slot in members
-            assert max(members) < scheduled.num_rows
+            assert max(members) < scheduled.shape.num_rows
             assert all(other.pages.tables[0][:pages] == one.pages.tables[0][:pages] for other in rows if other.slot in members)
 
     engine.executor._launch_round = checked  # type: ignore[method-assign]

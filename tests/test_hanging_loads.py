@@ -25,8 +25,8 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.distributed import group
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.loop.engine import Engine
-from batchspec.engine.rounds.graphs import RoundShape
 from batchspec.engine.rounds.round import RoundResult
+from batchspec.engine.step import RoundShape
 from batchspec.model.weights import Checkpoint
 from batchspec.process import load_progress
 from batchspec.process.load_progress import RESIDENT_BYTES, WINDOW_S, WRITTEN_BYTES, Activity, steps_of_download

@@ -22,11 +22,11 @@ from batchspec.draft.base import Drafter
 from batchspec.engine.features.lazy_constraints import LazyConstraints
 from batchspec.engine.features.lazy_places import LazyPlaces
 from batchspec.engine.loop.engine import Engine
-from batchspec.engine.rounds.graphs import Graphs, RoundShape
+from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.round import RoundResult
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.engine.step import ScheduledStep
+from batchspec.engine.step import RoundShape, ScheduledStep
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
 from batchspec.structured import expand_process, lazy_dfa
 from batchspec.structured.channels import state_after_header

@@ -38,10 +38,9 @@ from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
-from batchspec.engine.rounds.graphs import RoundShape
 from batchspec.engine.rounds.round import Round, RoundOptions, RoundResult
 from batchspec.engine.slots import expected_pages
-from batchspec.engine.step import ScheduledRound
+from batchspec.engine.step import RoundShape, ScheduledRound
 from batchspec.model import target as target_module
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Repetition, Request, SamplingParams
@@ -114,7 +113,7 @@ def run(
         assert not rows.live[engine.slots.free()].any(), "a slot without a row is live on the device"
         # Its newest token is below its limit, and drafts follow: whatever it emits before this round, no row may read more keys.
         most = int(((rows.limit - 1 + drafter.max_len) * rows.live).max())
-        assert scheduled.max_kv is None or most <= scheduled.max_kv, "a row may grow beyond what attention plans for"
+        assert scheduled.shape.max_kv is None or most <= scheduled.shape.max_kv, "a row may grow beyond what attention plans for"
         launch(scheduled)
 
     def plan_checked(batch: FlatBatch, kv: LayerKV, **options: Any) -> AttentionPlan:

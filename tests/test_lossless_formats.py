@@ -27,9 +27,9 @@ from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.round_clock import RoundClock
 from batchspec.engine.rounds.draft_lengths import DraftLengths
-from batchspec.engine.rounds.graphs import RoundShape
 from batchspec.engine.rounds.round import RoundResult
 from batchspec.engine.slots import expected_pages
+from batchspec.engine.step import RoundShape
 from batchspec.model.spec import read_spec
 from batchspec.model.target import Target
 from batchspec.records import Request, SamplingParams

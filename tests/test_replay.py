@@ -94,10 +94,10 @@ def what_happened(one: Scenario, steps: list[ScheduledStep], engine: Engine) -> 
     """Kinds of decisions among the steps; every run has several modes and draft lengths."""
     rounds = [step.round for step in steps if step.round is not None]
     refills = [refill for step in steps for refill in step.refills]
-    assert len({round_.mode for round_ in rounds}) > 1
-    assert one.drafter == "none" or len({round_.draft_len for round_ in rounds}) > 1
+    assert len({round_.shape.mode for round_ in rounds}) > 1
+    assert one.drafter == "none" or len({round_.shape.draft_len for round_ in rounds}) > 1
     kinds = {
-        "no draft prepared": any(not round_.prepare_next for round_ in rounds),
+        "no draft prepared": any(not round_.shape.prepare_next for round_ in rounds),
         "preempted": engine.totals.preempted,
         "killed": any(step.killed for step in steps),
         "moved": any(step.moves for step in steps),

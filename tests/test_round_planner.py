@@ -23,12 +23,12 @@ from batchspec.engine.loop.round_planner import RoundPlanner
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.passes import rehearse
 from batchspec.engine.rounds.draft_lengths import candidates
-from batchspec.engine.rounds.graphs import GRAPH_DTYPES, RoundShape
+from batchspec.engine.rounds.graphs import GRAPH_DTYPES
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
 from batchspec.engine.rounds.results import PendingResult
 from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.slots.launch import Launch
-from batchspec.engine.step import Segment
+from batchspec.engine.step import RoundShape, Segment
 from batchspec.kernels.attention.settings import work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.packed_batch import ExpectedRows, PackedBatch

@@ -21,7 +21,7 @@ from batchspec.bench.schemas import begin_anywhere
 from batchspec.bench.variants import Record, clock
 from batchspec.console import terminal
 from batchspec.engine.loop.engine import Engine
-from batchspec.engine.rounds.graphs import RoundShape
+from batchspec.engine.step import RoundShape
 from batchspec.errors import ConfigError
 from batchspec.kernels.common.e4m3 import movable
 

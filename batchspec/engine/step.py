@@ -66,23 +66,31 @@ class PrefixGroup:
     num_pages: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledRound:
-    """One draft-verify-accept round over the first `num_rows` slots."""
+@dataclass(frozen=True, slots=True)
+class RoundShape:
+    """What the kernels of a round depend on: a GPU captures a graph for each shape."""
 
     num_rows: int
-    """Row bucket."""
+    """Row bucket: the round is over as many slots, the first ones."""
     draft_len: int
-    """K of this round; 0: it drafts nothing."""
-    prepare_next: bool
-    """The next round may draft; otherwise the drafter only keeps its K/V up to date and prepares no draft."""
+    """K; 0: it drafts nothing."""
     mode: SamplingMode
-    shares_prefixes: bool
+    shared: bool = False
     """Some rows share a prefix: attention reads it once for all of them."""
+    prepare_next: bool = True
+    """The next round may draft; otherwise the drafter only keeps its K/V up to date and prepares no draft."""
+    max_kv: int | None = None
+    """Limit on the tokens of each row, drafts included; None: that of the batch. It matters because attention splits long rows
+    over programs, and merging their parts is one more launch in every layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledRound:
+    """One draft-verify-accept round."""
+
+    shape: RoundShape
     new_prefix_groups: tuple[PrefixGroup, ...] | None
     """All groups, to be written to the device's tables; None: the tables are up to date, or the round does not read them."""
-    max_kv: int | None
-    """Limit on the tokens of each row of the round, drafts included; None: that of the batch."""
     counts_experts: bool
     """The result says how many experts of each layer had tokens."""
     drafter_update: DrafterUpdate

@@ -23,12 +23,12 @@ from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.graphs import PrefillGraphs
 from batchspec.engine.prefill.passes import PrefillPass, prefill_chunk, rehearsal, rehearse
 from batchspec.engine.prefill.runner import PrefillRunner
-from batchspec.engine.rounds.graphs import Graphs, RoundShape
+from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
 from batchspec.engine.rounds.results import PendingResult
 from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.rounds.tree_round import round_for
-from batchspec.engine.step import ScheduledRound, ScheduledStep
+from batchspec.engine.step import RoundShape, ScheduledRound, ScheduledStep
 from batchspec.kernels.common.compile_ahead import compile_ahead
 from batchspec.model.target import Target
 from batchspec.packed_batch import ExpectedRows, PackedBatch
@@ -128,13 +128,9 @@ class Executor:
 
     def _launch_round(self, scheduled: ScheduledRound) -> None:
         if scheduled.new_prefix_groups is not None:
-            self.prefix_groups.write(scheduled.new_prefix_groups, scheduled.num_rows)
+            self.prefix_groups.write(scheduled.new_prefix_groups, scheduled.shape.num_rows)
         self.drafter.refresh(scheduled.drafter_update)
-        shape = RoundShape(
-            scheduled.num_rows, scheduled.draft_len, scheduled.mode, scheduled.shares_prefixes, scheduled.prepare_next,
-            scheduled.max_kv,
-        )
-        result = self.graphs.run(shape)
+        result = self.graphs.run(scheduled.shape)
         if scheduled.counts_experts:
             result = replace(result, experts_read=self.target.experts_read())
         self._pending.append(PendingResult.send(result))

@@ -18,9 +18,9 @@ from batchspec.engine.loop.round_clock import RoundClock
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.draft_lengths import DraftLengths
 from batchspec.engine.rounds.expert_reads import ExpertReads, counted
-from batchspec.engine.rounds.graphs import RoundShape
 from batchspec.engine.rounds.results import Ints, PendingResult
 from batchspec.engine.slots.launch import Launch
+from batchspec.engine.step import RoundShape
 from batchspec.packed_batch import ExpectedRows, PackedBatch
 
 SPARE = 1.25
@@ -188,7 +188,7 @@ class RoundPlanner:
         return None if self._refills is None else self._refills.fixed_s
 
     def max_kv(self, longest: int) -> int | None:
-        """`ScheduledRound.max_kv` of a round whose rows may reach `longest` tokens, its own drafts not counted."""
+        """`RoundShape.max_kv` of a round whose rows may reach `longest` tokens, its own drafts not counted."""
         return self.usual_kv if longest + drafted_keys(self._batch) <= (self.usual_kv or 0) else None
 
     def choose(self, num_rows: int, num_tokens: NDArray[np.int64], owners: NDArray[np.int64]) -> Launch:

@@ -17,7 +17,7 @@ from batchspec.engine.slots.prefix_groups import PrefixGroups
 from batchspec.engine.slots.refill_policy import rounds_before_refill
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.run_features import RunFeatures
-from batchspec.engine.step import PageGrant, Prefill, Refill, ScheduledRound, ScheduledStep
+from batchspec.engine.step import PageGrant, Prefill, Refill, RoundShape, ScheduledRound, ScheduledStep
 from batchspec.records import Ids
 
 
@@ -214,14 +214,17 @@ class Scheduler:
         launch = self._planner.choose(self.num_rows, slots.num_tokens, slots.owner)
         self.launches.add(launch)
         self._totals.rounds += 1
-        return ScheduledRound(
+        shape = RoundShape(
             num_rows=self.num_rows,
             draft_len=launch.draft_len,
-            prepare_next=launch.prepare_next,
             mode=slots.mode,
-            shares_prefixes=groups.any,
-            new_prefix_groups=new_groups,
+            shared=groups.any,
+            prepare_next=launch.prepare_next,
             max_kv=self._planner.max_kv(int(slots.max_tokens[slots.owner >= 0].max(initial=0))),
+        )
+        return ScheduledRound(
+            shape=shape,
+            new_prefix_groups=new_groups,
             counts_experts=launch.counts_experts,
             drafter_update=self._executor.drafter.next_update(),
         )

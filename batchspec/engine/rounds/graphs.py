@@ -8,37 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.rounds.graph_pool import GraphPool
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
 from batchspec.engine.rounds.round import Round, RoundResult
+from batchspec.engine.step import RoundShape
 from batchspec.process.load_progress import count_step
 
 GRAPH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """fp64, used by tests, has no verify attention that is planned on the device, so it cannot be captured."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoundShape:
-    """What a graph is captured for: R rows, at most K drafts a row, the sampling mode, and whether rows share prefixes.
-
-    prepare_next  the next round may draft
-    max_kv        limit on the tokens of a row, drafts included; None: the batch's. It matters because attention splits long rows
-                  over programs, and merging their parts is one more launch in every layer
-    """
-
-    num_rows: int
-    draft_len: int
-    mode: SamplingMode
-    shared: bool = False
-    prepare_next: bool = True
-    max_kv: int | None = None
 
 
 def largest_first(shapes: Iterable[RoundShape]) -> list[RoundShape]:
