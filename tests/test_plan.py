@@ -273,6 +273,28 @@ def test_pages_leave_memory_for_the_graphs_of_prefill(job: RunConfig, monkeypatc
     assert f" {held / GB:.2f} GB graphs of prefill " in text
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_a_job_for_a_gpu_is_planned_where_there_is_none(
+    job: RunConfig, cache: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on the login node of a cluster: its rows are counted, and one line tells where the rest is planned."""
+    write(job, prompt_ids=[[5, 6, 7], [8] * 30, [9] * 5000])
+    words = [f"model.path={job.model.path}", f"input.path={job.input.path}", f"cache.dtype={cache}", "model.max_len=2048"]
+    words += ["decode.max_new_tokens=40", "decode.deterministic=true", "output.token_ids=true", "draft.adaptive=true"]
+    assert command.main(["+job=reasoning_8k", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("input        3 rows in in.parquet")
+    assert "completions  2" in lines
+    assert "bad rows     1 of 3" in lines
+    assert "prompts      16 tokens on average, median 16, longest 30" in lines
+    assert lines[-1] == (
+        "GPU          device=cuda, and torch sees no GPU on this machine; for slots, memory and times run plan on a machine "
+        "with the job's GPU, or with device=cpu for those of this CPU"
+    )
+    assert not any(line.startswith(("shape", "memory", "together")) for line in lines)
+
+
 def test_token_ids_need_no_tokenizer(job: RunConfig) -> None:
     write(job, prompt_ids=[[1, 2, 3], [4]])
     assert plan(job).survey.prompt_tokens.tolist() == [3, 1]

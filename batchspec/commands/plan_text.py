@@ -26,18 +26,20 @@ BAR = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The numbers that the text shows. batch and forecast are None if no row can run."""
+    """The numbers that the text shows. batch and forecast are None if no row can run, and `lacks_gpu`."""
 
     job: Job
     survey: Survey
-    rates: Rates
     num_completions: int
-    batch: PackedBatch | None
-    forecast: Forecast | None
+    rates: Rates | None = None
+    batch: PackedBatch | None = None
+    forecast: Forecast | None = None
     layouts: Sequence[GpuLayout] = ()
     """Ways to divide the GPUs of this machine, if it has several."""
     output: str = ""
     """What a run would find in output.dir; empty if it would begin a job."""
+    lacks_gpu: bool = False
+    """Whether the job is for a GPU and this machine has none: neither shape nor times are known, nor what is in output.dir."""
 
     def text(self) -> str:
         return "\n".join(
@@ -103,7 +105,13 @@ class Plan:
 
     def _shape(self) -> list[str]:
         batch, ahead, job = self.batch, self.forecast, self.job
-        if batch is None or ahead is None:
+        if self.lacks_gpu:
+            return [
+                *_notes(job),
+                "GPU          device=cuda, and torch sees no GPU on this machine; for slots, memory and times run plan on a machine "
+                "with the job's GPU, or with device=cpu for those of this CPU",
+            ]
+        if batch is None or ahead is None or self.rates is None:
             return []
         spec = job.spec
         layers = job.drafter.layer_states(job.dtype, batch.page_size)
@@ -121,7 +129,7 @@ class Plan:
         return [
             f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights a token, "
             f"{_bytes(spec.weight_bytes(job.dtype))} {kept} on {job.device.type}",
-            *(f"{label:12} {note}" for label, note in notes(job)),
+            *_notes(job),
             *self._adapters(),
             f"shape        {counted(batch.num_slots, 'slot')}, rows up to {batch.max_len:,} tokens, "
             f"drafter {job.config.draft.name} ({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
@@ -188,6 +196,10 @@ class Plan:
             else:
                 lines.append(f"{name}: {_duration(layout.seconds)}, {counted(layout.batch.num_slots, 'slot')} a copy")
         return lines
+
+
+def _notes(job: Job) -> list[str]:
+    return [f"{label:12} {note}" for label, note in notes(job)]
 
 
 def histogram(lengths: Ids) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from batchspec.cluster.devices import visible_gpus
 from batchspec.commands.plan_text import Plan
 from batchspec.config.checks import AUTO, TENSOR_PARALLEL, check_ranks
@@ -64,10 +66,16 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     """Read and admit a sample of about 10,000 rows spread over the input (`full`: every row), choose the shape, predict.
 
     tokenizer  instead of the model folder's own
+    A job for a GPU can be planned where there is none, as on the login node of a cluster: its rows, without shape and times.
     Raises InputError, CheckpointError, ConfigError or CapacityError as the run would.
     """
     check_push_key(config.output)
-    job = open_job(config, tokenizer=tokenizer, fetch=False)
+    lacks_gpu = config.device == "cuda" and not torch.cuda.is_available()
+    job = open_job(config, tokenizer=tokenizer, fetch=False, here=not lacks_gpu)
+    if lacks_gpu:  # whether output.dir has the same job depends on dtypes that the GPU determines
+        survey = survey_rows(job, full=full)
+        demand = survey.demand(job.source.num_rows, job.admission.max_len)
+        return Plan(job=job, survey=survey, num_completions=demand.num_completions, lacks_gpu=True)
     check_target(job)
     state = state_of_output(job)
     survey = survey_rows(job, full=full)
