@@ -108,8 +108,8 @@ class Plan:
         if self.lacks_gpu:
             return [
                 *_notes(job),
-                "GPU          device=cuda, and torch sees no GPU on this machine; for slots, memory and times run plan on a machine "
-                "with the job's GPU, or with device=cpu for those of this CPU",
+                "GPU          device=cuda, and torch sees no GPU on this machine; for slots, memory and times run plan on a "
+                "machine with the job's GPU, or with device=cpu for those of this CPU",
             ]
         if batch is None or ahead is None or self.rates is None:
             return []
