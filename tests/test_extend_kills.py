@@ -158,10 +158,13 @@ def test_a_kill_at_every_kind_of_put_on_s3_leaves_no_extension_or_a_whole_one(la
         def conduct(**changes: bool) -> Conduct:
             return Conduct(environ=server.environ(), **changes)  # type: ignore[arg-type]
 
+        assert lab.run(out, TRIAL, conduct=conduct()) == 0
+        trial = {key: server.held(key) for key in server.names()}
         for kind in ("_batchspec/retry/N.json", "data/part-N.parquet", "_batchspec/retry/N/card"):
             for side in ("before", "after"):
                 server.empty()
-                assert lab.run(out, TRIAL, conduct=conduct()) == 0
+                for key, body in trial.items():
+                    server.put(key, body)
                 process, met = lab.start(out, GROWN, conduct=conduct(wait=True)), list[str]()
                 pid = until_stopped(process)
                 setattr(server.faults, side, killer(process, (kind, 1), met))
