@@ -16,7 +16,7 @@ OPENS: dict[str, str] = {
     "runstate.claims": "/proc",
     "report.start_up": "/proc",
     "process.load_progress": "/proc",
-    "distributed.rank_processes": "/proc",
+    "distributed.rank_ends": "/proc",
     "process.cgroup": "/proc and the control groups",
     "tuning.cpu_threads": "/proc and the control groups",
     "packing.planner": "/proc",

@@ -1,4 +1,4 @@
-"""A job's drafter before there is an engine: what `plan`, the job, training, adaptation and benchmarks need to know of it.
+"""A job's drafter before there is an engine: what `plan`, the job, training and benchmarks need to know of it.
 
 open_drafter(config, target)   check settings and checkpoint, read no weights; ConfigError, CheckpointError if it cannot draft
     .shape  .layer_states()  .weight_bytes()  .corpus_bytes()  what the planner needs
@@ -20,7 +20,6 @@ import torch
 from batchspec.cache.layer_state import LayerState
 from batchspec.config.schema import RunConfig
 from batchspec.draft.base import Drafter
-from batchspec.draft.formats import HeadSpec
 from batchspec.draft.shapes import ChainShape, TreeShape
 from batchspec.model.blocks.base import Shard
 from batchspec.model.spec import ModelSpec
@@ -39,8 +38,6 @@ class DrafterSpec(ABC, Generic[W]):
     """Accepted draft tokens a row and round, without the bonus token, that `plan` assumes; subclasses name the source."""
     checkpoint: Hashable = None
     """The shape of its weights: for one draft.path, equal values load the same weights."""
-    head: HeadSpec | None = None
-    """The EAGLE-3 head that it drafts with, which may be trained during the job; None: it has none."""
 
     def __init__(self, config: RunConfig, target: ModelSpec, *, draft_vocab: int = DEFAULT_DRAFT_VOCAB) -> None:
         """Check the checkpoint by its config.json and the headers of its weights.
