@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -14,7 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import polars as pl
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -147,6 +150,52 @@ def test_conversations_keep_their_prefixes_and_raise_what_next_turn_raises(
     with pytest.raises(LookupError, match="no such tool"):
         shared.converse(CHAT, fails)
     assert same(shared.generate(CHAT), alone.generate(CHAT))
+
+
+HALF = "\ud83d"
+"""Half of a surrogate pair."""
+
+
+@pytest.mark.parametrize(
+    ("turn", "code"),
+    [
+        ({"stop": [HALF, "e"]}, None),
+        ({"stop": HALF}, None),
+        ({"choice": [HALF, "b"]}, "bad_schema"),
+        ({"messages": [{"role": "user", "content": HALF}]}, "template_error"),
+    ],
+    ids=["stop strings", "a stop string", "a choice", "a prompt"],
+)
+def test_text_that_is_no_unicode_costs_its_turn_at_most(
+    turn: dict[str, Any], code: str | None, shared: batchspec.Engine, alone: batchspec.Engine
+) -> None:
+    def next_turn(ended: Any) -> Any:
+        chat = [*ended.messages, {"role": "user", "content": "And another?"}]
+        return {"messages": chat, **turn} if ended.number < 1 else None
+
+    found = shared.converse(CHAT, next_turn)
+    assert same(found, alone.converse(CHAT, next_turn))
+    assert [error and error["code"] for error in found["error"]] == [None, code] * 2
+
+
+def test_a_prompt_of_bytes_that_are_no_text_is_an_error_row(shared: batchspec.Engine, alone: batchspec.Engine) -> None:
+    """Arrow does not check the text of a table that is read from Parquet, or made of other programs' memory."""
+    values, ends = b"a\xed\xa0\xbdhello", np.array([0, 4, 9], np.int32)
+    table = pa.table({"prompt": pa.StringArray.from_buffers(2, pa.py_buffer(ends), pa.py_buffer(values))})
+    found = shared.generate(table)
+    assert same(found, alone.generate(table))
+    assert [error and error["code"] for error in found["error"]] == ["bad_text", None]
+
+
+def test_weights_in_a_folder_whose_name_is_no_text_are_refused(
+    shared: batchspec.Engine, alone: batchspec.Engine, model: Path, tmp_path: Path, expected: pl.DataFrame
+) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "weights-\udcff"))
+    said = r"load_weights='.*/weights-\\udcff' is not valid Unicode; rename the folder, in UTF-8"
+    for engine in (shared, alone):
+        with pytest.raises(CheckpointError, match=said):
+            engine.load_weights(folder)
+        assert same(engine.generate(rows()), expected)
 
 
 def test_a_stream_that_is_closed_and_a_task_that_is_cancelled_free_the_engine(

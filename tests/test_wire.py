@@ -25,7 +25,7 @@ from batchspec.records import (
     Snapshot,
     Thinking,
 )
-from batchspec.warm.messages import FROM_LEADER, TO_LEADER, Ended, Given
+from batchspec.warm.messages import FROM_LEADER, TO_LEADER, Ended, Failed, Given, Weights
 from tests.engines import request
 
 SYMBOLS = TokenSymbols.of([b"a", b"bc"])
@@ -89,6 +89,31 @@ def test_a_completion_and_the_totals_come_back_as_they_are() -> None:
     assert same(found.completions[0], DONE)
     assert found.completions[1].cached_tokens == 7
     assert same(found.totals, totals)
+
+
+HALF = "a \ud83d b"
+"""Half of a surrogate pair, which is no text in UTF-8: Python's strings may hold it."""
+
+
+def test_strings_that_are_no_text_arrive_as_they_are() -> None:
+    """Beside them everything else does too; a message after them is an ordinary one."""
+    odd = replace(FULL, stop=(HALF, "\udcff", "\N{HONEYBEE}"), tools=HALF, choices=(Choice(text=HALF, token_ids=(1,)),))
+    given = TO_LEADER.decode(TO_LEADER.encode(Given([odd, FULL], [-1, 0], [AUTOMATON], over=False)))
+    assert isinstance(given, Given)
+    assert same(given.requests[0], odd)
+    assert same(given.requests[1], FULL)
+    assert (given.follows, given.over) == ([-1, 0], False)
+    assert same(given.automata[0], AUTOMATON)
+    error = RowError(code="c", stage="s", message=HALF, retryable=True)
+    done = replace(DONE, stop_reason=HALF, choice_logprobs=((HALF, -1.5),), error=error)
+    ended = FROM_LEADER.decode(FROM_LEADER.encode(Ended([done], EngineTotals(rounds=2), over=True)))
+    assert isinstance(ended, Ended)
+    assert same(ended.completions[0], done)
+    assert same(ended.totals, EngineTotals(rounds=2))
+    for message in (Failed("CheckpointError", HALF), Failed("CheckpointError", "text")):
+        assert FROM_LEADER.decode(FROM_LEADER.encode(message)) == message
+    weights = Weights("/models/\udcff", True)
+    assert TO_LEADER.decode(TO_LEADER.encode(weights)) == weights
 
 
 def test_arrays_that_were_sent_can_be_written_to() -> None:

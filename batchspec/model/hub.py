@@ -33,6 +33,8 @@ def find_model(path: str, revision: str | None = None, *, key: str = "model.path
     Raises CheckpointError, in one line, if there is no such model or it cannot be reached, and ConfigError if `revision` is given
     for something other than a hub id.
     """
+    if any("\ud800" <= character <= "\udfff" for character in path):  # safetensors opens no such file
+        raise CheckpointError(f"{key}={path!a} is not valid Unicode; rename the folder, in UTF-8")
     if path.startswith(SHIPPED):
         return LocalFiles(_shipped(path, key))
     local = Path(os.path.expanduser(path))

@@ -123,10 +123,15 @@ def _chat_note(config: RunConfig, columns: ColumnMap, source: Source, tokenizer:
         return ""
     if tokenizer is None or not tokenizer.has_chat_template:
         return ""
-    first = next((str(values.drop_null()[0]) for values in source.column(columns.prompt_column) if has_value(values)), "")
+    first = next((_text(values.drop_null()[0]) for values in source.column(columns.prompt_column) if has_value(values)), "")
     if any(token in first for token in tokenizer.special_ids):  # the template was applied already
         return ""
     return "prompts are taken as text; this model has a chat template: input.chat=true makes each of them a user turn"
+
+
+def _text(cell: pa.Scalar) -> str:
+    """Of a prompt, which may not be valid UTF-8: such a row becomes an error row later."""
+    return cell.as_buffer().to_pybytes().decode("utf-8", "replace") if isinstance(cell, pa.StringScalar) else str(cell)
 
 
 def has_value(values: pa.Array) -> bool:
