@@ -157,4 +157,4 @@ def test_a_head_that_is_to_be_cut_and_cannot_be_is_refused() -> None:
     spec = open_drafter(config_with(sharded=True), shape_spec("smol135m"))
     with pytest.raises(ConfigError, match=r"^ablation.sharded_draft=true: of the draft head, num_key_value_heads 3 and 2 ranks"):
         spec.of_rank(Shard(0, 2))
-    assert open_drafter(config_with(), shape_spec("smol135m")).of_rank(Shard(0, 2)).checkpoint == spec.head
+    assert open_drafter(config_with(), shape_spec("smol135m")).of_rank(Shard(0, 2)).checkpoint == spec.checkpoint

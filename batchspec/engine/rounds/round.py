@@ -6,7 +6,7 @@ Nothing is read back to the host. Legend: R rows, K draft_len, S = K + 1, T flat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -145,25 +145,23 @@ class Round:
             places = LogitRows(batch.row_ids, batch.positions + 1, ids[:, 1:], place)
         drafts = Drafts(ids[:, 1:], lengths, inputs.rates(draft_len))
         accepted_len = self._accepted_len[:num_rows]
-        with self.waiting(rows, mode) as park_rows:
+        with self.keeping_waiting_rows(rows, mode):
             result = self.commit(hidden, places, batch.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len)
             own_batch = batch.of_group(self.cache.groups.draft_group)
             self.drafter.catch_up(own_batch, aux_hidden_states, accepted_len, rows, self.cache, prepare_next=prepare_next)
-            park_rows(result)
+        park(rows, rows.live, result.log, mode)
         return result
 
     @contextmanager
-    def waiting(self, rows: DeviceBatch, mode: SamplingMode) -> Iterator[Callable[[RoundResult], None]]:
-        """Wraps commit and catch-up. Call the yielded function with the result after both: it stops the rows that must wait.
-
-        What the drafter keeps of rows that took no part is restored at the end: waiting rows continue with it.
-        """
+    def keeping_waiting_rows(self, rows: DeviceBatch, mode: SamplingMode) -> Iterator[None]:
+        """Within this block, which commits and catches up, what the drafter keeps of rows that take no part does not change:
+        waiting rows go on with it."""
         if not mode.waits:
-            yield lambda result: None
+            yield
             return
         took_part, num_rows = rows.live != 0, rows.live.shape[0]
         kept = [tensor[:num_rows].clone() for tensor in self.cache.draft_rows]
-        yield lambda result: park(rows, rows.live, result.log, mode)
+        yield
         for tensor, before in zip(self.cache.draft_rows, kept, strict=True):
             shape = (num_rows, *(1 for _ in before.shape[1:]))
             tensor[:num_rows] = torch.where(took_part.view(shape), tensor[:num_rows], before)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch, TreeTail
-from batchspec.batch.logits import LogitRows, reads_drafts
+from batchspec.batch.logits import LogitRows, park, reads_drafts
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
@@ -95,7 +95,7 @@ class TreeRound(Round):
         if places is not None:
             on_path = LogitRows(chain.row_ids, chain.positions + 1, num_drafted=self._place_of(chain, rows))
         raw = None if raw is None else raw.index_select(0, at)
-        with self.waiting(rows, mode) as park_rows:
+        with self.keeping_waiting_rows(rows, mode):
             result = self._settle(
                 target_ids.index_select(0, at), raw, on_path, chain.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len
             )
@@ -105,7 +105,7 @@ class TreeRound(Round):
                 chain.of_group(self.cache.groups.draft_group), aux_hidden_states.index_select(0, at), accepted_len, rows,
                 self.cache, prepare_next=prepare_next,
             )
-            park_rows(result)
+        park(rows, rows.live, result.log, mode)
         return result
 
     def _nodes(self, rows: DeviceBatch, ids: Tensor, parents: Tensor) -> FlatBatch:
