@@ -17,16 +17,18 @@ from hypothesis import strategies as st
 from batchspec.automata.lazy_automaton import ANSWER, EITHER, THOUGHT, Answer, Ask, Expanding, Expansion, LazyAutomaton
 from batchspec.automata.token_automaton import START, TokenSymbols
 from batchspec.batch.automata import Automata, AutomataCapacity, StatesUpload
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import SCRATCH_PAGE
 from batchspec.draft.base import Drafter
 from batchspec.engine.features.lazy_constraints import LazyConstraints
 from batchspec.engine.features.lazy_places import LazyPlaces
 from batchspec.engine.loop.engine import Engine
+from batchspec.engine.prefill.passes import prefill_chunk
 from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.round import RoundResult
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.engine.step import RoundShape, ScheduledStep
+from batchspec.engine.step import RoundShape, ScheduledStep, Segment
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
 from batchspec.structured import expand_process, lazy_dfa
 from batchspec.structured.channels import state_after_header
@@ -564,3 +566,22 @@ def test_little_room_is_enough_and_is_never_exceeded(monkeypatch: pytest.MonkeyP
     assert {out.error.message.split("(")[0] for out in few.values() if out.error is not None} == {
         "grammar: one of its states takes more than the memory for them on the device "
     }
+
+
+@pytest.mark.parametrize("name", ["eagle3", "tree"])
+@torch.inference_mode()
+def test_rows_that_wait_go_on_with_the_drafts_that_were_prepared_for_them(name: str) -> None:
+    """A round in which a row takes no part leaves what the drafter keeps of it as it is, and renews that of the others."""
+    drafter = ALL[name]()
+    engine = make_engine(tiny_target(), drafter, packed(2, draft_len=drafter.max_len), device=DEVICE)
+    executor, mode = engine.executor, SamplingMode(waits=True)
+    requests = [request(i, [3 + i, 5, 7], cap=20) for i in range(2)]
+    executor.rows.begin([0, 1], requests, [()] * 2)
+    executor.rows.grant([(slot, 0, (range(1 + 8 * slot, 9 + 8 * slot),)) for slot in range(2)])
+    prefill_chunk(executor.round, executor.rows, [Segment(slot, 0, 3, True) for slot in range(2)], mode).activate(executor.rows)
+    executor.rows.live[1] = 0
+    before = [tensor.clone() for tensor in executor.cache.draft_rows]
+    executor.round.run(executor.rows, mode, drafter.max_len)
+    hidden, hidden_before = executor.cache.draft_rows[1], before[1]
+    assert all(torch.equal(tensor[1], old[1]) for tensor, old in zip(executor.cache.draft_rows, before, strict=True))
+    assert not torch.equal(hidden[0], hidden_before[0])

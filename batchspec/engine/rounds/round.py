@@ -127,6 +127,15 @@ class Round:
         shared        rows that share a prefix, which attention on a GPU then reads once
         prepare_next  the next round may draft; otherwise the drafter only keeps its K/V up to date and prepares no draft
         """
+        with self._keeping_waiting_rows(rows, mode):
+            result = self._draft_and_verify(rows, mode, draft_len, shared, prepare_next)
+        park(rows, rows.live, result.log, mode)
+        return result
+
+    def _draft_and_verify(
+        self, rows: DeviceBatch, mode: SamplingMode, draft_len: int, shared: SharedPrefixes | None, prepare_next: bool
+    ) -> RoundResult:
+        """The round, from the drafts to the drafter's catch-up."""
         self.set_draft_mode(mode)
         num_rows, inputs = rows.live.shape[0], self.inputs
         ids, lengths = inputs.ids(num_rows, draft_len), inputs.lengths(num_rows)
@@ -145,17 +154,15 @@ class Round:
             places = LogitRows(batch.row_ids, batch.positions + 1, ids[:, 1:], place)
         drafts = Drafts(ids[:, 1:], lengths, inputs.rates(draft_len))
         accepted_len = self._accepted_len[:num_rows]
-        with self.keeping_waiting_rows(rows, mode):
-            result = self.commit(hidden, places, batch.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len)
-            own_batch = batch.of_group(self.cache.groups.draft_group)
-            self.drafter.catch_up(own_batch, aux_hidden_states, accepted_len, rows, self.cache, prepare_next=prepare_next)
-        park(rows, rows.live, result.log, mode)
+        result = self.commit(hidden, places, batch.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len)
+        own_batch = batch.of_group(self.cache.groups.draft_group)
+        self.drafter.catch_up(own_batch, aux_hidden_states, accepted_len, rows, self.cache, prepare_next=prepare_next)
         return result
 
     @contextmanager
-    def keeping_waiting_rows(self, rows: DeviceBatch, mode: SamplingMode) -> Iterator[None]:
-        """Within this block, which commits and catches up, what the drafter keeps of rows that take no part does not change:
-        waiting rows go on with it."""
+    def _keeping_waiting_rows(self, rows: DeviceBatch, mode: SamplingMode) -> Iterator[None]:
+        """The round within this block changes nothing that the drafter keeps of rows that take no part: waiting rows go on with
+        it. Drafting and catching up work in the entries of all rows."""
         if not mode.waits:
             yield
             return

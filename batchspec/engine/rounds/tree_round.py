@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch, TreeTail
-from batchspec.batch.logits import LogitRows, park, reads_drafts
+from batchspec.batch.logits import LogitRows, reads_drafts
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
@@ -60,17 +60,12 @@ class TreeRound(Round):
         self._path = torch.zeros(slots, shape.depth + 1, dtype=torch.int32, device=device)
         self._path_places = torch.zeros(slots, shape.depth + 1, dtype=torch.int64, device=device)
 
-    def run(
-        self,
-        rows: DeviceBatch,
-        mode: SamplingMode,
-        draft_len: int,
-        shared: SharedPrefixes | None = None,
-        prepare_next: bool = True,
+    def _draft_and_verify(
+        self, rows: DeviceBatch, mode: SamplingMode, draft_len: int, shared: SharedPrefixes | None, prepare_next: bool
     ) -> RoundResult:
-        """As `Round.run`; draft_len is 0 or the depth."""
+        """draft_len is 0 or the depth."""
         if not draft_len:
-            return super().run(rows, mode, 0, shared, prepare_next)
+            return super()._draft_and_verify(rows, mode, 0, shared, prepare_next)
         self.set_draft_mode(mode)
         num_rows, inputs = rows.live.shape[0], self.inputs
         chain_ids, ids = inputs.ids(num_rows, draft_len), self._node_ids[:num_rows]
@@ -95,17 +90,15 @@ class TreeRound(Round):
         if places is not None:
             on_path = LogitRows(chain.row_ids, chain.positions + 1, num_drafted=self._place_of(chain, rows))
         raw = None if raw is None else raw.index_select(0, at)
-        with self.keeping_waiting_rows(rows, mode):
-            result = self._settle(
-                target_ids.index_select(0, at), raw, on_path, chain.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len
-            )
-            self.cache.move_accepted(batch, path, chain, accepted_len)
-            assert aux_hidden_states is not None
-            self.drafter.catch_up(
-                chain.of_group(self.cache.groups.draft_group), aux_hidden_states.index_select(0, at), accepted_len, rows,
-                self.cache, prepare_next=prepare_next,
-            )
-        park(rows, rows.live, result.log, mode)
+        result = self._settle(
+            target_ids.index_select(0, at), raw, on_path, chain.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len
+        )
+        self.cache.move_accepted(batch, path, chain, accepted_len)
+        assert aux_hidden_states is not None
+        self.drafter.catch_up(
+            chain.of_group(self.cache.groups.draft_group), aux_hidden_states.index_select(0, at), accepted_len, rows,
+            self.cache, prepare_next=prepare_next,
+        )
         return result
 
     def _nodes(self, rows: DeviceBatch, ids: Tensor, parents: Tensor) -> FlatBatch:
