@@ -51,7 +51,8 @@ class Mutant:
 
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
-    """All mutants of a file: operators, `not`, numbers, True and False, min and max, and calls whose result nobody uses."""
+    """All changes of a file that are tried, one at a time: another operator, no `not`, a number plus one, False for True, max for
+    min, and a call left out whose result is not used."""
     source = path.read_text(encoding="utf-8")
     starts = [0, *(match.end() for match in re.finditer("\n", source))]
 

@@ -76,6 +76,7 @@ class Drafter(Protocol):
         Returns the parents of a tree, int32 [R, N+1]: the node above each, -1 for the root, node 0; None for a chain.
 
         It may write K/V at positions num_tokens - 1 and later. These belong to draft tokens: `catch_up` overwrites all of them.
+        It may change row tensors too, which `catch_up` writes anew.
         """
 
     def catch_up(

@@ -41,8 +41,8 @@ from batchspec.model.target import Target
 class ChainDrafter(HeadReader):
     """Keeps for each slot the first draft token of the next round and the hidden state that drafted it.
 
-    Nothing is read back to the host and no shape depends on data: a round with it can be captured in a CUDA graph. `catch_up`
-    writes what is kept of the first R slots.
+    Nothing is read back to the host and no shape depends on data: a round with it can be captured in a CUDA graph. `propose`
+    and `catch_up` change the entries of the first R slots.
     """
 
     name = "eagle3"
