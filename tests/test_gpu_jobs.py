@@ -20,7 +20,7 @@ from tests.gpu_jobs.cases import GROUP
 from tests.gpu_jobs.compare import Rows, differences, rows_of_stream
 from tests.gpu_jobs.entry_points import _command as command
 from tests.gpu_jobs.plain import Failed
-from tests.gpu_jobs.scoring import score_difference
+from tests.gpu_jobs.scoring import MEAN_OF_BF16, score_difference
 from tests.gpu_jobs.workers import hunt
 
 pytestmark = pytest.mark.second
@@ -114,7 +114,7 @@ def test_in_float64_log_probabilities_may_differ_in_their_last_digits() -> None:
 def test_scores_of_a_prompt_are_compared_one_by_one_in_float64_and_on_average_in_bf16() -> None:
     plain = {"status": "ok", "prompt_ids": [4, 5, 6], "prompt_logprobs": [None, -1.0, -2.0]}
     near, far = ({**plain, "prompt_logprobs": [None, -1.0, last]} for last in (-2.01, -3.0))
-    assert score_difference(plain, plain, exact=True) == score_difference(near, plain, exact=False) == ""
-    assert score_difference(near, plain, exact=True).startswith("prompt_logprobs[2] of 3: -2.01, plain -2.0")
-    assert score_difference(far, plain, exact=False).startswith("prompt_logprobs[2] of 3: -3.0, plain -2.0")
-    assert score_difference({**plain, "prompt_logprobs": None}, plain, exact=False) == "no prompt_logprobs"
+    assert score_difference(plain, plain, allowed=None) == score_difference(near, plain, allowed=MEAN_OF_BF16) == ""
+    assert score_difference(near, plain, allowed=None).startswith("prompt_logprobs[2] of 3: -2.01, plain -2.0")
+    assert score_difference(far, plain, allowed=MEAN_OF_BF16).startswith("prompt_logprobs[2] of 3: -3.0, plain -2.0")
+    assert score_difference({**plain, "prompt_logprobs": None}, plain, allowed=MEAN_OF_BF16) == "no prompt_logprobs"

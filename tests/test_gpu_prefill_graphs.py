@@ -119,11 +119,11 @@ def test_rows_with_adapters_are_replayed() -> None:
 @pytest.mark.whole_gpu
 @pytest.mark.usefixtures("at_once")
 def test_a_prepared_engine_knows_what_its_passes_take_and_changes_no_token(tmp_path: Path) -> None:
-    """Launches of a tiny model take longer than its tokens: passes are padded without any other help."""
-    asked = requests(80)
+    """Launches of a tiny model take longer than its tokens: passes are padded without any other help. In float32 only passes of
+    rows of at most 64 tokens are; a refill of all slots fits into a pass, so every refill that the times may suggest is one."""
+    asked = [replace(r, stop=()) for r in requests(80) if len(r.prompt_ids) <= 64]
     drafter = eagle(tmp_path, "cuda", 3, 8)
-    engine = make_engine(target("cuda"), drafter, shape(8), device=GPU, adaptive=True, prefill_graphs=True)
-    asked = [replace(r, stop=()) for r in asked]
+    engine = make_engine(target("cuda"), drafter, shape(8, prefill_tokens=512), device=GPU, adaptive=True, prefill_graphs=True)
     lengths = np.array([len(r.prompt_ids) for r in asked], np.int32)
     engine.prepare(
         SamplingMode(), expected=ExpectedRows(prompt_lens=lengths, common_tokens=0, output_tokens=8.0, num_rows=100 * len(asked))

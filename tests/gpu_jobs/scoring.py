@@ -12,11 +12,13 @@ import polars as pl
 
 import batchspec
 from batchspec.config.overrides import overrides_of
-from tests.gpu_jobs.cases import Case, Group, Keys
+from tests.gpu_jobs.cases import Case, Group, Keys, Setting
 from tests.gpu_jobs.rows import Row
 
-CLOSE, MEAN_OF_BF16 = 1e-5, 0.15
-"""Most that a log-probability in float64 may differ by, and all of a row in bf16 on average."""
+CLOSE, MEAN_OF_BF16, MEAN_OF_E4M3 = 1e-5, 0.15, 0.6
+"""Most that a log-probability in float64 may differ by, and all of a row in bf16 on average, and with K/V in e4m3: there a sum
+that is rounded differently changes the e4m3 value of an element by 6 to 12 %. The 4-bit model of these jobs differs by up to 0.37
+on average between bf16 and float32 with such K/V, by 0.07 without; a score of another token differs by several nats."""
 
 
 def keys_of_scoring(group: Group, top: int) -> Keys:
@@ -46,13 +48,20 @@ def scores_that_differ(case: Case, found: pl.DataFrame, plain: pl.DataFrame) -> 
     lines = [f"{name}: the row is missing" for name in by_id.keys() - set(found["request_id"])]
     lines += ["a row was written twice"] if found["request_id"].is_duplicated().any() else []
     for row in found.iter_rows(named=True):
-        line = score_difference(row, by_id[row["request_id"]], exact=case.group.setting.dtype == "float64")
+        line = score_difference(row, by_id[row["request_id"]], allowed=_allowed(case.group.setting))
         lines += [f"{row['request_id']}/0: {line}"] if line else []
     return lines
 
 
-def score_difference(row: dict[str, Any], plain: dict[str, Any], *, exact: bool) -> str:
-    """Empty if the scores are the same."""
+def _allowed(setting: Setting) -> float | None:
+    if setting.dtype == "float64":
+        return None
+    return MEAN_OF_E4M3 if setting.fp8_kv else MEAN_OF_BF16
+
+
+def score_difference(row: dict[str, Any], plain: dict[str, Any], *, allowed: float | None) -> str:
+    """Empty if the scores are the same. allowed: mean difference of a row; None: each may differ by CLOSE, and the top tokens are
+    the same."""
     for name in ("status", "prompt_ids"):
         if row[name] != plain[name]:
             return f"{name} {str(row[name])[:200]}, plain {str(plain[name])[:200]}"
@@ -62,10 +71,10 @@ def score_difference(row: dict[str, Any], plain: dict[str, Any], *, exact: bool)
     if ours.shape != theirs.shape or np.isnan(ours).any():
         return f"prompt_logprobs {ours[:4]} ({len(ours)}), plain {theirs[:4]} ({len(theirs)})"
     gap = np.abs(ours - theirs)
-    if len(gap) and (gap.max() > CLOSE * (1 + np.abs(theirs).max()) if exact else gap.mean() > MEAN_OF_BF16):
+    if len(gap) and (gap.max() > CLOSE * (1 + np.abs(theirs).max()) if allowed is None else gap.mean() > allowed):
         at = int(gap.argmax())
         return f"prompt_logprobs[{at + 1}] of {len(gap) + 1}: {ours[at]}, plain {theirs[at]}; mean difference {gap.mean():.3g}"
     tops = [[one["id"] for one in top] for top in row.get("prompt_top_logprobs") or []]
-    if exact and tops != [[one["id"] for one in top] for top in plain.get("prompt_top_logprobs") or []]:
+    if allowed is None and tops != [[one["id"] for one in top] for top in plain.get("prompt_top_logprobs") or []]:
         return "prompt_top_logprobs has other tokens"
     return ""
