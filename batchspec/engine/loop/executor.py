@@ -19,6 +19,7 @@ from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.cache.sharing_cost import NO_LAUNCHES
 from batchspec.draft.base import Drafter
+from batchspec.draft.shapes import TreeShape
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.graphs import PrefillGraphs
 from batchspec.engine.prefill.passes import PrefillPass, prefill_chunk, rehearsal, rehearse
@@ -26,8 +27,8 @@ from batchspec.engine.prefill.runner import PrefillRunner
 from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
 from batchspec.engine.rounds.results import PendingResult
-from batchspec.engine.rounds.round import RoundOptions
-from batchspec.engine.rounds.tree_round import round_for
+from batchspec.engine.rounds.round import Round, RoundOptions
+from batchspec.engine.rounds.tree_round import TreeRound
 from batchspec.engine.step import RoundShape, ScheduledRound, ScheduledStep
 from batchspec.kernels.common.compile_ahead import compile_ahead
 from batchspec.model.target import Target
@@ -216,6 +217,15 @@ class Executor:
         """Wait until the device has done everything that was launched on it, in any stream."""
         if self.rows.live.is_cuda:
             torch.cuda.synchronize(self.rows.live.device)
+
+
+def round_for(
+    target: Target, drafter: Drafter, cache: KVCache, batch: PackedBatch, options: RoundOptions, device: torch.device
+) -> Round:
+    """The round that verifies what this drafter proposes: a tree or a chain."""
+    if isinstance(drafter.shape, TreeShape):
+        return TreeRound(target, drafter, drafter.shape, cache, batch, options, device)
+    return Round(target, drafter, cache, batch, options, device)
 
 
 def _longest(batch: PackedBatch) -> int:

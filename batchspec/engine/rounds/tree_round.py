@@ -27,15 +27,6 @@ from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 
 
-def round_for(
-    target: Target, drafter: Drafter, cache: KVCache, batch: PackedBatch, options: RoundOptions, device: torch.device
-) -> Round:
-    """The round that verifies what this drafter proposes: a tree or a chain."""
-    if isinstance(drafter.shape, TreeShape):
-        return TreeRound(target, drafter, drafter.shape, cache, batch, options, device)
-    return Round(target, drafter, cache, batch, options, device)
-
-
 class TreeRound(Round):
     """A round drafts the whole tree or nothing."""
 
