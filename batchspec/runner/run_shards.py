@@ -17,7 +17,7 @@ from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.records import Snapshot
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.timeline import Timeline
-from batchspec.runner.background_commit import commit_in_background
+from batchspec.runner.commit_shards import ShardCommitter
 from batchspec.runner.decode_shards import decode_shards
 from batchspec.runner.oom_fallback import EngineWithFallback
 from batchspec.runner.opened_output import OpenedOutput
@@ -49,6 +49,7 @@ class ShardRunner:
     ) -> None:
         self.job, self.folder, self.plan = output.job, output.folder, output.plan()
         self.work, self.run_engine, self.progress, self._signals = work, run_engine, progress, signals
+        self._committer = ShardCommitter(self.folder, work, self.plan.take_old_shard, self.job.source.check)
         self.num_errors, self._journaled, self._mean_output = output.num_errors, output.saved, survey.mean_output
         self._unread: set[int] = set()
         """Shards that the reader has not yet returned in this pass."""
@@ -107,14 +108,13 @@ class ShardRunner:
         self._watchdog.begin_loading()  # until the first row begins
         totals, beat = self.run_engine.engine.totals, self._watchdog.beat
         monitor = RunMonitor(self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline)
-        decoded, check = self._decoded(others, monitor), self.job.source.check
-        pending = (self.plan.begin_commit(self.work, done) for done in decoded)
-        commits = commit_in_background(pending, lambda commit: commit.publish(check), lambda commit: commit.done.num_bytes)
+        decoded = self._decoded(others, monitor)
+        committed = self._committer.commit(decoded)
         try:
             # Decoding is closed too if a commit has failed: it holds the engine, which a smaller one may replace.
-            with OutOfMemoryGuard() as guard, closing(decoded), closing(commits):
-                for commit in commits:
-                    self._committed(commit.done)
+            with OutOfMemoryGuard() as guard, closing(decoded), closing(committed):
+                for done in committed:
+                    self._committed(done)
         finally:
             monitor.ended()
             self._claims.stop_renewal()  # but nothing waits for a slow store before the rows are saved
