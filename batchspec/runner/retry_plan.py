@@ -81,8 +81,8 @@ class RetryPlan:
         first, last = shard.first_row, shard.first_row + shard.table.num_rows - 1
         table = self._old_shard(shard.index).table
         row_index = table["row_index"]
-        here = table.filter(pc.and_(pc.greater_equal(row_index, first), pc.less_equal(row_index, last)))
-        rows = here.select([name for name in READ if name in here.column_names]).to_pylist()
+        table = table.filter(pc.and_(pc.greater_equal(row_index, first), pc.less_equal(row_index, last)))
+        rows = table.select([name for name in READ if name in table.column_names]).to_pylist()
         return {(row["row_index"], row["sample_index"]): row for row in rows}
 
     def _planned(self, entry: Request | Completion, row: Row | None) -> Request | Completion | None:

@@ -122,7 +122,8 @@ class EngineRun:
 
         log  line i is that of the row in slots[i]
         now  seconds of the host's clock
-        Returns the arguments of `end` for each request that ended: its state, and the device's reason, 0 if a feature ended it.
+        Returns the arguments of `end_request` for each request that ended: its state, and the device's reason, 0 if a feature
+        ended it.
         """
         self.features.read(launch, result, slots, log)
         add_result(self.slots, result, slots, log, now)
@@ -153,7 +154,7 @@ class EngineRun:
             self.scheduler.preempt(state)
         state.rewritten = False
 
-    def end(self, state: RequestState, finish: int, now: float) -> None:
+    def end_request(self, state: RequestState, finish: int, now: float) -> None:
         """Take a request that has ended out of its slot. Arguments as for `process`.
 
         If it ended with an error, later rows share no page of its prompt: an infinite key in one of them may be the cause.
@@ -161,9 +162,9 @@ class EngineRun:
         queries only.
         """
         slot = state.slot
-        self.scheduler.end(state, on_device=finish not in (0, WAITING))
+        self.scheduler.release(state, on_device=finish not in (0, WAITING))
         if state.finish_reason is None:
-            state.end(finish)
+            state.set_finish_reason(finish)
         if state.finish_reason == "error":
             self.pools.forget_prefix(state.prefix_hashes or ())
         self._ended.append(Ended(state, slot, now))
