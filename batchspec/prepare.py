@@ -142,8 +142,10 @@ def open_job(
 def job_of(
     model: JobModel, source: Source, columns: ColumnMap, tokenizer: Tokenizer | None, constraints: Constraints | None = None
 ) -> Job:
-    """The job of this model over this input; constraints as for `Admission`. Raises ConfigError where their configurations do not
-    fit each other, and InputError for a column that no row can use.
+    """The job of this model over this input. Raises ConfigError where their configurations do not fit each other, and InputError
+    for a column that no row can use.
+
+    constraints  compiler to share with another job of the same configuration and model; None: make one
     """
     config = model.config
     check_columns(config, columns, source)
@@ -169,7 +171,11 @@ def fetch_weights(model: JobModel) -> None:
 
 
 def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group | None = None) -> JobModel:
-    """Check model and drafter; arguments as for `open_job`. Raises ConfigError or CheckpointError."""
+    """Check model and drafter. Raises ConfigError or CheckpointError.
+
+    on_this_machine  False: the job will run on another machine, whose devices are unknown
+    group            the processes that compute the target together
+    """
     assert config.model.path is not None
     model, dummy = find_model(config.model.path, config.model.revision), config.model.load_format == "dummy"
     spec = load_spec(model.folder) if dummy else judge_model(model)

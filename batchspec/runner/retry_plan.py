@@ -68,7 +68,6 @@ class RetryPlan:
     def rows(
         self, shard: InputShard, admitted: Iterator[Request | Completion]
     ) -> Iterator[Request | Completion | None]:
-        """As `WorkPlan.rows`."""
         if not self.carries_over(shard.index):
             yield from admitted
             return

@@ -113,8 +113,9 @@ class Engine:
         Only while no row is live.
 
         shared  also capture the graphs of rows with shared prefixes. A graph that is not prepared is captured at its first use.
-        most_rounds, expected  as for `RoundPlanner.prepare`; ignored with several ranks, which prepare all row buckets and launch
-                               prefill passes kernel by kernel
+        most_rounds  after the last row began, all rows end within this many rounds; None: unknown
+        expected     also capture the prefill passes that these rows will most likely need
+        Both are ignored with several ranks, which prepare all row buckets and launch prefill passes kernel by kernel.
         """
         if self.lead is not None:
             self.lead.send(Prepare(mode, shared))
@@ -155,7 +156,7 @@ class Engine:
         )
 
     def use_kv_scales(self, values: torch.Tensor) -> None:
-        """As `Target.use_kv_scales`, on all ranks. Call it only while no row has K or V."""
+        """Set the K/V scales, fp32 [L, 2, KVH] for all heads of the model, on all ranks. Call it only while no row has K or V."""
         if self.lead is not None:
             self.lead.send(Scales(values.tolist()))
         self.pools.forget()

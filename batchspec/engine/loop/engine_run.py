@@ -73,7 +73,7 @@ class EngineRun:
         """
         finished      prompt and output of rows that the drafter has not learned from yet
         pools         of an earlier run, whose prefixes can be found; None: new ones
-        prefill_cost  as for `SlotAllocator`
+        prefill_cost  None: `PrefillCost.default`
         """
         groups, round_, drafter = executor.cache.groups, executor.round, executor.drafter
         self.pools = pools or PagePools(
@@ -155,8 +155,10 @@ class EngineRun:
         state.rewritten = False
 
     def end_request(self, state: RequestState, finish: int, now: float) -> None:
-        """Take a request that has ended out of its slot. Arguments as for `process`.
+        """Take a request that has ended out of its slot.
 
+        finish  the device's reason; 0 if a feature ended it
+        now     seconds of the host's clock
         If it ended with an error, later rows share no page of its prompt: an infinite key in one of them may be the cause.
         Pages of the whole prefix are forgotten, even if other rows read them without an error: an infinite key breaks some
         queries only.

@@ -70,7 +70,7 @@ class DraftLengths:
         self.forget()
 
     def forget(self) -> None:
-        """Discard the measured acceptance, as for a new drafter; times stay."""
+        """Discard the measured acceptance; times stay."""
         self._num_probed = np.zeros(self.max_len + 1, np.int64)
         self._tried = [PRIOR_ROWS] * self.max_len
         self._kept = [PRIOR_RATE * PRIOR_ROWS] * self.max_len
@@ -117,7 +117,11 @@ class DraftLengths:
         self, num_rows: int, draft_len: int, context_tokens: int, seconds: float, *, prepare_next: bool = False,
         live_rows: int | None = None,
     ) -> None:
-        """Note that a round over live rows took `seconds`; prepare_next as for `set_base`, live_rows as for `choose`."""
+        """Note that a round over live rows took `seconds`.
+
+        prepare_next  it also prepared the next draft, as every round that drafts does
+        live_rows     how many of the `num_rows` rows were live; None: all
+        """
         if context_tokens:
             live_rows = num_rows if live_rows is None else live_rows
             timed_s = self._base[num_rows, draft_len, prepare_next or draft_len > 0]
@@ -126,7 +130,7 @@ class DraftLengths:
             newest.append(max(0.0, seconds - base) / context_tokens)
 
     def scores(self, num_rows: int, context_tokens: int, *, live_rows: int | None = None) -> NDArray[np.float64]:
-        """float64 [choices] expected tokens a row and second; live_rows as for `choose`."""
+        """float64 [choices] expected tokens a row and second. live_rows: how many rows are live; None: all."""
         seconds = self._seconds(num_rows, context_tokens, num_rows if live_rows is None else live_rows)
         scores: NDArray[np.float64] = np.array(self._tokens()) / seconds
         return scores
