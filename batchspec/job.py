@@ -89,7 +89,7 @@ def compute(
     signals   of this process; the rows are saved when one asks the run to end
     load      loads the engine; called when every check has passed
     start_up  the phases of the run so far
-    watchdog  as for `run_job`
+    watchdog  watches this process; None: nothing ends a run that hangs
     Raises what `ShardRunner.run` raises.
     """
     start_up = start_up or StartUp()

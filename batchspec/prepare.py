@@ -107,23 +107,23 @@ class Job(JobModel):
 
 
 def open_job(
-    config: RunConfig, source: Source | None = None, *, tokenizer: Tokenizer | None = None, fetch: bool = True, here: bool = True,
-    group: Group | None = None,
+    config: RunConfig, source: Source | None = None, *, tokenizer: Tokenizer | None = None, fetch: bool = True,
+    on_this_machine: bool = True, group: Group | None = None,
 ) -> Job:
     """Check input, model and drafter, their weights by the files' headers. Raises ConfigError, InputError or CheckpointError.
 
-    source     replaces the dataset at input.path
-    tokenizer  replaces the model folder's own
-    fetch      False: do not download weights from the hub. All checks come before a download
-    here       False: the job will run on another machine, whose devices are unknown
-    group      the processes that compute the target together
+    source           replaces the dataset at input.path
+    tokenizer        replaces the model folder's own
+    fetch            False: do not download weights from the hub. All checks come before a download
+    on_this_machine  False: the job will run on another machine, whose devices are unknown
+    group            the processes that compute the target together
     """
     source = source or open_source(config.input, config.output.dir)
     columns = map_columns(source.schema, config.input.columns)
     output_schema(source.schema, columns, config.output, score=config.decode.score)
     source = source.reading(columns_read(source.schema, columns, config.output))
     check_ids(source, columns)
-    model = open_model(config, here=here, group=group)
+    model = open_model(config, on_this_machine=on_this_machine, group=group)
     if config.model.adapters and columns.get("adapter") is None:
         raise ConfigError(
             f"model.adapters={{{','.join(config.model.adapters)}}}: the input has no column that names the adapter of each row; "
@@ -142,8 +142,10 @@ def open_job(
 def job_of(
     model: JobModel, source: Source, columns: ColumnMap, tokenizer: Tokenizer | None, constraints: Constraints | None = None
 ) -> Job:
-    """The job of this model over this input; constraints as for `Admission`. Raises ConfigError where their configurations do not
-    fit each other, and InputError for a column that no row can use.
+    """The job of this model over this input. Raises ConfigError where their configurations do not fit each other, and InputError
+    for a column that no row can use.
+
+    constraints  compiler to share with another job of the same configuration and model; None: make one
     """
     config = model.config
     check_columns(config, columns, source)
@@ -168,24 +170,28 @@ def fetch_weights(model: JobModel) -> None:
     model.drafter.fetch()
 
 
-def open_model(config: RunConfig, *, here: bool = True, group: Group | None = None) -> JobModel:
-    """Check model and drafter; arguments as for `open_job`. Raises ConfigError or CheckpointError."""
+def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group | None = None) -> JobModel:
+    """Check model and drafter. Raises ConfigError or CheckpointError.
+
+    on_this_machine  False: the job will run on another machine, whose devices are unknown
+    group            the processes that compute the target together
+    """
     assert config.model.path is not None
     model, dummy = find_model(config.model.path, config.model.revision), config.model.load_format == "dummy"
     spec = load_spec(model.folder) if dummy else judge_model(model)
     adapter, adapters = open_adapters(config, spec)
-    device = choose_device(config.device if here else "cpu")
+    device = choose_device(config.device if on_this_machine else "cpu")
     if config.cache.dtype == "fp8":
         spec = spec.with_fp8_kv()
         check_fp8_kv("calibrate" if dummy else config.cache.scales, spec, model, device)
     if config.draft.cache_dtype == "fp8":
         check_e4m3(device, "draft.cache_dtype")
-    if here and config.draft.adaptive and device.type == "cpu":
+    if on_this_machine and config.draft.adaptive and device.type == "cpu":
         raise ConfigError("draft.adaptive=true uses times measured on a GPU, and this job runs on the CPU; remove the key")
     dtype = resolve_dtype(config.model.dtype, spec, device)
     spec = spec.on(device, dtype, config.model.activations)
     if config.decode.deterministic:
-        spec = in_one_order(spec, device, dtype, here=here)
+        spec = in_one_order(spec, device, dtype, on_this_machine=on_this_machine)
         if adapters is not None and dtype is not torch.float64:
             raise ConfigError(
                 "decode.deterministic=true with LoRA adapters that are not merged (model.adapters, or FP8 and MXFP4 weights) is "

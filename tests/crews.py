@@ -13,7 +13,7 @@ from typing import Any
 
 import polars as pl
 
-from batchspec.runner import background_commit
+from batchspec.runner import commit_shards
 from batchspec.runstate.output_folder import OutputFolder
 from tests.runs import make_model, put
 
@@ -48,7 +48,7 @@ def commits_wait_for(file: Path, after: int = 0) -> None:
     middle on any machine. Decoding waits for commits as it does with large shards.
     """
     publish = OutputFolder.publish
-    put(background_commit, "MOST_WAITING", background_commit.WAITING)
+    put(commit_shards, "MOST_WAITING", commit_shards.WAITING)
 
     def patched(self: OutputFolder, *rest: Any) -> bool:
         while len(self.committed()) >= after and not file.exists():

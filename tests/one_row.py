@@ -26,7 +26,7 @@ class OneRow:
         pools: Any = SimpleNamespace(any_window=False, page_size=16, pools=[SimpleNamespace(num_pages=2)])
         self.features = RunFeatures(RowFeatures(**features).begin(self.table, pools))
         self.state = self.features.arrive(request, draft_len)
-        self.table.place([self.state], [0], 0)
+        self.table.fill([self.state], [0], 0)
 
     def add_prefill(self, tokens: Sequence[int]) -> None:
         """A prefill has emitted this token, or none."""
@@ -46,9 +46,9 @@ class OneRow:
         self.table.flush(self.state)
         self.examine()
         if self.state.finish_reason is None and self.state.tokens and self.state.tokens[-1] in self.request.stop_ids:
-            self.state.end(STOPPED)
+            self.state.set_finish_reason(STOPPED)
         if self.state.finish_reason is None and len(self.state.tokens) >= self.request.device_limit:
-            self.state.end(FULL)
+            self.state.set_finish_reason(FULL)
 
     def examine(self) -> bool:
         """Let the features examine the tokens. Returns whether they have replaced some."""

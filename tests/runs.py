@@ -34,7 +34,7 @@ from batchspec.model import templates, tokenizer
 from batchspec.model.templates import Templates
 from batchspec.packing import cost
 from batchspec.report.page import can_draw
-from batchspec.runner import background_commit, conclude
+from batchspec.runner import commit_shards, conclude
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise import poison_rows
 from tests.models import make_checkpoint, make_tokenizer
@@ -140,7 +140,7 @@ def signalled_after_commits(count: int, number: signal.Signals) -> None:
     """A patch: the process sends itself a real signal as soon as this many shards are committed. Decoding waits for commits as it
     does with large shards, so that rows are left."""
     commit = OutputFolder.publish
-    put(background_commit, "MOST_WAITING", background_commit.WAITING)
+    put(commit_shards, "MOST_WAITING", commit_shards.WAITING)
 
     def then_signalled(self: OutputFolder, *rest: Any) -> bool:
         won = commit(self, *rest)

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from batchspec.dataset import files
 from batchspec.dataset.reader import InputShard, Source, open_source, table_source
 from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.errors import InputError
-from batchspec.runner.pending_commit import CheckInput, MergedFile, NewFile
+from batchspec.records import Completion
+from batchspec.runner.shard_work import ShardWork
 from batchspec.runstate.output_folder import OutputFolder
+from batchspec.runstate.shard_writer import WrittenFile
 from batchspec.storage.places import LocalPlace
 from tests.runs import make_model, run_apart
 from tests.s3_lab import BUCKET, running_lab
@@ -123,15 +125,15 @@ def test_the_commit_checks_the_input_once_more(
     also one of a worker process, is deleted."""
     path = tmp_path / "in.parquet"
     path.write_bytes(as_parquet())
-    publish = NewFile.publish
+    publish = OutputFolder.publish
 
-    def late(self: NewFile, check: CheckInput) -> None:
+    def late(self: OutputFolder, index: int, write: Callable[[], WrittenFile]) -> bool:
         while workers and not list((tmp_path / "out").rglob("*.parquet*")):  # the worker begins to write by itself
             time.sleep(0.01)
         path.write_bytes(as_parquet("Bye"))
-        publish(self, check)
+        return publish(self, index, write)
 
-    monkeypatch.setattr(NewFile, "publish", late)
+    monkeypatch.setattr(OutputFolder, "publish", late)
     more = ["output.shard_rows=100", f"input.num_workers={workers}"]
     assert run.main([*arguments(model, path, tmp_path / "out"), *more]) == 2
     assert not (tmp_path / "out/data").exists()
@@ -146,15 +148,15 @@ def test_a_retry_whose_input_has_changed_leaves_the_old_file(
     command = [*arguments(model, path, out), "output.shard_rows=100"]
     assert run.main(command) == 0
     (part,) = (out / "data").iterdir()
-    old, publish = part.read_bytes(), MergedFile.publish
+    old, make_table = part.read_bytes(), ShardWork.table
 
-    def late(self: MergedFile, check: CheckInput) -> None:
+    def late(self: ShardWork, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
         path.write_bytes(as_parquet("Bye"))
-        publish(self, check)
+        return make_table(self, shard, completions)
 
     longer = [*command, "decode.max_new_tokens=6", "resume=length"]
     with monkeypatch.context() as patch:
-        patch.setattr(MergedFile, "publish", late)
+        patch.setattr(ShardWork, "table", late)
         assert run.main(longer) == 2
     assert part.read_bytes() == old
     assert not list((out / "_batchspec").rglob("tmp/*.parquet*"))

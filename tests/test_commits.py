@@ -2,18 +2,72 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
+from batchspec.dataset.reader import InputShard
 from batchspec.packing.work_plan import COPIES, TOKEN_BYTES, DecodedShard
-from batchspec.runner.background_commit import MOST_WAITING, SMALL_BYTES, WAITING, commit_in_background
+from batchspec.runner.commit_shards import MOST_WAITING, SMALL_BYTES, WAITING, ShardCommitter
+from batchspec.runner.shard_work import ShardWork
+from batchspec.runstate.output_folder import OutputFolder
 from tests.io_samples import completion, dataset, shards_of
+
+
+class Output:
+    """An output folder to which a file is published by calling `commit` with the index of its shard."""
+
+    def __init__(self, commit: Callable[[int], None]) -> None:
+        self.commit = commit
+
+    def unpublished(self, index: int) -> Path:
+        return Path(str(index))
+
+    def publish(self, index: int, write: Callable[[], Any]) -> bool:
+        write()
+        self.commit(index)
+        return True
+
+
+class Work:
+    """Writes no file."""
+
+    def begin_file(self, shard: InputShard, completions: object, file: Path) -> Callable[[], Path]:
+        return lambda: file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedShard(DecodedShard):
+    """A decoded shard without rows that takes `size` bytes of memory."""
+
+    size: float
+
+    @property
+    def num_bytes(self) -> float:
+        return self.size
+
+
+def committed(indices: Iterable[int], commit: Callable[[int], None], size: float = math.inf) -> Generator[int]:
+    """The indices of decoded shards, each after `commit` was called for it; size: bytes of memory that each shard takes."""
+    committer = ShardCommitter(
+        cast(OutputFolder, Output(commit)), cast(ShardWork, Work()), lambda index: None, lambda first, end: None
+    )
+    empty = pa.table({})
+    shards = (
+        SizedShard(shard=InputShard(index=index, first_row=0, table=empty), completions=[], size=size) for index in indices
+    )
+    with closing(committer.commit(shards)) as done:
+        for one in done:
+            yield one.shard.index
 
 
 def test_shards_are_returned_in_order_when_committed_while_the_next_ones_are_decoded() -> None:
@@ -32,7 +86,7 @@ def test_shards_are_returned_in_order_when_committed_while_the_next_ones_are_dec
         assert third.wait(60)  # the first commit lasts until this many more are decoded
         events.append(f"committed {shard}")
 
-    for shard in commit_in_background(decoded(), commit):
+    for shard in committed(decoded(), commit):
         assert f"committed {shard}" in events
         assert f"committed {shard + WAITING + 1}" not in events
     assert [event for event in events if event.startswith("committed")] == [f"committed {shard}" for shard in range(6)]
@@ -55,7 +109,7 @@ def test_small_shards_that_end_together_do_not_keep_decoding_waiting(num_bytes: 
     def commit(shard: int) -> None:
         assert waits.wait(60)
 
-    for shard in commit_in_background(shards(), commit, lambda shard: num_bytes):
+    for shard in committed(shards(), commit, num_bytes):
         assert len(decoded) == most + 1, shard
 
 
@@ -79,7 +133,7 @@ def test_a_failed_commit_is_raised_and_no_shard_after_it_is_given_back() -> None
 
     given: list[int] = []
     with pytest.raises(OSError, match="full"):
-        given.extend(commit_in_background(range(6), commit))
+        given.extend(committed(range(6), commit))
     assert given == [0, 1]
 
 
@@ -94,6 +148,6 @@ def test_leaving_in_the_middle_waits_for_what_was_begun() -> None:
         yield from range(2)
         raise MemoryError
 
-    with pytest.raises(MemoryError), closing(commit_in_background(decoded(), commit)) as commits:
+    with pytest.raises(MemoryError), closing(committed(decoded(), commit)) as commits:
         list(commits)
     assert over == [0, 1]

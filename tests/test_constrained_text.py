@@ -198,7 +198,7 @@ def test_the_kind_of_a_constraint_is_told_with_its_completion(finish: int) -> No
     req = replace(req, automaton=made, automaton_state=made.answer, constraint=("regex", pattern))
     row = OneRow(req, symbols=VOCABULARY)
     row.state.tokens = constrained_tokens(req, pattern)
-    row.state.end(finish)
+    row.state.set_finish_reason(finish)
     assert row.completion(eos_ids=frozenset({EOS})).constraint == "regex"
 
 

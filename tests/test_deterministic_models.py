@@ -91,7 +91,7 @@ def test_devices_and_dtypes_without_it_are_refused_and_float64_needs_none(monkey
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     with pytest.raises(ConfigError, match=r"Hopper generation \(compute capability 9.0\), and this is Some GPU"):
         in_one_order(LLAMA_8B, CUDA, torch.bfloat16)
-    assert in_one_order(LLAMA_8B, CPU, torch.bfloat16, here=False).ordered  # another machine will run it
+    assert in_one_order(LLAMA_8B, CPU, torch.bfloat16, on_this_machine=False).ordered  # another machine will run it
 
 
 def spec_of(shape: str) -> ModelSpec:

@@ -186,7 +186,8 @@ def test_a_text_that_ends_too_early_is_an_error_row(name: str, monkeypatch: pyte
 
 def test_a_row_that_ends_at_no_stop_id_is_an_error_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device says that a row has ended at a stop id, and it has not."""
-    monkeypatch.setattr(Engine, "_end", lambda self, state, finish, now, end=Engine._end: end(self, state, 1, now))
+    end = EngineRun.end_request
+    monkeypatch.setattr(EngineRun, "end_request", lambda self, state, finish, now: end(self, state, 1, now))
     req = constrained(request(0, [5, 9], cap=4), "[a-d]{9,11}")
     out = run_finite([req], ALL["none"]())[0]
     assert out.error is not None
@@ -417,7 +418,7 @@ def test_a_line_break_that_a_recursive_grammar_asks_for_is_part_of_the_answer(
     )
     state = RequestState.of(one, 0)
     state.tokens = spelled
-    state.end(finish)
+    state.set_finish_reason(finish)
     check = LastCheck(VOCABULARY, ExpandLate(0, thinks=True))
     while not check.done(state):
         assert check.pending()

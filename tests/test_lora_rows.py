@@ -297,10 +297,10 @@ def test_sums_of_one_order_are_refused_where_adapters_depend_on_the_batch(
     """For a GPU's job; in float64 no token shows the order."""
     more = [named(folders), "decode.deterministic=true"]
     with pytest.raises(ConfigError, match=r"with LoRA adapters that are not merged .* is not supported"):
-        open_model(compose(words(base, data, tmp_path / "out", *more, "model.dtype=bfloat16")), here=False)
+        open_model(compose(words(base, data, tmp_path / "out", *more, "model.dtype=bfloat16")), on_this_machine=False)
     assert open_model(compose(words(base, data, tmp_path / "out", *more))).adapters is not None
     merged = [f"model.adapter={folders['math']}", "decode.deterministic=true", "model.dtype=bfloat16"]
-    assert open_model(compose(words(base, data, tmp_path / "out", *merged)), here=False).adapters is None
+    assert open_model(compose(words(base, data, tmp_path / "out", *merged)), on_this_machine=False).adapters is None
 
 
 # --- jobs

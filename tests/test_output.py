@@ -157,7 +157,7 @@ def test_where_a_row_stops_depends_on_its_tokens_alone(tokens: list[int], sizes:
     assert whole.state.tokens == cut.state.tokens
     assert (whole.state.finish_reason, whole.state.stop_reason) == (cut.state.finish_reason, cut.state.stop_reason)
     if whole.state.finish_reason is None:
-        whole.state.end(FULL)
+        whole.state.set_finish_reason(FULL)
     written, *_ = finish(whole)
     assert not any(text in written for text in stop)
 
@@ -172,7 +172,7 @@ def test_seconds_are_those_of_all_prefills_and_from_the_first_token_on_and_of_ea
     assert progress.state.snapshot(90.0).decode_s == 20.0  # nothing has happened in this run yet
     progress.add_prefill([0])
     progress.state.note_prefill(1.0, 100.0)
-    progress.state.end(FULL)
+    progress.state.set_finish_reason(FULL)
     stats = progress.completion(now=103.0).stats
     assert stats is not None
     assert (stats.num_prefills, stats.prefill_s, stats.decode_s) == (3, 1.75, 23.0)

@@ -184,6 +184,16 @@ def test_the_memory_is_stated_before_anything_is_loaded(job: RunConfig, monkeypa
     assert f"; each reads {weights / 1e3:.3g} kB of weights and " in made.text()
 
 
+def test_what_a_draft_head_keeps_of_each_row_besides_k_and_v_is_stated(job: RunConfig) -> None:
+    """Of each slot an EAGLE-3 head keeps a token's id in 4 bytes and a hidden state of 32 numbers in fp32."""
+    write(job, prompt=["x" * 10, "y" * 24])
+    assert "row tensors" not in planned(job).text()
+    job.model.load_format, job.draft.name = "dummy", "eagle3"
+    made = planned(job)
+    assert made.batch is not None
+    assert f" K/V + {made.batch.num_slots * (4 + 32 * 4)} B row tensors = " in made.text()
+
+
 GB = 1e9
 SCALED = 1 + 4 / 128**2
 """FP8 in blocks: bytes a number."""

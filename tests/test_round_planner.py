@@ -62,7 +62,7 @@ def planner(
     layers = [SimpleNamespace(window=window) for window in kv_windows[1]]
     drafter = SimpleNamespace(max_len=max_len, layer_states=lambda page_size: layers)
     executor: Any = SimpleNamespace(
-        _pass=lambda *_: None,
+        _prefill_pass=lambda *_: None,
         target=SimpleNamespace(spec=SimpleNamespace(windows=kv_windows[0], experts=None)),
         drafter=drafter,
         round=SimpleNamespace(drafter=drafter, draft_lens=draft_lens, nodes=None, options=RoundOptions()),

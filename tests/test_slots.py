@@ -43,7 +43,7 @@ def test_rounds_added_by_arrays_are_those_added_row_by_row(data: st.DataObject) 
     table = SlotTable(SLOTS, MAX_LEN, K)
     rows, twins = ([RequestState.of(request(i, [1], cap=MAX_LEN - 1), K) for i in range(SLOTS - 1)] for _ in range(2))
     for slot, row in enumerate(rows):
-        table.place([row], [slot], order=slot)
+        table.fill([row], [slot], order=slot)
     for _ in range(data.draw(st.integers(1, 9))):
         width = data.draw(st.integers(1, K + 1))
         there = [row for row in rows if data.draw(st.booleans())]
@@ -69,7 +69,7 @@ def test_the_number_of_live_rows_is_that_of_requests_in_slots(turns: list[tuple[
     table = SlotTable(SLOTS, MAX_LEN, K)
     for order, (enters, slot) in enumerate(turns):
         if enters and slot in table.free():
-            table.place([RequestState.of(request(order, [1], cap=4), K)], [slot], order)
+            table.fill([RequestState.of(request(order, [1], cap=4), K)], [slot], order)
         elif not enters and table.requests[slot] is not None:
             table.clear(table.at(slot))
         assert table.num_live == len(table.live) == SLOTS - len(table.free())
@@ -79,7 +79,7 @@ def test_a_row_that_fills_its_slot_to_the_last_token_keeps_them_all() -> None:
     """The round writes what the log holds after the kept tokens too: there is room for it after the longest row."""
     table = SlotTable(1, 8, K)
     row = RequestState.of(request(0, [], cap=8), K)
-    table.place([row], [0], 0)
+    table.fill([row], [0], 0)
     for emitted in ([1, 2, 3, 4], [5, 6, 7], [8]):
         kept = len(emitted)
         line = np.array([[3, 3, kept, 0, *emitted, *[-1] * (K + 1 - kept)]], np.int32)

@@ -318,7 +318,7 @@ def test_a_row_that_changes_its_slot_is_checked_when_its_budget_or_a_thought_req
     for slot, opened in ((2, True), (3, False)):
         how = thinking(2, opened=opened)
         asked = replace(request(slot, [7] * 10, cap=9), thinking=how)
-        table.place([RunFeatures([ThinkingBudgets()]).arrive(asked, 0)], [slot], slot)
+        table.fill([RunFeatures([ThinkingBudgets()]).arrive(asked, 0)], [slot], slot)
     table.move([(2, 0), (3, 1)])
     slots = np.array([0, 1])
     begins, ends = (RoundLog.of(np.array([[0, 0, 1, 0, 7, -1], [0, 0, 1, 0, 7, mark]], np.int32)) for mark in (BEGIN, END))
@@ -327,7 +327,7 @@ def test_a_row_that_changes_its_slot_is_checked_when_its_budget_or_a_thought_req
     table.num_tokens[:2] = 11
     assert table.due(slots, ends).tolist() == []
     table.clear(table.at(0))
-    table.place([RequestState.of(request(0, [7] * 20, cap=9), 0)], [0], 4)
+    table.fill([RequestState.of(request(0, [7] * 20, cap=9), 0)], [0], 4)
     table.num_tokens[:2] = 70
     assert table.due(slots, ends).tolist() == []
 

@@ -167,7 +167,7 @@ def test_a_warm_engine_refuses_equal_completions_but_not_conversations_that_begi
 def test_a_key_that_needs_a_gpu_is_accepted_for_a_job_on_another_machine(model: Path) -> None:
     source = table_source(pa.table({"prompt": ["a"]}))
     words = [f"model.path={model}", "decode.max_new_tokens=4", "draft.adaptive=true"]
-    open_job(compose(words), source, here=False)
+    open_job(compose(words), source, on_this_machine=False)
 
 
 def test_chats_of_token_ids_are_refused(model: Path) -> None:

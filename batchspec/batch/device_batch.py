@@ -200,7 +200,7 @@ class DeviceBatch:
     def advance_automata(self, log: Tensor, live: Tensor) -> None:
         """Walk the rows' automata over the tokens just committed. A row whose tokens its automaton does not allow ends FAILED.
 
-        log int32 [R, L] as for `accept`, live int32 [R] 0 for rows that ended with these tokens: both are changed
+        log int32 [R, L] as `accept` writes it, live int32 [R] 0 for rows that ended with these tokens: both are changed
         """
         assert self.automata is not None
         self.automata.advance(self.automaton_state, self.automaton_classes, log, live)

@@ -120,14 +120,16 @@ def masks_alone(mode: SamplingMode) -> LogitRule | None:
 
 
 def check_drafts(rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, mode: SamplingMode) -> None:
-    """Make drafts that were not chosen from logits follow the rules of drafters. Arguments as for `LogitRule.check_drafts`."""
+    """Make drafts that were not chosen from logits follow the rules of drafters. draft_ids int32 [R, K] and
+    draft_len int32 [R] are changed."""
     for rule in RULES:
         if rule.check_drafts is not None and rule.wanted(mode):
             rule.check_drafts(rows, draft_ids, draft_len)
 
 
 def commit_rules(rows: DeviceBatch, log: Tensor, live: Tensor, mode: SamplingMode) -> None:
-    """Bring the state of every rule up to date with the tokens just committed. Arguments as for `LogitRule.commit`."""
+    """Bring the state of every rule up to date with the tokens just committed: log int32 [R, L] as `accept` writes it,
+    live int32 [R] 0 for rows that ended with them; both may be changed."""
     for rule in RULES:
         if rule.commit is not None and rule.wanted(mode):
             rule.commit(rows, log, live)
@@ -141,7 +143,7 @@ def mark_undecided(target_ids: Tensor, at: LogitRows, rows: DeviceBatch, mode: S
 
 
 def park(rows: DeviceBatch, live: Tensor, log: Tensor, mode: SamplingMode) -> None:
-    """Stop the rows that cannot go on yet. Arguments as for `LogitRule.park`."""
+    """Stop the rows that cannot go on yet: live int32 [R] becomes 0, and `finish` in log int32 [R, L] WAITING."""
     for rule in RULES if mode.waits else ():
         if rule.park is not None and rule.wanted(mode):
             rule.park(rows, live, log)

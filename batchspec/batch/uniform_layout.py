@@ -28,7 +28,8 @@ class UniformLayout:
         """A batch of token_ids int32 [R, W], with positions and slot_mapping int64 [R * W] and kv_len int32 [R]; its fields are
         views.
 
-        max_kv, tree  as for `FlatBatch`
+        max_kv  upper bound of kv_len
+        tree    set if the last keys of each row are nodes of a tree
         """
         num_rows, width = token_ids.shape
         return FlatBatch(

@@ -11,7 +11,7 @@ from batchspec.console.text import MESSAGE_CHARS, counted, one_line
 from batchspec.load.memory import automata_bytes, padded_prefill_bytes
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import Rates, num_multiplied
-from batchspec.packing.kv_memory import kv_bytes
+from batchspec.packing.kv_memory import kv_bytes, row_tensor_bytes
 from batchspec.packing.planner import Forecast, free_memory, held_back_bytes
 from batchspec.packing.predict import SHORT_TOKENS
 from batchspec.packing.replicas import GpuLayout, best
@@ -134,7 +134,7 @@ class Plan:
             f"shape        {counted(batch.num_slots, 'slot')}, rows up to {batch.max_len:,} tokens, "
             f"drafter {job.config.draft.name} ({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
             f"pages        {pages} of {batch.page_size} tokens, {_bytes(pages_bytes)}{', K and V in e4m3' * spec.fp8_kv}",
-            self._memory(batch, pages_bytes),
+            self._memory(batch, pages_bytes, row_tensor_bytes(batch, spec, job.dtype, layers)),
             *self._rounds(ahead),
             f"prefill      {_duration(ahead.prefill_s)}",
             *([f"deterministic  bf16 sums of one order; these times leave out its cost: {COST}"] if spec.ordered else []),
@@ -165,7 +165,7 @@ class Plan:
             f"of the weights, ranks padded to {' and '.join(map(str, ranks))}; rounds and prefill assume that every row has one"
         ]
 
-    def _memory(self, batch: PackedBatch, pages_bytes: int) -> str:
+    def _memory(self, batch: PackedBatch, pages_bytes: int, slots_bytes: int) -> str:
         """What the run will allocate, and what is free now. On a CPU the memory of passes and rounds is not planned."""
         job = self.job
         demand = self.survey.demand(job.source.num_rows, job.admission.max_len)
@@ -176,6 +176,7 @@ class Plan:
             "schemas": automata_bytes(job),
             "graphs of prefill": padded_prefill_bytes(job),
             "K/V": pages_bytes,
+            "row tensors": slots_bytes,
             "passes, rounds and graphs": held_back_bytes(batch, job.spec, job.dtype, demand) if job.device.type == "cuda" else 0,
         }
         text = " + ".join(f"{_bytes(size)} {name}" for name, size in parts.items() if size)

@@ -71,7 +71,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     """
     check_push_key(config.output)
     lacks_gpu = config.device == "cuda" and not torch.cuda.is_available()
-    job = open_job(config, tokenizer=tokenizer, fetch=False, here=not lacks_gpu)
+    job = open_job(config, tokenizer=tokenizer, fetch=False, on_this_machine=not lacks_gpu)
     if lacks_gpu:  # whether output.dir has the same job depends on dtypes that the GPU determines
         survey = survey_rows(job, full=full)
         demand = survey.demand(job.source.num_rows, job.admission.max_len)

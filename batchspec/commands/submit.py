@@ -77,7 +77,7 @@ def _checked(config: RunConfig) -> Job:
     from batchspec.runner.opened_output import check_target
 
     check_push_key(config.output)
-    job = open_job(config, fetch=False, here=False)
+    job = open_job(config, fetch=False, on_this_machine=False)
     check_target(job)
     return job
 

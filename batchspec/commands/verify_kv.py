@@ -55,7 +55,10 @@ class KVComparison:
 
 
 def compare_kv(out: str | Path, num_rows: int, *, dtype: str | None = None, device: str | None = None) -> KVComparison:
-    """See the module's docstring; arguments and errors as for `verify`. An output without tokens is an OutputError."""
+    """See the module's docstring. Raises OutputError without a job or token_ids, and if there is no output token to compare.
+
+    dtype, device  for the second decoding; None: those of the job
+    """
     job, written = job_of(out, dtype, device, other_kv=True), written_tokens(out, num_rows)
     loaded = load_plain(job)
     target, model_dtype = loaded.engine.target, str(job.dtype).removeprefix("torch.")

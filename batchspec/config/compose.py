@@ -182,7 +182,10 @@ def _sweep_folder(overrides: Sequence[str], *, sweep: bool) -> Iterator[list[str
 
 
 def one_line(error: Exception, known: Any = None) -> str:
-    """What is wrong and what to do, from an exception of Hydra, omegaconf or the YAML parser. `known` as for `unknown_key`."""
+    """What is wrong and what to do, from an exception of Hydra, omegaconf or the YAML parser.
+
+    known  an instance of the configuration that has all its keys, None: a RunConfig
+    """
     text = str(error)
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
         return _missing_option(error.missing_cfg_file, list(error.options))

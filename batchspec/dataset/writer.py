@@ -46,7 +46,8 @@ def build_table(
     """The output rows of a shard, by (row_index, sample_index), in the schema of `output_schema`. Copied columns that are
     dictionaries in `shard.table` stay so; `plain_table` makes the schema's own type of them, and so does `write_parquet`.
 
-    `messages`, `think_tokens` and `calls` as for `Chats`. Copied columns come from `shard.table`; text that is not valid UTF-8
+    `think_tokens` are put around a thought in `messages`; None: outputs have channels, and thoughts are a separate field, as tool
+    calls are with `calls`. Copied columns come from `shard.table`; text that is not valid UTF-8
     gets U+FFFD, so that every reader can open the file. `attempt` is the uuid of the run, `score` is decode.score, `token_text`
     is needed with output.logprob_tokens, `finished_at` (default now) is the time of the build.
     """

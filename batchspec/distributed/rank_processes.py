@@ -38,7 +38,7 @@ class RankProgram:
     """What the ranks of a group run."""
 
     program: tuple[str, str]
-    """-m or -c, and the module or the text, as for `python_command`."""
+    """-m and the name of a module, or -c and the text of a program."""
     words: Sequence[str] = ()
     """Of the command line, after those of the seat."""
     line: str = ""

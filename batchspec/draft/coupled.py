@@ -93,7 +93,7 @@ def later_draws(
     mode: SamplingMode | None, rows: DeviceBatch, row_ids: Tensor, positions: Tensor, *, ahead: int, drafts: Tensor,
     draft_rows: Tensor | None = None,
 ) -> Draws | None:
-    """The `Draws` of later drafts, which may have others before them; None as for `first_draws`.
+    """The `Draws` of later drafts, which may have others before them. None: drafts are argmaxes of plain logits.
 
     row_ids     int32 [T] row of `rows`
     positions   int64 [T]; positions + ahead is the position of the token that is drafted

@@ -98,7 +98,10 @@ class HeadSpec:
         self, dtype: torch.dtype, page_size: int, *, row: tuple[RowTensor, ...], fp8: bool = False, window: int | None = None,
         sink: int = 0,
     ) -> tuple[LayerState, ...]:
-        """What each of its layers keeps of a row; the last one keeps `row`. window, sink: as for `kv_windows`."""
+        """What each of its layers keeps of a row; the last one keeps `row`.
+
+        window, sink  layers are limited to the newest `window` keys and the first `sink` ones; window None: not limited
+        """
         layout = self.kv_layout(dtype, page_size, fp8=fp8)
         *first, last = self.kv_windows(window, sink)
         return (*(LayerState(layout, own) for own in first), LayerState(layout, last, row))

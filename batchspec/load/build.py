@@ -61,8 +61,9 @@ def load_engine(
 ) -> Engine:
     """Load the weights, choose the shape from the remaining memory, set up the engine; shows each step on the progress line.
 
-    defers_text        as for `RowFeatures`
-    survey, most_rounds  as for `prepare_engine`
+    survey       of the job's rows; if it is empty, only its `shares_prefix` counts
+    defers_text  leave the decoding of text to the maker of the table (`Completion.text_due`)
+    most_rounds  after the job's last row began, its rows end within this many rounds; None: unknown
     """
     config = job.config
     dtype = str(job.dtype).removeprefix("torch.")
@@ -125,9 +126,10 @@ def prepare_engine(
 ) -> None:
     """On a GPU, compile the kernels and capture and time the graphs that rows like the surveyed ones will most likely need.
 
-    survey                 if it is empty, only its `shares_prefix` counts
-    num_rows, window_rows  as for `Survey.expected_rows`
-    most_rounds            as for `Engine.prepare`
+    survey       if it is empty, only its `shares_prefix` counts
+    num_rows     number of input rows of the job
+    window_rows  number of them that are ordered together, by predicted output
+    most_rounds  after the job's last row began, its rows end within this many rounds; None: unknown
     """
     if engine.target.device.type == "cuda":
         expected = survey.expected_rows(num_rows, window_rows)
@@ -135,7 +137,7 @@ def prepare_engine(
 
 
 def load_weights(job: JobModel, *, summed: bool = False) -> tuple[Target, Any]:
-    """The target, and the drafter's weights, both in the device's memory. summed: as for `Target.load`."""
+    """The target, and the drafter's weights, both in the device's memory. summed: compute the target's `weight_sums` too."""
     ranks = None if job.group is None else job.group.collectives
     target = Target.load(
         job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=job.dummy, ranks=ranks, adapter=job.adapter,
@@ -157,7 +159,11 @@ def build_engine(
 ) -> Engine:
     """The engine for these settings, on the target's device; nothing is captured yet.
 
-    lead  as for `Engine`; vocabulary (its `symbols`), expanding, defers_text, call_parser  as for `RowFeatures`
+    lead         set if this process leads several ranks that compute the target together
+    vocabulary   set if rows may have constraints
+    expanding    set if rows may have lazy constraints
+    defers_text  leave the decoding of text to the maker of the table (`Completion.text_due`)
+    call_parser  finds the tool calls in answers; None: calls stay text
     """
     ablation, scores = config.ablation, config.decode.score != "none"
     num_top = (config.output.prompt_logprobs or 0) if scores else config.output.logprobs

@@ -59,8 +59,9 @@ class ResidualStream:
     __slots__ = ("_pending", "_ranks", "live", "residual")
 
     def __init__(self, residual: Tensor, live: Tensor | None = None, ranks: Collectives | None = None) -> None:
-        """residual [T, H]: if its rows are slices of wider ones, products do not add to them. live: as for `Stream`.
+        """residual [T, H]: if its rows are slices of wider ones, products do not add to them.
 
+        live   bool [T] False for dead tokens, which go through no expert; None: no token is dead
         ranks  set for a model that several ranks compute
         """
         self.residual, self.live, self._ranks = residual, live, ranks

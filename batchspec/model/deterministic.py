@@ -15,21 +15,21 @@ ORDER_VERSION = 2
 """Version of the order of sums: a job that began with another version is not continued."""
 
 
-def in_one_order(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, here: bool = True) -> ModelSpec:
+def in_one_order(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, on_this_machine: bool = True) -> ModelSpec:
     """The model with batch-invariant sums: their order depends on the row alone. A float64 model is returned unchanged: its
     order of sums changes no token.
 
-    here  False: the job will run on another machine, whose devices are unknown
+    on_this_machine  False: the job will run on another machine, whose devices are unknown
     Raises ConfigError for devices, dtypes and weight formats for which it is not supported.
     """
     if dtype is torch.float64:
         return spec
     asked = "decode.deterministic=true"
-    if here and device.type != "cuda":
+    if on_this_machine and device.type != "cuda":
         raise ConfigError(f"{asked} on a CPU needs model.dtype=float64, and it is {_name(dtype)}; set it, or use a GPU")
-    if here and dtype is not torch.bfloat16:
+    if on_this_machine and dtype is not torch.bfloat16:
         raise ConfigError(f"{asked} on a GPU is supported with model.dtype=bfloat16 only, and it is {_name(dtype)}; set it")
-    if here and not has_same_bits_in_all_tiles(device):
+    if on_this_machine and not has_same_bits_in_all_tiles(device):
         raise ConfigError(
             f"{asked} is supported only on GPUs of the Hopper generation (compute capability 9.0), and this is "
             f"{torch.cuda.get_device_name(device)}; remove it, or set model.dtype=float64"

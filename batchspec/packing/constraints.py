@@ -98,7 +98,7 @@ class Constraints:
 
 
 def _compiler(tokenizer: Tokenizer, vocab_size: int, think: ThinkTokens | None, end_ids: Collection[int]) -> Compiler:
-    """The compiler for constraints over this model's tokens; arguments as for `Constraints`."""
+    """The compiler for constraints over this model's tokens, of which `end_ids` end a row."""
     marks, channels = {}, None if think is None else think.channels
     if think is not None:
         marks = {think.end_id: END_THOUGHT} | ({} if think.begin_id is None else {think.begin_id: BEGIN_THOUGHT})

@@ -96,7 +96,7 @@ H200 = Rates(
 
 
 def device_rates(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> Rates:
-    """Stored rates for a known GPU in bf16; otherwise measured, in well under a second. fp8: as for `calibrate`."""
+    """Stored rates for a known GPU in bf16; otherwise measured, in well under a second. fp8: W8A8 products too."""
     if device.type == "cuda" and dtype is torch.bfloat16 and "H200" in torch.cuda.get_device_name(device):
         return H200
     return calibrate(device, dtype, fp8=fp8)
@@ -179,7 +179,7 @@ def round_seconds(
 ) -> float:
     """Seconds of one round: `rows` rows with `context_tokens` tokens of K/V each verify `tokens_per_row` tokens.
 
-    correlation  as for `read_bytes`
+    correlation  tokens choose as many experts as `correlation * tokens` independent ones
     """
     tokens = rows * tokens_per_row
     products_s = _products_s(spec, rates, dtype, tokens, correlation)

@@ -49,9 +49,8 @@ class KVMemory:
     ) -> KVMemory:
         """The memory of a target and its drafter. max_len: maximum prompt + output length of a row, in tokens."""
         groups, size_bytes = _groups(spec, dtype, draft_layers, page_size, max_len)
-        layers = (*spec.layer_states(dtype, page_size), *draft_layers)
         return cls(
-            groups=groups, page_bytes=size_bytes, slot_bytes=sum(layer.row_bytes for layer in layers),
+            groups=groups, page_bytes=size_bytes, slot_bytes=_slot_bytes(spec, dtype, draft_layers, page_size),
             page_size=page_size, max_tokens=max_tokens, lookahead=lookahead, pass_tokens=pass_tokens,
         )
 
@@ -98,6 +97,15 @@ def kv_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, draft_laye
     """Bytes of all K/V pages of a batch."""
     groups, size_bytes = _groups(spec, dtype, draft_layers, batch.page_size, batch.max_len)
     return sum(count * size for count, size in zip(batch.group_pages(groups.num_groups), size_bytes, strict=True))
+
+
+def row_tensor_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, draft_layers: Sequence[LayerState] = ()) -> int:
+    """Bytes of what layers keep of the rows in all slots of a batch besides their pages."""
+    return batch.num_slots * _slot_bytes(spec, dtype, draft_layers, batch.page_size)
+
+
+def _slot_bytes(spec: ModelSpec, dtype: torch.dtype, draft_layers: Sequence[LayerState], page_size: int) -> int:
+    return sum(layer.row_bytes for layer in (*spec.layer_states(dtype, page_size), *draft_layers))
 
 
 def _groups(

@@ -26,7 +26,7 @@ SAMPLING = (
 
 
 class RowSettings:
-    """Limits, sampling, stops, thinking budget and adapter of each row; arguments as for `Admission`.
+    """Limits, sampling, stops, thinking budget and adapter of each row.
 
     Raises ConfigError if the job's own values do not fit the model or the tokenizer.
     """

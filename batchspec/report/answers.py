@@ -32,9 +32,9 @@ def write_answers(
 ) -> int:
     """Write a line for each input row of the committed shards; returns their number.
 
-    token_text  as for `response_line`
+    token_text  to write log-probabilities; None: they are left out
     wanted      whether a row, which is a sample of an input row, is written
-    of          as for `rows_of`
+    of          picks rows of a shard, and adds columns; None: all rows
     """
     model = str(output.manifest.config.get("model", {}).get("path"))
     rows = filter(wanted, rows_of(output, sorted(output.committed()), NAMES, OPTIONAL, of=of))

@@ -8,11 +8,10 @@ compute_all.py         the plan of a job: every row is computed
 retry_plan.py          the plan of a retry: which rows are computed anew, which are carried over
 run_shards.py          claim, decode and commit shards until none is left (`ShardRunner`)
 decode_shards.py       one pass: rows through the engine, whole shards out
+commit_shards.py       each shard's file is written, verified, checked and published while the next shards are decoded
 shard_work.py          admission before decoding, the output table after it
 shard_workers.py       the same in worker processes, with shards read ahead
 shard_worker.py        such a process, and what is sent between the processes
-pending_commit.py      the commit of a shard: its file is written, verified, checked and published
-background_commit.py   commits in a thread while the next shards are decoded
 oom_fallback.py        the run's engine, and a smaller one when memory runs out
 run_monitor.py         what is reported after each round
 kv_scales.py           the scales of an FP8 K/V cache, the same for all runs of a job

@@ -154,7 +154,7 @@ class OpenedOutput:
     def plan(self) -> ComputeAll | RetryPlan:
         """Which rows of a shard are computed; `begin` must have been called."""
         if not self.is_retry:
-            return ComputeAll(self.folder)
+            return ComputeAll()
         generation = self.folder.generation
         assert generation is not None
         return RetryPlan(self.folder, generation)

@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchspec.dataset.reader import InputShard
 from batchspec.engine.features.thinking import num_closing_tokens
-from batchspec.packing.work_plan import DecodedShard
 from batchspec.records import Completion, Request, Snapshot
-from batchspec.runner.pending_commit import MergedFile, NewFile, OldShard, PendingCommit
-from batchspec.runner.shard_work import ShardWork
-from batchspec.runner.shard_workers import ShardWorkers
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.output_folder import OutputFolder
 
@@ -32,6 +29,15 @@ READ = (
 )
 """Columns of the output that determine what happens to a row."""
 Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OldShard:
+    """A shard's file as a retry found it."""
+
+    table: pa.Table
+    version: str
+    """The version of this file in the store, see `OutputFolder.recommit`."""
 
 
 class RetryPlan:
@@ -46,6 +52,14 @@ class RetryPlan:
         """Whether the output has the shard's old rows; False if its file was deleted: then all rows are computed."""
         return shard in self._committed
 
+    def take_old_shard(self, shard: int) -> OldShard | None:
+        """The shard's file as this retry found it, for its commit; None if no row is carried over. The plan forgets the file."""
+        if not self.carries_over(shard):
+            return None
+        old = self._old_shard(shard)
+        del self._old[shard]
+        return old
+
     def _old_shard(self, shard: int) -> OldShard:
         if shard not in self._old:
             self._old[shard] = OldShard(*self._output.written(shard))
@@ -54,7 +68,6 @@ class RetryPlan:
     def rows(
         self, shard: InputShard, admitted: Iterator[Request | Completion]
     ) -> Iterator[Request | Completion | None]:
-        """As `WorkPlan.rows`."""
         if not self.carries_over(shard.index):
             yield from admitted
             return
@@ -67,8 +80,8 @@ class RetryPlan:
         first, last = shard.first_row, shard.first_row + shard.table.num_rows - 1
         table = self._old_shard(shard.index).table
         row_index = table["row_index"]
-        here = table.filter(pc.and_(pc.greater_equal(row_index, first), pc.less_equal(row_index, last)))
-        rows = here.select([name for name in READ if name in here.column_names]).to_pylist()
+        table = table.filter(pc.and_(pc.greater_equal(row_index, first), pc.less_equal(row_index, last)))
+        rows = table.select([name for name in READ if name in table.column_names]).to_pylist()
         return {(row["row_index"], row["sample_index"]): row for row in rows}
 
     def _planned(self, entry: Request | Completion, row: Row | None) -> Request | Completion | None:
@@ -82,15 +95,6 @@ class RetryPlan:
         if not anew:
             return None
         return replace(entry, resumed=_snapshot(entry, row)) if isinstance(entry, Request) else entry
-
-    def begin_commit(self, work: ShardWork | ShardWorkers, done: DecodedShard) -> PendingCommit:
-        """The commit of a shard whose rows all have a completion or are carried over; its file may be begun at once."""
-        index = done.shard.index
-        if not self.carries_over(index):
-            return NewFile(self._output, work, done)
-        old = self._old_shard(index)
-        del self._old[index]
-        return MergedFile(self._output, work, done, old)
 
 
 def _num_tokens(row: Row) -> int:

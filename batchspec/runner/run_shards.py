@@ -17,7 +17,7 @@ from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.records import Snapshot
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.timeline import Timeline
-from batchspec.runner.background_commit import commit_in_background
+from batchspec.runner.commit_shards import ShardCommitter
 from batchspec.runner.decode_shards import decode_shards
 from batchspec.runner.oom_fallback import EngineWithFallback
 from batchspec.runner.opened_output import OpenedOutput
@@ -49,6 +49,7 @@ class ShardRunner:
     ) -> None:
         self.job, self.folder, self.plan = output.job, output.folder, output.plan()
         self.work, self.run_engine, self.progress, self._signals = work, run_engine, progress, signals
+        self._committer = ShardCommitter(self.folder, work, self.plan.take_old_shard, self.job.source.check)
         self.num_errors, self._journaled, self._mean_output = output.num_errors, output.saved, survey.mean_output
         self._unread: set[int] = set()
         """Shards that the reader has not yet returned in this pass."""
@@ -70,8 +71,8 @@ class ShardRunner:
             stack.callback(self._settle)
             stack.callback(self._watchdog.close)
             try:
-                while not self._signals.name and (others := self._left_out()) is not None:
-                    self._pass(others, timeline)
+                while not self._signals.name and (excluded := self._excluded_shards()) is not None:
+                    self._run_pass(excluded, timeline)
                     if self._deadline.reached and not self._signals.name:
                         self._signals.name = "time limit"
             except (RankLost, WorkerLost):
@@ -100,21 +101,20 @@ class ShardRunner:
         self._journal.flush()
         return self._saved([], self.folder.finished())
 
-    def _pass(self, others: set[int], timeline: Timeline) -> None:
-        """Decode and commit every shard that can be claimed, except `others`. After running out of memory, the next pass has a
+    def _run_pass(self, excluded: set[int], timeline: Timeline) -> None:
+        """Decode and commit every shard that can be claimed, except `excluded`. After running out of memory, the next pass has a
         smaller batch."""
         self._settle()
         self._watchdog.begin_loading()  # until the first row begins
         totals, beat = self.run_engine.engine.totals, self._watchdog.beat
         monitor = RunMonitor(self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline)
-        decoded, check = self._decoded(others, monitor), self.job.source.check
-        pending = (self.plan.begin_commit(self.work, done) for done in decoded)
-        commits = commit_in_background(pending, lambda commit: commit.publish(check), lambda commit: commit.done.num_bytes)
+        decoded = self._decoded(excluded, monitor)
+        committed = self._committer.commit(decoded)
         try:
             # Decoding is closed too if a commit has failed: it holds the engine, which a smaller one may replace.
-            with OutOfMemoryGuard() as guard, closing(decoded), closing(commits):
-                for commit in commits:
-                    self._committed(commit.done)
+            with OutOfMemoryGuard() as guard, closing(decoded), closing(committed):
+                for done in committed:
+                    self._committed(done)
         finally:
             monitor.ended()
             self._claims.stop_renewal()  # but nothing waits for a slow store before the rows are saved
@@ -147,12 +147,12 @@ class ShardRunner:
         self.progress.update(shards=1, errors=len(errors))
         check_errors(self.job, self.num_errors)
 
-    def _decoded(self, others: set[int], monitor: RunMonitor) -> Generator[DecodedShard]:
+    def _decoded(self, excluded: set[int], monitor: RunMonitor) -> Generator[DecodedShard]:
         """One pass over the shards that are neither done nor another run's; suspect shards, which a crashed run held, come
         last."""
         job, loaded, attempts = self.job, self.run_engine.loaded, self._attempts
         journal, journaled = self._journal, self._journaled
-        skip = others | attempts.suspect_shards()
+        skip = excluded | attempts.suspect_shards()
         self._unread = set(range(self.folder.num_shards)) - skip
 
         def ours(shards: Iterator[InputShard]) -> Iterator[tuple[InputShard, bool]]:
@@ -172,7 +172,7 @@ class ShardRunner:
             claim=without_suspects,
             skip=skip,
         )
-        suspects = attempts.suspect_shards() & set(range(self.folder.num_shards)) - others
+        suspects = attempts.suspect_shards() & set(range(self.folder.num_shards)) - excluded
         if suspects and not self.run_engine.stopping:
             self.progress.phase(f"{len(suspects)} shards were in flight when a run crashed: their rows are retried apart")
             shards = ours(job.source.shards(job.layout, set(range(self.folder.num_shards)) - suspects))
@@ -186,7 +186,7 @@ class ShardRunner:
         self._unread.discard(shard.index)
         return shard
 
-    def _left_out(self) -> set[int] | None:
+    def _excluded_shards(self) -> set[int] | None:
         """Shards that the next pass leaves out: those that are done and those of other runs. None if this run is over.
 
         If every missing shard is claimed by another run, it waits until it knows whether those runs live. It takes over the

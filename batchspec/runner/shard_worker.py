@@ -125,7 +125,7 @@ def admit(work: ShardWork, shard: InputShard, predictor: LengthPredictor) -> lis
 
 
 def table(work: ShardWork, shard: InputShard, completions: list[Completion]) -> pa.Table:
-    """As `ShardWork.table`."""
+    """The completions as output rows."""
     return work.table(shard, completions)
 
 

@@ -33,7 +33,8 @@ Answer = dict[str, Any]
 class Attempt(NamedTuple):
     """A request: compile a constraint.
 
-    kind, source  as for `rules_of`
+    kind          schema, grammar, regex or choice
+    source        its text; of schema and choice as JSON
     cpu_s         CPU seconds for making a finite automaton; 0: only check whether it can be a lazy one
     check_s       CPU seconds for reading it, and again for that check
     too_long      why it becomes a lazy automaton if `cpu_s` is not enough

@@ -40,8 +40,11 @@ class Recursive(ValueError):
 def compiled(
     rules: Rules, vocabulary: TokenSymbols, end_ids: tuple[int, ...], *, thinks: bool, may_begin: bool, channels: bool = False
 ) -> TokenAutomaton:
-    """The automaton of a constraint; arguments as for `over_tokens`.
+    """The automaton over tokens of a constraint.
 
+    end_ids    tokens that end a row
+    thinks     an answer may follow a thought, which may begin with a token if may_begin
+    channels   instead, an answer is a message in the final channel of harmony
     Raises Impossible, TooLarge; Recursive where there is no finite automaton.
     """
     node = rules.inlined()

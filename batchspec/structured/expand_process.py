@@ -74,7 +74,12 @@ class _Known:
 
 @dataclass(eq=False)
 class Work:
-    """The lazy automata of a job; arguments as for `Compiler`."""
+    """The lazy automata of a job.
+
+    end_ids    tokens that end a row
+    thinks     an answer may follow a thought, which may begin with a token if may_begin
+    channels   instead, an answer is a message in the final channel of harmony
+    """
 
     vocabulary: TokenSymbols
     end_ids: tuple[int, ...]

@@ -40,7 +40,10 @@ class LazyDfa:
     """
 
     def __init__(self, network: Network, *, thinks: bool, may_begin: bool, channels: bool = False) -> None:
-        """thinks, may_begin, channels: as for `over_tokens`."""
+        """
+        thinks     an answer may follow a thought, which may begin with a token if may_begin
+        channels   instead, an answer is a message in the final channel of harmony
+        """
         self._network, self._channels = network, channels
         edges = np.zeros(257, bool)
         edges[0] = True

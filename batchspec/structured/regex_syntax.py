@@ -213,7 +213,7 @@ class _Parser:
         return found.inverted() if inverted else found
 
     def _in_class(self) -> int | str:
-        """As `_escaped`."""
+        """What comes next between brackets: one of dwsDWS after a backslash, or a character."""
         char = self._next()
         if char != "\\":
             return ord(char)

@@ -108,7 +108,7 @@ class Engine:
     def generate(self, data: Any) -> pl.DataFrame:
         """Completions of every row, in the order of the rows, in the output columns of a job; bad rows are rows with an error.
 
-        data  as for `table_of`: a table, a list of dictionaries, of texts or of chats; the columns of a job's input
+        data  a table, a list of dictionaries, of texts or of chats; the columns of a job's input
         Raises InputError and ConfigError for a table that a job would refuse.
         """
         table = table_of(data, self._model.config.input.columns)

@@ -35,7 +35,7 @@ TAKEN, OF_RANKS = ("cluster.tensor_parallel",), ("cluster.watchdog_s",)
 def warm_config(options: Options, job: str | None = None) -> RunConfig:
     """The configuration that these options give, checked.
 
-    options  as for `overrides_of`
+    options  a list of overrides, or a map of keys to Python values, nested or dotted
     job      name of a recipe; what it says of the keys in NOT_HERE is not read
     Raises ConfigError, in one line, for what `run` would refuse and for keys in NOT_HERE.
     """

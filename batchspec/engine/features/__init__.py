@@ -50,7 +50,7 @@ class RowFeatures(Features):
     """The features of a job's rows.
 
     decode     token ids -> text; None without a tokenizer
-    defers_text  as for `Texts`
+    defers_text  leave the decoding of text to the maker of the table (`Completion.text_due`)
     num_top    log-probabilities are written, with those of so many of the likeliest tokens; None: they are not
     scores     prompts are scored, and nothing is decoded; num_top is then of prompt tokens
     symbols    of the vocabulary: set if rows may have constraints; capacity: the device's memory for these, None for the default

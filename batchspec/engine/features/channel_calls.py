@@ -49,11 +49,11 @@ def _text_of_no_call(call: Call, channels: Channels, text: str) -> list[str]:
 def _header_texts(header: Sequence[int], channels: Channels, decode: Callable[[Sequence[int]], str]) -> tuple[str, str]:
     """The texts before and after the constrain token; a space joins the parts that other special tokens separate."""
     parts: list[list[int]] = [[]]
-    place = next((place for place, token in enumerate(header) if token == channels.constrain_id), len(header))
-    for token in header[:place]:
+    index = next((index for index, token in enumerate(header) if token == channels.constrain_id), len(header))
+    for token in header[:index]:
         if token in (channels.start_id, channels.channel_id, channels.message_id):
             parts.append([])
         else:
             parts[-1].append(token)
-    kind = [token for token in header[place + 1 :] if token not in (channels.channel_id, channels.message_id)]
+    kind = [token for token in header[index + 1 :] if token not in (channels.channel_id, channels.message_id)]
     return " ".join(decode(part) for part in parts), decode(kind)

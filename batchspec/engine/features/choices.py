@@ -25,7 +25,7 @@ class Runs(Protocol):
     """An engine, in this process or of several ranks."""
 
     def run(self, requests: RequestStream) -> Generator[Completion]:
-        """As `engine.Engine.run`."""
+        """Decode every request; completions come in the order in which rows end."""
 
 
 @dataclass(slots=True)

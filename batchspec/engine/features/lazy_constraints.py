@@ -99,7 +99,7 @@ class LazyConstraints(Constraints):
             return False
         if state.slot >= 0 and row.began_at == len(state.tokens):
             said = f"the device has lost the state of its automaton, {CAUSE}"
-            self._end(row, _error(row, CONSTRAINT_VIOLATED, said, ADVICE, retryable=True))
+            self._fail_row(row, _error(row, CONSTRAINT_VIOLATED, said, ADVICE, retryable=True))
             return False
         if self.full and state.slot < 0:
             return row.asked is None and self._has_mask(row)
@@ -224,9 +224,9 @@ class LazyConstraints(Constraints):
         for row in self._of(key):
             retryable = isinstance(why, MachineError) or row.automaton.retryable
             advice = "decode the row again (resume=error)" if retryable else f"shorten the {row.automaton.kind} or drop the row"
-            self._end(row, None if why is None else _error(row, "large_schema", why, advice, retryable=retryable))
+            self._fail_row(row, None if why is None else _error(row, "large_schema", why, advice, retryable=retryable))
 
-    def _end(self, row: _Row, error: RowError | None) -> None:
+    def _fail_row(self, row: _Row, error: RowError | None) -> None:
         row.state.fail(error)
         self._failed.append(row.state)
         self._rows.pop(row.state, None)

@@ -54,9 +54,9 @@ class Logprobs(RowFeature):
         if not result.read:  # no token was emitted
             return
         chosen, *top = (values.numpy() for values in result.read)
-        places = (self._slots.num_tokens - self._slots.prompt_len)[slots]
-        for slot, place, count in zip(slots.tolist(), places.tolist(), log.num_kept.tolist(), strict=True):
-            self._rows[self._slots.at(slot)].put(place, [chosen[slot, :count], *(values[slot, :count] for values in top)])
+        num_before = (self._slots.num_tokens - self._slots.prompt_len)[slots]
+        for slot, first, count in zip(slots.tolist(), num_before.tolist(), log.num_kept.tolist(), strict=True):
+            self._rows[self._slots.at(slot)].put(first, [chosen[slot, :count], *(values[slot, :count] for values in top)])
 
     def finish(self, state: RequestState, done: Completion) -> Completion:
         kept = self._rows.pop(state)
@@ -74,18 +74,18 @@ class _Kept:
         if num_top:
             self._none += [np.full((1, num_top), -1, np.int32), np.full((1, num_top), np.nan, np.float32)]
         self._parts: list[tuple[int, list[NDArray[Any]]]] = []
-        """Place of the first token, and the values, in the order in which they were read: later ones count."""
+        """Index of the first token, and the values, in the order in which they were read: later ones count."""
 
-    def put(self, place: int, values: list[NDArray[Any]]) -> None:
-        self._parts.append((place, [part.copy() for part in values]))
+    def put(self, first: int, values: list[NDArray[Any]]) -> None:
+        self._parts.append((first, [part.copy() for part in values]))
 
     def of(self, count: int, forced: Sequence[range]) -> list[NDArray[Any]]:
         """The values of the first `count` tokens; none (NaN, ids of -1) for tokens that the model did not choose."""
         found = [np.repeat(none, count, axis=0) for none in self._none]
-        for place, values in self._parts:
+        for first, values in self._parts:
             for field, part in zip(found, values, strict=True):
-                field[place : place + len(part)] = part[: max(0, count - place)]
-        for places in forced:
+                field[first : first + len(part)] = part[: max(0, count - first)]
+        for span in forced:
             for field, none in zip(found, self._none, strict=True):
-                field[places.start : places.stop] = none
+                field[span.start : span.stop] = none
         return found

@@ -68,9 +68,9 @@ class RepetitionFinder:
             known = np.array(tokens[begin:end])
             at = np.arange(first, end)[:, None] - self._sizes
             equal = (at >= 0) & (known[first - begin :, None] == known[np.maximum(at - begin, 0)])
-            place = np.arange(1, end - first + 1)[:, None]
-            broken = np.maximum.accumulate(np.where(equal, 0, place), axis=0)
-            run = np.where(broken, place - broken, place + self._equal)
+            position = np.arange(1, end - first + 1)[:, None]
+            broken = np.maximum.accumulate(np.where(equal, 0, position), axis=0)
+            run = np.where(broken, position - broken, position + self._equal)
             found = np.flatnonzero((run >= self._needed).any(1))
             if len(found):
                 return first + int(found[0]) + 1

@@ -80,29 +80,29 @@ class PromptScores:
     def add(self, launch: Launch, result: RoundResult, slots: SlotTable) -> None:
         """Store the results of a pass that has arrived on the host. Rows that have left their slots since then are skipped."""
         logprobs, *top = (values.numpy() for values in result.read)
-        place = 0
+        offset = 0
         for segment in launch.segments:
-            begin, place = place, place + segment.end - segment.begin
+            begin, offset = offset, offset + segment.end - segment.begin
             if launch.owners[segment.slot] != slots.owner[segment.slot]:
                 continue
             state = slots.at(segment.slot)
             first, end = segment.begin + 1, min(segment.end + 1, len(state.request.prompt_ids))
-            where, count = self._where(state, first, end), max(0, end - first)
-            self._logprobs[where] = logprobs[begin : begin + count]
+            indices, count = self._page_indices(state, first, end), max(0, end - first)
+            self._logprobs[indices] = logprobs[begin : begin + count]
             if top:
-                self._top_ids[where], self._top[where] = (values[begin : begin + count] for values in top)
+                self._top_ids[indices], self._top[indices] = (values[begin : begin + count] for values in top)
 
     def of(self, state: RequestState) -> Scores:
         """The scores of a row's prompt. Call it when the results of all its passes have been added and it has its pages."""
         count = len(state.request.prompt_ids)
-        where = self._where(state, 1, count)
-        logprobs = np.concatenate((np.full(1, np.nan, np.float32), self._logprobs[where]))
+        indices = self._page_indices(state, 1, count)
+        logprobs = np.concatenate((np.full(1, np.nan, np.float32), self._logprobs[indices]))
         if not self._num_top:
             return logprobs, None
         none = np.full((1, self._num_top), -1, np.int32), np.full((1, self._num_top), np.nan, np.float32)
-        return logprobs, (np.concatenate((none[0], self._top_ids[where])), np.concatenate((none[1], self._top[where])))
+        return logprobs, (np.concatenate((none[0], self._top_ids[indices])), np.concatenate((none[1], self._top[indices])))
 
-    def _where(self, state: RequestState, first: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _page_indices(self, state: RequestState, first: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Page, and index in the page, of the row's tokens first .. end-1."""
         tokens = np.arange(first, max(first, end))
         pages = np.array(state.pages.tables[0], np.int64)

@@ -103,12 +103,12 @@ class StopFinder:
         new = now[len(before) :]
         text = self.text + new.rstrip(UNFINISHED)  # text before an unfinished character is final
         search_from = max(0, len(self.text) - self._reach)
-        places = [(place, stop) for stop in self._stops if (place := text.find(stop, search_from)) >= 0]
-        if not places:
+        found = [(begin, stop) for stop in self._stops if (begin := text.find(stop, search_from)) >= 0]
+        if not found:
             if not new.endswith(UNFINISHED):
                 self.text = text
                 self._begin, self._settled = self._settled, len(self._ids)
             return None
-        place, stop = min(places)
-        self.text = text[:place]
+        begin, stop = min(found)
+        self.text = text[:begin]
         return stop

@@ -59,7 +59,7 @@ class Texts(RowFeature):
     def _split(self, state: RequestState, done: Completion, found: str | None, breaks: int) -> Completion:
         """The answer, the thought (None if there was none) and the tool calls.
 
-        found   as for `_of_all`, of the last message
+        found   the text of the last message, if a stop string ended the row
         breaks  number of line breaks after the thought that are not part of an answer with a lazy automaton
 
         White space between thought and answer is dropped. An empty line separates the messages of an answer.

@@ -132,7 +132,7 @@ class ThinkingBudget:
     def _closing_here(self) -> tuple[int, ...]:
         """The closing tokens after those read so far, up to the row's limit or to a stop id among them."""
         closing = self._closing[: max(0, self._limit - self._num_read)]
-        ends = (place + 1 for place, token in enumerate(closing) if token in self._stop_ids)
+        ends = (index + 1 for index, token in enumerate(closing) if token in self._stop_ids)
         return closing[: next(ends, len(closing))]
 
     def _push(self, token: int) -> None:
@@ -181,8 +181,8 @@ class Parts:
 
     def answers(self) -> list[list[int]]:
         """The messages of the answer; one empty message if there is none."""
-        places = [0, *self.breaks, len(self.answer)]
-        found = [self.answer[begin:end] for begin, end in itertools.pairwise(places) if begin < end]
+        bounds = [0, *self.breaks, len(self.answer)]
+        found = [self.answer[begin:end] for begin, end in itertools.pairwise(bounds) if begin < end]
         return found or [[]]
 
 

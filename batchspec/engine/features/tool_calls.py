@@ -11,7 +11,7 @@ from batchspec.tool_calls.split import CallParser
 
 
 class ToolCalls(RowFeature):
-    """Of rows with tools. symbols: as for `Texts`."""
+    """Of rows with tools. symbols: the bytes of each token; with a constraint, those of its tokens are the row's answer."""
 
     def __init__(self, parser: CallParser, symbols: TokenSymbols | None) -> None:
         self._parser, self._symbols = parser, symbols

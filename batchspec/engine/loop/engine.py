@@ -28,7 +28,6 @@ from batchspec.engine.ranks.messages import Prepare, Scales
 from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.slots.allocator import SlotAllocator
 from batchspec.engine.slots.completion import completion_of
-from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import Features
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.slots.static_batching import StaticBatching
@@ -114,8 +113,9 @@ class Engine:
         Only while no row is live.
 
         shared  also capture the graphs of rows with shared prefixes. A graph that is not prepared is captured at its first use.
-        most_rounds, expected  as for `RoundPlanner.prepare`; ignored with several ranks, which prepare all row buckets and launch
-                               prefill passes kernel by kernel
+        most_rounds  after the last row began, all rows end within this many rounds; None: unknown
+        expected     also capture the prefill passes that these rows will most likely need
+        Both are ignored with several ranks, which prepare all row buckets and launch prefill passes kernel by kernel.
         """
         if self.lead is not None:
             self.lead.send(Prepare(mode, shared))
@@ -141,7 +141,7 @@ class Engine:
         run = self._begin(stream_of(requests))
         with older_objects_frozen(), closing(run):
             while run is self._current:
-                ended = self._step()
+                ended = self._run_step()
                 done = [self._completed(one) for one in ended]
                 is_over = run.is_over(stopping=self._stopping)
                 if is_over and not run.slots.num_live and self.keeps_prefixes:
@@ -156,7 +156,7 @@ class Engine:
         )
 
     def use_kv_scales(self, values: torch.Tensor) -> None:
-        """As `Target.use_kv_scales`, on all ranks. Call it only while no row has K or V."""
+        """Set the K/V scales, fp32 [L, 2, KVH] for all heads of the model, on all ranks. Call it only while no row has K or V."""
         if self.lead is not None:
             self.lead.send(Scales(values.tolist()))
         self.pools.forget()
@@ -175,7 +175,7 @@ class Engine:
         )
         return self._current
 
-    def _step(self) -> list[Ended]:
+    def _run_step(self) -> list[Ended]:
         """Schedule, execute, process. Returns the requests that have ended and wait for nothing."""
         step = self._current.next_step(stopping=self._stopping)
         if self.lead is not None:
@@ -231,16 +231,12 @@ class Engine:
             self.totals.expert_correlation = self.planner.experts.correlation
         now = time.perf_counter()
         for state, finish in self._current.process(launch, result, slots, log, now):
-            self._end(state, finish, now)
+            if self.lead is not None:  # all ranks must agree on what was read
+                self.lead.confirm()
+            self._current.end_request(state, finish, now)
         if self.on_round is not None:
             self.on_round(self.totals)
         self._current.take_ahead()
-
-    def _end(self, state: RequestState, finish: int, now: float) -> None:
-        """As `EngineRun.end`, after all ranks agree on what was read."""
-        if self.lead is not None:
-            self.lead.confirm()
-        self._current.end(state, finish, now)
 
     def _completed(self, ended: Ended) -> Completion:
         done = completion_of(

@@ -73,7 +73,7 @@ class EngineRun:
         """
         finished      prompt and output of rows that the drafter has not learned from yet
         pools         of an earlier run, whose prefixes can be found; None: new ones
-        prefill_cost  as for `SlotAllocator`
+        prefill_cost  None: `PrefillCost.default`
         """
         groups, round_, drafter = executor.cache.groups, executor.round, executor.drafter
         self.pools = pools or PagePools(
@@ -122,7 +122,8 @@ class EngineRun:
 
         log  line i is that of the row in slots[i]
         now  seconds of the host's clock
-        Returns the arguments of `end` for each request that ended: its state, and the device's reason, 0 if a feature ended it.
+        Returns the arguments of `end_request` for each request that ended: its state, and the device's reason, 0 if a feature
+        ended it.
         """
         self.features.read(launch, result, slots, log)
         add_result(self.slots, result, slots, log, now)
@@ -153,17 +154,19 @@ class EngineRun:
             self.scheduler.preempt(state)
         state.rewritten = False
 
-    def end(self, state: RequestState, finish: int, now: float) -> None:
-        """Take a request that has ended out of its slot. Arguments as for `process`.
+    def end_request(self, state: RequestState, finish: int, now: float) -> None:
+        """Take a request that has ended out of its slot.
 
+        finish  the device's reason; 0 if a feature ended it
+        now     seconds of the host's clock
         If it ended with an error, later rows share no page of its prompt: an infinite key in one of them may be the cause.
         Pages of the whole prefix are forgotten, even if other rows read them without an error: an infinite key breaks some
         queries only.
         """
         slot = state.slot
-        self.scheduler.end(state, on_device=finish not in (0, WAITING))
+        self.scheduler.release(state, on_device=finish not in (0, WAITING))
         if state.finish_reason is None:
-            state.end(finish)
+            state.set_finish_reason(finish)
         if state.finish_reason == "error":
             self.pools.forget_prefix(state.prefix_hashes or ())
         self._ended.append(Ended(state, slot, now))

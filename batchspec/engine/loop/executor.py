@@ -19,6 +19,7 @@ from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.cache.sharing_cost import NO_LAUNCHES
 from batchspec.draft.base import Drafter
+from batchspec.draft.shapes import TreeShape
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.graphs import PrefillGraphs
 from batchspec.engine.prefill.passes import PrefillPass, prefill_chunk, rehearsal, rehearse
@@ -26,8 +27,8 @@ from batchspec.engine.prefill.runner import PrefillRunner
 from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
 from batchspec.engine.rounds.results import PendingResult
-from batchspec.engine.rounds.round import RoundOptions
-from batchspec.engine.rounds.tree_round import round_for
+from batchspec.engine.rounds.round import Round, RoundOptions
+from batchspec.engine.rounds.tree_round import TreeRound
 from batchspec.engine.step import RoundShape, ScheduledRound, ScheduledStep
 from batchspec.kernels.common.compile_ahead import compile_ahead
 from batchspec.model.target import Target
@@ -91,13 +92,13 @@ class Executor:
         self.sharing = NO_LAUNCHES
         if self.graphs.captures:
             self.sharing = spec.sharing_cost(target.dtype, page_size=batch.page_size, max_q=batch.draft_len + 1)
-        self._pass = partial(prefill_pass, self.round, self.rows)
+        self._prefill_pass = partial(prefill_pass, self.round, self.rows)
         self.prefill_graphs: PrefillGraphs | None = None
         if prefill_graphs:
             self.prefill_graphs = PrefillGraphs(
-                self.round, self.rows, self.graphs, self._pass, max_tokens=batch.most_graph_tokens
+                self.round, self.rows, self.graphs, self._prefill_pass, max_tokens=batch.most_graph_tokens
             )
-        self._prefill = PrefillRunner(self.rows, self._pass if self.prefill_graphs is None else self.prefill_graphs.run)
+        self._prefill = PrefillRunner(self.rows, self._prefill_pass if self.prefill_graphs is None else self.prefill_graphs.run)
         self._pending: deque[PendingResult] = deque()
         self.num_left_at_refill: int | None = None
         """Number of earlier rounds and passes that the device had not finished when the last refill was launched: at 0 the device
@@ -112,7 +113,7 @@ class Executor:
         if step.moves:
             self.rows.move(step.moves, self.cache.draft_rows)
         if step.refills:
-            self._prefill.place(step.refills)
+            self._prefill.fill_slots(step.refills)
         step.commands.execute(self.rows)
         if step.resumed:
             self.rows.resume(step.resumed)
@@ -156,8 +157,9 @@ class Executor:
         self.rows.provide(mode)
         if self.batch.num_slots > 1:
             self._move_row()
-        cost = rehearse(self._pass, self.rows, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch), mode=mode)
-        return cost if self.prefill_graphs is None else self.prefill_graphs.learn(cost, mode, longest=_longest(self.batch))
+        longest = _longest(self.batch)
+        cost = rehearse(self._prefill_pass, self.rows, max_tokens=self.batch.prefill_tokens, longest=longest, mode=mode)
+        return cost if self.prefill_graphs is None else self.prefill_graphs.learn(cost, mode, longest=longest)
 
     def prepare_passes(self, expected: ExpectedRows, mode: SamplingMode, *, round_s: float) -> int:
         """As `PrefillGraphs.prepare`; 0 if prefill passes are not CUDA graphs. Only after `rehearse`; no row may be live."""
@@ -181,7 +183,7 @@ class Executor:
         """
         num_slots, options = self.batch.num_slots, self.round.options
         passes = rehearsal(num_slots, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch))
-        prefills = [partial(self._pass, segments, mode) for segments in reversed(passes)]
+        prefills = [partial(self._prefill_pass, segments, mode) for segments in reversed(passes)]
         rounds = self.graphs.launches(shapes) if options.decodes else []
         moves = [self._move_row] if num_slots > 1 else []
         return [*prefills[:2], *rounds[:1], *moves, *prefills[2:], *rounds[1:]]
@@ -216,6 +218,15 @@ class Executor:
         """Wait until the device has done everything that was launched on it, in any stream."""
         if self.rows.live.is_cuda:
             torch.cuda.synchronize(self.rows.live.device)
+
+
+def round_for(
+    target: Target, drafter: Drafter, cache: KVCache, batch: PackedBatch, options: RoundOptions, device: torch.device
+) -> Round:
+    """The round that verifies what this drafter proposes: a tree or a chain."""
+    if isinstance(drafter.shape, TreeShape):
+        return TreeRound(target, drafter, drafter.shape, cache, batch, options, device)
+    return Round(target, drafter, cache, batch, options, device)
 
 
 def _longest(batch: PackedBatch) -> int:

@@ -48,7 +48,7 @@ class RoundPlanner:
     def __init__(self, executor: Executor, batch: PackedBatch, *, adaptive: bool, expert_correlation: float = 1.0) -> None:
         """
         adaptive            choose the draft length of each round, 0 included, if rounds are timed; otherwise always the largest
-        expert_correlation  as for `ExpertReads`, used until rounds have been counted
+        expert_correlation  share of tokens that choose experts independently, used until rounds have been counted
         """
         self._executor, self._batch = executor, batch
         self._max_len = executor.drafter.max_len

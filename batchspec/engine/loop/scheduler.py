@@ -72,7 +72,7 @@ class Scheduler:
                 yield from self._round()
             if not self.slots.num_decoding:  # read all but the newest pass: while it runs, the free slots are refilled
                 unread = len(self.launches.unread)
-                yield self._step(num_reads=max(unread - 1, min(1, unread)))
+                yield self._make_step(num_reads=max(unread - 1, min(1, unread)))
 
     def _poll(self) -> Iterator[ScheduledStep]:
         """Stop the rows that features must stop, and let those continue that wait no longer, the oldest first."""
@@ -87,7 +87,7 @@ class Scheduler:
                 self._resumed.append(state.slot)
                 del self._held[state]
         if self._resumed:  # at once: another step may move rows
-            yield self._step()
+            yield self._make_step()
 
     def _stop(self, states: Iterable[RequestState]) -> None:
         """Take rows that have failed out of their slots, and hold others. Rows without a slot have failed."""
@@ -98,7 +98,7 @@ class Scheduler:
                 continue
             self._failed.append((state, state.slot))
             if state.slot >= 0:
-                self.end(state, on_device=False)
+                self.release(state, on_device=False)
 
     def take_failed(self) -> list[tuple[RequestState, int]]:
         """Rows that features have failed since the last call, and the slots that they had; -1 for none."""
@@ -113,7 +113,7 @@ class Scheduler:
 
     def drain(self) -> ScheduledStep:
         """The step that ends a run that was stopped: it reads all launched work and launches nothing."""
-        return self._step(read_all=True)
+        return self._make_step(read_all=True)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -125,7 +125,7 @@ class Scheduler:
         """Whether all launched work has been read, and every row that has failed was taken."""
         return not (self.launches.unread or self._failed)
 
-    def end(self, state: RequestState, *, on_device: bool) -> None:
+    def release(self, state: RequestState, *, on_device: bool) -> None:
         """Take the request out of its slot. on_device: the device has ended its row already."""
         if not on_device:
             self._killed.append(state.slot)
@@ -151,7 +151,7 @@ class Scheduler:
         self._count(group, refills)
         self.num_rows = max(self.num_rows, self._allocator.num_rows_taken())
         decoding = bool(self.launches.unread)
-        yield self._step(refills=refills, prefill=prefill_of(group, refills, self.batch))
+        yield self._make_step(refills=refills, prefill=prefill_of(group, refills, self.batch))
         if decoding:
             self._learn_from_refill()
 
@@ -177,11 +177,11 @@ class Scheduler:
         num_rows = self._allocator.num_rows_needed()
         if num_rows < self.num_rows:
             if self.launches.unread:
-                yield self._step(read_all=True)
+                yield self._make_step(read_all=True)
             moves = self._allocator.compact(num_rows)
             self.num_rows = num_rows
             if moves:
-                yield self._step(moves=tuple(moves))
+                yield self._make_step(moves=tuple(moves))
 
     def _round(self, *, reads: bool = True) -> Iterator[ScheduledStep]:
         """Grant pages for all that the launched rounds and the next one may write, preempting the youngest rows if needed; then
@@ -192,15 +192,15 @@ class Scheduler:
         grants: list[PageGrant] = []
         while not self._allocator.grow(self._tokens_ahead, grants):
             if self.launches.unread:  # unread results may free pages, and the tokens of a preempted row must all be known
-                yield self._step(num_reads=1)
+                yield self._make_step(num_reads=1)
             else:
                 self.preempt(self._allocator.youngest())
                 self._totals.preempted += 1
         if not self.slots.num_decoding:  # all of them ended, or were stopped, in the results that were read
             if grants:  # rows that were stopped keep their slots and pages
-                yield self._step(grants=tuple(grants))
+                yield self._make_step(grants=tuple(grants))
             return
-        yield self._step(reads_due=reads, grants=tuple(grants), round_=self._schedule_round())
+        yield self._make_step(reads_due=reads, grants=tuple(grants), round_=self._schedule_round())
 
     @property
     def _tokens_ahead(self) -> int:
@@ -229,7 +229,7 @@ class Scheduler:
             drafter_update=self._executor.drafter.next_update(),
         )
 
-    def _step(
+    def _make_step(
         self, *, moves: tuple[tuple[int, int], ...] = (), refills: tuple[Refill, ...] = (), prefill: Prefill | None = None,
         grants: tuple[PageGrant, ...] = (), round_: ScheduledRound | None = None, num_reads: int = 0, read_all: bool = False,
         reads_due: bool = True,

@@ -49,7 +49,7 @@ def expected_uses(
     cost       in seconds, with the time of a replay
     draft_len  K; a round is assumed to accept half of its drafts
     round_s    seconds of a round over all slots
-    lookahead  number of tokens after a page on which its K/V also depend, as for `prefix_hashes`
+    lookahead  number of tokens after a page on which its K/V also depend
     """
     assert cost.replay is not None
     rounds = max(1.0, rows.output_tokens / (1 + draft_len / 2))

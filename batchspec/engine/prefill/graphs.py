@@ -172,7 +172,7 @@ class PrefillGraphs:
         batch, slot_ids = inputs.batch(shape, rows, page_size=round_.cache.page_size)
         aux_layer_ids = round_.drafter.aux_layer_ids
         hidden, aux_hidden_states = round_.target.forward(batch, round_.cache, aux_layer_ids, ends_only=True)
-        places = LogitRows(slot_ids.int(), batch.kv_len.long())
-        result = emit(round_, rows, hidden, places, inputs.emit_ids, inputs.emits, shape.mode)
+        logit_rows = LogitRows(slot_ids.int(), batch.kv_len.long())
+        result = emit(round_, rows, hidden, logit_rows, inputs.emit_ids, inputs.emits, shape.mode)
         prefill_drafter(round_, rows, batch, slot_ids, aux_hidden_states, shape.mode)
         return Prefilled(result, inputs.emits)

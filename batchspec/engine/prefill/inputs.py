@@ -46,10 +46,10 @@ class PassInputs:
         """Upload the inputs of this pass, its segments in the order of `emitting_first`, in stream order; the host does not
         wait."""
         lines, count, slots = np.zeros(self._buffer.shape, np.int32), len(segments), [s.slot for s in segments]
-        others = np.setdiff1d(np.arange(self._num_slots, dtype=np.int32), slots)[: num_rows - count]
-        assert count + len(others) == num_rows, "a slot occurs twice in a pass"
+        free_slots = np.setdiff1d(np.arange(self._num_slots, dtype=np.int32), slots)[: num_rows - count]
+        assert count + len(free_slots) == num_rows, "a slot occurs twice in a pass"
         slot_ids, begins, q_len, kv_len, emits, emit_ids = lines
-        slot_ids[:num_rows] = [*slots, *others]
+        slot_ids[:num_rows] = [*slots, *free_slots]
         begins[:count] = [s.begin for s in segments]
         q_len[:num_rows] = 1
         q_len[:count] = [s.end - s.begin for s in segments]

@@ -77,8 +77,8 @@ def prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment],
             mask[slots] = 1
             cu_seqlens_q = torch.zeros(mask.shape[0] + 1, dtype=torch.int32, device=device)
             torch.cumsum(mask, 0, dtype=torch.int32, out=cu_seqlens_q[1:])
-            places = LogitRows(slots.int(), batch.kv_len[segment].long())
-            result = emit(round_, rows, hidden[segment], places, cu_seqlens_q, mask, mode)
+            logit_rows = LogitRows(slots.int(), batch.kv_len[segment].long())
+            result = emit(round_, rows, hidden[segment], logit_rows, cu_seqlens_q, mask, mode)
             park(rows, mask, result.log, mode)
         prefill_drafter(round_, rows, batch, slot_ids, aux_hidden_states, mode)
         return Prefilled(result, mask)
@@ -95,15 +95,16 @@ def prefilling(round_: Round) -> AbstractContextManager[object]:
 
 
 def emit(
-    round_: Round, rows: DeviceBatch, hidden: Tensor, places: LogitRows, cu_seqlens_q: Tensor, mask: Tensor, mode: SamplingMode
+    round_: Round, rows: DeviceBatch, hidden: Tensor, logit_rows: LogitRows, cu_seqlens_q: Tensor, mask: Tensor,
+    mode: SamplingMode,
 ) -> RoundResult:
-    """Choose and commit the token after each of the hidden states `hidden` [N, H]; `places` has their rows and positions.
+    """Choose and commit the token after each of the hidden states `hidden` [N, H]; `logit_rows` has their rows and positions.
 
     cu_seqlens_q  int32 [slots + 1]: for a slot r that emits, its state is hidden[cu_seqlens_q[r]]
     mask          int32 [slots] in: 1 for the slots that emit; out: 0 for those that end with this token
     """
     drafts = Drafts(rows.tokens[:, :0], torch.zeros_like(rows.live))
-    return round_.commit(hidden, places, cu_seqlens_q, drafts, rows, mask, mode, torch.empty_like(mask))
+    return round_.commit(hidden, logit_rows, cu_seqlens_q, drafts, rows, mask, mode, torch.empty_like(mask))
 
 
 def prefill_drafter(

@@ -17,7 +17,7 @@ class PrefillRunner:
     def __init__(self, rows: DeviceBatch, launch: Callable[[Sequence[Segment], SamplingMode], Prefilled]) -> None:
         self._rows, self._launch = rows, launch
 
-    def place(self, refills: Sequence[Refill]) -> None:
+    def fill_slots(self, refills: Sequence[Refill]) -> None:
         """Put requests into their slots: their tokens and their pages."""
         rows = self._rows
         rows.begin([refill.slot for refill in refills], [r.request for r in refills], [r.tokens for r in refills])

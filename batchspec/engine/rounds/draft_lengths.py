@@ -70,7 +70,7 @@ class DraftLengths:
         self.forget()
 
     def forget(self) -> None:
-        """Discard the measured acceptance, as for a new drafter; times stay."""
+        """Discard the measured acceptance; times stay."""
         self._num_probed = np.zeros(self.max_len + 1, np.int64)
         self._tried = [PRIOR_ROWS] * self.max_len
         self._kept = [PRIOR_RATE * PRIOR_ROWS] * self.max_len
@@ -117,7 +117,11 @@ class DraftLengths:
         self, num_rows: int, draft_len: int, context_tokens: int, seconds: float, *, prepare_next: bool = False,
         live_rows: int | None = None,
     ) -> None:
-        """Note that a round over live rows took `seconds`; prepare_next as for `set_base`, live_rows as for `choose`."""
+        """Note that a round over live rows took `seconds`.
+
+        prepare_next  it also prepared the next draft, as every round that drafts does
+        live_rows     how many of the `num_rows` rows were live; None: all
+        """
         if context_tokens:
             live_rows = num_rows if live_rows is None else live_rows
             timed_s = self._base[num_rows, draft_len, prepare_next or draft_len > 0]
@@ -126,7 +130,7 @@ class DraftLengths:
             newest.append(max(0.0, seconds - base) / context_tokens)
 
     def scores(self, num_rows: int, context_tokens: int, *, live_rows: int | None = None) -> NDArray[np.float64]:
-        """float64 [choices] expected tokens a row and second; live_rows as for `choose`."""
+        """float64 [choices] expected tokens a row and second. live_rows: how many rows are live; None: all."""
         seconds = self._seconds(num_rows, context_tokens, num_rows if live_rows is None else live_rows)
         scores: NDArray[np.float64] = np.array(self._tokens()) / seconds
         return scores
@@ -160,36 +164,36 @@ class DraftLengths:
         """base_s + experts_s: the time of a round without attention."""
         if self._experts is None:
             return base_s
-        places = draft_lens + 1 if self._num_nodes is None else np.where(draft_lens > 0, self._num_nodes + 1, 1)
-        added = self._experts.added_s(num_rows, draft_lens, live_rows * places)
+        tokens_per_row = draft_lens + 1 if self._num_nodes is None else np.where(draft_lens > 0, self._num_nodes + 1, 1)
+        added = self._experts.added_s(num_rows, draft_lens, live_rows * tokens_per_row)
         seconds: NDArray[np.float64] = np.maximum(base_s + added, LEAST_SHARE * base_s)
         return seconds
 
     def _pick(self, num_rows: int, context_tokens: int, live_rows: int) -> int:
         tokens, seconds = self._tokens(), self._seconds(num_rows, context_tokens, live_rows)
         scores = [num / took for num, took in zip(tokens, seconds, strict=True)]
-        place, best = self.choices.index(self._current), scores.index(max(scores))
-        if scores[best] > MARGIN * scores[place]:
-            place = best
+        index, best = self.choices.index(self._current), scores.index(max(scores))
+        if scores[best] > MARGIN * scores[index]:
+            index = best
             self._current = self.choices[best]
         self._rounds += 1
         if self._rounds % PROBE_EVERY_AT_FIRST:
             return self._current
         least_s = self._seconds(num_rows, 0, live_rows)
-        hopeful = [1 + k > scores[place] * took for k, took in zip(self.choices, least_s, strict=True)]
-        probed = self._probe(place, hopeful)
+        hopeful = [1 + k > scores[index] * took for k, took in zip(self.choices, least_s, strict=True)]
+        probed = self._probe(index, hopeful)
         if probed is None:
             return self._current
-        self._lost_rounds += max(0.0, seconds[probed] * scores[place] - tokens[probed]) / tokens[place]
+        self._lost_rounds += max(0.0, seconds[probed] * scores[index] - tokens[probed]) / tokens[index]
         return self.choices[probed]
 
-    def _probe(self, place: int, hopeful: Sequence[bool]) -> int | None:
-        """Index in `choices` of another K to probe now, or None; the current K is at `place`."""
-        others = [at for at in dict.fromkeys((place + 1, place - 1, 0)) if 0 <= at < len(self.choices) and at != place]
-        others = [at for at in others if hopeful[at]]
-        if self._rounds % PROBE_EVERY == 0 and others and self._lost_rounds <= PROBE_SHARE * self._rounds:
-            return others[self._rounds // PROBE_EVERY % len(others)]
-        new = [at for at in others if self._num_probed[self.choices[at]] < NEW]
+    def _probe(self, index: int, hopeful: Sequence[bool]) -> int | None:
+        """Index in `choices` of another K to probe now, or None; `index` is that of the current K."""
+        nearest = [i for i in dict.fromkeys((index + 1, index - 1, 0)) if 0 <= i < len(self.choices) and i != index]
+        probes = [i for i in nearest if hopeful[i]]
+        if self._rounds % PROBE_EVERY == 0 and probes and self._lost_rounds <= PROBE_SHARE * self._rounds:
+            return probes[self._rounds // PROBE_EVERY % len(probes)]
+        new = [i for i in probes if self._num_probed[self.choices[i]] < NEW]
         if not new:
             return None
         self._num_probed[self.choices[new[0]]] += 1

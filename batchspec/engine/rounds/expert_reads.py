@@ -67,7 +67,7 @@ class ExpertReads:
         self._sum = decay * self._sum + min(1.0, math.log1p(-share) / (self._missed * tokens))
 
     def set_base(self, num_rows: int, draft_len: int, counts: NDArray[np.int32]) -> None:
-        """Set n[num_rows, draft_len] from the timed round over dead rows. counts: int32 [layers], as for `observe`."""
+        """Set n[num_rows, draft_len] from the timed round over dead rows. counts: int32 [layers], experts that had tokens."""
         self._read[num_rows, draft_len] = float(counts.mean())
 
     def set_cost(self, seconds: float, num_experts: float) -> None:

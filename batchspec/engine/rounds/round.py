@@ -148,13 +148,13 @@ class Round:
             return RoundResult(torch.full((num_rows, 5 + draft_len), -1, dtype=torch.int32))
         batch.read_rows(rows).shared = shared
         hidden, aux_hidden_states = self.target.forward(batch, self.cache, self.drafter.aux_layer_ids)
-        places = None
+        logit_rows = None
         if not mode.greedy or self.options.reader is not None:
-            place = batch.positions - (rows.num_tokens - 1)[batch.row_ids]
-            places = LogitRows(batch.row_ids, batch.positions + 1, ids[:, 1:], place)
+            num_drafted = batch.positions - (rows.num_tokens - 1)[batch.row_ids]
+            logit_rows = LogitRows(batch.row_ids, batch.positions + 1, ids[:, 1:], num_drafted)
         drafts = Drafts(ids[:, 1:], lengths, inputs.rates(draft_len))
         accepted_len = self._accepted_len[:num_rows]
-        result = self.commit(hidden, places, batch.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len)
+        result = self.commit(hidden, logit_rows, batch.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len)
         own_batch = batch.of_group(self.cache.groups.draft_group)
         self.drafter.catch_up(own_batch, aux_hidden_states, accepted_len, rows, self.cache, prepare_next=prepare_next)
         return result
@@ -179,24 +179,24 @@ class Round:
         self.drafter.mode = mode if depends else None
 
     def commit(
-        self, hidden: Tensor, places: LogitRows | None, cu_seqlens_q: Tensor, drafts: Drafts, rows: DeviceBatch, live: Tensor,
+        self, hidden: Tensor, logit_rows: LogitRows | None, cu_seqlens_q: Tensor, drafts: Drafts, rows: DeviceBatch, live: Tensor,
         mode: SamplingMode, out_accepted_len: Tensor,
     ) -> RoundResult:
         """Choose the target's tokens after `hidden` [T, H], accept the drafts that agree with them, and commit the emitted
         tokens.
 
-        places  None if all rows are greedy and no logits are read
+        logit_rows  None if all rows are greedy and no logits are read
         live    int32 [R] in: which rows take part; out: 0 for rows that have ended
         out_accepted_len  int32 [R]
         """
-        target_ids, raw = self.choose(hidden, places, rows, mode)
-        return self._settle(target_ids, raw, places, cu_seqlens_q, drafts, rows, live, mode, out_accepted_len)
+        target_ids, raw = self.choose(hidden, logit_rows, rows, mode)
+        return self._settle(target_ids, raw, logit_rows, cu_seqlens_q, drafts, rows, live, mode, out_accepted_len)
 
     def _settle(
         self,
         target_ids: Tensor,
         raw: Tensor | None,
-        places: LogitRows | None,
+        logit_rows: LogitRows | None,
         cu_seqlens_q: Tensor,
         drafts: Drafts,
         rows: DeviceBatch,
@@ -212,28 +212,28 @@ class Round:
             out_accepted_len=out_accepted_len, out_log=log,
         )
         commit_rules(rows, log, live, mode)
-        if raw is None or places is None or self.options.reader is None:
+        if raw is None or logit_rows is None or self.options.reader is None:
             return RoundResult(log)
         found = self.options.reader.read(raw, target_ids, self.vocabulary)
-        return RoundResult(log, by_row(found, places, log.shape[0], log.shape[1] - 4))
+        return RoundResult(log, by_row(found, logit_rows, log.shape[0], log.shape[1] - 4))
 
     def choose(
-        self, hidden: Tensor, places: LogitRows | None, rows: DeviceBatch, mode: SamplingMode
+        self, hidden: Tensor, logit_rows: LogitRows | None, rows: DeviceBatch, mode: SamplingMode
     ) -> tuple[Tensor, Tensor | None]:
         """The target's choices after `hidden` [T, H], int32 [T], and the raw logits if they are read."""
-        return self.vocabulary.choose(hidden, places, rows, mode, keeps_raw=self.options.reader is not None)
+        return self.vocabulary.choose(hidden, logit_rows, rows, mode, keeps_raw=self.options.reader is not None)
 
 
-def by_row(values: Sequence[Tensor], places: LogitRows, num_rows: int, width: int) -> tuple[Tensor, ...]:
+def by_row(values: Sequence[Tensor], logit_rows: LogitRows, num_rows: int, width: int) -> tuple[Tensor, ...]:
     """Values [T, ...] of flat positions laid out by row and number of drafts before the token, [R, S, ...]; R num_rows, S width.
 
-    places  the row and the number of drafted tokens of each of the T positions
+    logit_rows  the row and the number of drafted tokens of each of the T positions
     Does not synchronise.
     """
-    column = torch.zeros_like(places.positions) if places.num_drafted is None else places.num_drafted
+    column = torch.zeros_like(logit_rows.positions) if logit_rows.num_drafted is None else logit_rows.num_drafted
     # Padding and dead rows have column numbers out of range: their values go to an extra column, which is dropped.
     column = torch.where((column >= 0) & (column < width), column, width)
-    indices, found = (places.row_ids.long(), column), []
+    indices, found = (logit_rows.row_ids.long(), column), []
     for value in values:
         laid_out = value.new_zeros((num_rows, width + 1, *value.shape[1:]))
         laid_out[indices] = value

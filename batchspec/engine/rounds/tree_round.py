@@ -27,15 +27,6 @@ from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 
 
-def round_for(
-    target: Target, drafter: Drafter, cache: KVCache, batch: PackedBatch, options: RoundOptions, device: torch.device
-) -> Round:
-    """The round that verifies what this drafter proposes: a tree or a chain."""
-    if isinstance(drafter.shape, TreeShape):
-        return TreeRound(target, drafter, drafter.shape, cache, batch, options, device)
-    return Round(target, drafter, cache, batch, options, device)
-
-
 class TreeRound(Round):
     """A round drafts the whole tree or nothing."""
 
@@ -50,15 +41,15 @@ class TreeRound(Round):
         device: torch.device,
     ) -> None:
         super().__init__(target, drafter, cache, batch, options, device)
-        slots, places = batch.num_slots, shape.nodes + 1
+        slots, width = batch.num_slots, shape.nodes + 1
         self.nodes = shape.nodes
         self.draft_lens = (0, shape.depth)
-        self._node_ids = torch.zeros(slots, places, dtype=torch.int32, device=device)
-        self._node_layout = UniformLayout(slots, (places,), device)
+        self._node_ids = torch.zeros(slots, width, dtype=torch.int32, device=device)
+        self._node_layout = UniformLayout(slots, (width,), device)
         self._node_kv_len = torch.zeros(slots, dtype=torch.int32, device=device)
-        self._node_positions, self._node_slots, self._ancestors = torch.zeros(3, slots * places, dtype=torch.int64, device=device)
+        self._node_positions, self._node_slots, self._ancestors = torch.zeros(3, slots * width, dtype=torch.int64, device=device)
         self._path = torch.zeros(slots, shape.depth + 1, dtype=torch.int32, device=device)
-        self._path_places = torch.zeros(slots, shape.depth + 1, dtype=torch.int64, device=device)
+        self._path_flat_ids = torch.zeros(slots, shape.depth + 1, dtype=torch.int64, device=device)
 
     def _draft_and_verify(
         self, rows: DeviceBatch, mode: SamplingMode, draft_len: int, shared: SharedPrefixes | None, prepare_next: bool
@@ -77,35 +68,35 @@ class TreeRound(Round):
         batch = self._nodes(rows, ids, parents)
         batch.read_rows(rows).shared = shared
         hidden, aux_hidden_states = self.target.forward(batch, self.cache, self.drafter.aux_layer_ids)
-        places = self._places(batch, parents, mode, rows)
-        target_ids, raw = self.choose(hidden, places, rows, mode)
-        path, at = self._path[:num_rows], self._path_places[:num_rows]
+        logit_rows = self._logit_rows(batch, parents, mode, rows)
+        target_ids, raw = self.choose(hidden, logit_rows, rows, mode)
+        path, flat_ids = self._path[:num_rows], self._path_flat_ids[:num_rows]
         find_accepted_path(
             ids, parents, target_ids, take_deepest=drafts.rates is not None, draft_len=drafts.length, out_path=path,
-            out_flat_ids=at, out_draft_ids=drafts.ids,
+            out_flat_ids=flat_ids, out_draft_ids=drafts.ids,
         )
-        at = at.view(-1)
+        flat_ids = flat_ids.view(-1)
         accepted_len = self._accepted_len[:num_rows]
         on_path = None
-        if places is not None:
-            on_path = LogitRows(chain.row_ids, chain.positions + 1, num_drafted=self._place_of(chain, rows))
-        raw = None if raw is None else raw.index_select(0, at)
+        if logit_rows is not None:
+            on_path = LogitRows(chain.row_ids, chain.positions + 1, num_drafted=self._depth_of(chain, rows))
+        raw = None if raw is None else raw.index_select(0, flat_ids)
         result = self._settle(
-            target_ids.index_select(0, at), raw, on_path, chain.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len
+            target_ids.index_select(0, flat_ids), raw, on_path, chain.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len
         )
         self.cache.move_accepted(batch, path, chain, accepted_len)
         assert aux_hidden_states is not None
         self.drafter.catch_up(
-            chain.of_group(self.cache.groups.draft_group), aux_hidden_states.index_select(0, at), accepted_len, rows,
+            chain.of_group(self.cache.groups.draft_group), aux_hidden_states.index_select(0, flat_ids), accepted_len, rows,
             self.cache, prepare_next=prepare_next,
         )
         return result
 
     def _nodes(self, rows: DeviceBatch, ids: Tensor, parents: Tensor) -> FlatBatch:
         """S flat tokens for every row, dead or not: the newest token and the nodes."""
-        (num_rows, places), page_size = ids.shape, self.cache.page_size
+        (num_rows, width), page_size = ids.shape, self.cache.page_size
         page_table, *more_tables = rows.page_tables
-        count = num_rows * places
+        count = num_rows * width
         positions, slots, ancestors = (x[:count] for x in (self._node_positions, self._node_slots, self._ancestors))
         kv_len = self._node_kv_len[:num_rows]
         prepare_tree_inputs(
@@ -117,7 +108,7 @@ class TreeRound(Round):
         batch = self._node_layout.batch(ids, positions, slots, kv_len, page_table, max_kv, tree)
         return batch.add_groups(more_tables, page_size)
 
-    def _places(self, batch: FlatBatch, parents: Tensor, mode: SamplingMode, rows: DeviceBatch) -> LogitRows | None:
+    def _logit_rows(self, batch: FlatBatch, parents: Tensor, mode: SamplingMode, rows: DeviceBatch) -> LogitRows | None:
         """Row and position of each node's choice; also the tokens on the path to it if a logit rule reads drafts."""
         if mode.greedy and self.options.reader is None:
             return None
@@ -127,15 +118,15 @@ class TreeRound(Round):
             batch.row_ids,
             batch.positions + 1,
             drafts=self._above(batch.token_ids.view_as(parents), parents),
-            num_drafted=self._place_of(batch, rows),
+            num_drafted=self._depth_of(batch, rows),
             draft_rows=torch.arange(parents.numel(), device=parents.device),
         )
 
     def _above(self, ids: Tensor, parents: Tensor) -> Tensor:
         """int32 [T, D] tokens of levels 1..D on the path from the root to each node, the node included; arbitrary below its
         depth."""
-        (num_rows, places), depth = ids.shape, self.drafter.max_len
-        node = torch.arange(places, device=ids.device).expand(num_rows, -1)
+        (num_rows, width), depth = ids.shape, self.drafter.max_len
+        node = torch.arange(width, device=ids.device).expand(num_rows, -1)
         upwards = []
         for _ in range(depth):
             upwards.append(torch.where(node > 0, ids.gather(1, node), -1))
@@ -146,6 +137,6 @@ class TreeRound(Round):
         order = (torch.arange(depth, device=ids.device) + missing) % depth
         return found.gather(1, order).clamp_(min=0)
 
-    def _place_of(self, batch: FlatBatch, rows: DeviceBatch) -> Tensor:
+    def _depth_of(self, batch: FlatBatch, rows: DeviceBatch) -> Tensor:
         """Depth of each flat token; only before the commit."""
         return batch.positions - (rows.num_tokens - 1)[batch.row_ids]

@@ -21,7 +21,7 @@ class VerifyInputs:
     def __init__(
         self, slots: int, max_draft_len: int, page_size: int, synthetic: tuple[float, ...] | None, device: torch.device
     ) -> None:
-        """synthetic: as for `RoundOptions`."""
+        """synthetic: unconditional acceptance rates per position, for benchmarks; None: the target decides."""
         width, self._page_size = max_draft_len + 1, page_size
         self._lengths, self._kv_len, self._cu_seqlens_q, self._row_ids = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (slots, slots, slots + 1, slots * width)

@@ -22,26 +22,26 @@ class Vocabulary:
         self.target = target
 
     def choose(
-        self, hidden: Tensor, places: LogitRows | None, rows: DeviceBatch, mode: SamplingMode, *, keeps_raw: bool = False
+        self, hidden: Tensor, logit_rows: LogitRows | None, rows: DeviceBatch, mode: SamplingMode, *, keeps_raw: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """The choice after each row of `hidden` [T, H], and the raw logits [T, V] if they are to be kept.
 
-        places  row and position of each; None only if all rows are greedy and raw logits are not kept
+        logit_rows  row and position of each; None only if all rows are greedy and raw logits are not kept
         """
-        if places is None:
+        if logit_rows is None:
             return self.greedy(hidden), None
         rule = None if keeps_raw else masks_alone(mode)
         if rule is not None and rule.masks is not None and self.masks_in_product(hidden):
-            return self.target.greedy_sample(hidden, flag_nonfinite=True, allowed=rule.masks(places, rows)), None
+            return self.target.greedy_sample(hidden, flag_nonfinite=True, allowed=rule.masks(logit_rows, rows)), None
         logits = self.target.logits(hidden)
         raw = None
         if keeps_raw:
             raw = logits.clone() if adjusts(mode) else logits
-        return self.choose_by_logits(logits, places, rows, mode), raw
+        return self.choose_by_logits(logits, logit_rows, rows, mode), raw
 
-    def choose_by_logits(self, logits: Tensor, places: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> Tensor:
+    def choose_by_logits(self, logits: Tensor, logit_rows: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> Tensor:
         """The choice of each row of logits [T, V], which are changed: see `sampling.choose`."""
-        return choose(logits, places, rows, mode, greedy=self.greedy_by_logits)
+        return choose(logits, logit_rows, rows, mode, greedy=self.greedy_by_logits)
 
     def greedy(self, hidden: Tensor) -> Tensor:
         """The greedy choice after each row of `hidden` [T, H]."""

@@ -42,18 +42,18 @@ class SharedVocabulary(Vocabulary):
     """The vocabulary of a target that several ranks compute. Equally likely tokens may come in another order in `largest`."""
 
     def choose(
-        self, hidden: Tensor, places: LogitRows | None, rows: DeviceBatch, mode: SamplingMode, *, keeps_raw: bool = False
+        self, hidden: Tensor, logit_rows: LogitRows | None, rows: DeviceBatch, mode: SamplingMode, *, keeps_raw: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        ids, raw = super().choose(hidden, places, rows, mode, keeps_raw=keeps_raw)
+        ids, raw = super().choose(hidden, logit_rows, rows, mode, keeps_raw=keeps_raw)
         sums = self._ranks.gather(checksums(hidden))
         return torch.where((sums == sums[0]).all(0) | (ids < 0), ids, DIVERGED), raw
 
-    def choose_by_logits(self, logits: Tensor, places: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> Tensor:
+    def choose_by_logits(self, logits: Tensor, logit_rows: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> Tensor:
         spec = self.target.spec
         target_ids = choose_of_ranks(
-            logits, places, rows, mode, spec.vocab_part, spec.vocab_size, self._ranks, greedy=self.greedy_by_logits
+            logits, logit_rows, rows, mode, spec.vocab_part, spec.vocab_size, self._ranks, greedy=self.greedy_by_logits
         )
-        mark_undecided(target_ids, places, rows, mode)
+        mark_undecided(target_ids, logit_rows, rows, mode)
         return target_ids
 
     def greedy_by_logits(self, logits: Tensor) -> Tensor:
@@ -63,9 +63,9 @@ class SharedVocabulary(Vocabulary):
         return torch.logsumexp(self._ranks.gather(torch.logsumexp(raw, 1)), 0)
 
     def logit_of(self, raw: Tensor, ids: Tensor) -> Tensor:
-        place = ids.clamp(min=0).long() - self._first
-        own = (place >= 0) & (place < raw.shape[1])
-        logit = raw.gather(1, place.clamp(0, raw.shape[1] - 1).unsqueeze(1)).squeeze(1)
+        index = ids.clamp(min=0).long() - self._first
+        own = (index >= 0) & (index < raw.shape[1])
+        logit = raw.gather(1, index.clamp(0, raw.shape[1] - 1).unsqueeze(1)).squeeze(1)
         # One rank has the token; the numbers of the other ranks are not read.
         owner = self._ranks.gather(own.int()).argmax(0, keepdim=True)
         return self._ranks.gather(logit).gather(0, owner).squeeze(0)

@@ -105,19 +105,19 @@ class SlotAllocator:
         free = self.slots.free()
         group: list[RequestState] = []
         promised = self._expected_pages.promised(self.slots, self.pools).tolist()
-        place: int | None = 0
+        index: int | None = 0
         for slot in free:
-            place = self._waiting.first_ready(place or 0, self.batch.num_slots)
-            if place is None or not self._admit(
-                state := self._waiting[place], promised, alone=not (self.slots.num_live or group)
+            index = self._waiting.first_ready(index or 0, self.batch.num_slots)
+            if index is None or not self._admit(
+                state := self._waiting[index], promised, alone=not (self.slots.num_live or group)
             ):
                 break
-            del self._waiting[place]
+            del self._waiting[index]
             group.append(state)
             state.slot = slot
             self._features.enter(state)
         if group:
-            self.slots.place(group, free[: len(group)], self._num_refills)
+            self.slots.fill(group, free[: len(group)], self._num_refills)
             self._num_refills += len(group)
         return group
 

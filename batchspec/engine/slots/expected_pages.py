@@ -21,7 +21,7 @@ class ExpectedPages:
     returns."""
 
     def __init__(self, page_size: int, num_lookahead_slots: int) -> None:
-        """num_lookahead_slots: as for `SlotAllocator`."""
+        """num_lookahead_slots: K/V slots after a row's last token that it needs too, such as those of a tree's nodes."""
         self._page_size, self._num_lookahead_slots = page_size, num_lookahead_slots
 
     def of_waiting(self, state: RequestState) -> int:

@@ -25,8 +25,10 @@ class IdleSlots:
     def refill_is_due(self, num_free: int, row_tokens: int, *, waits: bool, round_s: float, refill_s: float | None) -> bool:
         """Add a round in which `num_free` slots are idle. Returns whether idle slots have cost as much as a refill by now.
 
-        row_tokens, waits  as for `PrefillCost.is_replayed`, for the request that waits longest
-        round_s, refill_s  as for `SlotAllocator.refill_is_due`
+        row_tokens  number of tokens of the request that waits longest
+        waits       its row may wait for states of lazy automata
+        round_s     seconds that a round over all slots takes at present, in the unit of the prefill cost
+        refill_s    fixed seconds of a refill whose pass is replayed (`RefillTimes`); None: not measured
         """
         self._idle += round_s * num_free / self._num_slots
         cost = self._cost

@@ -154,7 +154,7 @@ class RequestState:
                 self.accepted_at[i] += num_accepted
                 self.drafted_at[i] += num_drafted
 
-    def end(self, finish: int) -> None:
+    def set_finish_reason(self, finish: int) -> None:
         """The device has ended the row: at a stop id, at its limit, or because its logits were not finite."""
         if finish == STOPPED:
             self.finish_reason, self.stop_id = "stop", self.tokens[-1]

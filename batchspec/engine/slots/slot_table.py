@@ -95,7 +95,7 @@ class SlotTable:
         assert state is not None, slot
         return state
 
-    def place(self, states: Sequence[RequestState], slots: Sequence[int], order: int) -> None:
+    def fill(self, states: Sequence[RequestState], slots: Sequence[int], order: int) -> None:
         """Put requests, which have their pages, into free slots.
 
         order  what the first request gets as its place in the order of refills; each later one gets the next number

@@ -52,17 +52,17 @@ class WaitingRequests:
         if self._stream is not None:
             self._prefetched += take_ready(self._stream, min(count, self._most_prefetched - len(self._prefetched)))
             self._drop_ended_stream()
-        end = min(len(self._queue) + count, most)
-        while self._prefetched and len(self._queue) < end:
+        most_states = min(len(self._queue) + count, most)
+        while self._prefetched and len(self._queue) < most_states:
             self._enqueue(self._prefetched.popleft())
 
     def first_ready(self, passed: int, most: int) -> int | None:
-        """The place of the first request, from place `passed` on, that need not wait any longer; None if there is none. At most
+        """The index of the first request, from index `passed` on, that need not wait any longer; None if there is none. At most
         `most` requests are passed over."""
-        for place in range(passed, most + 1):
-            state = self.peek(place)
+        for index in range(passed, most + 1):
+            state = self.peek(index)
             if state is None or self._ready(state):
-                return None if state is None else place
+                return None if state is None else index
         return None
 
     def put_first(self, state: RequestState) -> None:
@@ -87,11 +87,11 @@ class WaitingRequests:
         """The same requests, in their order."""
         return iter(self._queue)
 
-    def __getitem__(self, place: int) -> RequestState:
-        return self._queue[place]
+    def __getitem__(self, index: int) -> RequestState:
+        return self._queue[index]
 
-    def __delitem__(self, place: int) -> None:
-        del self._queue[place]
+    def __delitem__(self, index: int) -> None:
+        del self._queue[index]
 
     def _next(self) -> Request | None:
         if self._prefetched:

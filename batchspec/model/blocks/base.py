@@ -149,7 +149,7 @@ class Clamp:
 class GroupedSpec:
     """One matrix [rows, k] for each of E experts; a token is multiplied only with the matrices of its own experts.
 
-    Which tensors a file holds for it depends on the weight format, as for a projection.
+    Which tensors a file holds for it depends on the weight format (`batchspec.model.quant`).
     """
 
     name: str
@@ -302,7 +302,10 @@ class BlockSpec(Protocol):
     def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
         """What a rank holds: the part of each projection, by its name; of each grouped product, by the name of the first
         projection of its first expert, as a range of the values between the two products of an expert; and of vectors that are
-        not whole on every rank, which are cut by columns. Arguments as for `sharded`."""
+        not whole on every rank, which are cut by columns.
+
+        unit  number of values between the two products of an MLP, or of an expert, that cannot be divided between ranks
+        """
 
 
 def projections(block: BlockSpec) -> Iterator[Projection]:

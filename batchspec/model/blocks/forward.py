@@ -137,7 +137,7 @@ class StoreKV(Protocol):
 
     @property
     def lora(self) -> LoraTokens | None:
-        """As for `Product`."""
+        """Which tokens go through which adapter; None in a model without."""
 
     def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
         """The output of the product of q, k and v -> q [T, NH, D], normed and rotated; stores K, treated the same, and V.
@@ -151,7 +151,7 @@ class Attend(Protocol):
 
     @property
     def lora(self) -> LoraTokens | None:
-        """As for `Product`, of these tokens."""
+        """Which of these tokens go through which adapter; None in a model without."""
 
     def __call__(self, q: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
         """q [T, NH, D] -> attended values [T, NH * D] over the stored K and V.
@@ -185,7 +185,7 @@ class Block(Protocol):
         """Whether its first product takes the un-normed stream for as many tokens; then the block before it adds in place."""
 
     def __call__(self, stream: Stream, lora: LoraTokens | None, *, add_in_product: bool) -> None:
-        """lora: as for `Product`.
-
+        """
+        lora            which tokens go through which adapter; None in a model without
         add_in_product  the next norm is fused into a product, so the last product of this block adds to the stream itself
         """

@@ -42,10 +42,13 @@ class DecoderLayer:
 
     @property
     def num_experts_read(self) -> Tensor | None:
-        """As for `Block`."""
+        """int32 [1]: number of experts that had tokens in the latest forward pass; None without experts."""
         return self._mlp.num_experts_read
 
     def finish(self, q: Tensor, stream: Stream, attend: Attend, *, add_in_product: bool) -> None:
-        """Continue from q [T, NH, D] to the end of the layer. add_in_product: as for `Block`, for what follows the layer."""
+        """Continue from q [T, NH, D] to the end of the layer.
+
+        add_in_product  the next norm is fused into a product, so the last product of the layer adds to the stream itself
+        """
         self.attention.finish(q, stream, attend, add_in_product=self._mlp.norms_in_product(stream))
         self._mlp(stream, attend.lora, add_in_product=add_in_product)

@@ -1,0 +1,132 @@
+"""Commits decoded shards, each from its completions to its file in data/, while the next ones are decoded."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchspec.packing.work_plan import DecodedShard
+from batchspec.records import Completion
+from batchspec.runner.retry_plan import OldShard
+from batchspec.runner.shard_work import ShardWork
+from batchspec.runner.shard_workers import ShardWorkers
+from batchspec.runstate.output_folder import OutputFolder
+from batchspec.runstate.shard_writer import WrittenFile
+
+WAITING, MOST_WAITING = 2, 32
+"""Maximum number of shards that are being committed or wait for it, for large and for small shards; decoding waits at the limit.
+The rows of several shards are ordered together (`packing/order.py`), so four or more shards end almost at the same time: with a
+limit of two the engine would wait for commits."""
+SMALL_BYTES = 100 << 20
+"""Shards count as small while all uncommitted ones together take no more memory than this."""
+
+
+class ShardCommitter:
+    """Commits decoded shards in order.
+
+    The file of a new shard is written under a temporary name, fsynced and verified by reading it back: by a worker process as
+    soon as one is free, without workers when its turn comes. Then the shard's input is checked to be still what was read, and
+    the file gets its final name, once. A shard of a retry needs its old rows too: workers make only the table of the new rows;
+    after the check this process merges both, writes and verifies the file, and replaces the old one if that has not changed
+    meanwhile; without a new row the old file stays. If writing, verifying or the check fails, the temporary file is deleted, and
+    the shard stays as it was: without a file, or in a retry with the old one. If publishing fails, the final name has what it
+    had before or the whole new file, never a part of one. A kill may leave the temporary file, which a later run deletes. The
+    next run takes the rows of a failed commit from the journal, or computes them again.
+    """
+
+    def __init__(
+        self,
+        output: OutputFolder,
+        work: ShardWork | ShardWorkers,
+        take_old_shard: Callable[[int], OldShard | None],
+        check_input: Callable[[int, int], None],
+    ) -> None:
+        """
+        work            makes tables and files
+        take_old_shard  as `RetryPlan.take_old_shard`; called once for each shard
+        check_input     `Source.check`: raises InputError if an input file with rows from the first number up to the second has
+                        changed
+        """
+        self._output, self._work = output, work
+        self._take_old_shard, self._check_input = take_old_shard, check_input
+
+    def commit(self, decoded: Iterable[DecodedShard]) -> Generator[DecodedShard]:
+        """Yield every shard, in order, after its commit. A thread commits one at a time while the next ones are decoded:
+        compressing, reading back and publishing one takes a second or more.
+
+        What `check_input` raises, and what `OutputFolder.publish` raises, is raised here, after the last shard at the latest.
+        However the generator is left, commits that have begun are complete then.
+        """
+        under_way: deque[tuple[DecodedShard, Future[None], float]] = deque()
+
+        def first() -> DecodedShard:
+            done, future, _ = under_way.popleft()
+            future.result()
+            return done
+
+        def too_many() -> bool:
+            are_small = sum(num_bytes for _, _, num_bytes in under_way) <= SMALL_BYTES
+            return len(under_way) > (MOST_WAITING if are_small else WAITING)
+
+        with ThreadPoolExecutor(1, thread_name_prefix="commit") as pool:
+            for done in decoded:
+                under_way.append((done, pool.submit(self._begin(done)), done.num_bytes))
+                while too_many() or (under_way and under_way[0][1].done()):
+                    yield first()
+            while under_way:
+                yield first()
+
+    def _begin(self, done: DecodedShard) -> Callable[[], None]:
+        """Let worker processes begin with what can be done at once; returns a function that does the rest of the commit. Nothing
+        is published if another run was first.
+        """
+        index = done.shard.index
+        old = self._take_old_shard(index)
+        if old is None:
+            write = self._work.begin_file(done.shard, done.completions, self._output.unpublished(index))
+            return partial(self._publish, done, write)
+        make = self._work.begin_table(done.shard, done.completions) if done.completions else None
+        return partial(self._replace, done, old, make)
+
+    def _publish(self, done: DecodedShard, write: Callable[[], WrittenFile]) -> None:
+        """Publish a shard that has no rows in the output yet."""
+
+        def checked_file() -> WrittenFile:
+            file = write()
+            try:
+                self._check(done)
+            except BaseException:
+                with suppress(OSError):
+                    file.path.unlink(missing_ok=True)
+                raise
+            return file
+
+        self._output.publish(done.shard.index, checked_file)
+
+    def _replace(self, done: DecodedShard, old: OldShard, make: Callable[[], pa.Table] | None) -> None:
+        """Replace a retry's file by one with the new rows and the old versions of all others. make: the table of the new rows;
+        None if there are none.
+        """
+        new = None if make is None else make()
+        self._check(done)
+        table = None if new is None else merged(old.table, done.completions, new)
+        self._output.recommit(done.shard.index, table, old.version)
+
+    def _check(self, done: DecodedShard) -> None:
+        first = done.shard.first_row
+        self._check_input(first, first + done.shard.table.num_rows)
+
+
+def merged(old: pa.Table, completions: Sequence[Completion], new: pa.Table) -> pa.Table:
+    """The new rows, which are those of the completions, and the old versions of all others, in input order."""
+    anew = {(done.row_index, done.sample_index) for done in completions}
+    keys = zip(old["row_index"].to_pylist(), old["sample_index"].to_pylist(), strict=True)
+    kept = old.filter(pa.array([key not in anew for key in keys], pa.bool_()))
+    table = pa.concat_tables([kept, new.replace_schema_metadata(None)])
+    return table.take(pc.sort_indices(table, [("row_index", "ascending"), ("sample_index", "ascending")]))
