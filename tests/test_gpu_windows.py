@@ -28,7 +28,7 @@ from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.slots import expected_pages
-from batchspec.model import target as target_module
+from batchspec.model import mixer_inputs
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request
 from tests.engines import decode, make_engine, request, share_always
@@ -120,7 +120,7 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> set[type]:
             found.add(type(made))
         return made
 
-    monkeypatch.setattr(target_module, "plan_attention", plan)
+    monkeypatch.setattr(mixer_inputs, "plan_attention", plan)
     return found
 
 

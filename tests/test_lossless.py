@@ -41,7 +41,7 @@ from batchspec.engine.loop.totals import EngineTotals
 from batchspec.engine.rounds.round import Round, RoundOptions, RoundResult
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.step import RoundShape, ScheduledRound
-from batchspec.model import target as target_module
+from batchspec.model import mixer_inputs
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Repetition, Request, SamplingParams
 from tests.engines import (
@@ -121,7 +121,7 @@ def run(
         return plan_attention(batch, kv, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target_module, "plan_attention", plan_checked)
+        patch.setattr(mixer_inputs, "plan_attention", plan_checked)
         patch.setattr(reader_module, "plan_attention", plan_checked)
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", short_cap)
         patch.setattr(engine.executor, "_launch_round", launch_checked)

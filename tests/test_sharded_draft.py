@@ -139,8 +139,8 @@ def test_a_job_cuts_a_large_head_and_keeps_a_small_one_whole() -> None:
         part = whole.of_rank(Shard(0, ranks))
         sizes = [spec.weight_bytes(dtype=torch.bfloat16, device=DEVICE) for spec in (part, whole)]
         assert (
-            part.layer_states(torch.bfloat16, 16)[0].kv.num_kv_heads
-            < whole.layer_states(torch.bfloat16, 16)[0].kv.num_kv_heads
+            part.layer_states(torch.bfloat16, 16)[0].layout.num_kv_heads
+            < whole.layer_states(torch.bfloat16, 16)[0].layout.num_kv_heads
         ) == (sizes[0] < sizes[1])
         return sizes[0] / sizes[1]
 

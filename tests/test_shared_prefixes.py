@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-import batchspec.model.target as target_module
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.attention import AttentionPlan, plan_attention
 from batchspec.cache.layout import LayerKV
@@ -22,6 +21,7 @@ from batchspec.cache.pages import PagePool
 from batchspec.cache.verify import fits_verify, plan_verify
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.slots import prefix_groups as groups_module
+from batchspec.model import mixer_inputs
 from batchspec.model.target import Target
 from batchspec.packing.planner import row_buckets
 from batchspec.records import Request
@@ -52,7 +52,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             seen.append(len(batch.kv_len))
         return plan_verify(batch, kv, shared=batch.shared, interpret=DEVICE.type == "cpu", **options)
 
-    monkeypatch.setattr(target_module, "plan_attention", plan)
+    monkeypatch.setattr(mixer_inputs, "plan_attention", plan)
     monkeypatch.setattr(groups_module, "MIN_PAGES", PREFIX // 4)
     return seen
 

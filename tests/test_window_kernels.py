@@ -19,7 +19,7 @@ from batchspec.cache.layout import LayerKV
 from batchspec.cache.verify import fits_verify, plan_verify
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.engine.slots import prefix_groups
-from batchspec.model import target as target_module
+from batchspec.model import mixer_inputs
 from batchspec.model.target import Target
 from batchspec.packing.planner import row_buckets
 from batchspec.records import Request
@@ -46,7 +46,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int | None, bool]]:
         made[options["window"], batch.shared is not None] += 1
         return plan_verify(batch, kv, shared=batch.shared, interpret=DEVICE.type == "cpu", **options)
 
-    monkeypatch.setattr(target_module, "plan_attention", plan)
+    monkeypatch.setattr(mixer_inputs, "plan_attention", plan)
     monkeypatch.setattr(prefix_groups, "MIN_PAGES", PREFIX // PAGE_SIZE)
     return made
 

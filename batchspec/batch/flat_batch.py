@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +12,10 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.kv_cache.group_slot_mapping import group_slot_mapping
+
+Recurrence = Literal["chunks", "steps", "drafts"]
+"""How recurrent layers take the tokens of a batch. chunks: prompt tokens, many at a time; steps: known tokens, one after another;
+drafts: one after another, of which all but a row's first may be rejected later."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +62,9 @@ class FlatBatch:
     """What the host knows of the rows: everything for a prefill, None for a round and for a padded prefill."""
     max_keys: int | None = None
     """For a padded prefill: upper bound of the sum of kv_len (host bound)."""
+    slots: Tensor | None = None
+    """int32 [R] the slot of each row; None: row r is in slot r"""
+    recurrence: Recurrence = "chunks"
     row_adapters: Tensor | None = None
     """int32 [R] the LoRA adapter of each row, 0 is none; None if the model has no adapters of single rows"""
     tree: TreeTail | None = None
@@ -65,10 +73,16 @@ class FlatBatch:
     more_groups: tuple[GroupPages, ...] = ()
     """For K/V groups 1, 2, ...; page_table and slot_mapping are those of group 0, which has the widest window."""
 
+    @property
+    def commits(self) -> bool:
+        """Whether all of its tokens are known to be the row's."""
+        return self.recurrence != "drafts"
+
     def read_rows(self, rows: DeviceBatch, slot_ids: Tensor | None = None) -> FlatBatch:
         """This batch, with what layers read of the rows besides their tokens. slot_ids int64 [R]: the slot of each row; None:
         row r is in slot r."""
         self.row_adapters = rows.adapter if slot_ids is None else rows.adapter[slot_ids]
+        self.slots = None if slot_ids is None else slot_ids.int()
         return self
 
     def of_group(self, group: int) -> FlatBatch:

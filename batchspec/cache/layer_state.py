@@ -3,9 +3,11 @@
     K/V          of every token, in pages. A row takes pages as it grows, shares those of a cached prefix, and gives them back
                  when it leaves its slot or its window has passed them (`page_tables.py`). Passes and rounds write K/V of their
                  tokens. Acceptance moves those of a tree (`KVCache.move_accepted`); rejected ones are overwritten.
-    row tensors  one entry a slot, of a fixed size. A prefill pass writes the entries of its rows (`KVCache.enter`), a round those
-                 of its rows after acceptance, and compaction moves them with the row. An entry means nothing once its row has
-                 left the slot. Rows share none: what follows a cached prefix is prefilled, and that writes them.
+    row tensors  one entry a slot, of a fixed size. A prefill pass writes the entries of its rows, a round those of its rows, and
+                 compaction moves them with the row. An entry means nothing once its row has left the slot. Rows share none: what
+                 follows a cached prefix is prefilled, and that writes them. A drafter's are written after acceptance
+                 (`KVCache.enter`). Those of a target's recurrent layer lag: a round does not know which of its tokens will be
+                 accepted, so it keeps what they bring, and the next round adds those that were (`KVCache.num_folded`).
 """
 
 from __future__ import annotations
@@ -35,12 +37,24 @@ class RowTensor:
 class LayerState:
     """What one layer keeps."""
 
-    kv: KVLayout
+    kv: KVLayout | None
+    """None: it keeps no K and V."""
     window: int | None = None
     """Number of newest keys that a query reads, its own included; None: all, or the first ones too."""
     row: tuple[RowTensor, ...] = ()
 
     @property
+    def layout(self) -> KVLayout:
+        """Of a layer that keeps K and V."""
+        assert self.kv is not None
+        return self.kv
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of its part of a page."""
+        return 0 if self.kv is None else self.kv.page_bytes
+
+    @property
     def row_bytes(self) -> int:
-        """Bytes of a row besides its pages, however many tokens it has; `kv.page_bytes` are those of a page."""
+        """Bytes of a row besides its pages, however many tokens it has."""
         return sum(tensor.nbytes for tensor in self.row)

@@ -31,7 +31,7 @@ class KVCache:
     ids."""
 
     layers: tuple[LayerKV, ...]
-    """The target's layers, then the drafter's."""
+    """K and V of the target's layers that keep them, then the drafter's."""
     groups: KVGroups
     target_kv: tuple[Tensor, ...]
     """For each group, the K/V of its target layers [layers, 2 (K, V), P, page_size, KVH, D]; `layers` are views of it."""
@@ -41,6 +41,10 @@ class KVCache:
     """For each group, the index of its table in `DeviceBatch.page_tables`."""
     draft_rows: tuple[Tensor, ...] = ()
     """The row tensors [slots, ...] of the drafter's layers, in their order."""
+    target_rows: tuple[tuple[Tensor, ...], ...] = ()
+    """For each of the target's layers its row tensors [slots, ...]; most have none."""
+    num_folded: Tensor | None = None
+    """int32 [slots] number of the row's first tokens that the states of the target's layers hold; None: no layer has one."""
 
     @classmethod
     def allocate(
@@ -61,17 +65,22 @@ class KVCache:
         num_pages  of each group
         scales     fp32 [target layers, 2 (K, V), KVH] of an e4m3 layout of the target
         """
-        layout = layers[0].kv
-        assert {layer.kv for layer in layers} == {layout}
-        assert {layer.kv.page_size for layer in draft_layers} <= {layout.page_size}  # a row has as many pages in both
+        layout = next(layer.layout for layer in layers if layer.kv is not None)
+        assert {layer.kv for layer in layers} <= {layout, None}
+        assert {layer.layout.page_size for layer in draft_layers} <= {layout.page_size}  # a row has as many pages in both
         target_kv = tuple(
             layout.allocate(groups.num_target_layers(group), count, device) for group, count in enumerate(num_pages)
         )
         draft_kv = _draft_kv(draft_layers, num_pages[groups.draft_group], device) if draft_layers else ()
-        rows = tuple(
-            torch.zeros((num_slots, *one.shape), dtype=one.dtype, device=device) for layer in draft_layers for one in layer.row
+        def allocated(layer: LayerState) -> tuple[Tensor, ...]:
+            return tuple(torch.zeros((num_slots, *one.shape), dtype=one.dtype, device=device) for one in layer.row)
+
+        rows = tuple(tensor for layer in draft_layers for tensor in allocated(layer))
+        target_rows = tuple(allocated(layer) for layer in layers)
+        num_folded = torch.zeros(num_slots, dtype=torch.int32, device=device) if any(target_rows) else None
+        return replace(
+            cls.of(layout, groups, target_kv, draft_kv, scales), draft_rows=rows, target_rows=target_rows, num_folded=num_folded
         )
-        return replace(cls.of(layout, groups, target_kv, draft_kv, scales), draft_rows=rows)
 
     @classmethod
     def of(
@@ -90,7 +99,7 @@ class KVCache:
         return cls((*target_layers, *draft_layers), groups, target_kv, layout.page_size, tuple(range(groups.num_groups)))
 
     def layer(self, index: int) -> LayerKV:
-        """A layer by index: the target's are 0 .. L-1, the drafter's follow."""
+        """K and V of a layer by its index among those that keep them: the target's are 0 .. L-1, the drafter's follow."""
         return self.layers[index]
 
     def page_tables(self, rows: DeviceBatch) -> tuple[Tensor, ...]:
@@ -105,6 +114,25 @@ class KVCache:
         """The cache of the drafter's layers alone, numbered from 0, for a drafter that is a whole model. All are in one group."""
         layers = self.layers[len(self.groups.target_layers) :]
         return KVCache(layers, KVGroups.single(len(layers)), (), self.page_size, (self.groups.draft_group,))
+
+    @property
+    def row_tensors(self) -> tuple[Tensor, ...]:
+        """Everything that compaction moves with a row."""
+        folded = () if self.num_folded is None else (self.num_folded,)
+        return (*self.draft_rows, *(tensor for own in self.target_rows for tensor in own), *folded)
+
+    def fold(self, batch: FlatBatch) -> None:
+        """Note which tokens the states of the target's layers hold, after a pass or a round has gone through all of them."""
+        if self.num_folded is None:
+            return
+        begins = batch.cu_seqlens_q[:-1].clamp(max=len(batch.positions) - 1)  # a dead row may begin where the tokens end
+        folded = batch.kv_len if batch.commits else batch.positions.index_select(0, begins).int()
+        before = self.num_folded[: len(folded)] if batch.slots is None else self.num_folded.index_select(0, batch.slots)
+        folded = torch.where(batch.kv_len > 0, folded, before)
+        if batch.slots is None:
+            before.copy_(folded)
+        else:
+            self.num_folded.index_copy_(0, batch.slots.long(), folded)
 
     def enter(self, slot_ids: Tensor, kv_len: Tensor, values: Sequence[Tensor]) -> None:
         """Write the drafter's row tensors of the rows of a prefill pass.
@@ -128,7 +156,7 @@ class KVCache:
 
 
 def _draft_kv(layers: Sequence[LayerState], num_pages: int, device: torch.device) -> tuple[LayerKV, ...]:
-    layout = layers[0].kv
+    layout = layers[0].layout
     assert {layer.kv for layer in layers} == {layout}
     # No output token depends on drafts: rounding with a scale of 1 can only cost acceptance.
     ones = torch.ones(2, layout.num_kv_heads, device=device) if layout.fp8 else None

@@ -52,7 +52,7 @@ class HeadReader(DrafterBase):
         self.max_len = max_len
         self.aux_layer_ids = spec.aux_layer_ids
         self.head = EagleHead(head, target, argmax=argmax)
-        self._spec, self._first_layer, self._dtype = spec, target.spec.num_layers, target.dtype
+        self._spec, self._first_layer, self._dtype = spec, target.spec.num_kv_layers, target.dtype
         self._windows = [own if window is None else min(window, own or window) for own in spec.windows]
         self._fp8_kv, self._window = fp8_kv, window
         self._sink = sink if window is not None else 0

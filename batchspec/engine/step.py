@@ -25,6 +25,8 @@ class Segment:
     last: bool
     num_recomputed: int = 0
     """Number of its first tokens whose K/V are in a shared page: they are computed again, and their K/V are not written."""
+    generated: bool = False
+    """Whether its tokens are outputs of the row, which recurrent layers take one after another, as in rounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

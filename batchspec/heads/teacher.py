@@ -160,8 +160,8 @@ def _forward(
     layout = spec.kv_layout(target.dtype, PAGE_SIZE)
     kv = layout.allocate(1, 1 + len(lengths) * pages, device)
     # A layer's K/V are not read after that layer: all layers write to the same pages.
-    layers = kv.expand(spec.num_layers, *kv.shape[1:])
-    cache = KVCache.of(layout, KVGroups.single(spec.num_layers), (layers,), scales=target.kv_scales)
+    layers = kv.expand(spec.num_kv_layers, *kv.shape[1:])
+    cache = KVCache.of(layout, KVGroups.single(spec.num_kv_layers), (layers,), scales=target.kv_scales)
     batch = FlatBatch(
         token_ids=tokens.int(),
         row_ids=row_ids.int(),

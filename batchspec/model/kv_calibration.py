@@ -120,7 +120,7 @@ def calibrate(target: Target, prompts: Iterable[list[int]]) -> KVScales:
     All ranks of a target have the same result, for all heads.
     """
     spec = target.spec
-    largest = torch.zeros(spec.num_layers, 2, spec.num_kv_heads, dtype=torch.float64)
+    largest = torch.zeros(spec.num_kv_layers, 2, spec.num_kv_heads, dtype=torch.float64)
     adapters = range(1) if spec.lora is None else spec.lora.numbers
     for ids, adapter in product(prompts, adapters):
         _, cache = forward_row(target, ids[: spec.max_len], fp8=False, kv_only=True, adapter=adapter)

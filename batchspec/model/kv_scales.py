@@ -61,7 +61,7 @@ class KVScales:
             found = cls(torch.tensor(content["scales"], dtype=torch.float32))
             if content["fingerprint"] != found.fingerprint:
                 raise ValueError("the fingerprint does not fit")
-            if tuple(found.values.shape) != (spec.num_layers, 2, spec.num_kv_heads):
+            if tuple(found.values.shape) != (spec.num_kv_layers, 2, spec.num_kv_heads):
                 raise ValueError(f"scales of shape {list(found.values.shape)}")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise OutputError(f"{where} is damaged ({error}); restore it or use another output.dir") from error
@@ -74,22 +74,23 @@ def names_of_scales(spec: ModelSpec, stored: Collection[str], where: str) -> lis
     Raises CheckpointError if some are missing.
     """
     found = []
-    for layer in range(spec.num_layers):
+    layers = spec.attention_layers
+    for layer in layers:
         of_layer = [
             [layer_prefix(layer) + name for name in names if layer_prefix(layer) + name in stored] for names in _NAMES.values()
         ]
         found.append(tuple(names[0] if names else "" for names in of_layer))
     missing = [
         layer_prefix(i) + _NAMES[part][0]
-        for i, pair in enumerate(found)
+        for i, pair in zip(layers, found, strict=True)
         for part, name in zip("kv", pair, strict=True)
         if not name
     ]
-    if len(missing) == 2 * spec.num_layers:
+    if len(missing) == 2 * len(layers):
         return None
     if missing:
         raise CheckpointError(
-            f"{where}: {len(missing)} of {2 * spec.num_layers} K/V scales are missing, {missing[0]} among them; "
+            f"{where}: {len(missing)} of {2 * len(layers)} K/V scales are missing, {missing[0]} among them; "
             "set cache.scales=calibrate to compute all of them"
         )
     return [(k, v) for k, v in found]
@@ -122,4 +123,4 @@ def _read(folder: Path, name: str, stored: StoredTensor, num_heads: int) -> Tens
 
 def heads_of_part(spec: ModelSpec) -> slice:
     """The K/V heads of the whole model that a rank holds."""
-    return (spec.whole or spec).layers[0].attention.kv_heads_of(spec.shard)
+    return (spec.whole or spec).attentions[0].kv_heads_of(spec.shard)

@@ -2,64 +2,110 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from batchspec.batch.flat_batch import FlatBatch
+from batchspec.batch.flat_batch import FlatBatch, Recurrence
 from batchspec.cache.attention import plan_attention
 from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
+from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaState
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.decoder import PagedAttend, PagedStore
 from batchspec.model.rope import Rope
 from batchspec.model.spec import ModelSpec
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentStore:
+    """The rows of a pass and their states in one recurrent layer."""
+
+    state: DeltaState
+    batch: DeltaBatch
+    recurrence: Recurrence
+    lora: LoraTokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedTokens:
+    """The tokens of the second part of a recurrent layer: a `Selected`."""
+
+    lora: LoraTokens | None
+
+
 class MixerInputs:
-    """Of one pass over a flat batch. Layers are counted among those that attend: 0 .. num_kv_layers - 1."""
+    """Of one pass over a flat batch."""
 
     def __init__(
         self, spec: ModelSpec, batch: FlatBatch, cache: KVCache, ropes: list[Rope], *, lora: LoraTokens | None,
         ranks: Collectives | None, window: int | None, sink: int,
     ) -> None:
         """
-        ropes         the rotations of each layer
-        window, sink  every layer reads only its newest `window` keys and the first `sink` ones; smaller own windows apply too
+        ropes         [num_kv_layers] the rotations of each layer that attends
+        window, sink  these layers read only their newest `window` keys and the first `sink` ones; smaller own windows apply too
         """
         self._spec, self._cache, self._ropes, self._lora, self._ranks = spec, cache, ropes, lora, ranks
+        self._batch, self._windows = batch, spec.windows
+        self._kv_ids = {layer: index for index, layer in enumerate(spec.attention_layers)}
         self._group_of = cache.groups.target_layers
         self._batches = [batch.of_group(group) for group in range(cache.groups.num_groups)]
         # Layers with the same window are in one group, and one plan fits all of them.
-        any_layer = {own: i for i, own in enumerate(spec.windows)}
+        any_layer = {own: i for i, own in enumerate(self._windows)}
         self._ranges = {own: _narrowed(own, window, sink) for own in any_layer}
         self._plans = {
-            own: plan_attention(self._batch(i), cache.layer(i), num_heads=spec.num_heads, **self._ranges[own])
+            own: plan_attention(self._batches[self._group_of[i]], cache.layer(i), num_heads=spec.num_heads, **self._ranges[own])
             for own, i in any_layer.items()
         }
 
-    def store(self, layer: int) -> PagedStore:
-        """Where a layer keeps K and V of the pass's tokens."""
-        norm_ranks = self._ranks if self._spec.attentions[layer].qk_norm_rows else None
+    def store(self, layer: int) -> PagedStore | RecurrentStore:
+        """Where a layer keeps what the pass's tokens bring."""
+        index = self._kv_ids.get(layer)
+        if index is None:
+            return RecurrentStore(
+                state=self._state(layer), batch=self._delta_batch, recurrence=self._batch.recurrence, lora=self._lora
+            )
+        norm_ranks = None if self._ranks is None or not self._spec.layers[layer].attention.qk_norm_rows else self._ranks
+        own_batch = self._batches[self._group_of[index]]
         return PagedStore(
-            rope=self._ropes[layer], slot_mapping=self._batch(layer).slot_mapping, kv=self._cache.layer(layer), lora=self._lora,
+            rope=self._ropes[index], slot_mapping=own_batch.slot_mapping, kv=self._cache.layer(index), lora=self._lora,
             norm_ranks=norm_ranks,
         )
 
-    def attend(self, layer: int) -> PagedAttend:
-        """The attention of all tokens."""
-        return PagedAttend(kv=self._cache.layer(layer), plan=self._plans[self._spec.windows[layer]], lora=self._lora)
+    def attend(self, layer: int) -> PagedAttend | SelectedTokens:
+        """The second part of a layer, for all tokens."""
+        index = self._kv_ids.get(layer)
+        if index is None:
+            return SelectedTokens(self._lora)
+        return PagedAttend(kv=self._cache.layer(index), plan=self._plans[self._windows[index]], lora=self._lora)
 
-    def attend_at(self, layer: int, places: Tensor, lora: LoraTokens | None) -> PagedAttend:
-        """The attention of each row's last token alone. places int64 [R] their flat indices; lora: their adapters."""
-        kv, ends = self._cache.layer(layer), ends_of(self._batch(layer), places)
-        plan = plan_attention(ends, kv, num_heads=self._spec.num_heads, **self._ranges[self._spec.windows[layer]])
+    def attend_at(self, layer: int, places: Tensor, lora: LoraTokens | None) -> PagedAttend | SelectedTokens:
+        """The same for each row's last token alone. places int64 [R] their flat indices; lora: their adapters."""
+        index = self._kv_ids.get(layer)
+        if index is None:
+            return SelectedTokens(lora)
+        kv, ends = self._cache.layer(index), ends_of(self._batches[self._group_of[index]], places)
+        plan = plan_attention(ends, kv, num_heads=self._spec.num_heads, **self._ranges[self._windows[index]])
         return PagedAttend(kv=kv, plan=plan, lora=lora)
 
-    def _batch(self, layer: int) -> FlatBatch:
-        return self._batches[self._group_of[layer]]
+    def _state(self, layer: int) -> DeltaState:
+        state, conv_inputs, keys, values, gates = self._cache.target_rows[layer]
+        assert self._cache.num_folded is not None
+        return DeltaState(
+            state=state, conv_inputs=conv_inputs, keys=keys, values=values, gates=gates, folded=self._cache.num_folded
+        )
+
+    @cached_property
+    def _delta_batch(self) -> DeltaBatch:
+        batch, num_rows = self._batch, self._batch.kv_len.shape[0]
+        slots = torch.arange(num_rows, dtype=torch.int32, device=batch.kv_len.device) if batch.slots is None else batch.slots
+        return DeltaBatch(
+            cu_seqlens=batch.cu_seqlens_q, positions=batch.positions, row_ids=batch.row_ids, slots=slots, live=batch.kv_len,
+            max_tokens=batch.max_q,
+        )
 
 
 class _Range(TypedDict):

@@ -168,6 +168,7 @@ class Target:
             layer = self._layers[i]
             begun = layer.mixer.begin(stream, inputs.store(i), _aux_at(aux, aux_layer_ids, i))
             if kv_only and i == last:
+                cache.fold(batch)
                 return stream.residual, None if aux is None else aux.flatten(1)
             if places is not None and i == last and last + 1 not in aux_layer_ids:
                 begun, stream = begun.index_select(0, places), stream.select(places)
@@ -177,6 +178,7 @@ class Target:
             # The final norm accepts the stream in either form: products of the last layer add as if a layer like it followed.
             following = self._layers[min(i + 1, last)].mixer
             layer.finish(begun, stream, attend, add_in_product=following.norms_in_product(stream))
+        cache.fold(batch)
         out = stream.normed(self._norm, self.spec.rms_eps, out_aux=_aux_at(aux, aux_layer_ids, last + 1))
         if places is not None and last + 1 in aux_layer_ids:
             out = out.index_select(0, places)
@@ -186,9 +188,10 @@ class Target:
         """Indices of the first layer of each kind and of the last layer: layers of one kind launch the same kernels."""
         spec, last = self.spec, len(self._layers) - 1
         kinds: dict[object, int] = {}
+        of_attention = dict(zip(spec.attention_layers, zip(spec.windows, self._rope_ids, strict=True), strict=True))
         for i, layer in enumerate(spec.layers):
             before = None if i == 0 else spec.layers[i - 1]
-            kinds.setdefault((layer, before, i in aux_layer_ids, spec.windows[i], self._rope_ids[i]), i)
+            kinds.setdefault((layer, before, i in aux_layer_ids, of_attention.get(i)), i)
         return sorted({*kinds.values(), last})
 
     def _lora_tokens(self, batch: FlatBatch) -> LoraTokens | None:

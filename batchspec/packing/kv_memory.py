@@ -46,11 +46,16 @@ class KVMemory:
         max_tokens: int,
         lookahead: int,
         pass_tokens: int,
+        draft_len: int = 0,
     ) -> KVMemory:
-        """The memory of a target and its drafter. max_len: maximum prompt + output length of a row, in tokens."""
+        """The memory of a target and its drafter.
+
+        max_len    maximum prompt + output length of a row, in tokens
+        draft_len  K, the maximum number of drafts that a round verifies
+        """
         groups, size_bytes = _groups(spec, dtype, draft_layers, page_size, max_len)
         return cls(
-            groups=groups, page_bytes=size_bytes, slot_bytes=_slot_bytes(spec, dtype, draft_layers, page_size),
+            groups=groups, page_bytes=size_bytes, slot_bytes=_slot_bytes(spec, dtype, draft_layers, page_size, draft_len),
             page_size=page_size, max_tokens=max_tokens, lookahead=lookahead, pass_tokens=pass_tokens,
         )
 
@@ -101,21 +106,24 @@ def kv_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, draft_laye
 
 def row_tensor_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, draft_layers: Sequence[LayerState] = ()) -> int:
     """Bytes of what layers keep of the rows in all slots of a batch besides their pages."""
-    return batch.num_slots * _slot_bytes(spec, dtype, draft_layers, batch.page_size)
+    return batch.num_slots * _slot_bytes(spec, dtype, draft_layers, batch.page_size, batch.draft_len)
 
 
-def _slot_bytes(spec: ModelSpec, dtype: torch.dtype, draft_layers: Sequence[LayerState], page_size: int) -> int:
-    return sum(layer.row_bytes for layer in (*spec.layer_states(dtype, page_size), *draft_layers))
+def _slot_bytes(
+    spec: ModelSpec, dtype: torch.dtype, draft_layers: Sequence[LayerState], page_size: int, draft_len: int
+) -> int:
+    layers = spec.layer_states(dtype, page_size, draft_len=draft_len)
+    return sum(layer.row_bytes for layer in (*layers, *draft_layers))
 
 
 def _groups(
     spec: ModelSpec, dtype: torch.dtype, draft_layers: Sequence[LayerState], page_size: int, max_len: int
 ) -> tuple[KVGroups, tuple[int, ...]]:
     """The K/V groups, and bytes of a page of each over its layers."""
-    layers = spec.layer_states(dtype, page_size)
+    layers = [layer for layer in spec.layer_states(dtype, page_size) if layer.kv is not None]
     groups = KVGroups.of([layer.window for layer in layers], [layer.window for layer in draft_layers], max_len)
     size_bytes = [0] * groups.num_groups
     for group, layer in zip(groups.target_layers, layers, strict=True):
-        size_bytes[group] += layer.kv.page_bytes
-    size_bytes[groups.draft_group] += sum(layer.kv.page_bytes for layer in draft_layers)
+        size_bytes[group] += layer.page_bytes
+    size_bytes[groups.draft_group] += sum(layer.page_bytes for layer in draft_layers)
     return groups, tuple(size_bytes)

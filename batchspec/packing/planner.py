@@ -13,7 +13,7 @@ from batchspec.cache.layer_state import LayerState
 from batchspec.config.schema import PackingConfig
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
-from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, PackedBatch
+from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, RECURRENT_CHUNK, PackedBatch
 from batchspec.packing.cost import Rates, kv_read_bytes, prefill_seconds, read_bytes, round_seconds
 from batchspec.packing.kv_memory import KVMemory
 from batchspec.packing.memory import graph_tokens, reserve_bytes
@@ -105,7 +105,7 @@ def choose_batch(
     memory = KVMemory.of(
         spec, dtype, draft_layers, page_size=PAGE_SIZE, max_len=demand.max_tokens, max_tokens=held.max_tokens,
         lookahead=(run_ahead + MOST_ROUNDS_BEFORE_REFILL + 1) * (draft_len + 1),
-        pass_tokens=packing.max_num_batched_tokens or CPU_PREFILL,
+        pass_tokens=packing.max_num_batched_tokens or CPU_PREFILL, draft_len=draft_len,
     )
     if on_cpu:
         pass_tokens = packing.max_num_batched_tokens or CPU_PREFILL
@@ -126,6 +126,8 @@ def choose_batch(
     )
     pages, *more_pages = memory.num_pages(budget, slots)
     prefill_tokens = packing.max_num_batched_tokens or min(pass_tokens, max(PAGE_SIZE, slots * demand.max_tokens))
+    if spec.is_recurrent:
+        prefill_tokens = max(prefill_tokens, RECURRENT_CHUNK)
     return PackedBatch(
         num_slots=slots,
         row_buckets=row_buckets(slots),

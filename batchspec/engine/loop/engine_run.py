@@ -101,6 +101,7 @@ class EngineRun:
             slots=self.slots,
             lookahead=round_.prefix_lookahead,
             num_lookahead_slots=round_.num_lookahead_slots,
+            shares_prefixes=executor.cache.num_folded is None,
             prefill_cost=prefill_cost,
         )
         self.scheduler = Scheduler(self._allocator, planner, executor, totals, features=self.features, finished=finished)

@@ -32,7 +32,7 @@ from batchspec.engine.rounds.tree_round import TreeRound
 from batchspec.engine.step import RoundShape, ScheduledRound, ScheduledStep
 from batchspec.kernels.common.compile_ahead import compile_ahead
 from batchspec.model.target import Target
-from batchspec.packed_batch import ExpectedRows, PackedBatch
+from batchspec.packed_batch import RECURRENT_CHUNK, ExpectedRows, PackedBatch
 
 NUM_PROBES = 3
 """Number of launches that `compile_ahead` tries first. If Triton's cache on disk has all their kernels, it tries no others."""
@@ -64,8 +64,9 @@ class Executor:
         """
         spec = target.spec
         self.target, self.drafter, self.batch = target, drafter, batch
-        layers, draft_layers = spec.layer_states(target.dtype, batch.page_size), drafter.layer_states(batch.page_size)
-        groups = KVGroups.of([layer.window for layer in layers], [layer.window for layer in draft_layers], batch.max_len)
+        layers = spec.layer_states(target.dtype, batch.page_size, draft_len=batch.draft_len)
+        draft_layers = drafter.layer_states(batch.page_size)
+        groups = KVGroups.of(spec.windows, [layer.window for layer in draft_layers], batch.max_len)
         self.cache = KVCache.allocate(
             layers,
             draft_layers,
@@ -104,6 +105,11 @@ class Executor:
         """Number of earlier rounds and passes that the device had not finished when the last refill was launched: at 0 the device
         may have waited for the host. None: rounds are no CUDA graphs, so a launch may return after its work is done."""
 
+    @property
+    def prefill_multiple(self) -> int | None:
+        """Of a model with recurrent layers: `prefill_of` cuts prompts at multiples of so many tokens; None without."""
+        return RECURRENT_CHUNK if self.target.spec.is_recurrent else None
+
     def execute(self, step: ScheduledStep) -> None:
         """Launch what the step says, in the order of its fields. Results are read later, in launch order."""
         for prompt_ids, token_ids in step.finished:
@@ -111,7 +117,7 @@ class Executor:
         if step.killed:
             self.rows.kill(step.killed)
         if step.moves:
-            self.rows.move(step.moves, self.cache.draft_rows)
+            self.rows.move(step.moves, self.cache.row_tensors)
         if step.refills:
             self._prefill.fill_slots(step.refills)
         step.commands.execute(self.rows)
@@ -158,7 +164,10 @@ class Executor:
         if self.batch.num_slots > 1:
             self._move_row()
         longest = _longest(self.batch)
-        cost = rehearse(self._prefill_pass, self.rows, max_tokens=self.batch.prefill_tokens, longest=longest, mode=mode)
+        cost = rehearse(
+            self._prefill_pass, self.rows, max_tokens=self.batch.prefill_tokens, longest=longest, mode=mode,
+            multiple=self.prefill_multiple or 1,
+        )
         return cost if self.prefill_graphs is None else self.prefill_graphs.learn(cost, mode, longest=longest)
 
     def prepare_passes(self, expected: ExpectedRows, mode: SamplingMode, *, round_s: float) -> int:
@@ -182,14 +191,16 @@ class Executor:
         The first NUM_PROBES are the largest and a short pass, and a round if there are any.
         """
         num_slots, options = self.batch.num_slots, self.round.options
-        passes = rehearsal(num_slots, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch))
+        passes = rehearsal(
+            num_slots, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch), multiple=self.prefill_multiple or 1
+        )
         prefills = [partial(self._prefill_pass, segments, mode) for segments in reversed(passes)]
         rounds = self.graphs.launches(shapes) if options.decodes else []
         moves = [self._move_row] if num_slots > 1 else []
         return [*prefills[:2], *rounds[:1], *moves, *prefills[2:], *rounds[1:]]
 
     def _move_row(self) -> None:
-        self.rows.move([(1, 0)], self.cache.draft_rows)
+        self.rows.move([(1, 0)], self.cache.row_tensors)
 
     def dead_tokens_routed(self) -> AbstractContextManager[object]:
         """Within this block tokens of dead rows go through experts as those of live rows do."""

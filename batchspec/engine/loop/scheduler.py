@@ -151,7 +151,8 @@ class Scheduler:
         self._count(group, refills)
         self.num_rows = max(self.num_rows, self._allocator.num_rows_taken())
         decoding = bool(self.launches.unread)
-        yield self._make_step(refills=refills, prefill=prefill_of(group, refills, self.batch))
+        prefill = prefill_of(group, refills, self.batch, multiple=self._executor.prefill_multiple)
+        yield self._make_step(refills=refills, prefill=prefill)
         if decoding:
             self._learn_from_refill()
 

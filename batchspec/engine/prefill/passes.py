@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +25,15 @@ FEW = 17
 """Number of tokens of a pass whose time is nearly all launches."""
 
 
-def chunks(spans: Iterable[tuple[int, int, int]], max_tokens: int) -> Iterator[list[Segment]]:
+def chunks(
+    spans: Iterable[tuple[int, int, int]], max_tokens: int, *, multiple: int = 1, generated: bool = False,
+    unfinished: Collection[int] = (),
+) -> Iterator[list[Segment]]:
     """Cut (slot, begin, end) spans into passes of at most `max_tokens` tokens, in order.
+
+    multiple    a row is cut at positions that are multiples of it; not more than max_tokens
+    generated   what the segments say
+    unfinished  slots whose rows have more known tokens than their spans
 
     The order matters: a row may share pages that an earlier row writes, in an earlier pass or in the same one, where every layer
     writes all K/V before it reads any.
@@ -36,12 +43,14 @@ def chunks(spans: Iterable[tuple[int, int, int]], max_tokens: int) -> Iterator[l
     for slot, begin, end in spans:
         while begin < end:
             stop = min(end, begin + left)
-            chunk.append(Segment(slot, begin, stop, stop == end))
+            stop = stop if stop == end else max(begin, stop - stop % multiple)
+            if stop > begin:
+                chunk.append(Segment(slot, begin, stop, stop == end and slot not in unfinished, generated=generated))
             left -= stop - begin
-            begin = stop
-            if left == 0:
+            if left == 0 or stop < end:
                 yield chunk
                 chunk, left = [], max_tokens
+            begin = stop
     if chunk:
         yield chunk
 
@@ -121,13 +130,14 @@ def prefill_drafter(
 
 def rehearse(
     launch: Callable[[Sequence[Segment], SamplingMode], object], rows: DeviceBatch, *, max_tokens: int, longest: int,
-    mode: SamplingMode,
+    mode: SamplingMode, multiple: int = 1,
 ) -> PrefillCost:
     """Seconds of a pass of `max_tokens` and of a short one, over free slots; K/V go to page 0, which no row reads. GPU only; no
     row may be live.
 
     launch   launches a pass
     longest  tokens of a row of the pass: long rows use another attention kernel, which compiles for a minute at its first use
+    multiple  rows are cut at multiples of so many tokens
 
     The minimum of several times is used: a short pass is mostly launches, and one stall of the host, such as a garbage
     collection, may take longer than all of them. The rehearsal also compiles the kernels and allocates the memory of the largest
@@ -136,7 +146,7 @@ def rehearse(
     """
     for table in rows.page_tables:
         table.zero_()
-    passes = rehearsal(rows.live.shape[0], max_tokens=max_tokens, longest=longest)
+    passes = rehearsal(rows.live.shape[0], max_tokens=max_tokens, longest=longest, multiple=multiple)
     *others, short, largest = (partial(launch, segments, mode) for segments in passes)
     for other in others:
         other()
@@ -145,18 +155,20 @@ def rehearse(
     return PrefillCost(least=short_s, token=full_s / sum(s.end - s.begin for s in passes[-1]))
 
 
-def rehearsal(num_slots: int, *, max_tokens: int, longest: int) -> list[list[Segment]]:
-    """The passes of `rehearse`, which launch every variant of prefill's kernels; the last two are a short one and the largest."""
+def rehearsal(num_slots: int, *, max_tokens: int, longest: int, multiple: int = 1) -> list[list[Segment]]:
+    """The passes of `rehearse`, which launch every variant of prefill's kernels; the last two are a short one and the largest.
+    multiple: rows are cut at multiples of so many tokens."""
     longest = min(max_tokens, longest)
     few = min(FEW, longest)
     spans = [(slot, 0, longest) for slot in range(min(num_slots, -(-max_tokens // longest)))]
     largest = min(max_tokens, len(spans) * longest)
-    passes = [next(chunks(spans, 1 << power)) for power in range((largest - 1).bit_length())]
+    powers = [1 << power for power in range((largest - 1).bit_length())]
+    passes = [next(chunks(spans, max(power, multiple), multiple=multiple)) for power in powers]
     num_rows = 2
     while num_rows <= num_slots and num_rows * few < largest:
         passes.append([Segment(slot, 0, few, True) for slot in range(num_rows)])
         num_rows *= 2
-    return [*passes, [Segment(0, 0, few, True)], next(chunks(spans, largest))]
+    return [*passes, [Segment(0, 0, few, True)], next(chunks(spans, max(largest, multiple), multiple=multiple))]
 
 
 def seconds_of(launch: Callable[[], object]) -> float:
@@ -180,6 +192,7 @@ def flat_batch(rows: DeviceBatch, segments: Sequence[Segment], page_size: int) -
         num_tokens=sum(lengths), max_q=max(lengths), max_kv=max(s.end for s in segments), page_size=page_size,
     )
     batch.host = HostLayout(lengths, [s.end for s in segments])
+    batch.recurrence = "steps" if segments[0].generated else "chunks"
     begin = 0
     for segment, length in zip(segments, lengths, strict=True):
         if segment.num_recomputed:

@@ -72,10 +72,12 @@ class PassShapes:
         self._layouts = {kv.layout for kv in round_.cache.layers}
         self._on_gpu = round_.cache.layers[0].pages.is_cuda
         # Never padded: passes whose rows do not decode, which keep logits of all tokens; passes of several ranks, which exchange
-        # in buffers of the largest pass; deterministic passes, because products may depend on the padded number of tokens.
+        # in buffers of the largest pass; passes of recurrent layers, whose launches depend on the rows; deterministic passes,
+        # because products may depend on the padded number of tokens.
         self._never = (
             not round_.options.decodes
             or round_.target.ranks is not None
+            or round_.target.spec.is_recurrent
             or any(layout.ordered for layout in self._layouts)
             or not round_.drafter.prefill_by_bounds
         )

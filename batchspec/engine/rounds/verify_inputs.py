@@ -54,6 +54,7 @@ class VerifyInputs:
             out_draft_len=self.lengths(num_rows), out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )
         batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows.max_kv)
+        batch.recurrence = "drafts"
         return batch.add_groups(more_tables, self._page_size)
 
     def ragged(self, rows: DeviceBatch, draft_len: int) -> FlatBatch:
@@ -91,6 +92,7 @@ class VerifyInputs:
             page_table=page_table,
             max_q=draft_len + 1,
             max_kv=rows.max_kv if kv_len.is_cuda else int(kv_len.max()),
+            recurrence="drafts",
         ).add_groups(more_tables, self._page_size)
 
 

@@ -44,6 +44,7 @@ class SlotAllocator:
         slots: SlotTable | None = None,
         lookahead: int = 0,
         num_lookahead_slots: int = 0,
+        shares_prefixes: bool = True,
         prefill_cost: PrefillCost | None = None,
     ) -> None:
         """
@@ -52,6 +53,7 @@ class SlotAllocator:
         slots                None: an empty table
         lookahead            as `Round.prefix_lookahead`
         num_lookahead_slots  K/V slots after a row's last token that it needs too, such as those of a tree's nodes
+        shares_prefixes      False: no row shares pages, because layers keep more of a prefix than its pages
         prefill_cost         None: `PrefillCost.default`
         """
         self.batch, self.pools = batch, pools
@@ -60,6 +62,7 @@ class SlotAllocator:
         self._waiting = waiting
         self._num_refills = 0
         self._lookahead, self._num_lookahead_slots = lookahead, num_lookahead_slots
+        self._shares_prefixes = shares_prefixes
         self._expected_pages = ExpectedPages(batch.page_size, num_lookahead_slots)
         self._idle_slots = IdleSlots(prefill_cost or PrefillCost.default(batch.prefill_tokens), batch.num_slots)
 
@@ -195,7 +198,7 @@ class SlotAllocator:
     def _hash(self, state: RequestState) -> list[bytes]:
         """Hashes of the prompt's full pages, as far as they may be shared; computed once."""
         if state.prefix_hashes is None:
-            ids = state.request.prompt_ids if state.shares_prefix else state.request.prompt_ids[:0]
+            ids = state.request.prompt_ids if state.shares_prefix and self._shares_prefixes else state.request.prompt_ids[:0]
             state.prefix_hashes = prefix_hashes(ids, self.batch.page_size, lookahead=self._lookahead, salt=state.prefix_salt)
         return state.prefix_hashes
 

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from batchspec.cache.layer_state import RowTensor
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import (
     Gemm,
@@ -135,6 +137,9 @@ class AttentionSpec(NormedSpec):
         if self.qk_norm_rows:
             names |= {"q_norm": of_q, "k_norm": of_kv}
         return {f"{self.name}.{name}": share for name, share in names.items()}
+
+    def row_tensors(self, dtype: torch.dtype, state_dtype: torch.dtype, draft_len: int) -> tuple[RowTensor, ...]:
+        return ()
 
     def build(self, source: BlockSource) -> Attention:
         return Attention(self, source)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from batchspec.cache.layer_state import RowTensor
 from batchspec.model.blocks.attention import Attention, AttentionSpec
 from batchspec.model.blocks.base import BlockSpec
 from batchspec.model.blocks.forward import Block, BlockSource, Selected, Stream
@@ -39,6 +41,13 @@ class MixerSpec(BlockSpec, Protocol):
 
     def build(self, source: BlockSource) -> Mixer:
         """The block that computes, its weights taken from `source`."""
+
+    def row_tensors(self, dtype: torch.dtype, state_dtype: torch.dtype, draft_len: int) -> tuple[RowTensor, ...]:
+        """What it keeps of a row, besides K and V of its tokens.
+
+        dtype, state_dtype  of what it computes with, and of its state
+        draft_len           K, the maximum number of drafts that a round verifies
+        """
 
 
 class MlpSpec(BlockSpec, Protocol):
