@@ -29,6 +29,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from batchspec import run
+from batchspec.batch.automata import AutomataCapacity
 from batchspec.distributed import rank_processes
 from batchspec.model import templates, tokenizer
 from batchspec.model.templates import Templates
@@ -62,7 +63,8 @@ def put(module: Any, name: str, value: Any) -> None:
 
 def make_jobs_quick(patch: pytest.MonkeyPatch) -> None:
     """Leave out what takes longer than a tiny model's rows: the report, another measurement of the machine, another process for
-    the same templates, and Hydra's composing of the same options again, be it in another job or once more to find its own mode.
+    the same templates, Hydra's composing of the same options again, be it in another job or once more to find its own mode, and
+    room for millions of masks of a tiny vocabulary.
     """
     get_mode = Hydra.get_mode
 
@@ -73,6 +75,8 @@ def make_jobs_quick(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cost, "calibrate", cache(cost.calibrate))
     patch.setattr(Hydra, "get_mode", mode)
     patch.setattr(tokenizer, "Templates", templates_of_a_folder)
+    for name in ("masks_bytes", "lazy_masks_bytes"):
+        patch.setitem(AutomataCapacity.__init__.__kwdefaults__, name, 8 << 20)
     compose_options_once(patch)
 
 
