@@ -24,6 +24,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import IConfigRepository
 from hydra._internal.defaults_list import DefaultsList
 from hydra._internal.hydra import Hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
@@ -92,7 +93,7 @@ def _templates(sources: tuple[tuple[str, str], ...], where: str, date: str, *_li
 
 def compose_options_once(patch: pytest.MonkeyPatch) -> None:
     """Hydra composes a choice of options once; the values of keys are put into a copy. Options that may change, in folders
-    outside the package, are composed as ever.
+    outside the package, are composed as ever. The store of schemas, one for the process, is not copied for each.
     """
     create, merge = defaults_list.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
     lists: dict[Any, DefaultsList] = {}
@@ -119,6 +120,7 @@ def compose_options_once(patch: pytest.MonkeyPatch) -> None:
             merged[id(defaults)] = merge(self, defaults, repo)
         return copy.deepcopy(merged[id(defaults)])
 
+    patch.setattr(ConfigStore, "__deepcopy__", lambda store, _: store, raising=False)
     patch.setattr(config_loader_impl, "create_defaults_list", create_once)
     patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)
 
