@@ -76,8 +76,10 @@ def make_jobs_quick(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cost, "calibrate", cache(cost.calibrate))
     patch.setattr(Hydra, "get_mode", mode)
     patch.setattr(tokenizer, "Templates", templates_of_a_folder)
+    room = AutomataCapacity.__init__.__kwdefaults__
+    assert room is not None
     for name in ("masks_bytes", "lazy_masks_bytes"):
-        patch.setitem(AutomataCapacity.__init__.__kwdefaults__, name, 8 << 20)
+        patch.setitem(room, name, 8 << 20)
     compose_options_once(patch)
 
 
