@@ -31,6 +31,8 @@ _REQUESTS = 8
 class StoredTensor:
     """A tensor in a weight file."""
 
+    name: str
+    """Its name in the file."""
     dtype: str
     """F64, F32, F16, BF16, I64, BOOL ...: the names of safetensors."""
     shape: tuple[int, ...]
@@ -166,7 +168,9 @@ def file_tensors(files: ModelFiles, name: str) -> dict[str, StoredTensor]:
             if not _is_entry(value):
                 raise broken(f"no dtype, shape and offsets of {tensor[:60]!r} in its header")
             first, last = value["data_offsets"]
-            found[tensor] = StoredTensor(value["dtype"], tuple(value["shape"]), name, 8 + length + first, 8 + length + last)
+            found[tensor] = StoredTensor(
+                    tensor, value["dtype"], tuple(value["shape"]), name, 8 + length + first, 8 + length + last
+                )
     whole = max((stored.end for stored in found.values()), default=8 + length)
     if size != whole:
         raise broken(f"{'cut off' if size < whole else 'too long'}: by its header it has {whole:,} bytes, but it has {size:,}")
