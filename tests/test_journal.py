@@ -67,8 +67,8 @@ def same(one: Completion, other: Completion) -> None:
             np.testing.assert_array_equal(mine, theirs)
             assert mine.dtype == theirs.dtype
     plain: dict[str, Any] = dict.fromkeys((*journal_rows.DTYPES, *journal_rows.TOPS))
-    assert [getattr(replace(one, **plain), f) for f in Completion.__slots__] == [
-        getattr(replace(other, **plain), f) for f in Completion.__slots__
+    assert [getattr(one.replace(**plain), f) for f in Completion.__struct_fields__] == [
+        getattr(other.replace(**plain), f) for f in Completion.__struct_fields__
     ]
 
 
@@ -93,7 +93,7 @@ def test_every_array_of_a_completion_is_stored() -> None:
 def test_arrays_of_another_width_are_read_as_the_same_numbers(tmp_path: Path) -> None:
     """A segment says nothing about the width of its numbers."""
     writer = journal(tmp_path)
-    wide = replace(FULL, token_ids=np.array([3, 4, 5], np.int64), logprobs=np.array([-0.1, -0.2, -3.0], ">f8"))
+    wide = FULL.replace(token_ids=np.array([3, 4, 5], np.int64), logprobs=np.array([-0.1, -0.2, -3.0], ">f8"))
     writer.add(wide)
     writer.flush()
     same(journal(tmp_path, "b").read(skip=set()).completions[7, 1], FULL)
@@ -140,7 +140,7 @@ def test_nothing_is_written_for_nothing(tmp_path: Path) -> None:
 def test_committed_shards_are_left_out_on_both_sides(tmp_path: Path) -> None:
     writer = journal(tmp_path)
     writer.add(FULL)
-    writer.add(replace(FULL, row_index=1, shard=0))
+    writer.add(FULL.replace(row_index=1, shard=0))
     writer.forget(0)
     assert writer.flush([LEFT]) == 2
     assert journal(tmp_path).read(skip={2}).completions == {}
@@ -207,7 +207,7 @@ def segment(root: Path, lines: list[Any]) -> None:
 def lines_of(root: Path) -> list[Any]:
     """A finished row and an unfinished one."""
     writer = journal(root)
-    writer.add(replace(FULL, row_index=1, shard=0))
+    writer.add(FULL.replace(row_index=1, shard=0))
     writer.flush([replace(LEFT, row_index=2)])
     return [json.loads(line) for line in (root / FOLDER / "a-000000.json").read_bytes().splitlines()[1:]]
 
@@ -242,7 +242,7 @@ def test_a_segment_with_a_sound_frame_and_no_rows_of_the_job_is_left_out_alone_a
     segment_lines = MALFORMED[how](*lines_of(tmp_path))
     segment(tmp_path, segment_lines)
     other = journal(tmp_path, "b")
-    other.add(replace(BAD, row_index=0, shard=0))
+    other.add(BAD.replace(row_index=0, shard=0))
     other.flush()
     store = LocalStore(tmp_path, "tmp")
     reader = Journal(store, "c", holds=lambda shard, row: (shard, row) in {(0, 0), (0, 1), (2, 2)})
@@ -285,8 +285,8 @@ def test_a_run_that_ends_counts_what_the_next_one_will_read(tmp_path: Path) -> N
     second = journal(tmp_path, "b")
     second.add(SCORED)
     second.flush()
-    second.add(replace(FULL, row_index=10, sample_index=0))  # unfinished before
-    second.add(replace(FULL, row_index=20, shard=3))
+    second.add(FULL.replace(row_index=10, sample_index=0))  # unfinished before
+    second.add(FULL.replace(row_index=20, shard=3))
     more = replace(LEFT, tokens=(4, 5, 6))
     second.flush([more])
     second.forget(3)
@@ -316,7 +316,7 @@ def test_rounds_do_not_wait_for_the_store_while_rows_are_saved(tmp_path: Path) -
     store = GatedStore(tmp_path)
     writer = Journal(store, "a")
     for row in range(5):
-        writer.add(replace(FULL, row_index=row))
+        writer.add(FULL.replace(row_index=row))
         writer.flush_every(0.0)  # the first begins to write, the others return at once: one segment at a time is written
     assert not journal(tmp_path).read(()).completions
     store.opened.set()
@@ -373,7 +373,7 @@ def test_nothing_that_a_flush_acknowledged_is_lost_whatever_the_thread_does(step
         writer, added, shard = Journal(store, "a"), dict[tuple[int, int], int](), 0
         for number, step in enumerate(steps):
             if step == "add":
-                writer.add(replace(FULL, row_index=number, shard=shard))
+                writer.add(FULL.replace(row_index=number, shard=shard))
                 added[number, 1] = shard
             elif step == "begin":
                 with suppress(StorageError):

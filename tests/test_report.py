@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -164,7 +163,7 @@ def test_the_page_answers_first_whether_the_data_is_good_then_how_fast_it_was_th
 
 def test_error_rows_are_listed_by_code_with_their_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def bad(row: int, code: str) -> Completion:
-        return replace(failed(row), error=RowError(code=code, stage="admit", message=f"row {row}:\n{HOSTILE}", retryable=False))
+        return failed(row).replace(error=RowError(code=code, stage="admit", message=f"row {row}:\n{HOSTILE}", retryable=False))
 
     rows = [bad(i, "overlong" if i < 9 else "template") if i % 2 else completion(i) for i in range(16)]
     monkeypatch.setattr(error_rows, "READ_ROWS", 3)

@@ -58,7 +58,8 @@ def make_work(table: pa.Table, tokenizer: Any) -> tuple[ShardWork, Any]:
 
 
 def facts(entry: Request | Completion) -> dict[str, Any]:
-    found = {name: getattr(entry, name) for name in entry.__slots__}
+    names = entry.__struct_fields__ if isinstance(entry, Completion) else entry.__slots__
+    found = {name: getattr(entry, name) for name in names}
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in found.items()}
 
 

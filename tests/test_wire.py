@@ -6,6 +6,7 @@ import os
 from dataclasses import fields, replace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -67,6 +68,8 @@ def same(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, tuple):
         return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, msgspec.Struct):
+        return same(msgspec.structs.astuple(one), msgspec.structs.astuple(other))
     if hasattr(one, "__dataclass_fields__"):
         return all(same(getattr(one, each.name), getattr(other, each.name)) for each in fields(one))
     return bool(one == other)
@@ -83,7 +86,7 @@ def test_a_request_reaches_the_leader_as_it_is(one: Request) -> None:
 
 def test_a_completion_and_the_totals_come_back_as_they_are() -> None:
     totals = EngineTotals(rounds=2, prefill_s=0.1, expert_correlation=0.5)
-    counted = replace(DONE, cached_tokens=cast(int, np.int64(7)))
+    counted = DONE.replace(cached_tokens=cast(int, np.int64(7)))
     found = FROM_LEADER.decode(FROM_LEADER.encode(Ended([DONE, counted], totals, over=False)))
     assert isinstance(found, Ended)
     assert same(found.completions[0], DONE)
@@ -105,7 +108,7 @@ def test_strings_that_are_no_text_arrive_as_they_are() -> None:
     assert (given.follows, given.over) == ([-1, 0], False)
     assert same(given.automata[0], AUTOMATON)
     error = RowError(code="c", stage="s", message=HALF, retryable=True)
-    done = replace(DONE, stop_reason=HALF, choice_logprobs=((HALF, -1.5),), error=error)
+    done = DONE.replace(stop_reason=HALF, choice_logprobs=((HALF, -1.5),), error=error)
     ended = FROM_LEADER.decode(FROM_LEADER.encode(Ended([done], EngineTotals(rounds=2), over=True)))
     assert isinstance(ended, Ended)
     assert same(ended.completions[0], done)

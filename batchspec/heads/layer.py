@@ -68,7 +68,7 @@ class Layer(nn.Module):
     def forward(self, state: Tensor, step: Step, keys: Keys) -> Tensor:
         """The residual stream after the layer, from `state` [B, L, H] before it. Adds K and V to `keys`."""
         stream, pass_ = GradientStream(state), StepAttention(step, keys, self.spec.attention.head_dim)
-        return self._finish(self._layer.attention.queries(stream, pass_), stream, pass_)
+        return self._finish(self._layer.attention.begin(stream, pass_), stream, pass_)
 
     def of_normed(self, state: Tensor, x: Tensor, step: Step, keys: Keys) -> Tensor:
         """The same with x, the input of attention: [B, L, input_size], or [1, 1, input_size] for a mask token."""

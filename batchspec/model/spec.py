@@ -144,8 +144,8 @@ class ModelSpec:
             return self
         units = ([self.formats.unit_of(block, layer_prefix(i)) for block in layer.blocks] for i, layer in enumerate(self.layers))
         layers = tuple(
-            LayerSpec(layer.attention.sharded(shard, of_attention), layer.mlp.sharded(shard, of_mlp))
-            for layer, (of_attention, of_mlp) in zip(self.layers, units, strict=True)
+            LayerSpec(layer.mixer.sharded(shard, of_mixer), layer.mlp.sharded(shard, of_mlp))
+            for layer, (of_mixer, of_mlp) in zip(self.layers, units, strict=True)
         )
         return replace(self, layers=layers, shard=shard, whole=self)
 

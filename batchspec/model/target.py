@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch
-from batchspec.cache.attention import plan_attention
 from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.model.decoder import LayerWeights, PagedAttend, PagedStore, ResidualStream
+from batchspec.model.decoder import LayerWeights, ResidualStream
 from batchspec.model.kv_scales import heads_of_part
 from batchspec.model.lora import Adapter, adapted
 from batchspec.model.lora_products import AdapterSource, LoraStacks
+from batchspec.model.mixer_inputs import MixerInputs, ends_of
 from batchspec.model.output_head import Allowed, output_head
 from batchspec.model.quant.base import Weights
 from batchspec.model.rewrite import rewrite
@@ -160,36 +158,25 @@ class Target:
         embedded = embedded if self._embedding_scale is None else embedded.mul_(self._embedding_scale)
         stream = ResidualStream(embedded, self._live(batch), self.ranks)
         ropes = [rope_of(batch.positions, freqs, rope, self.dtype) for freqs, rope in zip(self._freqs, self._ropes, strict=True)]
-        windows, group_of = self.spec.windows, cache.groups.target_layers
-        batches = [batch.of_group(group) for group in range(cache.groups.num_groups)]
-        # Layers with the same window are in one group, and one plan fits all of them.
-        any_layer = {own: i for i, own in enumerate(windows)}
-        ranges = {own: _narrowed(own, window, sink) for own in any_layer}
-        plans = {
-            own: plan_attention(batches[group_of[i]], cache.layer(i), num_heads=self.spec.num_heads, **ranges[own])
-            for own, i in any_layer.items()
-        }
         aux = self._aux_buffer(stream.residual, aux_layer_ids)
         lora, last = self._lora_tokens(batch), len(self._layers) - 1
+        inputs = MixerInputs(
+            self.spec, batch, cache, [ropes[i] for i in self._rope_ids], lora=lora, ranks=self.ranks, window=window, sink=sink
+        )
         places = batch.cu_seqlens_q[1:] - 1 if ends_only else None
         for i in self._one_of_each_kind(aux_layer_ids) if is_dry() else range(last + 1):
             layer = self._layers[i]
-            kv, own, own_batch = cache.layer(i), windows[i], batches[group_of[i]]
-            rope = ropes[self._rope_ids[i]]
-            norm_ranks = self.ranks if self.spec.layers[i].attention.qk_norm_rows else None
-            store = PagedStore(rope=rope, slot_mapping=own_batch.slot_mapping, kv=kv, lora=lora, norm_ranks=norm_ranks)
-            q = layer.attention.queries(stream, store, _aux_at(aux, aux_layer_ids, i))
+            begun = layer.mixer.begin(stream, inputs.store(i), _aux_at(aux, aux_layer_ids, i))
             if kv_only and i == last:
                 return stream.residual, None if aux is None else aux.flatten(1)
             if places is not None and i == last and last + 1 not in aux_layer_ids:
-                q, stream, ends = q.index_select(0, places), stream.select(places), _ends(own_batch, places)
-                plan = plan_attention(ends, kv, num_heads=self.spec.num_heads, **ranges[own])
-                attend = PagedAttend(kv=kv, plan=plan, lora=self._lora_tokens(ends))
+                begun, stream = begun.index_select(0, places), stream.select(places)
+                attend = inputs.attend_at(i, places, self._lora_tokens(ends_of(batch, places)))
             else:
-                attend = PagedAttend(kv=kv, plan=plans[own], lora=lora)
+                attend = inputs.attend(i)
             # The final norm accepts the stream in either form: products of the last layer add as if a layer like it followed.
-            following = self._layers[min(i + 1, last)].attention
-            layer.finish(q, stream, attend, add_in_product=following.norms_in_product(stream))
+            following = self._layers[min(i + 1, last)].mixer
+            layer.finish(begun, stream, attend, add_in_product=following.norms_in_product(stream))
         out = stream.normed(self._norm, self.spec.rms_eps, out_aux=_aux_at(aux, aux_layer_ids, last + 1))
         if places is not None and last + 1 in aux_layer_ids:
             out = out.index_select(0, places)
@@ -266,33 +253,6 @@ class Target:
     def masks_in_product(self, hidden: Tensor) -> bool:
         """Whether `greedy_sample` of these rows writes no logits, so that `allowed` must tell it which tokens may be chosen."""
         return self.ranks is None and self._head.masks_in_product(hidden)
-
-
-class _Range(TypedDict):
-    window: int | None
-    sink: int
-
-
-def _narrowed(own: int | None, window: int | None, sink: int) -> _Range:
-    """The keys that a layer with its own window reads if `window` and `sink` are asked for."""
-    if window is None or (own is not None and own <= window):
-        return {"window": own, "sink": 0}
-    return {"window": window, "sink": sink if own is None else 0}
-
-
-def _ends(batch: FlatBatch, places: Tensor) -> FlatBatch:
-    """The batch of each row's last token, which attends to all of the row's keys."""
-    count = torch.arange(len(places) + 1, dtype=torch.int32, device=places.device)
-    return replace(
-        batch,
-        token_ids=batch.token_ids.index_select(0, places),
-        row_ids=count[:-1],
-        positions=batch.positions.index_select(0, places),
-        slot_mapping=batch.slot_mapping.index_select(0, places),
-        cu_seqlens_q=count,
-        max_q=1,
-        host=None,
-    )
 
 
 def _aux_at(aux_hidden_states: Tensor | None, aux_layer_ids: tuple[int, ...], boundary: int) -> Tensor | None:

@@ -215,7 +215,7 @@ class Admission:
             return self.compiled(replace(request, sample_index=first.sample_index))
         except BadRow as bad:
             refused = self._refused(bad, first.request_id, first.row_index, first.shard)
-            return replace(refused, sample_index=first.sample_index)
+            return refused.replace(sample_index=first.sample_index)
 
     def _check_turn(self, values: Mapping[str, Any]) -> None:
         """Raises BadRow for a constraint that the job or its model excludes. The check of the job does not find this if no key or
@@ -248,7 +248,7 @@ class Admission:
             return self.constraints.compiled(request)
         except BadRow as bad:
             refused = self._refused(bad, request.request_id, request.row_index, request.shard)
-            return replace(refused, sample_index=request.sample_index)
+            return refused.replace(sample_index=request.sample_index)
 
     def admit_compiled(self, shard: InputShard) -> Iterator[Request | Completion]:
         """As `admit`, with all automata compiled."""

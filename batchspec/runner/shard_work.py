@@ -6,7 +6,7 @@ A worker process gets only a `ShardWork` (`shard_workers.py`), so it can be pick
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -103,9 +103,9 @@ class ShardWork:
         tokens, constraints = completion.token_ids.tolist(), self.admission.constraints
         if completion.constraint is not None and constraints is not None:
             answer = tokens[:-1] if completion.finish_reason == "stop" else tokens  # no stop string has cut it
-            return checked_text(replace(completion, text=constraints.compiler.vocabulary.text(answer), text_due=False))
+            return checked_text(completion.replace(text=constraints.compiler.vocabulary.text(answer), text_due=False))
         assert self.admission.tokenizer is not None
-        return replace(completion, text=self.admission.tokenizer.decode(tokens), text_due=False)
+        return completion.replace(text=self.admission.tokenizer.decode(tokens), text_due=False)
 
     def settle(self) -> None:
         """Does nothing: no work is running."""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from batchspec.dataset.reader import InputShard
 from batchspec.packing.predict import LengthPredictor
-from batchspec.records import Completion, Request, RowStats, SamplingParams
+from batchspec.records import Completion, Request, SamplingParams
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runstate.shard_writer import UnpublishedFile, WrittenFile
 
@@ -103,7 +103,7 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {
     **copyreg.dispatch_table,
     pa.Table: _table_reducer,
     np.ndarray: _array_reducer,
-    **{kind: _record_reducer(kind) for kind in (Completion, InputShard, Request, RowStats, SamplingParams)},
+    **{kind: _record_reducer(kind) for kind in (InputShard, Request, SamplingParams)},
 }
 
 

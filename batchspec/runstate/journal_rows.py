@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 import numpy as np
 
 from batchspec.records import Completion, RowError, RowStats, Snapshot
@@ -64,7 +65,7 @@ def fits(value: object, kind: Any) -> bool:
         raise NotImplementedError(f"the journal cannot check values of the type {kind!r}")
     if origin is not None:
         return isinstance(value, origin)
-    if is_dataclass(kind):
+    if is_dataclass(kind) or issubclass(kind, msgspec.Struct):
         return type(value) is kind and all(fits(getattr(value, name), hint) for name, hint in _hints(kind))
     return type(value) is kind or (kind is float and type(value) is int)
 
@@ -83,9 +84,9 @@ def _hints(record: type) -> list[tuple[str, Any]]:
 
 def _plain(completion: Completion) -> dict[str, Any]:
     """A completion as JSON values: arrays as base64, records as dicts."""
-    values = {item.name: getattr(completion, item.name) for item in fields(Completion)}
-    for name in ("stats", "error"):
-        values[name] = None if values[name] is None else asdict(values[name])
+    values = msgspec.structs.asdict(completion)
+    values["stats"] = None if completion.stats is None else msgspec.structs.asdict(completion.stats)
+    values["error"] = None if completion.error is None else asdict(completion.error)
     for name in DTYPES:
         values[name] = None if values[name] is None else _packed(values[name], DTYPES[name])
     for name in TOPS:

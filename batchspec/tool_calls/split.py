@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -46,7 +46,7 @@ class CallParser:
         if not found:
             return done
         calls = [openai_call(request, place, call.name, call.arguments) for place, call in enumerate(found)]
-        return replace(done, text=self._rest(raw, found, tokens), tool_calls=json_of(calls))
+        return done.replace(text=self._rest(raw, found, tokens), tool_calls=json_of(calls))
 
     def _rest(self, raw: str, found: Sequence[Found], tokens: Sequence[int]) -> str:
         """The text outside of the calls, without special tokens; a line break joins its parts."""

@@ -247,7 +247,7 @@ class Conversations:
         table = table.append_column(own, text) if place < 0 else table.set_column(place, own, text)
         names = {name: column for name, column in self._job.columns.names.items() if name not in ("system", *PROMPTS)}
         job = replace(self._job, columns=ColumnMap(names=names | {own: own}, prompt_kind=own))
-        completions = [replace(ended.completion, row_index=place) for place, ended in enumerate(turns)]
+        completions = [ended.completion.replace(row_index=place) for place, ended in enumerate(turns)]
         frame = ShardWork.of(job).frame(InputShard(index=0, first_row=0, table=table), completions)
         frame = frame.with_columns(pl.Series("row_index", rows, pl.Int64))
         return with_turns(frame, [ended.number for ended in turns])

@@ -85,19 +85,17 @@ def _completion(row: _Row) -> Completion:
     request, scores = row.request, [row.scores[number] for number in range(len(row.scores))]
     failed = next((score for score in scores if score.prompt_logprobs is None), None)
     if failed is not None:
-        return replace(failed, sample_index=0, prompt_ids=request.prompt_ids)
+        return failed.replace(sample_index=0, prompt_ids=request.prompt_ids)
     begun = [_sum(score, choice) for score, choice in zip(scores, request.choices, strict=True)]
     logprobs = apart(request.choices, begun)
     stats = scores[0].stats
-    return replace(
-        scores[0],
+    return scores[0].replace(
         prompt_ids=request.prompt_ids,
         prompt_logprobs=None,
         finish_reason="stop",
         text=request.choices[int(np.argmax(logprobs))].text,
         choice_logprobs=tuple((choice.text, value) for choice, value in zip(request.choices, logprobs, strict=True)),
-        stats=stats and replace(
-            stats,
+        stats=stats and stats.replace(
             num_prefills=sum(score.stats.num_prefills for score in scores if score.stats),
             prefill_s=sum(score.stats.prefill_s for score in scores if score.stats),
         ),

@@ -70,7 +70,7 @@ class Constraints(RowFeature):
     def finish(self, state: RequestState, done: Completion) -> Completion:
         assert self._check.done(state), f"{state.request.request_id!r}: its constraint was not checked"
         if done.token_ids is not None:
-            return replace(done, constraint=state.request.constraint_kind)
+            return done.replace(constraint=state.request.constraint_kind)
         if state.error is None and done.error is not None and done.error.code == NON_FINITE:
             others = NOT_BAD if state.request.sampling.bad_words else ""
             return non_finite(done, num_tokens=len(state.tokens), of_allowed=OF_ALLOWED.format(others=others))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,7 @@ class Logprobs(RowFeature):
         if done.token_ids is None:
             return done
         logprobs, *top = kept.of(len(done.token_ids), forced=state.forced)
-        return replace(done, logprobs=logprobs, top_logprobs=(top[0], top[1]) if top else None)
+        return done.replace(logprobs=logprobs, top_logprobs=(top[0], top[1]) if top else None)
 
 
 class _Kept:

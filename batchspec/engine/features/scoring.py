@@ -10,7 +10,6 @@ T tokens of a pass, H hidden, N likeliest tokens (`output.prompt_logprobs`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -60,7 +59,7 @@ class Scoring(RowFeature):
         bad = np.flatnonzero(~np.isfinite(logprobs[1:]))
         if len(bad):
             return non_finite(done, f"position {bad[0] + 1} (prompt token {bad[0] + 1})")
-        return replace(done, status="ok", text=None, prompt_logprobs=logprobs, prompt_top_logprobs=top)
+        return done.replace(status="ok", text=None, prompt_logprobs=logprobs, prompt_top_logprobs=top)
 
 
 Scores = tuple[NDArray[np.float32], tuple[NDArray[np.int32], NDArray[np.float32]] | None]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from batchspec.automata.token_automaton import BREAKS_AFTER_THOUGHT, DEAD, TokenAutomaton, TokenSymbols
 from batchspec.engine.features.channel_calls import tool_calls
 from batchspec.engine.features.last_check import LastCheck
@@ -46,7 +44,7 @@ class Texts(RowFeature):
         if thinking is None and decode is None:
             return done
         if thinking is None and self._defers and found is None and state.request.tools is None:
-            return replace(done, text_due=True)
+            return done.replace(text_due=True)
         return checked_text(self._of_all(state, done, found) if thinking is None else self._split(state, done, found, breaks))
 
     def _of_all(self, state: RequestState, done: Completion, found: str | None) -> Completion:
@@ -54,7 +52,7 @@ class Texts(RowFeature):
         of_answer = decode_of_answer(state.request, self._decode, self._symbols)
         assert of_answer is not None
         tokens = state.tokens if state.request.automaton is None else _without_stop_id(state)
-        return replace(done, text=of_answer(tokens) if found is None else found)
+        return done.replace(text=of_answer(tokens) if found is None else found)
 
     def _split(self, state: RequestState, done: Completion, found: str | None, breaks: int) -> Completion:
         """The answer, the thought (None if there was none) and the tool calls.
@@ -68,7 +66,7 @@ class Texts(RowFeature):
         assert request.thinking is not None
         parts = split_thoughts(_without_stop_id(state), request.thinking)
         cut_off = bool(done.reasoning_truncated) or (parts.inside and state.truncated)
-        done = replace(done, reasoning_truncated=cut_off, reasoning_tokens=parts.num_reasoning)
+        done = done.replace(reasoning_truncated=cut_off, reasoning_tokens=parts.num_reasoning)
         of_answer = decode_of_answer(request, decode, self._symbols)
         if decode is None or of_answer is None:
             return done
@@ -79,7 +77,7 @@ class Texts(RowFeature):
         messages += more
         text = "\n\n".join([message for message in messages if message.strip()]) if len(messages) > 1 else messages[0]
         text = _after_thought(text, state, parts, breaks)
-        return replace(done, text=text, reasoning=_reasoning(parts, decode), tool_calls=calls)
+        return done.replace(text=text, reasoning=_reasoning(parts, decode), tool_calls=calls)
 
 
 def _without_stop_id(state: RequestState) -> list[int]:

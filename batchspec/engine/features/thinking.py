@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from batchspec.engine.features.channels import ChannelTracker
 from batchspec.engine.features.token_kinds import Header, Kind, Tracker
@@ -57,7 +57,7 @@ class ThinkingBudgets(RowFeature):
             return done
         budget.forced(state.tokens)
         closed = any(closing.start < len(state.tokens) for closing in budget.closings)  # not one that a stop string cut off
-        return replace(done, reasoning_truncated=closed)
+        return done.replace(reasoning_truncated=closed)
 
 
 def _budget_of(request: Request) -> ThinkingBudget:

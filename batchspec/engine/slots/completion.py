@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from batchspec.engine.slots.request_state import RequestState
@@ -40,8 +38,7 @@ def completion_of(
     if state.finish_reason == "error":
         return non_finite(done, num_tokens=len(state.tokens)) if state.error is None else done.failed(state.error)
     stop_id = None if state.stop_id is None or state.stop_id in eos_ids else str(state.stop_id)
-    return replace(
-        done,
+    return done.replace(
         status="truncated" if state.truncated else "ok",
         finish_reason=state.finish_reason,
         stop_reason=stop_id if state.stop_reason is None else state.stop_reason,

@@ -21,6 +21,8 @@ class RunFeatures:
 
     def __init__(self, features: Sequence[RowFeature] = ()) -> None:
         self._features = tuple(features)
+        # of these, those that are asked in every step and define an answer
+        self._read, self._poll, self._take_commands = (self._defining(name) for name in ("read", "poll", "take_commands"))
         self._of_row: dict[RequestState, tuple[RowFeature, ...]] = {}
 
     def arrive(self, request: Request, draft_len: int) -> RequestState:
@@ -54,7 +56,7 @@ class RunFeatures:
             feature.leave(state)
 
     def read(self, launch: Launch, result: PendingResult, slots: Slots, log: RoundLog) -> None:
-        for feature in self._features:
+        for feature in self._read:
             feature.read(launch, result.result, slots, log)
 
     def examine(self, state: RequestState) -> None:
@@ -63,11 +65,11 @@ class RunFeatures:
         state.watch = Watch.first(watch for watch in found if watch is not None)
 
     def poll(self) -> Iterator[RequestState]:
-        for feature in self._features:
+        for feature in self._poll:
             yield from feature.poll()
 
     def take_commands(self) -> RowCommands:
-        return RowCommands.joined(feature.take_commands() for feature in self._features)
+        return RowCommands.joined(feature.take_commands() for feature in self._take_commands)
 
     def wait(self, seconds: float) -> None:
         """Wait until something that a feature waits for is there, but no longer than so many seconds."""
@@ -79,6 +81,9 @@ class RunFeatures:
         for feature in self._of_row.pop(state, ()):
             done = feature.finish(state, done)
         return done
+
+    def _defining(self, method: str) -> tuple[RowFeature, ...]:
+        return tuple(own for own in self._features if getattr(type(own), method) is not getattr(RowFeature, method))
 
     def _of(self, state: RequestState) -> tuple[RowFeature, ...]:
         return self._of_row.get(state, ())

@@ -52,12 +52,14 @@ class SlotTable:
         """A token at which they do."""
         self._tokens = np.zeros((num_slots, max_len + draft_len + 1), np.int32)
         """Buffered tokens; after the first `_num_buffered` of a row come arbitrary values."""
-        self._num_buffered, self._num_prefills, self._num_discarded = zeros(), zeros(), zeros()
-        self._accepted, self._drafted = zeros(draft_len + 1), zeros(draft_len + 1)
-        self._counts = (self._num_buffered, self._num_prefills, self._num_discarded, self._accepted, self._drafted)
+        width = draft_len + 1
+        self._counts = zeros(3 + 2 * width)
+        """What `flush` moves: the columns that follow, which are views."""
+        self._num_buffered, self._num_prefills, self._num_discarded = self._counts[:, :3].T
+        self._accepted, self._drafted = self._counts[:, 3 : 3 + width], self._counts[:, 3 + width :]
         self._arrays: tuple[NDArray[np.generic], ...] = (
             self.owner, self.num_tokens, self.num_columns, self.num_held, self.num_prefilled, self.prompt_len, self.max_tokens,
-            self.predicted_tokens, self.decodes, self.watch_at, self.watch_token, self._tokens, *self._counts,
+            self.predicted_tokens, self.decodes, self.watch_at, self.watch_token, self._tokens, self._counts,
         )
         self._modes: Counter[SamplingMode] = Counter()
         self.num_live = 0
@@ -172,15 +174,16 @@ class SlotTable:
 
     def flush(self, *states: RequestState) -> None:
         """Add the slots' buffered tokens and counts to their requests, which stay active."""
-        slots = [state.slot for state in states]
-        counts = [field[slots].tolist() for field in self._counts]
-        for state, num_buffered, num_prefills, num_discarded, accepted, drafted in zip(states, *counts, strict=True):
+        if not states:
+            return
+        slots, width = [state.slot for state in states], self._accepted.shape[1]
+        for state, counts in zip(states, self._counts[slots].tolist(), strict=True):
+            num_buffered, num_prefills, num_discarded = counts[:3]
             state.tokens += self._tokens[state.slot, :num_buffered].tolist()
             state.num_prefills += num_prefills
             state.num_discarded += num_discarded
-            state.add_counts(accepted, drafted)
-        for field in self._counts:
-            field[slots] = 0
+            state.add_counts(counts[3 : 3 + width], counts[3 + width :])
+        self._counts[slots] = 0
 
     def move(self, moves: Iterable[tuple[int, int]]) -> None:
         """Compaction: (source, destination) of each request that changes its slot; destinations are free."""
@@ -191,8 +194,7 @@ class SlotTable:
             for field in self._arrays:
                 field[destination] = field[source]
             self.owner[source], self.decodes[source] = FREE, False
-            for field in self._counts:
-                field[source] = 0
+            self._counts[source] = 0
 
     def add_prefill(self, slots: Slots, log: RoundLog) -> None:
         """Add the token that a prefill emitted for each of `slots`, none for a failed row; line i of `log` is that of

@@ -141,7 +141,7 @@ class AttentionSpec(NormedSpec):
 
 
 class Attention:
-    """Attention in two parts, up to q and from q on, because a pass may need the second part for some of its tokens only."""
+    """Attention in two parts, up to q and from q on: a `Mixer`."""
 
     def __init__(self, spec: AttentionSpec, source: BlockSource) -> None:
         self.spec, self._scale = spec, spec.head_dim**-0.5 if spec.scale is None else spec.scale
@@ -162,7 +162,7 @@ class Attention:
     def norms_in_product(self, stream: Stream) -> bool:
         return self.spec.norms_in_kernel and stream.norms_in_product(self._qkv, gated=False)
 
-    def queries(self, stream: Stream, store: StoreKV, out_aux: Tensor | None = None) -> Tensor:
+    def begin(self, stream: Stream, store: StoreKV, out_aux: Tensor | None = None) -> Tensor:
         """q [T, NH, D]; K and V are stored. out_aux [T, H]: the layer's input stream is written here if it is given."""
         return self._stored(stream.project(self._norm, self.spec.eps, self._qkv, store.lora, out_aux=out_aux), store)
 
@@ -173,9 +173,9 @@ class Attention:
         """
         return self._stored((self._qkv if product is None else product)(normed, store.lora), store)
 
-    def finish(self, q: Tensor, stream: Stream, attend: Attend, *, add_in_product: bool) -> None:
+    def finish(self, begun: Tensor, stream: Stream, attend: Attend, *, add_in_product: bool) -> None:
         """Continue from q [T, NH, D] of the stream's tokens to the end of the block. add_in_product: see `Block`."""
-        attended = attend(q, self._scale, self._sinks)
+        attended = attend(begun, self._scale, self._sinks)
         if self._post_norm is None:
             stream.add_product(self._out, attended, attend.lora, in_product=add_in_product)
         else:

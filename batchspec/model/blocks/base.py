@@ -1,7 +1,7 @@
 """The parts of a decoder as pure shapes: blocks, their matrix products and their vectors. No weights here.
 
-A decoder layer is two blocks, attention and MLP; the input of each is a norm of the residual stream. A block names its
-projections and vectors relative to the layer (`self_attn.q_proj`). All code that needs shapes sums over the blocks: the loader,
+A decoder layer is two blocks, a mixer, such as attention, and an MLP; the input of each is a norm of the residual stream. A block
+names its projections and vectors relative to the layer (`self_attn.q_proj`). All code that needs shapes sums over the blocks: the loader,
 dummy weights, the tuner, the cost model, the memory plan and `plan`.
 """
 

@@ -146,12 +146,16 @@ class StoreKV(Protocol):
         """
 
 
-class Attend(Protocol):
-    """The rest of attention, possibly for fewer tokens: which query attends to which keys."""
+class Selected(Protocol):
+    """The tokens of the second part of a layer, possibly fewer than those of the first."""
 
     @property
     def lora(self) -> LoraTokens | None:
         """Which of these tokens go through which adapter; None in a model without."""
+
+
+class Attend(Selected, Protocol):
+    """The rest of attention: which query attends to which keys."""
 
     def __call__(self, q: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
         """q [T, NH, D] -> attended values [T, NH * D] over the stored K and V.

@@ -1,19 +1,48 @@
-"""A decoder layer: attention, then an MLP of any kind. Target, EAGLE-3 heads, PARD and training share it."""
+"""A decoder layer: a mixer of a row's tokens, then an MLP of any kind. Target, EAGLE-3 heads, PARD and training share it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from batchspec.model.blocks.attention import Attention, AttentionSpec
 from batchspec.model.blocks.base import BlockSpec
-from batchspec.model.blocks.forward import Attend, Block, BlockSource, Stream
+from batchspec.model.blocks.forward import Block, BlockSource, Selected, Stream
+
+
+class Mixer(Protocol):
+    """A block that computes with a row's earlier tokens: attention, which reads their K and V, or a recurrence, which keeps a
+    state of them. In two parts, because a pass may need the second part for some of its tokens only."""
+
+    def norms_in_product(self, stream: Stream) -> bool:
+        """Whether its first product takes the un-normed stream for as many tokens; then the block before it adds in place."""
+
+    def begin(self, stream: Stream, store: Any, out_aux: Tensor | None = None) -> Tensor:
+        """The first part, whose result [T, ...] `finish` takes; what the row keeps of its tokens is written.
+
+        store    where this kind of mixer keeps it: `StoreKV` for attention
+        out_aux  [T, H]: the layer's input stream is written here if it is given
+        """
+
+    def finish(self, begun: Tensor, stream: Stream, attend: Any, *, add_in_product: bool) -> None:
+        """Continue from the result of `begin`, of the stream's tokens, to the end of the block.
+
+        attend  for attention an `Attend`, for others `Selected`
+        add_in_product  as for `Block`
+        """
+
+
+class MixerSpec(BlockSpec, Protocol):
+    """The shape of a mixer."""
+
+    def build(self, source: BlockSource) -> Mixer:
+        """The block that computes, its weights taken from `source`."""
 
 
 class MlpSpec(BlockSpec, Protocol):
-    """The shape of a block that follows attention."""
+    """The shape of a block that follows the mixer."""
 
     def build(self, source: BlockSource) -> Block:
         """The block that computes, its weights taken from `source`."""
@@ -23,32 +52,45 @@ class MlpSpec(BlockSpec, Protocol):
 class LayerSpec:
     """The shapes of a layer."""
 
-    attention: AttentionSpec
+    mixer: MixerSpec
     mlp: MlpSpec
 
     @property
     def blocks(self) -> tuple[BlockSpec, BlockSpec]:
-        return self.attention, self.mlp
+        return self.mixer, self.mlp
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The mixer of a layer that attends."""
+        assert isinstance(self.mixer, AttentionSpec), self.mixer
+        return self.mixer
 
     def build(self, source: BlockSource) -> DecoderLayer:
-        return DecoderLayer(self.attention.build(source), self.mlp.build(source))
+        return DecoderLayer(self.mixer.build(source), self.mlp.build(source))
 
 
 class DecoderLayer:
-    """A layer's forward pass is `attention.queries`, or `queries_of` an input that the caller has normed, and then `finish`."""
+    """A layer's forward pass is `mixer.begin` and then `finish`."""
 
-    def __init__(self, attention: Attention, mlp: Block) -> None:
-        self.attention, self._mlp = attention, mlp
+    def __init__(self, mixer: Mixer, mlp: Block) -> None:
+        self.mixer, self._mlp = mixer, mlp
+
+    @property
+    def attention(self) -> Attention:
+        """The mixer of a layer that attends."""
+        assert isinstance(self.mixer, Attention), self.mixer
+        return self.mixer
 
     @property
     def num_experts_read(self) -> Tensor | None:
         """int32 [1]: number of experts that had tokens in the latest forward pass; None without experts."""
         return self._mlp.num_experts_read
 
-    def finish(self, q: Tensor, stream: Stream, attend: Attend, *, add_in_product: bool) -> None:
-        """Continue from q [T, NH, D] to the end of the layer.
+    def finish(self, begun: Tensor, stream: Stream, attend: Selected, *, add_in_product: bool) -> None:
+        """Continue from the result of `mixer.begin` to the end of the layer.
 
+        attend  for attention an `Attend`
         add_in_product  the next norm is fused into a product, so the last product of the layer adds to the stream itself
         """
-        self.attention.finish(q, stream, attend, add_in_product=self._mlp.norms_in_product(stream))
+        self.mixer.finish(begun, stream, attend, add_in_product=self._mlp.norms_in_product(stream))
         self._mlp(stream, attend.lora, add_in_product=add_in_product)
