@@ -13,7 +13,7 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from batchspec.errors import CheckpointError
 from batchspec.model.config_values import read_json, shown
@@ -25,6 +25,13 @@ _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2,
 _OTHERS = re.compile(r"(pytorch_model.*\.bin|(adapter_model|consolidated).*\.\w+|.*\.(pth|pt|gguf|ckpt|msgpack|h5))")
 _SHARD = re.compile(r"[\w.-]+\.safetensors")
 _REQUESTS = 8
+
+
+class Entry(NamedTuple):
+    """Some rows of the matrix of one expert in a tensor [E, rows, k]."""
+
+    expert: int
+    rows: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,8 @@ class StoredTensor:
     start: int
     """The data are bytes [start, end) of the file."""
     end: int
+    entry: Entry | None = None
+    """The part of the file's tensor that this is; None: all of it. `start` and `end` are those of the file's tensor."""
 
 
 class ModelFiles(Protocol):

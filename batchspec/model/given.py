@@ -9,6 +9,7 @@ from torch import Tensor
 
 from batchspec.errors import CheckpointError
 from batchspec.model.files import StoredTensor
+from batchspec.model.fused_experts import separate_experts
 from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec
 from batchspec.model.weights import as_computed, check_tensors
 from batchspec.model.wrapped import of_text
@@ -31,7 +32,8 @@ class GivenWeights:
         others = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
         if others:
             raise CheckpointError(f"{WHERE}: {others[0]!r} is {type(tensors[others[0]]).__name__}, not a tensor")
-        self._tensors = of_text(WHERE, {name: tensor.detach() for name, tensor in tensors.items()})
+        own = of_text(WHERE, {name: tensor.detach() for name, tensor in tensors.items()})
+        self._tensors = separate_experts(spec, own, lambda tensor: tuple(tensor.shape), lambda tensor, entry: tensor[entry])
         self._specs = {tensor.name: tensor for tensor in spec.tensors()}
         self.dtype, self.device = dtype, device
         stored = {

@@ -17,13 +17,13 @@ from batchspec.errors import CheckpointError
 from batchspec.model.blocks.base import FLOATS, TensorSpec
 from batchspec.model.config_values import shown
 from batchspec.model.files import LocalFiles, ModelFiles, StoredTensor, listed, weight_names
+from batchspec.model.fused_experts import EntrySlice, tensors_of
 from batchspec.model.kv_scales import SUFFIXES
 from batchspec.model.quant.base import Pieces, Slices
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec
 from batchspec.model.weight_files import WeightFiles
 from batchspec.model.weight_sums import Summing, WeightSums
-from batchspec.model.wrapped import model_tensors
 from batchspec.process.load_progress import count_step
 
 Shapes = dict[str, tuple[int, ...]]
@@ -43,15 +43,15 @@ def shapes_of(tensors: Iterable[TensorSpec]) -> Shapes:
 def judge_model(files: ModelFiles) -> ModelSpec:
     """The shape of a model whose weights a run would load: config.json and the headers of the weight files, no weight read.
 
-    Raises CheckpointError, in one line, for all that `load_spec`, `model_tensors` and `check_tensors` refuse.
+    Raises CheckpointError, in one line, for all that `load_spec`, `tensors_of` and `check_tensors` refuse.
     """
     spec = load_spec(files.folder)
-    check_tensors(files.where, spec, model_tensors(files))
+    check_tensors(files.where, spec, tensors_of(spec, files))
     return spec
 
 
 def check_tensors(where: str, spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> None:
-    """Names, shapes and dtypes of a model's tensors against those that the spec asks for. stored: by plain names.
+    """Names, shapes and dtypes of a model's tensors against those that the spec asks for. stored: by those names.
 
     Raises CheckpointError, in one line: how many are missing, unexpected, misshapen and of a wrong dtype, the first ones by name.
     """
@@ -129,7 +129,7 @@ class Checkpoint:
     """The safetensors files of a folder, opened and checked; a context manager, since it holds them open.
 
     For the spec of a rank, tensors are the rank's parts of them, and nothing else is read.
-    Raises CheckpointError as `model_tensors` and `check_tensors`, and for an lm_head that should be tied and is not; ConfigError
+    Raises CheckpointError as `tensors_of` and `check_tensors`, and for an lm_head that should be tied and is not; ConfigError
     for a model that cannot be cut.
     """
 
@@ -142,7 +142,7 @@ class Checkpoint:
         self._slices, spec = slices_of(spec), spec.whole or spec
         self._specs = {tensor.name: tensor for tensor in spec.tensors()}
         files = LocalFiles(folder)
-        self._stored = model_tensors(files)
+        self._stored = tensors_of(spec, files)
         check_tensors(files.where, spec, self._stored)
         names = weight_names(files)
         self._paths = WeightFiles(tuple(folder / name for name in names))
@@ -195,13 +195,14 @@ class Checkpoint:
 
     def _whole(self, name: str) -> Tensor:
         own = self._stored[name]
-        tensor: Tensor = self._files[own.file].get_tensor(own.name)
+        tensor: Tensor = self._files[own.file].get_tensor(own.name) if own.entry is None else self._slice(name)[:, :]
         return tensor
 
     def _slice(self, name: str) -> Any:
         """What reads parts of the tensor, by indexing."""
         own = self._stored[name]
-        return self._files[own.file].get_slice(own.name)
+        parts = self._files[own.file].get_slice(own.name)
+        return parts if own.entry is None else EntrySlice(parts, own.entry)
 
     def __enter__(self) -> Checkpoint:
         return self
