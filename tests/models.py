@@ -114,3 +114,33 @@ def make_tokenizer(folder: Path, *, vocab: int = 320, chat_template: str = CHAT_
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     return folder
+
+
+_VISION: dict[str, Any] = {
+    "siglip_vision_model": {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8},
+    "pixtral": {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8, "head_dim": 16},
+    "qwen3_5_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4},
+    "qwen3_5_moe_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4},
+}
+_WRAPPED = {
+    "gemma3": ("gemma3_text", "siglip_vision_model"), "mistral3": ("mistral", "pixtral"),
+    "qwen3_5": ("qwen3_5_text", "qwen3_5_vision"), "qwen3_5_moe": ("qwen3_5_moe_text", "qwen3_5_moe_vision"),
+}
+
+
+def make_wrapped(folder: Path, kind: str, text: dict[str, Any], *, vocab: int = 320, seed: int = 0, **config: Any) -> Path:
+    """A random model of text and images in `folder`, of two layers of text; `text` overrides keys of its text_config."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    of_text, of_images = _WRAPPED[kind]
+    images = {"model_type": of_images, "hidden_size": 32, "intermediate_size": 40, **_VISION[of_images]}
+    inner = {**_SHAPE, "num_hidden_layers": 2, "model_type": of_text, "vocab_size": vocab, **text}
+    settings = AutoConfig.for_model(kind, text_config=inner, vision_config=images, **config)
+    torch.manual_seed(seed)
+    auto: Any = AutoModelForImageTextToText
+    model = auto.from_config(settings)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("norm.weight", "bias")):
+            torch.nn.init.normal_(parameter, mean=float(name.endswith("weight")), std=0.2)
+    model.save_pretrained(folder)
+    return folder

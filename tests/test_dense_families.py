@@ -251,7 +251,7 @@ def test_a_length_that_the_rope_limits_is_refused_with_the_reason_and_noted(valu
         ("glm4", {"head_dim": 6}, "rotates 3 of the 6 numbers of a head"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("llama", {"query_pre_attn_scalar": 64}, "query_pre_attn_scalar=64"),
-        ("gemma3", {}, 'model_type="gemma3" is not supported'),
+        ("gemma3", {}, 'model_type="gemma3" needs text_config with the keys of its language model'),
         ("olmo3", {}, 'model_type="olmo3" is not supported'),
         ("glm4_moe", {}, 'model_type="glm4_moe" is not supported'),
         ("phi4mm", {}, 'model_type="phi4mm" is not supported'),

@@ -32,7 +32,7 @@ from batchspec.draft.window import WindowDrafter
 from batchspec.errors import ConfigError
 from batchspec.kernels.rounds.prepare_verify_inputs import prepare_verify_inputs
 from batchspec.model.config_values import ConfigReader, read_json, shown
-from batchspec.model.files import stored_tensors
+from batchspec.model.fused_experts import tensors_of
 from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
@@ -196,7 +196,7 @@ def _open(config: RunConfig, target: ModelSpec) -> PardSpec:
     files = find_model(path, key="draft.path")
     pard = read_pard(files.folder, target)
     if config.model.load_format != "dummy":
-        check_tensors(files.where, pard.model, stored_tensors(files))
+        check_tensors(files.where, pard.model, tensors_of(pard.model, files))
     if config.draft.parallel is True and pard.mask_token_id is None:
         raise ConfigError(
             f"draft.parallel=true, but {path} names no mask token (pard_token): it drafts a chain; use draft.parallel=auto"

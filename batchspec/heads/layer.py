@@ -153,7 +153,7 @@ class GradientStream:
     def add_output(self, values: Tensor) -> None:
         self.add(values)
 
-    def add_pairs(self, values: Tensor, weights: Tensor) -> None:
+    def add_pairs(self, values: Tensor, weights: Tensor, shared: Tensor | None = None) -> None:
         raise NotImplementedError  # layers of heads are dense
 
     def add_product(self, product: Product, x: Tensor, lora: LoraTokens | None, *, in_product: bool) -> None:

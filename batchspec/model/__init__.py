@@ -8,6 +8,8 @@ From config to weights:
   unread_keys.py        keys of config.json that nothing reads; generation_config.py: recommended sampling
   files.py              the files of a checkpoint; weight_files.py: digests of them; hub.py, packaged.py: where they come from
   weights.py            tensors, checked before one is read; given.py: tensors in memory; from_gguf.py: a GGUF file
+  wrapped.py            names of the language model in a checkpoint that reads images too
+  fused_experts.py      experts that a file holds in one tensor
   weight_sums.py        sha256 of every tensor
   dtype.py              the data type in which the model computes
   shard.py              the part of each tensor that a rank holds

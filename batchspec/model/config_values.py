@@ -7,7 +7,7 @@ range, in the tables below or in its family's.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,10 @@ class ConfigReader:
     def over(self, other: ConfigReader) -> ConfigReader:
         """The same with the values of another object for keys that are not there."""
         return self._with({**other._values, **self._values}, also=(*self._also, other._prefix))
+
+    def under(self, outer: ConfigReader, keys: Iterable[str]) -> ConfigReader:
+        """The same with the values of the object that this one is a part of for those of `keys` that it gives."""
+        return self.replaced(**{key: outer._values[key] for key in keys if outer.given(key)})
 
     def ranged(self, integers: Ranges) -> ConfigReader:
         """The same with the ranges of further keys."""

@@ -146,9 +146,15 @@ class ResidualStream:
         assert self._pending is None
         self._pending = values if self._ranks is None else Partial(values)
 
-    def add_pairs(self, values: Tensor, weights: Tensor) -> None:
+    def add_pairs(self, values: Tensor, weights: Tensor, shared: Tensor | None = None) -> None:
         assert self._pending is None
-        self._pending = Pairs(values, weights) if self._ranks is None else Partial(self._combined(values, weights))
+        if self._ranks is None:
+            if shared is not None:
+                self.residual.add_(shared)
+            self._pending = Pairs(values, weights)
+        else:
+            combined = self._combined(values, weights)
+            self._pending = Partial(combined if shared is None else combined.add_(shared))
 
     def add_product(self, product: Product, x: Tensor, lora: LoraTokens | None, *, in_product: bool) -> None:
         assert self._pending is None

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from batchspec.errors import CheckpointError
 from batchspec.model.config_values import read_json, shown
@@ -27,10 +27,19 @@ _SHARD = re.compile(r"[\w.-]+\.safetensors")
 _REQUESTS = 8
 
 
+class Entry(NamedTuple):
+    """Some rows of the matrix of one expert in a tensor [E, rows, k]."""
+
+    expert: int
+    rows: slice
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in a weight file."""
 
+    name: str
+    """Its name in the file."""
     dtype: str
     """F64, F32, F16, BF16, I64, BOOL ...: the names of safetensors."""
     shape: tuple[int, ...]
@@ -38,6 +47,8 @@ class StoredTensor:
     start: int
     """The data are bytes [start, end) of the file."""
     end: int
+    entry: Entry | None = None
+    """The part of the file's tensor that this is; None: all of it. `start` and `end` are those of the file's tensor."""
 
 
 class ModelFiles(Protocol):
@@ -166,7 +177,9 @@ def file_tensors(files: ModelFiles, name: str) -> dict[str, StoredTensor]:
             if not _is_entry(value):
                 raise broken(f"no dtype, shape and offsets of {tensor[:60]!r} in its header")
             first, last = value["data_offsets"]
-            found[tensor] = StoredTensor(value["dtype"], tuple(value["shape"]), name, 8 + length + first, 8 + length + last)
+            found[tensor] = StoredTensor(
+                    tensor, value["dtype"], tuple(value["shape"]), name, 8 + length + first, 8 + length + last
+                )
     whole = max((stored.end for stored in found.values()), default=8 + length)
     if size != whole:
         raise broken(f"{'cut off' if size < whole else 'too long'}: by its header it has {whole:,} bytes, but it has {size:,}")

@@ -133,6 +133,11 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
+def sigmoid_gated(values: Tensor, gate: Tensor) -> Tensor:
+    """values * sigmoid(gate) in place, the sigmoid rounded to the tensors' dtype: values [T, N], gate [T, N] or [T, 1]."""
+    return values.mul_(gate.sigmoid())
+
+
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """RoPE of the first R values of heads [T, N, D].
 

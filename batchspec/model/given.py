@@ -9,8 +9,10 @@ from torch import Tensor
 
 from batchspec.errors import CheckpointError
 from batchspec.model.files import StoredTensor
+from batchspec.model.fused_experts import separate_experts
 from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec
 from batchspec.model.weights import as_computed, check_tensors
+from batchspec.model.wrapped import of_text
 
 WHERE = "the tensors given"
 _NAMES = {
@@ -30,15 +32,16 @@ class GivenWeights:
         others = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
         if others:
             raise CheckpointError(f"{WHERE}: {others[0]!r} is {type(tensors[others[0]]).__name__}, not a tensor")
-        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        own = of_text(WHERE, {name: tensor.detach() for name, tensor in tensors.items()})
+        self._tensors = separate_experts(spec, own, lambda tensor: tuple(tensor.shape), lambda tensor, entry: tensor[entry])
         self._specs = {tensor.name: tensor for tensor in spec.tensors()}
         self.dtype, self.device = dtype, device
         stored = {
-            name: StoredTensor(_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), "", 0, 0)
+            name: StoredTensor(name, _NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), "", 0, 0)
             for name, tensor in self._tensors.items()
         }
         check_tensors(WHERE, spec, stored)
-        if spec.tie and OUTPUT in tensors and not torch.equal(self._tensors[OUTPUT], self._tensors[EMBEDDING]):
+        if spec.tie and OUTPUT in self._tensors and not torch.equal(self._tensors[OUTPUT], self._tensors[EMBEDDING]):
             raise CheckpointError(f"{WHERE}: lm_head.weight differs from the embedding although tie_word_embeddings is true")
 
     def tensor(self, name: str) -> Tensor:

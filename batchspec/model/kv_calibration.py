@@ -30,11 +30,12 @@ from batchspec.errors import CheckpointError, ConfigError
 from batchspec.kernels.common.e4m3 import LARGEST
 from batchspec.model.blocks.base import Shard
 from batchspec.model.calibration_texts import TEXTS
-from batchspec.model.files import ModelFiles, stored_tensors
+from batchspec.model.files import ModelFiles
 from batchspec.model.kv_scales import KVScales, checkpoint_scales, heads_of_part, names_of_scales
 from batchspec.model.single_row import forward_row
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
+from batchspec.model.wrapped import model_tensors
 from batchspec.process.load_progress import count_step
 
 CALIBRATION = 1
@@ -74,7 +75,7 @@ def check_fp8_kv(how: str, spec: ModelSpec, files: ModelFiles, device: torch.dev
     check_e4m3(device)
     if how == "calibrate":
         return
-    if names_of_scales(spec, stored_tensors(files), files.where) is None and how == "checkpoint":
+    if names_of_scales(spec, model_tensors(files), files.where) is None and how == "checkpoint":
         raise CheckpointError(
             f"{files.where} has no K/V scales (k_scale, v_scale), which cache.scales=checkpoint asks for; use cache.scales=auto"
         )

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from batchspec.errors import CheckpointError, OutputError
 from batchspec.model.config_values import shown
-from batchspec.model.files import LocalFiles, StoredTensor, stored_tensors
+from batchspec.model.files import LocalFiles, StoredTensor
 from batchspec.model.spec import ModelSpec, layer_prefix
+from batchspec.model.wrapped import model_tensors
 
 _NAMES = {
     "k": ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.k_proj.output_scale"),
@@ -98,7 +99,7 @@ def names_of_scales(spec: ModelSpec, stored: Collection[str], where: str) -> lis
 
 def checkpoint_scales(folder: Path, spec: ModelSpec) -> KVScales | None:
     """The scales that a model's files hold; None if they hold none. Raises CheckpointError if they cannot be used."""
-    stored = stored_tensors(LocalFiles(folder))
+    stored = model_tensors(LocalFiles(folder))
     names = names_of_scales(spec, stored, shown(folder))
     if names is None:
         return None
@@ -108,7 +109,7 @@ def checkpoint_scales(folder: Path, spec: ModelSpec) -> KVScales | None:
 
 def _read(folder: Path, name: str, stored: StoredTensor, num_heads: int) -> Tensor:
     with safe_open(folder / stored.file, framework="pt") as file:
-        values: Tensor = file.get_tensor(name).float().flatten()
+        values: Tensor = file.get_tensor(stored.name).float().flatten()
     if values.numel() not in (1, num_heads):
         raise CheckpointError(
             f"{shown(folder)}: {name} is {list(stored.shape)}; it must be one number, or one for each of {num_heads} K/V heads; "

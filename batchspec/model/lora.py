@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -34,6 +34,7 @@ from batchspec.model.quant.base import Weights
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import OUTPUT, ModelSpec
 from batchspec.model.weights import taken
+from batchspec.model.wrapped import of_text
 from batchspec.process.local_files import open_regular
 
 FILE = "adapter_model.safetensors"
@@ -185,24 +186,30 @@ def _deltas(where: str, config: LoraConfig, spec: ModelSpec, stored: Mapping[str
             f"{where}/{FILE}: {len(others)} tensors are not lora_A or lora_B of a projection: {listed(others)}; "
             f"embeddings, DoRA, biases and modules saved whole are not supported: {MERGE}"
         )
-    modules = dict.fromkeys(name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in stored)
+    own_names = dict.fromkeys(name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in stored)
+    modules = of_text(f"{where}/{FILE}", {name: name for name in own_names})  # the text goes through no other module
     known = {prefix + part.name: part for prefix, block in spec.blocks() for part in projections(block)}
     known[_HEAD] = Projection(_HEAD, spec.vocab_size, spec.hidden_size)
     _check_modules(where, config, spec, modules, known)
     found = {}
-    for module in modules:
-        part, rank = known[module], config.rank_of(module)
-        a, b = (f"base_model.model.{module}.lora_{letter}.weight" for letter in "AB")
+    for module, own in modules.items():
+        part, rank = known[module], config.rank_of(own)
+        a, b = (f"base_model.model.{own}.lora_{letter}.weight" for letter in "AB")
         for name, shape in ((a, (rank, part.k)), (b, (part.rows, rank))):
             _check_tensor(f"{where}/{FILE}", name, stored.get(name), shape, rank)
-        found[module] = Delta(a, b, config.scale_of(module), rank)
+        found[module] = Delta(a, b, config.scale_of(own), rank)
     return found
 
 
 def _check_modules(
-    where: str, config: LoraConfig, spec: ModelSpec, modules: Collection[str], known: Mapping[str, Projection]
+    where: str, config: LoraConfig, spec: ModelSpec, modules: Mapping[str, str], known: Mapping[str, Projection]
 ) -> None:
-    """Raises CheckpointError for modules that cannot have adapters here, and if they differ from those of adapter_config.json."""
+    """Raises CheckpointError for modules that cannot have adapters here, and if they differ from those of adapter_config.json.
+
+    modules: their names in the adapter, by those in the model
+    """
+    if not modules:
+        raise CheckpointError(f"{where}: no module is one of the language model's; rows of text need no such adapter")
     experts = tuple(f"{prefix}{grouped.name}." for prefix, block in spec.blocks() for grouped in block.grouped)
     if of_experts := [module for module in modules if f"{module}.".startswith(experts)]:
         raise CheckpointError(f"{where}: {listed(of_experts)}: adapters of MoE experts are not supported; {MERGE}")
@@ -216,7 +223,7 @@ def _check_modules(
             f"{where}: {_HEAD} has an adapter, and it is the embedding too (tie_word_embeddings=true), which would "
             "change with it; train one without it"
         )
-    unnamed = [module for module in modules if not config.targets(module)]
+    unnamed = [own for own in modules.values() if not config.targets(own)]
     missing = [module for module in known if config.targets_all and config.targets(module) and module not in modules]
     for wrong, what in (
         (unnamed, f"that target_modules of {CONFIG} does not name"),

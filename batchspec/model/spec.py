@@ -33,7 +33,7 @@ class ModelSpec:
     """The shape of a decoder, and what its folder says about stop tokens and sampling."""
 
     family: str
-    """model_type of config.json."""
+    """model_type of config.json; of its text_config where the model reads images too."""
     hidden_size: int
     vocab_size: int
     layers: tuple[LayerSpec, ...]
@@ -289,8 +289,8 @@ def load_spec(folder: Path) -> ModelSpec:
 def read_spec(values: Json, where: str, generation: Json | None = None, generation_where: str = "") -> ModelSpec:
     """The shape of a model from the content of its two files; `where` is for messages. Raises CheckpointError as `load_spec`."""
     own = ConfigReader(values, where)
-    family = family_of(own)
-    config = own.filled({"rms_norm_eps": 1e-6, **family.defaults}).ranged(family.integers)
+    family, config = family_of(own)
+    config = config.filled({"rms_norm_eps": 1e-6, **family.defaults}).ranged(family.integers)
     formats = read_formats(config)
     family.check(config)
     ends = ConfigReader(generation or {}, generation_where).integer_or_integers("eos_token_id")

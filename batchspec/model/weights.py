@@ -16,7 +16,8 @@ from torch import Tensor
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.base import FLOATS, TensorSpec
 from batchspec.model.config_values import shown
-from batchspec.model.files import LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
+from batchspec.model.files import LocalFiles, ModelFiles, StoredTensor, listed, weight_names
+from batchspec.model.fused_experts import EntrySlice, tensors_of
 from batchspec.model.kv_scales import SUFFIXES
 from batchspec.model.quant.base import Pieces, Slices
 from batchspec.model.shard import slices_of
@@ -42,15 +43,15 @@ def shapes_of(tensors: Iterable[TensorSpec]) -> Shapes:
 def judge_model(files: ModelFiles) -> ModelSpec:
     """The shape of a model whose weights a run would load: config.json and the headers of the weight files, no weight read.
 
-    Raises CheckpointError, in one line, for all that `load_spec`, `stored_tensors` and `check_tensors` refuse.
+    Raises CheckpointError, in one line, for all that `load_spec`, `tensors_of` and `check_tensors` refuse.
     """
     spec = load_spec(files.folder)
-    check_tensors(files.where, spec, stored_tensors(files))
+    check_tensors(files.where, spec, tensors_of(spec, files))
     return spec
 
 
 def check_tensors(where: str, spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> None:
-    """Names, shapes and dtypes of a model's tensors against those that the spec asks for.
+    """Names, shapes and dtypes of a model's tensors against those that the spec asks for. stored: by those names.
 
     Raises CheckpointError, in one line: how many are missing, unexpected, misshapen and of a wrong dtype, the first ones by name.
     """
@@ -128,7 +129,7 @@ class Checkpoint:
     """The safetensors files of a folder, opened and checked; a context manager, since it holds them open.
 
     For the spec of a rank, tensors are the rank's parts of them, and nothing else is read.
-    Raises CheckpointError as `stored_tensors` and `check_tensors`, and for an lm_head that should be tied and is not; ConfigError
+    Raises CheckpointError as `tensors_of` and `check_tensors`, and for an lm_head that should be tied and is not; ConfigError
     for a model that cannot be cut.
     """
 
@@ -141,14 +142,13 @@ class Checkpoint:
         self._slices, spec = slices_of(spec), spec.whole or spec
         self._specs = {tensor.name: tensor for tensor in spec.tensors()}
         files = LocalFiles(folder)
-        check_tensors(files.where, spec, stored_tensors(files))
+        self._stored = tensors_of(spec, files)
+        check_tensors(files.where, spec, self._stored)
         names = weight_names(files)
         self._paths = WeightFiles(tuple(folder / name for name in names))
         self._state = self._paths.state
         with self._stack:
-            for name in names:
-                handle = self._open(folder / name)
-                self._files.update(dict.fromkeys(handle.keys(), handle))
+            self._files.update((name, self._open(folder / name)) for name in names)
             self._check_tied(spec)
             if summed:
                 self._summing = Summing()
@@ -160,22 +160,22 @@ class Checkpoint:
 
     def stored(self, name: str) -> Tensor:
         self._sum(name)
-        own, file = () if self._slices is None else self._slices.get(name), self._files[name]
-        tensor: Tensor = taken(file.get_slice(name), own) if own else file.get_tensor(name)
+        own = () if self._slices is None else self._slices.get(name)
+        tensor: Tensor = taken(self._slice(name), own) if own else self._whole(name)
         tensor = tensor.to(self.device)
         count_step()
         return torch.zeros_like(tensor) if own is None else tensor
 
     def entry(self, name: str, index: int) -> Tensor:
         self._sum(name)
-        part: Tensor = self._files[name].get_slice(name)[(slice(index, index + 1), *_of_entry(self._slices, name))]
+        part: Tensor = self._slice(name)[(slice(index, index + 1), *_of_entry(self._slices, name))]
         count_step()
         return part[0].to(self.device)
 
     def sums(self) -> WeightSums:
-        """Of all tensors of the files, of a rank too; only with `summed`. Waits until they are computed."""
+        """Of all tensors of the model, of a rank too; only with `summed`. Waits until they are computed."""
         assert self._summing is not None
-        for name in self._files:
+        for name in self._stored:
             self._sum(name)
         return self._summing.result()
 
@@ -191,7 +191,18 @@ class Checkpoint:
     def _sum(self, name: str) -> None:
         """Begin the sum of a tensor where it is read first, so that its bytes come from the disk once."""
         if self._summing is not None and name not in self._summing:
-            self._summing.begin(name, self._files[name].get_tensor(name))
+            self._summing.begin(name, self._whole(name))
+
+    def _whole(self, name: str) -> Tensor:
+        own = self._stored[name]
+        tensor: Tensor = self._files[own.file].get_tensor(own.name) if own.entry is None else self._slice(name)[:, :]
+        return tensor
+
+    def _slice(self, name: str) -> Any:
+        """What reads parts of the tensor, by indexing."""
+        own = self._stored[name]
+        parts = self._files[own.file].get_slice(own.name)
+        return parts if own.entry is None else EntrySlice(parts, own.entry)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -207,8 +218,8 @@ class Checkpoint:
 
     def _check_tied(self, spec: ModelSpec) -> None:
         names = (OUTPUT, EMBEDDING)
-        if spec.tie and names[0] in self._files:
-            head, embedding = (self._files[name].get_tensor(name) for name in names)
+        if spec.tie and names[0] in self._stored:
+            head, embedding = (self._whole(name) for name in names)
             if not torch.equal(head, embedding):
                 raise CheckpointError(
                     f"{shown(self._folder)}: lm_head.weight differs from the embedding although tie_word_embeddings is true"

@@ -23,7 +23,7 @@ from batchspec.model.blocks.base import (
     shifted,
 )
 from batchspec.model.blocks.forward import Attend, BlockSource, Product, StoreKV, Stream
-from batchspec.model.fused import rms_norm
+from batchspec.model.fused import rms_norm, sigmoid_gated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,9 @@ class AttentionSpec(NormedSpec):
     """Whether each head has a learned logit that joins the denominator of its softmax."""
     scale: float | None = None
     """Factor of the scores; None: 1 / sqrt(head_dim)."""
+    gated: bool = False
+    """Whether q_proj computes a gate beside each head of q, as many rows after those of q; what the head attended to is
+    multiplied by its sigmoid."""
     fused_qkv: bool = False
     """Whether the file holds q, k and v as one projection, `qkv_proj`, their rows one after another."""
     name: str = "self_attn"
@@ -57,13 +60,18 @@ class AttentionSpec(NormedSpec):
         return self.num_heads * self.head_dim
 
     @property
+    def q_rows(self) -> int:
+        """Number of values of q for one token, with its gates."""
+        return (2 if self.gated else 1) * self.inner_size
+
+    @property
     def kv_size(self) -> int:
         """Number of values of K for one token, and as many of V."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def qkv(self) -> ProductSpec:
-        sizes, k = {"q": self.inner_size, "k": self.kv_size, "v": self.kv_size}, self.input_size or self.hidden_size
+        sizes, k = {"q": self.q_rows, "k": self.kv_size, "v": self.kv_size}, self.input_size or self.hidden_size
         if self.fused_qkv:
             return ProductSpec((Projection(f"{self.name}.qkv_proj", sum(sizes.values()), k, self.qkv_bias),))
         return ProductSpec(tuple(Projection(f"{self.name}.{x}_proj", rows, k, self.qkv_bias) for x, rows in sizes.items()))
@@ -101,8 +109,8 @@ class AttentionSpec(NormedSpec):
 
     @property
     def activation_size(self) -> int:
-        """Values of q, k and v before and after the rotation, and the attention output."""
-        return 2 * self.qkv.rows + self.inner_size
+        """Values of q, k and v before and after the rotation, and the attention output; with gates q and gates once more."""
+        return 2 * self.qkv.rows + self.inner_size + (self.q_rows if self.gated else 0)
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         into = ("linear", "norm_linear") if self.norms_in_kernel else ("linear",)
@@ -129,12 +137,14 @@ class AttentionSpec(NormedSpec):
 
     def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
         heads = self.heads_of(shard)
-        q, kv = scaled(heads, self.head_dim), scaled(self.kv_heads_of(shard), self.head_dim)
+        inner, kv = scaled(heads, self.head_dim), scaled(self.kv_heads_of(shard), self.head_dim)
+        q = scaled(heads, self.q_rows // self.num_heads)
         of_q, of_kv = Share("columns", (q,)), Share("columns", (kv,))
-        of_qkv = Share("columns", (q, shifted(kv, self.inner_size), shifted(kv, self.inner_size + self.kv_size)))
+        of_qkv = Share("columns", (q, shifted(kv, self.q_rows), shifted(kv, self.q_rows + self.kv_size)))
         names = {"q_proj": of_q, "k_proj": of_kv, "v_proj": of_kv, "qkv_proj": of_qkv}
-        names |= {"o_proj": Share("rows", (q,), shard.rank == 0), "sinks": Share("columns", (heads,))}
+        names |= {"o_proj": Share("rows", (inner,), shard.rank == 0), "sinks": Share("columns", (heads,))}
         if self.qk_norm_rows:
+            assert not self.gated
             names |= {"q_norm": of_q, "k_norm": of_kv}
         return {f"{self.name}.{name}": share for name, share in names.items()}
 
@@ -168,7 +178,10 @@ class Attention:
         return self.spec.norms_in_kernel and stream.norms_in_product(self._qkv, gated=False)
 
     def begin(self, stream: Stream, store: StoreKV, out_aux: Tensor | None = None) -> Tensor:
-        """q [T, NH, D]; K and V are stored. out_aux [T, H]: the layer's input stream is written here if it is given."""
+        """q [T, NH, D], with gates [T, 2 NH, D], all heads of q first; K and V are stored.
+
+        out_aux  [T, H]: the layer's input stream is written here if it is given
+        """
         return self._stored(stream.project(self._norm, self.spec.eps, self._qkv, store.lora, out_aux=out_aux), store)
 
     def queries_of(self, normed: Tensor, store: StoreKV, product: Product | None = None) -> Tensor:
@@ -179,12 +192,21 @@ class Attention:
         return self._stored((self._qkv if product is None else product)(normed, store.lora), store)
 
     def finish(self, begun: Tensor, stream: Stream, attend: Attend, *, add_in_product: bool) -> None:
-        """Continue from q [T, NH, D] of the stream's tokens to the end of the block. add_in_product: see `Block`."""
-        attended = attend(begun, self._scale, self._sinks)
+        """Continue from the result of `begin`, of the stream's tokens, to the end of the block. add_in_product: see `Block`."""
+        q, *gate = begun.chunk(2, 1) if self.spec.gated else (begun,)
+        attended = attend(q, self._scale, self._sinks)
+        if gate:
+            attended = sigmoid_gated(attended, gate[0].flatten(1))
         if self._post_norm is None:
             stream.add_product(self._out, attended, attend.lora, in_product=add_in_product)
         else:
             stream.add(rms_norm(stream.reduced(self._out(attended, attend.lora)), self._post_norm, self.spec.eps))
 
     def _stored(self, qkv: Any, store: StoreKV) -> Tensor:
-        return store.rotate_and_store(qkv, q_norm=self._q_norm, k_norm=self._k_norm, eps=self.spec.eps)
+        gate = None
+        if self.spec.gated:
+            heads, kv = qkv.split((self.spec.q_rows, 2 * self.spec.kv_size), -1)
+            q, gate = heads.unflatten(-1, (-1, 2, self.spec.head_dim)).unbind(2)
+            qkv = torch.cat((q.flatten(1), kv), -1)
+        rotated = store.rotate_and_store(qkv, q_norm=self._q_norm, k_norm=self._k_norm, eps=self.spec.eps)
+        return rotated if gate is None else torch.cat((rotated, gate), 1)

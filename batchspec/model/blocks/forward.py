@@ -124,9 +124,9 @@ class Stream(Protocol):
     def add_output(self, values: Tensor) -> None:
         """stream += values [T, H] of a product that is cut by rows, summed over all ranks."""
 
-    def add_pairs(self, values: Tensor, weights: Tensor) -> None:
-        """stream += the sum over each token's slots of weights [T, k] * values [T * k, H], in slot order, summed over all
-        ranks."""
+    def add_pairs(self, values: Tensor, weights: Tensor, shared: Tensor | None = None) -> None:
+        """stream += shared [T, H], if it is given, and the sum over each token's slots of weights [T, k] * values [T * k, H], in
+        slot order; both summed over all ranks."""
 
     def add_product(self, product: Product, x: Tensor, lora: LoraTokens | None, *, in_product: bool) -> None:
         """stream += product(x), summed over all ranks. in_product: in the product's own kernel if it has one."""

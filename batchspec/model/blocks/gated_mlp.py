@@ -83,6 +83,22 @@ class GatedMlpSpec(NormedSpec):
         return GatedMlp(self, source)
 
 
+class GatedProducts:
+    """The products of a gated MLP with SiLU, of an input that the caller has normed and with an output that the caller adds."""
+
+    def __init__(self, spec: GatedMlpSpec, source: BlockSource) -> None:
+        assert spec.activation == "silu"
+        self._gate_up, self._down = source.product(spec.gate_up), source.product(spec.down)
+
+    def __call__(self, x: Tensor, lora: LoraTokens | None) -> Tensor:
+        """x [T, H] -> [T, H]; of a model of several ranks this rank's part of a sum."""
+        form = self._down.fp8_form
+        if form is not None:
+            return self._down.of_fp8(activation_quantised(self._gate_up(x, lora), form, gelu=False))
+        out: Tensor = self._down(self._gate_up.swiglu(x, lora), lora)
+        return out
+
+
 class GatedMlp:
     """See the module's docstring."""
 

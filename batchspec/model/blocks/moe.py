@@ -4,10 +4,12 @@
     logits = x Wr' + b                                in fp32, or fp64 in a model of fp64; Wr [E, H] is the router's matrix
     ids, weights = route(logits)                      k of E experts per token, `kernels/moe/route.py`
     stream += sum over the k slots, in order, of weight * down_e(act(gate_e(x), up_e(x))), e the expert of the slot
+    stream += sigmoid(x g') down_s(silu(gate_s(x)) * up_s(x))    where there is a shared expert s, which all tokens go through
 
 The experts of a layer are two grouped products (`forward.GroupedProduct`), each in its weight format. The next norm of the stream
-computes the sum over the slots and adds it (`Stream.add_pairs`).
-Source: transformers, models/qwen3_moe (Qwen3MoeTopKRouter, Qwen3MoeExperts).
+computes the sum over the slots and adds it (`Stream.add_pairs`). The gate g of the shared expert is one more row of the router's
+matrix in memory, so that one product computes both.
+Source: transformers, models/qwen3_moe (Qwen3MoeTopKRouter, Qwen3MoeExperts), models/qwen3_next (Qwen3NextSparseMoeBlock).
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from batchspec.model.blocks.base import (
     TensorSpec,
 )
 from batchspec.model.blocks.forward import BlockSource, Stream
+from batchspec.model.blocks.gated_mlp import GatedMlpSpec, GatedProducts
+from batchspec.model.fused import sigmoid_gated
 from batchspec.tuning.policy import expert_unit_pairs, has_fast_experts
 
 
@@ -56,11 +60,22 @@ class RouterSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedExpert:
+    """The shape of an expert that every token goes through, and of its gate. Its products come before those of the others."""
+
+    mlp: GatedMlpSpec
+    """Its input and output are not normed."""
+    gate: str
+    """Name of the matrix [1, H] of its gate in the checkpoint, without `.weight`; no weight format changes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
     """The shape of a mixture of experts."""
 
     router: RouterSpec
     experts: ExpertsSpec
+    shared: SharedExpert | None = None
     eps: float
     """Epsilon of `norm`."""
     norm: str = "post_attention_layernorm"
@@ -73,7 +88,7 @@ class MoeSpec:
 
     @property
     def products(self) -> tuple[ProductSpec, ...]:
-        return ()
+        return () if self.shared is None else self.shared.mlp.products
 
     @property
     def grouped(self) -> tuple[GroupedSpec, ...]:
@@ -81,19 +96,21 @@ class MoeSpec:
 
     @property
     def vectors(self) -> tuple[TensorSpec, ...]:
-        """The norm's weight, and the router's matrix and biases; the router's are kept in fp32 at least."""
+        """The norm's weight, and the router's matrix and biases, with the shared expert's gate; all but the norm's are kept in
+        fp32 at least."""
         router, num_experts = self.router, self.experts.num_experts
         biases = [f"{router.name}.bias"] if router.bias else []
         biases += [router.selection_bias] if router.selection_bias else []
+        matrices = {router.name: num_experts} | ({} if self.shared is None else {self.shared.gate: 1})
         return (
             self.norms.tensor(self.norm, self.hidden_size),
-            TensorSpec(f"{router.name}.weight", (num_experts, self.hidden_size), "weight", wide=True),
+            *(TensorSpec(f"{name}.weight", (rows, self.hidden_size), "weight", wide=True) for name, rows in matrices.items()),
             *(TensorSpec(name, (num_experts,), "bias", wide=True) for name in biases),
         )
 
     @property
     def inner_size(self) -> int:
-        return self.router.top_k * self.experts.expert_size
+        return self.router.top_k * self.experts.expert_size + (0 if self.shared is None else self.shared.mlp.inner_size)
 
     @property
     def activation_size(self) -> int:
@@ -101,11 +118,12 @@ class MoeSpec:
 
         fp32 scores of the experts and their order; for each of the k pairs the result of the first product, the same quantised,
         its row of x or the result of the second product, and its entries in the lists of pairs; gate, up and their product of
-        one expert; the fp32 sum over the slots and one of its terms.
+        one expert; the fp32 sum over the slots and one of its terms; what the shared expert computes.
         """
         own, top_k = self.experts, self.router.top_k
         pairs = top_k * (2 * own.expert_size + own.hidden_size + 8)
-        return 8 * own.num_experts + pairs + 3 * own.expert_size + 4 * own.hidden_size
+        shared = 0 if self.shared is None else self.shared.mlp.activation_size + own.hidden_size
+        return 8 * own.num_experts + pairs + 3 * own.expert_size + 4 * own.hidden_size + shared
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         """The router's and the experts' products over T tokens.
@@ -118,7 +136,8 @@ class MoeSpec:
         experts = (
             Gemm(product=spec.of(0), ops=(), stored=num_experts, read=read, active=top_k, grouped=True) for spec in self.grouped
         )
-        return Gemm(product=router, ops=()), *experts
+        shared = () if self.shared is None else self.shared.mlp.gemms(tokens)
+        return Gemm(product=router, ops=()), *shared, *experts
 
     def _inner(self, shard: Shard, unit: int) -> slice:
         return shard.of("the size of an expert", self.experts.expert_size, unit)
@@ -126,13 +145,15 @@ class MoeSpec:
     def sharded(self, shard: Shard, unit: int) -> MoeSpec:
         """Every rank holds a part of every expert: their work differs by a block at most, whatever tokens choose."""
         inner = self._inner(shard, unit)
-        return replace(self, experts=replace(self.experts, expert_size=inner.stop - inner.start))
+        shared = None if self.shared is None else replace(self.shared, mlp=self.shared.mlp.sharded(shard, unit))
+        return replace(self, experts=replace(self.experts, expert_size=inner.stop - inner.start), shared=shared)
 
     def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
         """The router is whole on every rank, so that all ranks route alike without an exchange."""
         inner = self._inner(shard, unit)
         gate_up, down = (spec.of(0).parts[0].name for spec in self.grouped)
-        return {gate_up: Share("columns", (inner,)), down: Share("rows", (inner,), shard.rank == 0)}
+        shared = {} if self.shared is None else self.shared.mlp.shares(shard, unit)
+        return {gate_up: Share("columns", (inner,)), down: Share("rows", (inner,), shard.rank == 0), **shared}
 
     def build(self, source: BlockSource) -> Moe:
         return Moe(self, source)
@@ -144,9 +165,11 @@ class Moe:
     def __init__(self, spec: MoeSpec, source: BlockSource) -> None:
         self._spec, router = spec, spec.router
         self._norm = source.vector(f"{spec.norm}.weight")
-        self._router = _narrowed(source.vector(f"{router.name}.weight"))
+        matrices = [router.name] if spec.shared is None else [router.name, spec.shared.gate]
+        self._router = _narrowed(torch.cat([source.vector(f"{name}.weight") for name in matrices]))
         self._bias = source.vector(f"{router.name}.bias") if router.bias else None
         self._selection_bias = source.vector(router.selection_bias) if router.selection_bias else None
+        self._shared = None if spec.shared is None else GatedProducts(spec.shared.mlp, source)
         self._gate_up, self._down = source.grouped(spec.experts.gate_up), source.grouped(spec.experts.down)
         # int32 [1]: the number of experts that had tokens in the newest call, dead tokens left out.
         self.num_experts_read = torch.zeros(1, dtype=torch.int32, device=self._router.device)
@@ -156,12 +179,16 @@ class Moe:
 
     def __call__(self, stream: Stream, lora: LoraTokens | None, *, add_in_product: bool) -> None:
         x = stream.normed(self._norm, self._spec.eps)
-        routing = self._route(x, stream.live)
+        routing, gate = self._route(x, stream.live)
+        shared = None if self._shared is None else sigmoid_gated(self._shared(x, lora), gate)
         inner = self._gate_up.up(x, routing, self._spec.experts.clamp, quantise=self._down.reads_groups)
-        stream.add_pairs(self._down.down(inner, routing), routing.weights)
+        stream.add_pairs(self._down.down(inner, routing), routing.weights, shared)
 
-    def _route(self, x: Tensor, live: Tensor | None) -> Routing:
-        """Experts, weights and work list for x [T, H]; tokens that are not `live` get no expert. Does not synchronise."""
+    def _route(self, x: Tensor, live: Tensor | None) -> tuple[Routing, Tensor]:
+        """Experts, weights and work list for x [T, H], and the logits of the shared expert's gate [T, 1], or [T, 0] without one.
+
+        Tokens that are not `live` get no expert. Does not synchronise.
+        """
         router, num_experts = self._spec.router, self._spec.experts.num_experts
         unit_pairs = expert_unit_pairs(x.shape[0], router.top_k, num_experts, self._gate_up.weight_dtype)
         how: dict[str, Any] = {
@@ -170,13 +197,15 @@ class Moe:
         }
         if has_fast_experts(x.device, x.dtype) and num_experts <= MAX_EXPERTS and router.top_k <= MAX_TOP_K:
             logits = router_logits(x, self._router, self._bias, interpret=not x.is_cuda)
-            return route(
-                logits, router.top_k, out_num_read=self.num_experts_read, rows_of=x if self._gate_up.reads_rows else None,
-                interpret=not x.is_cuda, **how,
+            routing = route(
+                logits[:, :num_experts], router.top_k, out_num_read=self.num_experts_read,
+                rows_of=x if self._gate_up.reads_rows else None, interpret=not x.is_cuda, **how,
             )
-        routing = route_reference(router_logits_reference(x, self._router, self._bias), router.top_k, **how)
-        self.num_experts_read.copy_(num_read(routing))
-        return routing
+        else:
+            logits = router_logits_reference(x, self._router, self._bias)
+            routing = route_reference(logits[:, :num_experts], router.top_k, **how)
+            self.num_experts_read.copy_(num_read(routing))
+        return routing, logits[:, num_experts:]
 
 
 def _narrowed(router: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
-"""The model families that are supported, one line each."""
+"""The model families that are supported, one line each; and the models that read images too whose language model is of one."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import Family
@@ -36,27 +38,72 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(config: ConfigReader) -> Family:
-    """The family of a config.json. Raises CheckpointError for another model_type or architecture."""
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A model_type whose config.json has the keys of its language model in `text_config`."""
+
+    architecture: str
+    """The only supported entry of `architectures`."""
+    text: str
+    """The family of the language model."""
+    text_varies: bool = False
+    """Whether text_config.model_type, where it is given, names the family; otherwise transformers does not read it."""
+
+
+WRAPPERS: dict[str, Wrapper] = {
+    "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text"),
+    "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", text_varies=True),
+}
+_OF_THE_MODEL = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
+"""Keys beside text_config that count for the language model, before those of the same name in text_config."""
+_OF_IMAGES = (
+    "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "image_token_index",
+    "boi_token_index", "eoi_token_index", "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act",
+    "spatial_merge_size", "vision_feature_layer",
+)
+"""Keys that describe how images are read."""
+
+
+def family_of(config: ConfigReader) -> tuple[Family, ConfigReader]:
+    """The family of a config.json, and the keys that it reads: those of the language model where the model reads images too.
+
+    Raises CheckpointError for another model_type or architecture.
+    """
+    wrapper = WRAPPERS.get(config.text("model_type"))
+    if wrapper is not None:
+        _check_class(config, wrapper.architecture)
+        config = _text_config(config, wrapper)
     family = FAMILIES.get(config.text("model_type"))
     if family is None:
-        raise config.refusal(f"{config.shown('model_type')} is not supported; supported are {', '.join(FAMILIES)}")
-    architectures = config.texts("architectures") or (family.architecture,)
-    if architectures != (family.architecture,):
-        raise config.refusal(f"{config.shown('architectures')} is not supported; {family.name} needs {family.architecture}")
-    _check_code(config, family)
-    return family
+        raise config.refusal(f"{config.shown('model_type')} is not supported; supported are {', '.join((*FAMILIES, *WRAPPERS))}")
+    _check_class(config, family.architecture)
+    return family, config
 
 
-def _check_code(config: ConfigReader, family: Family) -> None:
-    """Raises CheckpointError if auto_map names code of another class than the family's. Code of a folder is never run. Folders
-    that were published before transformers had their family name code of the family's own class: these are accepted."""
+def _text_config(config: ConfigReader, wrapper: Wrapper) -> ConfigReader:
+    """The keys of the language model."""
+    if "text_config" not in config.objects():
+        raise config.refusal(f"{config.shown('model_type')} needs text_config with the keys of its language model; correct it")
+    text = config.part("text_config")
+    for key in _OF_IMAGES:
+        config.given(key)  # read, to nobody's use
+    kind = text.text("model_type", wrapper.text) if wrapper.text_varies else wrapper.text
+    return text.under(config, _OF_THE_MODEL).replaced(model_type=kind)
+
+
+def _check_class(config: ConfigReader, architecture: str) -> None:
+    """Raises CheckpointError if `architectures` or auto_map names another class. Code of a folder is never run. Folders that were
+    published before transformers had their family name code of the family's own class: these are accepted."""
+    if (config.texts("architectures") or (architecture,)) != (architecture,):
+        raise config.refusal(
+            f"{config.shown('architectures')} is not supported; {config.text('model_type')} needs {architecture}"
+        )
     named = config.part("auto_map") if "auto_map" in config.objects() else ConfigReader({}, config.where)
     code = named.text("AutoModelForCausalLM")
-    if code and code.rpartition(".")[2] != family.architecture:
+    if code and code.rpartition(".")[2] != architecture:
         raise config.refusal(
             f"{named.shown('AutoModelForCausalLM')}: the model has code of its own, which batchspec never runs; if it computes "
-            f"what a plain {family.architecture} computes, remove auto_map"
+            f"what a plain {architecture} computes, remove auto_map"
         )
 
 

@@ -11,6 +11,7 @@ from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.formats import ALL_PLAIN, Formats, checked_pattern
 from batchspec.model.quant.fp8 import Fp8, Scales
 from batchspec.model.quant.fp8_products import BLOCK, Activations
+from batchspec.model.wrapped import plain_name
 
 _OF_GROUP = ("weights", "input_activations", "output_activations")
 _FORMATS = ("float-quantized", "naive-quantized")
@@ -48,7 +49,7 @@ def read_compressed_tensors(config: ConfigReader) -> Formats | str:
     patterns = tuple(
         checked_pattern(config, "ignore", name.removeprefix(_PATTERN)) for name in ignored if name.startswith(_PATTERN)
     )
-    return Formats(scheme, tuple(name for name in ignored if not name.startswith(_PATTERN)), patterns)
+    return Formats(scheme, tuple(plain_name(name) for name in ignored if not name.startswith(_PATTERN)), patterns)
 
 
 def _scheme(weights: ConfigReader, inputs: ConfigReader | None) -> Fp8 | str:

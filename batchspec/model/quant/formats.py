@@ -16,6 +16,7 @@ from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.ordered import ORDERED
 from batchspec.model.quant.plain import PLAIN
+from batchspec.model.wrapped import names_in_files
 from batchspec.tuning.policy import has_fast_experts
 
 
@@ -27,7 +28,8 @@ class Formats:
     plain_modules: tuple[str, ...] = ()
     """Names of modules that are stored plain, with all modules inside them."""
     plain_patterns: tuple[str, ...] = ()
-    """Regular expressions: a projection whose name begins with a match is stored plain."""
+    """Regular expressions: a projection whose name begins with a match is stored plain. Those that name the language model of a
+    larger model match its names in the file (`wrapped.py`)."""
     ordered: bool = False
     """Whether plain products sum in one order (decode.deterministic): the job's choice, not the checkpoint's."""
 
@@ -35,7 +37,7 @@ class Formats:
         """The format of the projection with this name, as in `model.layers.0.self_attn.q_proj`."""
         path = f".{name}."
         plain = any(f".{module}." in path for module in self.plain_modules)
-        plain = plain or self.quantised is PLAIN or any(re.match(pattern, name) for pattern in self.plain_patterns)
+        plain = plain or self.quantised is PLAIN or any(_matches(pattern, name) for pattern in self.plain_patterns)
         return (ORDERED if self.ordered else PLAIN) if plain else self.quantised
 
     def with_experts(self, experts: Iterable[GroupedSpec]) -> Formats:
@@ -93,6 +95,11 @@ class Formats:
 
 
 ALL_PLAIN = Formats()
+
+
+def _matches(pattern: str, name: str) -> bool:
+    names = names_in_files(name) if "language" in pattern else (name,)  # most patterns do not, and a model has 100,000 names
+    return any(re.match(pattern, own) for own in names)
 
 
 def checked_pattern(config: ConfigReader, key: str, pattern: str) -> str:

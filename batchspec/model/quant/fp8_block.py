@@ -11,6 +11,7 @@ from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.formats import Formats, checked_pattern
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.fp8_products import BLOCK
+from batchspec.model.wrapped import plain_name
 
 FP8_BLOCK = Fp8("block", "group", "weight_scale_inv")
 _END = r"(?:(?<=\.)|(?=\.|$))"
@@ -29,5 +30,5 @@ def read_fp8(config: ConfigReader) -> Formats | str:
     if config.text("scale_fmt", "float") != "float":
         return f"fp8 with {config.shown('scale_fmt')}"
     key = "modules_to_not_convert" if config.given("modules_to_not_convert") else "ignored_layers"
-    names = config.texts(key) or ()
+    names = tuple(map(plain_name, config.texts(key) or ()))
     return Formats(FP8_BLOCK, names, tuple(checked_pattern(config, key, f"(?:{name}){_END}") for name in names))

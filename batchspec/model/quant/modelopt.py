@@ -12,6 +12,7 @@ import fnmatch
 from batchspec.model.config_values import ConfigReader, Json
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.fp8 import Fp8
+from batchspec.model.wrapped import plain_name
 
 CONFIG_FILE = "hf_quant_config.json"
 
@@ -32,4 +33,4 @@ def read_modelopt(config: ConfigReader) -> Formats | str:
         return f"modelopt with {part.shown('quant_algo')}"
     excluded = (part.texts("exclude_modules") or ()) + (part.texts("ignore") or ())
     patterns = tuple(fnmatch.translate(name) for name in excluded if "*" in name)
-    return Formats(Fp8("tensor", "static"), tuple(name for name in excluded if "*" not in name), patterns)
+    return Formats(Fp8("tensor", "static"), tuple(plain_name(name) for name in excluded if "*" not in name), patterns)

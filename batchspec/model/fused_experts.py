@@ -1,0 +1,80 @@
+"""Experts that a file holds in two tensors a layer, read as if each projection of each expert were a tensor of its own.
+
+    experts.gate_up_proj [E, 2 I, H], the gate's rows first      experts.N.gate_proj.weight, experts.N.up_proj.weight [I, H]
+    experts.down_proj    [E, H, I]                               experts.N.down_proj.weight [H, I]
+
+The same for FP8 scales, `experts.gate_up_proj_scale_inv` and `experts.N.gate_proj.weight_scale_inv`. transformers 5 holds experts
+so in memory; files have either form. gpt-oss has a form of its own (`GroupedSpec.stacked`).
+Source: transformers 5, conversion_mapping.py (qwen2_moe), models/qwen3_5_moe (Qwen3_5MoeExperts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from batchspec.model.blocks.base import GroupedSpec
+from batchspec.model.files import Entry, ModelFiles, StoredTensor
+from batchspec.model.quant.fp8_products import BLOCK
+from batchspec.model.spec import ModelSpec
+from batchspec.model.wrapped import model_tensors
+
+_SCALE = "_scale_inv"
+_FUSED = {("gate_proj", "up_proj"): "gate_up_proj", ("down_proj",): "down_proj"}
+"""Names of an expert's projections -> the name of the tensor that holds those of all experts."""
+
+Item = TypeVar("Item")
+
+
+def separate_experts(
+    spec: ModelSpec, items: Mapping[str, Item], shape_of: Callable[[Item], tuple[int, ...]], cut: Callable[[Item, Entry], Item]
+) -> dict[str, Item]:
+    """The tensors of a checkpoint, those of all experts of a layer replaced by those of each.
+
+    items  by plain names (`wrapped.py`); cut: makes an entry of one of them
+    """
+    found = dict(items)
+    for prefix, block in spec.blocks():
+        for grouped in block.grouped:
+            if grouped.parts in _FUSED and not grouped.stacked:
+                for ending in ("", _SCALE):
+                    name = f"{prefix}{grouped.name}.{_FUSED[grouped.parts]}{ending}"
+                    if name in items and _fits(grouped, ending, shape_of(items[name])):
+                        whole, rows = found.pop(name), shape_of(items[name])[1] // len(grouped.parts)
+                        for expert in range(grouped.num_experts):
+                            for place, part in enumerate(grouped.of(expert).parts):
+                                own = Entry(expert, slice(place * rows, (place + 1) * rows))
+                                found[f"{prefix}{part.name}.weight{ending}"] = cut(whole, own)
+    return found
+
+
+def _fits(grouped: GroupedSpec, ending: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape can be cut into those of its experts; what their shapes must be is checked later."""
+    parts = len(grouped.parts)
+    shared_block = ending == _SCALE and parts > 1 and grouped.part_rows % BLOCK != 0  # of the gate's last rows and up's first
+    return len(shape) == 3 and shape[0] == grouped.num_experts and shape[1] % parts == 0 and not shared_block
+
+
+def tensors_of(spec: ModelSpec, files: ModelFiles) -> dict[str, StoredTensor]:
+    """The tensors of a model by the names that its blocks give them. Raises CheckpointError as `model_tensors`."""
+
+    def cut(whole: StoredTensor, own: Entry) -> StoredTensor:
+        return replace(whole, shape=(own.rows.stop - own.rows.start, whole.shape[2]), entry=own)
+
+    return separate_experts(spec.whole or spec, model_tensors(files), lambda tensor: tensor.shape, cut)
+
+
+class EntrySlice:
+    """Reads parts of a matrix that is an entry of a tensor in a file."""
+
+    def __init__(self, parts: Any, entry: Entry) -> None:
+        self._parts, self._entry = parts, entry
+
+    def __getitem__(self, part: tuple[slice, slice]) -> Tensor:
+        (expert, rows), (own, columns) = self._entry, part
+        first, end, _ = own.indices(rows.stop - rows.start)
+        found: Tensor = self._parts[expert : expert + 1, rows.start + first : rows.start + end, columns]
+        return found[0]

@@ -1,0 +1,58 @@
+"""The language model of a checkpoint that reads images too (`...ForConditionalGeneration`): its names, without the other parts.
+
+A name in the file has a prefix before that of the same tensor in a checkpoint of text alone: `model.language_model.` in place of
+`model.`, in older files `language_model.`. Only a text's own part is loaded: what encodes images, and the layers that predict
+several tokens (`mtp.`), are neither read nor counted.
+Source: transformers 5, conversion_mapping.py (llava, qwen3_5_text) and _keys_to_ignore_on_load_unexpected.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+from batchspec.errors import CheckpointError
+from batchspec.model.files import ModelFiles, StoredTensor, stored_tensors
+
+_PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head": "lm_head"}
+_OTHER_PARTS = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector|mtp)\.")
+
+Item = TypeVar("Item")
+
+
+def plain_name(name: str) -> str:
+    """The name of a tensor or module in a checkpoint of text alone."""
+    for prefix, plain in _PREFIXES.items():
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
+
+
+def names_in_files(name: str) -> list[str]:
+    """The names that a file may have for what a checkpoint of text alone calls `name`, this one first."""
+    return [name, *(prefix + name.removeprefix(plain) for prefix, plain in _PREFIXES.items() if name.startswith(plain))]
+
+
+def is_of_text(name: str) -> bool:
+    """Whether a tensor or module of this name in a file is one of the language model's."""
+    return _OTHER_PARTS.match(name) is None
+
+
+def of_text(where: str, items: Mapping[str, Item]) -> dict[str, Item]:
+    """What belongs to the language model, by its plain name. items: by the names of tensors in a file.
+
+    Raises CheckpointError for two of one name.
+    """
+    found: dict[str, Item] = {}
+    for name, item in items.items():
+        if is_of_text(name):
+            if (plain := plain_name(name)) in found:
+                raise CheckpointError(f"{where}: {plain[:100]} is there twice, also as {name[:100]}; save the model again")
+            found[plain] = item
+    return found
+
+
+def model_tensors(files: ModelFiles) -> dict[str, StoredTensor]:
+    """The tensors of a model by their plain names, from the headers of its files. Raises CheckpointError as `stored_tensors`."""
+    return of_text(files.where, stored_tensors(files))
