@@ -53,9 +53,9 @@ def test_tokens_that_a_row_generated_go_in_passes_of_their_own(rows: list[tuple[
     for segments in found.passes:
         assert len({one.generated for one in segments}) == 1
         assert sum(one.end - one.begin for one in segments) <= max_tokens
-    segments = [one for segments in found.passes for one in segments]
+    cut = [one for segments in found.passes for one in segments]
     for slot, (prompt, output) in enumerate(rows):
-        own = [one for one in segments if one.slot == slot]
+        own = [one for one in cut if one.slot == slot]
         assert [at for one in own for at in range(one.begin, one.end)] == list(range(prompt + output)), "in order, once each"
         assert all(one.begin >= prompt if one.generated else one.end <= prompt for one in own)
         assert [one.last for one in own] == [False] * (len(own) - 1) + [True]
