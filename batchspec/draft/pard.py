@@ -195,6 +195,8 @@ def _open(config: RunConfig, target: ModelSpec) -> PardSpec:
     assert path is not None
     files = find_model(path, key="draft.path")
     pard = read_pard(files.folder, target)
+    if pard.model.is_recurrent:
+        raise ConfigError(f"draft.path={path}: {pard.model.family} has recurrent layers; PARD drafts with attention alone")
     if config.model.load_format != "dummy":
         check_tensors(files.where, pard.model, tensors_of(pard.model, files))
     if config.draft.parallel is True and pard.mask_token_id is None:

@@ -21,6 +21,7 @@ from batchspec.cache.layer_state import LayerState
 from batchspec.config.schema import RunConfig
 from batchspec.draft.base import Drafter
 from batchspec.draft.shapes import ChainShape, TreeShape
+from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import Shard
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
@@ -36,6 +37,8 @@ class DrafterSpec(ABC, Generic[W]):
 
     assumed_accepted: ClassVar[float]
     """Accepted draft tokens a row and round, without the bonus token, that `plan` assumes; subclasses name the source."""
+    runs_target: ClassVar[bool] = False
+    """Whether the target itself drafts, over other keys than those that it verifies with."""
     checkpoint: Hashable = None
     """The shape of its weights: for one draft.path, equal values load the same weights."""
 
@@ -96,5 +99,11 @@ class Weightless(DrafterSpec[None]):
 def open_drafter(config: RunConfig, target: ModelSpec, *, draft_vocab: int = DEFAULT_DRAFT_VOCAB) -> DrafterSpec[Any]:
     """The drafter named draft.name, checked for `target`; see `DrafterSpec`."""
     module = importlib.import_module(f"batchspec.draft.{config.draft.name}")
-    spec: type[DrafterSpec[Any]] = module.SPEC
-    return spec(config, target, draft_vocab=draft_vocab)
+    kind: type[DrafterSpec[Any]] = module.SPEC
+    made = kind(config, target, draft_vocab=draft_vocab)
+    if target.is_recurrent and (kind.runs_target or isinstance(made.shape, TreeShape)):
+        raise ConfigError(
+            f"draft={config.draft.name}: {target.family} has recurrent layers, which keep one state of a row: only chains can be "
+            "verified, and the model itself cannot draft them; choose none, lookup, eagle3, hybrid, parallel or pard"
+        )
+    return made

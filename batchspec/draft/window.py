@@ -77,6 +77,7 @@ class WindowDrafter(NoFeatures):
 class WindowDrafterSpec(Weightless):
     """draft=window."""
 
+    runs_target = True
     assumed_accepted = 1.5
     """A cautious assumption: of three drafts, 2.7 and 2.1 were accepted (jobs/NOTEBOOK.md, "Drafters")."""
 

@@ -92,6 +92,12 @@ class ModelSpec:
             for mixer in (layer.mixer for layer in self.layers)
         )
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states that recurrent layers keep of a row."""
+        states = (layer.row[0] for layer in self.layer_states(torch.float32, 1) if layer.kv is None)
+        return sum(state.nbytes for state in states)
+
     def sharing_cost(self, dtype: torch.dtype, *, page_size: int, max_q: int) -> SharingCost:
         """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once."""
         inner_size = max(attention.inner_size for attention in self.attentions)
