@@ -125,7 +125,7 @@ def full_logits(target: Target, ids: Sequence[int]) -> Tensor:
     count = len(ids)
     spec = target.spec
     cache = KVCache.allocate(
-        spec.layer_states(target.dtype, count), groups=KVGroups.single(spec.num_layers), num_pages=(2,), device=DEVICE,
+        spec.layer_states(target.dtype, count), groups=KVGroups.single(spec.num_kv_layers), num_pages=(2,), device=DEVICE,
         scales=target.kv_scales,
     )
 

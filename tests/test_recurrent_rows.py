@@ -96,7 +96,7 @@ def test_a_prefill_pass_folds_all_of_its_rows_tokens_and_a_round_those_before_it
 
 def test_compaction_moves_all_that_layers_keep_and_a_model_without_recurrence_keeps_no_count() -> None:
     kept = cache()
-    assert [tuple(tensor.shape) for tensor in kept.row_tensors] == [(6, 3), (6,)]
+    assert [tuple(tensor.shape) for tensor in kept.row_tensors] == [(6, 3), (6, 1)]
     plain = KVCache.allocate((LayerState(LAYOUT),), groups=KVGroups.single(1), num_pages=(5,), device=CPU)
     assert plain.row_tensors == ()
     plain.fold(flat("chunks", [7], [7], [0]))

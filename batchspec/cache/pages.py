@@ -117,9 +117,10 @@ class KVCache:
 
     @property
     def row_tensors(self) -> tuple[Tensor, ...]:
-        """Everything that compaction moves with a row."""
+        """Everything that compaction moves with a row: views [slots, n]."""
         folded = () if self.num_folded is None else (self.num_folded,)
-        return (*self.draft_rows, *(tensor for own in self.target_rows for tensor in own), *folded)
+        found = (*self.draft_rows, *(tensor for own in self.target_rows for tensor in own), *folded)
+        return tuple(tensor.view(len(tensor), -1) for tensor in found)
 
     def fold(self, batch: FlatBatch) -> None:
         """Note which tokens the states of the target's layers hold, after a pass or a round has gone through all of them."""

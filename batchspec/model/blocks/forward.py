@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from batchspec.batch.flat_batch import Recurrence
+from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaState
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.moe.quantise import Fp8Rows
@@ -144,6 +146,24 @@ class StoreKV(Protocol):
 
         q_norm, k_norm  weights of the norm of each head [D], or of all heads at once [NH * D] and [KVH * D]; or None
         """
+
+
+class StoreState(Protocol):
+    """The rows of a pass and what a recurrent layer keeps of them."""
+
+    @property
+    def state(self) -> DeltaState: ...
+
+    @property
+    def batch(self) -> DeltaBatch: ...
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """How the layer takes the tokens."""
+
+    @property
+    def lora(self) -> LoraTokens | None:
+        """Which tokens go through which adapter; None in a model without."""
 
 
 class Selected(Protocol):

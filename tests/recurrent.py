@@ -1,0 +1,102 @@
+"""A small target two of whose three layers are recurrent, and what may go wrong in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchspec.kernels.gated_delta.convolve import convolve
+from batchspec.kernels.gated_delta.delta_steps import delta_steps
+from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState
+from batchspec.model.blocks import gated_delta
+from batchspec.model.blocks.gated_delta import GatedDeltaSpec
+from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.spec import ModelSpec
+from batchspec.model.target import Target
+from batchspec.model.weights import DummyWeights
+from tests.engines import DEVICE, tiny_spec
+
+LOUD = 20.0
+"""Factor of the noise in the weights: what a layer adds to the stream is as large as the stream."""
+
+
+def hybrid_spec(window: int | None = None, **changes: Any) -> ModelSpec:
+    """Recurrent layers around one that attends; the last one has the columns of Qwen3-Next. Sizes that are no powers of two."""
+    plain = tiny_spec(window, **changes)
+    attends = plain.layers[0]
+    first = GatedDeltaSpec(
+        hidden_size=plain.hidden_size, eps=plain.rms_eps, num_key_heads=2, num_value_heads=6, key_dim=5, value_dim=3, conv_width=4
+    )
+    last = replace(first, num_key_heads=3, num_value_heads=3, key_dim=4, value_dim=7, conv_width=3, interleaved=True)
+    layers = (LayerSpec(first, attends.mlp), attends, LayerSpec(last, attends.mlp))
+    return replace(plain, layers=layers)
+
+
+class LoudNoise(DummyWeights):
+    """Dummy weights in which every layer counts."""
+
+    def tensor(self, name: str) -> Tensor:
+        found = super().tensor(name)
+        return found if self._tensors[name].role == "norm" else found * LOUD
+
+
+@cache
+def hybrid_target(dtype: torch.dtype = torch.float64, window: int | None = None) -> Target:
+    spec = hybrid_spec(window)
+    return Target(spec, LoudNoise(spec, dtype=dtype, device=DEVICE), DEVICE)
+
+
+def _without_replay(patch: pytest.MonkeyPatch) -> None:
+    """A round takes the state to be that of the token before its first."""
+
+    def steps(inputs: DeltaInputs, state: DeltaState, batch: DeltaBatch, out: Tensor, *, commits: bool) -> None:
+        begins = batch.cu_seqlens[:-1].clamp(max=len(batch.positions) - 1).long()
+        folded = state.folded.clone()
+        folded[batch.slots.long()] = batch.positions[begins].int()
+        _STEPS(inputs, replace(state, folded=folded), batch, out, commits=commits)
+
+    patch.setattr(gated_delta, "delta_steps", steps)
+
+
+def _with_a_late_count(patch: pytest.MonkeyPatch) -> None:
+    """The state is taken to hold one token more than it does."""
+
+    def steps(inputs: DeltaInputs, state: DeltaState, batch: DeltaBatch, out: Tensor, *, commits: bool) -> None:
+        _STEPS(inputs, replace(state, folded=state.folded + 1), batch, out, commits=commits)
+
+    patch.setattr(gated_delta, "delta_steps", steps)
+
+
+def _with_a_shifted_window(patch: pytest.MonkeyPatch) -> None:
+    """The convolution reads its earlier inputs one position late."""
+
+    def shifted(*args: Any, **options: Any) -> DeltaInputs:
+        inputs = args[4].conv_inputs
+        inputs.copy_(inputs.roll(1, 1))
+        return _CONVOLVE(*args, **options)
+
+    patch.setattr(gated_delta, "convolve", shifted)
+
+
+def _with_the_state_of_another_row(patch: pytest.MonkeyPatch) -> None:
+    def steps(inputs: DeltaInputs, state: DeltaState, batch: DeltaBatch, out: Tensor, *, commits: bool) -> None:
+        others = replace(state, state=state.state.roll(1, 0))
+        _STEPS(inputs, others, batch, out, commits=commits)
+        state.state.copy_(others.state.roll(-1, 0))
+
+    patch.setattr(gated_delta, "delta_steps", steps)
+
+
+_STEPS, _CONVOLVE = delta_steps, convolve
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a replay is left out": _without_replay,
+    "a state is counted one token late": _with_a_late_count,
+    "a window is shifted by one": _with_a_shifted_window,
+    "a row has the state of another": _with_the_state_of_another_row,
+}

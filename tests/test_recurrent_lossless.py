@@ -1,0 +1,167 @@
+"""Of a target with recurrent layers too, tokens depend on the request alone: not on drafter, K, slots, preemption or order.
+
+As in test_lossless.py: the reference decodes each request by itself, each token anew from the first one, in float64. There the
+layers take all tokens in chunks, never one after another, and nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchspec.draft.base import Drafter
+from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.hybrid import HybridDrafter
+from batchspec.draft.none import NoDrafter
+from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
+from batchspec.draft.weights import Head, dummy_head, dummy_spec
+from batchspec.engine.slots.expected_pages import ExpectedPages
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Completion, Request, SamplingParams
+from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, make_engine, packed, plain_tokens, request, tiny_target
+from tests.gpu_jobs.entry_points import nothing, of_prompt
+from tests.recurrent import FAULTS, hybrid_target
+from tests.test_lossless import SAMPLINGS, few_tokens, lookup
+
+pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
+
+__all__ = ["few_tokens"]
+
+
+@cache
+def head() -> Head:
+    spec = dummy_spec(hybrid_target().spec, draft_vocab_size=19, parallel=True)
+    return dummy_head(spec, dtype=torch.float64, device=DEVICE)
+
+
+def drafter_of(name: str, draft_len: int, slots: int, outputs: dict[int, list[int]], window: int | None = None) -> Drafter:
+    target = hybrid_target(window=window)
+    match name:
+        case "none":
+            return NoDrafter()
+        case "lookup":
+            return lookup(draft_len, 3, 40)
+        case "eagle3":
+            return ChainDrafter(head(), target, draft_len, slots=slots)
+        case "parallel":
+            return ParallelDrafter(head(), target, draft_len, slots=slots)
+        case "hybrid":
+            chain = ChainDrafter(head(), target, draft_len, slots=slots)
+            return HybridDrafter(chain, lookup(draft_len, 3, 0), slots=slots, device=DEVICE)
+        case "pard":
+            model = tiny_target(window=3)
+            pard = PardModel(PardSpec(model=model.spec, mask_token_id=VOCAB - 1), model)
+            return PardDrafter(pard, target.spec, draft_len, slots=slots, parallel=draft_len > 1)
+        case _:
+            return ForcedDrafter(draft_len, outputs, right=name == "right", fixed_len=draft_len % 2 == 0)
+
+
+DRAFTERS = ("none", "lookup", "eagle3", "parallel", "hybrid", "pard", "right", "wrong")
+
+
+@st.composite
+def requests_of_a_job(draw: st.DrawFn) -> list[Request]:
+    """Some prompts are longer than a chunk of the recurrence."""
+    beginning, found = draw(st.lists(st.integers(0, VOCAB - 1), max_size=9)), []
+    for index in range(draw(st.integers(1, 6))):
+        own = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14)) * draw(st.sampled_from([1, 1, 6]))
+        cap = draw(st.integers(1, 24))
+        found.append(
+            request(
+                index, beginning + own, cap=cap, sampling=draw(st.sampled_from(SAMPLINGS)),
+                stop_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=2, unique=True))),
+                stop=tuple(draw(st.lists(st.sampled_from(["A", "BC", "Z"]), max_size=1))), predicted=draw(st.integers(1, cap)),
+            )
+        )
+    return draw(st.permutations(found))
+
+
+def run(
+    requests: Sequence[Request], batch: PackedBatch, drafter: Drafter, *, trusting: bool = False, window: int | None = None
+) -> dict[str, Completion]:
+    """trusting: rows enter slots as soon as there are pages for their prompts, so that pages run out and rows are preempted."""
+    engine = make_engine(hybrid_target(window=window), drafter, batch, device=DEVICE, decode=decode)
+    with pytest.MonkeyPatch.context() as patch:
+        if trusting:
+            patch.setattr(ExpectedPages, "of_waiting", of_prompt)
+            patch.setattr(ExpectedPages, "promised", nothing)
+        return {done.request_id: done for done in engine.run(iter(requests))}
+
+
+def tokens(done: dict[str, Completion]) -> dict[str, list[int]]:
+    return {name: one.token_ids.tolist() for name, one in done.items() if one.token_ids is not None}
+
+
+def expected(requests: Sequence[Request], window: int | None = None) -> dict[str, list[int]]:
+    return {one.request_id: plain_tokens(hybrid_target(window=window), one) for one in requests}
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(requests=requests_of_a_job(), data=st.data())
+def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: list[Request], data: st.DataObject) -> None:
+    window = data.draw(st.sampled_from([None, 5]), label="window")
+    wanted = expected(requests, window)
+    slots, draft_len = data.draw(st.sampled_from([1, 3, 8]), label="slots"), data.draw(st.integers(1, 6), label="K")
+    outputs = {one.seed: wanted[one.request_id] for one in requests}
+    drafter = drafter_of(data.draw(st.sampled_from(DRAFTERS), label="drafter"), draft_len, slots, outputs, window)
+    longest = max(len(one.prompt_ids) + one.max_new_tokens for one in requests)
+    page_size = data.draw(st.sampled_from([2, 4, 8]), label="page_size")
+    scarce = 1 + -(-longest // page_size) + data.draw(st.integers(0, 6))
+    batch = packed(
+        slots, row_buckets=tuple(bucket for bucket in (1, 2, 3, 8) if bucket <= slots), page_size=page_size,
+        num_pages=data.draw(st.sampled_from([scarce, 900]), label="pages"), max_len=longest, draft_len=drafter.max_len,
+        prefill_tokens=data.draw(st.sampled_from([64, 100, 300]), label="prefill_tokens"),
+        run_ahead=data.draw(st.integers(0, 3), label="run_ahead"),
+    )
+    trusting = data.draw(st.booleans(), label="trusting")
+    assert tokens(run(requests, batch, drafter, trusting=trusting, window=window)) == wanted
+
+
+def jobs() -> list[Request]:
+    """Rows with one beginning and outputs of different lengths, more than there are slots."""
+    samplings = (SamplingParams(), SamplingParams(temperature=1.0))
+    return [
+        request(i, [(7 * i + j) % VOCAB for j in range(3 + 11 * i)], cap=16 + 3 * (i % 4), sampling=samplings[i % 2], predicted=2)
+        for i in range(8)
+    ]
+
+
+def drafted(name: str, requests: list[Request], *, pages: int = 900) -> dict[str, Completion]:
+    outputs = dict(zip((one.seed for one in requests), expected(requests).values(), strict=True))
+    batch = packed(4, page_size=4, num_pages=pages, max_len=128, draft_len=3, prefill_tokens=64, run_ahead=1)
+    return run(requests, batch, drafter_of(name, 3, 4, outputs), trusting=True)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_rows_that_are_preempted_go_on_as_if_they_had_not_been(name: str) -> None:
+    """Four rows of 18 pages each have 39 together."""
+    rows = [request(i, [(5 * i + j) % VOCAB for j in range(7)], cap=64, predicted=2) for i in range(6)]
+    done = drafted(name, rows, pages=40)
+    assert tokens(done) == expected(rows)
+    assert max(one.stats.num_prefills for one in done.values() if one.stats) > 1, "no row was preempted"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_what_layers_keep_changes_tokens(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = expected(jobs())
+    assert tokens(drafted("wrong", jobs())) == tokens(drafted("right", jobs())) == wanted
+    FAULTS[fault](monkeypatch)
+    found = [tokens(drafted(name, jobs())) != wanted for name in ("right", "none")]
+    assert any(found), fault
+
+
+def test_rounds_without_drafts_between_rounds_with_drafts_lose_nothing() -> None:
+    """Lookup drafts for some rows of a round and none for others, and rounds without any draft follow each other."""
+    rows = [request(i, [3, 4, 5, 6] * (3 + i), cap=30) for i in range(3)] + [request(3 + i, [9 + i], cap=30) for i in range(3)]
+    batch = packed(4, page_size=4, num_pages=400, max_len=96, draft_len=4, prefill_tokens=64)
+    done = run(rows, batch, lookup(4, 3, 0))
+    assert tokens(done) == expected(rows)
+    stats = [one.stats for one in done.values() if one.stats]
+    assert any(one.num_drafted == 0 or one.drafted_at[0] < one.num_rounds for one in stats)
+    assert any(one.num_accepted for one in stats)
