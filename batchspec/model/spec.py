@@ -37,7 +37,7 @@ class ModelSpec:
     hidden_size: int
     vocab_size: int
     layers: tuple[LayerSpec, ...]
-    """The layers; all have the same numbers of query heads, K/V heads and values per head."""
+    """The layers; those that attend all have the same numbers of query heads, K/V heads and values per head."""
     rms_eps: float
     """epsilon of the final norm"""
     rope: RopeSpec
@@ -101,30 +101,44 @@ class ModelSpec:
         return len(self.layers)
 
     @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """[num_kv_layers] indices of the layers that attend, and so keep K and V."""
+        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionSpec))
+
+    @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        """[num_layers]"""
-        return tuple(layer.attention for layer in self.layers)
+        """[num_kv_layers]"""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
+
+    @property
+    def num_kv_layers(self) -> int:
+        return len(self.attentions)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers keep a state of a row's tokens in place of their K and V."""
+        return self.num_kv_layers < self.num_layers
 
     @property
     def num_heads(self) -> int:
-        return self.layers[0].attention.num_heads
+        return self.attentions[0].num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        return self.layers[0].attention.num_kv_heads
+        return self.attentions[0].num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        return self.layers[0].attention.head_dim
+        return self.attentions[0].head_dim
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """[num_layers] number of keys that a query of the layer attends to at most, itself included; None: all."""
+        """[num_kv_layers] number of keys that a query of the layer attends to at most, itself included; None: all."""
         return tuple(attention.window for attention in self.attentions)
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """[num_layers]"""
+        """[num_kv_layers]"""
         local = self.rope if self.local_rope is None else self.local_rope
         return tuple(self.rope if window is None else local for window in self.windows)
 
