@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from batchspec.automata.token_automaton import BEGIN_THOUGHT, END_THOUGHT, OTHER, TokenAutomaton, TokenSymbols
 from batchspec.model.target import Target
@@ -92,6 +93,12 @@ def constrained_tokens(
     )
 
 
+@lru_cache(maxsize=1 << 15)
+def _logits(target: Target, ids: tuple[int, ...]) -> Tensor:
+    """`full_logits`, which many tests ask for after the same tokens. Not to be written to."""
+    return full_logits(target, ids)
+
+
 @torch.inference_mode()
 def tokens_that_may_follow(req: Request, may: Callable[[Sequence[int], int], bool], target: Target) -> list[int]:
     """The definition of a constrained output: one token at a time, the logits of all others than those allowed are -inf. Before
@@ -99,7 +106,7 @@ def tokens_that_may_follow(req: Request, may: Callable[[Sequence[int], int], boo
     prompt, params = req.prompt_ids.tolist(), req.sampling
     out: list[int] = []
     while len(out) < req.max_new_tokens:
-        logits = full_logits(target, prompt + out).clone()
+        logits = _logits(target, (*prompt, *out)).clone()
         for token in {*prompt, *out}:
             value = logits[token]
             logits[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty

@@ -48,7 +48,7 @@ class Grammar:
         return "start" if one == "S" else f"r_{one.lower()}" if one in self.rules else _quoted(one)
 
     def __hash__(self) -> int:
-        return hash(self.gbnf)
+        return hash(tuple(self.rules.items()))
 
 
 GRAMMARS = (
@@ -63,26 +63,35 @@ GRAMMARS = (
 """Brackets, palindromes, two kinds of brackets, left recursion, ambiguity, empty rules, recursion at the end alone."""
 
 
+Item = tuple[str, str, int, int]
+"""A rule's name, one of its alternatives, how much of that was read, and at which length of the text it began."""
+
+
 @cache
+def _items(grammar: Grammar, text: str) -> frozenset[Item]:
+    """What may have been read of which rules at the end of the text (Earley 1970); nothing if no text begins so."""
+    at = len(text)
+    if at:
+        before = _items(grammar, text[:-1])
+        here = {(name, way, dot + 1, begin) for name, way, dot, begin in before if way[dot : dot + 1] == text[-1]}
+    else:
+        here = {("S", way, 0, 0) for way in grammar.rules["S"]}
+    size = -1
+    while len(here) != size:
+        size = len(here)
+        for name, way, dot, begin in list(here):
+            if dot == len(way):
+                callers = here if begin == at else _items(grammar, text[:begin])
+                here |= {(n, w, d + 1, b) for n, w, d, b in callers if w[d : d + 1] == name}
+            elif way[dot] in grammar.rules:
+                here |= {(way[dot], other, 0, at) for other in grammar.rules[way[dot]]}
+    return frozenset(here)
+
+
 def _last(grammar: Grammar, text: str) -> tuple[bool, bool]:
-    """Whether some text of the grammar begins with this one, and whether it is one (Earley 1970). Every rule has a text."""
-    sets: list[set[tuple[str, str, int, int]]] = [{("S", way, 0, 0) for way in grammar.rules["S"]}]
-    for at in range(len(text) + 1):
-        if at == len(sets):
-            return False, False
-        here, size = sets[at], -1
-        while len(here) != size:
-            size = len(here)
-            for name, way, dot, begin in list(here):
-                if dot == len(way):
-                    here |= {(n, w, d + 1, b) for n, w, d, b in sets[begin] if d < len(w) and w[d] == name}
-                elif way[dot] in grammar.rules:
-                    here |= {(way[dot], other, 0, at) for other in grammar.rules[way[dot]]}
-                elif at < len(text) and way[dot] == text[at]:
-                    if len(sets) == at + 1:
-                        sets.append(set())
-                    sets[at + 1].add((name, way, dot + 1, begin))
-    return bool(sets[-1]), any(name == "S" and dot == len(way) and not begin for name, way, dot, begin in sets[-1])
+    """Whether some text of the grammar begins with this one, and whether it is one. Every rule has a text."""
+    items = _items(grammar, text)
+    return bool(items), any(name == "S" and dot == len(way) and not begin for name, way, dot, begin in items)
 
 
 def is_begun(grammar: Grammar, data: bytes) -> bool:

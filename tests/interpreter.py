@@ -130,16 +130,73 @@ def tensor_handle(slow: Function) -> Function:
     return init
 
 
+PLAIN = frozenset({core.tensor, core.dtype, core.block_type, int, float, bool, str, type(None)})
+"""Types of values that hold no constants of Triton."""
+
+
 def unwrap_if_constexpr(slow: Function) -> Function:
     """Ask for the usual types first."""
 
     def unwrap(value: Any) -> Any:
         kind = type(value)
-        if kind is core.tensor or kind is int or kind is core.dtype:
+        if kind in PLAIN:
             return value
         return value.value if kind is core.constexpr else slow(value)
 
     return unwrap
+
+
+def dtype_equal(slow: Function) -> Function:
+    """A type is itself, whatever its name."""
+
+    def equal(self: Any, other: Any) -> Any:
+        return self is other or slow(self, other)
+
+    return equal
+
+
+def cast(slow: Function) -> Function:
+    """Leave what has the type already as it is. Decide once whether NumPy alone converts one type to another."""
+    known: dict[tuple[str, str], bool] = {}
+
+    def by_numpy(source: Any, target: Any) -> bool:
+        if source.name in ("fp16", "bf16"):
+            return bool(target.is_fp32())  # any other type is reached by way of fp32
+        known_number = source.is_int() or source.is_standard_floating()
+        return known_number and (target.is_standard_floating() or (target.is_int() and not target.is_bool()))
+
+    def convert(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+        source, target = input.dtype, dst_ty.scalar
+        if source is target:
+            return input
+        if fp_downcast_rounding is not None or type(source) is not core.dtype or type(target) is not core.dtype:
+            return slow(self, input, dst_ty, fp_downcast_rounding)
+        key = source.name, target.name
+        if key not in known:
+            known[key] = source != target and by_numpy(source, target)
+        if not known[key]:
+            return slow(self, input, dst_ty, fp_downcast_rounding)
+        made = input.type.with_element_ty(target) if input.type.is_block() else dst_ty
+        return core.tensor(self.builder.cast_impl(input.handle, made), made)
+
+    return convert
+
+
+def expand_dims(slow: Function) -> Function:
+    """Spell the shape with one more dimension once."""
+    known: dict[tuple[str, int], Any] = {}
+
+    def expand(self: Any, input: Any, axis: int) -> Any:
+        key = input.type.name, axis
+        if key not in known:
+            found = slow(self, input, axis)
+            if input.type.is_block() and type(input.dtype) is core.dtype:
+                known[key] = found.type
+            return found
+        data = input.handle.data[(slice(None),) * axis + (None,)]
+        return core.tensor(interpreter.TensorHandle(data, input.dtype), known[key])
+
+    return expand
 
 
 def block_type(slow: Function) -> Function:
@@ -188,15 +245,18 @@ def block_to_ir(slow: Function) -> Function:
 
 
 def tensor(_: Function) -> Function:
-    """Share the constants that say a tensor's shape and size."""
-    known: dict[tuple[int, ...], Any] = {}
+    """Share the constants that say a tensor's shape and size: those of one shape, whatever the type of its numbers."""
+    of_type: dict[str, tuple[Any, Any]] = {}
+    of_sizes: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def init(self: Any, handle: Any, type: Any) -> None:
-        sizes = tuple(type.shape.values) if type.is_block() else ()
-        if sizes not in known:
-            known[sizes] = core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
+        name = type.name if type.is_block() else ""
+        if name not in of_type:
+            sizes = tuple(type.shape.values) if name else ()
+            made = core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
+            of_type[name] = of_sizes.setdefault(sizes, made)
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = known[sizes]
+        self.shape, self.numel = of_type[name]
 
     return init
 
@@ -235,11 +295,16 @@ def computation_type(slow: Function) -> Function:
 
 
 def broadcast_value(slow: Function) -> Function:
-    """Leave two scalars and two tensors of one shape as they are. Decide once which of two shapes of one rank is extended."""
+    """Leave two scalars and two tensors of one shape as they are. Decide once which of two others is extended, and to what."""
     known: dict[tuple[str, str], tuple[Any, Any]] = {}
+    kinds = (core.dtype, core.pointer_type)
 
     def extended(self: Any, value: Any, wanted: Any) -> Any:
-        return self.make_tensor(self.builder.create_broadcast(value.handle, wanted.shape), wanted) if wanted else value
+        if wanted is None:
+            return value
+        if value.type.is_block():
+            return core.tensor(self.builder.create_broadcast(value.handle, wanted.shape), wanted)
+        return core.tensor(self.builder.create_splat(wanted, value.handle), wanted)
 
     def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
         if lhs.shape is rhs.shape:
@@ -248,8 +313,8 @@ def broadcast_value(slow: Function) -> Function:
         if key in known:
             return extended(self, lhs, known[key][0]), extended(self, rhs, known[key][1])
         found, other = slow(self, lhs, rhs)
-        numbers = type(lhs.dtype) is type(rhs.dtype) is core.dtype
-        if numbers and len(lhs.shape.values) == len(rhs.shape.values):
+        ranks = {len(each.shape.values) for each in (lhs, rhs)}
+        if type(lhs.dtype) in kinds and type(rhs.dtype) in kinds and (len(ranks) == 1 or 0 in ranks):
             known[key] = None if found is lhs else found.type, None if other is rhs else other.type
         return found, other
 
@@ -260,8 +325,8 @@ MOST_CONSTANTS = 4096
 
 
 def binary_operands(slow: Function) -> Function:
-    """Broadcast two operands: tensors of the same shape and type are returned as they are; a constant is broadcast once and
-    cached, so the result must not be written to.
+    """Broadcast two operands: two tensors without the checks of other kinds; a constant is broadcast once and cached, so the
+    result must not be written to.
     """
     spread: dict[Any, Any] = {}
 
@@ -272,14 +337,18 @@ def binary_operands(slow: Function) -> Function:
         kinds = type(lhs), type(rhs)
         first = kinds[0] is core.tensor
         dtype = (lhs if first else rhs).dtype if core.tensor in kinds else None
+        if allow_lhs_ptr and type(dtype) is core.pointer_type and kinds[0] is kinds[1] and rhs.dtype.is_int():
+            return self.broadcast_impl_value(lhs, rhs)
         if type(dtype) is not core.dtype:
             return slow(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
         if kinds[0] is kinds[1]:
-            if lhs.shape is rhs.shape and rhs.dtype is dtype:
-                stays = not arithmetic_check or self.computation_type_impl(dtype, False, dtype, False, div_or_mod) is dtype
-                if stays:
-                    return lhs, rhs
-        elif (number := rhs if first else lhs).__class__ in (int, float, bool):
+            if type(rhs.dtype) is not core.dtype:
+                return slow(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+            if arithmetic_check:
+                wanted = self.computation_type_impl(dtype, False, rhs.dtype, False, div_or_mod)
+                lhs, rhs = self.cast(lhs, wanted), self.cast(rhs, wanted)
+            return self.broadcast_impl_value(lhs, rhs)
+        if (number := rhs if first else lhs).__class__ in (int, float, bool):
             value = lhs if first else rhs
             key = repr(number), value.type.name, arithmetic_check, div_or_mod
             if key in spread:
@@ -307,9 +376,12 @@ QUICK: tuple[tuple[Any, str, Callable[[Function], Function]], ...] = (
     (core.tuple, "__getitem__", tuple_item),
     (core.tuple, "__eq__", tuple_equal),
     (semantic.TritonSemantic, "computation_type_impl", computation_type),
+    (semantic.TritonSemantic, "cast", cast),
+    (semantic.TritonSemantic, "expand_dims", expand_dims),
     (semantic.TritonSemantic, "broadcast_impl_value", broadcast_value),
     (semantic.TritonSemantic, "binary_op_type_checking_impl", binary_operands),
     (interpreter.TensorHandle, "__init__", tensor_handle),
+    (core.dtype, "__eq__", dtype_equal),
     (core, "_unwrap_if_constexpr", unwrap_if_constexpr),
 )
 """Functions of Triton and what replaces them; the name of one that has moved raises AttributeError."""

@@ -24,11 +24,13 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import IConfigRepository
 from hydra._internal.defaults_list import DefaultsList
 from hydra._internal.hydra import Hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from batchspec import run
+from batchspec.batch.automata import AutomataCapacity
 from batchspec.distributed import rank_processes
 from batchspec.model import templates, tokenizer
 from batchspec.model.templates import Templates
@@ -62,7 +64,8 @@ def put(module: Any, name: str, value: Any) -> None:
 
 def make_jobs_quick(patch: pytest.MonkeyPatch) -> None:
     """Leave out what takes longer than a tiny model's rows: the report, another measurement of the machine, another process for
-    the same templates, and Hydra's composing of the same options again, be it in another job or once more to find its own mode.
+    the same templates, Hydra's composing of the same options again, be it in another job or once more to find its own mode, and
+    room for millions of masks of a tiny vocabulary.
     """
     get_mode = Hydra.get_mode
 
@@ -73,6 +76,10 @@ def make_jobs_quick(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cost, "calibrate", cache(cost.calibrate))
     patch.setattr(Hydra, "get_mode", mode)
     patch.setattr(tokenizer, "Templates", templates_of_a_folder)
+    room = AutomataCapacity.__init__.__kwdefaults__
+    assert room is not None
+    for name in ("masks_bytes", "lazy_masks_bytes"):
+        patch.setitem(room, name, 8 << 20)
     compose_options_once(patch)
 
 
@@ -88,7 +95,7 @@ def _templates(sources: tuple[tuple[str, str], ...], where: str, date: str, *_li
 
 def compose_options_once(patch: pytest.MonkeyPatch) -> None:
     """Hydra composes a choice of options once; the values of keys are put into a copy. Options that may change, in folders
-    outside the package, are composed as ever.
+    outside the package, are composed as ever. The store of schemas, one for the process, is not copied for each.
     """
     create, merge = defaults_list.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
     lists: dict[Any, DefaultsList] = {}
@@ -115,6 +122,7 @@ def compose_options_once(patch: pytest.MonkeyPatch) -> None:
             merged[id(defaults)] = merge(self, defaults, repo)
         return copy.deepcopy(merged[id(defaults)])
 
+    patch.setattr(ConfigStore, "__deepcopy__", lambda store, _: store, raising=False)
     patch.setattr(config_loader_impl, "create_defaults_list", create_once)
     patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)
 

@@ -29,7 +29,7 @@ from tests.runs import make_model, make_prompts
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_garbage_of_other_tests() -> None:
+def no_garbage_of_other_tests(product_freezes: None) -> None:
     gc.collect()
 
 

@@ -46,7 +46,7 @@ def outcome(function: Callable[..., Any], *arguments: Any) -> Any:
     """What it returns, or its error."""
     try:
         return function(*arguments)
-    except (AssertionError, AttributeError, TypeError, ValueError, semantic.IncompatibleTypeErrorImpl) as error:
+    except (AssertionError, AttributeError, OverflowError, TypeError, ValueError, semantic.IncompatibleTypeErrorImpl) as error:
         return type(error), str(error)
 
 
@@ -162,6 +162,13 @@ def test_two_types_are_added_in_the_same_type() -> None:
             assert outcome(quick, self, a, a_is_scalar, b, b_is_scalar, div_or_mod) == expected
 
 
+def test_types_are_compared_alike() -> None:
+    slow, quick = both(core.dtype, "__eq__")
+    others = (*SCALARS, tl.dtype("fp32"), core.constexpr(tl.int8), core.pointer_type(tl.int8), "fp32", None)
+    for one, other in product(SCALARS, others):
+        assert quick(one, other) == slow(one, other)
+
+
 SIZES = st.lists(st.sampled_from([1, 2, 4]) | st.sampled_from([1, 2]).map(core.constexpr) | st.just([1]), max_size=3)
 
 
@@ -184,10 +191,44 @@ def test_items_are_found_alike() -> None:
             quick(shape, index)
 
 
-def made(shape: list[int]) -> Any:
-    data = np.arange(max(1, int(np.prod(shape))), dtype=np.float32).reshape(shape or [1])
-    dtype = core.block_type(tl.float32, shape) if shape else tl.float32
-    return core.tensor(interpreter.TensorHandle(data, tl.float32), dtype)
+def made(shape: list[int], dtype: Any = tl.float32) -> Any:
+    data = np.arange(max(1, int(np.prod(shape)))).reshape(shape or [1])
+    handle = interpreter.TensorHandle(data.astype(interpreter._get_np_dtype(dtype)), dtype)
+    return core.tensor(handle, core.block_type(dtype, shape) if shape else dtype)
+
+
+def told(tensor: Any) -> Any:
+    """All that there is to say about a tensor."""
+    data = tensor.handle.data
+    sizes = [size.value for size in tensor.shape]
+    return str(tensor.type), sizes, tensor.numel.value, data.dtype, data.shape, data.tobytes(), tensor.handle.dtype
+
+
+@pytest.mark.parametrize("source", SCALARS, ids=str)
+def test_tensors_are_cast_alike(source: Any) -> None:
+    slow, quick = both(semantic.TritonSemantic, "cast")
+    pointers = core.pointer_type(tl.int8), core.pointer_type(tl.float32)
+    for shape, target, *rounding in product(([], [2, 4]), (*SCALARS, *pointers), (None, "rtne", "rtz")):
+        given = made(shape, source)
+
+        def of(function: Callable[..., Any], given: Any = given, target: Any = target, rest: Any = rounding) -> Any:
+            found = function(interpreter.interpreter_semantic, given, target, *rest)
+            return found is given, told(found)
+
+        expected = outcome(of, slow)
+        assert [outcome(of, quick) for _ in range(2)] == [expected, expected]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tensors_get_one_more_dimension_alike(shape: list[int]) -> None:
+    slow, quick = both(semantic.TritonSemantic, "expand_dims")
+    for axis, dtype in product(range(-1, 5), (tl.float32, tl.int1)):
+
+        def of(function: Callable[..., Any], axis: int = axis, dtype: Any = dtype) -> Any:
+            return told(function(interpreter.interpreter_semantic, made(shape, dtype), axis))
+
+        expected = outcome(of, slow)
+        assert [outcome(of, quick) for _ in range(2)] == [expected, expected]
 
 
 @pytest.mark.parametrize(("left", "right"), [*product((*SHAPES, [4, 2]), repeat=2)], ids=str)

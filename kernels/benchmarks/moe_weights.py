@@ -89,10 +89,7 @@ class Product:
         """x as the product reads it: in the order of the list of pairs, FP8 quantised."""
         if not self.gated:  # as if each pair were a token of its own
             routing = routing._replace(expert_ids=routing.expert_ids.view(-1, 1))
-        interpret = not x.is_cuda
-        return (
-            quantise_rows(x, routing, interpret=interpret) if self.form == "fp8" else sort_rows(x, routing, interpret=interpret)
-        )
+        return quantise_rows(x, routing) if self.form == "fp8" else sort_rows(x, routing)
 
     def rows_bytes(self, rows: Any) -> int:
         return sum(part.nbytes for part in rows) if self.form == "fp8" else rows.nbytes
