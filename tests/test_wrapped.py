@@ -144,6 +144,24 @@ def test_the_language_model_is_that_of_text_config(kind: str, family: str) -> No
     assert wrapped(kind, **outer).unread == ()
 
 
+def test_a_file_that_leaves_most_to_the_defaults_of_transformers_is_read() -> None:
+    """The config.json of Gemma 3 4B."""
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10_240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }
+    outer = {
+        "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255_999, "eoi_token_index": 256_000,
+        "eos_token_id": [1, 106], "image_token_index": 262_144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+        "model_type": "gemma3", "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152},
+    }
+    spec = read_spec({**outer, "text_config": text}, "config.json")
+    assert spec.unread == ()
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (8, 4, 256, 262_208)
+    assert (spec.eos_ids, spec.dtype, spec.tie, spec.max_len) == ((1, 106), "bfloat16", True, 131_072)
+    assert spec.weight_bytes(torch.bfloat16) == pytest.approx(2 * 3.88e9, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("text", "outer", "expected"),
     [

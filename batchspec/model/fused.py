@@ -134,8 +134,8 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def sigmoid_gated(values: Tensor, gate: Tensor) -> Tensor:
-    """values * sigmoid(gate) in place, the sigmoid rounded to the tensors' dtype: values [T, N], gate [T, N] or [T, 1]."""
-    return values.mul_(gate.sigmoid())
+    """values * sigmoid(gate) in place, the sigmoid rounded to the dtype of the values. gate: of their shape, or [T, 1]."""
+    return values.mul_(gate.sigmoid().to(values.dtype))
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:

@@ -80,15 +80,15 @@ class RopeSpec:
         return replace(self, rotary_dim=None, interleaved=False)
 
 
-def read_rope(config: ConfigReader, max_len: int | None, *, head_dim: int | None = None) -> RopeSpec:
+def read_rope(config: ConfigReader, max_len: int | None, *, head_dim: int | None = None, sections: bool = False) -> RopeSpec:
     """Read the rotary embedding of a config.
 
     max_len   the original context if the config gives none; None: the config must give it
     head_dim  given for a family that may rotate a part of each head (partial_rotary_factor); None: that is refused
-
+    sections  whether it may have sections for the positions of images (mrope_section), which text does not need
     """
     rope = rope_part(config)
-    spec = read_part(config, rope, max_len, read_theta(config, rope), partial=head_dim is not None)
+    spec = read_part(config, rope, max_len, read_theta(config, rope), partial=head_dim is not None, sections=sections)
     return spec if head_dim is None else replace(spec, rotary_dim=read_rotary_dim(config, rope, head_dim))
 
 
@@ -136,14 +136,17 @@ def read_rotary_dim(config: ConfigReader, rope: ConfigReader, head_dim: int) -> 
     return None if rotary_dim == head_dim else rotary_dim
 
 
-def read_part(config: ConfigReader, rope: ConfigReader, max_len: int | None, theta: float, *, partial: bool = False) -> RopeSpec:
-    """Read one object that describes a rotary embedding. partial: the caller reads its partial_rotary_factor."""
+def read_part(
+    config: ConfigReader, rope: ConfigReader, max_len: int | None, theta: float, *, partial: bool = False, sections: bool = False
+) -> RopeSpec:
+    """Read one object that describes a rotary embedding. partial: the caller reads its partial_rotary_factor; sections: as in
+    `read_rope`."""
     kind = rope_kind(rope)
     wrong = [f"{key} per layer type" for key in rope.objects()]
     if kind not in ("default", "linear", "llama3", "yarn"):
         wrong.append(f"rope_type {kind[:60]!r} (supported: default, linear, llama3, yarn)")
     wrong += [rope.shown(key) for key in ("partial_rotary_factor",) if not partial and rope.differs(key, None, 1.0)]
-    wrong += [rope.shown(key) for key in ("mrope_section",) if rope.given(key)]
+    wrong += [rope.shown(key) for key in ("mrope_section",) if rope.given(key) and not sections]
     if kind == "yarn":
         wrong += [rope.shown(key) for key, usual in _YARN_BUILT.items() if rope.differs(key, None, usual)]
         if rope.given("attn_factor") and rope.given("attention_factor"):

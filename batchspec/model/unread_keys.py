@@ -41,6 +41,9 @@ _OF_FAMILIES = frozenset({
     "full_attn_mod", "interpolate_factor",  # Phi-4-mini
     "experts_per_token", "initial_context_length",  # gpt-oss, which has the same numbers under their usual names
     "mlp_intermediate_size", "shared_moe_mode", "layernorm_linear_attention_alpha", "layernorm_linear_attention_beta",
+    "mamba_ssm_dtype",  # of states in memory, which are in fp32 whatever it says
+    "mrope_interleaved",  # of positions of images
+    "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",  # layers whose tensors are not read (`wrapped.py`)
     "mtp_transformer_layers", "num_mtp_modules", "use_mtp", "num_nextn_predict_layers",  # layers that are in no file, or refused
 })
 HARMLESS = _OF_ANY_MODEL | _OF_GENERATION | _OF_FAMILIES

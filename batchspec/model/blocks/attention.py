@@ -196,7 +196,7 @@ class Attention:
         q, *gate = begun.chunk(2, 1) if self.spec.gated else (begun,)
         attended = attend(q, self._scale, self._sinks)
         if gate:
-            attended = sigmoid_gated(attended, gate[0].flatten(1))
+            attended = sigmoid_gated(attended.view(gate[0].shape), gate[0]).flatten(1)
         if self._post_norm is None:
             stream.add_product(self._out, attended, attend.lora, in_product=add_in_product)
         else:

@@ -81,6 +81,7 @@ GEMMA3_TEXT = Family(
     defaults={
         "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096, "sliding_window_pattern": 6,
         "query_pre_attn_scalar": 256, "tie_word_embeddings": True,
+        "num_attention_heads": 8, "vocab_size": 262_208, "max_position_embeddings": 131_072,  # missing in the 4B
     },
     integers={"sliding_window_pattern": (1, 4096)},
     rope=_global_rope,

@@ -1,0 +1,158 @@
+"""The shape of a gated delta rule layer: HK key heads of DK numbers, HV value heads of DV, G = HV / HK of them to a key head.
+
+    qkvz, ba = products of norm(stream)      q, k [HK DK], v, z [HV DV]; b, a [HV]
+    q, k, v = silu(conv(q | k | v))          depthwise, causal, W taps, C = 2 HK DK + HV DV channels
+    o = recurrence(q, k, v, b, a)            `kernels/gated_delta`
+    stream += out(norm(o) * silu(z))         the norm over each value head
+
+A file has q, k, v and z in the order of their names, each with all its heads (Qwen3.5), or of each key head with its value heads
+after one another (Qwen3-Next, `interleaved`); the same for b and a. Channels of the convolution are in the first order in both.
+Source: transformers, models/qwen3_next (Qwen3NextGatedDeltaNet), models/qwen3_5 (Qwen3_5GatedDeltaNet); Yang et al. 2024 (arXiv
+2412.06464).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from batchspec.cache.layer_state import RowTensor
+from batchspec.model.blocks.base import (
+    PLAIN_NORM,
+    Gemm,
+    NormedSpec,
+    ProductSpec,
+    Projection,
+    Shard,
+    Share,
+    TensorSpec,
+    scaled,
+    shifted,
+)
+from batchspec.model.blocks.forward import BlockSource
+from batchspec.model.blocks.layer import Mixer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaSpec(NormedSpec):
+    """See the module's docstring."""
+
+    num_key_heads: int
+    """HK"""
+    num_value_heads: int
+    """HV, a multiple of HK"""
+    key_dim: int
+    """DK"""
+    value_dim: int
+    """DV"""
+    conv_width: int
+    """W"""
+    interleaved: bool = False
+    """Whether the file has the parts of each key head one after another."""
+    name: str = "linear_attn"
+    norm: str | None = "input_layernorm"
+
+    @property
+    def group(self) -> int:
+        """G, number of value heads of a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def keys_size(self) -> int:
+        """Number of values of k for one token, and as many of q."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def inner_size(self) -> int:
+        """Number of values of v for one token, and as many of z and of the output."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """C, of the convolution."""
+        return 2 * self.keys_size + self.inner_size
+
+    @property
+    def qkvz(self) -> ProductSpec:
+        sizes = {"qkvz": self.channels + self.inner_size} if self.interleaved else {"qkv": self.channels, "z": self.inner_size}
+        return self._product(sizes)
+
+    @property
+    def ba(self) -> ProductSpec:
+        """The product of the gates."""
+        heads = self.num_value_heads
+        return self._product({"ba": 2 * heads} if self.interleaved else {"b": heads, "a": heads})
+
+    def _product(self, sizes: Mapping[str, int]) -> ProductSpec:
+        return ProductSpec(tuple(Projection(f"{self.name}.in_proj_{x}", rows, self.hidden_size) for x, rows in sizes.items()))
+
+    @property
+    def out(self) -> ProductSpec:
+        return ProductSpec((Projection(f"{self.name}.out_proj", self.hidden_size, self.inner_size),))
+
+    @property
+    def products(self) -> tuple[ProductSpec, ...]:
+        return self.qkvz, self.ba, self.out
+
+    @property
+    def vectors(self) -> tuple[TensorSpec, ...]:
+        """The norm of the stream, the taps [C, 1, W], the two parameters of the decay, kept in fp32 at least, and the norm of a
+        value head, whose weight is plain in every family."""
+        decay = (TensorSpec(f"{self.name}.{x}", (self.num_value_heads,), "bias", wide=True) for x in ("dt_bias", "A_log"))
+        taps = TensorSpec(f"{self.name}.conv1d.weight", (self.channels, 1, self.conv_width), "weight")
+        return *self.stream_norms, taps, *decay, PLAIN_NORM.tensor(f"{self.name}.norm", self.value_dim)
+
+    @property
+    def activation_size(self) -> int:
+        """Values of q, k, v and z, and q, k and v again after the convolution; b and a, and the fp32 gates; the output before
+        and after its norm."""
+        return self.qkvz.rows + self.channels + 6 * self.num_value_heads + 2 * self.inner_size
+
+    def gemms(self, tokens: float) -> tuple[Gemm, ...]:
+        return *(Gemm(product=own, ops=("linear",)) for own in (self.qkvz, self.ba)), self.gemm_of_output(self.out)
+
+    def row_tensors(self, dtype: torch.dtype, state_dtype: torch.dtype, draft_len: int) -> tuple[RowTensor, ...]:
+        """What it keeps of a row, in the order of `DeltaState`: the state [HV, DV, DK], and rings of P positions with the inputs
+        of the convolution [P, C], keys [P, HK, DK], values [P, HV, DV] and gates [P, HV, 2].
+
+        dtype, state_dtype  of what it computes with, and of the state, which in a model of fp64 is fp64
+        draft_len           K, the maximum number of drafts that a round verifies
+        """
+        ring, wide = max(2 * (draft_len + 1), draft_len + self.conv_width), torch.promote_types(dtype, torch.float32)
+        heads = self.num_value_heads
+        return (
+            RowTensor((heads, self.value_dim, self.key_dim), wide if dtype is torch.float64 else state_dtype),
+            RowTensor((ring, self.channels), dtype),
+            RowTensor((ring, self.num_key_heads, self.key_dim), dtype),
+            RowTensor((ring, heads, self.value_dim), dtype),
+            RowTensor((ring, heads, 2), wide),
+        )
+
+    def key_heads_of(self, shard: Shard) -> slice:
+        """The key heads of a rank, which has their value heads too. Raises ConfigError if they cannot be divided."""
+        return shard.of("linear_num_key_heads", self.num_key_heads)
+
+    def sharded(self, shard: Shard, unit: int) -> GatedDeltaSpec:
+        own = self.key_heads_of(shard)
+        count = own.stop - own.start
+        return replace(self, num_key_heads=count, num_value_heads=count * self.group)
+
+    def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
+        own = self.key_heads_of(shard)
+        heads = scaled(own, self.group)
+        keys, values = scaled(own, self.key_dim), scaled(heads, self.value_dim)
+        of_heads = Share("columns", (heads,))
+        qkv = Share("columns", (keys, shifted(keys, self.keys_size), shifted(values, 2 * self.keys_size)))
+        names = {"in_proj_qkv": qkv, "in_proj_z": Share("columns", (values,)), "in_proj_b": of_heads, "in_proj_a": of_heads}
+        names |= {
+            "in_proj_qkvz": Share("columns", (scaled(own, self.qkvz.rows // self.num_key_heads),)),
+            "in_proj_ba": Share("columns", (scaled(own, 2 * self.group),)),
+            "out_proj": Share("rows", (values,), shard.rank == 0),
+            "conv1d": qkv, "A_log": of_heads, "dt_bias": of_heads,
+        }
+        return {f"{self.name}.{name}": share for name, share in names.items()}
+
+    def build(self, source: BlockSource) -> Mixer:
+        raise NotImplementedError  # no family with such layers is registered yet
