@@ -1,4 +1,4 @@
-"""What the kernels of gated delta rule layers share: where products hold their parts, what a layer keeps of a row, the pass's rows.
+"""What the kernels of gated delta rule layers share: columns of products, what a layer keeps of a row, the rows of a pass.
 
 T flat tokens of R rows, HK key heads, HV value heads, G = HV / HK value heads of a key head, DK and DV head sizes, W taps of the
 convolution, C = 2 HK DK + HV DV its channels in the order q | k | v, P positions of the rings.

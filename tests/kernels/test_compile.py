@@ -17,6 +17,7 @@ from tests.kernels.compile_cases import (
     attention,
     distributed,
     drafting,
+    gated_delta,
     gemm,
     kv_cache,
     lora,
@@ -30,7 +31,7 @@ from tests.kernels.compile_cases import (
 from tests.kernels.compile_cases.cases import Case
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = (attention, distributed, drafting, gemm, kv_cache, lora, moe, norm_rope, rounds, sampling, train, tree)
+PACKAGES = (attention, distributed, drafting, gated_delta, gemm, kv_cache, lora, moe, norm_rope, rounds, sampling, train, tree)
 CASES: dict[str, Case] = {name: case for package in PACKAGES for name, case in package.CASES.items()}
 SELDOM = {name for package in PACKAGES for name in package.CASES.seldom}
 """Variants whose branches other variants reach: each value of each constant that a kernel branches on is compiled every time."""

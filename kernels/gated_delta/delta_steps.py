@@ -1,0 +1,144 @@
+"""The gated delta rule, position by position: rounds, and the tail of a prefill that must have the bits of rounds.
+
+    S = exp(g) S;   d = beta (v - S k);   S = S + d k';   o = S q          S [DV, DK] of each value head, k and q of length 1
+
+    k = k / |k|,   q = q / |q| / sqrt(DK);   value head h has k and q of key head h // G
+
+A program loads its part of the state once, replays positions folded .. n-1 from the rings, goes on with the row's own tokens
+n, n+1, ... and stores the state once: after position n-1, or with `commits` after the last token. One loop of one compiled kernel
+does all of it in fp32 (fp64 for fp64). So no bit of an output depends on how many tokens a round has or how many positions it
+replays, unless the state is in bf16, to which it is rounded where it is stored.
+Bound by memory (bytes of a row: 2 * HV * DV * DK * itemsize of the state) while it has few positions: by estimate, arithmetic
+takes as long at about 10 of them. The DV lines of a state are independent, and a program has TILE of them. A thread has four
+numbers of every 32 of a line: most of a sum over DK is within threads, and the rest takes 3 shuffles.
+Source: models/qwen3_5 of transformers 5.24; Yang et al. 2024 (arXiv 2412.06464). To replay inputs: batchspec's own.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.gated_delta.layout import (
+    L2_EPS,
+    DeltaBatch,
+    DeltaInputs,
+    DeltaState,
+    check_inputs,
+    l2_normalised,
+    row_of,
+    wide,
+)
+
+TILE, WARPS = 16, 1  # a program of one warp waits for no other
+LANES = tl.constexpr(32)
+"""Neighbours of DK in the last dimension of a tile: 8 threads load 4 numbers each."""
+
+
+@triton.jit(do_not_specialize=["commits"])
+def delta_steps_kernel(
+    q, k, v, gates, state, keys, values, ring_gates, folded, cu_seqlens, positions, slots, live, out, commits,
+    state_stride, keys_stride, values_stride, gates_stride,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, TILE: tl.constexpr,
+    PARTS: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
+):
+    """Program (row, value head, TILE rows of its state). The state is [PARTS, TILE, LANES], with DK = (PARTS, LANES): Triton then
+    divides LANES among neighbouring threads, TILE among the others, and leaves PARTS within a thread."""
+    TILES: tl.constexpr = (DV + TILE - 1) // TILE
+    head = tl.program_id(0) // TILES % HV
+    key_head = head // (HV // HK)
+    await_earlier(PDL)
+    begin, count, first, slot = row_of(tl.program_id(0) // (TILES * HV), cu_seqlens, positions, slots, live)
+    if count <= 0:
+        return
+    start = tl.where(commits != 0, first, tl.minimum(tl.load(folded + slot), first))
+    stored = first + tl.where(commits != 0, count, 0)  # the state is stored before this position
+    column = tl.arange(0, PARTS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    line = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
+    at = state + slot * state_stride + head * (DV * DK) + (line * DK)[None, :, None] + column[:, None, :]
+    exists = (line < DV)[None, :, None] & (column < DK)[:, None, :]
+    s = tl.load(at, mask=exists & (column < tl.where(start > 0, DK, 0))[:, None, :], other=0.0).to(ACC)
+    for position in range(start, first + count):
+        own = position >= first
+        token = (begin + position - first).to(tl.int64)
+        place = position % RING
+        key_at = tl.where(own, k + token * (HK * DK), keys + slot * keys_stride + place * (HK * DK))
+        value_at = tl.where(own, v + token * (HV * DV), values + slot * values_stride + place * (HV * DV))
+        gate_at = tl.where(own, gates + token * (HV * 2), ring_gates + slot * gates_stride + place * (HV * 2))
+        key = tl.load(key_at + key_head * DK + column, mask=column < DK, other=0.0).to(ACC)
+        query = tl.load(q + (token * HK + key_head) * DK + column, mask=column < tl.where(own, DK, 0), other=0.0).to(ACC)
+        value = tl.load(value_at + head * DV + line, mask=line < DV, other=0.0).to(ACC)
+        decay = tl.exp(tl.load(gate_at + head * 2))
+        beta = tl.load(gate_at + head * 2 + 1)
+        key = (key * tl.rsqrt(tl.sum(tl.sum(key * key, 0), 0) + L2_EPS))[:, None, :]
+        s = s * decay
+        delta = beta * (value - tl.sum(tl.sum(s * key, 0), 1))
+        s = s + delta[None, :, None] * key
+        if own:
+            scale = tl.rsqrt(tl.sum(tl.sum(query * query, 0), 0) + L2_EPS) * DK**-0.5
+            o = tl.sum(tl.sum(s * (query * scale)[:, None, :], 0), 1)
+            tl.store(out + (token * HV + head) * DV + line, o, mask=line < DV)
+        if position + 1 == stored:
+            tl.store(at, s, mask=exists)
+
+
+def delta_steps(
+    inputs: DeltaInputs, state: DeltaState, batch: DeltaBatch, out: Tensor, *, commits: bool, interpret: bool = False
+) -> None:
+    """Write o of a pass's T tokens, and store the state of each of its rows.
+
+    inputs   of the T tokens, from `convolve`
+    state    the state, the rings and `folded`; the state of a row that begins at position 0 is zero, whatever the slot holds
+    out      [T, HV, DV] of the inputs' dtype, contiguous; not written for padding and dead rows
+    commits  False, a round: at most P - K - 1 positions before a row's first one are replayed, and its state is stored before its
+             first position. True: nothing is replayed (`folded` is not read), and the state is stored after its last token
+
+    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    """
+    check_inputs("delta_steps", inputs, state, batch, out)
+    if not (out.is_cuda or interpret):
+        delta_steps_reference(inputs, state, batch, out, commits=commits)
+        return
+    (_, value_heads, value_dim, key_dim), (_, ring, key_heads, _) = state.state.shape, state.keys.shape
+    if num_programs := batch.slots.numel() * value_heads * triton.cdiv(value_dim, TILE):
+        delta_steps_kernel[(num_programs,)](
+            inputs.q, inputs.k, inputs.v, inputs.gates, state.state, state.keys, state.values, state.gates, state.folded,
+            batch.cu_seqlens, batch.positions, batch.slots, batch.live, out, int(commits), state.state.stride(0),
+            state.keys.stride(0), state.values.stride(0), state.gates.stride(0), HK=key_heads, HV=value_heads, DK=key_dim,
+            DV=value_dim, RING=ring, TILE=TILE, PARTS=triton.next_power_of_2(triton.cdiv(key_dim, LANES.value)),
+            ACC=tl.float64 if out.dtype == torch.float64 else tl.float32, num_warps=WARPS, **launch_args(out),
+        )
+
+
+def delta_steps_reference(inputs: DeltaInputs, state: DeltaState, batch: DeltaBatch, out: Tensor, *, commits: bool) -> None:
+    """The same in plain torch, row by row. Operations of one shape for each position: a vector of another length may have its
+    exponentials computed by other code."""
+    group, key_dim, acc = state.state.shape[1] // state.keys.shape[2], state.state.shape[3], wide(out.dtype)
+    for slot, own, first in batch.rows():
+        start = first if commits else min(int(state.folded[slot]), first)
+        last = first + own.stop - own.start
+        s = state.state[slot].to(acc) if start else torch.zeros_like(state.state[slot], dtype=acc)
+        for position in range(start, last):
+            token, place = own.start + position - first, position % state.keys.shape[1]
+            if position >= first:
+                k, v, gates = inputs.k[token], inputs.v[token], inputs.gates[token]
+            else:
+                k, v, gates = state.keys[slot, place], state.values[slot, place], state.gates[slot, place]
+            k = l2_normalised(k.to(acc)).repeat_interleave(group, 0)[:, None]
+            s = s * gates[:, :1, None].exp()
+            delta = gates[:, 1:] * (v.to(acc) - (s * k).sum(-1))
+            s = s + delta[:, :, None] * k
+            if position >= first:
+                q = l2_normalised(inputs.q[token].to(acc)).repeat_interleave(group, 0)[:, None]
+                out[token] = (s * q).sum(-1) * key_dim**-0.5
+            if position + 1 == (last if commits else first):
+                state.state[slot] = s
+
+
+if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.gated_delta_bench import main
+
+    main()
