@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -121,7 +121,7 @@ def test_what_a_shard_takes_grows_with_its_rows_and_a_retry_counts_as_large() ->
     assert large - small == 1000 * TOKEN_BYTES
     assert small > shard.table.nbytes
     tops = np.zeros((3, 2), np.int32), np.zeros((3, 2), np.float32)
-    for with_tops in (replace(few[0], top_logprobs=tops), replace(few[0], prompt_top_logprobs=tops)):
+    for with_tops in (few[0].replace(top_logprobs=tops), few[0].replace(prompt_top_logprobs=tops)):
         assert DecodedShard(shard=shard, completions=[with_tops]).num_bytes - small == COPIES * 3 * 2 * (4 + 4)
     assert DecodedShard(shard=other, completions=few, num_carried=1).num_bytes > SMALL_BYTES
 

@@ -70,6 +70,7 @@ def planner(
         batch=batch,
         sharing=SharingCost(page_bytes=1, row_bytes=0, pass_bytes=pass_bytes),
         prefill_graphs=None,
+        prefill_multiple=None,
     )
     executor._move_row = lambda: None
     executor.compile_ahead = lambda *_: False

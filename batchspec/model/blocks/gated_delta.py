@@ -1,4 +1,4 @@
-"""The shape of a gated delta rule layer: HK key heads of DK numbers, HV value heads of DV, G = HV / HK of them to a key head.
+"""A gated delta rule layer: HK key heads of DK numbers, HV value heads of DV, G = HV / HK of them to a key head.
 
     qkvz, ba = products of norm(stream)      q, k [HK DK], v, z [HV DV]; b, a [HV]
     q, k, v = silu(conv(q | k | v))          depthwise, causal, W taps, C = 2 HK DK + HV DV channels
@@ -17,8 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from batchspec.cache.layer_state import RowTensor
+from batchspec.kernels.gated_delta.convolve import convolve
+from batchspec.kernels.gated_delta.delta_chunks import delta_chunks
+from batchspec.kernels.gated_delta.delta_steps import delta_steps
+from batchspec.kernels.gated_delta.gated_norm import gated_norm
+from batchspec.kernels.gated_delta.layout import DeltaColumns, DeltaWeights, interleaved_columns, split_columns
 from batchspec.model.blocks.base import (
     PLAIN_NORM,
     Gemm,
@@ -31,8 +37,7 @@ from batchspec.model.blocks.base import (
     scaled,
     shifted,
 )
-from batchspec.model.blocks.forward import BlockSource
-from batchspec.model.blocks.layer import Mixer
+from batchspec.model.blocks.forward import BlockSource, Selected, StoreState, Stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +135,12 @@ class GatedDeltaSpec(NormedSpec):
             RowTensor((ring, heads, 2), wide),
         )
 
+    @property
+    def columns(self) -> DeltaColumns:
+        """Where the outputs of the two products hold their parts."""
+        made = interleaved_columns if self.interleaved else split_columns
+        return made(self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim)
+
     def key_heads_of(self, shard: Shard) -> slice:
         """The key heads of a rank, which has their value heads too. Raises ConfigError if they cannot be divided."""
         return shard.of("linear_num_key_heads", self.num_key_heads)
@@ -154,5 +165,40 @@ class GatedDeltaSpec(NormedSpec):
         }
         return {f"{self.name}.{name}": share for name, share in names.items()}
 
-    def build(self, source: BlockSource) -> Mixer:
-        raise NotImplementedError  # no family with such layers is registered yet
+    def build(self, source: BlockSource) -> GatedDelta:
+        return GatedDelta(self, source)
+
+
+class GatedDelta:
+    """The gated delta rule of a layer in two parts, up to the gated and normed values and from them on: a `Mixer`."""
+
+    def __init__(self, spec: GatedDeltaSpec, source: BlockSource) -> None:
+        self.spec, self._columns = spec, spec.columns
+        self._norm = source.vector(f"{spec.norm}.weight")
+        self._qkvz, self._ba = source.product(spec.qkvz), source.product(spec.ba)
+        conv = source.vector(f"{spec.name}.conv1d.weight")
+        self._weights = DeltaWeights(
+            conv=conv.flatten(1), a_log=source.vector(f"{spec.name}.A_log"), dt_bias=source.vector(f"{spec.name}.dt_bias")
+        )
+        self._out_norm = source.vector(f"{spec.name}.norm.weight")
+        self._out = source.product(spec.out)
+
+    def norms_in_product(self, stream: Stream) -> bool:
+        return False  # two products read the normed stream
+
+    def begin(self, stream: Stream, store: StoreState, out_aux: Tensor | None = None) -> Tensor:
+        """[T, HV * DV] the gated and normed outputs of the recurrence; the states of the rows are written."""
+        spec, batch = self.spec, store.batch
+        normed = stream.normed(self._norm, spec.eps, out_aux=out_aux)
+        x, ba = self._qkvz(normed, store.lora), self._ba(normed, store.lora)
+        drafts = store.recurrence == "drafts"
+        inputs = convolve(x, ba, self._weights, self._columns, store.state, batch, keeps_inputs=drafts)
+        out = torch.empty_like(inputs.v)
+        if store.recurrence == "chunks":
+            delta_chunks(inputs, store.state, batch, out)
+        else:
+            delta_steps(inputs, store.state, batch, out, commits=not drafts)
+        return gated_norm(out, x, self._columns, self._out_norm, spec.eps)
+
+    def finish(self, begun: Tensor, stream: Stream, attend: Selected, *, add_in_product: bool) -> None:
+        stream.add_product(self._out, begun, attend.lora, in_product=add_in_product)

@@ -17,7 +17,9 @@ from batchspec.model.families.olmo2 import OLMO2
 from batchspec.model.families.phi3 import PHI3
 from batchspec.model.families.qwen2 import QWEN2
 from batchspec.model.families.qwen3 import QWEN3
+from batchspec.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from batchspec.model.families.qwen3_moe import QWEN3_MOE
+from batchspec.model.families.qwen3_next import QWEN3_NEXT
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -27,6 +29,9 @@ FAMILIES: dict[str, Family] = {
         QWEN3,
         MISTRAL,
         QWEN3_MOE,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
         MIXTRAL,
         MINIMAX_M2,
         GPT_OSS,
@@ -52,6 +57,8 @@ class Wrapper:
 
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text"),
+    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
+    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", text_varies=True),
 }
 _OF_THE_MODEL = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
