@@ -214,7 +214,7 @@ class StandInPrefill(PrefillRunner):
     """Passes that emit a token of each row that ends in them."""
 
     def __init__(self, executor: Executor, watch: Stopwatch) -> None:
-        super().__init__(executor.rows, partial(prefill_chunk, executor.round, executor.rows))
+        super().__init__(executor.rows, partial(prefill_chunk, executor.round, executor.rows), executor.cache.copy_states)
         self._watch = watch
 
     def run(self, prefill: Prefill) -> list[PendingResult]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchspec.cache.pages import KVCache
 from batchspec.kernels.gated_delta.convolve import convolve
 from batchspec.kernels.gated_delta.delta_steps import delta_steps
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState
@@ -20,6 +21,7 @@ from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights
+from batchspec.packed_batch import PREFIX_STATES
 from tests.engines import DEVICE, tiny_spec
 
 LOUD = 20.0
@@ -93,10 +95,32 @@ def _with_the_state_of_another_row(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gated_delta, "delta_steps", steps)
 
 
-_STEPS, _CONVOLVE = delta_steps, convolve
+def _with_states_kept_late(patch: pytest.MonkeyPatch) -> None:
+    """The state of a prefix is kept after the next pass of the group."""
+    late: list[list[tuple[int, int]]] = [[], []]
+
+    def copy_states(self: KVCache, copies: Sequence[tuple[int, int]]) -> None:
+        keeps = [copy for copy in copies if copy[1] >= copy[0] and copy[1] >= len(self.states[0]) - PREFIX_STATES]
+        late.append(keeps)
+        _COPY(self, [copy for copy in copies if copy not in keeps])
+        _COPY(self, late.pop(0))
+
+    patch.setattr(KVCache, "copy_states", copy_states)
+
+
+def _without_states_of_prefixes(patch: pytest.MonkeyPatch) -> None:
+    """Rows that begin with a prefix go on with what their slots held."""
+    patch.setattr(KVCache, "copy_states", lambda self, copies: None)
+
+
+_STEPS, _CONVOLVE, _COPY = delta_steps, convolve, KVCache.copy_states
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a replay is left out": _without_replay,
     "a state is counted one token late": _with_a_late_count,
     "a window is shifted by one": _with_a_shifted_window,
     "a row has the state of another": _with_the_state_of_another_row,
+}
+PREFIX_FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a state is kept late": _with_states_kept_late,
+    "states are not copied": _without_states_of_prefixes,
 }

@@ -26,7 +26,7 @@ from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, make_engine, packed, plain_tokens, request, tiny_target
 from tests.gpu_jobs.entry_points import nothing, of_prompt
-from tests.recurrent import FAULTS, hybrid_target
+from tests.recurrent import FAULTS, PREFIX_FAULTS, hybrid_target
 from tests.test_lossless import SAMPLINGS, few_tokens, lookup
 
 pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
@@ -67,14 +67,14 @@ DRAFTERS = ("none", "lookup", "eagle3", "parallel", "hybrid", "pard", "right", "
 
 @st.composite
 def requests_of_a_job(draw: st.DrawFn) -> list[Request]:
-    """Some prompts are longer than a chunk of the recurrence."""
-    beginning, found = draw(st.lists(st.integers(0, VOCAB - 1), max_size=9)), []
+    """Some prompts are longer than a chunk of the recurrence, and some begin with the same chunks."""
+    beginning, found = draw(st.lists(st.integers(0, VOCAB - 1), max_size=9)) * draw(st.sampled_from([1, 10, 16])), []
     for index in range(draw(st.integers(1, 6))):
         own = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14)) * draw(st.sampled_from([1, 1, 6]))
         cap = draw(st.integers(1, 24))
         found.append(
             request(
-                index, beginning + own, cap=cap, sampling=draw(st.sampled_from(SAMPLINGS)),
+                index, beginning + own if draw(st.booleans()) else own, cap=cap, sampling=draw(st.sampled_from(SAMPLINGS)),
                 stop_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=2, unique=True))),
                 stop=tuple(draw(st.lists(st.sampled_from(["A", "BC", "Z"]), max_size=1))), predicted=draw(st.integers(1, cap)),
             )
@@ -154,6 +154,37 @@ def test_a_fault_in_what_layers_keep_changes_tokens(fault: str, monkeypatch: pyt
     FAULTS[fault](monkeypatch)
     found = [tokens(drafted(name, jobs())) != wanted for name in ("right", "none")]
     assert any(found), fault
+
+
+def samples() -> list[Request]:
+    """Of one prompt of more than two chunks, and rows that have its first chunk alone in common with them."""
+    prompt = [(3 * i * i + i) % VOCAB for i in range(140)]
+    hot = SamplingParams(temperature=1.0)
+    found = [request(i, prompt, cap=9 + i, sampling=hot) for i in range(5)]
+    return found + [request(5 + i, [*prompt[:70], i, 3], cap=9, sampling=hot) for i in range(4)]
+
+
+def sampled(name: str) -> tuple[dict[str, list[int]], int]:
+    """The tokens, and the number of prompt tokens whose K/V and states were taken over."""
+    outputs = {one.seed: expected(samples())[one.request_id] for one in samples()}
+    batch = packed(4, page_size=16, num_pages=90, max_len=200, draft_len=3, prefill_tokens=100)
+    engine = make_engine(hybrid_target(), drafter_of(name, 3, 4, outputs), batch, device=DEVICE, decode=decode)
+    done = {one.request_id: one for one in engine.run(iter(samples()))}
+    return tokens(done), engine.totals.cached_tokens
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_rows_with_a_common_prefix_take_over_its_state(name: str) -> None:
+    found, cached = sampled(name)
+    assert found == expected(samples())
+    # Four samples take over two chunks. The first of the other rows finds no state after one chunk and leaves it for the rest.
+    assert cached == 4 * 128 + 3 * 64
+
+
+@pytest.mark.parametrize("fault", PREFIX_FAULTS)
+def test_a_fault_in_the_states_of_prefixes_changes_tokens(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PREFIX_FAULTS[fault](monkeypatch)
+    assert sampled("none")[0] != expected(samples())
 
 
 def test_rounds_without_drafts_between_rounds_with_drafts_lose_nothing() -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from batchspec.batch.flat_batch import FlatBatch, Recurrence
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.layout import KVLayout
-from batchspec.cache.pages import KVCache
+from batchspec.cache.page_tables import PagePools
+from batchspec.cache.pages import KVCache, prefix_hashes
+from batchspec.cache.prefix_states import PrefixStates
 from batchspec.engine.loop.refills import prefill_of, refill_of
 from batchspec.engine.prefill.passes import chunks
+from batchspec.engine.slots.prefix_plan import PrefixPlanner
 from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.step import Segment
 from batchspec.packed_batch import RECURRENT_CHUNK
 from tests.engines import packed, request
 
@@ -61,6 +67,87 @@ def test_tokens_that_a_row_generated_go_in_passes_of_their_own(rows: list[tuple[
         assert [one.last for one in own] == [False] * (len(own) - 1) + [True]
 
 
+class Simulated:
+    """What states hold while passes are launched: the tokens that were folded into each, of slots and of kept prefixes."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, tuple[int, ...]] = {}
+        self.kept: dict[int, tuple[int, ...]] = {}
+
+    def launch(self, passes: Sequence[Sequence[Segment]], rows: dict[int, tuple[int, ...]]) -> None:
+        """rows: the known tokens of the row in each slot."""
+        for segments in passes:
+            assert len({one.slot for one in segments}) == len(segments), "a row is once in a pass"
+            for one in segments:
+                if one.restores is not None:
+                    self.slots[one.slot] = self.kept[one.restores]
+                own = self.slots.get(one.slot, ()) if one.begin else ()
+                assert own == rows[one.slot][: one.begin], "the state is of other tokens"
+            for one in segments:
+                self.slots[one.slot] = rows[one.slot][: one.end]
+            for one in segments:
+                if one.saves is not None:
+                    self.kept[one.saves] = self.slots[one.slot]
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_a_row_takes_over_the_state_of_just_its_own_prefix(data: st.DataObject) -> None:
+    """Groups of requests, one after another, whose prompts have beginnings in common; few states are kept."""
+    page_size, count = data.draw(st.sampled_from([16, 32])), data.draw(st.integers(1, 4), label="states")
+    slots = 6
+    states = PrefixStates(range(slots, slots + count), page_size=page_size, multiple=RECURRENT_CHUNK)
+    pools = PagePools(KVGroups.single(1), (data.draw(st.sampled_from([60, 400]), label="pages"),), page_size, states=states)
+    planner, simulated = PrefixPlanner(pools, states), Simulated()
+    batch = packed(slots, page_size=page_size, max_len=700, prefill_tokens=data.draw(st.sampled_from([64, 200, 4096])))
+    num_taken = 0
+    for _ in range(data.draw(st.integers(1, 4), label="groups")):
+        planner.begin_group()
+        group = []
+        for slot in range(data.draw(st.integers(1, slots))):
+            blocks = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=5), label="blocks of 70 tokens")
+            prompt = [token for block in blocks for token in [block] * 70]
+            state = RequestState.of(request(slot, prompt, cap=40), 0)
+            hashes = prefix_hashes(state.request.prompt_ids, page_size)
+            columns = -(-len(prompt) // page_size)
+            if columns > pools.num_free[0]:
+                break
+            state.pages, state.prefix_plan = planner.plan(hashes[: (len(prompt) - 1) // page_size])
+            state.num_shared_pages, state.slot = state.pages.num_columns, slot
+            pools.admit(state.pages, columns, hashes)
+            state.tokens = [7] * data.draw(st.sampled_from([0, 0, 9]))
+            num_taken += state.prefix_plan.restores is not None
+            group.append(state)
+        found = prefill_of(group, [refill_of(state, page_size) for state in group], batch, multiple=RECURRENT_CHUNK)
+        rows = {state.slot: (*state.request.prompt_ids.tolist(), *state.tokens) for state in group}
+        simulated.launch(found.passes, rows)
+        assert {state.slot: simulated.slots[state.slot] for state in group} == rows
+        for state in group:
+            pools.release(state.pages)
+    event(f"{min(num_taken, 3)} states were taken over")
+
+
+def test_samples_of_a_prompt_compute_it_once() -> None:
+    """The first of a group leaves its state after two chunks; the others compute what follows alone."""
+    states = PrefixStates(range(4, 6), page_size=16, multiple=RECURRENT_CHUNK)
+    pools = PagePools(KVGroups.single(1), (200,), 16, states=states)
+    planner = PrefixPlanner(pools, states)
+    group = []
+    for slot in range(4):
+        state = RequestState.of(request(slot, [3] * 140, cap=10), 0)
+        hashes = prefix_hashes(state.request.prompt_ids, 16)
+        state.pages, state.prefix_plan = planner.plan(hashes[:8])
+        state.num_shared_pages, state.slot = state.pages.num_columns, slot
+        pools.admit(state.pages, 9, hashes)
+        group.append(state)
+    found = prefill_of(group, [refill_of(state, 16) for state in group], packed(4, page_size=16), multiple=RECURRENT_CHUNK)
+    segments = [one for passes in found.passes for one in passes]
+    assert [(one.slot, one.begin, one.end, one.restores, one.saves) for one in segments] == [
+        (0, 0, 64, None, None), (0, 64, 128, None, 4),
+        (0, 128, 140, None, None), (1, 128, 140, 4, None), (2, 128, 140, 4, None), (3, 128, 140, 4, None),
+    ]
+
+
 def flat(recurrence: Recurrence, kv_len: list[int], q_len: list[int], slots: list[int] | None) -> FlatBatch:
     """Rows with their last q_len tokens; a dead row, whose kv_len is 0, has as many at position 0."""
     positions = [at for end, count in zip(kv_len, q_len, strict=True) for at in (range(end - count, end) if end else [0] * count)]
@@ -96,7 +183,7 @@ def test_a_prefill_pass_folds_all_of_its_rows_tokens_and_a_round_those_before_it
 
 def test_compaction_moves_all_that_layers_keep_and_a_model_without_recurrence_keeps_no_count() -> None:
     kept = cache()
-    assert [tuple(tensor.shape) for tensor in kept.row_tensors] == [(6, 3), (6, 1)]
+    assert [tuple(tensor.shape) for tensor in kept.row_tensors] == [(6, 64), (6, 1)], "all layers' in one tensor, aligned"
     plain = KVCache.allocate((LayerState(LAYOUT),), groups=KVGroups.single(1), num_pages=(5,), device=CPU)
     assert plain.row_tensors == ()
     plain.fold(flat("chunks", [7], [7], [0]))

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from batchspec.cache.groups import KVGroups, oldest_key, oldest_key_of_prefill
 from batchspec.cache.pages import SCRATCH_PAGE, PagePool
+from batchspec.cache.prefix_states import PrefixStates
 
 Columns = tuple[tuple[int, ...], ...]
 """For each group, the pages of some adjacent columns of a row."""
@@ -53,11 +54,16 @@ class RowPages:
 class PagePools:
     """The page pools of all groups; every method acts on all of them."""
 
-    def __init__(self, groups: KVGroups, num_pages: Sequence[int], page_size: int, *, lookahead: int = 0) -> None:
+    def __init__(
+        self, groups: KVGroups, num_pages: Sequence[int], page_size: int, *, lookahead: int = 0,
+        states: PrefixStates | None = None,
+    ) -> None:
         """
         num_pages  of each group's pool, its scratch page included
         lookahead  maximum number of tokens of a row that have pages and are not committed yet
+        states     of a model with recurrent layers: those that are kept of prefixes
         """
+        self.states = states
         self.groups, self.page_size = groups, page_size
         self.pools = tuple(PagePool(count) for count in num_pages)
         self._windows = np.array([FOREVER if window is None else window for window in groups.windows], np.int64)
@@ -174,10 +180,14 @@ class PagePools:
 
     def forget_prefix(self, hashes: Sequence[bytes]) -> None:
         """Drop the cached prefix whose pages have these hashes; rows keep their pages."""
+        if self.states is not None:
+            self.states.forget(hashes)
         for pool in self.pools:
             pool.forget_prefix(hashes)
 
     def forget(self) -> None:
         """Drop all cached prefixes; rows keep their pages."""
+        if self.states is not None:
+            self.states.forget()
         for pool in self.pools:
             pool.forget()

@@ -6,20 +6,25 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from math import prod
 
 import torch
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.batch.upload import upload
 from batchspec.cache.groups import KVGroups
-from batchspec.cache.layer_state import LayerState
+from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.layout import KVLayout, LayerKV
 from batchspec.errors import CapacityError
 from batchspec.kernels.kv_cache.kv_move import kv_move
+from batchspec.kernels.rounds.move_rows import move_rows
 from batchspec.kernels.rounds.write_rows import write_rows
 from batchspec.records import Ids
 
+ALIGNED = 64
+"""The numbers that a layer keeps of a row begin at a multiple of so many."""
 SCRATCH_PAGE = 0
 """Dead rows and padding write to this page, and page tables hold it for columns without a page. Its content never affects a
 result."""
@@ -45,6 +50,8 @@ class KVCache:
     """For each of the target's layers its row tensors [slots, ...]; most have none."""
     num_folded: Tensor | None = None
     """int32 [slots] number of the row's first tokens that the states of the target's layers hold; None: no layer has one."""
+    states: tuple[Tensor, ...] = ()
+    """All of `target_rows` and `num_folded` as few tensors [slots, n]. After the entries of the slots come those of prefixes."""
 
     @classmethod
     def allocate(
@@ -55,6 +62,7 @@ class KVCache:
         groups: KVGroups,
         num_pages: Sequence[int],
         num_slots: int = 1,
+        num_states: int = 0,
         device: torch.device,
         scales: Tensor | None = None,
     ) -> KVCache:
@@ -63,6 +71,7 @@ class KVCache:
         layers, draft_layers  of the target and of the drafter. The K/V of each have one layout. If it is e4m3, the drafter's
                               scales are 1
         num_pages  of each group
+        num_states  entries of the target's row tensors beyond those of the slots, for states of prefixes
         scales     fp32 [target layers, 2 (K, V), KVH] of an e4m3 layout of the target
         """
         layout = next(layer.layout for layer in layers if layer.kv is not None)
@@ -72,15 +81,15 @@ class KVCache:
             layout.allocate(groups.num_target_layers(group), count, device) for group, count in enumerate(num_pages)
         )
         draft_kv = _draft_kv(draft_layers, num_pages[groups.draft_group], device) if draft_layers else ()
-        def allocated(layer: LayerState) -> tuple[Tensor, ...]:
-            return tuple(torch.zeros((num_slots, *one.shape), dtype=one.dtype, device=device) for one in layer.row)
-
-        rows = tuple(tensor for layer in draft_layers for tensor in allocated(layer))
-        target_rows = tuple(allocated(layer) for layer in layers)
-        num_folded = torch.zeros(num_slots, dtype=torch.int32, device=device) if any(target_rows) else None
-        return replace(
-            cls.of(layout, groups, target_kv, draft_kv, scales), draft_rows=rows, target_rows=target_rows, num_folded=num_folded
+        rows = tuple(
+            torch.zeros((num_slots, *one.shape), dtype=one.dtype, device=device) for layer in draft_layers for one in layer.row
         )
+        cache = replace(cls.of(layout, groups, target_kv, draft_kv, scales), draft_rows=rows)
+        if not any(layer.row for layer in layers):
+            return cache
+        target_rows, moved = _target_rows(layers, num_slots + num_states, device)
+        num_folded = torch.zeros(num_slots + num_states, dtype=torch.int32, device=device)
+        return replace(cache, target_rows=target_rows, num_folded=num_folded, states=(*moved, num_folded.unsqueeze(1)))
 
     @classmethod
     def of(
@@ -118,9 +127,14 @@ class KVCache:
     @property
     def row_tensors(self) -> tuple[Tensor, ...]:
         """Everything that compaction moves with a row: views [slots, n]."""
-        folded = () if self.num_folded is None else (self.num_folded,)
-        found = (*self.draft_rows, *(tensor for own in self.target_rows for tensor in own), *folded)
-        return tuple(tensor.view(len(tensor), -1) for tensor in found)
+        return (*(tensor.view(len(tensor), -1) for tensor in self.draft_rows), *self.states)
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy what the target's layers keep of a row: (from, to) of each. No entry is written twice, or read and written."""
+        if copies:
+            sources, destinations = upload(list(zip(*copies, strict=True)), torch.int32, self.states[0].device)
+            for tensor in self.states:
+                move_rows(tensor, sources, destinations)
 
     def fold(self, batch: FlatBatch) -> None:
         """Note which tokens the states of the target's layers hold, after a pass or a round has gone through all of them."""
@@ -154,6 +168,28 @@ class KVCache:
         for group, kv in enumerate(self.target_kv):
             if len(kv):
                 kv_move(kv, nodes.of_group(group).slot_mapping, path, chain.of_group(group).slot_mapping, accepted_len)
+
+
+def _target_rows(
+    layers: Sequence[LayerState], num_entries: int, device: torch.device
+) -> tuple[tuple[tuple[Tensor, ...], ...], tuple[Tensor, ...]]:
+    """The row tensors of each layer, [entries, *shape], and the tensors [entries, n] of which they are parts: one for each dtype,
+    so that few launches copy all that is kept of a row."""
+    widths: dict[torch.dtype, int] = {}
+
+    def place(one: RowTensor) -> tuple[RowTensor, int]:
+        begin = widths.get(one.dtype, 0)
+        widths[one.dtype] = begin + -(-prod(one.shape) // ALIGNED) * ALIGNED
+        return one, begin
+
+    places = [[place(one) for one in layer.row] for layer in layers]
+    whole = {dtype: torch.zeros(num_entries, width, dtype=dtype, device=device) for dtype, width in widths.items()}
+
+    def part(one: RowTensor, begin: int) -> Tensor:
+        own = whole[one.dtype][:, begin : begin + prod(one.shape)]
+        return own.view(num_entries, *one.shape)
+
+    return tuple(tuple(part(*one) for one in own) for own in places), tuple(whole.values())
 
 
 def _draft_kv(layers: Sequence[LayerState], num_pages: int, device: torch.device) -> tuple[LayerKV, ...]:

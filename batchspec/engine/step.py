@@ -25,6 +25,11 @@ class Segment:
     last: bool
     num_recomputed: int = 0
     """Number of its first tokens whose K/V are in a shared page: they are computed again, and their K/V are not written."""
+    restores: int | None = None
+    """Entry with the recurrent states after the tokens before it, which are copied to the row's slot first; None: the row goes
+    on with its own."""
+    saves: int | None = None
+    """Entry to which the row's recurrent states are copied after it."""
     generated: bool = False
     """Whether its tokens are outputs of the row, which recurrent layers take one after another, as in rounds."""
 

@@ -14,7 +14,7 @@ import torch
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.layer_state import LayerState
 from batchspec.model.spec import ModelSpec
-from batchspec.packed_batch import PackedBatch
+from batchspec.packed_batch import PREFIX_STATES, PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,8 @@ class KVMemory:
     """Bytes of a page in each group, over all of its layers."""
     slot_bytes: int
     """Bytes of a slot besides its row's pages, over all layers."""
+    prefix_bytes: int = 0
+    """Bytes of the recurrent states that are kept of prefixes."""
     page_size: int
     max_tokens: int
     """Tokens of the longest row, including those that rounds write after its end."""
@@ -56,6 +58,7 @@ class KVMemory:
         groups, size_bytes = _groups(spec, dtype, draft_layers, page_size, max_len)
         return cls(
             groups=groups, page_bytes=size_bytes, slot_bytes=_slot_bytes(spec, dtype, draft_layers, page_size, draft_len),
+            prefix_bytes=_prefix_bytes(spec, dtype, page_size, draft_len),
             page_size=page_size, max_tokens=max_tokens, lookahead=lookahead, pass_tokens=pass_tokens,
         )
 
@@ -71,7 +74,7 @@ class KVMemory:
     def rows(self, budget: int, num_tokens: float) -> int:
         """Number of decoding rows of `num_tokens` tokens that fit into `budget` bytes, next to the scratch pages and one prefill
         pass."""
-        reserved = sum(size * (1 + self._prefilling(group)) for group, size in enumerate(self.page_bytes))
+        reserved = self.prefix_bytes + sum(size * (1 + self._prefilling(group)) for group, size in enumerate(self.page_bytes))
         return max(1, (budget - reserved) // self.row_bytes(num_tokens))
 
     def num_pages(self, budget: int, slots: int) -> tuple[int, ...]:
@@ -86,7 +89,7 @@ class KVMemory:
             for group in range(self.groups.num_groups)
         ]
         extra = sum(size * (count - least) for size, count in zip(self.page_bytes, wanted, strict=True))
-        spare = max(0, min(extra, budget - slots * self.slot_bytes - least * sum(self.page_bytes)))
+        spare = max(0, min(extra, budget - slots * self.slot_bytes - self.prefix_bytes - least * sum(self.page_bytes)))
         return tuple(least + ((count - least) * spare // extra if extra else 0) for count in wanted)
 
     def _held(self, group: int, num_tokens: float) -> int:
@@ -105,8 +108,13 @@ def kv_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, draft_laye
 
 
 def row_tensor_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, draft_layers: Sequence[LayerState] = ()) -> int:
-    """Bytes of what layers keep of the rows in all slots of a batch besides their pages."""
-    return batch.num_slots * _slot_bytes(spec, dtype, draft_layers, batch.page_size, batch.draft_len)
+    """Bytes of what layers keep of the rows in all slots of a batch besides their pages, and of prefixes."""
+    slots = batch.num_slots * _slot_bytes(spec, dtype, draft_layers, batch.page_size, batch.draft_len)
+    return slots + _prefix_bytes(spec, dtype, batch.page_size, batch.draft_len)
+
+
+def _prefix_bytes(spec: ModelSpec, dtype: torch.dtype, page_size: int, draft_len: int) -> int:
+    return PREFIX_STATES * sum(layer.row_bytes for layer in spec.layer_states(dtype, page_size, draft_len=draft_len))
 
 
 def _slot_bytes(

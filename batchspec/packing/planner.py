@@ -119,7 +119,7 @@ def choose_batch(
         source = f"the GPU's free {free_bytes / 1e9:.2f} GB less {reserve / 1e9:.2f} GB for passes, rounds and graphs"
     budget = _kv_budget(packing, memory, budget, source)
     if packing.pages is not None:
-        memory = replace(memory, slot_bytes=0)  # the key sets the pages alone
+        memory = replace(memory, slot_bytes=0, prefix_bytes=0)  # the key sets the pages alone
     most = min(limit, memory.rows(budget, _expected_tokens(held)))
     slots = packing.max_num_seqs or _choose_slots(
         spec, rates, held, limit=limit, dtype=dtype, draft_len=draft_len, most=most, correlation=packing.expert_correlation
@@ -247,12 +247,12 @@ def _kv_budget(packing: PackingConfig, memory: KVMemory, budget: int, source: st
         budget, source = packing.pages * size_bytes, f"packing.pages={packing.pages}"
     elif packing.memory_gb is not None:
         budget, source = int(packing.memory_gb * 1e9), f"packing.memory_gb={packing.memory_gb}"
-    needed = memory.row_pages + 1
-    if budget // size_bytes < needed:
-        enough_gb = math.ceil(needed * size_bytes / 1e7) / 100
+    needed, states = memory.row_pages + 1, 0 if packing.pages is not None else memory.slot_bytes + memory.prefix_bytes
+    if (budget - states) // size_bytes < needed:
+        enough_gb = math.ceil((needed * size_bytes + states) / 1e7) / 100
         key = f"packing.memory_gb to {enough_gb:.2f}" if packing.pages is None else f"packing.pages to {needed}"
         raise CapacityError(
-            f"{source} gives {budget // size_bytes} K/V pages of {size_bytes / 1e6:.2f} MB; one row of {memory.max_tokens} "
+            f"{source} gives {max(0, budget - states) // size_bytes} K/V pages of {size_bytes / 1e6:.2f} MB; one row of {memory.max_tokens} "
             f"tokens needs {needed}; raise {key} or more, or lower model.max_len"
         )
     return budget

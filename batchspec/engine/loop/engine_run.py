@@ -81,6 +81,7 @@ class EngineRun:
             batch.group_pages(groups.num_groups),
             batch.page_size,
             lookahead=(batch.run_ahead + MOST_ROUNDS_BEFORE_REFILL) * round_.max_emitted + round_.kv_per_round,
+            states=executor.prefix_states(),
         )
         self.taken: dict[RequestState, None] = {}
         """Requests that were taken from the stream and whose completions the caller does not have yet: they wait, are in a slot,
@@ -101,7 +102,6 @@ class EngineRun:
             slots=self.slots,
             lookahead=round_.prefix_lookahead,
             num_lookahead_slots=round_.num_lookahead_slots,
-            shares_prefixes=executor.cache.num_folded is None,
             prefill_cost=prefill_cost,
         )
         self.scheduler = Scheduler(self._allocator, planner, executor, totals, features=self.features, finished=finished)

@@ -17,6 +17,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
+from batchspec.cache.prefix_states import PrefixStates
 from batchspec.cache.sharing_cost import NO_LAUNCHES
 from batchspec.draft.base import Drafter
 from batchspec.draft.shapes import TreeShape
@@ -32,7 +33,7 @@ from batchspec.engine.rounds.tree_round import TreeRound
 from batchspec.engine.step import RoundShape, ScheduledRound, ScheduledStep
 from batchspec.kernels.common.compile_ahead import compile_ahead
 from batchspec.model.target import Target
-from batchspec.packed_batch import RECURRENT_CHUNK, ExpectedRows, PackedBatch
+from batchspec.packed_batch import PREFIX_STATES, RECURRENT_CHUNK, ExpectedRows, PackedBatch
 
 NUM_PROBES = 3
 """Number of launches that `compile_ahead` tries first. If Triton's cache on disk has all their kernels, it tries no others."""
@@ -73,6 +74,7 @@ class Executor:
             groups=groups,
             num_pages=batch.group_pages(groups.num_groups),
             num_slots=batch.num_slots,
+            num_states=PREFIX_STATES if spec.is_recurrent else 0,
             device=device,
             scales=target.kv_scales,
         )
@@ -99,11 +101,20 @@ class Executor:
             self.prefill_graphs = PrefillGraphs(
                 self.round, self.rows, self.graphs, self._prefill_pass, max_tokens=batch.most_graph_tokens
             )
-        self._prefill = PrefillRunner(self.rows, self._prefill_pass if self.prefill_graphs is None else self.prefill_graphs.run)
+        launch = self._prefill_pass if self.prefill_graphs is None else self.prefill_graphs.run
+        self._prefill = PrefillRunner(self.rows, launch, self.cache.copy_states)
         self._pending: deque[PendingResult] = deque()
         self.num_left_at_refill: int | None = None
         """Number of earlier rounds and passes that the device had not finished when the last refill was launched: at 0 the device
         may have waited for the host. None: rounds are no CUDA graphs, so a launch may return after its work is done."""
+
+    def prefix_states(self) -> PrefixStates | None:
+        """A record of the entries for states of prefixes, none of which holds one; None without recurrent layers."""
+        if self.prefill_multiple is None:
+            return None
+        num_slots, page_size = self.batch.num_slots, self.batch.page_size
+        entries = range(num_slots, num_slots + PREFIX_STATES)
+        return PrefixStates(entries, page_size=page_size, multiple=self.prefill_multiple)
 
     @property
     def prefill_multiple(self) -> int | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from typing import NamedTuple
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.prefill.passes import chunks
+from batchspec.engine.slots.prefix_plan import PrefixPlan
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import Prefill, Refill, Segment
 from batchspec.packed_batch import PackedBatch
@@ -37,7 +39,7 @@ def prefill_of(
     if multiple is None:
         passes = tuple(tuple(segments) for segments in chunks(spans, batch.prefill_tokens))
     else:
-        passes = _of_recurrent_layers(group, spans, batch.prefill_tokens, multiple)
+        passes = _of_recurrent_layers(group, spans, batch, multiple)
     if any(state.num_recomputed for state in group):
         num_cached = {refill.slot: refill.num_cached for refill in refills}
         passes = tuple(tuple(_recomputing(one, num_cached[one.slot]) for one in segments) for segments in passes)
@@ -45,17 +47,50 @@ def prefill_of(
 
 
 def _of_recurrent_layers(
-    group: Sequence[RequestState], spans: Sequence[tuple[int, int, int]], max_tokens: int, multiple: int
+    group: Sequence[RequestState], spans: Sequence[tuple[int, int, int]], batch: PackedBatch, multiple: int
 ) -> tuple[tuple[Segment, ...], ...]:
-    """All prompts, then all outputs: the state of a row has one history, that of a row which was never preempted."""
-    ends = [len(state.request.prompt_ids) for state in group]
-    prompts = [(slot, begin, min(end, prompt)) for (slot, begin, end), prompt in zip(spans, ends, strict=True)]
-    outputs = [(slot, max(begin, prompt), end) for (slot, begin, end), prompt in zip(spans, ends, strict=True) if end > prompt]
-    unfinished = {slot for slot, _, _ in outputs}
-    found = chain(
-        chunks(prompts, max_tokens, multiple=multiple, unfinished=unfinished), chunks(outputs, max_tokens, generated=True)
-    )
-    return tuple(tuple(segments) for segments in found)
+    """Prompts before outputs: the state of a row has one history, that of a row which was never preempted. A prompt ends a pass
+    where its state is kept; rows that take it over begin in a later one."""
+    levels: defaultdict[int, list[_Piece]] = defaultdict(list)
+    outputs = []
+    for state, (slot, begin, end) in zip(group, spans, strict=True):
+        plan, prompt = state.prefix_plan or PrefixPlan(), min(end, len(state.request.prompt_ids))
+        saves = {count * batch.page_size: entry for count, entry in plan.saves.items()}
+        ends, restores = sorted({*saves, prompt}), plan.restores
+        for level, stop in enumerate(ends, plan.level):
+            levels[level].append(_Piece(slot, begin, stop, restores, saves.get(stop), is_last=stop == end))
+            begin, restores = stop, None
+        if end > prompt:
+            outputs.append((slot, prompt, end))
+    passes = [_of_pieces(levels[level], batch.prefill_tokens, multiple) for level in sorted(levels)]
+    passes.append([tuple(segments) for segments in chunks(outputs, batch.prefill_tokens, generated=True)])
+    return tuple(segments for found in passes for segments in found)
+
+
+class _Piece(NamedTuple):
+    """Tokens begin .. end-1 of a row's prompt; `Segment` says what the others mean."""
+
+    slot: int
+    begin: int
+    end: int
+    restores: int | None
+    saves: int | None
+    is_last: bool
+
+
+def _of_pieces(pieces: Sequence[_Piece], max_tokens: int, multiple: int) -> list[tuple[Segment, ...]]:
+    by_slot = {piece.slot: piece for piece in pieces}
+
+    def completed(segment: Segment) -> Segment:
+        piece = by_slot[segment.slot]
+        is_end = segment.end == piece.end
+        return replace(
+            segment, last=is_end and piece.is_last, restores=piece.restores if segment.begin == piece.begin else None,
+            saves=piece.saves if is_end else None,
+        )
+
+    found = chunks([piece[:3] for piece in pieces], max_tokens, multiple=multiple)
+    return [tuple(completed(segment) for segment in segments) for segments in found]
 
 
 def _recomputing(segment: Segment, num_cached: int) -> Segment:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,14 +26,12 @@ FEW = 17
 
 
 def chunks(
-    spans: Iterable[tuple[int, int, int]], max_tokens: int, *, multiple: int = 1, generated: bool = False,
-    unfinished: Collection[int] = (),
+    spans: Iterable[tuple[int, int, int]], max_tokens: int, *, multiple: int = 1, generated: bool = False
 ) -> Iterator[list[Segment]]:
     """Cut (slot, begin, end) spans into passes of at most `max_tokens` tokens, in order.
 
-    multiple    a row is cut at positions that are multiples of it; not more than max_tokens
-    generated   what the segments say
-    unfinished  slots whose rows have more known tokens than their spans
+    multiple   a row is cut at positions that are multiples of it; not more than max_tokens
+    generated  what the segments say
 
     The order matters: a row may share pages that an earlier row writes, in an earlier pass or in the same one, where every layer
     writes all K/V before it reads any.
@@ -45,7 +43,7 @@ def chunks(
             stop = min(end, begin + left)
             stop = stop if stop == end else max(begin, stop - stop % multiple)
             if stop > begin:
-                chunk.append(Segment(slot, begin, stop, stop == end and slot not in unfinished, generated=generated))
+                chunk.append(Segment(slot, begin, stop, stop == end, generated=generated))
             left -= stop - begin
             if left == 0 or stop < end:
                 yield chunk

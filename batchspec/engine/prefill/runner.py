@@ -12,10 +12,17 @@ from batchspec.engine.step import Prefill, Refill, Segment
 
 
 class PrefillRunner:
-    """Launches the passes of a `Prefill`. launch: launches one pass, kernel by kernel or as a graph."""
+    """Launches the passes of a `Prefill`."""
 
-    def __init__(self, rows: DeviceBatch, launch: Callable[[Sequence[Segment], SamplingMode], Prefilled]) -> None:
-        self._rows, self._launch = rows, launch
+    def __init__(
+        self, rows: DeviceBatch, launch: Callable[[Sequence[Segment], SamplingMode], Prefilled],
+        copy_states: Callable[[Sequence[tuple[int, int]]], None],
+    ) -> None:
+        """
+        launch       launches one pass, kernel by kernel or as a graph
+        copy_states  as `KVCache.copy_states`
+        """
+        self._rows, self._launch, self._copy_states = rows, launch, copy_states
 
     def fill_slots(self, refills: Sequence[Refill]) -> None:
         """Put requests into their slots: their tokens and their pages."""
@@ -27,7 +34,9 @@ class PrefillRunner:
         """Launch the passes of requests that are in their slots; their rows decode from the next round on."""
         began, results = now_on(self._rows.tokens.device), []
         for segments in prefill.passes:
+            self._copy_states([(one.restores, one.slot) for one in segments if one.restores is not None])
             prefilled = self._launch(segments, prefill.mode)
+            self._copy_states([(one.slot, one.saves) for one in segments if one.saves is not None])
             prefilled.activate(self._rows)
             if prefilled.result is not None:
                 results.append(PendingResult.send(prefilled.result, began))

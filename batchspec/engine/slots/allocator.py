@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from batchspec.cache.page_tables import PagePools
+from batchspec.cache.page_tables import PagePools, RowPages
 from batchspec.cache.pages import prefix_hashes
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.slots.expected_pages import ExpectedPages
+from batchspec.engine.slots.prefix_plan import PrefixPlan, PrefixPlanner
 from batchspec.engine.slots.refill_policy import IdleSlots
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.run_features import RunFeatures
@@ -44,7 +45,6 @@ class SlotAllocator:
         slots: SlotTable | None = None,
         lookahead: int = 0,
         num_lookahead_slots: int = 0,
-        shares_prefixes: bool = True,
         prefill_cost: PrefillCost | None = None,
     ) -> None:
         """
@@ -53,7 +53,6 @@ class SlotAllocator:
         slots                None: an empty table
         lookahead            as `Round.prefix_lookahead`
         num_lookahead_slots  K/V slots after a row's last token that it needs too, such as those of a tree's nodes
-        shares_prefixes      False: no row shares pages, because layers keep more of a prefix than its pages
         prefill_cost         None: `PrefillCost.default`
         """
         self.batch, self.pools = batch, pools
@@ -62,7 +61,7 @@ class SlotAllocator:
         self._waiting = waiting
         self._num_refills = 0
         self._lookahead, self._num_lookahead_slots = lookahead, num_lookahead_slots
-        self._shares_prefixes = shares_prefixes
+        self._prefixes = None if pools.states is None else PrefixPlanner(pools, pools.states)
         self._expected_pages = ExpectedPages(batch.page_size, num_lookahead_slots)
         self._idle_slots = IdleSlots(prefill_cost or PrefillCost.default(batch.prefill_tokens), batch.num_slots)
 
@@ -107,6 +106,8 @@ class SlotAllocator:
         self._idle_slots.restart()
         free = self.slots.free()
         group: list[RequestState] = []
+        if self._prefixes is not None:
+            self._prefixes.begin_group()
         promised = self._expected_pages.promised(self.slots, self.pools).tolist()
         index: int | None = 0
         for slot in free:
@@ -180,7 +181,7 @@ class SlotAllocator:
             )
         hashes = self._hash(state)
         # The last prompt token is always computed: its logits give the first output token.
-        prefix = self.pools.match(hashes[: (len(request.prompt_ids) - 1) // self.batch.page_size])
+        prefix, plan = self._shared(hashes[: (len(request.prompt_ids) - 1) // self.batch.page_size])
         num_columns = self.pages_for(state.num_tokens)
         expected, num_idle = self.pools.most_held_by_row(self._expected_pages.of_waiting(state)), self.pools.num_idle(prefix)
         for group, (first, held) in enumerate(zip(prefix.first, prefix.num_held, strict=True)):
@@ -188,17 +189,21 @@ class SlotAllocator:
             needed = max(expected[group], num_columns - first) - held + num_idle[group]
             if not alone and promised[group] + needed > self.pools.pools[group].num_free:
                 return False
-        state.pages, state.num_shared_pages = prefix, prefix.num_columns
+        state.pages, state.num_shared_pages, state.prefix_plan = prefix, prefix.num_columns, plan
         num_columns = min(num_columns + self._pages_ahead(num_columns), most)
         self.pools.admit(state.pages, num_columns, hashes)
         for group, held in enumerate(prefix.num_held):
             promised[group] += max(0, expected[group] - held)
         return True
 
+    def _shared(self, hashes: list[bytes]) -> tuple[RowPages, PrefixPlan | None]:
+        """The pages of the longest prefix that may be shared; with recurrent layers, of one whose state is there."""
+        return (self.pools.match(hashes), None) if self._prefixes is None else self._prefixes.plan(hashes)
+
     def _hash(self, state: RequestState) -> list[bytes]:
         """Hashes of the prompt's full pages, as far as they may be shared; computed once."""
         if state.prefix_hashes is None:
-            ids = state.request.prompt_ids if state.shares_prefix and self._shares_prefixes else state.request.prompt_ids[:0]
+            ids = state.request.prompt_ids if state.shares_prefix else state.request.prompt_ids[:0]
             state.prefix_hashes = prefix_hashes(ids, self.batch.page_size, lookahead=self._lookahead, salt=state.prefix_salt)
         return state.prefix_hashes
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import RowPages
+from batchspec.engine.slots.prefix_plan import PrefixPlan
 from batchspec.engine.slots.watch import Watch
 from batchspec.kernels.rounds.accept import FAILED, STOPPED
 from batchspec.records import Request, RowError, Snapshot
@@ -39,6 +40,8 @@ class RequestState:
     pages: RowPages = field(default_factory=RowPages)
     num_shared_pages: int = 0
     """Number of its first pages whose K/V another request prefilled."""
+    prefix_plan: PrefixPlan | None = None
+    """What its prefill does with the recurrent states of prefixes; None without recurrent layers."""
     order: int = 0
     """Number of the refill that gave it its slot: the highest is the youngest request."""
     prefix_hashes: list[bytes] | None = None
