@@ -2,12 +2,14 @@
 
     seen = from_keys K S';   V' = solve (V - seen);   O = from_queries Q S' + attend V';   S = decay S + (to_state V')' K
 
-Chunks lie on multiples of 64 from position 0, so a prefill that is cut there has the bits of one pass (if the state is in fp32).
+Chunks lie on multiples of 64 from position 0, and after each chunk S is rounded to the dtype in which it is stored (which is
+nothing for fp32). So a prefill that is cut at such multiples has the bits of one pass.
 Two launches: `chunk_products.py` computes, for all chunks at once, what does not depend on the state; then each program takes the
 chunks of one row, value head and TILE columns of V in order, with its part of the state in registers, and five products a chunk.
 Other kernels (FLA) compute the outputs in a third launch, from a stored state of each chunk and twice the scratch memory.
 Operands of products are bf16 where the inputs are: the state, `solve`, `attend`, V - seen and V' are rounded to it, sums and the
-state itself stay in fp32. FLA rounds the same, or their products. Without atomics, so the bits are the same in every run.
+state itself stay in fp32 within a chunk. FLA rounds the same, or their products. There are no atomics, so every run has the same
+bits.
 fp32 inputs are multiplied in fp32, on CUDA cores.
 Bound by latency with few rows: a row's chunks follow each other, in HV * DV / TILE programs. With many by tensor cores.
 Source: Yang et al. 2024 (arXiv 2406.06484, arXiv 2412.06464).
@@ -83,6 +85,7 @@ def delta_chunks_kernel(
         o = tl.dot(query, before, input_precision="ieee", out_dtype=ACC) * from_queries[:, None]
         o = tl.dot(attended, new.to(DOT), o, input_precision="ieee", out_dtype=ACC)
         s = tl.dot(tl.trans(key), (new * to_state[:, None]).to(DOT), s * decay, input_precision="ieee", out_dtype=ACC)
+        s = s.to(state.dtype.element_ty).to(ACC)
         tl.store(out + value_at, o.to(out.dtype.element_ty), mask=valued)
     tl.store(at, s.to(state.dtype.element_ty), mask=(column < DV)[None, :] & (dim < DK)[:, None])
 
@@ -142,6 +145,7 @@ def delta_chunks_reference(inputs: DeltaInputs, state: DeltaState, batch: DeltaB
             o = total.exp() * (q @ s.mT) + (q @ k.mT * decay) @ new
             out[chunk] = (o * q.shape[-1] ** -0.5).transpose(0, 1)
             s = total[:, -1:].exp() * s + ((total[:, -1:] - total).exp() * new).mT @ k
+            s = s.to(state.state.dtype).to(acc)
         state.state[slot] = s
 
 

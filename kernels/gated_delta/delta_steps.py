@@ -6,8 +6,9 @@
 
 A program loads its part of the state once, replays positions folded .. n-1 from the rings, goes on with the row's own tokens
 n, n+1, ... and stores the state once: after position n-1, or with `commits` after the last token. One loop of one compiled kernel
-does all of it in fp32 (fp64 for fp64). So no bit of an output depends on how many tokens a round has or how many positions it
-replays, unless the state is in bf16, to which it is rounded where it is stored.
+does all of it in fp32 (fp64 for fp64). At every position S + d k' is rounded to the dtype in which S is stored, which changes
+nothing in fp32. So no bit of an output depends on how many tokens a round has, on how many positions it replays or on when S is
+stored.
 Bound by memory (bytes of a row: 2 * HV * DV * DK * itemsize of the state) while it has few positions: by estimate, arithmetic
 takes as long at about 10 of them. The DV lines of a state are independent, and a program has TILE of them. A thread has four
 numbers of every 32 of a line: most of a sum over DK is within threads, and the rest takes 3 shuffles.
@@ -77,6 +78,7 @@ def delta_steps_kernel(
         s = s * decay
         delta = beta * (value - tl.sum(tl.sum(s * key, 0), 1))
         s = s + delta[None, :, None] * key
+        s = s.to(state.dtype.element_ty).to(ACC)
         if own:
             scale = tl.rsqrt(tl.sum(tl.sum(query * query, 0), 0) + L2_EPS) * DK**-0.5
             o = tl.sum(tl.sum(s * (query * scale)[:, None, :], 0), 1)
@@ -130,7 +132,7 @@ def delta_steps_reference(inputs: DeltaInputs, state: DeltaState, batch: DeltaBa
             k = l2_normalised(k.to(acc)).repeat_interleave(group, 0)[:, None]
             s = s * gates[:, :1, None].exp()
             delta = gates[:, 1:] * (v.to(acc) - (s * k).sum(-1))
-            s = s + delta[:, :, None] * k
+            s = (s + delta[:, :, None] * k).to(state.state.dtype).to(acc)
             if position >= first:
                 q = l2_normalised(inputs.q[token].to(acc)).repeat_interleave(group, 0)[:, None]
                 out[token] = (s * q).sum(-1) * key_dim**-0.5

@@ -101,11 +101,12 @@ def test_chunks_agree_with_steps(interpret: bool, device: torch.device) -> None:
     assert_near(states[0].state, states[1].state, TOLERANCE[torch.float32])
 
 
-def test_passes_cut_at_chunks_have_the_bits_of_one_pass(interpret: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_passes_cut_at_chunks_have_the_bits_of_one_pass(interpret: bool, device: torch.device, state_dtype: torch.dtype) -> None:
     """Whatever else is in them: another row comes first, with another number of tokens in each."""
     end, size = 230, CHUNK.value
     inputs, other = random_inputs(end, SMALL, device), random_inputs(70, SMALL, device)
-    state, once = poisoned_state(2, SMALL, device), poisoned_state(1, SMALL, device)
+    state, once = (poisoned_state(slots, SMALL, device, state_dtype=state_dtype) for slots in (2, 1))
     whole = run(inputs, once, batch_of([Row(0, 0, end)], device), interpret=interpret)
     cuts = [0, size, 3 * size, end]
     for index, (begin, stop) in enumerate(pairwise(cuts)):

@@ -99,13 +99,20 @@ def test_dead_rows_and_padding_are_neither_read_nor_written(interpret: bool, dev
     assert state.state[[0, 1, 3]].isnan().all()
 
 
-def test_a_state_in_bf16_is_rounded_where_it_is_stored(interpret: bool, device: torch.device) -> None:
-    inputs = random_inputs(3, SMALL, device)
+def test_a_state_in_bf16_is_rounded_after_every_position(interpret: bool, device: torch.device) -> None:
+    """Each position begins from the state that a pass up to it stores; the first outputs are near those of fp32."""
+    inputs, num_tokens = random_inputs(6, SMALL, device), 6
     states = [poisoned_state(1, SMALL, device, state_dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
-    batch = batch_of([Row(0, 0, 3)], device)
-    outs = [run(inputs, state, batch, commits=True, interpret=interpret) for state in states]
-    assert torch.equal(*outs)
-    torch.testing.assert_close(states[1].state.float(), states[0].state, rtol=2**-7, atol=0)
+    batch = batch_of([Row(0, 0, num_tokens)], device)
+    exact, out = (run(inputs, state, batch, commits=True, interpret=interpret) for state in states)
+    assert not torch.equal(exact, out)
+    assert_near(out, exact, torch.bfloat16)
+    torch.testing.assert_close(states[1].state.float(), states[0].state, rtol=2**-6, atol=2**-7)
+    stepped = poisoned_state(1, SMALL, device, state_dtype=torch.bfloat16)
+    for at in range(num_tokens):
+        one = run(pick(inputs, slice(at, at + 1)), stepped, batch_of([Row(0, at, 1)], device), commits=True, interpret=interpret)
+        assert torch.equal(one, out[at : at + 1])
+    assert torch.equal(stepped.state, states[1].state)
 
 
 def decode(
@@ -133,22 +140,23 @@ def decode(
     return outs, begins
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @given(st.data())
 @settings(max_examples=12)
 def test_no_bit_depends_on_draft_tokens_or_on_what_was_accepted(
-    interpret: bool, device: torch.device, data: st.DataObject
+    interpret: bool, device: torch.device, state_dtype: torch.dtype, data: st.DataObject
 ) -> None:
     num_draft_tokens = data.draw(st.integers(0, 3), label="K")
     prompt = data.draw(st.integers(0, 5), label="prompt")
     lengths = st.lists(st.integers(0, num_draft_tokens), min_size=2, max_size=2)
     accepted = data.draw(st.lists(lengths, min_size=1, max_size=4), label="accepted")
     rows = [random_inputs(prompt + 4 * len(accepted), TINY, device) for _ in range(2)]
-    state = poisoned_state(3, TINY, device)
+    state = poisoned_state(3, TINY, device, state_dtype=state_dtype)
     prompts = batch_of([Row(1, 0, prompt), Row(2, 0, prompt)], device)
     before = run(joined([pick(row, slice(0, prompt)) for row in rows]), state, prompts, commits=True, interpret=interpret)
     outs, ends = decode(rows, num_draft_tokens, accepted, prompt, state, interpret=interpret)
     for row, (inputs, end) in enumerate(zip(rows, ends, strict=True)):
-        once = poisoned_state(1, TINY, device)
+        once = poisoned_state(1, TINY, device, state_dtype=state_dtype)
         whole = run(pick(inputs, slice(0, end)), once, batch_of([Row(0, 0, end)], device), commits=True, interpret=interpret)
         found = torch.cat((before[row * prompt : (row + 1) * prompt], *outs[row]))
         assert torch.equal(found, whole)
@@ -157,8 +165,9 @@ def test_no_bit_depends_on_draft_tokens_or_on_what_was_accepted(
             assert torch.equal(state.state[row + 1], once.state[0])
 
 
-def test_a_pass_in_parts_has_the_bits_of_one_pass(interpret: bool, device: torch.device) -> None:
-    inputs, state = random_inputs(11, SMALL, device), poisoned_state(1, SMALL, device)
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_a_pass_in_parts_has_the_bits_of_one_pass(interpret: bool, device: torch.device, state_dtype: torch.dtype) -> None:
+    inputs, state = random_inputs(11, SMALL, device), poisoned_state(1, SMALL, device, state_dtype=state_dtype)
     whole = copy_of(state)
     out = run(inputs, whole, batch_of([Row(0, 0, 11)], device), commits=True, interpret=interpret)
     for begin, end in ((0, 3), (3, 4), (4, 11)):
