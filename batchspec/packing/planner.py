@@ -252,8 +252,8 @@ def _kv_budget(packing: PackingConfig, memory: KVMemory, budget: int, source: st
         enough_gb = math.ceil((needed * size_bytes + states) / 1e7) / 100
         key = f"packing.memory_gb to {enough_gb:.2f}" if packing.pages is None else f"packing.pages to {needed}"
         raise CapacityError(
-            f"{source} gives {max(0, budget - states) // size_bytes} K/V pages of {size_bytes / 1e6:.2f} MB; one row of {memory.max_tokens} "
-            f"tokens needs {needed}; raise {key} or more, or lower model.max_len"
+            f"{source} gives {max(0, budget - states) // size_bytes} K/V pages of {size_bytes / 1e6:.2f} MB; one row of "
+            f"{memory.max_tokens} tokens needs {needed}; raise {key} or more, or lower model.max_len"
         )
     return budget
 

@@ -68,7 +68,7 @@ def chunk_products_kernel(
 ):
     """Program (chunk, value head). Places of the chunk that are not the pass's tokens count as g = 0, beta = 0, k = 0."""
     DOT: tl.constexpr = ACC if INTERPRETED else q.dtype.element_ty
-    PRECISION: tl.constexpr = "tf32x3" if q.dtype.element_ty == tl.bfloat16 else "ieee"
+    PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == ACC else "tf32x3"
     head = tl.program_id(0) % HV
     await_earlier(PDL)
     row, number = chunk_of(tl.program_id(0) // HV, num_rows, cu_seqlens, ROWS)

@@ -46,7 +46,7 @@ def delta_steps_kernel(
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, TILE: tl.constexpr,
     PARTS: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Program (row, value head, TILE rows of its state). The state is [PARTS, TILE, LANES], with DK = (PARTS, LANES): Triton then
+    """Program (row, value head, TILE lines of its state). They are [PARTS, TILE, LANES], with DK = (PARTS, LANES): Triton then
     divides LANES among neighbouring threads, TILE among the others, and leaves PARTS within a thread."""
     TILES: tl.constexpr = (DV + TILE - 1) // TILE
     head = tl.program_id(0) // TILES % HV

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -109,11 +108,6 @@ def remember(inputs: DeltaInputs, state: DeltaState, batch: DeltaBatch) -> None:
         place = batch.positions[own] % state.keys.shape[1]
         for ring, made in ((state.keys, inputs.k), (state.values, inputs.v), (state.gates, inputs.gates)):
             ring[slot, place] = made[own]
-
-
-def one_slot(state: DeltaState, slot: int) -> DeltaState:
-    """This slot alone, as slot 0."""
-    return replace(state, **{name: getattr(state, name)[slot : slot + 1] for name in DeltaState.__slots__})
 
 
 def by_definition(inputs: DeltaInputs, before: Tensor | None = None) -> tuple[Tensor, Tensor]:

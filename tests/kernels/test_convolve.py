@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchspec.kernels.gated_delta import convolve as convolve_module
 from batchspec.kernels.gated_delta.convolve import convolve
 from batchspec.kernels.gated_delta.layout import (
     DeltaBatch,
@@ -149,12 +151,26 @@ def test_a_prefill_in_parts_has_the_bits_of_one_pass(
     whole = layer.run(once, [(row, layer)], batch_of([row], device), interpret=interpret)
     state = poisoned_state(2, sizes, device)
     for begin, end in zip((0, *cuts), (*cuts, 33), strict=True):
-        rows = [(Row(0, 0, 21), other), (Row(1, begin, end - begin), layer)]
+        rows = [(Row(1, 0, 21), other), (Row(0, begin, end - begin), layer)]
         found = layer.run(state, rows, batch_of([row for row, _ in rows], device), interpret=interpret)
         for name in DeltaInputs.__slots__:
             assert_same(getattr(found, name)[21:], getattr(whole, name)[begin:end], interpret)
         newest = torch.arange(max(begin, end - sizes.ring), end, device=device)
-        assert torch.equal(state.conv_inputs[1, newest % sizes.ring], layer.raw[newest])
+        assert torch.equal(state.conv_inputs[0, newest % sizes.ring], layer.raw[newest])
+
+
+@pytest.mark.parametrize(("num_tokens", "launches"), [(5, 0), (6, 1)])
+def test_a_second_launch_writes_what_could_replace_an_input_that_is_still_read(
+    num_tokens: int, launches: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a ring of 8, the sixth token's input takes the place of the one that the first of 4 taps of the first token reads."""
+    second = MagicMock()
+    monkeypatch.setattr(convolve_module, "keep_raw_kernel", second)
+    layer, row = layer_of(num_tokens, SMALL, device), Row(0, 0, num_tokens)
+    state = poisoned_state(1, SMALL, device)
+    layer.run(state, [(row, layer)], batch_of([row], device), interpret=True)
+    assert second.__getitem__.call_count == launches
+    assert bool(state.conv_inputs.isnan().all()) == bool(launches)
 
 
 def test_dead_rows_and_padding_write_nothing(interpret: bool, device: torch.device) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec.kernels.gated_delta.chunk_products import CHUNK
 from batchspec.kernels.gated_delta.delta_chunks import delta_chunks, delta_chunks_reference
 from batchspec.kernels.gated_delta.delta_steps import delta_steps
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState
@@ -24,6 +23,7 @@ from tests.kernels.gated_delta_cases import (
     by_definition,
     copy_of,
     in_double,
+    joined,
     pick,
     poisoned_state,
     random_inputs,
@@ -102,19 +102,22 @@ def test_chunks_agree_with_steps(interpret: bool, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_passes_cut_at_chunks_have_the_bits_of_one_pass(interpret: bool, device: torch.device, state_dtype: torch.dtype) -> None:
-    """Whatever else is in them: another row comes first, with another number of tokens in each."""
-    end, size = 230, CHUNK.value
-    inputs, other = random_inputs(end, SMALL, device), random_inputs(70, SMALL, device)
+@pytest.mark.parametrize("cuts", [(0, 64, 192, 230), (70, 128, 192, 193), (127, 128, 200)])
+def test_passes_cut_at_chunks_have_the_bits_of_one_pass(
+    cuts: tuple[int, ...], interpret: bool, device: torch.device, state_dtype: torch.dtype
+) -> None:
+    """Wherever the first begins, and whatever else is in them: another row comes first, with another number of tokens in each."""
+    first, end = cuts[0], cuts[-1]
+    inputs, other = random_inputs(end - first, SMALL, device), random_inputs(70, SMALL, device)
     state, once = (poisoned_state(slots, SMALL, device, state_dtype=state_dtype) for slots in (2, 1))
-    whole = run(inputs, once, batch_of([Row(0, 0, end)], device), interpret=interpret)
-    cuts = [0, size, 3 * size, end]
+    if first:
+        state.state[1] = once.state[0] = torch.randn_like(once.state[0])
+    whole = run(inputs, once, batch_of([Row(0, first, end - first)], device), interpret=interpret)
     for index, (begin, stop) in enumerate(pairwise(cuts)):
         beside = 3 * index + 1
-        parts = [pick(other, slice(0, beside)), pick(inputs, slice(begin, stop))]
-        together = DeltaInputs(**{name: torch.cat([getattr(part, name) for part in parts]) for name in DeltaInputs.__slots__})
+        together = joined((pick(other, slice(0, beside)), pick(inputs, slice(begin - first, stop - first))))
         batch = batch_of([Row(0, 0, beside), Row(1, begin, stop - begin)], device)
-        assert torch.equal(run(together, state, batch, interpret=interpret)[beside:], whole[begin:stop])
+        assert torch.equal(run(together, state, batch, interpret=interpret)[beside:], whole[begin - first : stop - first])
     assert torch.equal(state.state[1], once.state[0])
 
 

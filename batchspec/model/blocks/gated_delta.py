@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from batchspec.cache.layer_state import RowTensor
+from batchspec.kernels.gated_delta.chunk_products import CHUNK
 from batchspec.kernels.gated_delta.convolve import convolve
 from batchspec.kernels.gated_delta.delta_chunks import delta_chunks
 from batchspec.kernels.gated_delta.delta_steps import delta_steps
@@ -112,8 +113,9 @@ class GatedDeltaSpec(NormedSpec):
     @property
     def activation_size(self) -> int:
         """Values of q, k, v and z, and q, k and v again after the convolution; b and a, and the fp32 gates; the output before
-        and after its norm."""
-        return self.qkvz.rows + self.channels + 6 * self.num_value_heads + 2 * self.inner_size
+        and after its norm; what chunks of the recurrence need of each head, with 16 bytes of them."""
+        chunks = self.num_value_heads * (2 * CHUNK.value + 8)
+        return self.qkvz.rows + self.channels + 6 * self.num_value_heads + 2 * self.inner_size + chunks
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         return *(Gemm(product=own, ops=("linear",)) for own in (self.qkvz, self.ba)), self.gemm_of_output(self.out)
