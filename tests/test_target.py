@@ -64,8 +64,9 @@ class Runner:
         spec, per_row = target.spec, max_len // PAGE_SIZE
         cache = KVCache.allocate(
             spec.layer_states(target.dtype, PAGE_SIZE),
-            groups=KVGroups.single(spec.num_layers),
+            groups=KVGroups.single(spec.num_kv_layers),
             num_pages=(num_rows * per_row + 1,),
+            num_slots=num_rows,
             device=CPU,
         )
         pages = list(range(1, num_rows * per_row + 1))
