@@ -114,7 +114,7 @@ class GatedDeltaSpec(NormedSpec):
     def activation_size(self) -> int:
         """Values of q, k, v and z, and q, k and v again after the convolution; b and a, and the fp32 gates; the output before
         and after its norm; what chunks of the recurrence need of each head, with 16 bytes of them."""
-        chunks = self.num_value_heads * (2 * CHUNK.value + 8)
+        chunks: int = self.num_value_heads * (2 * CHUNK.value + 8)
         return self.qkvz.rows + self.channels + 6 * self.num_value_heads + 2 * self.inner_size + chunks
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
