@@ -45,16 +45,26 @@ def make_checkpoint(
     torch.manual_seed(seed)
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(settings).to(dtype)
+    _vary(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def _vary(model: torch.nn.Module) -> None:
+    """Give random values to what transformers makes as ones and zeros, which would hide a mistake, and usual ones to decays."""
     for name, parameter in model.named_parameters():
-        if name.endswith(("norm.weight", "bias")):  # made as ones and zeros, which would hide a mistake
-            torch.nn.init.normal_(parameter, mean=float(name.endswith("weight")), std=0.2)
-        if name.endswith("sinks"):
+        if name.endswith("dt_bias"):
+            parameter.uniform_(-3, 0)
+        elif name.endswith("A_log"):
+            parameter.uniform_(0.1, 8).log_()
+        elif name.endswith(("norm.weight", "bias")):
+            torch.nn.init.normal_(parameter, mean=float(parameter.mean()), std=0.2)
+        elif name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
     for name, buffer in model.named_buffers():
         if name.endswith("bias"):
             torch.nn.init.normal_(buffer, std=0.2)
-    model.save_pretrained(folder)
-    return folder
 
 
 def write_weights(folder: Path) -> Path:
@@ -139,8 +149,6 @@ def make_wrapped(folder: Path, kind: str, text: dict[str, Any], *, vocab: int = 
     torch.manual_seed(seed)
     auto: Any = AutoModelForImageTextToText
     model = auto.from_config(settings)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("norm.weight", "bias")):
-            torch.nn.init.normal_(parameter, mean=float(name.endswith("weight")), std=0.2)
+    _vary(model)
     model.save_pretrained(folder)
     return folder

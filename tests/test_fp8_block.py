@@ -26,14 +26,17 @@ CPU = torch.device("cpu")
 ODD: dict[str, Any] = {"hidden_size": 136, "intermediate_size": 200, "num_hidden_layers": 2, "head_dim": 34}
 CONFIG: dict[str, Any] = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-    "modules_to_not_convert": ["lm_head", "model.layers.1.self_attn", "down_proj"],
+    "modules_to_not_convert": ["lm_head", "model.layers.1.self_attn", "down_proj", "in_proj_a", "in_proj_b", "in_proj_ba"],
 }
+CONVERTED = (
+    "_proj.weight", "w1.weight", "w2.weight", "w3.weight", "in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight",
+)
 PLAIN = (".1.self_attn.", "down_proj")
 """What of the projections CONFIG leaves plain."""
 
 
 def is_converted(name: str) -> bool:
-    return name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight")) and not any(part in name for part in PLAIN)
+    return name.endswith(CONVERTED) and not any(part in name for part in PLAIN)
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,17 +84,29 @@ def logits(folder: Path) -> Tensor:
 
 
 MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 150, "norm_topk_prob": True}
+RECURRENT = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3, "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 10, "linear_value_head_dim": 23, "max_position_embeddings": 512,
+}
+SHARED = {**MOE, "shared_expert_intermediate_size": 70}
 MINIMAX = {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 150, "rotary_dim": 10}
 
 
-@pytest.mark.parametrize(("family", "config"), [("qwen3", {}), ("qwen2", {}), ("qwen3_moe", MOE), ("minimax_m2", MINIMAX)])
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("qwen3", {}), ("qwen2", {}), ("qwen3_moe", MOE), ("minimax_m2", MINIMAX), ("qwen3_5_text", RECURRENT),
+        ("qwen3_5_moe_text", {**RECURRENT, **SHARED}), ("qwen3_next", {**RECURRENT, **SHARED}),
+    ],
+)
 def test_an_fp8_checkpoint_is_the_model_of_its_dequantised_weights(family: str, config: dict[str, Any], tmp_path: Path) -> None:
     fp8, plain = make_fp8(tmp_path, family, **config)
     assert torch.equal(logits(fp8), logits(plain))
 
 
-def test_the_dequantised_model_is_that_of_transformers(tmp_path: Path) -> None:
-    assert_like_transformers(make_fp8(tmp_path, "qwen3")[1])
+@pytest.mark.parametrize(("family", "config"), [("qwen3", {}), ("qwen3_5_text", RECURRENT)])
+def test_the_dequantised_model_is_that_of_transformers(family: str, config: dict[str, Any], tmp_path: Path) -> None:
+    assert_like_transformers(make_fp8(tmp_path, family, **config)[1], dtype=torch.float64)
 
 
 def test_a_plain_tensor_is_refused_if_the_config_declares_fp8_and_vice_versa(tmp_path: Path) -> None:

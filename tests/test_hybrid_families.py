@@ -1,7 +1,6 @@
-"""Qwen3-Next and Qwen3.5, dense and with experts, alone and as the language model of a larger one: tensors and keys.
+"""Qwen3-Next and Qwen3.5, dense and with experts, alone and as the language model of a larger one: tensors, logits, keys.
 
-Shapes, names and what keys mean are those of transformers, on tiny random models. The forward pass of their recurrent layers is
-tested elsewhere; here models in which all layers attend are compared with transformers' logits.
+Shapes, names, logits and what keys mean are those of transformers, on tiny random models.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ from batchspec.model.quant.base import Slices
 from batchspec.model.rope import rope_frequencies
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
-from batchspec.model.target import Target
 from batchspec.model.weights import Checkpoint, DummyWeights, expected_shapes, judge_model, taken
 from batchspec.packing.cost import num_multiplied
 from tests.models import make_checkpoint, make_wrapped
 from tests.test_config_values import ODD_VALUES, ours
 from tests.test_dense_families import made_by_transformers
 from tests.test_shard import FP8_BLOCK, size_of
-from tests.test_target import Runner, oracle, prompts
+from tests.test_target import assert_like_transformers
 
 CPU = torch.device("cpu")
 FAMILIES = {family.name: family for family in (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)}
@@ -58,9 +56,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3_5_text", {**SHAPE, "num_hidden_layers": 5, "layer_types": PATTERN}),
     "dense, tied": ("qwen3_5_text", {**SHAPE, "full_attention_interval": 3, "tie_word_embeddings": True, "attention_bias": True}),
     "dense, one key head, two taps": (
-        "qwen3_5_text", {**SHAPE, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 2, "full_attention_interval": 1},
+        "qwen3_5_text", {**SHAPE, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 2, "full_attention_interval": 2},
     ),
     "moe": ("qwen3_5_moe_text", {**SHAPE, **EXPERTS, "num_hidden_layers": 4}),
+    "next, weights of experts as they are": (
+        "qwen3_next",
+        {
+            **SHAPE, **EXPERTS, "num_hidden_layers": 2, "full_attention_interval": 1, "mlp_only_layers": [0],
+            "norm_topk_prob": False,
+        },
+    ),
+    "dense, sections of rotations": (
+        "qwen3_5_text",
+        {
+            **SHAPE, "num_hidden_layers": 2, "full_attention_interval": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "mrope_section": [1, 1, 1]},
+        },
+    ),
+    "moe, half of each head rotated": (
+        "qwen3_5_moe_text",
+        {**SHAPE, **EXPERTS, "partial_rotary_factor": 0.5, "num_hidden_layers": 2, "full_attention_interval": 1},
+    ),
 }
 
 
@@ -83,7 +99,9 @@ def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     ("name", "layers"),
     [
         ("next", "RRRA"), ("next, dense layers", "rAarr"), ("next, a value head a key head", "RAR"), ("dense", "raarr"),
-        ("dense, tied", "rra"), ("dense, one key head, two taps", "aaa"), ("moe", "RRRA"),
+        ("dense, tied", "rra"), ("dense, one key head, two taps", "rar"), ("moe", "RRRA"),
+        ("next, weights of experts as they are", "aA"), ("dense, sections of rotations", "aa"),
+        ("moe, half of each head rotated", "AA"),
     ],
 )
 def test_the_tensors_are_those_that_transformers_saves(name: str, layers: str, tmp_path: Path) -> None:
@@ -203,24 +221,33 @@ def test_fp8_checkpoints_keep_the_gates_of_recurrent_layers_plain() -> None:
         spec.sharded(Shard(0, 3))
 
 
-# --- logits of models in which all layers attend
+# --- logits
 
 
-@pytest.mark.parametrize(
-    ("family", "config"),
-    [
-        ("qwen3_5_text", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "mrope_section": [1, 1, 1]}}),
-        ("qwen3_next", {**EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0]}),
-        ("qwen3_5_moe_text", {**EXPERTS, "partial_rotary_factor": 0.5}),
-    ],
-)
-def test_logits_of_layers_that_attend_are_those_of_transformers(family: str, config: dict[str, Any], tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, family, num_hidden_layers=2, head_dim=24, full_attention_interval=1, **config)
-    (ids,), spec = prompts([60]), load_spec(folder)
-    with torch.inference_mode():
-        expected = oracle(folder, experts_implementation="eager")(torch.tensor([ids])).logits[0]
-    target = Target.load(folder, spec, dtype=torch.float32, device=CPU)
-    torch.testing.assert_close(Runner.start(target, 1).feed([ids])[0][0], expected, atol=1e-4, rtol=0)
+LONG = (200, 5, 131)
+"""Lengths of prompts, of several chunks of the recurrence and of less than one."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_in_fp64_and_64_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    family, config = MODELS[name]
+    folder = make_checkpoint(tmp_path, family, **config, max_position_embeddings=512)
+    assert_like_transformers(folder, LONG, dtype=torch.float64, experts_implementation="eager")
+
+
+@pytest.mark.parametrize("name", ["next", "dense", "moe"])
+def test_logits_in_fp32_and_64_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """With less noise in the weights: a head's output may be small, and its norm enlarges the rounding of either side."""
+    family, config = MODELS[name]
+    folder = make_checkpoint(tmp_path, family, **config, max_position_embeddings=512, initializer_range=0.05)
+    assert_like_transformers(folder, LONG, experts_implementation="eager")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_the_language_model_of_a_larger_one_computes_what_transformers_does(kind: str, tmp_path: Path) -> None:
+    config = MODELS["moe" if "moe" in kind else "dense"][1]
+    folder = make_wrapped(tmp_path, kind, {**config, "max_position_embeddings": 512})
+    assert_like_transformers(folder, LONG, dtype=torch.float64, experts_implementation="eager")
 
 
 # --- config keys
