@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from batchspec.cache.layer_state import LayerState
+from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.layout import KVLayout
 from batchspec.cache.sharing_cost import SharingCost
 from batchspec.errors import CheckpointError
@@ -53,7 +53,7 @@ class ModelSpec:
     fp8_kv: bool = False
     """Whether K and V are stored as e4m3: the job's choice, not the checkpoint's."""
     state_dtype: torch.dtype = torch.float32
-    """Of the states of recurrent layers: the job's choice."""
+    """Of the states of recurrent layers, in a model that does not compute in fp64: the job's choice."""
     lora: LoraShape | None = None
     """Adapters that are added to its products, each row with its own: also the job's choice. None: there are none."""
     eos_ids: tuple[int, ...]
@@ -92,11 +92,9 @@ class ModelSpec:
             for mixer in (layer.mixer for layer in self.layers)
         )
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the states that recurrent layers keep of a row."""
-        states = (layer.row[0] for layer in self.layer_states(torch.float32, 1) if layer.kv is None)
-        return sum(state.nbytes for state in states)
+    def states(self, dtype: torch.dtype) -> tuple[RowTensor, ...]:
+        """The state that each recurrent layer keeps of a row, of a model that computes in `dtype`."""
+        return tuple(layer.row[0] for layer in self.layer_states(dtype, 1) if layer.kv is None)
 
     def sharing_cost(self, dtype: torch.dtype, *, page_size: int, max_q: int) -> SharingCost:
         """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once."""
@@ -193,6 +191,10 @@ class ModelSpec:
     def with_fp8_kv(self) -> ModelSpec:
         """The spec with K and V stored as e4m3, which needs a scale for each head: see `Target.kv_scales`."""
         return replace(self, fp8_kv=True, whole=None if self.whole is None else self.whole.with_fp8_kv())
+
+    def with_state_dtype(self, dtype: torch.dtype) -> ModelSpec:
+        """The spec with the states of recurrent layers stored in `dtype`."""
+        return replace(self, state_dtype=dtype, whole=None if self.whole is None else self.whole.with_state_dtype(dtype))
 
     def in_one_order(self) -> ModelSpec:
         """The spec with every product and attention summed in an order that depends on the row alone (decode.deterministic), in

@@ -186,7 +186,7 @@ def round_seconds(
     kv_bytes = kv_read_bytes(spec, dtype=dtype, rows=rows, context_tokens=context_tokens, tokens_per_row=tokens_per_row)
     flop = _attention_flop(spec, tokens, _round_keys(spec, context_tokens, tokens_per_row))
     attention_s = max(kv_bytes / rates.bytes_s, flop / rates.flop_s(tokens))
-    states_s = 2 * rows * spec.state_bytes / rates.bytes_s  # read and written once
+    states_s = 2 * rows * sum(state.nbytes for state in spec.states(dtype)) / rates.bytes_s  # read and written once
     return products_s + attention_s + states_s + rates.overhead_s + exchange_seconds(spec, dtype, tokens)
 
 
