@@ -22,7 +22,7 @@ from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import Shard
 from batchspec.model.config_values import has_file
 from batchspec.model.deterministic import in_one_order
-from batchspec.model.dtype import resolve_dtype
+from batchspec.model.dtype import DTYPES, resolve_dtype
 from batchspec.model.files import ModelFiles
 from batchspec.model.hub import find_model
 from batchspec.model.kv_calibration import check_e4m3, check_fp8_kv
@@ -189,7 +189,7 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     if on_this_machine and config.draft.adaptive and device.type == "cpu":
         raise ConfigError("draft.adaptive=true uses times measured on a GPU, and this job runs on the CPU; remove the key")
     dtype = resolve_dtype(config.model.dtype, spec, device)
-    spec = spec.on(device, dtype, config.model.activations)
+    spec = with_states(spec.on(device, dtype, config.model.activations), config.cache.state_dtype, dtype)
     if config.decode.deterministic:
         spec = in_one_order(spec, device, dtype, on_this_machine=on_this_machine)
         if adapters is not None and dtype is not torch.float64:
@@ -207,6 +207,22 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
         config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, group=group, adapter=adapter,
         adapters=adapters,
     )
+
+
+def with_states(spec: ModelSpec, state_dtype: str, dtype: torch.dtype) -> ModelSpec:
+    """The spec with cache.state_dtype. Raises ConfigError if it has no effect on this model in `dtype`."""
+    if state_dtype == "auto":
+        return spec
+    if not spec.is_recurrent:
+        raise ConfigError(
+            f"cache.state_dtype={state_dtype} applies to recurrent layers, and {spec.family} has none; remove the key"
+        )
+    if dtype is torch.float64:
+        raise ConfigError(
+            f"cache.state_dtype={state_dtype} has no effect in float64, whose states are in float64 too; remove the key, or set "
+            "model.dtype"
+        )
+    return spec.with_state_dtype(DTYPES[state_dtype])
 
 
 def open_adapters(config: RunConfig, spec: ModelSpec) -> tuple[Adapter | None, AdapterSet | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -130,16 +130,17 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
 def other_cache(job: Job) -> CacheConfig:
     """The K/V cache to compare with: the model's data type for a job with FP8 K/V, else FP8, with calibrated scales where the
     checkpoint's cannot be used."""
+    own = job.config.cache
     if job.spec.fp8_kv:
-        return CacheConfig(dtype="auto")
+        return replace(own, dtype="auto", scales="auto")
     if job.adapter is not None or job.adapters is not None:  # the checkpoint's are those of the model without them
-        return CacheConfig(dtype="fp8", scales="calibrate")
+        return replace(own, dtype="fp8", scales="calibrate")
     try:
         if job.config.model.load_format != "dummy":
             checkpoint_scales(job.folder, job.spec)
     except CheckpointError:
-        return CacheConfig(dtype="fp8", scales="calibrate")
-    return CacheConfig(dtype="fp8")
+        return replace(own, dtype="fp8", scales="calibrate")
+    return replace(own, dtype="fp8", scales="auto")
 
 
 def load_plain(job: Job) -> LoadedEngine[Engine]:

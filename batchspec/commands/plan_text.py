@@ -134,6 +134,7 @@ class Plan:
             f"shape        {counted(batch.num_slots, 'slot')}, rows up to {batch.max_len:,} tokens, "
             f"drafter {job.config.draft.name} ({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
             f"pages        {pages} of {batch.page_size} tokens, {_bytes(pages_bytes)}{', K and V in e4m3' * spec.fp8_kv}",
+            *self._states(),
             self._memory(batch, pages_bytes, row_tensor_bytes(batch, spec, job.dtype, layers)),
             *self._rounds(ahead),
             f"prefill      {_duration(ahead.prefill_s)}",
@@ -148,6 +149,17 @@ class Plan:
         return [
             f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}; "
             f"each reads {_bytes(ahead.weights_read_bytes)} of weights and {_bytes(ahead.kv_read_bytes)} of K/V"
+            + f", and reads and writes {_bytes(ahead.state_bytes / 2)} of states" * bool(ahead.state_bytes)
+        ]
+
+    def _states(self) -> list[str]:
+        states = self.job.spec.states(self.job.dtype)
+        if not states:
+            return []
+        dtype = str(states[0].dtype).removeprefix("torch.")
+        return [
+            f"states       {_bytes(sum(state.nbytes for state in states))} a row in {dtype}, of "
+            f"{counted(len(states), 'recurrent layer')}"
         ]
 
     @property

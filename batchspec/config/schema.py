@@ -87,7 +87,8 @@ class PackingConfig:
     pages: int | None = None
     """Number of K/V pages of 16 tokens. null is as many as packing.memory_gb holds and the job can use."""
     memory_gb: float | None = None
-    """Memory for K/V pages in GB (1e9 bytes). null is what a GPU has left, or 60 % of a CPU's free memory."""
+    """Memory for K/V pages and states of recurrent layers, in GB (1e9 bytes). null is what a GPU has left, or 60 % of a CPU's
+    free memory."""
     max_num_batched_tokens: int | None = None
     """Maximum number of tokens of one prefill pass."""
     run_ahead: int | None = None
@@ -100,7 +101,8 @@ class PackingConfig:
 
 @dataclass(slots=True, kw_only=True)
 class CacheConfig:
-    """The K/V cache of the target. A drafter's own K/V keep the model's data type; `draft.cache_dtype` changes that of a head."""
+    """What the target keeps of rows. A drafter's own K/V keep the model's data type; `draft.cache_dtype` changes those of a
+    head."""
 
     dtype: str = "auto"
     """Data type of K and V in memory. auto is the model's; fp8 is e4m3 with a scale of each layer and head: half of the memory of
@@ -110,6 +112,10 @@ class CacheConfig:
     """Where the scales of cache.dtype=fp8 come from. checkpoint: its k_scale and v_scale. calibrate: the largest K and V over
     fixed texts, with a margin. auto is the checkpoint's if it has them, else calibrate. A job keeps its scales in the output
     folder, for all its runs."""
+    state_dtype: str = "auto"
+    """Data type of the states that recurrent layers (Qwen3-Next, Qwen3.5) keep of each row. auto is float32, or float64 with
+    model.dtype=float64; bfloat16 is half of the memory and of the reads and writes of a round, and other tokens where rounding
+    decides. They are rounded after every generated token, so that no rounding depends on drafts or preemption."""
 
 
 @dataclass(slots=True, kw_only=True)

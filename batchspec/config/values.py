@@ -98,6 +98,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.tool_calls": ("auto", "none", *FORMS),
     "cache.dtype": ("auto", "fp8"),
     "cache.scales": ("auto", "checkpoint", "calibrate"),
+    "cache.state_dtype": ("auto", "bfloat16"),
     "draft.cache_dtype": ("auto", "fp8"),
     "draft.aux_layers": ("auto", "input", "output"),
     "input.on_overlong": ("error", "truncate", "skip"),

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
-from batchspec.cache.layer_state import LayerState
+from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.layout import KVLayout
 from batchspec.cache.sharing_cost import SharingCost
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.base import PLAIN_NORM, WHOLE, BlockSpec, Gemm, NormForm, Shard, TensorSpec, projections
+from batchspec.model.blocks.gated_delta import GatedDeltaSpec
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader, Json, has_file, read_json, shown
 from batchspec.model.families.registry import family_of
@@ -53,7 +54,7 @@ class ModelSpec:
     fp8_kv: bool = False
     """Whether K and V are stored as e4m3: the job's choice, not the checkpoint's."""
     state_dtype: torch.dtype = torch.float32
-    """Of the states of recurrent layers: the job's choice."""
+    """Of the states of recurrent layers, in a model that does not compute in fp64: the job's choice."""
     lora: LoraShape | None = None
     """Adapters that are added to its products, each row with its own: also the job's choice. None: there are none."""
     eos_ids: tuple[int, ...]
@@ -93,10 +94,13 @@ class ModelSpec:
         )
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the states that recurrent layers keep of a row."""
-        states = (layer.row[0] for layer in self.layer_states(torch.float32, 1) if layer.kv is None)
-        return sum(state.nbytes for state in states)
+    def recurrences(self) -> tuple[GatedDeltaSpec, ...]:
+        """The mixers of its recurrent layers."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaSpec))
+
+    def states(self, dtype: torch.dtype) -> tuple[RowTensor, ...]:
+        """The state that each recurrent layer keeps of a row, of a model that computes in `dtype`."""
+        return tuple(own.row_tensors(dtype, self.state_dtype, 0)[0] for own in self.recurrences)
 
     def sharing_cost(self, dtype: torch.dtype, *, page_size: int, max_q: int) -> SharingCost:
         """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once."""
@@ -129,7 +133,7 @@ class ModelSpec:
     @property
     def is_recurrent(self) -> bool:
         """Whether some layers keep a state of a row's tokens in place of their K and V."""
-        return self.num_kv_layers < self.num_layers
+        return bool(self.recurrences)
 
     @property
     def num_heads(self) -> int:
@@ -193,6 +197,10 @@ class ModelSpec:
     def with_fp8_kv(self) -> ModelSpec:
         """The spec with K and V stored as e4m3, which needs a scale for each head: see `Target.kv_scales`."""
         return replace(self, fp8_kv=True, whole=None if self.whole is None else self.whole.with_fp8_kv())
+
+    def with_state_dtype(self, dtype: torch.dtype) -> ModelSpec:
+        """The spec with the states of recurrent layers stored in `dtype`."""
+        return replace(self, state_dtype=dtype, whole=None if self.whole is None else self.whole.with_state_dtype(dtype))
 
     def in_one_order(self) -> ModelSpec:
         """The spec with every product and attention summed in an order that depends on the row alone (decode.deterministic), in

@@ -44,7 +44,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "model.end_ids": sorted(settings.end_ids),
             "model.think_tokens": None if settings.think is None else (settings.think.begin_id, settings.think.end_id),
             "model.tool_calls": None if form is None else form.name,
-            **_kv_parts(config.cache),
+            **_cache_parts(config.cache),
             **_decode_parts(job),
             "draft.synthetic": config.draft.synthetic,
             "input.files": [file.identity for file in job.source.files],
@@ -91,10 +91,12 @@ def _named(job: Job, what: str) -> dict[str, str]:
     return {name: getattr(own, what) for name, own in job.named_adapters.items()}
 
 
-def _kv_parts(cache: CacheConfig) -> dict[str, Any]:
-    """What changes results of how K and V are stored."""
-    calibration = CALIBRATION if cache.dtype == "fp8" else None
-    return {"cache.dtype": cache.dtype, "cache.scales": cache.scales, "cache.calibration": calibration}
+def _cache_parts(cache: CacheConfig) -> dict[str, Any]:
+    """What changes results of how K, V and states are stored."""
+    return {
+        "cache.dtype": cache.dtype, "cache.scales": cache.scales, "cache.state_dtype": cache.state_dtype,
+        "cache.calibration": CALIBRATION if cache.dtype == "fp8" else None,
+    }
 
 
 def recorded_facts(job: Job) -> dict[str, Any]:
