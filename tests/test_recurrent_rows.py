@@ -112,7 +112,11 @@ def test_a_row_takes_over_the_state_of_just_its_own_prefix(data: st.DataObject) 
             columns = -(-len(prompt) // page_size)
             if columns > pools.num_free[0]:
                 break
-            state.pages, state.prefix_plan = planner.plan(hashes[: (len(prompt) - 1) // page_size])
+            shared = hashes[: (len(prompt) - 1) // page_size]
+            state.pages, state.prefix_plan = planner.plan(shared)
+            if data.draw(st.integers(0, 5)) == 0:
+                break  # it did not get its pages: nothing of its plan is carried out, and no later one is of the group
+            planner.admit(state.prefix_plan, shared)
             state.num_shared_pages, state.slot = state.pages.num_columns, slot
             pools.admit(state.pages, columns, hashes)
             state.tokens = [7] * data.draw(st.sampled_from([0, 0, 9]))
@@ -137,6 +141,7 @@ def test_samples_of_a_prompt_compute_it_once() -> None:
         state = RequestState.of(request(slot, [3] * 140, cap=10), 0)
         hashes = prefix_hashes(state.request.prompt_ids, 16)
         state.pages, state.prefix_plan = planner.plan(hashes[:8])
+        planner.admit(state.prefix_plan, hashes[:8])
         state.num_shared_pages, state.slot = state.pages.num_columns, slot
         pools.admit(state.pages, 9, hashes)
         group.append(state)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from batchspec.cache.page_tables import PagePools, RowPages
+from batchspec.cache.page_tables import PagePools
 from batchspec.cache.pages import prefix_hashes
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.slots.expected_pages import ExpectedPages
-from batchspec.engine.slots.prefix_plan import PrefixPlan, PrefixPlanner
+from batchspec.engine.slots.prefix_plan import PrefixPlanner
 from batchspec.engine.slots.refill_policy import IdleSlots
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.run_features import RunFeatures
@@ -181,7 +181,8 @@ class SlotAllocator:
             )
         hashes = self._hash(state)
         # The last prompt token is always computed: its logits give the first output token.
-        prefix, plan = self._shared(hashes[: (len(request.prompt_ids) - 1) // self.batch.page_size])
+        shared = hashes[: (len(request.prompt_ids) - 1) // self.batch.page_size]
+        prefix, plan = (self.pools.match(shared), None) if self._prefixes is None else self._prefixes.plan(shared)
         num_columns = self.pages_for(state.num_tokens)
         expected, num_idle = self.pools.most_held_by_row(self._expected_pages.of_waiting(state)), self.pools.num_idle(prefix)
         for group, (first, held) in enumerate(zip(prefix.first, prefix.num_held, strict=True)):
@@ -190,15 +191,13 @@ class SlotAllocator:
             if not alone and promised[group] + needed > self.pools.pools[group].num_free:
                 return False
         state.pages, state.num_shared_pages, state.prefix_plan = prefix, prefix.num_columns, plan
+        if plan is not None and self._prefixes is not None:
+            self._prefixes.admit(plan, shared)
         num_columns = min(num_columns + self._pages_ahead(num_columns), most)
         self.pools.admit(state.pages, num_columns, hashes)
         for group, held in enumerate(prefix.num_held):
             promised[group] += max(0, expected[group] - held)
         return True
-
-    def _shared(self, hashes: list[bytes]) -> tuple[RowPages, PrefixPlan | None]:
-        """The pages of the longest prefix that may be shared; with recurrent layers, of one whose state is there."""
-        return (self.pools.match(hashes), None) if self._prefixes is None else self._prefixes.plan(hashes)
 
     def _hash(self, state: RequestState) -> list[bytes]:
         """Hashes of the prompt's full pages, as far as they may be shared; computed once."""

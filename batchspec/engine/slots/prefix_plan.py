@@ -20,6 +20,11 @@ class PrefixPlan:
     after: tuple[PrefixPlan, int] | None = None
     """The request of the group that leaves this state, and the number of pages after which it does; None: the state is there."""
 
+    num_pages: int = 0
+    """Pages that it shares with others, after which it begins."""
+    num_common: int = 0
+    """Pages that others had computed or will, as far as a state may be kept after them."""
+
     @property
     def level(self) -> int:
         """Number of pieces of other requests' prompts, one after another, that must be prefilled before this one begins."""
@@ -49,17 +54,29 @@ class PrefixPlanner:
 
     def plan(self, hashes: Sequence[bytes]) -> tuple[RowPages, PrefixPlan]:
         """The pages that a request shares, and its plan. hashes: of the pages of its prompt that may be shared."""
-        step = self._states.step
-        longest = self._pools.match(hashes).num_columns // step * step
-        prefix, plan = self._begun(hashes, longest)
-        if longest > prefix.num_columns and self._states.find(hashes[longest - 1]) is None:
-            entry = self._states.add(hashes[longest - 1], self._pinned)
-            if entry is not None:
-                self._pinned.add(entry)
-                plan.saves[longest] = entry
-        for count in range(prefix.num_columns + step, len(hashes) + 1, step):
-            self._computing.setdefault(hashes[count - 1], (plan, count))
+        common = self._pools.match(hashes).num_columns // self._states.step * self._states.step
+        prefix, plan = self._begun(hashes, common)
+        plan.num_pages, plan.num_common = prefix.num_columns, common
         return prefix, plan
+
+    def admit(self, plan: PrefixPlan, hashes: Sequence[bytes]) -> None:
+        """The request is one of the group, so its plan will be carried out: it leaves the state after the longest prefix that
+        another one had too, and more if later requests of the group ask for them. Nothing is promised before."""
+        if plan.num_common > plan.num_pages:
+            self._leave(plan, plan.num_common, hashes[plan.num_common - 1])
+        for count in range(plan.num_pages + self._states.step, len(hashes) + 1, self._states.step):
+            self._computing.setdefault(hashes[count - 1], (plan, count))
+
+    def _leave(self, plan: PrefixPlan, count: int, page_hash: bytes) -> int | None:
+        """The entry in which the request with this plan leaves the state after so many pages, the last of which has this hash;
+        None if there is one already, or none to be had."""
+        if self._states.find(page_hash) is not None:
+            return None
+        entry = self._states.add(page_hash, self._pinned)
+        if entry is not None:
+            self._pinned.add(entry)
+            plan.saves[count] = entry
+        return entry
 
     def _begun(self, hashes: Sequence[bytes], longest: int) -> tuple[RowPages, PrefixPlan]:
         """The longest prefix of at most so many pages whose state is there, or will be left by a request of the group."""
@@ -72,9 +89,8 @@ class PrefixPlanner:
     def _taken(self, page_hash: bytes) -> PrefixPlan | None:
         """A plan that begins with the state after this page; None if there is none and none can be left."""
         entry, after = self._states.find(page_hash), self._computing.get(page_hash)
-        if entry is None and after is not None and (entry := self._states.add(page_hash, self._pinned)) is not None:
-            other, count = after
-            other.saves[count] = entry
+        if entry is None and after is not None:
+            entry = self._leave(*after, page_hash)
         if entry is None:
             return None
         self._pinned.add(entry)
