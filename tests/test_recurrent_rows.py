@@ -153,6 +153,29 @@ def test_samples_of_a_prompt_compute_it_once() -> None:
     ]
 
 
+def test_a_request_that_gets_no_pages_promises_no_state() -> None:
+    """The first one has computed the prefix and left no state. The second would leave it, but has to wait; so the third finds
+    none."""
+    states = PrefixStates(range(4, 6), page_size=16, multiple=RECURRENT_CHUNK)
+    pools = PagePools(KVGroups.single(1), (200,), 16, states=states)
+    planner, hashes = PrefixPlanner(pools, states), prefix_hashes(np.full(140, 3, np.int32), 16)
+    planner.begin_group()
+    pages, plan = planner.plan(hashes)
+    planner.admit(plan, hashes)
+    pools.admit(pages, 9, hashes)
+    assert (plan.restores, plan.saves) == (None, {})
+    planner.begin_group()
+    planner.plan(hashes)
+    planner.begin_group()
+    _, plan = planner.plan(hashes)
+    assert plan.restores is None
+    planner.admit(plan, hashes)
+    assert plan.saves == {8: 4}
+    planner.begin_group()
+    _, plan = planner.plan(hashes)
+    assert plan.restores == 4
+
+
 def flat(recurrence: Recurrence, kv_len: list[int], q_len: list[int], slots: list[int] | None) -> FlatBatch:
     """Rows with their last q_len tokens; a dead row, whose kv_len is 0, has as many at position 0."""
     positions = [at for end, count in zip(kv_len, q_len, strict=True) for at in (range(end - count, end) if end else [0] * count)]
