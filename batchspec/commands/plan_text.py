@@ -149,6 +149,7 @@ class Plan:
         return [
             f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}; "
             f"each reads {_bytes(ahead.weights_read_bytes)} of weights and {_bytes(ahead.kv_read_bytes)} of K/V"
+            + f", and reads and writes {_bytes(ahead.state_bytes / 2)} of states" * bool(ahead.state_bytes)
         ]
 
     def _states(self) -> list[str]:
@@ -158,7 +159,7 @@ class Plan:
         dtype = str(states[0].dtype).removeprefix("torch.")
         return [
             f"states       {_bytes(sum(state.nbytes for state in states))} a row in {dtype}, of "
-            f"{counted(len(states), 'recurrent layer')}; a round reads and writes those of its rows"
+            f"{counted(len(states), 'recurrent layer')}"
         ]
 
     @property

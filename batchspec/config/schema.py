@@ -87,7 +87,8 @@ class PackingConfig:
     pages: int | None = None
     """Number of K/V pages of 16 tokens. null is as many as packing.memory_gb holds and the job can use."""
     memory_gb: float | None = None
-    """Memory for K/V pages in GB (1e9 bytes). null is what a GPU has left, or 60 % of a CPU's free memory."""
+    """Memory for K/V pages and states of recurrent layers, in GB (1e9 bytes). null is what a GPU has left, or 60 % of a CPU's
+    free memory."""
     max_num_batched_tokens: int | None = None
     """Maximum number of tokens of one prefill pass."""
     run_ahead: int | None = None

@@ -14,6 +14,7 @@ from batchspec.cache.sharing_cost import SharingCost
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.base import PLAIN_NORM, WHOLE, BlockSpec, Gemm, NormForm, Shard, TensorSpec, projections
+from batchspec.model.blocks.gated_delta import GatedDeltaSpec
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader, Json, has_file, read_json, shown
 from batchspec.model.families.registry import family_of
@@ -92,9 +93,14 @@ class ModelSpec:
             for mixer in (layer.mixer for layer in self.layers)
         )
 
+    @property
+    def recurrences(self) -> tuple[GatedDeltaSpec, ...]:
+        """The mixers of its recurrent layers."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaSpec))
+
     def states(self, dtype: torch.dtype) -> tuple[RowTensor, ...]:
         """The state that each recurrent layer keeps of a row, of a model that computes in `dtype`."""
-        return tuple(layer.row[0] for layer in self.layer_states(dtype, 1) if layer.kv is None)
+        return tuple(own.row_tensors(dtype, self.state_dtype, 0)[0] for own in self.recurrences)
 
     def sharing_cost(self, dtype: torch.dtype, *, page_size: int, max_q: int) -> SharingCost:
         """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once."""
@@ -127,7 +133,7 @@ class ModelSpec:
     @property
     def is_recurrent(self) -> bool:
         """Whether some layers keep a state of a row's tokens in place of their K and V."""
-        return self.num_kv_layers < self.num_layers
+        return bool(self.recurrences)
 
     @property
     def num_heads(self) -> int:

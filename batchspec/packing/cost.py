@@ -5,14 +5,15 @@ tokens. Attention reads each row's K/V once, whatever the number of query tokens
 or by arithmetic, whichever is slower:
 
     round_s = max(sum_g max(W_g(T) / weight_bytes_s, 2 P_g T / flop_s_g(T)), L layer_s)
-              + max(R kv sum_l C_l / bytes_s, 4 A T sum_l C_l / flop_s(T)) + overhead
+              + max(R kv sum_l C_l / bytes_s, 4 A T sum_l C_l / flop_s(T)) + 2 R S / bytes_s + overhead
 
 g runs over the products of all layers and the output matrix. W_g(T) bytes of the weights of g that are read, in their format; P_g
 weights of g with which a token is multiplied; flop_s_g the rate of their format: FP8 weights with quantised activations (W8A8)
 have their own; MXFP4 weights are unpacked and multiplied like plain ones. R rows, C_l keys of a row that layer l reads, T = R *
 tokens_per_row, kv bytes of K/V a token and layer, A query heads * head_dim, L layers. C_l is the row's context; in a layer with a
-window it is min(context, window + tokens_per_row - 1). LoRA adapters of rows add two products of their own to each product
-(`_adapters_s`).
+window it is min(context, window + tokens_per_row - 1). S bytes of the states of a row in all recurrent layers: a round reads and
+writes them once. In prefill these layers take the arithmetic of `GatedDeltaSpec.prefill_flop` for each token. LoRA adapters of
+rows add two products of their own to each product (`_adapters_s`).
 """
 
 from __future__ import annotations
@@ -173,6 +174,11 @@ def kv_read_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int, context_tok
     return rows * sum(_round_keys(spec, context_tokens, tokens_per_row)) * spec.kv_layout(dtype, 1).token_bytes
 
 
+def moved_state_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int) -> int:
+    """Bytes of the states of recurrent layers that the target reads and writes in one round: each state once in both ways."""
+    return 2 * rows * sum(state.nbytes for state in spec.states(dtype))
+
+
 def round_seconds(
     spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, rows: int, context_tokens: float, tokens_per_row: float,
     correlation: float = 1.0,
@@ -186,7 +192,7 @@ def round_seconds(
     kv_bytes = kv_read_bytes(spec, dtype=dtype, rows=rows, context_tokens=context_tokens, tokens_per_row=tokens_per_row)
     flop = _attention_flop(spec, tokens, _round_keys(spec, context_tokens, tokens_per_row))
     attention_s = max(kv_bytes / rates.bytes_s, flop / rates.flop_s(tokens))
-    states_s = 2 * rows * sum(state.nbytes for state in spec.states(dtype)) / rates.bytes_s  # read and written once
+    states_s = moved_state_bytes(spec, dtype=dtype, rows=rows) / rates.bytes_s
     return products_s + attention_s + states_s + rates.overhead_s + exchange_seconds(spec, dtype, tokens)
 
 
@@ -196,14 +202,16 @@ def prefill_seconds(
     """Seconds to prefill one prompt, as its share of passes of `pass_tokens` tokens.
 
     Logits are computed after the prompt's last token alone, or after every token where prompts are scored. A token attends to
-    half of the prompt on average; in a layer with a window, to the keys within it.
+    half of the prompt on average; in a layer with a window, to the keys within it. Recurrent layers take the same time for each
+    token.
     """
     share = prompt_tokens / pass_tokens
     reach = [prompt_tokens if window is None else min(window, prompt_tokens) for window in spec.windows]
     keys = [most * (1 - most / (2 * prompt_tokens)) for most in reach]
-    attention_s = _attention_flop(spec, prompt_tokens, keys) / rates.flop_s(pass_tokens)
+    flop = _attention_flop(spec, prompt_tokens, keys) + prompt_tokens * sum(own.prefill_flop for own in spec.recurrences)
+    mixers_s = flop / rates.flop_s(pass_tokens)
     pass_s = _products_s(spec, rates, dtype, pass_tokens, outputs=None if scores else 1 / share) + rates.overhead_s
-    return share * (pass_s + exchange_seconds(spec, dtype, pass_tokens)) + attention_s
+    return share * (pass_s + exchange_seconds(spec, dtype, pass_tokens)) + mixers_s
 
 
 def _products_s(

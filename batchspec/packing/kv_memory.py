@@ -74,6 +74,11 @@ class KVMemory:
         reserved = sum(size * (1 + self._prefilling(group)) for group, size in enumerate(self.page_bytes))
         return max(1, (budget - reserved) // self.row_bytes(num_tokens))
 
+    def slots(self, rows: int, num_tokens: float, spare: float) -> int:
+        """Number of slots, more than the `rows` rows of `num_tokens` tokens that there is memory for, whose rows need `1 + spare`
+        times the pages that there are beside these slots."""
+        return int(rows * (1 + spare) * (self.row_bytes(num_tokens) / (self.row_bytes(num_tokens) + spare * self.slot_bytes)))
+
     def num_pages(self, budget: int, slots: int) -> tuple[int, ...]:
         """Number of pages of each group, its scratch page included: as many as `slots` rows of maximum length need, or as fit
         into `budget` bytes.

@@ -11,10 +11,11 @@ import torch
 
 from batchspec.cache.layer_state import LayerState
 from batchspec.config.schema import PackingConfig
+from batchspec.console.text import counted
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
 from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, RECURRENT_CHUNK, PackedBatch
-from batchspec.packing.cost import Rates, kv_read_bytes, prefill_seconds, read_bytes, round_seconds
+from batchspec.packing.cost import Rates, kv_read_bytes, moved_state_bytes, prefill_seconds, read_bytes, round_seconds
 from batchspec.packing.kv_memory import KVMemory
 from batchspec.packing.memory import graph_tokens, reserve_bytes
 from batchspec.process.cgroup import free_memory_of_cgroups
@@ -29,7 +30,7 @@ GPU_RUN_AHEAD = 2
 GOOD_ENOUGH = 0.98
 """The smallest batch within 2 % of the best predicted tokens/s is chosen: fewer rows finish sooner and need less memory."""
 MORE_ROWS = 0.05
-"""Maximum number of slots beyond the rows for which there are pages, as a share of these rows."""
+"""Maximum pages that the rows of all slots may need beyond those that there are, as a share of these."""
 CPU_SHARE = 0.6
 """Share of the host's free memory that may be used; other programs need the rest."""
 
@@ -71,6 +72,8 @@ class Forecast:
     """Bytes of weights that the target reads in such a round; of experts, the expected number that tokens choose."""
     kv_read_bytes: float
     """Bytes of K/V that it reads."""
+    state_bytes: int
+    """Bytes of states of recurrent layers that it reads and writes, counted twice."""
     prefill_s: float
     decode_s: float
 
@@ -117,12 +120,15 @@ def choose_batch(
         )
         budget, memory = max(0, free_bytes - reserve), replace(memory, pass_tokens=pass_tokens)
         source = f"the GPU's free {free_bytes / 1e9:.2f} GB less {reserve / 1e9:.2f} GB for passes, rounds and graphs"
-    budget = _kv_budget(packing, memory, budget, source)
-    if packing.pages is not None:
-        memory = replace(memory, slot_bytes=0)  # the key sets the pages alone
-    most = min(limit, memory.rows(budget, _expected_tokens(held)))
+    if packing.pages is not None:  # the key sets the pages alone
+        left = budget - packing.pages * sum(memory.page_bytes)
+        limit = packing.max_num_seqs or min(limit, max(1, left // memory.slot_bytes) if memory.slot_bytes else limit)
+        memory = replace(memory, slot_bytes=0)
+    budget, tokens = _kv_budget(packing, memory, budget, source), _expected_tokens(held)
+    most = min(limit, memory.rows(budget, tokens))
     slots = packing.max_num_seqs or _choose_slots(
-        spec, rates, held, limit=limit, dtype=dtype, draft_len=draft_len, most=most, correlation=packing.expert_correlation
+        spec, rates, held, limit=limit, dtype=dtype, draft_len=draft_len, most=most,
+        fullest=min(limit, memory.slots(most, tokens, MORE_ROWS)), correlation=packing.expert_correlation,
     )
     pages, *more_pages = memory.num_pages(budget, slots)
     prefill_tokens = packing.max_num_batched_tokens or min(pass_tokens, max(PAGE_SIZE, slots * demand.max_tokens))
@@ -166,7 +172,8 @@ def forecast(
     )
     return Forecast(
         rounds=round(rounds), round_s=round_s, weights_read_bytes=weights, kv_read_bytes=kv_bytes,
-        prefill_s=demand.num_completions * prefill_s, decode_s=rounds * round_s,
+        state_bytes=moved_state_bytes(spec, dtype=dtype, rows=rows), prefill_s=demand.num_completions * prefill_s,
+        decode_s=rounds * round_s,
     )
 
 
@@ -241,28 +248,35 @@ def _expected_tokens(demand: Demand) -> float:
 
 
 def _kv_budget(packing: PackingConfig, memory: KVMemory, budget: int, source: str) -> int:
-    """Bytes of all K/V pages. Raises CapacityError if the longest row does not fit."""
-    size_bytes = sum(memory.page_bytes)
+    """Bytes of all K/V pages, and of what slots keep besides. Raises CapacityError if the longest row does not fit."""
+    size_bytes, slots = sum(memory.page_bytes), packing.max_num_seqs or 1
+    kept = slots * memory.slot_bytes
     if packing.pages is not None:
         budget, source = packing.pages * size_bytes, f"packing.pages={packing.pages}"
     elif packing.memory_gb is not None:
         budget, source = int(packing.memory_gb * 1e9), f"packing.memory_gb={packing.memory_gb}"
     needed = memory.row_pages + 1
+    enough_gb = math.ceil((needed * size_bytes + kept) / 1e7) / 100
     if budget // size_bytes < needed:
-        enough_gb = math.ceil(needed * size_bytes / 1e7) / 100
         key = f"packing.memory_gb to {enough_gb:.2f}" if packing.pages is None else f"packing.pages to {needed}"
         raise CapacityError(
             f"{source} gives {budget // size_bytes} K/V pages of {size_bytes / 1e6:.2f} MB; one row of {memory.max_tokens} "
             f"tokens needs {needed}; raise {key} or more, or lower model.max_len"
+        )
+    if budget < needed * size_bytes + kept:
+        raise CapacityError(
+            f"{source} gives {budget / 1e9:.2f} GB; the layers keep {kept / 1e9:.2f} GB of {counted(slots, 'slot')} besides K/V "
+            f"pages, and one row of {memory.max_tokens} tokens needs {needed * size_bytes / 1e9:.2f} GB of pages; raise "
+            f"packing.memory_gb to {enough_gb:.2f} or more, or lower packing.max_num_seqs or model.max_len"
         )
     return budget
 
 
 def _choose_slots(
     spec: ModelSpec, rates: Rates, demand: Demand, *, limit: int, dtype: torch.dtype, draft_len: int, most: int,
-    correlation: float,
+    fullest: int, correlation: float,
 ) -> int:
-    """The best number of slots among powers of two and about `most`, the number of rows that the pages hold."""
+    """The best number of slots among powers of two and about `most`, the number of rows that the pages hold, up to `fullest`."""
     context = demand.prompt_tokens + demand.output_tokens / 2
 
     def speed(slots: int) -> float:
@@ -275,7 +289,7 @@ def _choose_slots(
     if most > 64:
         # A partly filled tile takes as long as a full one. Rows need all their pages only at their end, so a few more rows fit.
         step = max(1, rates.tile // (draft_len + 1))
-        filled = min(limit, int(most * (1 + MORE_ROWS))) // step * step
+        filled = fullest // step * step
         whole = max(most - most % 8, filled, key=lambda slots: speed(slots) if slots else 0.0)
     else:
         whole = most

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from batchspec.cache.layer_state import RowTensor
+from batchspec.kernels.gated_delta.chunk_products import CHUNK
 from batchspec.kernels.gated_delta.convolve import convolve
 from batchspec.kernels.gated_delta.delta_chunks import delta_chunks
 from batchspec.kernels.gated_delta.delta_steps import delta_steps
@@ -111,9 +112,23 @@ class GatedDeltaSpec(NormedSpec):
 
     @property
     def activation_size(self) -> int:
-        """Values of q, k, v and z, and q, k and v again after the convolution; b and a, and the fp32 gates; the output before
-        and after its norm."""
-        return self.qkvz.rows + self.channels + 6 * self.num_value_heads + 2 * self.inner_size
+        """Values of q, k, v and z, and q, k and v again after the convolution; b and a, and the fp32 gates; what `delta_chunks`
+        computes before it takes the states; the output before and after its norm."""
+        of_chunks: int = 2 * CHUNK.value + 8
+        return self.qkvz.rows + self.channels + (6 + of_chunks) * self.num_value_heads + 2 * self.inner_size
+
+    @property
+    def prefill_flop(self) -> int:
+        """Operations of the recurrence for one token of a prompt, in chunks of C = 64 tokens. Of each value head
+
+            4 C DK + 8 C^2    q k' and k k' in the chunk, and its inverse, four products of C x C matrices
+            6 DK DV + 4 C DV  k S', q S' and the change of S; the products of both C x C matrices with the values
+
+        Real sizes: 197 thousand, of which the states take half.
+        """
+        size: int = CHUNK.value
+        of_chunk = 4 * size * (self.key_dim + self.value_dim) + 8 * size * size
+        return self.num_value_heads * (of_chunk + 6 * self.key_dim * self.value_dim)
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         return *(Gemm(product=own, ops=("linear",)) for own in (self.qkvz, self.ba)), self.gemm_of_output(self.out)
