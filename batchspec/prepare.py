@@ -189,7 +189,7 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     if on_this_machine and config.draft.adaptive and device.type == "cpu":
         raise ConfigError("draft.adaptive=true uses times measured on a GPU, and this job runs on the CPU; remove the key")
     dtype = resolve_dtype(config.model.dtype, spec, device)
-    spec = _with_states(spec.on(device, dtype, config.model.activations), config.cache.state_dtype, dtype)
+    spec = with_states(spec.on(device, dtype, config.model.activations), config.cache.state_dtype, dtype)
     if config.decode.deterministic:
         spec = in_one_order(spec, device, dtype, on_this_machine=on_this_machine)
         if adapters is not None and dtype is not torch.float64:
@@ -209,7 +209,7 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     )
 
 
-def _with_states(spec: ModelSpec, state_dtype: str, dtype: torch.dtype) -> ModelSpec:
+def with_states(spec: ModelSpec, state_dtype: str, dtype: torch.dtype) -> ModelSpec:
     """The spec with cache.state_dtype. Raises ConfigError if it has no effect on this model in `dtype`."""
     if state_dtype == "auto":
         return spec

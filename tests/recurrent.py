@@ -43,7 +43,8 @@ class LoudNoise(DummyWeights):
 
     def tensor(self, name: str) -> Tensor:
         found = super().tensor(name)
-        return found if self._tensors[name].role == "norm" else found * LOUD
+        tensor = self._tensors[name]
+        return found if tensor.role == "norm" or tensor.between is not None else found * LOUD
 
 
 @cache

@@ -76,7 +76,8 @@ def test_a_line_has_the_settings_and_the_speed_of_a_variant(
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 320, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 5, "num_experts": 5,
-    "num_experts_per_tok": 2, "rotary_dim": 8,
+    "num_experts_per_tok": 2, "rotary_dim": 8, "full_attention_interval": 2, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "shared_expert_intermediate_size": 32,
 }
 
 
@@ -89,7 +90,7 @@ DISTINCT = {small(name): name for name in reversed(SHAPES) if "-" in name}
 
 
 @pytest.mark.parametrize("config", DISTINCT, ids=DISTINCT.values())
-def test_the_shapes_with_experts_and_in_fp8_run(config: str, tmp_path: Path) -> None:
+def test_the_shapes_with_experts_in_fp8_and_with_states_run(config: str, tmp_path: Path) -> None:
     shape_ = tmp_path / "config.json"
     shape_.write_text(config)
     rows = lines(shape_, tmp_path / "o.jsonl", "--draft", "none", "eagle3", "--k", "2", "--accept", "1,0")

@@ -82,7 +82,7 @@ def _time(bench: Bench, variant: VariantSpec, record: Record) -> dict[str, Any]:
     engine.executor.graphs.prepare([shape])
     with engine.executor.dead_tokens_routed():
         dead_s = engine.executor.graphs.seconds(shape)
-    _begin(engine, args.prompt)
+    begin_rows(engine, args.prompt)
     if automata := bench.automata(variant):
         begin_anywhere(engine, automata, bench.workload.requests[0])
     for _ in range(WARM_ROUNDS):
@@ -102,7 +102,7 @@ def _time(bench: Bench, variant: VariantSpec, record: Record) -> dict[str, Any]:
         "tok_s": round(tokens / seconds, 1),
     }
     if args.profile:
-        _begin(engine, args.prompt)
+        begin_rows(engine, args.prompt)
         profiled = min(args.rounds, PROFILED_ROUNDS)
         if bench.group is None or bench.group.rank == 0:
             record.profile = profile_calls(lambda: engine.executor.graphs.run(shape), profiled)
@@ -113,8 +113,8 @@ def _time(bench: Bench, variant: VariantSpec, record: Record) -> dict[str, Any]:
     return row
 
 
-def _begin(engine: Engine, past: int) -> None:
-    """Every slot's row gets `past` tokens; its pages are anywhere in the pool."""
+def begin_rows(engine: Engine, past: int) -> None:
+    """Every slot's row gets `past` tokens; its pages are anywhere in the pool, and its states hold all tokens but the last."""
     rows, device = engine.executor.rows, engine.executor.rows.tokens.device
     noise = torch.Generator(device).manual_seed(0)
     rows.tokens.random_(FIRST_ID, engine.executor.round.target.spec.vocab_size, generator=noise)
@@ -129,6 +129,10 @@ def _begin(engine: Engine, past: int) -> None:
             movable(layer.pages).random_(0, 0x48, generator=noise)  # bits of 0 .. 3.75
         else:
             layer.pages.normal_(generator=noise)
+    for tensor in (tensor for own in engine.executor.cache.target_rows for tensor in own):
+        tensor.normal_(generator=noise)
+    if engine.executor.cache.num_folded is not None:
+        engine.executor.cache.num_folded.fill_(past - 1)
     rows.num_tokens.fill_(past)
     rows.prompt_len.fill_(past)
     rows.live.fill_(1)

@@ -27,7 +27,7 @@ from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.survey import Survey
-from batchspec.prepare import open_job, part_of_group
+from batchspec.prepare import open_job, part_of_group, with_states
 from batchspec.records import Ids, Request, SamplingParams
 
 MEDIAN_LOG, SIGMA = 6.685, 0.7
@@ -104,7 +104,7 @@ def _draw(count: int, prompt_len: int, vocab_size: int, *, lognormal_cap: int = 
 def _dummy(args: argparse.Namespace, device: torch.device, group: Group | None) -> Workload:
     spec = shape_spec(args.shape)
     dtype = resolve_dtype(args.dtype, spec, device)
-    spec = spec.on(device, dtype)
+    spec = with_states(spec.on(device, dtype), args.states, dtype)
     part = part_of_group(in_one_order(spec, device, dtype) if args.deterministic else spec, group)
     count = args.requests or args.batch
     if count % args.samples:
@@ -126,6 +126,7 @@ def _real(args: argparse.Namespace, device: torch.device, group: Group | None) -
     given = {
         "model": {"path": args.model, "dtype": args.dtype},
         "input": source,
+        "cache": {"state_dtype": args.states},
         "decode": {"max_new_tokens": args.gen, "deterministic": args.deterministic},
         "device": device.type,
     }

@@ -52,14 +52,30 @@ _MINIMAX_M2: dict[str, Any] = {
     "rms_norm_eps": 1e-6, "rope_theta": 5000000.0, "rotary_dim": 64, "use_qk_norm": True, "qk_norm_type": "per_layer",
     "scoring_func": "sigmoid", "use_routing_bias": True,
 }
+_QWEN3_5: dict[str, Any] = {
+    "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "head_dim": 256, "full_attention_interval": 4,
+    "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    "vocab_size": 248320, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_theta": 10000000.0,
+    "partial_rotary_factor": 0.25, "attention_bias": False,
+}
+_QWEN3_5_35B: dict[str, Any] = _QWEN3_5 | {
+    "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 40,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "linear_num_value_heads": 32, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8,
+}
+_QWEN3_NEXT: dict[str, Any] = _QWEN3_5_35B | {
+    "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 48, "vocab_size": 151936,
+    "intermediate_size": 5120, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 
 
-def _fp8(router: str = "mlp.gate") -> dict[str, Any]:
-    """FP8 weights with a scale for each 128 x 128 block, all but the output matrix and the router."""
+def _fp8(*plain: str) -> dict[str, Any]:
+    """FP8 weights with a scale for each 128 x 128 block, all but the output matrix and `plain` modules, by default a router."""
     return {
         "quantization_config": {
             "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
-            "modules_to_not_convert": ["lm_head", router],
+            "modules_to_not_convert": ["lm_head", *(plain or ("mlp.gate",))],
         }
     }
 
@@ -84,6 +100,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-235b-a22b": _QWEN3_235B,
     "qwen3-235b-a22b-fp8": _QWEN3_235B | _fp8(),
     "minimax-m2-fp8": _MINIMAX_M2 | _fp8("block_sparse_moe.gate"),
+    "qwen3.5-0.8b": _QWEN3_5 | {
+        "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "linear_num_value_heads": 16, "tie_word_embeddings": True,
+    },
+    "qwen3.5-27b": _QWEN3_5 | {
+        "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
+        "num_key_value_heads": 4, "linear_num_value_heads": 48,
+    },
+    "qwen3.5-35b-a3b": _QWEN3_5_35B,
+    "qwen3.5-35b-a3b-fp8": _QWEN3_5_35B | _fp8("mlp.gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b"),
+    "qwen3-next-80b-a3b": _QWEN3_NEXT,
 }
 DRAFT_VOCAB = {"smol135m": 16384}
 """Tokens that the head of a shape can draft, where not the usual number."""

@@ -252,7 +252,8 @@ def _of_entry(slices: Slices | None, name: str) -> tuple[slice, ...]:
 
 
 class DummyWeights:
-    """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms 1; FP8 weights N(0, 100^2), their scales 0.0002.
+    """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms 1; FP8 weights N(0, 100^2), their scales 0.0002;
+    parameters of a decay in the range of real ones, so that states stay small and keep what they were given for long.
 
     The same in every run on one kind of device. MXFP4 weights are random bytes, and so are their scales, in a range that keeps
     values small. What is kept wider than the model's dtype holds numbers of that dtype, as in most checkpoints. The ranks of a
@@ -291,4 +292,7 @@ class DummyWeights:
         dtype = _dtype_of(tensor, self.dtype)
         if tensor.role in ("norm", "scale"):
             return torch.full(shape, tensor.typical, dtype=dtype, device=self.device)
-        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0.0, 0.02, generator=self._generator).to(dtype)
+        made = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if tensor.between is not None:
+            return made.uniform_(*tensor.between, generator=self._generator).to(dtype)
+        return made.normal_(0.0, 0.02, generator=self._generator).to(dtype)

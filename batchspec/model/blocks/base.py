@@ -87,6 +87,8 @@ class TensorSpec:
     """Other shapes in which the file may hold the same values."""
     typical: float = 1.0
     """Value of a scale among dummy weights."""
+    between: tuple[float, float] | None = None
+    """Range of the values among dummy weights; None: they are as its role says."""
 
 
 @dataclass(frozen=True, slots=True)

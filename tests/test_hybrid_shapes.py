@@ -1,0 +1,112 @@
+"""The shapes of Qwen3.5 and Qwen3-Next that bench, doctor and plan know by name, and their dummy weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchspec.bench import command as bench
+from batchspec.bench.arguments import parse
+from batchspec.bench.engines import Bench, variant_specs
+from batchspec.bench.rounds import begin_rows
+from batchspec.bench.workloads import make_workload
+from batchspec.errors import ConfigError
+from batchspec.model.blocks.gated_delta import A_LOGS, DT_BIASES
+from batchspec.model.quant.plain import PLAIN
+from batchspec.model.shapes import COMMON, SHAPES, shape_spec
+from batchspec.model.weights import DummyWeights
+from batchspec.packing.cost import num_multiplied
+from batchspec.tuning import policy
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "weights_gb", "active", "state_mb", "token_bytes"),
+    [
+        ("qwen3.5-0.8b", 1.50, 0.75e9, 18.9, 12_288),
+        ("qwen3.5-27b", 53.8, 25.6e9, 151.0, 65_536),
+        ("qwen3.5-35b-a3b", 69.3, 2.9e9, 62.9, 20_480),
+        ("qwen3.5-35b-a3b-fp8", 35.7, 2.9e9, 62.9, 20_480),
+        ("qwen3-next-80b-a3b", 159.3, 3.6e9, 75.5, 24_576),
+    ],
+)
+def test_sizes_are_the_published_ones(
+    name: str, weights_gb: float, active: float, state_mb: float, token_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "is_hopper", lambda device: True)
+    spec = shape_spec(name).on(CPU, BF16)
+    assert spec.unread == ()
+    assert spec.weight_bytes(BF16) == pytest.approx(weights_gb * 1e9, rel=0.01)
+    assert num_multiplied(spec) == pytest.approx(active, rel=0.1)
+    assert sum(state.nbytes for state in spec.states(BF16)) == pytest.approx(state_mb * 1e6, rel=0.002)
+    assert spec.kv_layout(BF16, 1).token_bytes * spec.num_kv_layers == token_bytes
+
+
+def test_gates_stay_plain_in_fp8() -> None:
+    spec = shape_spec("qwen3.5-35b-a3b-fp8").on(CPU, BF16)
+    plain = {
+        part.name for prefix, block in spec.blocks() if prefix.startswith("model.layers.0.") for product in block.products
+        for part in product.parts if spec.formats.of(f"{prefix}{part.name}") is PLAIN
+    }
+    assert plain == {"linear_attn.in_proj_b", "linear_attn.in_proj_a"}
+
+
+def test_dummy_states_forget_slowly() -> None:
+    weights = DummyWeights(shape_spec("qwen3.5-0.8b"), dtype=torch.float32, device=CPU)
+    dt_bias, a_log = (weights.tensor(f"model.layers.0.linear_attn.{name}") for name in ("dt_bias", "A_log"))
+    assert DT_BIASES[0] <= float(dt_bias.min()) < float(dt_bias.max()) <= DT_BIASES[1]
+    assert A_LOGS[0] <= float(a_log.min()) < float(a_log.max()) <= A_LOGS[1]
+    left = (-a_log.exp() * torch.nn.functional.softplus(dt_bias)).exp()
+    assert 0.15 < float(left.min()) < 0.9 < float(left.max()) < 1
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    changes = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "full_attention_interval": 2, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    }
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps({**COMMON, **SHAPES["qwen3.5-0.8b"], **changes}))
+    return path
+
+
+SIZES = ["--batch", "2", "--prompt", "8", "--dtype", "float32", "--device", "cpu"]
+
+
+@pytest.mark.second
+def test_states_stay_finite_over_many_tokens(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.jsonl"
+    assert bench.main([str(out), "small", "--shape", str(small), "--gen", "400", *SIZES, "--states", "bfloat16"]) == 0
+    assert json.loads(out.read_text())["tokens"] == 800  # a logit that is not finite would end its row
+
+
+def test_rounds_begin_from_states_that_hold_the_past(small: Path) -> None:
+    """Without it the first round would replay thousands of positions, from rings that hold a few."""
+    args = parse(["o", "n", "--shape", str(small), "--rounds", "2", *SIZES, "--k", "2", "--draft", "lookup"])
+    (way,) = variant_specs(args)
+    engine = Bench(args, make_workload(args, CPU), CPU).engine(way, buckets=(2,))
+    begin_rows(engine, 8)
+    cache = engine.executor.cache
+    assert cache.num_folded is not None
+    assert cache.num_folded.tolist() == [7, 7]
+    assert all(bool(tensor.any()) and bool(tensor.isfinite().all()) for own in cache.target_rows for tensor in own)
+
+
+@pytest.mark.parametrize("drafter", [["none"], ["eagle3", "--k", "0", "2", "--accept", "1,0"]])
+@pytest.mark.second
+def test_single_rounds_are_timed(drafter: list[str], small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.jsonl"
+    assert bench.main([str(out), "small", "--shape", str(small), "--rounds", "4", *SIZES, "--draft", *drafter]) == 0
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["mean_acceptance_length"] for row in found] == ([1.0] if len(drafter) == 1 else [1.0, 2.0])
+
+
+def test_states_of_a_shape_without_them_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cache.state_dtype=bfloat16 applies to recurrent layers, and llama has none"):
+        make_workload(parse(["o", "n", "--shape", "smol135m", *SIZES, "--states", "bfloat16"]), CPU)
