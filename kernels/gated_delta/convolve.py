@@ -60,7 +60,7 @@ def gates_of(ba, token, exists, value, a_log, dt_bias, ba_stride, A: tl.constexp
     return -tl.exp(tl.load(a_log + value).to(ACC)) * tl.where(a > 20.0, a, exact), 1.0 / (1.0 + tl.exp(-b))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def convolve_kernel(
     x, ba, weight, a_log, dt_bias, conv_inputs, keys, values, ring_gates, cu_seqlens, positions, row_ids, slots, live,
     out_q, out_k, out_v, out_gates, num_tokens, x_stride, ba_stride, conv_stride, keys_stride, values_stride, gates_stride,
