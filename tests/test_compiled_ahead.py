@@ -22,12 +22,14 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.executor import NUM_PROBES, _longest
 from batchspec.engine.prefill.passes import prefill_chunk, rehearsal
-from batchspec.engine.step import RoundShape
+from batchspec.engine.step import RoundShape, Segment
 from batchspec.kernels.common.dry_run import dry_run, is_dry
+from batchspec.kernels.gated_delta import chunk_products, convolve, delta_chunks, delta_steps, gated_norm
 from batchspec.model.quant import plain
 from batchspec.model.target import Target
 from tests.engines import make_engine, packed
 from tests.moe_models import Strong, tiny_spec
+from tests.recurrent import LoudNoise, hybrid_spec
 from tests.stand_in_gpu import stand_in_gpu
 from tests.test_expert_kernels import CASES, CPU, VOCAB, made
 
@@ -81,7 +83,7 @@ def state(engine: Engine) -> dict[str, Tensor]:
     executor = engine.executor
     tensors = {name: tensor for name in SLOT_FIELDS for tensor in executor.rows._tensors(name)}
     tensors |= {f"pages {i}": layer.pages for i, layer in enumerate(executor.cache.layers)}
-    tensors |= {f"drafter {i}": tensor for i, tensor in enumerate(executor.cache.draft_rows)}
+    tensors |= {f"kept {i}": tensor for i, tensor in enumerate(executor.cache.row_tensors)}
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -130,3 +132,68 @@ def test_all_variants_of_kernels_are_compiled_ahead_and_nothing_else_happens(
     assert launched
     assert [variant[0] for variant in launched - ahead] == []
     assert any(not torch.equal(value, state(engine)[key]) for key, value in before.items()), "real runs write"
+
+
+DELTA = {
+    name: kernel.kwargs["do_not_specialize"] or ()
+    for module in (chunk_products, convolve, delta_chunks, delta_steps, gated_norm)
+    for name, kernel in vars(module).items() if name.endswith("_kernel")
+}
+"""Kernels of recurrent layers -> their arguments that Triton does not specialise for."""
+
+
+def of_recurrence(variants: set[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
+    return {
+        (name, *((key, value) for key, value in given if key not in DELTA[name])) for name, *given in variants if name in DELTA
+    }
+
+
+def known_rows(count: int, begin: int, end: int, *, generated: bool = False) -> list[Segment]:
+    return [Segment(slot, begin, end, True, generated=generated) for slot in range(count)]
+
+
+PASSES = {
+    "one token": known_rows(1, 0, 1),
+    "many rows of one token": known_rows(18, 0, 1),
+    "rows longer than the rings": known_rows(6, 0, 20),
+    "the end of a long prompt": known_rows(1, 64, 131),
+    "one generated token": known_rows(1, 30, 31, generated=True),
+    "many rows of one generated token": known_rows(16, 30, 31, generated=True),
+    "rows of generated tokens": known_rows(3, 30, 59, generated=True),
+}
+"""Passes that no rehearsal has, as rows that enter a job or resume after a preemption bring them."""
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("drafter", ["none", "lookup"])
+def test_rows_with_states_enter_and_resume_without_another_variant_of_a_kernel(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, in steps, and in rounds of each K."""
+    monkeypatch.setattr(plain, "_can_pack", lambda weight: False)
+    with stand_in_gpu(F32):
+        spec = hybrid_spec()
+        target = Target(spec, LoudNoise(spec, dtype=F32, device=CPU), CPU)
+        batch = packed(18, draft_len=3, prefill_tokens=128, max_len=140)
+        engine = make_engine(target, drafter_of(drafter, target), batch, device=CPU)
+        executor = engine.executor
+        shapes = [RoundShape(rows, k, GREEDY) for rows in (1, 16, 18) for k in {0, executor.drafter.max_len}]
+        executor.rows.live.zero_()
+        executor.rows.provide(GREEDY)
+        before = state(engine)
+        with recorded() as ahead:
+            ended = [dry_run(launch, CPU) for launch in executor.launches(GREEDY, shapes)]
+        assert ended == [None] * len(ended)
+        after = state(engine)
+        assert all(torch.equal(after[key], value) for key, value in before.items())
+        compiled, names = of_recurrence(ahead), {name for name, *_ in of_recurrence(ahead)}
+        assert names == DELTA.keys()
+        for name, segments in PASSES.items():
+            with recorded() as launched:
+                prefill_chunk(executor.round, executor.rows, segments, GREEDY)
+            assert of_recurrence(launched), name
+            assert of_recurrence(launched) <= compiled, name
+        with recorded() as launched:
+            for shape in shapes:
+                executor.graphs._run(shape)
+        assert of_recurrence(launched) <= compiled

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
+import polars as pl
 import pytest
 import torch
 
+from batchspec import prepare
 from batchspec.bench import command as bench
 from batchspec.bench.arguments import parse
 from batchspec.bench.engines import Bench, variant_specs
 from batchspec.bench.rounds import begin_rows
 from batchspec.bench.workloads import make_workload
+from batchspec.commands import plan_text, planning
+from batchspec.config.compose import compose
 from batchspec.errors import ConfigError
+from batchspec.load import memory
 from batchspec.model.blocks.gated_delta import A_LOGS, DT_BIASES
+from batchspec.model.products import products
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.shapes import COMMON, SHAPES, shape_spec
 from batchspec.model.weights import DummyWeights
-from batchspec.packing.cost import num_multiplied
+from batchspec.packing.cost import H200, num_multiplied
 from batchspec.tuning import policy
+from tests.stand_ins import ByteTokenizer
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
@@ -94,7 +102,7 @@ def test_rounds_begin_from_states_that_hold_the_past(small: Path) -> None:
     begin_rows(engine, 8)
     cache = engine.executor.cache
     assert cache.num_folded is not None
-    assert cache.num_folded.tolist() == [7, 7]
+    assert cache.num_folded[:2].tolist() == [7, 7]
     assert all(bool(tensor.any()) and bool(tensor.isfinite().all()) for own in cache.target_rows for tensor in own)
 
 
@@ -110,3 +118,43 @@ def test_single_rounds_are_timed(drafter: list[str], small: Path, tmp_path: Path
 def test_states_of_a_shape_without_them_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"cache.state_dtype=bfloat16 applies to recurrent layers, and llama has none"):
         make_workload(parse(["o", "n", "--shape", "smol135m", *SIZES, "--states", "bfloat16"]), CPU)
+
+
+def test_the_recipe_of_a_35b_is_planned_for_one_h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dummy weights: `batchspec plan +job=reasoning_35b model.load_format=dummy ...`."""
+    free = 140 * 10**9
+    for module in (plan_text, memory):
+        monkeypatch.setattr(module, "free_memory", lambda device, weights=0: free - weights)
+    monkeypatch.setattr(prepare, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    monkeypatch.setattr(policy, "is_hopper", lambda device: True)
+    monkeypatch.setattr(planning, "device_rates", lambda *_, **__: H200)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**COMMON, **SHAPES["qwen3.5-35b-a3b"]}))
+    turns = [[{"role": "user", "content": "x" * 1500}]] * 2000
+    pl.DataFrame({"messages": turns}).write_parquet(tmp_path / "in.parquet")
+    words = ["+job=reasoning_35b", f"model.path={tmp_path / 'model'}", f"input.path={tmp_path / 'in.parquet'}"]
+    found = {}
+    for value in ("auto", "bfloat16"):
+        config = compose([*words, "model.load_format=dummy", "device=cpu", f"cache.state_dtype={value}"])
+        made = planning.plan(config, tokenizer=cast(Any, ByteTokenizer()))
+        assert made.batch is not None
+        assert made.batch.draft_len == 3
+        assert 1500 + 16_384 < made.batch.max_len <= 20_480
+        held, total = next(line for line in made.text().splitlines() if line.startswith("memory")).split(" = ")
+        assert "69.32 GB weights" in held
+        assert " row tensors" in held
+        assert float(total.split(" GB")[0]) <= 140
+        found[value] = made.batch.num_slots
+    assert 150 < found["auto"] < found["bfloat16"]
+
+
+def test_doctor_tunes_the_products_of_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, k, v and z; the gates; the output. In FP8 the gates alone, which stay plain."""
+    of_layer = [("linear", 12_288, 2048), ("linear", 64, 2048), ("linear", 2048, 4096), ("linear_add", 2048, 4096)]
+    for name in ("qwen3.5-35b-a3b", "qwen3-next-80b-a3b"):
+        assert products(shape_spec(name))[:4] == of_layer
+    assert [("linear", rows, 5120) in products(shape_spec("qwen3.5-27b")) for rows in (16_384, 96, 14_336)] == [True] * 3
+    monkeypatch.setattr(policy, "is_hopper", lambda device: True)
+    fp8 = shape_spec("qwen3.5-35b-a3b-fp8").on(CPU, BF16)
+    assert products(fp8) == [("linear", 64, 2048), ("lm_head", 248_320, 2048)]

@@ -21,7 +21,7 @@ from batchspec.engine.loop import executor as executor_module
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.loop.round_planner import RoundPlanner
 from batchspec.engine.prefill.cost import PrefillCost
-from batchspec.engine.prefill.passes import rehearse
+from batchspec.engine.prefill.passes import rehearsal, rehearse
 from batchspec.engine.rounds.draft_lengths import candidates
 from batchspec.engine.rounds.graphs import GRAPH_DTYPES
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
@@ -469,6 +469,20 @@ def test_a_rehearsal_is_the_largest_pass_that_there_can_be_and_a_short_one(
     rehearse(launch, rows, max_tokens=max_tokens, longest=longest, mode=MODE)
     assert passes == between + [ends] * 3 + [[short]] * 6
     assert not rows.page_tables[0].any()
+
+
+def test_a_rehearsal_of_recurrent_layers_has_short_prompts_and_generated_tokens() -> None:
+    """Prompts are cut at multiples of 64 alone, so passes of fewer tokens are whole prompts."""
+    passes = rehearsal(4, max_tokens=200, longest=150, multiple=64)
+    assert [[s.end - s.begin for s in segments] for segments in passes] == [
+        [1], [2], [4], [8], [16], [32], [64], [128], [17], [17] * 2, [17] * 4, [17], [150],
+    ]
+    assert [[s.generated for s in segments] for segments in passes].index([True]) == 8
+    assert sum(s.generated for segments in passes for s in segments) == 1
+    assert all(s.last or s.end % 64 == 0 for segments in passes for s in segments)
+    plain = rehearsal(4, max_tokens=200, longest=150)
+    assert not any(s.generated for segments in plain for s in segments)
+    assert [s.end - s.begin for s in plain[-1]] == [150, 50]
 
 
 @pytest.mark.parametrize("stalled", [1, 3, 5, 8])

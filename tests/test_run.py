@@ -121,7 +121,10 @@ def test_a_model_of_the_package_is_the_same_by_group_and_by_path(name: str, jobs
             [*GIVEN, "draft=pard"],
             "draft=pard needs draft.path: the folder or hub id of a small model with the target's tokenizer",
         ),
-        (["+job=dmeo"], "job=dmeo is not a choice of the group job; did you mean demo? choices: demo, reasoning_8k"),
+        (
+            ["+job=dmeo"],
+            "job=dmeo is not a choice of the group job; did you mean demo? choices: demo, reasoning_35b, reasoning_8k",
+        ),
         (["job=demo"], "write +job="),
         (["=3"], "cannot read the override '=3'; write key=value"),
         (["model=null"], "model=null is not a choice of the group model; choices: checkpoint, smollm2-135m"),
@@ -308,7 +311,7 @@ def test_help_shows_examples_groups_and_keys_and_runs_nothing(jobs: Jobs, capsys
         assert run.main(words) == 0
         said = capsys.readouterr().out
         assert said.count("batchspec run ") >= 5
-        assert re.search(r"\n  job +demo, reasoning_8k\n", said)
+        assert re.search(r"\n  job +demo, reasoning_35b, reasoning_8k\n", said)
         assert re.search(r"\n  decode\.max_new_tokens=1024 +Maximum number of output tokens of a completion\.\n", said)
     assert jobs.ran == []
 

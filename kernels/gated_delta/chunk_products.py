@@ -53,7 +53,7 @@ def inverse_of_unit_lower(a, PRECISION: tl.constexpr, ACC: tl.constexpr):
 @triton.jit
 def chunk_of(program, num_rows, cu_seqlens, ROWS: tl.constexpr):
     """(row, number of its chunk, counted from its first). Row r has programs cu_seqlens[r] // CHUNK + 2 r on, at least as many as
-    chunks; so a launch needs T // CHUNK + 2 R programs, and no work list."""
+    chunks; so a launch needs T // CHUNK + 2 R programs, and no work list. ROWS: not fewer than rows, a power of two."""
     rows = tl.arange(0, ROWS)
     begins = tl.load(cu_seqlens + rows, mask=rows < num_rows, other=0) // CHUNK + 2 * rows
     row = tl.sum(((begins <= program) & (rows < num_rows)).to(tl.int32), 0) - 1

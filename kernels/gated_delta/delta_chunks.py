@@ -35,8 +35,6 @@ from batchspec.kernels.gated_delta.layout import (
 )
 
 TILE, WARPS, STAGES = 32, 4, 2
-LEAST_ROWS = 64
-"""All smaller numbers of rows use the same compiled kernel."""
 
 
 @triton.jit
@@ -115,7 +113,7 @@ def delta_chunks(inputs: DeltaInputs, state: DeltaState, batch: DeltaBatch, out:
     rows = batch.cu_seqlens, batch.positions, batch.slots, batch.live
     chunk_products_kernel[((num_tokens // CHUNK.value + 2 * num_rows) * value_heads,)](
         inputs.q, inputs.k, inputs.gates, *rows, solve, attend, factors, num_rows, HK=key_heads, HV=value_heads, DK=key_dim,
-        ROWS=max(LEAST_ROWS, triton.next_power_of_2(num_rows)), DIM=dim, ACC=acc,
+        ROWS=triton.next_power_of_2(max(num_rows, len(state.state))), DIM=dim, ACC=acc,
         INTERPRETED=not out.is_cuda, num_warps=WARPS, **launch_args(out),
     )
     delta_chunks_kernel[(num_rows * value_heads * triton.cdiv(value_dim, TILE),)](

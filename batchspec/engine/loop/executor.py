@@ -177,7 +177,7 @@ class Executor:
         longest = _longest(self.batch)
         cost = rehearse(
             self._prefill_pass, self.rows, max_tokens=self.batch.prefill_tokens, longest=longest, mode=mode,
-            multiple=self.prefill_multiple or 1,
+            multiple=self.prefill_multiple,
         )
         return cost if self.prefill_graphs is None else self.prefill_graphs.learn(cost, mode, longest=longest)
 
@@ -203,7 +203,7 @@ class Executor:
         """
         num_slots, options = self.batch.num_slots, self.round.options
         passes = rehearsal(
-            num_slots, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch), multiple=self.prefill_multiple or 1
+            num_slots, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch), multiple=self.prefill_multiple
         )
         prefills = [partial(self._prefill_pass, segments, mode) for segments in reversed(passes)]
         rounds = self.graphs.launches(shapes) if options.decodes else []

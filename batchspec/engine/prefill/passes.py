@@ -128,14 +128,14 @@ def prefill_drafter(
 
 def rehearse(
     launch: Callable[[Sequence[Segment], SamplingMode], object], rows: DeviceBatch, *, max_tokens: int, longest: int,
-    mode: SamplingMode, multiple: int = 1,
+    mode: SamplingMode, multiple: int | None = None,
 ) -> PrefillCost:
     """Seconds of a pass of `max_tokens` and of a short one, over free slots; K/V go to page 0, which no row reads. GPU only; no
     row may be live.
 
     launch   launches a pass
     longest  tokens of a row of the pass: long rows use another attention kernel, which compiles for a minute at its first use
-    multiple  rows are cut at multiples of so many tokens
+    multiple  as in `rehearsal`
 
     The minimum of several times is used: a short pass is mostly launches, and one stall of the host, such as a garbage
     collection, may take longer than all of them. The rehearsal also compiles the kernels and allocates the memory of the largest
@@ -153,20 +153,26 @@ def rehearse(
     return PrefillCost(least=short_s, token=full_s / sum(s.end - s.begin for s in passes[-1]))
 
 
-def rehearsal(num_slots: int, *, max_tokens: int, longest: int, multiple: int = 1) -> list[list[Segment]]:
+def rehearsal(num_slots: int, *, max_tokens: int, longest: int, multiple: int | None = None) -> list[list[Segment]]:
     """The passes of `rehearse`, which launch every variant of prefill's kernels; the last two are a short one and the largest.
-    multiple: rows are cut at multiples of so many tokens."""
+
+    multiple  of a model with recurrent layers: prompts are cut at multiples of so many tokens. A pass of fewer tokens is a short
+              prompt, and one more pass has generated tokens, which go through other kernels. None: there are none
+    """
     longest = min(max_tokens, longest)
     few = min(FEW, longest)
     spans = [(slot, 0, longest) for slot in range(min(num_slots, -(-max_tokens // longest)))]
     largest = min(max_tokens, len(spans) * longest)
     powers = [1 << power for power in range((largest - 1).bit_length())]
-    passes = [next(chunks(spans, max(power, multiple), multiple=multiple)) for power in powers]
+    unit = multiple or 1
+    passes = [next(chunks(spans, n, multiple=unit)) if n >= unit else [Segment(0, 0, n, True)] for n in powers]
+    if multiple is not None:
+        passes.append([Segment(0, 0, few, True, generated=True)])
     num_rows = 2
     while num_rows <= num_slots and num_rows * few < largest:
         passes.append([Segment(slot, 0, few, True) for slot in range(num_rows)])
         num_rows *= 2
-    return [*passes, [Segment(0, 0, few, True)], next(chunks(spans, max(largest, multiple), multiple=multiple))]
+    return [*passes, [Segment(0, 0, few, True)], next(chunks(spans, max(largest, unit), multiple=unit))]
 
 
 def seconds_of(launch: Callable[[], object]) -> float:
