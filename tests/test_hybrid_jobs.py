@@ -177,6 +177,15 @@ def test_a_killed_job_is_finished_by_the_same_command(model: Model, job: Path, p
     assert differences(written(model, tmp_path / "out"), plain, bits=False) == []
 
 
+def test_two_ranks_write_what_one_process_does(model: Model, job: Path, plain: Rows, tmp_path: Path) -> None:
+    """Each with its key heads and their value heads, its query heads, and its part of experts and of adapters."""
+    words = command(model, job, tmp_path / "out", cluster__tensor_parallel=2, **drafts(model, "eagle3"))
+    code, said = run_apart(words, tmp_path / "log")
+    assert code == 0, said
+    assert "in float64 on 2 x cpu" in said
+    assert differences(written(model, tmp_path / "out"), plain, bits=False) == []
+
+
 def test_rows_that_were_cut_off_resume_and_failed_ones_are_computed_again(
     model: Model, job: Path, plain: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
