@@ -18,12 +18,18 @@ _SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 31, "max_position_embeddings": 256, "num_local_experts": 5,
     "num_experts_per_tok": 2, "rope_theta": 100.0,
 }
+_RECURRENT: dict[str, Any] = {
+    "num_hidden_layers": 3, "full_attention_interval": 2, "head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 5, "linear_value_head_dim": 6, "num_local_experts": None,
+}
 _CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"num_local_experts": None, "num_experts_per_tok": None},
     "qwen3_moe": {"norm_topk_prob": True, "moe_intermediate_size": 10},
     "mixtral": {"sliding_window": 9},
     "minimax_m2": {"rotary_dim": 2},
     "gpt_oss": {"sliding_window": 7, "rope_theta": 1e4, "hidden_size": 20},
+    "qwen3_5_text": {**_RECURRENT, "num_experts_per_tok": None},
+    "qwen3_next": {**_RECURRENT, "num_experts": 6, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12},
 }
 
 
@@ -39,7 +45,8 @@ def tiny_spec(family: str, **changes: Any) -> ModelSpec:
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
-    """The config.json of `tiny_moe`; of llama, which has no experts, that of a dense model."""
+    """The config.json of `tiny_moe`; of llama and qwen3_5_text, which have no experts, that of a dense
+    model."""
     config = {**_SHAPE, "model_type": family, **_CHANGES[family], **changes}
     return {key: value for key, value in config.items() if value is not None}
 

@@ -85,6 +85,12 @@ def loaded(base: Path, adapter: Path | None, dtype: torch.dtype = torch.float32)
     return Target.load(base, spec, dtype=dtype, device=CPU, adapter=own)
 
 
+RECURRENT: dict[str, Any] = {
+    "full_attention_interval": 2, "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10, "linear_value_head_dim": 14, "initializer_range": 0.1,
+}
+OF_RECURRENT = ["in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "o_proj", "gate_proj", "down_proj"]
+"""Projections of both kinds of layers."""
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, float]]] = {
     "llama": ("llama", {}, {}, {"q_proj": 2.0, "v_proj": 2.0, "down_proj": 2.0}),
     "tied": ("llama", {"tie_word_embeddings": True}, {"r": 4, "lora_alpha": 2}, {"k_proj": 0.5, "gate_proj": 0.5}),
@@ -95,6 +101,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, float]]] =
     ),
     "phi3": (*MODELS["phi3 window"], {}, {"qkv_proj": 2.0, "gate_up_proj": 2.0}),
     "attention beside experts": ("mixtral", {"num_local_experts": 4}, {}, {"q_proj": 2.0, "o_proj": 2.0}),
+    "recurrent": ("qwen3_5_text", RECURRENT, {}, dict.fromkeys(OF_RECURRENT, 2.0)),
     "lm_head": ("llama", {"tie_word_embeddings": False}, {}, {"lm_head": 2.0}),
 }
 """Family, its keys, the adapter's keys, and the scale of each module: alpha / r or alpha / sqrt(r)."""
@@ -107,7 +114,7 @@ def test_logits_are_those_of_transformers_with_merged_weights(name: str, tmp_pat
     adapter = make_adapter(tmp_path / "adapter", base, list(scales), **config)
     model, (ids,) = oracle(base), prompts([50])
     added = products(adapter, scales)
-    assert len(added) == len(scales) * (1 if name == "lm_head" else 2)
+    assert len(added) == {"lm_head": 1, "recurrent": 3 + 2 + 2 * 2}.get(name, 2 * len(scales))
     with torch.inference_mode():
         plain = model(torch.tensor([ids])).logits[0]
         for module, delta in added.items():
@@ -142,11 +149,18 @@ def test_the_sum_is_rounded_once(stored: torch.dtype, dtype: torch.dtype, tmp_pa
         assert torch.equal(merged.stored("model.layers.0.mlp.up_proj.weight"), source.stored("model.layers.0.mlp.up_proj.weight"))
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_two_ranks_have_the_parts_of_the_merged_weights_and_its_outputs(family: str, tmp_path: Path) -> None:
-    base = make_checkpoint(tmp_path / "base", family, dtype=torch.float64, num_hidden_layers=2)
-    fused = family == "phi3"
-    targets = ["qkv_proj", "gate_up_proj", "o_proj"] if fused else ["q_proj", "k_proj", "o_proj", "down_proj", "lm_head"]
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("llama", ["q_proj", "k_proj", "o_proj", "down_proj", "lm_head"]), ("phi3", ["qkv_proj", "gate_up_proj", "o_proj"]),
+        ("qwen3_5_text", OF_RECURRENT),
+    ],
+)
+def test_two_ranks_have_the_parts_of_the_merged_weights_and_its_outputs(
+    family: str, targets: list[str], tmp_path: Path
+) -> None:
+    shape = RECURRENT if family == "qwen3_5_text" else {}
+    base = make_checkpoint(tmp_path / "base", family, dtype=torch.float64, num_hidden_layers=2, **shape)
     path, spec = str(make_adapter(tmp_path / "adapter", base, targets)), load_spec(base)
     with Checkpoint(base, spec, dtype=torch.float64, device=CPU) as source:
         merged = adapted(source, open_adapter(path, spec), spec)

@@ -47,7 +47,7 @@ from tests.ranks import on_ranks
 from tests.runs import make_jobs_quick
 from tests.test_dense_families import MODELS
 from tests.test_fp8_block import make_fp8
-from tests.test_lora import CPU, make_adapter, products
+from tests.test_lora import CPU, OF_RECURRENT, RECURRENT, make_adapter, products
 from tests.test_target import Runner, oracle, prompts
 from tests.test_tensor_parallel import IDS, outputs
 
@@ -106,6 +106,9 @@ CASES: dict[str, tuple[str, dict[str, Any], Adapters]] = {
     "attention beside experts": ("mixtral", {"num_local_experts": 4}, [
         ({"q_proj": 2.0, "o_proj": 2.0}, {}), ({"k_proj": 2.0, "v_proj": 2.0}, {}),
     ]),
+    "layers that recur, and one that attends": ("qwen3_5_text", RECURRENT | {"num_hidden_layers": 3}, [
+        (dict.fromkeys(OF_RECURRENT, 2.0), {}), ({"in_proj_z": 2.0, "k_proj": 2.0, "up_proj": 2.0}, {"r": 3, "lora_alpha": 6}),
+    ]),
 }
 
 
@@ -142,11 +145,13 @@ def test_the_bits_of_a_row_without_an_adapter_are_those_of_the_base_model(tmp_pa
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)  # products in other shapes
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_two_ranks_have_the_outputs_of_one_process(family: str, tmp_path: Path) -> None:
-    base = make_checkpoint(tmp_path / "base", family, dtype=torch.float64, num_hidden_layers=2)
-    fused = family == "phi3"
-    targets = ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"] if fused else ALL
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("llama", ALL), ("phi3", ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"]), ("qwen3_5_text", OF_RECURRENT)],
+)
+def test_two_ranks_have_the_outputs_of_one_process(family: str, targets: list[str], tmp_path: Path) -> None:
+    shape = RECURRENT if family == "qwen3_5_text" else {}
+    base = make_checkpoint(tmp_path / "base", family, dtype=torch.float64, num_hidden_layers=2, **shape)
     folders = {f"a{i}": make_adapter(tmp_path / f"a{i}", base, targets, seed=i, r=5 + i) for i in range(2)}
     spec, adapters = opened(base, folders)
 

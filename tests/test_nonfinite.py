@@ -32,10 +32,13 @@ from batchspec.draft.window import WindowDrafter
 from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.slots.completion import NON_FINITE
 from batchspec.model.target import Target
+from batchspec.model.weights import DummyWeights
+from batchspec.packed_batch import RECURRENT_CHUNK
 from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, make_engine, packed, plain_tokens, request, tiny_target
 from tests.kernels.covering import covering
 from tests.models import make_checkpoint, make_tokenizer
+from tests.recurrent import LoudNoise, hybrid_target
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 BAD = 4
@@ -43,32 +46,39 @@ BAD = 4
 SLOTS = 3
 
 
+def healthy_target(recurrent: bool) -> Target:
+    """The tiny target of the other tests."""
+    return hybrid_target(window=5) if recurrent else tiny_target(window=5)
+
+
 @cache
-def broken_target() -> Target:
-    """The tiny target of the other tests, one embedding NaN."""
-    target = Target.load(Path(), tiny_target(window=5).spec, dtype=torch.float64, device=DEVICE, dummy=True)
+def broken_target(recurrent: bool) -> Target:
+    """The same, one embedding NaN."""
+    spec = healthy_target(recurrent).spec
+    weights = (LoudNoise if recurrent else DummyWeights)(spec, dtype=torch.float64, device=DEVICE)
+    target = Target(spec, weights, DEVICE)
     target.embedding[BAD] = float("nan")
     return target
 
 
 @cache
-def head() -> Head:
-    spec = dummy_spec(tiny_target(window=5).spec, draft_vocab_size=19, parallel=True)
+def head(recurrent: bool) -> Head:
+    spec = dummy_spec(healthy_target(recurrent).spec, draft_vocab_size=19, parallel=True)
     return dummy_head(replace(spec, aux_layer_ids=(0, 1, 2)), dtype=torch.float64, device=DEVICE)
 
 
-def drafter(name: str, requests: list[Request]) -> Drafter:
-    target = broken_target()
-    known = {one.seed: plain_tokens(tiny_target(window=5), one) for one in requests}
+def drafter(name: str, requests: list[Request], *, recurrent: bool) -> Drafter:
+    target = broken_target(recurrent)
+    known = {one.seed: plain_tokens(healthy_target(recurrent), one) for one in requests}
     made: dict[str, Any] = {
         "none": NoDrafter,
         "right": lambda: ForcedDrafter(3, known, right=True, fixed_len=True),
         "ragged": lambda: ForcedDrafter(3, known, right=True, fixed_len=False),
         "bad": lambda: ForcedDrafter(3, {seed: [BAD - 1] * len(ids) for seed, ids in known.items()}, right=False, fixed_len=True),
         "lookup": lambda: LookupDrafter(3, min_ngram=1, max_ngram=3),
-        "eagle3": lambda: ChainDrafter(head(), target, 3, slots=SLOTS),
-        "parallel": lambda: ParallelDrafter(head(), target, 3, slots=SLOTS),
-        "tree": lambda: TreeDrafter(head(), target, TreeShape(topk=2, depth=3, nodes=7), slots=SLOTS),
+        "eagle3": lambda: ChainDrafter(head(recurrent), target, 3, slots=SLOTS),
+        "parallel": lambda: ParallelDrafter(head(recurrent), target, 3, slots=SLOTS),
+        "tree": lambda: TreeDrafter(head(recurrent), target, TreeShape(topk=2, depth=3, nodes=7), slots=SLOTS),
         "window": lambda: WindowDrafter(target, 3, window=8, sink=2, slots=SLOTS),
         "pard": lambda: PardDrafter(
             PardModel(PardSpec(model=target.spec, mask_token_id=BAD), target), target.spec, 3, slots=SLOTS, parallel=False
@@ -91,20 +101,20 @@ def prompts(count: int, sampling: SamplingParams) -> list[Request]:
     return found
 
 
-def expected(one: Request) -> tuple[list[int], int | None]:
+def expected(one: Request, healthy: Target) -> tuple[list[int], int | None]:
     """Tokens of the row, and its output token that cannot be chosen, or None. A healthy model's: the same up to there."""
     if BAD in one.prompt_ids:
         return [], 0
-    tokens = plain_tokens(tiny_target(window=5), one)
+    tokens = plain_tokens(healthy, one)
     if BAD in tokens[:-1]:
         return [], tokens.index(BAD) + 1
     return tokens, None
 
 
-def check(done: dict[str, Completion], requests: list[Request]) -> None:
+def check(done: dict[str, Completion], requests: list[Request], *, recurrent: bool = False) -> None:
     failed = 0
     for one in requests:
-        tokens, failure = expected(one)
+        tokens, failure = expected(one, healthy_target(recurrent))
         found = done[one.request_id]
         if failure is None:
             assert found.error is None
@@ -122,11 +132,10 @@ def check(done: dict[str, Completion], requests: list[Request]) -> None:
     assert 0 < failed < len(requests)
 
 
-def run(name: str, requests: list[Request], **options: Any) -> dict[str, Completion]:
-    engine = make_engine(
-        broken_target(), drafter(name, requests), packed(SLOTS, run_ahead=1, prefill_tokens=16), device=DEVICE, decode=decode,
-        **options,
-    )
+def run(name: str, requests: list[Request], *, recurrent: bool = False, **options: Any) -> dict[str, Completion]:
+    batch = packed(SLOTS, run_ahead=1, prefill_tokens=RECURRENT_CHUNK if recurrent else 16)
+    drafts = drafter(name, requests, recurrent=recurrent)
+    engine = make_engine(broken_target(recurrent), drafts, batch, device=DEVICE, decode=decode, **options)
     done = {completion.request_id: completion for completion in engine.run(iter(requests))}
     assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)  # every page came back
     return done
@@ -156,6 +165,13 @@ def test_a_prompt_whose_row_failed_is_computed_anew(window: int | None) -> None:
 def test_a_row_fails_alone_whatever_drafts(name: str) -> None:
     requests = prompts(16, SamplingParams())
     check(run(name, requests), requests)
+
+
+@pytest.mark.parametrize("name", ["none", "right", "ragged", "bad", "lookup", "eagle3", "parallel"])
+def test_a_row_of_a_model_with_recurrent_layers_fails_alone(name: str) -> None:
+    """Its state and the rings of its inputs are not finite either; rows that follow in its slot do not read them."""
+    requests = prompts(16, SamplingParams())
+    check(run(name, requests, recurrent=True), requests, recurrent=True)
 
 
 DRAWS = SamplingParams(temperature=1.0)

@@ -40,7 +40,7 @@ from batchspec.storage.open_store import open_store
 from tests.models import make_checkpoint, make_thinking_tokenizer
 from tests.runs import run_apart
 from tests.s3_lab import BUCKET, Lab, running_lab
-from tests.streams import all_of
+from tests.streams import answers_of
 from tests.test_crashes import poison
 
 pytestmark = pytest.mark.second
@@ -443,10 +443,17 @@ def failing_q8(monkeypatch: pytest.MonkeyPatch) -> None:
     run_engine = Engine.run
 
     def failing(engine: Engine, requests: RequestStream) -> Any:
-        error = RowError(code="crash", stage="decode", message="died", retryable=True)
-        given = list(all_of(requests))
-        yield from run_engine(engine, iter([r for r in given if r.request_id != "q8"]))
-        for r in (r for r in given if r.request_id == "q8"):
+        error, failed = RowError(code="crash", stage="decode", message="died", retryable=True), list[Request]()
+
+        def others() -> Iterator[Request]:
+            for request in answers_of(requests):
+                if request is not None and request.request_id == "q8":
+                    failed.append(request)
+                elif request is not None:
+                    yield request
+
+        yield from run_engine(engine, others())
+        for r in failed:
             yield Completion(
                 request_id=r.request_id, row_index=r.row_index, sample_index=0, shard=r.shard, status="error",
                 finish_reason="error", error=error,

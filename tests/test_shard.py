@@ -39,6 +39,7 @@ SPECS: dict[str, ModelSpec] = {
     "llama": tiny_spec(),
     "biases": tiny_spec(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, tie=True),
     **{family: spec_of(family) for family in ("gemma3_text", "olmo2", "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss")},
+    **{family: spec_of(family) for family in ("qwen3_5_text", "qwen3_next")},
     "gpt_oss mxfp4": spec_of("gpt_oss", intermediate_size=128, quantization_config={"quant_method": "mxfp4"}),
     "minimax_m2 fp8": spec_of("minimax_m2", **WIDE, quantization_config=FP8_BLOCK),
     "qwen3_moe fp8": spec_of("qwen3_moe", **WIDE_QWEN, quantization_config=FP8_BLOCK),

@@ -101,9 +101,11 @@ def open_drafter(config: RunConfig, target: ModelSpec, *, draft_vocab: int = DEF
     module = importlib.import_module(f"batchspec.draft.{config.draft.name}")
     kind: type[DrafterSpec[Any]] = module.SPEC
     made = kind(config, target, draft_vocab=draft_vocab)
-    if target.is_recurrent and (kind.runs_target or isinstance(made.shape, TreeShape)):
+    is_tree = isinstance(made.shape, TreeShape)
+    if target.is_recurrent and (kind.runs_target or is_tree):
         raise ConfigError(
-            f"draft={config.draft.name}: {target.family} has recurrent layers, which keep one state of a row: only chains can be "
-            "verified, and the model itself cannot draft them; choose none, lookup, eagle3, hybrid, parallel or pard"
+            f"draft={'tree' if is_tree else config.draft.name}: {target.family} has recurrent layers, which keep one state of a "
+            "row: only chains can be verified, and the model itself cannot draft them; choose none, lookup, eagle3, hybrid, "
+            "parallel or pard"
         )
     return made

@@ -47,6 +47,10 @@ def train(run: TrainRun) -> Path:
     sources = _sources(run)
     model, dummy = find_model(run.model.path, run.model.revision), run.model.load_format == "dummy"
     folder, spec = model.folder, load_spec(model.folder) if dummy else judge_model(model)
+    if spec.is_recurrent:
+        raise ConfigError(
+            f"model.path={run.model.path}: {spec.family} has recurrent layers; heads for such models cannot be trained here"
+        )
     if run.draft.path is not None:
         head = open_head(find_model(run.draft.path, key="draft.path"), spec, aux_layers=run.draft.aux_layers)
         if (limit := run.train.draft_vocab) < head.draft_vocab_size and limit != TrainRun().train.draft_vocab:

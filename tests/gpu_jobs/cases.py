@@ -66,6 +66,11 @@ ON_GPU = (
     Setting(model="qwen3", dtype="float64", fp8_kv=True, adapters=True),
     Setting(model="mixtral"),
     Setting(model="olmo2"),
+    Setting(model="qwen3_5"),
+    Setting(model="qwen3_next"),
+    Setting(model="qwen3_5", dtype="float64", fp8_kv=True, adapters=True),
+    Setting(model="qwen3_next", dtype="float64"),
+    Setting(model="qwen3_5", adapter=True),
 )
 ON_CPU = (
     Setting(model="llama", dtype="float64", adapters=True),
@@ -85,7 +90,14 @@ ON_CPU = (
     Setting(model="olmo2", dtype="float64", adapter=True),
     Setting(model="glm4", dtype="float64"),
     Setting(model="tiny:fp8_channel", dtype="float64", adapter=False),
+    Setting(model="qwen3_5", dtype="float64", adapters=True),
+    Setting(model="qwen3_next", dtype="float64", fp8_kv=True),
+    Setting(model="qwen3_5", dtype="float64", fp8_kv=True, adapter=True),
 )
+
+
+REFUSED = ("window", "tree")
+"""Drafters of a model with recurrent layers that are refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +239,8 @@ def _drafter(rng: Random, group: Group) -> Keys:
     names = ["none", "lookup", "lookup", "eagle3", "eagle3", "eagle3", "hybrid", "parallel", "window", "window", "pard"]
     if is_dummy:
         names.remove("pard")
-    name = rng.choice(names + (["tree"] * 2 if exact else []))
+    names += ["tree"] * 2 if exact else []
+    name = rng.choice([name for name in names if not model.is_recurrent or name not in REFUSED])
     keys: Keys = {"draft": name}
     if name == "none":
         return keys

@@ -29,6 +29,10 @@ _SHAPE: dict[str, Any] = {
     "max_position_embeddings": MAX_LEN, "initializer_range": 0.15,
 }
 _EXPERTS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
+_RECURRENT: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 32,
+    "full_attention_interval": 2,
+}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "odd": (
@@ -48,12 +52,22 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": ("gpt_oss", {**_EXPERTS, "sliding_window": 32}),
     "minimax_m2": ("minimax_m2", {**_EXPERTS, "rotary_dim": 16}),
+    "qwen3_5": ("qwen3_5_text", {**_RECURRENT, "num_hidden_layers": 5}),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **_RECURRENT, "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
 }
 """Tiny random models: family and keys of config.json."""
 FORMATS = ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss", "gpt_oss_mxfp4")
 """What tests.upcycle makes, of SmolLM2 (`smol:NAME`) or of the tiny Llama (`tiny:NAME`)."""
-ADAPTED = ("smol", "llama", "odd", "mistral", "qwen3", "olmo2")
+ADAPTED = ("smol", "llama", "odd", "mistral", "qwen3", "olmo2", "qwen3_5")
 PROJECTIONS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+OF_RECURRENT = ["in_proj_qkv", "in_proj_z", "out_proj", "gate_proj"]
+"""More projections that adapters of a model with recurrent layers change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +84,7 @@ class Model:
     adapters: tuple[str, ...]
     vocab: int
     is_smol: bool
+    is_recurrent: bool
 
 
 def make_model(name: str, folder: Path) -> Model:
@@ -85,12 +100,15 @@ def make_model(name: str, folder: Path) -> Model:
     key = name.replace(":", "-")
     parallel = _once(folder, f"{_plain(name)}-parallel", lambda to: _head(base, to, parallel=True))
     head = SHIPPED_HEAD if is_smol else str(_once(folder, f"{_plain(name)}-head", lambda to: _head(base, to, parallel=False)))
+    spec = load_spec(base)
+    small = _once(folder, "llama", lambda to: _tiny("llama", to)) if spec.is_recurrent else base
     adapters: list[str] = []
     for seed in range(3) if name in ADAPTED else ():
         adapters.append(str(_once(folder, f"{key}-adapter{seed}", partial(_adapter, base, seed=seed))))
     return Model(
         name=name, folder=own, other=_once(folder, f"{key}-other", lambda to: _changed(own, to)), head=head,
-        parallel_head=str(parallel), small=str(base), adapters=tuple(adapters), vocab=load_spec(base).vocab_size, is_smol=is_smol,
+        parallel_head=str(parallel), small=str(small), adapters=tuple(adapters), vocab=spec.vocab_size, is_smol=is_smol,
+        is_recurrent=spec.is_recurrent,
     )
 
 
@@ -136,7 +154,8 @@ def _head(model: Path, folder: Path, *, parallel: bool) -> None:
 
 
 def _adapter(model: Path, folder: Path, *, seed: int) -> None:
-    make_adapter(folder, model, PROJECTIONS[seed:], seed=seed, r=8, lora_alpha=4)
+    projections = PROJECTIONS[seed:] + (OF_RECURRENT[seed:] if load_spec(model).is_recurrent else [])
+    make_adapter(folder, model, projections, seed=seed, r=8, lora_alpha=4)
 
 
 def _changed(model: Path, folder: Path) -> None:
