@@ -76,7 +76,7 @@ def prompts(model: Model) -> pl.DataFrame:
         for i in range(ROWS)
     ]
     columns = ("id", "prompt", "adapter", *dict.fromkeys(name for one in ASKED for name in one))
-    types: dict[str, Any] = {"bad_words": pl.List(pl.String), "stop": pl.List(pl.String), "choice": pl.List(pl.String), "n": pl.Int32}
+    types: dict[str, Any] = {**dict.fromkeys(("bad_words", "stop", "choice"), pl.List(pl.String)), "n": pl.Int32}
     values = [{name: row.get(name) for name in columns} for row in rows]
     frame = pl.DataFrame(values, schema_overrides=types, infer_schema_length=None)
     return frame if model.adapters else frame.drop("adapter")
