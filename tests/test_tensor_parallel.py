@@ -149,15 +149,16 @@ def test_any_shape_that_can_be_cut(data: st.DataObject) -> None:
 
 FORMATS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "fp8 blocks": {"quantization_config": FP8_BLOCK},
+    "fp8 blocks": {"quantization_config": {**FP8_BLOCK, "modules_to_not_convert": ["in_proj_a", "in_proj_b", "in_proj_ba"]}},
     "fp8 rows": {"quantization_config": compressed("channel", TOKEN)},
     "mxfp4": {"quantization_config": {"quant_method": "mxfp4"}},
 }
 
 
-DENSE, EXPERTS = ("llama", "qwen3", "phi3", "glm4", "gemma3_text", "olmo2"), ("mixtral", "qwen3_moe", "minimax_m2")
+DENSE, EXPERTS = ("llama", "qwen3", "phi3", "glm4", "gemma3_text", "olmo2"), ("mixtral", "qwen3_moe", "minimax_m2", "qwen3_next")
+RECURRENT = ("qwen3_5_text", "qwen3_next")
 CUT = [
-    *((family, form) for family in (*DENSE, *EXPERTS) for form in ("plain", "fp8 blocks", "fp8 rows")),
+    *((family, form) for family in (*DENSE, "qwen3_5_text", *EXPERTS) for form in ("plain", "fp8 blocks", "fp8 rows")),
     *(("gpt_oss", form) for form in ("plain", "mxfp4") for _ in range(4)),
 ]
 INNER_SIZES = {
@@ -176,12 +177,19 @@ def test_what_plan_lets_through_every_rank_loads_and_computes(data: st.DataObjec
     shape: dict[str, Any] = {
         "num_attention_heads": 4 * data.draw(st.sampled_from([1, 2, 3])), "head_dim": head_dim, "num_hidden_layers": 1,
         "num_key_value_heads": data.draw(st.sampled_from([1, 2, 4])), "intermediate_size": inner_size,
-        "moe_intermediate_size": inner_size if family == "qwen3_moe" else None,
-        "partial_rotary_factor": 0.5 if family in ("phi3", "glm4") else None,
+        "moe_intermediate_size": inner_size if family in ("qwen3_moe", "qwen3_next") else None,
+        "shared_expert_intermediate_size": inner_size if family == "qwen3_next" else None,
+        "partial_rotary_factor": 0.5 if family in ("phi3", "glm4", *RECURRENT) else None,
         "vocab_size": data.draw(st.sampled_from([31, 33, 46])), "tie_word_embeddings": data.draw(st.booleans()),
-        "num_experts" if family == "qwen3_moe" else "num_local_experts":
+        "num_experts" if family in ("qwen3_moe", "qwen3_next") else "num_local_experts":
             data.draw(st.sampled_from([3, 4, 7])) if family in (*EXPERTS, "gpt_oss") else None,
     }
+    if family in RECURRENT:
+        key_heads = data.draw(st.sampled_from([2, 3, 4]))
+        shape |= {
+            "linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * data.draw(st.sampled_from([1, 2])),
+            "linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim, "num_hidden_layers": 2,
+        }
     if family == "phi3":
         shape["hidden_size"] = head_dim * shape["num_attention_heads"]
     spec = spec_of(family, **{name: value for name, value in shape.items() if value is not None}, **FORMATS[form])
