@@ -76,7 +76,7 @@ def prompts(model: Model) -> pl.DataFrame:
         for i in range(ROWS)
     ]
     columns = ("id", "prompt", "adapter", *dict.fromkeys(name for one in ASKED for name in one))
-    types = {"bad_words": pl.List(pl.String), "stop": pl.List(pl.String), "choice": pl.List(pl.String), "n": pl.Int32}
+    types: dict[str, Any] = {**dict.fromkeys(("bad_words", "stop", "choice"), pl.List(pl.String)), "n": pl.Int32}
     values = [{name: row.get(name) for name in columns} for row in rows]
     frame = pl.DataFrame(values, schema_overrides=types, infer_schema_length=None)
     return frame if model.adapters else frame.drop("adapter")
@@ -162,7 +162,7 @@ def test_tokens_do_not_depend_on_drafting_or_packing(name: str, model: Model, jo
 
 
 def test_tokens_of_an_e4m3_cache_do_not_depend_on_drafting_or_packing(model: Model, job: Path, tmp_path: Path) -> None:
-    outs = []
+    outs: list[Path] = []
     for keys in ({"draft": "none", "packing.max_num_seqs": 1}, drafts(model, "eagle3")):
         outs.append(tmp_path / str(len(outs)))
         assert run.main(command(model, job, outs[-1], cache__dtype="fp8", cache__scales="calibrate", **keys)) == 0
