@@ -187,11 +187,27 @@ def test_the_memory_is_stated_before_anything_is_loaded(job: RunConfig, monkeypa
 def test_what_a_draft_head_keeps_of_each_row_besides_k_and_v_is_stated(job: RunConfig) -> None:
     """Of each slot an EAGLE-3 head keeps a token's id in 4 bytes and a hidden state of 32 numbers in fp32."""
     write(job, prompt=["x" * 10, "y" * 24])
-    assert "row tensors" not in planned(job).text()
+    assert "states of rows" not in planned(job).text()
     job.model.load_format, job.draft.name = "dummy", "eagle3"
     made = planned(job)
     assert made.batch is not None
-    assert f" K/V + {made.batch.num_slots * (4 + 32 * 4)} B row tensors = " in made.text()
+    assert f" K/V + {made.batch.num_slots * (4 + 32 * 4)} B states of rows = " in made.text()
+
+
+def test_what_recurrent_layers_keep_of_each_row_is_stated(job: RunConfig) -> None:
+    """A state of 2 x 6 x 5 numbers, and of the newest 4 tokens the inputs (22), keys (5), values (12) and gates (2 x 2); fp32."""
+    folder = Path(str(job.model.path))
+    config = json.loads((folder / "config.json").read_text()) | {
+        "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 5, "linear_value_head_dim": 6,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    write_weights(folder)
+    write(job, prompt=["x" * 10, "y" * 24])
+    job.draft.name = "none"
+    text, row_bytes = planned(job).text(), 3 * 4 * (2 * 6 * 5 + 4 * (22 + 5 + 12 + 2 * 2))
+    assert f"\nrecurrent    3 of the layers keep {row_bytes / 1e3:.3g} kB of a row, however long, and no K or V; rows" in text
+    assert " states of rows = " in text
 
 
 GB = 1e9

@@ -130,6 +130,7 @@ class Plan:
             f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights a token, "
             f"{_bytes(spec.weight_bytes(job.dtype))} {kept} on {job.device.type}",
             *_notes(job),
+            *self._recurrent(batch),
             *self._adapters(),
             f"shape        {counted(batch.num_slots, 'slot')}, rows up to {batch.max_len:,} tokens, "
             f"drafter {job.config.draft.name} ({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
@@ -166,6 +167,16 @@ class Plan:
     def _scores(self) -> bool:
         return self.job.config.decode.score != "none"
 
+    def _recurrent(self, batch: PackedBatch) -> list[str]:
+        spec, dtype = self.job.spec, self.job.dtype
+        if not spec.is_recurrent:
+            return []
+        row_bytes = sum(layer.row_bytes for layer in spec.layer_states(dtype, batch.page_size, draft_len=batch.draft_len))
+        return [
+            f"recurrent    {spec.num_layers - spec.num_kv_layers} of the layers keep {_bytes(row_bytes)} of a row, however long, "
+            "and no K or V; rows share no prefixes"
+        ]
+
     def _adapters(self) -> list[str]:
         spec, dtype = self.job.spec, self.job.dtype
         if spec.lora is None:
@@ -188,7 +199,7 @@ class Plan:
             "schemas": automata_bytes(job),
             "graphs of prefill": padded_prefill_bytes(job),
             "K/V": pages_bytes,
-            "row tensors": slots_bytes,
+            "states of rows": slots_bytes,
             "passes, rounds and graphs": held_back_bytes(batch, job.spec, job.dtype, demand) if job.device.type == "cuda" else 0,
         }
         text = " + ".join(f"{_bytes(size)} {name}" for name, size in parts.items() if size)
