@@ -143,7 +143,7 @@ def test_the_recipe_of_a_35b_is_planned_for_one_h200(tmp_path: Path, monkeypatch
         assert 1500 + 16_384 < made.batch.max_len <= 20_480
         held, total = next(line for line in made.text().splitlines() if line.startswith("memory")).split(" = ")
         assert "69.32 GB weights" in held
-        assert " row tensors" in held
+        assert " states of rows" in held
         assert float(total.split(" GB")[0]) <= 140
         found[value] = made.batch.num_slots
     assert 150 < found["auto"] < found["bfloat16"]
