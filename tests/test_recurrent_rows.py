@@ -21,6 +21,7 @@ from batchspec.engine.prefill.passes import chunks
 from batchspec.engine.slots.prefix_plan import PrefixPlanner
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import Segment
+from batchspec.kernels.gated_delta.chunk_products import CHUNK
 from batchspec.packed_batch import RECURRENT_CHUNK
 from tests.engines import packed, request
 
@@ -131,6 +132,10 @@ def test_a_row_takes_over_the_state_of_just_its_own_prefix(data: st.DataObject) 
     event(f"{min(num_taken, 3)} states were taken over")
 
 
+def test_prompts_are_cut_where_chunks_of_the_kernel_end() -> None:
+    assert RECURRENT_CHUNK % CHUNK.value == 0
+
+
 def test_samples_of_a_prompt_compute_it_once() -> None:
     """The first of a group leaves its state after two chunks; the others compute what follows alone."""
     states = PrefixStates(range(4, 6), page_size=16, multiple=RECURRENT_CHUNK)
@@ -186,7 +191,7 @@ def flat(recurrence: Recurrence, kv_len: list[int], q_len: list[int], slots: lis
         slot_mapping=torch.zeros(len(positions), dtype=torch.int64), cu_seqlens_q=torch.tensor(starts, dtype=torch.int32),
         kv_len=torch.tensor(kv_len, dtype=torch.int32), page_table=torch.zeros(len(q_len), 4, dtype=torch.int32),
         max_q=max(q_len), max_kv=max(kv_len), recurrence=recurrence,
-        slots=None if slots is None else torch.tensor(slots, dtype=torch.int32),
+        slots=None if slots is None else torch.tensor(slots),
     )
 
 

@@ -63,7 +63,7 @@ class FlatBatch:
     max_keys: int | None = None
     """For a padded prefill: upper bound of the sum of kv_len (host bound)."""
     slots: Tensor | None = None
-    """int32 [R] the slot of each row; None: row r is in slot r"""
+    """int64 [R] the slot of each row; None: row r is in slot r"""
     recurrence: Recurrence = "chunks"
     row_adapters: Tensor | None = None
     """int32 [R] the LoRA adapter of each row, 0 is none; None if the model has no adapters of single rows"""
@@ -82,7 +82,7 @@ class FlatBatch:
         """This batch, with what layers read of the rows besides their tokens. slot_ids int64 [R]: the slot of each row; None:
         row r is in slot r."""
         self.row_adapters = rows.adapter if slot_ids is None else rows.adapter[slot_ids]
-        self.slots = None if slot_ids is None else slot_ids.int()
+        self.slots = slot_ids
         return self
 
     def of_group(self, group: int) -> FlatBatch:

@@ -147,7 +147,7 @@ class KVCache:
         if batch.slots is None:
             before.copy_(folded)
         else:
-            self.num_folded.index_copy_(0, batch.slots.long(), folded)
+            self.num_folded.index_copy_(0, batch.slots, folded)
 
     def enter(self, slot_ids: Tensor, kv_len: Tensor, values: Sequence[Tensor]) -> None:
         """Write the drafter's row tensors of the rows of a prefill pass.

@@ -68,7 +68,7 @@ class MixerInputs:
             return RecurrentStore(
                 state=self._state(layer), batch=self._delta_batch, recurrence=self._batch.recurrence, lora=self._lora
             )
-        norm_ranks = None if self._ranks is None or not self._spec.layers[layer].attention.qk_norm_rows else self._ranks
+        norm_ranks = self._ranks if self._spec.layers[layer].attention.qk_norm_rows else None
         own_batch = self._batches[self._group_of[index]]
         return PagedStore(
             rope=self._ropes[index], slot_mapping=own_batch.slot_mapping, kv=self._cache.layer(index), lora=self._lora,
@@ -101,9 +101,11 @@ class MixerInputs:
     @cached_property
     def _delta_batch(self) -> DeltaBatch:
         batch, num_rows = self._batch, self._batch.kv_len.shape[0]
-        slots = torch.arange(num_rows, dtype=torch.int32, device=batch.kv_len.device) if batch.slots is None else batch.slots
+        slots = batch.slots
+        if slots is None:
+            slots = torch.arange(num_rows, device=batch.kv_len.device)
         return DeltaBatch(
-            cu_seqlens=batch.cu_seqlens_q, positions=batch.positions, row_ids=batch.row_ids, slots=slots, live=batch.kv_len,
+            cu_seqlens=batch.cu_seqlens_q, positions=batch.positions, row_ids=batch.row_ids, slots=slots.int(), live=batch.kv_len,
             max_tokens=batch.max_q,
         )
 
