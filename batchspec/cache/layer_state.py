@@ -4,10 +4,11 @@
                  when it leaves its slot or its window has passed them (`page_tables.py`). Passes and rounds write K/V of their
                  tokens. Acceptance moves those of a tree (`KVCache.move_accepted`); rejected ones are overwritten.
     row tensors  one entry a slot, of a fixed size. A prefill pass writes the entries of its rows, a round those of its rows, and
-                 compaction moves them with the row. An entry means nothing once its row has left the slot. Rows share none: what
-                 follows a cached prefix is prefilled, and that writes them. A drafter's are written after acceptance
-                 (`KVCache.enter`). Those of a target's recurrent layer lag: a round does not know which of its tokens will be
-                 accepted, so it keeps what they bring, and the next round adds those that were (`KVCache.num_folded`).
+                 compaction moves them with the row. An entry means nothing once its row has left the slot. A drafter's are
+                 written after acceptance (`KVCache.enter`); of a row with a cached prefix, by the prefill of what follows it.
+                 Those of a target's recurrent layer lag: a round does not know which of its tokens will be accepted, so it keeps
+                 their inputs, and the next round adds those that were (`KVCache.num_folded`). A row with a cached prefix begins
+                 with a copy of the state at its end (`prefix_states.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The host's record of prefixes whose recurrent states are kept: a row that begins with one of them copies its state.
+"""Snapshots of recurrent states at the ends of shared prefixes: the host's record of them.
 
-K and V of a prefix are shared in their pages, but the state of a recurrent layer goes on changing with the row that owns it. So
-the state after some prefixes is copied into entries of the row tensors beyond those of the slots, and from there into the slot of
-each row that begins with the prefix. An entry may be given to another prefix as soon as it is decided: the copies are launches in
-stream order.
+Rows can share the K/V pages of a prefix, but not a recurrent state, which changes with every token of its row. So the state at
+the end of a prefix is copied to a snapshot, and from there into the slot of each row that begins with this prefix. Snapshots are
+the entries of the row tensors after those of the slots. One may be overwritten for another prefix as soon as the host decides so,
+because the device runs all copies in the order in which they were launched.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import lcm
 
 
 class PrefixStates:
-    """Which entry holds the state after which prefix; the least recently used one is given away."""
+    """Which entry holds the snapshot of which prefix. The least recently used one is replaced."""
 
     def __init__(self, entries: range, *, page_size: int, multiple: int) -> None:
         """

@@ -62,7 +62,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", text_varies=True),
 }
 _OF_THE_MODEL = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
-"""Keys beside text_config that count for the language model, before those of the same name in text_config."""
+"""Keys at the top level that apply to the language model, and override those of the same name in text_config."""
 _OF_IMAGES = (
     "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "image_token_index",
     "boi_token_index", "eoi_token_index", "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act",
@@ -93,7 +93,7 @@ def _text_config(config: ConfigReader, wrapper: Wrapper) -> ConfigReader:
         raise config.refusal(f"{config.shown('model_type')} needs text_config with the keys of its language model; correct it")
     text = config.part("text_config")
     for key in _OF_IMAGES:
-        config.given(key)  # read, to nobody's use
+        config.given(key)  # it counts as read, although nothing depends on it
     kind = text.text("model_type", wrapper.text) if wrapper.text_varies else wrapper.text
     return text.under(config, _OF_THE_MODEL).replaced(model_type=kind)
 
