@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+from batchspec.cache.padded import TorchPlan
 from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.results import PendingResult
+from batchspec.kernels.common.dry_run import is_dry
 from batchspec.tuning import policy
 
 
@@ -39,13 +41,18 @@ def stand_in_gpu(*dtypes: torch.dtype) -> Iterator[Counter[str]]:
         """A GPU's library multiplies bf16 into fp32, a CPU's does not."""
         return mm(a, b) if out_dtype is None else mm(a.to(out_dtype), b.to(out_dtype))
 
-    mm = torch.mm
+    def attended(plan: TorchPlan, q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """A GPU's attention reads no lengths on the host, which in a dry run are undefined."""
+        return torch.empty_like(q) if is_dry() else attend(plan, q, *args, **kwargs)
+
+    mm, attend = torch.mm, TorchPlan.attend
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.GridExecutor, "__call__", interpreted)
         patch.setattr(policy, "is_hopper", lambda device: True)
         patch.setattr(policy, "FAST_DTYPES", dtypes)
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
         patch.setattr(torch, "mm", product)
+        patch.setattr(TorchPlan, "attend", attended)
         patch.setattr(Graphs, "run", Graphs._run)
         patch.setattr(PendingResult, "send", lambda result, began=None: PendingResult(result.to_host(), began))
         yield launches

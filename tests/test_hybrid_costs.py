@@ -106,7 +106,7 @@ def test_slots_beyond_the_rows_that_fit_take_memory_from_their_pages() -> None:
     memory = KVMemory.of(SPEC, BF16, (), page_size=16, max_len=4096, max_tokens=4096, lookahead=4, pass_tokens=1024)
     rows = memory.rows(60 * 10**9, 1000)
     slots = memory.slots(rows, 1000, 0.05)
-    pages = (60 * 10**9 - slots * memory.slot_bytes) / memory.page_bytes[0]
+    pages = (60 * 10**9 - memory.prefix_bytes - slots * memory.slot_bytes) / memory.page_bytes[0]
     of_row = (memory.row_bytes(1000) - memory.slot_bytes) / memory.page_bytes[0]
     assert 1.04 < slots * of_row / pages <= 1.05
     assert rows < slots < 1.02 * rows
@@ -114,10 +114,10 @@ def test_slots_beyond_the_rows_that_fit_take_memory_from_their_pages() -> None:
 
 
 def test_slots_that_the_memory_does_not_hold_are_refused() -> None:
-    said = r"keep 7\d\.\d\d GB of 1,024 slots besides K/V pages, and one row .*, or lower packing.max_num_seqs"
+    said = r"keep 7\d\.\d\d GB of 1,024 slots and 8 snapshots of prefixes besides .*, or lower packing.max_num_seqs"
     with pytest.raises(CapacityError, match=said):
         batch(SPEC, 500, 500, packing=PackingConfig(max_num_seqs=1024))
-    said = r"^packing.memory_gb=0.1 gives 0.10 GB; .* of 1 slot .* raise packing.memory_gb to 0.1\d or more"
+    said = r"^packing.memory_gb=0.1 gives 0.10 GB; .* of 1 slot .* raise packing.memory_gb to 0.69 or more"
     with pytest.raises(CapacityError, match=said):
         batch(SPEC, 500, 1000, packing=PackingConfig(memory_gb=0.1))
     assert batch(SPEC, 500, 500, packing=PackingConfig(max_num_seqs=512)).num_slots == 512

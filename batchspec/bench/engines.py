@@ -162,10 +162,10 @@ class Bench:
         Raises ConfigError if the options do not fit the drafter.
         """
         target, args = self.workload.target, self.args
-        spec = self._drafter_spec(config)
-        if spec.checkpoint not in self._weights:
-            self._weights[spec.checkpoint] = spec.load(dtype=target.dtype, device=self.device)
         try:
+            spec = self._drafter_spec(config)
+            if spec.checkpoint not in self._weights:
+                self._weights[spec.checkpoint] = spec.load(dtype=target.dtype, device=self.device)
             return spec.build(self._weights[spec.checkpoint], target, slots=args.batch)
         except ValueError as error:
             length = config.draft.num_speculative_tokens

@@ -14,7 +14,7 @@ from batchspec.config.schema import PackingConfig
 from batchspec.console.text import counted
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
-from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, RECURRENT_CHUNK, PackedBatch
+from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, PREFIX_STATES, RECURRENT_CHUNK, PackedBatch
 from batchspec.packing.cost import Rates, kv_read_bytes, moved_state_bytes, prefill_seconds, read_bytes, round_seconds
 from batchspec.packing.kv_memory import KVMemory
 from batchspec.packing.memory import graph_tokens, reserve_bytes
@@ -264,10 +264,11 @@ def _kv_budget(packing: PackingConfig, memory: KVMemory, budget: int, source: st
             f"tokens needs {needed}; raise {key} or more, or lower model.max_len"
         )
     if budget < needed * size_bytes + kept:
+        snapshots = f" and {counted(PREFIX_STATES, 'snapshot')} of prefixes" if memory.prefix_bytes else ""
         raise CapacityError(
-            f"{source} gives {budget / 1e9:.2f} GB; the layers keep {kept / 1e9:.2f} GB of {counted(slots, 'slot')} besides K/V "
-            f"pages, and one row of {memory.max_tokens} tokens needs {needed * size_bytes / 1e9:.2f} GB of pages; raise "
-            f"packing.memory_gb to {enough_gb:.2f} or more, or lower packing.max_num_seqs or model.max_len"
+            f"{source} gives {budget / 1e9:.2f} GB; the layers keep {kept / 1e9:.2f} GB of {counted(slots, 'slot')}{snapshots} "
+            f"besides K/V pages, and one row of {memory.max_tokens} tokens needs {needed * size_bytes / 1e9:.2f} GB of pages; "
+            f"raise packing.memory_gb to {enough_gb:.2f} or more, or lower packing.max_num_seqs or model.max_len"
         )
     return budget
 
