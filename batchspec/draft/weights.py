@@ -18,10 +18,11 @@ from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.base import ProductSpec, Projection, TensorSpec
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.checkpoint_part import block_tensors
 from batchspec.model.config_values import has_folder, shown
 from batchspec.model.files import LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
 from batchspec.model.quant.plain import PLAIN
-from batchspec.model.spec import ModelSpec, block_tensors
+from batchspec.model.spec import ModelSpec
 from batchspec.model.weights import Shapes, misfits, shapes_of
 
 HIDDEN_NORM = "layers.0.hidden_norm.weight"

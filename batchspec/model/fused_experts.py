@@ -17,10 +17,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from batchspec.model.blocks.base import GroupedSpec
-from batchspec.model.files import Entry, ModelFiles, StoredTensor
+from batchspec.model.checkpoint_part import CheckpointPart
+from batchspec.model.files import Entry, ModelFiles, StoredTensor, stored_tensors
 from batchspec.model.quant.fp8_products import BLOCK
-from batchspec.model.spec import ModelSpec
-from batchspec.model.wrapped import model_tensors
 
 _SCALE = "_scale_inv"
 _FUSED = {("gate_proj", "up_proj"): "gate_up_proj", ("down_proj",): "down_proj"}
@@ -30,14 +29,15 @@ Item = TypeVar("Item")
 
 
 def separate_experts(
-    spec: ModelSpec, items: Mapping[str, Item], shape_of: Callable[[Item], tuple[int, ...]], cut: Callable[[Item, Entry], Item]
+    part: CheckpointPart, items: Mapping[str, Item], shape_of: Callable[[Item], tuple[int, ...]],
+    cut: Callable[[Item, Entry], Item],
 ) -> dict[str, Item]:
     """The tensors of a checkpoint, those of all experts of a layer replaced by those of each.
 
     items  by plain names (`wrapped.py`); cut: makes an entry of one of them
     """
     found = dict(items)
-    for prefix, block in spec.blocks():
+    for prefix, block in part.blocks():
         for grouped in block.grouped:
             if grouped.parts in _FUSED and not grouped.stacked:
                 for ending in ("", _SCALE):
@@ -45,9 +45,9 @@ def separate_experts(
                     if name in items and _fits(grouped, ending, shape_of(items[name])):
                         whole, rows = found.pop(name), shape_of(items[name])[1] // len(grouped.parts)
                         for expert in range(grouped.num_experts):
-                            for place, part in enumerate(grouped.of(expert).parts):
+                            for place, projection in enumerate(grouped.of(expert).parts):
                                 own = Entry(expert, slice(place * rows, (place + 1) * rows))
-                                found[f"{prefix}{part.name}.weight{ending}"] = cut(whole, own)
+                                found[f"{prefix}{projection.name}.weight{ending}"] = cut(whole, own)
     return found
 
 
@@ -58,13 +58,17 @@ def _fits(grouped: GroupedSpec, ending: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 3 and shape[0] == grouped.num_experts and shape[1] % parts == 0 and not shared_block
 
 
-def tensors_of(spec: ModelSpec, files: ModelFiles) -> dict[str, StoredTensor]:
-    """The tensors of a model by the names that its blocks give them. Raises CheckpointError as `model_tensors`."""
+def tensors_of(part: CheckpointPart, files: ModelFiles) -> dict[str, StoredTensor]:
+    """The tensors of a part of a checkpoint by the names that its blocks give them, from the headers of its files.
+
+    Raises CheckpointError as `stored_tensors` and `CheckpointPart.own`.
+    """
 
     def cut(whole: StoredTensor, own: Entry) -> StoredTensor:
         return replace(whole, shape=(own.rows.stop - own.rows.start, whole.shape[2]), entry=own)
 
-    return separate_experts(spec.whole or spec, model_tensors(files), lambda tensor: tensor.shape, cut)
+    items = part.own(files.where, stored_tensors(files))
+    return separate_experts(part.complete, items, lambda tensor: tensor.shape, cut)
 
 
 class EntrySlice:

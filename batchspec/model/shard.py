@@ -21,8 +21,9 @@ The blocks declare how their products are cut (`BlockSpec.shares`), the weight f
 from __future__ import annotations
 
 from batchspec.model.blocks.base import Shard, Share, projections
+from batchspec.model.checkpoint_part import CheckpointPart
 from batchspec.model.quant.base import Slices
-from batchspec.model.spec import EMBEDDING, FINAL_NORM, OUTPUT, ModelSpec
+from batchspec.model.spec import ModelSpec
 
 
 def part_of(spec: ModelSpec, shard: Shard) -> ModelSpec:
@@ -35,29 +36,26 @@ def part_of(spec: ModelSpec, shard: Shard) -> ModelSpec:
     return part
 
 
-def slices_of(spec: ModelSpec) -> Slices | None:
-    """For each tensor of the checkpoint, by name, the part that the rank of `spec` holds; None for a whole model.
+def slices_of(part: CheckpointPart) -> Slices | None:
+    """For each tensor of the checkpoint, by name, the part that the rank of `part` holds; None if it is not cut.
 
     Raises ConfigError for a product that cannot be cut.
     """
-    whole = spec.whole
-    if whole is None:
+    whole = part.complete
+    if whole is part:
         return None
-    found: Slices = {EMBEDDING: (), FINAL_NORM: ()}
-    if not spec.tie:
-        found[OUTPUT] = ((spec.vocab_part, slice(0, spec.hidden_size)),)
+    found, formats = part.slices_beside_blocks(), whole.formats
     for prefix, block in whole.blocks():
-        formats = whole.formats
-        shares = block.shares(spec.shard, formats.unit_of(block, prefix))
+        shares = block.shares(part.shard, formats.unit_of(block, prefix))
         own: Slices = {}
-        for part in projections(block):
-            own |= formats.of(prefix + part.name).shard(part, shares[part.name])
+        for projection in projections(block):
+            own |= formats.of(prefix + projection.name).shard(projection, shares[projection.name])
         for grouped in block.grouped:
             name = grouped.of(0).parts[0].name
             own |= formats.of(prefix + name).shard_grouped(grouped, shares[name])
         for vector in block.vectors:
             share = shares.get(vector.name.removesuffix(".weight"))
-            own[vector.name] = () if share is None else tuple((part,) for part in share.ranges)
+            own[vector.name] = () if share is None else tuple((cut,) for cut in share.ranges)
         found |= {prefix + name: pieces for name, pieces in own.items()}
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,24 +13,28 @@ from batchspec.cache.layout import KVLayout
 from batchspec.cache.sharing_cost import SharingCost
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.attention import AttentionSpec
-from batchspec.model.blocks.base import PLAIN_NORM, WHOLE, BlockSpec, Gemm, NormForm, Shard, TensorSpec, projections
+from batchspec.model.blocks.base import PLAIN_NORM, WHOLE, BlockSpec, NormForm, Shard, TensorSpec
 from batchspec.model.blocks.gated_delta import GatedDeltaSpec
 from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
 from batchspec.model.config_values import ConfigReader, Json, has_file, read_json, shown
 from batchspec.model.families.registry import family_of
 from batchspec.model.generation_config import read_generation
 from batchspec.model.lora_shape import LoraShape
+from batchspec.model.mtp import MtpSpec
+from batchspec.model.quant.base import Slices
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.modelopt import CONFIG_FILE, of_file
 from batchspec.model.quant.registry import read_formats
 from batchspec.model.rope_config import RopeSpec
 from batchspec.model.unread_keys import unread_keys
+from batchspec.model.wrapped import of_text
 
 EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
+class ModelSpec(CheckpointPart):
     """The shape of a decoder, and what its folder says about stop tokens and sampling."""
 
     family: str
@@ -72,6 +76,9 @@ class ModelSpec:
     """The part that this describes: `layers` are those of one rank, all other fields the model's."""
     whole: ModelSpec | None = None
     """The complete model if this is one rank's part of it; None: this is the complete model."""
+    mtp: MtpSpec | None = None
+    """The layer of the checkpoint that predicts one token further, complete even if this is a part; None: it has none that
+    drafts can come from."""
 
     def __post_init__(self) -> None:
         heads = {(a.num_heads, a.num_kv_heads, a.head_dim) for a in self.attentions}
@@ -211,17 +218,25 @@ class ModelSpec:
         """The spec with adapters of this shape; None: unchanged."""
         return replace(self, lora=shape, whole=None if self.whole is None else self.whole.with_lora(shape))
 
+    @property
+    def complete(self) -> ModelSpec:
+        return self.whole or self
+
+    def own(self, where: str, items: Mapping[str, Item]) -> dict[str, Item]:
+        found = of_text(where, items)
+        return found if self.mtp is None else {name: found[name] for name in found.keys() - self.mtp.own(where, found).keys()}
+
+    def copies(self) -> dict[str, str]:
+        return {OUTPUT: EMBEDDING} if self.tie else {}
+
+    def slices_beside_blocks(self) -> Slices:
+        found: Slices = {EMBEDDING: (), FINAL_NORM: ()}
+        return found if self.tie else found | {OUTPUT: ((self.vocab_part, slice(0, self.hidden_size)),)}
+
     def blocks(self) -> Iterator[tuple[str, BlockSpec]]:
-        """Each block with the prefix of its names in the checkpoint, in the order of the forward pass."""
         for index, layer in enumerate(self.layers):
             for block in layer.blocks:
                 yield layer_prefix(index), block
-
-    def gemms(self, tokens: float) -> Iterator[tuple[str, Gemm]]:
-        """The products of all layers for this number of tokens, with their prefix, without the output matrix."""
-        for prefix, block in self.blocks():
-            for gemm in block.gemms(tokens):
-                yield prefix, gemm
 
     @property
     def experts(self) -> tuple[int, int] | None:
@@ -229,7 +244,7 @@ class ModelSpec:
         return next(((gemm.stored, gemm.active) for _, gemm in self.gemms(1) if gemm.grouped), None)
 
     def tensors(self) -> Iterator[TensorSpec]:
-        """Every tensor of the checkpoint by its full name; lm_head.weight only if it is not tied."""
+        """As in `CheckpointPart`; lm_head.weight only if it is not tied."""
         matrix = (self.vocab_size, self.hidden_size)
         yield TensorSpec(EMBEDDING, matrix, "weight")
         yield self.norms.tensor(FINAL_NORM.removesuffix(".weight"), self.hidden_size)
@@ -238,22 +253,10 @@ class ModelSpec:
         for prefix, block in self.blocks():
             yield from block_tensors(block, prefix, self.formats)
 
-    def gemm_bytes(self, prefix: str, gemm: Gemm, dtype: torch.dtype) -> int:
-        """Bytes in memory of one weight of this product."""
-        weight_format = self.formats.of(prefix + gemm.product.parts[0].name)
-        nbytes = weight_format.expert_nbytes if gemm.grouped else weight_format.nbytes
-        return nbytes(gemm.product.rows, gemm.product.k, dtype)
-
-    def multiplies_fp8(self, prefix: str, gemm: Gemm) -> bool:
-        """Whether this product multiplies FP8 weights with quantised activations; other products multiply in the model's
-        dtype."""
-        return self.formats.quantises_input_of(prefix + gemm.product.parts[0].name)
-
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights in memory, adapters included; norms and biases are too few to count."""
         rows = self.vocab_size + (0 if self.tie else self.num_logits)  # embedding and output matrix
-        stored = sum(gemm.stored * self.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in self.gemms(1))
-        return stored + rows * self.hidden_size * dtype.itemsize + self.lora_bytes(dtype)
+        return self.block_bytes(dtype) + rows * self.hidden_size * dtype.itemsize + self.lora_bytes(dtype)
 
     def lora_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the adapters that are not merged."""
@@ -270,18 +273,6 @@ def tokens_of(shard: Shard, vocab_size: int) -> slice:
 def layer_prefix(index: int) -> str:
     """The prefix of the names of a layer's tensors."""
     return f"model.layers.{index}."
-
-
-def block_tensors(block: BlockSpec, prefix: str, formats: Formats = ALL_PLAIN) -> Iterator[TensorSpec]:
-    """Every tensor of a block by its full name: first the products', as their formats store them, then the vectors."""
-    for part in projections(block):
-        for tensor in formats.of(prefix + part.name).tensors(part):
-            yield replace(tensor, name=prefix + tensor.name)
-    for spec in block.grouped:
-        for tensor in formats.of(prefix + spec.of(0).parts[0].name).grouped_tensors(spec):
-            yield replace(tensor, name=prefix + tensor.name)
-    for tensor in block.vectors:
-        yield replace(tensor, name=prefix + tensor.name)
 
 
 def load_spec(folder: Path) -> ModelSpec:
@@ -311,7 +302,10 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
     if family.config_ends or not ends:
         ends += config.integer_or_integers("eos_token_id")
     layers = family.layers(config)
-    formats = formats.with_experts(spec for layer in layers for block in layer.blocks for spec in block.grouped)
+    mtp = family.mtp(config, layers)
+    formats = formats.with_experts(
+        spec for layer in (*layers, *([] if mtp is None else [mtp.layer])) for block in layer.blocks for spec in block.grouped
+    )
     rope = family.rope(config)
     return ModelSpec(
         family=family.name,
@@ -325,6 +319,7 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
         embedding_scale=family.embedding_scale(config),
         tie=config.flag("tie_word_embeddings"),
         formats=formats,
+        mtp=None if mtp is None else replace(mtp, formats=formats),
         eos_ids=tuple(dict.fromkeys(ends)),
         max_len=rope.longest(config.integer("max_position_embeddings")),
         dtype=_dtype(config),

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.base import FLOATS, TensorSpec
+from batchspec.model.checkpoint_part import CheckpointPart
 from batchspec.model.config_values import shown
 from batchspec.model.files import LocalFiles, ModelFiles, StoredTensor, listed, weight_names
 from batchspec.model.fused_experts import EntrySlice, tensors_of
 from batchspec.model.kv_scales import SUFFIXES
 from batchspec.model.quant.base import Pieces, Slices
 from batchspec.model.shard import slices_of
-from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec
+from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.weight_files import WeightFiles
 from batchspec.model.weight_sums import Summing, WeightSums
 from batchspec.process.load_progress import count_step
@@ -43,21 +44,23 @@ def shapes_of(tensors: Iterable[TensorSpec]) -> Shapes:
 def judge_model(files: ModelFiles) -> ModelSpec:
     """The shape of a model whose weights a run would load: config.json and the headers of the weight files, no weight read.
 
+    Its `mtp` is None if the files have no tensor of that layer, as those that transformers saves.
     Raises CheckpointError, in one line, for all that `load_spec`, `tensors_of` and `check_tensors` refuse.
     """
     spec = load_spec(files.folder)
     check_tensors(files.where, spec, tensors_of(spec, files))
-    return spec
+    return spec if spec.mtp is None or tensors_of(spec.mtp, files) else replace(spec, mtp=None)
 
 
-def check_tensors(where: str, spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> None:
-    """Names, shapes and dtypes of a model's tensors against those that the spec asks for. stored: by those names.
+def check_tensors(where: str, part: CheckpointPart, stored: Mapping[str, StoredTensor]) -> None:
+    """Names, shapes and dtypes of tensors against those that this part of a checkpoint must have. stored: by those names.
 
     Raises CheckpointError, in one line: how many are missing, unexpected, misshapen and of a wrong dtype, the first ones by name.
     """
-    expected = {tensor.name: tensor for tensor in spec.tensors()}
-    if spec.tie and OUTPUT in stored:
-        expected[OUTPUT] = replace(expected[EMBEDDING], name=OUTPUT)
+    expected = {tensor.name: tensor for tensor in part.tensors()}
+    for copy, name in part.copies().items():
+        if copy in stored:
+            expected[copy] = replace(expected[name], name=copy)
     ignored = ("rotary_emb.inv_freq", *SUFFIXES)
     unexpected = [name for name in stored.keys() - expected.keys() if not name.endswith(ignored)]
     if problems := misfits(expected.values(), stored, unexpected):
@@ -126,30 +129,33 @@ def _other_experts(missing: Iterable[str], unexpected: Iterable[str]) -> list[st
 
 
 class Checkpoint:
-    """The safetensors files of a folder, opened and checked; a context manager, since it holds them open.
+    """A part of a checkpoint in the safetensors files of a folder, opened and checked; a context manager, since it holds them
+    open.
 
-    For the spec of a rank, tensors are the rank's parts of them, and nothing else is read.
+    Of what one rank holds, tensors are the rank's parts of them, and nothing else is read.
     Raises CheckpointError as `tensors_of` and `check_tensors`, and for an lm_head that should be tied and is not; ConfigError
     for a model that cannot be cut.
     """
 
-    def __init__(self, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, summed: bool = False) -> None:
+    def __init__(
+        self, folder: Path, part: CheckpointPart, *, dtype: torch.dtype, device: torch.device, summed: bool = False
+    ) -> None:
         """summed  compute the sums of all tensors while they are read, for `sums`"""
         self._folder, self.dtype, self.device = folder, dtype, device
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self._summing: Summing | None = None
-        self._slices, spec = slices_of(spec), spec.whole or spec
-        self._specs = {tensor.name: tensor for tensor in spec.tensors()}
+        self._slices, whole = slices_of(part), part.complete
+        self._specs = {tensor.name: tensor for tensor in whole.tensors()}
         files = LocalFiles(folder)
-        self._stored = tensors_of(spec, files)
-        check_tensors(files.where, spec, self._stored)
+        self._stored = tensors_of(whole, files)
+        check_tensors(files.where, whole, self._stored)
         names = weight_names(files)
         self._paths = WeightFiles(tuple(folder / name for name in names))
         self._state = self._paths.state
         with self._stack:
             self._files.update((name, self._open(folder / name)) for name in names)
-            self._check_tied(spec)
+            self._check_copies(whole)
             if summed:
                 self._summing = Summing()
                 self._stack.callback(self._summing.close)
@@ -216,13 +222,11 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{shown(path)}: cannot be read as safetensors ({error}); download the file again") from None
 
-    def _check_tied(self, spec: ModelSpec) -> None:
-        names = (OUTPUT, EMBEDDING)
-        if spec.tie and names[0] in self._stored:
-            head, embedding = (self._whole(name) for name in names)
-            if not torch.equal(head, embedding):
+    def _check_copies(self, whole: CheckpointPart) -> None:
+        for copy, name in whole.copies().items():
+            if copy in self._stored and not torch.equal(self._whole(copy), self._whole(name)):
                 raise CheckpointError(
-                    f"{shown(self._folder)}: lm_head.weight differs from the embedding although tie_word_embeddings is true"
+                    f"{shown(self._folder)}: {copy} differs from the embedding although tie_word_embeddings is true"
                 )
 
 
@@ -260,9 +264,9 @@ class DummyWeights:
     model have parts of one noise: each makes all of it, one tensor at a time.
     """
 
-    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._tensors = {tensor.name: tensor for tensor in (spec.whole or spec).tensors()}
-        self._slices = slices_of(spec)
+    def __init__(self, part: CheckpointPart, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._tensors = {tensor.name: tensor for tensor in part.complete.tensors()}
+        self._slices = slices_of(part)
         self.dtype, self.device = dtype, device
         self._generator = torch.Generator(device).manual_seed(0)
 

@@ -10,6 +10,7 @@ from batchspec.model.blocks.base import PLAIN_NORM, NormForm
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader, Json, Ranges, short_json
+from batchspec.model.mtp import MtpSpec
 from batchspec.model.rope_config import RopeSpec, read_rope
 
 # Keys of computations that only other models have. Those of NOT_BUILT are refused unless they are null, false or empty; those of
@@ -67,6 +68,8 @@ class Family:
     norms: NormForm = PLAIN_NORM
     """form of the final norm"""
     embedding_scale: Callable[[ConfigReader], float | None] = lambda config: None
+    mtp: Callable[[ConfigReader, Sequence[LayerSpec]], MtpSpec | None] = lambda config, layers: None
+    """The layer that predicts one token further, of a checkpoint that has one; `layers` are the model's."""
     computes: frozenset[str] = frozenset()
     """Keys among NOT_BUILT, NOT_BUILT_SCALES and BUILT_NAMES whose computation this family's blocks implement."""
     refuses: Callable[[ConfigReader], list[str]] = lambda config: []

@@ -16,6 +16,7 @@ from batchspec.model.families.qwen3_next import (
     NORMS,
     read_mixers,
     read_moe,
+    read_mtp,
     refuses,
     text_rope,
 )
@@ -46,6 +47,7 @@ QWEN3_5 = Family(
     defaults={**DEFAULTS, "num_key_value_heads": 4},
     integers=INTEGERS,
     rope=text_rope,
+    mtp=read_mtp,
     norms=NORMS,
     computes=COMPUTES,
     refuses=refuses,
@@ -60,6 +62,7 @@ QWEN3_5_MOE = Family(
     },
     integers={**INTEGERS, **EXPERT_INTEGERS},
     rope=text_rope,
+    mtp=read_mtp,
     norms=NORMS,
     computes=COMPUTES | EXPERT_INTEGERS.keys(),
     refuses=_moe_refuses,

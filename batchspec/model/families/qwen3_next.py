@@ -7,6 +7,7 @@ Source: transformers, models/qwen3_next.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from batchspec.model.blocks.attention import AttentionSpec
@@ -26,6 +27,7 @@ from batchspec.model.families.base import (
     refuses_unnormed_heads,
     refuses_windows,
 )
+from batchspec.model.mtp import JoinSpec, MtpSpec
 from batchspec.model.rope_config import RopeSpec, read_rope
 
 NORMS = NormForm(offset=1.0, wide=True)
@@ -36,6 +38,7 @@ DEFAULTS: Json = {
 INTEGERS: Ranges = {
     "full_attention_interval": (1, 4096), "linear_conv_kernel_dim": (1, 64), "linear_key_head_dim": (1, 2**16),
     "linear_value_head_dim": (1, 2**16), "linear_num_key_heads": (1, 2**16), "linear_num_value_heads": (1, 2**16),
+    "mtp_num_hidden_layers": (0, 4096),
 }
 """Of the keys that Qwen3-Next and Qwen3.5 have in common."""
 COMPUTES = frozenset({"partial_rotary_factor", "use_qk_norm"})
@@ -105,6 +108,19 @@ def read_moe(config: ConfigReader) -> MoeSpec:
     )
 
 
+def read_mtp(config: ConfigReader, layers: Sequence[LayerSpec]) -> MtpSpec | None:
+    """The MTP layer: one that attends, with the MLP of the last layer. Files have one; None if config.json says so or says
+    another number.
+
+    mtp_num_hidden_layers is missing in Qwen3-Next, whose files have one.
+    """
+    if config.integer("mtp_num_hidden_layers", 1) != 1 or config.flag("mtp_use_dedicated_embeddings"):
+        return None
+    attends = next(layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec))
+    join = JoinSpec(hidden_size=config.integer("hidden_size"), eps=config.number("rms_norm_eps"), norms=NORMS)
+    return MtpSpec(join=join, layer=LayerSpec(attends, layers[-1].mlp))
+
+
 def text_rope(config: ConfigReader) -> RopeSpec:
     """One rotation, of a part of each head. Sections for the two dimensions of an image (`mrope_section`) change nothing in
     text, where all positions are equal."""
@@ -136,6 +152,7 @@ QWEN3_NEXT = Family(
     },
     integers={**INTEGERS, **EXPERT_INTEGERS, "decoder_sparse_step": (1, 4096), "mlp_only_layers": (0, 4096)},
     rope=text_rope,
+    mtp=read_mtp,
     norms=NORMS,
     computes=COMPUTES | EXPERT_INTEGERS.keys(),
     refuses=refuses,

@@ -1,0 +1,90 @@
+"""A part of a checkpoint that is loaded by itself: blocks under the prefixes of their names, and the formats of their weights.
+
+The model is one (`ModelSpec`), its MTP layer another (`MtpSpec`). All code that needs shapes and bytes of weights sums over the
+blocks: the loader, dummy weights, the tuner, the cost model, the memory plan and `plan`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from batchspec.model.blocks.base import BlockSpec, Gemm, Shard, TensorSpec, projections
+from batchspec.model.quant.base import Slices
+from batchspec.model.quant.formats import ALL_PLAIN, Formats
+
+Item = TypeVar("Item")
+
+
+class CheckpointPart(ABC):
+    """What loading needs to know of a part of a checkpoint, and the bytes of its weights."""
+
+    __slots__ = ()
+    formats: Formats
+    shard: Shard
+
+    @property
+    @abstractmethod
+    def complete(self) -> CheckpointPart:
+        """This part for all ranks: itself, unless it describes what one rank holds."""
+
+    @abstractmethod
+    def blocks(self) -> Iterator[tuple[str, BlockSpec]]:
+        """Each block with the prefix of its names in the checkpoint, in the order of the forward pass."""
+
+    @abstractmethod
+    def tensors(self) -> Iterator[TensorSpec]:
+        """Every tensor that the checkpoint must have for this part, by its full name."""
+
+    def copies(self) -> dict[str, str]:
+        """Tensors that the file may have besides these: each must be equal to the one that is named here."""
+        return {}
+
+    @abstractmethod
+    def slices_beside_blocks(self) -> Slices:
+        """What this rank holds of the tensors that belong to no block."""
+
+    @abstractmethod
+    def own(self, where: str, items: Mapping[str, Item]) -> dict[str, Item]:
+        """Those of this part, by the names that its blocks have, of the tensors of a file.
+
+        items  by their names in the file
+        Raises CheckpointError for two of one name.
+        """
+
+    def gemms(self, tokens: float) -> Iterator[tuple[str, Gemm]]:
+        """The products of all blocks for this number of tokens, with their prefix."""
+        for prefix, block in self.blocks():
+            for gemm in block.gemms(tokens):
+                yield prefix, gemm
+
+    def gemm_bytes(self, prefix: str, gemm: Gemm, dtype: torch.dtype) -> int:
+        """Bytes in memory of one weight of this product."""
+        weight_format = self.formats.of(prefix + gemm.product.parts[0].name)
+        nbytes = weight_format.expert_nbytes if gemm.grouped else weight_format.nbytes
+        return nbytes(gemm.product.rows, gemm.product.k, dtype)
+
+    def multiplies_fp8(self, prefix: str, gemm: Gemm) -> bool:
+        """Whether this product multiplies FP8 weights with quantised activations; other products multiply in the model's
+        dtype."""
+        return self.formats.quantises_input_of(prefix + gemm.product.parts[0].name)
+
+    def block_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes in memory of the weights of all blocks; norms and biases are too few to count."""
+        return sum(gemm.stored * self.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in self.gemms(1))
+
+
+def block_tensors(block: BlockSpec, prefix: str, formats: Formats = ALL_PLAIN) -> Iterator[TensorSpec]:
+    """Every tensor of a block by its full name: first the products', as their formats store them, then the vectors."""
+    for part in projections(block):
+        for tensor in formats.of(prefix + part.name).tensors(part):
+            yield replace(tensor, name=prefix + tensor.name)
+    for spec in block.grouped:
+        for tensor in formats.of(prefix + spec.of(0).parts[0].name).grouped_tensors(spec):
+            yield replace(tensor, name=prefix + tensor.name)
+    for tensor in block.vectors:
+        yield replace(tensor, name=prefix + tensor.name)
