@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from batchspec.config.checks import AUTO
+from batchspec.config.draft_auto import with_drafter
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.reader import Source, open_source
@@ -60,6 +61,7 @@ class JobModel:
     """The target and the drafter of a job, checked. No weight has been read."""
 
     config: RunConfig
+    """Its draft.name is a drafter, also where the job's is auto."""
     files: ModelFiles
     spec: ModelSpec
     """The target's spec; with a group, the part that this process computes."""
@@ -67,6 +69,8 @@ class JobModel:
     dtype: torch.dtype
     drafter: DrafterSpec[Any]
     """The drafter's spec: its checkpoint is checked, its weights are not read."""
+    why_drafter: str = ""
+    """Why draft=auto took this drafter; empty if the configuration named it."""
     group: Group | None = None
     """The processes that compute the target together; None: this one alone."""
     adapter: Adapter | None = None
@@ -124,6 +128,7 @@ def open_job(
     source = source.reading(columns_read(source.schema, columns, config.output))
     check_ids(source, columns)
     model = open_model(config, on_this_machine=on_this_machine, group=group)
+    config = model.config
     if config.model.adapters and columns.get("adapter") is None:
         raise ConfigError(
             f"model.adapters={{{','.join(config.model.adapters)}}}: the input has no column that names the adapter of each row; "
@@ -179,6 +184,7 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     assert config.model.path is not None
     model, dummy = find_model(config.model.path, config.model.revision), config.model.load_format == "dummy"
     spec = load_spec(model.folder) if dummy else judge_model(model)
+    config, why_drafter = with_drafter(config, has_mtp=spec.mtp is not None)
     adapter, adapters = open_adapters(config, spec)
     device = choose_device(config.device if on_this_machine else "cpu")
     if config.cache.dtype == "fp8":
@@ -204,8 +210,8 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     spec = part_of_group(spec, group)
     drafter = drafter.of_rank(spec.shard)
     return JobModel(
-        config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, group=group, adapter=adapter,
-        adapters=adapters,
+        config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, why_drafter=why_drafter, group=group,
+        adapter=adapter, adapters=adapters,
     )
 
 

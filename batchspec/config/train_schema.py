@@ -168,6 +168,7 @@ def _drafter(run: TrainRun) -> None:
     entry = DRAFTERS.get(run.draft.name)
     if entry is None or not entry.trained:
         raise ConfigError(f"draft={run.draft.name} cannot be trained; use draft=eagle3 or draft=parallel")
+    check_given(run, {"draft.num_speculative_tokens": "the K of the acceptance curves"})
     if run.draft.parallel not in ("auto", True, False):
         raise ConfigError(f"draft.parallel={run.draft.parallel} must be one of auto, true, false")
     if run.train.mask_token is not None and run.draft.parallel is not True:

@@ -84,7 +84,7 @@ def train(run: TrainRun) -> Path:
     stored = _stored_dtype(spec)
     save_head(
         out.path, network, torch.from_numpy(ids), spec, layout=run.output.layout, dtype=stored, verifier=run.model.path,
-        draft_len=run.draft.num_speculative_tokens,
+        draft_len=run.draft.draft_len,
     )
     out.finish(made.curves)
     say(f"{out.path}: {head_bytes(network.spec, stored) / 1e6:,.1f} MB; draft={kind} draft.path={out.path} drafts with it")
@@ -171,7 +171,7 @@ def _course(
     )
     return Course(
         config=run.train, network=network, teacher=teacher, rows=trained, held_out=held_out, batches=batches,
-        draft_len=run.draft.num_speculative_tokens, folder=out, say=say, curves={"loss": [], "acceptance": []},
+        draft_len=run.draft.draft_len, folder=out, say=say, curves={"loss": [], "acceptance": []},
     )
 
 
