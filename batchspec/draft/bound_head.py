@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -18,8 +18,9 @@ from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.layout import KVLayout, LayerKV
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.output import DraftOutput
+from batchspec.model.blocks.base import Gemm
 from batchspec.model.blocks.forward import Product
-from batchspec.model.blocks.layer import DecoderLayer
+from batchspec.model.blocks.layer import DecoderLayer, LayerSpec
 from batchspec.model.decoder import PagedAttend, PagedStore, ResidualStream
 from batchspec.model.rope import Rope
 from batchspec.model.rope_config import RopeSpec
@@ -176,6 +177,15 @@ class BoundHead(ABC):
         self._layers[index].decoder.finish(q, stream, attend, add_in_product=False)  # the norm that follows is the head's
         following = self._layers[index + 1].decoder.attention.norm if index + 1 < len(self._layers) else self._norm
         return stream.normed(following, self._eps, out=out)
+
+
+def layer_gemms(layer: LayerSpec) -> list[Gemm]:
+    """The products of a head's layer. The head norms the inputs of its layers itself, so no product
+    has a norm before it or adds to the residual stream."""
+    attention, (_, out) = layer.attention, layer.attention.gemms(1)
+    gemms = [Gemm(product=product, ops=("linear",)) for product in (attention.qkv, attention.kv)]
+    of_mlp = (replace(gemm, ops=tuple(op for op in gemm.ops if op != "linear_add")) for gemm in layer.mlp.gemms(1))
+    return [*gemms, out, *of_mlp]
 
 
 def _store(at: Place, kv: LayerKV) -> PagedStore:

@@ -6,12 +6,12 @@ Ranks may compute a head together (`batchspec.draft.shard`); NH is then the numb
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from batchspec.draft.bound_head import BoundHead, HeadLayer
+from batchspec.draft.bound_head import BoundHead, HeadLayer, layer_gemms
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.head_tensors import HIDDEN_NORM, fc_product, head_layers, head_prefix
 from batchspec.draft.output import DraftOutput
@@ -118,9 +118,5 @@ def products(spec: HeadSpec) -> list[Product]:
     """The matrix products that drafting may use: with R * S tokens fc, qkv and K/V, with R tokens the others."""
     fc = fc_product(spec)
     gemms = [] if fc is None else [Gemm(product=fc, ops=("linear",))]
-    for layer in head_layers(spec):
-        attention, (_, out), (gate_up, down) = layer.attention, layer.attention.gemms(1), layer.mlp.gemms(1)
-        # The head norms the inputs of its layers itself, so no product has a norm before it or adds to the residual stream.
-        gemms += [Gemm(product=product, ops=("linear",)) for product in (attention.qkv, attention.kv)]
-        gemms += [out, gate_up, replace(down, ops=("linear",))]
+    gemms += [gemm for layer in head_layers(spec) for gemm in layer_gemms(layer)]
     return [*gemm_products(gemms, spec.hidden_size), ("lm_head", spec.draft_vocab_size, spec.hidden_size)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from batchspec.draft.bound_head import BoundHead, HeadLayer
+from batchspec.draft.bound_head import BoundHead, HeadLayer, layer_gemms
 from batchspec.draft.output import DraftOutput
 from batchspec.kernels.drafting.eagle_head_input import eagle_head_input
 from batchspec.model.blocks.base import FLOATS, projections
@@ -20,11 +20,13 @@ from batchspec.model.files import ModelFiles, StoredTensor
 from batchspec.model.fused import rms_norm
 from batchspec.model.fused_experts import tensors_of
 from batchspec.model.mtp import MtpSpec
+from batchspec.model.products import gemm_products
 from batchspec.model.quant.base import Weights
 from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import Checkpoint, DummyWeights, check_tensors
+from batchspec.tuning.table import Product as TunedProduct
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,12 @@ class MtpHead(BoundHead):
         )
         stream = self._fc(joined, None)
         return rms_norm(stream, self._input_norm, self._eps), stream
+
+
+def products(spec: MtpSpec) -> list[TunedProduct]:
+    """The matrix products that drafting may use besides the output matrix: with R * S tokens fc, qkv and K/V, with R tokens the
+    others."""
+    return gemm_products([*spec.join.gemms(1), *layer_gemms(spec.layer)], spec.join.hidden_size)
 
 
 def open_mtp(files: ModelFiles, spec: MtpSpec) -> MtpSpec:
