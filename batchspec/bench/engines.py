@@ -104,6 +104,7 @@ def config_of(args: argparse.Namespace, variant: VariantSpec) -> RunConfig:
         **{"name": variant.draft, **SETTINGS.get(variant.draft, {})},
         path=args.draft_path,
         num_speculative_tokens=length,
+        vocab_size=args.draft_vocab,
         corpus_tokens=args.corpus_tokens,
         window=args.window,
         sink_tokens=args.sink,
@@ -121,7 +122,9 @@ def config_of(args: argparse.Namespace, variant: VariantSpec) -> RunConfig:
         prefill_graphs=on.get("prefill_graphs", True),
         sharded_draft=on.get("sharded_draft"),
     )
-    return RunConfig(model=ModelConfig(load_format="auto" if args.draft_path else "dummy"), draft=draft, ablation=ablation)
+    stored = args.draft_path or (args.model and variant.draft == "mtp")
+    model = ModelConfig(path=args.model, load_format="auto" if stored else "dummy")
+    return RunConfig(model=model, draft=draft, ablation=ablation)
 
 
 def _draft_len(args: argparse.Namespace, variant: VariantSpec) -> int:

@@ -44,6 +44,13 @@ DRAFTERS: dict[str, Entry] = {
         dummy=True,
         trained=True,
     ),
+    "mtp": Entry(
+        reads=(
+            *(f"draft.{key}" for key in ("path", "vocab_size", "window", "sink_tokens", "cache_dtype", "coupled")),
+            "ablation.dead_positions",
+        ),
+        dummy=True,
+    ),
     "hybrid": Entry(
         reads=(*_LOOKUP_KEYS, *_HEAD_KEYS),
         needs={"draft.path": "the folder or hub id of an EAGLE-3 head made for the model"},

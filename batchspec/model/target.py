@@ -202,12 +202,16 @@ class Target:
         assert batch.row_adapters is not None, "a pass of a model with adapters must say which rows have which"
         adapters = batch.row_adapters.index_select(0, batch.row_ids)
         if batch.host is None:
-            adapters = adapters * (batch.slot_mapping >= self._first_live_slot)
+            adapters = adapters * self.live_tokens(batch.slot_mapping)
         return self._lora.tokens(adapters)
 
     def _live(self, batch: FlatBatch) -> Tensor | None:
         """bool [T] False for tokens of dead rows and padding, whose K/V go to slot 0; None if all results are used."""
-        return batch.slot_mapping >= self._first_live_slot if self._has_experts and batch.host is None else None
+        return self.live_tokens(batch.slot_mapping) if self._has_experts and batch.host is None else None
+
+    def live_tokens(self, slot_mapping: Tensor) -> Tensor:
+        """bool [T] False for tokens that go through no expert: those of dead rows and padding, whose K/V go to slot 0."""
+        return slot_mapping >= self._first_live_slot
 
     @contextmanager
     def dead_tokens_routed(self) -> Iterator[None]:
@@ -252,6 +256,12 @@ class Target:
         out = torch.empty(hidden.shape[0], dtype=torch.int32, device=hidden.device)
         self._head.greedy(hidden, out_ids=out, vocab=vocab, flag_nonfinite=flag_nonfinite, allowed=allowed)
         return out
+
+    @torch.inference_mode()
+    def output_rows(self, ids: Tensor) -> Tensor:
+        """[n, H] a copy of the rows of the output matrix for ids int64 [n], on a rank counted from the first of
+        `spec.vocab_part`."""
+        return self._head.rows(ids).to(self.dtype)
 
     def masks_in_product(self, hidden: Tensor) -> bool:
         """Whether `greedy_sample` of these rows writes no logits, so that `allowed` must tell it which tokens may be chosen."""

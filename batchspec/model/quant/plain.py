@@ -104,12 +104,22 @@ class Linear(Product):
             assert bias is not None
             self._bias.copy_(bias)
 
+    def weight_rows(self, ids: Tensor) -> Tensor:
+        """A copy of the rows of the weight at ids int64 [n]."""
+        weight = self._weight.to_dense() if self._packed else self._weight
+        return weight.index_select(0, ids)
+
     def __call__(self, x: Tensor, lora: LoraTokens | None = None) -> Tensor:
         if self._packed:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return out
         tile = self.tile("linear", x)
         return F.linear(x, self._weight, self._bias) if tile is None else kernels.linear(x, self._weight, self._bias, tile=tile)
+
+    def rows_from(self, first: int) -> Product:
+        if self._packed:
+            return super().rows_from(first)
+        return Linear(self._weight[first:], None if self._bias is None else self._bias[first:])
 
     def tile(self, op: str, x: Tensor) -> Tile | None:
         """The tile with which the Triton kernel computes `op` (`batchspec.tuning`) on x; None: use the library's product."""
