@@ -44,7 +44,7 @@ def config_of(name: str, **draft: object) -> RunConfig:
     )
 
 
-@pytest.mark.parametrize("name", sorted({*named()} - {"pard"}))  # test_pard.py: it needs a folder
+@pytest.mark.parametrize("name", sorted({*named()} - {"pard", "mtp"}))  # they need a folder
 def test_a_spec_predicts_the_properties_of_its_drafter_before_weights_are_read(name: str) -> None:
     target, config = tiny_target(), config_of(name)
     check(config)

@@ -135,7 +135,8 @@ JOB_HEAD = """\
 These are the keys of `run`, `plan`, `submit`, `batchspec.generate` and `batchspec.Engine`. The defaults are those of a job that
 chooses no other option of a group. Lengths are in tokens unless the name ends in another unit (`_s` seconds, `_h` hours, `_gb`
 1e9 bytes).
-Drafters in brackets are those that read the key. Per-row columns of the input obey the ranges of the keys of their name."""
+Drafters in brackets are those that read the key; with draft=auto the one that it takes must read it. Per-row columns of the input
+obey the ranges of the keys of their name."""
 TRAIN_HEAD = """\
 ## Keys of `batchspec train`
 
