@@ -19,7 +19,7 @@ from batchspec.dataset.schema import columns_read, output_schema
 from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.distributed.group import Group
 from batchspec.draft.spec import DrafterSpec, open_drafter
-from batchspec.errors import ConfigError
+from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.blocks.base import Shard
 from batchspec.model.config_values import has_file
 from batchspec.model.deterministic import in_one_order
@@ -203,7 +203,7 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
                 "decode.deterministic=true with LoRA adapters that are not merged (model.adapters, or FP8 and MXFP4 weights) is "
                 "not supported: their sums depend on the batch; remove one, or set model.dtype=float64"
             )
-    drafter = open_drafter(config, spec)
+    drafter = open_chosen(config, spec, why_drafter)
     spec = spec.with_lora(None if adapters is None else adapters.shape)
     if group is None:
         check_cut(config, spec, drafter)
@@ -213,6 +213,17 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
         config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, why_drafter=why_drafter, group=group,
         adapter=adapter, adapters=adapters,
     )
+
+
+def open_chosen(config: RunConfig, spec: ModelSpec, why: str) -> DrafterSpec[Any]:
+    """The drafter of draft.name. Raises ConfigError or CheckpointError, which says so if draft=auto took it, and why."""
+    try:
+        return open_drafter(config, spec)
+    except (ConfigError, CheckpointError) as error:
+        if not why:
+            raise
+        said = f"draft=auto took {config.draft.name}, because {why}: {error}; correct it, or choose draft=lookup"
+        raise type(error)(said) from None
 
 
 def with_states(spec: ModelSpec, state_dtype: str, dtype: torch.dtype) -> ModelSpec:

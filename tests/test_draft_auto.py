@@ -22,7 +22,7 @@ from batchspec.config.draft_auto import with_drafter
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.draft.registry import DRAFTERS
-from batchspec.errors import ConfigError
+from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.spec import load_spec
 from batchspec.prepare import open_model
 from batchspec.runstate.output_folder import OutputFolder
@@ -181,6 +181,20 @@ def test_the_tensors_of_the_checkpoint_decide(folder: Path, model: str, name: st
     assert opened.drafter.shape.draft_len == length
     named = open_model(compose([f"model.path={folder / model}", "device=cpu", "draft=lookup"]))
     assert (named.config.draft.name, named.why_drafter) == ("lookup", "")
+
+
+def test_a_layer_that_is_not_complete_is_refused_with_the_way_to_do_without_it(folder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(folder / "with", tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    del tensors["mtp.fc.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as refused:
+        open_model(compose([f"model.path={model}", "device=cpu"]))
+    said = str(refused.value)
+    assert said.startswith(f"draft=auto took mtp, because {HAS}: ")
+    assert "1 missing tensors: mtp.fc.weight" in said
+    assert said.endswith("; correct it, or choose draft=lookup")
+    assert open_model(compose([f"model.path={model}", "device=cpu", "draft=lookup"])).config.draft.name == "lookup"
 
 
 def test_random_weights_have_the_layers_of_the_config(folder: Path) -> None:
