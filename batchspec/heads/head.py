@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.weights import Head, default_aux_layers, dummy_spec, load_head
@@ -16,8 +16,6 @@ from batchspec.heads.data import Numbers
 from batchspec.heads.network import HeadNetwork, network_of
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
-
-_STD = 0.02
 
 
 def new_spec(
@@ -66,11 +64,7 @@ def new_network(spec: HeadSpec, target: Target, draft_vocab_ids: Tensor, *, seed
 def _random_network(spec: HeadSpec, target: Target, *, seed: int) -> HeadNetwork:
     """On the CPU; of the target only the embedding is read."""
     network = network_of(spec, target.embedding.cpu()).to(torch.promote_types(target.dtype, torch.float32))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in network.parameters():
-            if tensor.dim() > 1:
-                nn.init.normal_(tensor, std=_STD, generator=generator)
+    network.draw_matrices(seed)
     return network
 
 

@@ -205,8 +205,10 @@ class Attention:
     def _stored(self, qkv: Any, store: StoreKV) -> Tensor:
         gate = None
         if self.spec.gated:
-            heads, kv = qkv.split((self.spec.q_rows, 2 * self.spec.kv_size), -1)
+            in_training = not isinstance(qkv, Tensor)
+            heads, *kv = qkv if in_training else qkv.split((self.spec.q_rows, 2 * self.spec.kv_size), -1)
             q, gate = heads.unflatten(-1, (-1, 2, self.spec.head_dim)).unbind(2)
-            qkv = torch.cat((q.flatten(1), kv), -1)
+            parts = (q.flatten(1), *kv)
+            qkv = parts if in_training else torch.cat(parts, -1)
         rotated = store.rotate_and_store(qkv, q_norm=self._q_norm, k_norm=self._k_norm, eps=self.spec.eps)
         return rotated if gate is None else torch.cat((rotated, gate), 1)
