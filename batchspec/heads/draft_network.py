@@ -65,8 +65,8 @@ class DraftNetwork(nn.Module, ABC):
         return steps, [Keys() for _ in range(self._num_layers)]
 
     def _angles(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [positions, R], from position 0 on."""
+        """cos and sin [positions, R], from position 0 on. Angles are fp32, whatever the dtype of the network, as in a job."""
         assert isinstance(self.freqs, Tensor)
         wide = torch.promote_types(like.dtype, torch.float32)
-        cos, sin = rope_angles(torch.arange(positions, device=like.device), self.freqs, self._attention_factor, wide)
+        cos, sin = rope_angles(torch.arange(positions, device=like.device), self.freqs.float(), self._attention_factor, wide)
         return cos.squeeze(1), sin.squeeze(1)
