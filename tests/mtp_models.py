@@ -19,7 +19,7 @@ SHAPE: dict[str, Any] = {
     "hidden_size": 20, "intermediate_size": 28, "num_hidden_layers": 3, "full_attention_interval": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 12, "vocab_size": VOCAB, "max_position_embeddings": 256, "rope_theta": 100.0,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
-    "partial_rotary_factor": 0.5, "dtype": "float64",
+    "partial_rotary_factor": 0.5,
 }
 EXPERTS: dict[str, Any] = {
     "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 14, "shared_expert_intermediate_size": 18,
@@ -33,20 +33,21 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def mtp_model(name: str) -> ModelSpec:
     """Recurrent layers and one that attends, and an MTP layer: dense, or with experts and a shared one."""
-    return read_spec({**SHAPE, **MODELS[name]}, "config.json")
+    return read_spec({**SHAPE, **MODELS[name], "dtype": "float64"}, "config.json")
 
 
 def mtp_target(spec: ModelSpec) -> Target:
     return Target(spec, LoudNoise(spec, dtype=torch.float64, device=DEVICE), DEVICE)
 
 
-def checkpoint_with_mtp(folder: Path, name: str, *, fused: bool = False, **config: Any) -> Path:
+def checkpoint_with_mtp(folder: Path, name: str, *, vocab: int, fused: bool = False, **config: Any) -> Path:
     """A random model as transformers saves it, and the tensors of its MTP layer, which transformers leaves out.
 
     fused  the experts of the layer in two tensors, as Qwen3.5 has them
     """
     kind = dict(MODELS[name])
-    make_checkpoint(folder, kind.pop("model_type"), **{**SHAPE, **kind, **config, "dtype": "float32"}, vocab=config.pop("vocab"))
+    family = kind.pop("model_type")
+    make_checkpoint(folder, family, **{**SHAPE, **kind, **config, "vocab_size": vocab})
     add_mtp(folder, fused=fused)
     return folder
 

@@ -45,6 +45,7 @@ DRAFTERS: dict[str, Entry] = {
             *(f"draft.{key}" for key in ("path", "window", "sink_tokens", "cache_dtype", "coupled")), "ablation.dead_positions",
         ),
         dummy=True,
+        trained=True,
     ),
     "hybrid": Entry(
         reads=(*_LOOKUP_KEYS, *_HEAD_KEYS),

@@ -49,6 +49,10 @@ class DraftNetwork(nn.Module, ABC):
     def matrices(self) -> dict[str, Tensor]:
         """The weights that Muon trains, by name; AdamW trains the others."""
 
+    @property
+    def num_weights(self) -> int:
+        return sum(weight.numel() for weight in self.parameters())
+
     @torch.no_grad()
     def draw_matrices(self, seed: int) -> None:
         """Give random values to all matrices, on the CPU, the same for one seed on every device."""

@@ -15,6 +15,7 @@ from batchspec.draft.weights import default_aux_layers, dummy_spec, load_head
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.heads.data import Numbers
 from batchspec.heads.network import HeadNetwork, network_of
+from batchspec.heads.output_matrix import norm_of_random_states, output_rows
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 
@@ -49,16 +50,12 @@ def new_spec(
 
 def new_network(spec: HeadSpec, target: Target, draft_vocab_ids: Tensor, *, seed: int) -> HeadNetwork:
     """A network with random weights, the same for one seed on every device; lm_head starts as the target's rows. fp32, or fp64
-    for a target in fp64.
-
-    The final norm starts as the target's, scaled so that the logits of random hidden states have a standard deviation of 1:
-    unscaled, the loss of SmolLM2-135M began at 22 nats.
-    """
+    for a target in fp64."""
     network, dtype = _random_network(spec, target, seed=seed), torch.promote_types(target.dtype, torch.float32)
     with torch.no_grad():
-        rows, norm = _output_rows(target, draft_vocab_ids).to(dtype), target.final_norm.to("cpu", dtype)
+        rows = output_rows(target, draft_vocab_ids).to(dtype)
         network.lm_head.weight.copy_(rows)
-        network.norm.weight.copy_(norm / (rows * norm).norm(dim=1).mean())
+        network.norm.weight.copy_(norm_of_random_states(target, rows))
     return network.to(target.device)
 
 
@@ -67,14 +64,6 @@ def _random_network(spec: HeadSpec, target: Target, *, seed: int) -> HeadNetwork
     network = network_of(spec, target.embedding.cpu()).to(torch.promote_types(target.dtype, torch.float32))
     network.draw_matrices(seed)
     return network
-
-
-def _output_rows(target: Target, draft_vocab_ids: Tensor) -> Tensor:
-    """The rows [V', H] of the target's output matrix, on the CPU. They are computed as logits of unit vectors, so that any weight
-    format works."""
-    units = torch.eye(target.spec.hidden_size, dtype=target.dtype, device=target.device)
-    parts = [target.logits(unit).index_select(1, draft_vocab_ids.to(target.device)).t().cpu() for unit in units.split(256)]
-    return torch.cat(parts, 1).clone()
 
 
 def why_not_trainable(spec: HeadSpec, target: ModelSpec) -> str | None:

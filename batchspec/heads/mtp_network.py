@@ -24,7 +24,7 @@ class MtpNetwork(DraftNetwork):
     """Parameters are named as in a checkpoint, without the prefix `mtp.`. The output matrix is the target's, and not trained."""
 
     def __init__(self, spec: MtpSpec, rope: RopeSpec, output_matrix: Tensor) -> None:
-        """rope, output_matrix [V, H]: of the target"""
+        """rope, output_matrix [V, H]: of the target. The matrix keeps its device and its dtype when the network is moved."""
         super().__init__(rope, spec.layer.attention.head_dim, 1)
         self.spec = spec
         for vector in spec.join.vectors:
@@ -33,12 +33,11 @@ class MtpNetwork(DraftNetwork):
         place(self, fc.name, nn.Linear(fc.k, fc.rows, bias=fc.bias))
         self._layer_name = spec.layer_prefix.removeprefix(spec.prefix).removesuffix(".")
         place(self, self._layer_name, Layer(spec.layer))
-        self.register_buffer("output", output_matrix, persistent=False)
+        self._output_matrix = output_matrix
 
     @property
     def output_matrix(self) -> Tensor:
-        assert isinstance(self.output, Tensor)
-        return self.output
+        return self._output_matrix
 
     def matrices(self) -> dict[str, Tensor]:
         """fc and the projections of the layer, but neither routers nor experts, of which a batch may reach few."""

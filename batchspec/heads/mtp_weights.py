@@ -30,6 +30,13 @@ def plain(spec: MtpSpec) -> MtpSpec:
 
 
 @torch.no_grad()
+def draw_weights(network: MtpNetwork, out_norm: Tensor, *, seed: int) -> None:
+    """Give the network random matrices, and norms of 1 but for the last one [H]."""
+    network.draw_matrices(seed)
+    network.get_parameter(f"{network.spec.join.out_norm}.weight").copy_(out_norm)
+
+
+@torch.no_grad()
 def read_weights(network: MtpNetwork, spec: MtpSpec, weights: Weights) -> None:
     """Give the network all weights of a checkpoint's layer, in the dtype of the network.
 
