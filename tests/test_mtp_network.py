@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +217,34 @@ def test_quantised_weights_are_read_as_the_numbers_that_they_stand_for() -> None
     stored, scale = values[f"mtp.{name}"], values[f"mtp.{name}_scale_inv"]
     assert (stored.dtype, scale.shape) == (torch.float8_e4m3fn, (1, 1))
     assert torch.equal(network.get_parameter(name).detach(), stored.float() * scale)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_by_bf16_products_a_layer_learns_nearly_the_same(name: str) -> None:
+    """What a GPU does with a bf16 model: weights and routing stay fp32, states come and all else is multiplied in bf16."""
+    _, target, network, _ = made(name)
+    network.to(CPU, torch.float32)
+    with torch.no_grad():
+        for key, weight in network.named_parameters():
+            weight.mul_(1 if "norm" in key else 0.5)
+    data = Teacher(target, (), None, torch.float32).training_batch(rows_of((30, 2), (24, 4)))
+    wide = replace(data, **{own.name: moved(getattr(data, own.name)) for own in fields(data)})
+    narrow = replace(wide, embedded=wide.embedded.bfloat16(), features=wide.features.bfloat16())
+    gradients = []
+    for given, enabled in ((wide, False), (narrow, True)):
+        network.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            draft_loss(network, given, ahead=3, decay=0.8)[0].backward()
+        gradients.append({key: weight.grad for key, weight in network.named_parameters()})
+    for key, exact in gradients[0].items():
+        found = gradients[1][key]
+        assert exact is not None
+        assert found is not None
+        assert found.dtype == torch.float32
+        assert float((found - exact).norm()) < 0.1 * float(exact.norm()), key
+
+
+def moved(value: Any) -> Any:
+    """A field of a batch on the CPU, numbers in fp32."""
+    found = value[:].cpu() if not isinstance(value, Tensor) else value.cpu()
+    return found.float() if found.is_floating_point() else found

@@ -185,6 +185,18 @@ def test_an_eagle_head_can_be_trained_for_a_model_with_recurrent_layers_too(made
     assert mean_length(job(made, tmp_path / "o", "draft=eagle3", f"draft.path={tmp_path / 'head'}")) > 2.0
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_a_gpu_trains_in_bf16(name: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    folder = folder_of(tmp_path, name, **sizes)
+    words = ["device=cuda", "model.dtype=bfloat16", "train.steps=200", "train.lr=1e-2", "train.held_out=2"]
+    assert train(folder, tmp_path / "t", *words) == 0
+    first, *_, last = record(tmp_path / "t")["loss"]
+    assert max(first["match"]) < 0.3
+    assert min(last["match"]) > 0.6
+
+
 # --- the folder
 
 
