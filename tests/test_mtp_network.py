@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
+from batchspec.heads import objective
 from batchspec.heads.data import Row
 from batchspec.heads.mtp_network import MtpNetwork
 from batchspec.heads.mtp_weights import plain, read_weights, save_mtp, stored_tensors
@@ -112,7 +113,11 @@ def test_gradients_of_all_weights_are_those_of_the_definition(name: str) -> None
 
 
 @pytest.mark.parametrize(("name", "temperature"), [("dense", 1.0), ("moe", 0.5)])
-def test_the_loss_is_the_cross_entropy_with_the_targets_distributions_over_all_tokens(name: str, temperature: float) -> None:
+def test_the_loss_is_the_cross_entropy_with_the_targets_distributions_over_all_tokens(
+    name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose logits are in memory for five positions at a time."""
+    monkeypatch.setattr(objective, "_LOGITS", 5 * VOCAB)
     spec, target, network, _ = made(name)
     teacher = Teacher(target, (), None, torch.float64, temperature=temperature)
     rows, tensors = rows_of((9, 3), (7, 1)), stored_tensors(network, torch.float64)
