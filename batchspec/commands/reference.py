@@ -46,10 +46,12 @@ Submit a job as a Slurm array. Takes the arguments of `batchspec run`; the keys 
   --to kubernetes|skypilot  print the file of jobs/ for that system, filled in; --image IMAGE is that of the containers
   --unseen  check the configuration alone, for paths that only the nodes of the cluster see"""
 TRAIN_HELP = """\
-Train an EAGLE-3 draft head from the completions of jobs. The same command again goes on with a training that was stopped.
+Train an EAGLE-3 draft head, or tune the MTP layer of a model's own checkpoint, on the completions of jobs. The same command
+again goes on with a training that was stopped.
 
   batchspec train draft=eagle3 model.path=MODEL input.path=OUT output.dir=HEAD
-  batchspec train draft=parallel draft.path=HEAD model.path=MODEL input.path='[OUT1,OUT2]' output.dir=HEAD2 train.layers=4"""
+  batchspec train draft=parallel draft.path=HEAD model.path=MODEL input.path='[OUT1,OUT2]' output.dir=HEAD2 train.layers=4
+  batchspec train draft=mtp model.path=MODEL input.path=OUT output.dir=LAYER"""
 
 HELP = {"run": RUN_HELP, "plan": PLAN_HELP, "submit": SUBMIT_HELP, "train": TRAIN_HELP}
 """Command -> the beginning of its help; the keys follow."""

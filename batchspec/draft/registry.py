@@ -50,6 +50,7 @@ DRAFTERS: dict[str, Entry] = {
             "ablation.dead_positions",
         ),
         dummy=True,
+        trained=True,
     ),
     "hybrid": Entry(
         reads=(*_LOOKUP_KEYS, *_HEAD_KEYS),
