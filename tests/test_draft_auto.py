@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from batchspec import run
 from batchspec.commands.planning import plan
 from batchspec.config.checks import check
-from batchspec.config.compose import compose
+from batchspec.config.compose import compose, composed
 from batchspec.config.draft_auto import with_drafter
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import ModelConfig, RunConfig
+from batchspec.config.train_schema import TrainRun, check_training
 from batchspec.draft.registry import DRAFTERS
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.spec import load_spec
@@ -136,6 +137,14 @@ def test_draft_none_has_no_length() -> None:
     with pytest.raises(ConfigError, match=r"draft\.num_speculative_tokens=8 is not used by draft=none; remove the key"):
         check(given)
     assert with_drafter(given, has_mtp=False) == (given, ""), "of a job that began when the length had a default; verify opens it"
+
+
+def test_train_needs_a_drafter_by_name_and_a_length() -> None:
+    given = ["model.path=m", "input.path=i", "output.dir=o"]
+    with pytest.raises(ConfigError, match=r"draft\.num_speculative_tokens is required; .* the K of the acceptance curves"):
+        check_training(composed("train", [*given, "draft.num_speculative_tokens=null"], schema=TrainRun))
+    with pytest.raises(ConfigError, match="draft=auto cannot be trained; use draft=eagle3"):
+        check_training(composed("train", [*given, "draft=auto"], schema=TrainRun))
 
 
 # --- checkpoints with and without the layer
