@@ -13,8 +13,9 @@ from torch import Tensor
 from batchspec.model.files import LocalFiles
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
+from tests.mtp_exact import ID, LAG, NUM_TOKENS, OTHER, continued, make_exact_model
 from tests.mtp_models import LAYOUTS, fused, make_mtp_model, stored_mtp, text_config
-from tests.mtp_reference import Mtp, read_mtp, reference_drafts, target_hidden
+from tests.mtp_reference import Mtp, Rows, predicted_rounds, read_mtp, reference_drafts, target_hidden
 from tests.test_target import _widened, oracle
 
 CPU = torch.device("cpu")
@@ -128,3 +129,56 @@ def test_files_say_that_there_is_one_layer(tmp_path: Path) -> None:
         folder = make_mtp_model(tmp_path / name.replace(" ", "_"), name)
         assert text_config(folder).get("mtp_num_hidden_layers") == (None if layout.family == "qwen3_next" else 1)
         assert sum(path.stat().st_size for path in folder.iterdir()) < 600_000
+
+
+# --- the model whose drafts are all right
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Mtp, Target]:
+    folder = make_exact_model(tmp_path_factory.mktemp("exact"))
+    return read_mtp(folder), Target.load(folder, judge_model(LocalFiles(folder)), dtype=torch.float64, device=CPU)
+
+
+def random_prompt(count: int) -> list[int]:
+    return torch.randint(NUM_TOKENS, (count,), generator=torch.Generator().manual_seed(count)).tolist()
+
+
+@pytest.mark.parametrize("count", [LAG, 17, 150])
+def test_the_exact_model_writes_the_successors_of_earlier_tokens(count: int, exact: tuple[Mtp, Target]) -> None:
+    prompt, (_, target) = random_prompt(count), exact
+    row = [*prompt, *continued(prompt, 40)]
+    logits = target.logits(target_hidden(target, row)).cpu()
+    assert logits[count - 1 : -1].argmax(-1).tolist() == row[count:]
+    assert len(set(row[count:])) > 15
+
+
+@pytest.mark.parametrize("num_drafts", [1, 4, LAG - 1])
+def test_all_drafts_of_the_exact_model_are_right(num_drafts: int, exact: tuple[Mtp, Target]) -> None:
+    prompt, (mtp, target) = random_prompt(25), exact
+    output = continued(prompt, 41)
+    found = predicted_rounds(Rows(mtp, target, [[*prompt, *output]]), prompt, output, num_drafts)
+    assert found.accepted == found.drafted
+    assert len(found.drafted) == -(-40 // (num_drafts + 1))
+
+
+def test_the_exact_layer_needs_true_hidden_states_after_the_final_norm_and_the_tokens_after(exact: tuple[Mtp, Target]) -> None:
+    """What it would draft from other inputs, at every position of a row: hardly a token is right."""
+    mtp, target = exact
+    prompt = random_prompt(30)
+    row = torch.tensor([*prompt, *continued(prompt, 60)])
+    hidden = target_hidden(target, row.tolist())
+
+    def right(tokens: Tensor, states: Tensor) -> float:
+        drafts = mtp.logits(mtp(tokens, states)).argmax(-1)
+        return float((drafts[29:] == row[31:]).double().mean())
+
+    tokens, hidden = row[1:-1], hidden[:-2]
+    stale = mtp(tokens, hidden).roll(1, 0)
+    stale[:30] = hidden[:30]
+    before = hidden.clone()
+    scale = hidden[:, ID].sum(1, keepdim=True) / 2  # the stream's two digits are ones
+    before[:, OTHER] = mtp.embedding[row[:-2], OTHER] * scale
+    assert right(tokens, hidden) == 1
+    wrong = [right(tokens, states) for states in (hidden.roll(1, 0), stale, before)] + [right(row[:-2], hidden)]
+    assert max(wrong) < 0.5
