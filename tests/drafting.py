@@ -15,7 +15,8 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter, DrafterBase
-from batchspec.draft.weights import Head, load_head
+from batchspec.draft.head import Head
+from batchspec.draft.weights import load_head
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.slots import expected_pages

@@ -141,6 +141,7 @@ def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> No
     changes: dict[str, Any] = {key.replace(".", "__"): value}
     complete: dict[str, dict[str, Any]] = {
         "lookup": {},
+        "mtp": {"draft__window": 9},
         "eagle3": {"draft__path": "head", "draft__window": 9},
         "hybrid": {"draft__path": "head", "draft__window": 9},
         "pard": {"draft__path": "small"},

@@ -14,12 +14,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from batchspec.cache.attention import AttentionPlan, plan_attention
-from batchspec.draft import chain, head, parallel, reader, tree
+from batchspec.draft import chain, head, output, parallel, reader, tree
 from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.head import Head
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
-from batchspec.draft.weights import Head, load_head
+from batchspec.draft.weights import load_head
 from batchspec.engine.rounds.round import RoundOptions
 from batchspec.model import decoder
 from batchspec.model.quant import plain
@@ -32,7 +33,8 @@ OWN_KERNELS = {
     parallel: ("prepare_parallel_draft_inputs", "gather_last_accepted"),
     tree: ("prepare_tree_inputs", "expand_tree", "rerank_tree"),
     reader: ("rope_of",),
-    head: ("eagle_head_input", "lm_head", "argmax", "rms_norm", "tap_norm"),
+    head: ("eagle_head_input", "rms_norm", "tap_norm"),
+    output: ("lm_head", "argmax"),
     decoder: ("add_norm", "rms_norm", "rope_write"),
     plain: ("rms_norm", "silu_and_mul"),
 }

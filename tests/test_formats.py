@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from batchspec.draft.formats import HeadSpec, read_head
+from batchspec.draft.head_tensors import expected_shapes, head_bytes, normalised
 from batchspec.draft.layouts import _LAYER_DEFAULTS
-from batchspec.draft.weights import dummy_head, dummy_spec, expected_shapes, head_bytes, load_head, normalised, read_head_spec
+from batchspec.draft.weights import dummy_head, dummy_spec, load_head, read_head_spec
 from batchspec.errors import CheckpointError
 from batchspec.model.rope import rope_frequencies
 from batchspec.model.spec import load_spec

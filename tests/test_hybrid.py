@@ -12,10 +12,11 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
 from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.head import Head
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
-from batchspec.draft.weights import Head, dummy_head, dummy_spec
+from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.loop.engine import Engine
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request

@@ -211,7 +211,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tool_calls.split",
         "tuning.table",
     },
-    "draft": {"model", "cache", "batch", "tuning", "kernels"},
+    "draft": {"model", "cache", "batch", "distributed.collectives", "tuning", "kernels"},
     "model": {"cache", "batch", "distributed", "tuning", "kernels"},
     "cache": {"batch", "tuning", "kernels"},
     "tuning": {"kernels"},

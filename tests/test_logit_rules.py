@@ -18,12 +18,13 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.coupled import later_draws
+from batchspec.draft.head import Head
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
-from batchspec.draft.weights import Head, dummy_head, dummy_spec
+from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, make_engine, packed, plain_tokens, request, tiny_target
 from tests.replaying import DRAFTERS, SLOTS, head, lookup

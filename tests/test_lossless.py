@@ -27,6 +27,7 @@ from batchspec.draft import reader as reader_module
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.corpus import Corpus
+from batchspec.draft.head import Head
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
@@ -34,7 +35,7 @@ from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
-from batchspec.draft.weights import Head, dummy_head, dummy_spec
+from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from batchspec.draft.head import products as head_products
-from batchspec.draft.weights import dummy_head, dummy_spec, head_bytes
+from batchspec.draft.head_tensors import head_bytes
+from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.model.products import products
 from batchspec.model.shapes import shape_spec
 from batchspec.model.spec import ModelSpec, read_spec

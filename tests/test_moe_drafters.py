@@ -17,9 +17,10 @@ from torch import Tensor
 
 from batchspec import cli, run
 from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.head import Head
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
-from batchspec.draft.weights import Head, dummy_head, dummy_spec, load_head, read_head_spec
+from batchspec.draft.weights import dummy_head, dummy_spec, load_head, read_head_spec
 from batchspec.errors import CheckpointError
 from batchspec.model.fused import rms_norm
 from batchspec.model.target import Target

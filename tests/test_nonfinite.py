@@ -21,13 +21,14 @@ from batchspec import cli
 from batchspec import run as run_module
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.head import Head
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
-from batchspec.draft.weights import Head, dummy_head, dummy_spec
+from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.slots.completion import NON_FINITE

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.head import Head
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
-from batchspec.draft.weights import Head, dummy_head, dummy_spec
+from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.slots.expected_pages import ExpectedPages
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams

@@ -16,12 +16,14 @@ from batchspec.config.schema import AblationConfig, ModelConfig, RunConfig
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.head import Head
+from batchspec.draft.head_tensors import expected_shapes
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.shapes import TreeShape
 from batchspec.draft.shard import cut, part_of_head
 from batchspec.draft.spec import open_drafter
 from batchspec.draft.tree import TreeDrafter
-from batchspec.draft.weights import Head, dummy_head, dummy_spec, expected_shapes
+from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.rounds.round import RoundOptions
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import Shard

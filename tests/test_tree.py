@@ -26,11 +26,12 @@ from batchspec.config.draft_schema import DraftConfig, TreeConfig
 from batchspec.config.schema import RunConfig
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.head import Head
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.shapes import ChainShape, TreeShape
 from batchspec.draft.spec import open_drafter
 from batchspec.draft.tree import TreeDrafter
-from batchspec.draft.weights import Head, load_head
+from batchspec.draft.weights import load_head
 from batchspec.engine.rounds.round import RoundOptions, RoundResult
 from batchspec.engine.rounds.tree_round import TreeRound
 from batchspec.errors import CapacityError, ConfigError

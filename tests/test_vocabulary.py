@@ -18,6 +18,7 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.head import Head
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
@@ -25,7 +26,7 @@ from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
-from batchspec.draft.weights import Head, dummy_head, dummy_spec
+from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.features.logprobs import LogprobReader
 from batchspec.engine.rounds.sampling import choose, cutoffs

@@ -121,7 +121,9 @@ def config_of(args: argparse.Namespace, variant: VariantSpec) -> RunConfig:
         prefill_graphs=on.get("prefill_graphs", True),
         sharded_draft=on.get("sharded_draft"),
     )
-    return RunConfig(model=ModelConfig(load_format="auto" if args.draft_path else "dummy"), draft=draft, ablation=ablation)
+    stored = args.draft_path or (args.model and variant.draft == "mtp")
+    model = ModelConfig(path=args.model, load_format="auto" if stored else "dummy")
+    return RunConfig(model=model, draft=draft, ablation=ablation)
 
 
 def _draft_len(args: argparse.Namespace, variant: VariantSpec) -> int:

@@ -15,6 +15,7 @@ from batchspec.cache.flash import SHORT, flashinfer
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.draft.head import products as head_products
+from batchspec.draft.mtp_head import products as mtp_products
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB
 from batchspec.draft.weights import dummy_spec, open_head
 from batchspec.errors import ConfigError
@@ -86,7 +87,8 @@ def _products(args: argparse.Namespace) -> list[Product]:
         head = open_head(find_model(args.draft_path, key="--draft-path"), spec)
     elif known:
         head = dummy_spec(spec, draft_vocab_size=DRAFT_VOCAB.get(args.model, DEFAULT_DRAFT_VOCAB))
-    return list(dict.fromkeys([*products(spec), *([] if head is None else head_products(head))]))
+    of_head, of_mtp = [] if head is None else head_products(head), [] if spec.mtp is None else mtp_products(spec.mtp)
+    return list(dict.fromkeys([*products(spec), *of_head, *of_mtp]))
 
 
 def _report(args: argparse.Namespace, device: torch.device, wanted: list[Product]) -> list[str]:

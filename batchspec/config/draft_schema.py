@@ -39,8 +39,8 @@ class DraftConfig:
     """Benchmarks only: accept draft position j with this probability, whatever the tokens. The probabilities are unconditional
     and must not increase."""
     path: str | None = None
-    """Folder or hub id of the draft head (eagle3, hybrid) or of the small draft model (pard). For a head null is allowed only
-    with model.load_format=dummy, which makes a random one."""
+    """Folder or hub id of the draft head (eagle3, hybrid), small draft model (pard) or tuned MTP layer (mtp). null is the layer
+    of the model's own checkpoint (mtp); for a head it is allowed only with model.load_format=dummy, which makes a random one."""
     aux_layers: str = "auto"
     """What the layer ids in the head's config mean. input is the hidden state that enters the layer, output the one that leaves
     it; auto is input, and output for a head in the flat layout whose first id is 1."""

@@ -6,14 +6,17 @@ shapes.py      what a round verifies of a row: a chain or a tree
 none.py        no drafter
 lookup.py      n-grams of the same row; corpus.py: of finished rows
 eagle3.py      an EAGLE-3 or P-EAGLE head: chain.py, tree.py, parallel.py
+mtp.py         the MTP layer of the model's own checkpoint
 hybrid.py      a head and a lookup together
 pard.py        a small language model
 window.py      the target itself, with a window
 coupled.py     drafts that use the noise of the target's draws
 Heads:
-  formats.py   config.json of a published head; layouts.py: its two layouts
-  weights.py   its tensors
-  shard.py     the part of it that a rank holds
-  head.py      its network
-  reader.py    its K/V and its pass over positions with hidden states
+  bound_head.py    the network of any head, bound to a target; output.py: chooses tokens from what it computes
+  reader.py        its K/V and its pass over positions with hidden states
+  head.py          an EAGLE-3 head; head_tensors.py: its tensors and layers
+  weights.py       reads one, or makes a random one
+  formats.py       config.json of a published one; layouts.py: its two layouts
+  shard.py         the part of it that a rank holds
+  mtp_head.py      an MTP layer as a head
 """

@@ -27,11 +27,9 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.attention import AttentionPlan
 from batchspec.cache.layer_state import RowTensor
 from batchspec.cache.pages import KVCache
+from batchspec.draft.bound_head import DraftWeights, HeadShape, Place
 from batchspec.draft.coupled import Draws, first_draws, later_draws
-from batchspec.draft.formats import HeadSpec
-from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
-from batchspec.draft.weights import Head
 from batchspec.kernels.drafting.gather_last_accepted import gather_last_accepted
 from batchspec.kernels.drafting.prepare_chain_draft_inputs import prepare_chain_draft_inputs
 from batchspec.model.decoder import PagedAttend
@@ -48,7 +46,8 @@ class ChainDrafter(HeadReader):
     name = "eagle3"
 
     def __init__(
-        self, head: Head, target: Target, max_len: int, *, slots: int, uniform_slots: bool = True, **reading: Unpack[Reading]
+        self, head: DraftWeights, target: Target, max_len: int, *, slots: int, uniform_slots: bool = True,
+        **reading: Unpack[Reading],
     ) -> None:
         """uniform_slots=False: each draft step computes its own slot mapping, by the ragged path (ablation)."""
         super().__init__(head, target, max_len, **reading)
@@ -56,11 +55,12 @@ class ChainDrafter(HeadReader):
         self._uniform = uniform_slots
         zeros = partial(zeros_on, device)
         self._cu_seqlens_q = torch.arange(slots + 1, dtype=torch.int32, device=device)
-        self._kv_len, self._live_positions = zeros(slots), zeros(slots, dtype=torch.int64)
+        self._kv_len = zeros(slots)
+        self._live_positions, self._live_slots = (zeros(slots, dtype=torch.int64) for _ in range(2))
         self._positions, self._slots = (zeros(steps * slots, dtype=torch.int64) for _ in range(2))
 
     @staticmethod
-    def row_tensors(spec: HeadSpec, dtype: torch.dtype) -> tuple[RowTensor, ...]:
+    def row_tensors(spec: HeadShape, dtype: torch.dtype) -> tuple[RowTensor, ...]:
         return RowTensor((), torch.int32), RowTensor((spec.hidden_size,), dtype)
 
     @torch.inference_mode()
@@ -115,7 +115,7 @@ class ChainDrafter(HeadReader):
 
     def _prepare_next(self, normed: Tensor, out: Tensor, draws: Draws | None) -> None:
         """Prepare the next round's first draft from the head's output [R, H] at each row's last accepted position."""
-        self.head.choose(normed, out, draws)
+        self.head.output.choose(normed, out, draws)
 
     def _draws_at_end(self, rows: DeviceBatch) -> Draws | None:
         """The noise and rules for the token after each row's last one."""
@@ -137,15 +137,16 @@ class ChainDrafter(HeadReader):
         num_rows, feeds_normed = accepted_len.shape[0], self._spec.feed_normed
         live_q = q.new_empty(num_rows, *q.shape[1:])
         stream = torch.empty_like(out_hidden) if feeds_normed else out_hidden
-        positions, kv_len = self._live_positions[:num_rows], self._kv_len[:num_rows]
+        positions, kv_len, slots = (x[:num_rows] for x in (self._live_positions, self._kv_len, self._live_slots))
         gather_last_accepted(
             q.flatten(1), residual, batch.cu_seqlens_q, accepted_len, batch.positions, rows.num_tokens, rows.live,
             out_q=live_q.view(num_rows, -1), out_residual=stream, out_positions=positions, out_kv_len=kv_len,
+            slot_mapping=batch.slot_mapping, out_slots=slots,
         )
         ends = self._one_query_each(batch, positions, kv_len)
         plan = self._plans(ends, cache, [self._last])[self._windows[self._last]]
         attend = PagedAttend(kv=self._kv(cache, self._last), plan=plan)
-        normed = self.head.finish(self._last, live_q, stream, attend, out=out_hidden if feeds_normed else None)
+        normed = self.head.finish(self._last, live_q, stream, attend, slots, out=out_hidden if feeds_normed else None)
         self._prepare_next(normed, out_first, self._draws_at_end(rows))
 
     def _one_query_each(self, batch: FlatBatch, positions: Tensor, kv_len: Tensor) -> FlatBatch:
@@ -210,7 +211,7 @@ class ChainDrafter(HeadReader):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window], positions)
         # A position's input is the token after it; its output drafts the token after that.
         draws = later_draws(self.mode, rows, row_ids, positions, ahead=2, drafts=draft_ids)
-        self.head.choose(normed, draft_ids[:, k + 1], draws)
+        self.head.output.choose(normed, draft_ids[:, k + 1], draws)
         return normed if self._spec.feed_normed else residual
 
     def _general_step(self, rows: DeviceBatch, k: int, cache: KVCache) -> FlatBatch:

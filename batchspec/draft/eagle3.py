@@ -14,15 +14,18 @@ import torch
 from batchspec.cache.layer_state import LayerState
 from batchspec.config.schema import RunConfig
 from batchspec.draft.base import Drafter
+from batchspec.draft.bound_head import head_states
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.formats import HeadSpec
+from batchspec.draft.head import Head
+from batchspec.draft.head_tensors import head_bytes
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.reader import HeadReader
 from batchspec.draft.shapes import ChainShape, TreeShape, default_nodes
 from batchspec.draft.shard import cut, part_of_head
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
 from batchspec.draft.tree import TreeDrafter
-from batchspec.draft.weights import Head, dummy_head, dummy_spec, head_bytes, load_head, open_head
+from batchspec.draft.weights import dummy_head, dummy_spec, load_head, open_head
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import Shard
 from batchspec.model.hub import find_model, resolve_model
@@ -58,9 +61,9 @@ class Eagle3DrafterSpec(DrafterSpec[Head]):
 
     def layer_states(self, dtype: torch.dtype, page_size: int) -> tuple[LayerState, ...]:
         draft = self.config.draft
-        return self.checkpoint.layer_states(
-            dtype, page_size, row=self._kind.row_tensors(self.checkpoint, dtype), fp8=draft.cache_dtype == "fp8",
-            window=draft.window, sink=draft.sink_tokens or 0,
+        return head_states(
+            self.checkpoint, dtype, page_size, row=self._kind.row_tensors(self.checkpoint, dtype),
+            fp8=draft.cache_dtype == "fp8", window=draft.window, sink=draft.sink_tokens or 0,
         )
 
     @property

@@ -10,10 +10,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from batchspec.cache.layer_state import LayerState, RowTensor
-from batchspec.cache.layout import KVLayout
 from batchspec.draft.layouts import MASK_KEYS, SPECFORGE, HeadConfig, family_of, read_config
 from batchspec.model.blocks.base import WHOLE, Shard
 from batchspec.model.config_values import ConfigReader
@@ -80,31 +76,6 @@ class HeadSpec:
     def draft_part(self) -> slice:
         """The draft ids whose logits are computed: all, unless this is a part of a head with its own lm_head."""
         return tokens_of(self.shard if self.own_head else WHOLE, self.draft_vocab_size)
-
-    def kv_windows(self, window: int | None, sink: int) -> tuple[int | None, ...]:
-        """[num_layers] newest keys that each layer reads if it is limited to the newest `window` keys and the first `sink` ones.
-
-        None: all, or the first ones too.
-        """
-        if window is None:
-            return self.windows
-        return tuple(None if sink else min(window, own or window) for own in self.windows)
-
-    def kv_layout(self, dtype: torch.dtype, page_size: int, *, fp8: bool = False) -> KVLayout:
-        """The format in which each of its layers stores K and V that are computed in `dtype`; fp8: as e4m3."""
-        return KVLayout(dtype=dtype, fp8=fp8, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=page_size)
-
-    def layer_states(
-        self, dtype: torch.dtype, page_size: int, *, row: tuple[RowTensor, ...], fp8: bool = False, window: int | None = None,
-        sink: int = 0,
-    ) -> tuple[LayerState, ...]:
-        """What each of its layers keeps of a row; the last one keeps `row`.
-
-        window, sink  layers are limited to the newest `window` keys and the first `sink` ones; window None: not limited
-        """
-        layout = self.kv_layout(dtype, page_size, fp8=fp8)
-        *first, last = self.kv_windows(window, sink)
-        return (*(LayerState(layout, own) for own in first), LayerState(layout, last, row))
 
 
 def read_head(folder: Path, tensors: Collection[str], target: ModelSpec, *, aux_layers: str = "auto") -> HeadSpec:

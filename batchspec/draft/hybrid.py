@@ -24,11 +24,11 @@ from batchspec.draft.base import DrafterUpdate
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.corpus import corpus_bytes
 from batchspec.draft.eagle3 import Eagle3DrafterSpec, build_chain
+from batchspec.draft.head import Head
 from batchspec.draft.lookup import LookupDrafter, build_lookup
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.reader import zeros_on
 from batchspec.draft.shapes import ChainShape
-from batchspec.draft.weights import Head
 from batchspec.kernels.drafting.select_drafts import select_drafts, update_acceptance
 from batchspec.model.target import Target
 

@@ -24,11 +24,11 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.layer_state import RowTensor
 from batchspec.cache.pages import KVCache
+from batchspec.draft.bound_head import HeadShape, Place
 from batchspec.draft.coupled import later_draws
-from batchspec.draft.formats import HeadSpec
-from batchspec.draft.head import Place
+from batchspec.draft.head import Head
+from batchspec.draft.head_tensors import feature_width
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
-from batchspec.draft.weights import Head, feature_width
 from batchspec.kernels.drafting.gather_last_accepted import gather_last_accepted
 from batchspec.kernels.drafting.prepare_parallel_draft_inputs import prepare_parallel_draft_inputs
 from batchspec.model.target import Target
@@ -48,7 +48,7 @@ class ParallelDrafter(HeadReader):
         spec, device, places = head.spec, target.device, slots * max_len
         if spec.mask_token_id is None:
             raise ValueError("ParallelDrafter: the head has no mask token; give one that was trained for parallel drafting")
-        self._mask_id, self._mask_hidden = spec.mask_token_id, self._feature_of(head.tensors["mask_hidden"])
+        self._mask_id, self._mask_hidden = spec.mask_token_id, self._feature_of(head)
         zeros = partial(zeros_on, device)
         self._fed = zeros(places, spec.hidden_size, dtype=target.dtype)
         self._ids, self._kv_len = zeros(places), zeros(slots)
@@ -56,14 +56,15 @@ class ParallelDrafter(HeadReader):
         self._layout = UniformLayout(slots, range(1, max_len + 1), device)
 
     @torch.inference_mode()
-    def _feature_of(self, mask_hidden: Tensor) -> Tensor:
+    def _feature_of(self, head: Head) -> Tensor:
         """[H] h of a mask token. A checkpoint stores it before fc, [1, W], or after fc, [1, H]; without fc it is h itself."""
-        if mask_hidden.shape[1] == feature_width(self._spec) and not self._spec.final_hidden:
+        mask_hidden = head.tensors["mask_hidden"]
+        if mask_hidden.shape[1] == feature_width(head.spec) and not head.spec.final_hidden:
             mask_hidden = self.head.features(mask_hidden)
         return mask_hidden[0]
 
     @staticmethod
-    def row_tensors(spec: HeadSpec, dtype: torch.dtype) -> tuple[RowTensor, ...]:
+    def row_tensors(spec: HeadShape, dtype: torch.dtype) -> tuple[RowTensor, ...]:
         return (RowTensor((spec.hidden_size,), dtype),)
 
     @torch.inference_mode()
@@ -122,7 +123,7 @@ class ParallelDrafter(HeadReader):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window])
         draws = later_draws(self.mode, rows, batch.row_ids, positions, ahead=2, drafts=draft_ids)
         if draws is None:
-            self.head.choose(normed, ids)
+            self.head.output.choose(normed, ids)
             draft_ids.copy_(ids.view(num_rows, width))
         else:
-            draws.choose_parallel(self.head.logits(normed), draft_ids, self.head.map_ids)
+            draws.choose_parallel(self.head.output.logits(normed), draft_ids, self.head.output.map_ids)

@@ -1,4 +1,4 @@
-"""What all drafters with an EAGLE-3 head share: the head, its K/V, and the pass over positions with the target's hidden states.
+"""What all drafters with a head share: the head, its K/V, and the pass over positions with the target's hidden states.
 
 Legend: T flat positions, H hidden.
 """
@@ -17,9 +17,7 @@ from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.layout import LayerKV
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import DrafterBase
-from batchspec.draft.formats import HeadSpec
-from batchspec.draft.head import EagleHead, Place
-from batchspec.draft.weights import Head
+from batchspec.draft.bound_head import DraftWeights, HeadShape, Place, head_states
 from batchspec.model.rope import Rope, rope_frequencies, rope_of
 from batchspec.model.target import Target
 
@@ -44,14 +42,14 @@ class HeadReader(DrafterBase):
     fixed_len = True
 
     def __init__(
-        self, head: Head, target: Target, max_len: int, *, window: int | None = None, sink: int = 0, fp8_kv: bool = False,
+        self, head: DraftWeights, target: Target, max_len: int, *, window: int | None = None, sink: int = 0, fp8_kv: bool = False,
         dead_positions: bool = True, argmax: bool = True,
     ) -> None:
         """See `Reading`."""
         spec = head.spec
         self.max_len = max_len
         self.aux_layer_ids = spec.aux_layer_ids
-        self.head = EagleHead(head, target, argmax=argmax)
+        self.head = head.bind(target, argmax=argmax)
         self._spec, self._first_layer, self._dtype = spec, target.spec.num_kv_layers, target.dtype
         self._windows = [own if window is None else min(window, own or window) for own in spec.windows]
         self._fp8_kv, self._window = fp8_kv, window
@@ -69,7 +67,7 @@ class HeadReader(DrafterBase):
         """Run all T positions through the first `num_layers` layers.
 
         tokens    int32 [rows, M]; line [T] the row of each position; a rejected position may read any token
-        features  [T, H] of `EagleHead.features`; the layers may change them
+        features  [T, H] of `BoundHead.features`; the layers may change them
         Returns the next layer's input, the residual stream, and rotations and slots of the positions.
         """
         at = Place(self._rope(batch.positions), batch.slot_mapping)
@@ -80,14 +78,14 @@ class HeadReader(DrafterBase):
         return normed, residual, at
 
     @staticmethod
-    def row_tensors(spec: HeadSpec, dtype: torch.dtype) -> tuple[RowTensor, ...]:
+    def row_tensors(spec: HeadShape, dtype: torch.dtype) -> tuple[RowTensor, ...]:
         """What it keeps of each slot's row from round to round, in `KVCache.draft_rows`."""
         raise NotImplementedError
 
     def layer_states(self, page_size: int) -> tuple[LayerState, ...]:
-        return self._spec.layer_states(
-            self._dtype, page_size, row=self.row_tensors(self._spec, self._dtype), fp8=self._fp8_kv, window=self._window,
-            sink=self._sink,
+        return head_states(
+            self._spec, self._dtype, page_size, row=self.row_tensors(self._spec, self._dtype), fp8=self._fp8_kv,
+            window=self._window, sink=self._sink,
         )
 
     def _rope(self, positions: Tensor) -> Rope:

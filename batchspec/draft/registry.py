@@ -40,6 +40,12 @@ DRAFTERS: dict[str, Entry] = {
         dummy=True,
         trained=True,
     ),
+    "mtp": Entry(
+        reads=(
+            *(f"draft.{key}" for key in ("path", "window", "sink_tokens", "cache_dtype", "coupled")), "ablation.dead_positions",
+        ),
+        dummy=True,
+    ),
     "hybrid": Entry(
         reads=(*_LOOKUP_KEYS, *_HEAD_KEYS),
         needs={"draft.path": "the folder or hub id of an EAGLE-3 head made for the model"},

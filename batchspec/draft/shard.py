@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 
 from batchspec.draft.formats import HeadSpec
-from batchspec.draft.weights import Head, head_layers, head_prefix
+from batchspec.draft.head import Head
+from batchspec.draft.head_tensors import head_layers, head_prefix
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import Shard, projections
 from batchspec.model.quant.base import Slices

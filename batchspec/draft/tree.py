@@ -26,12 +26,11 @@ from batchspec.batch.logits import drafters_read_drafts
 from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.layer_state import RowTensor
 from batchspec.cache.pages import KVCache
+from batchspec.draft.bound_head import HeadShape, Place
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.coupled import Draws, later_draws
-from batchspec.draft.formats import HeadSpec
-from batchspec.draft.head import Place
+from batchspec.draft.head import Head
 from batchspec.draft.shapes import TreeShape, num_grown
-from batchspec.draft.weights import Head
 from batchspec.kernels.tree.expand_tree import Frontier, expand_tree
 from batchspec.kernels.tree.prepare_tree_inputs import prepare_tree_inputs
 from batchspec.kernels.tree.rerank_tree import rerank_tree
@@ -68,7 +67,7 @@ class TreeDrafter(ChainDrafter):
         self._grown_positions, self._grown_slots, self._grown_masks = torch.zeros(
             3, slots * places, dtype=torch.int64, device=device
         )
-        self._scores = torch.zeros(slots, shape.num_candidates, dtype=self.head.logits_dtype, device=device)
+        self._scores = torch.zeros(slots, shape.num_candidates, dtype=self.head.output.dtype, device=device)
         self._ids, self._numbers_above = torch.zeros(2, slots, shape.num_candidates, dtype=torch.int32, device=device)
         line = torch.arange(slots, device=device)
         start = torch.zeros((slots, 1), dtype=self._scores.dtype, device=device)
@@ -76,7 +75,7 @@ class TreeDrafter(ChainDrafter):
         self._root = Frontier(start, no_number, no_place, no_number.flatten(), line)
 
     @staticmethod
-    def row_tensors(spec: HeadSpec, dtype: torch.dtype) -> tuple[RowTensor, ...]:
+    def row_tensors(spec: HeadShape, dtype: torch.dtype) -> tuple[RowTensor, ...]:
         return (RowTensor((spec.hidden_size,), dtype),) * 2
 
     @property
@@ -111,7 +110,7 @@ class TreeDrafter(ChainDrafter):
                 hidden = hidden.index_select(0, frontier.parent_index)
                 normed, hidden = self._through(batch, frontier, hidden, cache)
             following = expand_tree(
-                *self.head.branches(normed, branches, draws), self.head.map_ids, frontier,
+                *self.head.output.branches(normed, branches, draws), self.head.output.map_ids, frontier,
                 first_node_id=num_grown(branches, level), first_bit=level * branches if level + 1 < depth else None,
                 all_scores=scores, all_ids=ids, all_parents=above,
             )

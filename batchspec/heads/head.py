@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from batchspec.draft.formats import HeadSpec
-from batchspec.draft.weights import Head, default_aux_layers, dummy_spec, load_head
+from batchspec.draft.head import Head
+from batchspec.draft.weights import default_aux_layers, dummy_spec, load_head
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.heads.data import Numbers
 from batchspec.heads.network import HeadNetwork, network_of

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from batchspec.draft.formats import HeadSpec
-from batchspec.draft.weights import fc_product, head_layers
+from batchspec.draft.head_tensors import fc_product, head_layers
 from batchspec.heads.attend import Keys
 from batchspec.heads.layer import Layer, Norm, Step
 from batchspec.model.blocks.layer import LayerSpec

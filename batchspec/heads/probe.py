@@ -22,8 +22,9 @@ from batchspec.config.typed import shipped_prompts
 from batchspec.draft.base import Drafter
 from batchspec.draft.eagle3 import build_chain
 from batchspec.draft.formats import HeadSpec
+from batchspec.draft.head import Head
 from batchspec.draft.none import NoDrafter
-from batchspec.draft.weights import Head, load_head, read_head_spec
+from batchspec.draft.weights import load_head, read_head_spec
 from batchspec.errors import CheckpointError, InputError
 from batchspec.load.build import build_engine
 from batchspec.model.spec import ModelSpec

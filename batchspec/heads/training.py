@@ -16,7 +16,8 @@ from batchspec.config.train_schema import TrainRun
 from batchspec.console import terminal
 from batchspec.dataset.reader import Source, open_source
 from batchspec.draft.formats import HeadSpec
-from batchspec.draft.weights import head_bytes, open_head
+from batchspec.draft.head_tensors import head_bytes
+from batchspec.draft.weights import open_head
 from batchspec.errors import ConfigError
 from batchspec.heads.data import Numbers, Row, course, frequent_ids, read_rows, split_rows, unused_id
 from batchspec.heads.folder import HeadFolder

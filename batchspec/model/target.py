@@ -202,12 +202,16 @@ class Target:
         assert batch.row_adapters is not None, "a pass of a model with adapters must say which rows have which"
         adapters = batch.row_adapters.index_select(0, batch.row_ids)
         if batch.host is None:
-            adapters = adapters * (batch.slot_mapping >= self._first_live_slot)
+            adapters = adapters * self.live_tokens(batch.slot_mapping)
         return self._lora.tokens(adapters)
 
     def _live(self, batch: FlatBatch) -> Tensor | None:
         """bool [T] False for tokens of dead rows and padding, whose K/V go to slot 0; None if all results are used."""
-        return batch.slot_mapping >= self._first_live_slot if self._has_experts and batch.host is None else None
+        return self.live_tokens(batch.slot_mapping) if self._has_experts and batch.host is None else None
+
+    def live_tokens(self, slot_mapping: Tensor) -> Tensor:
+        """bool [T] False for tokens that go through no expert: those of dead rows and padding, whose K/V go to slot 0."""
+        return slot_mapping >= self._first_live_slot
 
     @contextmanager
     def dead_tokens_routed(self) -> Iterator[None]:

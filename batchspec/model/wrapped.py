@@ -1,8 +1,8 @@
 """The language model of a checkpoint that reads images too (`...ForConditionalGeneration`): its names, without the other parts.
 
 A name in the file has a prefix before that of the same tensor in a checkpoint of text alone: `model.language_model.` in place of
-`model.`, in older files `language_model.`. Only a text's own part is loaded: what encodes images, and the layers that predict
-several tokens (`mtp.`), are neither read nor counted.
+`model.`, in older files `language_model.`. What encodes images is neither read nor counted; the layer that predicts one token
+further (`mtp.`) is a part of its own (`mtp.py`).
 Source: transformers 5, conversion_mapping.py (llava, qwen3_5_text) and _keys_to_ignore_on_load_unexpected.
 """
 

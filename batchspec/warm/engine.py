@@ -205,7 +205,8 @@ class Engine:
     def _same_model(self, path: str) -> Path:
         """The folder of a checkpoint whose config.json equals that of model.path. Raises CheckpointError."""
         files = find_model(path, key="load_weights")
-        old, new = load_spec(self._model.folder), judge_model(files)
+        judge_model(files)
+        old, new = load_spec(self._model.folder), load_spec(files.folder)
         different = [item.name for item in fields(old) if getattr(old, item.name) != getattr(new, item.name)]
         different = [name for name in different if name not in ("dtype", "generation")]
         if different:

@@ -1,8 +1,8 @@
-"""The input of an EAGLE-3 head's first layer, in one launch: out[t] = concat(norm(embedding[token]), norm(hidden[t])).
+"""What a draft head reads, in one launch: out[t] = concat(norm(embedding[token]), norm(hidden[t])).
 
 The token of flat token t is given, or it is the next one of its row: token_ids[row_ids[t], positions[t] + 1].
-Rounding is that of `batchspec.kernels.norm_rope.norm`: the normed value, then its product with the weight; fp32 inside (fp64 for
-fp64).
+Rounding is that of `batchspec.kernels.norm_rope.norm`: the normed value, then its product with the weight, or with weights in fp32
+once; fp32 inside (fp64 for fp64).
 Bound by memory at prefill sizes (4 * H * itemsize bytes a token), by launch latency at decode sizes, where it replaces a gather,
 two norms and two copies. Source: Li et al. 2025, EAGLE-3 (arXiv 2503.01840).
 """
@@ -26,9 +26,11 @@ from batchspec.kernels.norm_rope.norm import VALUES_PER_THREAD, rms_norm_referen
 def store_norm(source, weight, out, lane, EPS: tl.constexpr, WIDTH: tl.constexpr, ACC: tl.constexpr):
     exists = lane < WIDTH
     x = tl.load(source + lane, mask=exists, other=0.0).to(ACC)
-    scale = tl.load(weight + lane, mask=exists, other=0.0).to(ACC)
-    normed = (x * (1.0 / tl.sqrt(tl.sum(x * x, 0) * (1.0 / WIDTH) + EPS))).to(out.dtype.element_ty)
-    tl.store(out + lane, normed.to(ACC) * scale, mask=exists)
+    scale = tl.load(weight + lane, mask=exists, other=0.0)
+    normed = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) * (1.0 / WIDTH) + EPS))
+    if weight.dtype.element_ty == out.dtype.element_ty:
+        normed = normed.to(out.dtype.element_ty).to(ACC)
+    tl.store(out + lane, (normed * scale.to(ACC)).to(out.dtype.element_ty), mask=exists)
 
 
 @triton.jit(do_not_specialize=["num_ids"])
@@ -59,7 +61,7 @@ def eagle_head_input(
     token_ids       int32 [T] of any stride, or with positions [R, M], contiguous: the tokens of each row
     hidden          fp32, bf16, fp16 or fp64 [T, H]  rows may be slices of wider ones
     embedding       [V, H] of the same dtype
-    embedding_norm  [H], hidden_norm [H] of the same dtype
+    embedding_norm  [H], hidden_norm [H] of the same dtype, or fp32: then the result is rounded once
     out             [T, 2H] of the same dtype: the embedding's half first
     row_ids         int32 or int64 [T], positions int64 [T]: row and position of each flat token, or both None
 
@@ -69,8 +71,8 @@ def eagle_head_input(
     num_tokens, width = hidden.shape
     check("eagle_head_input: hidden", hidden, (num_tokens, width), *FLOATS, rows=True)
     check("eagle_head_input: embedding", embedding, (embedding.shape[0], width), hidden.dtype)
-    check("eagle_head_input: embedding_norm", embedding_norm, (width,), hidden.dtype)
-    check("eagle_head_input: hidden_norm", hidden_norm, (width,), hidden.dtype)
+    for name, norm in (("embedding_norm", embedding_norm), ("hidden_norm", hidden_norm)):
+        check(f"eagle_head_input: {name}", norm, (width,), hidden.dtype, torch.promote_types(hidden.dtype, torch.float32))
     check("eagle_head_input: out", out, (num_tokens, 2 * width), hidden.dtype, rows=True)
     if (row_ids is None) != (positions is None):
         raise ValueError("eagle_head_input: row_ids and positions go together; give both or neither")

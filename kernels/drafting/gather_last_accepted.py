@@ -1,6 +1,7 @@
 """Prune dead positions from a catch-up, in one launch: of the flat tokens just verified, keep each row's last accepted one.
 
     t[r] = cu_seqlens_q[r] + accepted_len[r]      out_q[r] = q[t], out_residual[r] = residual[t], out_positions[r] = positions[t]
+    out_slots[r] = slot_mapping[t]; 0 for dead rows
     kv_len[r] = num_tokens[r] - 1 after the commit: every key up to that position, itself included; 0 for dead rows
 
 K/V of all verified positions are already written; the rest of the catch-up (attention, output, MLP, norms, lm_head) runs on
@@ -27,8 +28,8 @@ VALUES_PER_THREAD = 16
 
 @triton.jit(do_not_specialize=["num_flat_tokens"])
 def gather_last_accepted_kernel(
-    q, residual, cu_seqlens_q, accepted_len, positions, num_tokens, live, out_q, out_residual, out_positions, out_kv_len,
-    num_flat_tokens, q_stride, residual_stride, out_q_stride, out_residual_stride,
+    q, residual, cu_seqlens_q, accepted_len, positions, slot_mapping, num_tokens, live, out_q, out_residual, out_positions,
+    out_slots, out_kv_len, num_flat_tokens, q_stride, residual_stride, out_q_stride, out_residual_stride,
     Q_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """Program (r, 0) copies the query and writes position and kv_len; program (r, 1), if any, copies the residual stream."""
@@ -41,7 +42,10 @@ def gather_last_accepted_kernel(
         values = tl.load(q + t * q_stride + lane, mask=lane < Q_WIDTH)
         tl.store(out_q + row * out_q_stride + lane, values, mask=lane < Q_WIDTH)
         tl.store(out_positions + row, tl.load(positions + t))
-        tl.store(out_kv_len + row, tl.where(tl.load(live + row) != 0, tl.load(num_tokens + row) - 1, 0))
+        alive = tl.load(live + row) != 0
+        tl.store(out_kv_len + row, tl.where(alive, tl.load(num_tokens + row) - 1, 0))
+        if slot_mapping is not None:
+            tl.store(out_slots + row, tl.where(alive, tl.load(slot_mapping + t), 0))
     elif residual is not None:
         stream = tl.load(residual + t * residual_stride + lane, mask=lane < WIDTH)
         tl.store(out_residual + row * out_residual_stride + lane, stream, mask=lane < WIDTH)
@@ -60,6 +64,8 @@ def gather_last_accepted(
     out_residual: Tensor | None,
     out_positions: Tensor,
     out_kv_len: Tensor,
+    slot_mapping: Tensor | None = None,
+    out_slots: Tensor | None = None,
     interpret: bool = False,
 ) -> None:
     """Copy the last accepted flat token of each of R rows, out of T flat tokens.
@@ -75,6 +81,7 @@ def gather_last_accepted(
     out_residual   [R, H] of q's dtype
     out_positions  int64 [R]
     out_kv_len     int32 [R]    0 for dead rows
+    slot_mapping   int64 [T] K/V slots, copied to out_slots int64 [R], 0 for dead rows; or both None
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
@@ -95,17 +102,23 @@ def gather_last_accepted(
     if out_residual is not None:
         check("gather_last_accepted: out_residual", out_residual, (num_rows, width), q.dtype, rows=True)
     check("gather_last_accepted: out_positions", out_positions, (num_rows,), torch.int64)
+    if (slot_mapping is None) != (out_slots is None):
+        raise ValueError("gather_last_accepted: slot_mapping and out_slots go together; give both or neither")
+    if slot_mapping is not None and out_slots is not None:
+        check("gather_last_accepted: slot_mapping", slot_mapping, (num_flat_tokens,), torch.int64)
+        check("gather_last_accepted: out_slots", out_slots, (num_rows,), torch.int64)
     if not (q.is_cuda or interpret):
         gather_last_accepted_reference(
             q, residual, cu_seqlens_q, accepted_len, positions, num_tokens, live,
             out_q=out_q, out_residual=out_residual, out_positions=out_positions, out_kv_len=out_kv_len,
+            slot_mapping=slot_mapping, out_slots=out_slots,
         )
     elif num_rows:
         block = triton.next_power_of_2(max(q_width, width))
         strides = (0, 0) if residual is None or out_residual is None else (residual.stride(0), out_residual.stride(0))
         gather_last_accepted_kernel[(num_rows, 2 if width else 1)](
-            q, residual, cu_seqlens_q, accepted_len, positions, num_tokens, live, out_q, out_residual, out_positions, out_kv_len,
-            num_flat_tokens, q.stride(0), strides[0], out_q.stride(0), strides[1],
+            q, residual, cu_seqlens_q, accepted_len, positions, slot_mapping, num_tokens, live, out_q, out_residual,
+            out_positions, out_slots, out_kv_len, num_flat_tokens, q.stride(0), strides[0], out_q.stride(0), strides[1],
             Q_WIDTH=q_width, WIDTH=width, BLOCK=block, num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))),
             **launch_args(q),
         )
@@ -124,6 +137,8 @@ def gather_last_accepted_reference(
     out_residual: Tensor | None,
     out_positions: Tensor,
     out_kv_len: Tensor,
+    slot_mapping: Tensor | None = None,
+    out_slots: Tensor | None = None,
 ) -> None:
     """The same in plain torch."""
     t = (cu_seqlens_q[:-1] + accepted_len).clamp_(max=q.shape[0] - 1)
@@ -131,6 +146,8 @@ def gather_last_accepted_reference(
         if out is not None and values is not None:
             out.copy_(values.index_select(0, t))
     out_kv_len.copy_((num_tokens - 1) * (live != 0))
+    if slot_mapping is not None and out_slots is not None:
+        out_slots.copy_(slot_mapping.index_select(0, t) * (live != 0))
 
 
 def main() -> None:

@@ -240,6 +240,7 @@ def _drafter(rng: Random, group: Group) -> Keys:
     if is_dummy:
         names.remove("pard")
     names += ["tree"] * 2 if exact else []
+    names += ["mtp"] * 4 if model.is_recurrent else []
     name = rng.choice([name for name in names if not model.is_recurrent or name not in REFUSED])
     keys: Keys = {"draft": name}
     if name == "none":
@@ -263,13 +264,13 @@ def _drafter(rng: Random, group: Group) -> Keys:
     if name == "tree":
         keys["draft.num_speculative_tokens"] = rng.choice([2, 3, 5])
         keys |= {"draft.tree.topk": rng.choice([2, 3, 8]), "draft.tree.nodes": rng.choice([None, 4, 6])}
-    if name in ("eagle3", "hybrid", "parallel"):
+    if name in ("eagle3", "hybrid", "parallel", "mtp"):
         if rng.random() < 0.25:
             keys |= {"draft.window": rng.choice([3, 64]), "draft.sink_tokens": rng.choice([0, 4])}
         if rng.random() < 0.2 and not exact:
             keys["draft.cache_dtype"] = "fp8"
         if rng.random() < 0.15:
             keys["ablation.dead_positions"] = False
-    if name in ("eagle3", "hybrid", "parallel", "window", "pard") and rng.random() < 0.2:
+    if name in ("eagle3", "hybrid", "parallel", "mtp", "window", "pard") and rng.random() < 0.2:
         keys["draft.coupled"] = rng.choice([False, True])
     return keys

@@ -140,6 +140,11 @@ def _formats(base: Path, folder: Path) -> None:
 def _tiny(name: str, folder: Path) -> None:
     family, keys = TINY[name]
     make_tokenizer(make_checkpoint(folder, family, dtype=torch.float64, **{**_SHAPE, **keys}))
+    if (mtp := load_spec(folder).mtp) is not None:
+        noise, tensors = torch.Generator().manual_seed(2), load_file(folder / "model.safetensors")
+        for tensor in mtp.tensors():  # norms hold the difference to 1
+            tensors[tensor.name] = 0.1 * torch.randn(tensor.shape, generator=noise, dtype=torch.float64)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def _head(model: Path, folder: Path, *, parallel: bool) -> None:

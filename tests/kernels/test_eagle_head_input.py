@@ -46,6 +46,18 @@ def test_an_id_for_each_token(num_tokens: int, width: int, dtype: torch.dtype, i
     assert_halves(out, tokens, hidden, weights)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_wide_weight_multiplies_before_the_only_rounding(dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
+    hidden, (embedding, *norms) = make(5, 80, dtype, device)
+    first, second = wide = [norm.float() + 2.0**-12 for norm in norms]  # no numbers of the narrower dtype
+    tokens = torch.randint(0, VOCAB, (5,), dtype=torch.int32, device=device)
+    out = torch.full((5, 160), NAN, dtype=dtype, device=device)
+    eagle_head_input(tokens, hidden, embedding, first, second, EPS, out=out, interpret=interpret)
+    for half, x, weight in zip(out.split(80, 1), (embedding[tokens.long()], hidden), wide, strict=True):
+        normed = x.double() / (x.double().square().mean(1, keepdim=True) + EPS).sqrt()
+        assert torch.equal(half, (normed * weight.double()).to(dtype))
+
+
 def test_a_column_of_tokens(interpret: bool, device: torch.device) -> None:
     hidden, weights = make(3, 16, torch.float32, device)
     drafts = torch.tensor([[9, 1, 9], [9, 0, 9], [9, 10, 9]], dtype=torch.int32, device=device)

@@ -27,17 +27,21 @@ def make(q_len: list[int], q_width: int, width: int, dtype: torch.dtype, device:
 def run(
     q: Tensor, residual: Tensor, cu_seqlens_q: Tensor, rows: list[tuple[int, int, int]], interpret: bool
 ) -> dict[str, Tensor]:
-    """rows: (accepted_len, num_tokens, live); the position of flat token t is 100 + t."""
+    """rows: (accepted_len, num_tokens, live); flat token t has position 100 + t and slot 200 + t."""
     device, count = q.device, len(rows)
     accepted_len, num_tokens, live = (x.contiguous() for x in torch.tensor(rows, dtype=torch.int32, device=device).unbind(1))
     out = {
         "out_q": torch.full((count, q.shape[1]), float("nan"), dtype=q.dtype, device=device),
         "out_residual": torch.full((count, residual.shape[1]), float("nan"), dtype=q.dtype, device=device),
         "out_positions": torch.full((count,), POISON, device=device),
+        "out_slots": torch.full((count,), POISON, device=device),
         "out_kv_len": torch.full((count,), POISON, dtype=torch.int32, device=device),
     }
     positions = 100 + torch.arange(len(q), device=device)
-    gather_last_accepted(q, residual, cu_seqlens_q, accepted_len, positions, num_tokens, live, interpret=interpret, **out)
+    gather_last_accepted(
+        q, residual, cu_seqlens_q, accepted_len, positions, num_tokens, live, slot_mapping=positions + 100, interpret=interpret,
+        **out,
+    )
     return {name.removeprefix("out_"): values for name, values in out.items()}
 
 
@@ -51,6 +55,7 @@ def test_the_last_accepted_token_of_each_row(
     assert torch.equal(found["q"], q[[0, 5, 7]])
     assert torch.equal(found["residual"], residual[[0, 5, 7]])
     assert found["positions"].tolist() == [100, 105, 107]
+    assert found["slots"].tolist() == [200, 205, 207]
     assert found["kv_len"].tolist() == [10, 20, 30]
 
 
@@ -66,6 +71,7 @@ def test_dead_rows_have_no_keys_and_read_any_token(interpret: bool, device: torc
     q, residual, cu_seqlens_q = make([2, 0, 0], 8, 4, torch.float32, device)
     found = run(q, residual, cu_seqlens_q, [(1, 9, 1), (0, 30, 0), (0, 0, 0)], interpret)
     assert found["kv_len"].tolist() == [8, 0, 0]
+    assert found["slots"].tolist() == [201, 0, 0]
     assert torch.equal(found["q"], q[[1, 1, 1]])
     assert torch.equal(found["residual"], residual[[1, 1, 1]])
 
@@ -94,6 +100,7 @@ def test_wrong_arguments_are_refused() -> None:
         ({"q": q[:0]}, r"gather_last_accepted: q is float32 \[0, 8\]"),
         ({"cu_seqlens_q": ints}, r"gather_last_accepted: cu_seqlens_q is int32 \[2\].* must be int32 \[3\]"),
         ({"accepted_len": ints.long()}, "gather_last_accepted: accepted_len is int64"),
+        ({"out_slots": ints.long()}, "slot_mapping and out_slots go together"),
         ({"out_q": torch.zeros(3, 8)}, r"gather_last_accepted: out_q is float32 \[3, 8\]"),
     ]
     for changes, said in bad:

@@ -174,6 +174,11 @@ class Attention:
         assert self._norm is not None
         return self._norm
 
+    @property
+    def kv(self) -> Product:
+        """The part of its first product that computes K and V."""
+        return self._qkv.rows_from(self.spec.q_rows)
+
     def norms_in_product(self, stream: Stream) -> bool:
         return self.spec.norms_in_kernel and stream.norms_in_product(self._qkv, gated=False)
 
@@ -189,7 +194,9 @@ class Attention:
 
         product  `spec.kv`: compute and store K and V only; the returned tensor is then empty
         """
-        return self._stored((self._qkv if product is None else product)(normed, store.lora), store)
+        if product is not None:
+            return self._rotated(product(normed, store.lora), store)
+        return self._stored(self._qkv(normed, store.lora), store)
 
     def finish(self, begun: Tensor, stream: Stream, attend: Attend, *, add_in_product: bool) -> None:
         """Continue from the result of `begin`, of the stream's tokens, to the end of the block. add_in_product: see `Block`."""
@@ -208,5 +215,8 @@ class Attention:
             heads, kv = qkv.split((self.spec.q_rows, 2 * self.spec.kv_size), -1)
             q, gate = heads.unflatten(-1, (-1, 2, self.spec.head_dim)).unbind(2)
             qkv = torch.cat((q.flatten(1), kv), -1)
-        rotated = store.rotate_and_store(qkv, q_norm=self._q_norm, k_norm=self._k_norm, eps=self.spec.eps)
+        rotated = self._rotated(qkv, store)
         return rotated if gate is None else torch.cat((rotated, gate), 1)
+
+    def _rotated(self, qkv: Any, store: StoreKV) -> Tensor:
+        return store.rotate_and_store(qkv, q_norm=self._q_norm, k_norm=self._k_norm, eps=self.spec.eps)

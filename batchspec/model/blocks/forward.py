@@ -33,6 +33,10 @@ class Product(ABC):
     def __call__(self, x: Tensor, lora: LoraTokens | None) -> Any:
         """The parts' outputs, concatenated [T, rows]; in training one tensor per part."""
 
+    def rows_from(self, first: int) -> Product:
+        """The product of its rows from `first` on, without copies of weights."""
+        return _RowsFrom(self, first)
+
     def swiglu(self, x: Tensor, lora: LoraTokens | None) -> Tensor:
         """silu(first half) * second half of self(x)."""
         return silu_and_mul(self(x, lora))
@@ -63,6 +67,17 @@ class Product(ABC):
         """If a fast kernel does both, residual += self(x), and returns None; otherwise returns self(x), still to be added."""
         out: Tensor = self(x, lora)
         return out
+
+
+class _RowsFrom(Product):
+    """All rows are computed, and the first ones are dropped."""
+
+    def __init__(self, product: Product, first: int) -> None:
+        self._product, self._first = product, first
+
+    def __call__(self, x: Tensor, lora: LoraTokens | None = None) -> Tensor:
+        out: Tensor = self._product(x, lora)
+        return out[:, self._first :]
 
 
 class GroupedProduct(Protocol):

@@ -1,0 +1,192 @@
+"""The network of a draft head of any kind, bound to a target: the target's hidden states in, decoder layers, draft tokens out.
+
+T tokens, R rows, H hidden, NH heads of D numbers. Ranks may compute a head together; NH is then the number of a rank's heads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from batchspec.cache.attention import AttentionPlan
+from batchspec.cache.layer_state import LayerState, RowTensor
+from batchspec.cache.layout import KVLayout, LayerKV
+from batchspec.distributed.collectives import Collectives
+from batchspec.draft.output import DraftOutput
+from batchspec.model.blocks.base import Gemm
+from batchspec.model.blocks.forward import Product
+from batchspec.model.blocks.layer import DecoderLayer, LayerSpec
+from batchspec.model.decoder import PagedAttend, PagedStore, ResidualStream
+from batchspec.model.rope import Rope
+from batchspec.model.rope_config import RopeSpec
+from batchspec.model.target import Target
+
+
+class HeadShape(Protocol):
+    """What a drafter needs to know of the shape of its head, or of one rank's part of it."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def rope(self) -> RopeSpec: ...
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """[num_layers] maximum number of keys that a query of the layer attends to, itself included; None: all."""
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """Boundaries 0..L of the target's residual stream that it reads, in the order in which they are concatenated."""
+
+    @property
+    def feed_normed(self) -> bool:
+        """Whether the next draft step reads the state after the final norm, not before it."""
+
+
+class DraftWeights(Protocol):
+    """The weights of a head."""
+
+    @property
+    def spec(self) -> HeadShape: ...
+
+    def bind(self, target: Target, *, argmax: bool = True) -> BoundHead:
+        """The network, which may use the target's embedding, norms and output matrix. argmax: see `DraftOutput`."""
+
+
+def head_windows(shape: HeadShape, window: int | None, sink: int) -> tuple[int | None, ...]:
+    """[num_layers] newest keys that each layer reads if it is limited to the newest `window` keys and the first `sink` ones.
+
+    None: all, or the first ones too.
+    """
+    if window is None:
+        return shape.windows
+    return tuple(None if sink else min(window, own or window) for own in shape.windows)
+
+
+def head_states(
+    shape: HeadShape, dtype: torch.dtype, page_size: int, *, row: tuple[RowTensor, ...], fp8: bool = False,
+    window: int | None = None, sink: int = 0,
+) -> tuple[LayerState, ...]:
+    """What each layer of a head keeps of a row; the last one keeps `row` besides K and V.
+
+    dtype, fp8    K and V are computed in `dtype`; fp8: and stored as e4m3
+    window, sink  layers are limited to the newest `window` keys and the first `sink` ones; window None: not limited
+    """
+    layout = KVLayout(
+        dtype=dtype, fp8=fp8, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, page_size=page_size
+    )
+    *first, last = head_windows(shape, window, sink)
+    return (*(LayerState(layout, own) for own in first), LayerState(layout, last, row))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Rotations and K/V slots of the tokens of a pass."""
+
+    rope: Rope
+    """The RoPE rotations of their positions."""
+    slots: Tensor
+    """int64 [T] where their K/V are written; 0 for those of dead rows"""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayer:
+    """A decoder layer of a head, and the part of its first product that computes K and V."""
+
+    decoder: DecoderLayer
+    kv: Product
+
+
+class BoundHead(ABC):
+    """A head bound to a target."""
+
+    def __init__(
+        self, target: Target, layers: Sequence[HeadLayer], norm: Tensor, eps: float, output: DraftOutput,
+        ranks: Collectives | None,
+    ) -> None:
+        """
+        norm, eps  the final norm, and epsilon of the norms before and after the layers
+        ranks      those that compute the head together; None: this process alone
+        """
+        self.output = output
+        self._target, self._layers, self._norm, self._eps, self._ranks = target, layers, norm, eps, ranks
+        self._has_experts = any(layer.decoder.num_experts_read is not None for layer in layers)
+
+    @abstractmethod
+    def features(self, aux_hidden_states: Tensor) -> Tensor:
+        """The target's hidden states [T, W] at the boundaries that it reads -> features [T, H]."""
+
+    @abstractmethod
+    def enter(
+        self, tokens: Tensor, hidden: Tensor, *, row_ids: Tensor | None = None, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """tokens int32 [T] and hidden [T, H], features or what the last step feeds -> the normed input of layer 0, and the
+        residual stream [T, H].
+
+        row_ids, positions  [T]: tokens is [rows, M], and each position reads the token after it in its row
+        The residual stream may be `hidden` or a view of the input; layers change it in place. Nothing reads the input after
+        layer 0.
+        """
+
+    def layer(
+        self, index: int, normed: Tensor, residual: Tensor, at: Place, kv: LayerKV, plan: AttentionPlan,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Layer `index` on its normed input; writes K/V of all T tokens, adds to residual [T, H] in place.
+
+        positions  int64 [T], if they are later than the plan's
+        Returns the residual stream after the next layer's norm, for the last layer after the final norm.
+        """
+        attend = PagedAttend(kv=kv, plan=plan, positions=positions)
+        return self.finish(index, self.queries(index, normed, at, kv), residual, attend, at.slots)
+
+    def queries(self, index: int, normed: Tensor, at: Place, kv: LayerKV) -> Tensor:
+        """The first half of `layer`: queries [T, ...] for `finish`, and K/V of all T tokens in their pages."""
+        return self._layers[index].decoder.attention.queries_of(normed, _store(at, kv))
+
+    def keep(self, index: int, normed: Tensor, at: Place, kv: LayerKV) -> None:
+        """Write K/V of all T tokens and nothing else: for tokens whose hidden states after layer `index` are not used."""
+        layer = self._layers[index]
+        layer.decoder.attention.queries_of(normed, _store(at, kv), layer.kv)
+
+    def finish(
+        self, index: int, q: Tensor, residual: Tensor, attend: PagedAttend, slots: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """The second half of `layer`, from the queries; slots int64 [T]: `Place.slots`; out [T, H]: the result is written here
+        if it is given."""
+        live = self._target.live_tokens(slots) if self._has_experts else None
+        stream = ResidualStream(residual, live, self._ranks)
+        self._layers[index].decoder.finish(q, stream, attend, add_in_product=False)  # the norm that follows is the head's
+        following = self._layers[index + 1].decoder.attention.norm if index + 1 < len(self._layers) else self._norm
+        return stream.normed(following, self._eps, out=out)
+
+
+def layer_gemms(layer: LayerSpec) -> list[Gemm]:
+    """The products of a head's layer. The head norms the inputs of its layers itself, so no product
+    has a norm before it or adds to the residual stream."""
+    attention, (_, out) = layer.attention, layer.attention.gemms(1)
+    gemms = [Gemm(product=product, ops=("linear",)) for product in (attention.qkv, attention.kv)]
+    of_mlp = (replace(gemm, ops=tuple(op for op in gemm.ops if op != "linear_add")) for gemm in layer.mlp.gemms(1))
+    return [*gemms, out, *of_mlp]
+
+
+def _store(at: Place, kv: LayerKV) -> PagedStore:
+    return PagedStore(rope=at.rope, slot_mapping=at.slots, kv=kv)

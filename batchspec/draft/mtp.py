@@ -1,0 +1,102 @@
+"""draft=mtp: the model drafts with the MTP layer of its own checkpoint, or with one that was tuned on other text (draft.path).
+
+A chain of any length: the layer is applied again to its own output (`chain.py`).
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+
+import torch
+
+from batchspec.cache.layer_state import LayerState
+from batchspec.config.schema import RunConfig
+from batchspec.draft.bound_head import head_states
+from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.eagle3 import reading
+from batchspec.draft.mtp_head import Mtp, MtpShape, dummy_mtp, load_mtp, open_mtp
+from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
+from batchspec.errors import ConfigError
+from batchspec.model.blocks.base import Shard
+from batchspec.model.files import ModelFiles
+from batchspec.model.hub import find_model
+from batchspec.model.mtp import MtpSpec
+from batchspec.model.spec import ModelSpec, load_spec
+from batchspec.model.target import Target
+
+
+class MtpDrafter(ChainDrafter):
+    """A chain that the model's own MTP layer drafts."""
+
+    name = "mtp"
+
+
+class MtpDrafterSpec(DrafterSpec[Mtp]):
+    """A drafter with the MTP layer of the model's checkpoint or of draft.path, or a random one with model.load_format=dummy."""
+
+    checkpoint: MtpShape
+    """The part of the layer that this process holds."""
+    assumed_accepted = 1.5
+    """Of 3 drafts; published figures are first drafts accepted at 75 to 92 %, second ones at 60 to 70 %
+    (https://github.com/vllm-project/vllm/pull/48892)."""
+
+    def __init__(self, config: RunConfig, target: ModelSpec, *, draft_vocab: int = DEFAULT_DRAFT_VOCAB) -> None:
+        super().__init__(config, target, draft_vocab=draft_vocab)
+        self.checkpoint = MtpShape.of(target, self._open(target))
+
+    def _open(self, target: ModelSpec) -> MtpSpec:
+        model, tuned = self.config.model, self.config.draft.path is not None
+        found = load_spec(find_model(model.path or "", model.revision).folder).mtp if tuned else target.mtp
+        if found is None:
+            raise ConfigError(
+                f"draft=mtp: {model.path} has no MTP layer (tensors mtp.*), or none that is supported; choose draft=lookup, or "
+                "draft=eagle3 with a head made for the model"
+            )
+        spec = replace(found, formats=target.formats)
+        return spec if self._dummy else open_mtp(self._files, spec)
+
+    @property
+    def _files(self) -> ModelFiles:
+        """The files that have the layer."""
+        model, path = self.config.model, self.config.draft.path
+        return find_model(model.path or "", model.revision) if path is None else find_model(path, key="draft.path")
+
+    @property
+    def _dummy(self) -> bool:
+        return self.config.draft.path is None and self.config.model.load_format == "dummy"
+
+    def of_rank(self, shard: Shard) -> MtpDrafterSpec:
+        found = copy(self)
+        found.checkpoint = replace(self.checkpoint, mtp=self.checkpoint.mtp.sharded(shard))
+        return found
+
+    def layer_states(self, dtype: torch.dtype, page_size: int) -> tuple[LayerState, ...]:
+        draft = self.config.draft
+        return head_states(
+            self.checkpoint, dtype, page_size, row=ChainDrafter.row_tensors(self.checkpoint, dtype),
+            fp8=draft.cache_dtype == "fp8", window=draft.window, sink=draft.sink_tokens or 0,
+        )
+
+    def weight_bytes(self, *, dtype: torch.dtype, device: torch.device) -> int:
+        return self.checkpoint.mtp.block_bytes(dtype)
+
+    def fetch(self) -> None:
+        if not self._dummy:
+            self._files.fetch()
+
+    def load(self, *, dtype: torch.dtype, device: torch.device) -> Mtp:
+        if self._dummy:
+            return dummy_mtp(self.checkpoint, dtype=dtype, device=device)
+        self._files.fetch()
+        return load_mtp(self._files.folder, self.checkpoint, dtype=dtype, device=device)
+
+    def build(self, weights: Mtp, target: Target, *, slots: int) -> MtpDrafter:
+        ablation = self.config.ablation
+        return MtpDrafter(
+            weights, target, self.config.draft.num_speculative_tokens, slots=slots, argmax=ablation.argmax,
+            uniform_slots=ablation.uniform_slots, **reading(self.config),
+        )
+
+
+SPEC = MtpDrafterSpec
