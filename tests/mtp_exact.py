@@ -12,6 +12,9 @@ later positions. The first K <= LAG - 1 drafts look at positions that the target
 
     stream of the model   ID: the token's digits | NEXT: those of the next token | OTHER: a second digit that is not the token's
     input of the layer    ID: the first digit of the embedding, the second of the hidden state | ONE: 1
+
+A second model's layer takes both digits from the embedding, and true hidden states mislead it: it drafts better with the K/V of
+its drafting passes in place of the right ones.
 """
 
 from __future__ import annotations
@@ -59,13 +62,17 @@ def continued(prompt: list[int], count: int) -> list[int]:
     return row[len(prompt) :]
 
 
-def make_exact_model(folder: Path, *, noise: float = 0.0) -> Path:
-    """The checkpoint in `folder`. noise: standard deviation of what is added to the MTP layer's weights, so that drafts err."""
+def make_exact_model(folder: Path, *, noise: float = 0.0, misled: bool = False) -> Path:
+    """The checkpoint in `folder`.
+
+    noise   standard deviation of what is added to the MTP layer's weights, so that drafts err
+    misled  True: the second model
+    """
     make_checkpoint(folder, "qwen3_5_text", vocab=VOCAB, **SHAPE)
     tensors = {name: torch.zeros_like(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
     mtp = {name: torch.zeros_like(tensor) for name, tensor in mtp_tensors(text_config(folder), seed=0).items()}
     _build_model(tensors)
-    _build_mtp(mtp)
+    _build_mtp(mtp, misled=misled)
     rng = torch.Generator().manual_seed(5)
     write_model(folder, tensors, {name: x + noise * torch.randn(x.shape, generator=rng) for name, x in mtp.items()})
     change_config(folder, **SAYS_MTP)
@@ -110,26 +117,28 @@ def _build_model(tensors: Tensors) -> None:
     tensors[f"{at}out_proj.weight"][NEXT] = _successors()
 
 
-def _build_mtp(tensors: Tensors) -> None:
+def _build_mtp(tensors: Tensors, *, misled: bool) -> None:
     """Head 0 reads the first digit, head 1 the second one; the MLP adds nothing."""
-    size, layer = SHAPE["hidden_size"], "mtp.layers.0.self_attn."
+    hidden, layer, half = SHAPE["hidden_size"], "mtp.layers.0.self_attn.", HEAD_DIM // 2
     tensors["mtp.pre_fc_norm_embedding.weight"][OTHER] = -1
-    fc, second = tensors["mtp.fc.weight"], torch.arange(FIRST, DIGITS)
-    fc[ONE, :FIRST] = 1
-    fc[range(FIRST), range(FIRST)] = 1
-    fc[second, size + second] = 1
-    fc[second, torch.arange(OTHER.start, OTHER.stop) + size] = 1
-    half = HEAD_DIM // 2
+    fc, first, second = tensors["mtp.fc.weight"], slice(0, FIRST), slice(FIRST, DIGITS)
+    fc[ONE, first] = 1
+    fc[first, first] = torch.eye(FIRST)
+    if misled:
+        fc[second, second] = torch.eye(SECOND)
+        fc[second, hidden : hidden + FIRST] = LOUD * torch.eye(SECOND, FIRST)
+    else:
+        for source in (second, OTHER):
+            fc[second, hidden + source.start : hidden + source.stop] = torch.eye(SECOND)
     frequency = THETA ** (-torch.arange(half) / half)
-    for head, distance in enumerate((LAG - 1, LAG - 2)):
-        q, k, v = (2 * HEAD_DIM * head, HEAD_DIM * head, HEAD_DIM * head)
-        query = torch.cat(((frequency * distance).cos(), -(frequency * distance).sin()))
-        tensors[f"{layer}q_proj.weight"][q : q + HEAD_DIM, ONE] = query
-        tensors[f"{layer}k_proj.weight"][k : k + half, ONE] = 1
-        first, count = (0, FIRST) if head == 0 else (FIRST, SECOND)
-        places = torch.arange(count)
-        tensors[f"{layer}v_proj.weight"][v + places, first + places] = 1
-        out = tensors[f"{layer}o_proj.weight"][NEXT]
-        out[:, v : v + count] = _successors()[:, first : first + count]
+    q, k, v = (tensors[f"{layer}{part}_proj.weight"] for part in "qkv")
+    out = tensors[f"{layer}o_proj.weight"]
+    for head, (digit, distance) in enumerate(((first, LAG - 1), (second, LAG - 1 if misled else LAG - 2))):
+        place = HEAD_DIM * head
+        q[2 * place : 2 * place + HEAD_DIM, ONE] = torch.cat(((frequency * distance).cos(), -(frequency * distance).sin()))
+        k[place : place + half, ONE] = 1
+        size = digit.stop - digit.start
+        v[place : place + size, digit] = torch.eye(size)
+        out[NEXT, place : place + size] = _successors()[:, digit]
     tensors[f"{layer}q_norm.weight"].fill_(SHARPNESS)
     tensors["mtp.norm.weight"].fill_(-1)[NEXT] = 0
