@@ -17,6 +17,7 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.mtp_head import Mtp, MtpShape, dummy_mtp
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.loop.engine import Engine
@@ -25,6 +26,8 @@ from batchspec.engine.prefill.passes import prefill_chunk, rehearsal
 from batchspec.engine.step import RoundShape, Segment
 from batchspec.kernels.common.dry_run import dry_run, is_dry
 from batchspec.kernels.gated_delta import chunk_products, convolve, delta_chunks, delta_steps, gated_norm
+from batchspec.model.blocks.base import NormForm
+from batchspec.model.mtp import JoinSpec, MtpSpec
 from batchspec.model.quant import plain
 from batchspec.model.target import Target
 from tests.engines import make_engine, packed
@@ -74,8 +77,17 @@ def drafter_of(name: str, target: Target) -> Drafter:
             return NoDrafter()
         case "lookup":
             return LookupDrafter(3, min_ngram=1, max_ngram=2)
+        case "mtp":
+            return ChainDrafter(mtp_of(target), target, 3, slots=2)
     head = dummy_head(dummy_spec(target.spec, draft_vocab_size=VOCAB), dtype=target.dtype, device=CPU)
     return ChainDrafter(head, target, 2, slots=2)
+
+
+def mtp_of(target: Target) -> Mtp:
+    spec = target.spec
+    join = JoinSpec(hidden_size=spec.hidden_size, eps=spec.rms_eps, norms=NormForm(offset=1.0, wide=True))
+    mtp = MtpSpec(join=join, layer=spec.layers[spec.attention_layers[-1]], formats=spec.formats)
+    return dummy_mtp(MtpShape.of(spec, mtp), dtype=target.dtype, device=CPU)
 
 
 def state(engine: Engine) -> dict[str, Tensor]:
@@ -97,6 +109,8 @@ GREEDY, SAMPLED = SamplingMode(), SamplingMode(random=True)
         ("bf16, mixtral", "none", GREEDY),
         ("bf16, gpt_oss", "lookup", SAMPLED),
         ("fp8 blocks, qwen3_moe", "head", GREEDY),
+        ("fp8 blocks, qwen3_moe", "mtp", GREEDY),
+        ("bf16, mixtral", "mtp", SAMPLED),
     ],
 )
 def test_all_variants_of_kernels_are_compiled_ahead_and_nothing_else_happens(

@@ -136,7 +136,7 @@ def test_a_drafter_must_have_what_it_drafts_with() -> None:
 def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> None:
     values = {"draft.path": "head", "draft.aux_layers": "output", "draft.prompt_lookup_min": 3, "ablation.dead_positions": False}
     values |= {"draft.parallel": True, "draft.coupled": False}
-    values |= {"draft.cache_dtype": "fp8", "ablation.sharded_draft": True}
+    values |= {"draft.cache_dtype": "fp8", "ablation.sharded_draft": True, "draft.vocab_size": 4096}
     readers, value = READ_BY[key], values.get(key, 7)
     changes: dict[str, Any] = {key.replace(".", "__"): value}
     complete: dict[str, dict[str, Any]] = {

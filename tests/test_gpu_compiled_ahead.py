@@ -14,24 +14,42 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 SCRIPT = """
 import random
 import sys
+from dataclasses import replace
 import triton
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.mtp import MtpDrafter
+from batchspec.draft.mtp_head import MtpShape, dummy_mtp
 from batchspec.draft.none import NoDrafter
+from batchspec.model.spec import read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights
 from tests.engines import make_engine
 from tests.engines import packed, request
 from tests.test_gpu_experts import BF16, GPU, spec_of
 
+HYBRID = {
+    "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "hidden_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64, "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 1024,
+    "max_position_embeddings": 4096, "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "dtype": "bfloat16",
+}
 compiled = []
 
 def on_compile(**event):
     compiled.append(event["repr"])
 
-spec = spec_of(sys.argv[1])
+spec = read_spec(HYBRID, "hybrid").on(GPU, BF16) if sys.argv[1] == "hybrid" else spec_of(sys.argv[1])
 target = Target(spec, DummyWeights(spec, dtype=BF16, device=GPU), GPU)
-drafter = LookupDrafter(4, min_ngram=1, max_ngram=2) if sys.argv[2] == "lookup" else NoDrafter()
+match sys.argv[2]:
+    case "lookup":
+        drafter = LookupDrafter(4, min_ngram=1, max_ngram=2)
+    case "mtp":
+        shape = MtpShape.of(spec, replace(spec.mtp, formats=spec.formats))
+        drafter = MtpDrafter(dummy_mtp(shape, dtype=BF16, device=GPU), target, 3, slots=24)
+    case _:
+        drafter = NoDrafter()
 batch = packed(24, num_pages=600, page_size=16, max_len=300, prefill_tokens=1024, row_buckets=(1, 2, 4, 8, 12, 16, 24))
 engine = make_engine(target, drafter, batch, device=GPU)
 pick = random.Random(0)
@@ -46,8 +64,11 @@ print("compiled late:", *compiled[ahead:], sep="\\n")
 """
 
 
-@pytest.mark.parametrize("drafter", ["none", "lookup"])
-@pytest.mark.parametrize("form", ["bf16", "fp8 blocks", "mxfp4"])
+@pytest.mark.parametrize(
+    ("form", "drafter"),
+    [*((form, drafter) for form in ("bf16", "fp8 blocks", "mxfp4") for drafter in ("none", "lookup")),
+     ("hybrid", "none"), ("hybrid", "mtp")],
+)
 def test_nothing_is_compiled_after_an_engine_was_prepared(form: str, drafter: str) -> None:
     """In a process of its own, because an earlier test may have compiled what is missing."""
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]

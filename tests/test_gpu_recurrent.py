@@ -12,13 +12,17 @@ import pytest
 import torch
 
 from batchspec.draft.base import Drafter
+from batchspec.draft.frequent_tokens import FrequentTokens
 from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.mtp import MtpDrafter
+from batchspec.draft.mtp_head import MtpShape, dummy_mtp
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.kernels.gated_delta.delta_steps import delta_steps
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState
 from batchspec.model.blocks.gated_delta import GatedDeltaSpec
 from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.mtp import JoinSpec, MtpSpec
 from batchspec.model.target import Target
 from tests.engines import make_engine, request
 from tests.test_gpu_engine import VOCAB, _Noise, alone, eagle, lookup, requests, run, shape, tokens, windowed_target
@@ -48,8 +52,16 @@ def pard(max_len: int, slots: int) -> Drafter:
     return PardDrafter(drafter, hybrid_target("cuda").spec, max_len, slots=slots, parallel=True)
 
 
+def mtp(max_len: int, slots: int, vocabulary: FrequentTokens | None = None) -> Drafter:
+    target = hybrid_target("cuda")
+    join = JoinSpec(hidden_size=target.spec.hidden_size, eps=target.spec.rms_eps)
+    own = MtpShape.of(target.spec, MtpSpec(join=join, layer=target.spec.layers[1]))
+    weights = dummy_mtp(own, dtype=torch.float32, device=GPU)
+    return MtpDrafter(replace(weights, vocabulary=vocabulary), target, max_len, slots=slots)
+
+
 @pytest.mark.parametrize("pages", [400, 40], ids=["enough pages", "preempted"])
-@pytest.mark.parametrize("name", ["none", "lookup", "lookup with a corpus", "eagle3", "pard"])
+@pytest.mark.parametrize("name", ["none", "lookup", "lookup with a corpus", "eagle3", "mtp", "mtp, few tokens", "pard"])
 def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, pages: int, tmp_path: Path) -> None:
     asked, slots = requests(40), 8
     drafters: dict[str, Callable[[], Drafter]] = {
@@ -57,6 +69,8 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, pages
         "lookup": partial(LookupDrafter, 4, min_ngram=1, max_ngram=3),
         "lookup with a corpus": partial(lookup, 4),
         "eagle3": partial(eagle, tmp_path, "cuda", 3, slots, own=hybrid_target("cuda"), num_layers=3),
+        "mtp": partial(mtp, 3, slots),
+        "mtp, few tokens": partial(mtp, 3, slots, FrequentTokens(16, [range(VOCAB)])),
         "pard": partial(pard, 4, slots),
     }
     engine, done = run(hybrid_target("cuda"), drafters[name](), shape(slots, num_pages=pages), asked)

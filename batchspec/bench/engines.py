@@ -104,6 +104,7 @@ def config_of(args: argparse.Namespace, variant: VariantSpec) -> RunConfig:
         **{"name": variant.draft, **SETTINGS.get(variant.draft, {})},
         path=args.draft_path,
         num_speculative_tokens=length,
+        vocab_size=args.draft_vocab,
         corpus_tokens=args.corpus_tokens,
         window=args.window,
         sink_tokens=args.sink,

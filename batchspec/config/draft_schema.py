@@ -41,6 +41,9 @@ class DraftConfig:
     path: str | None = None
     """Folder or hub id of the draft head (eagle3, hybrid), small draft model (pard) or tuned MTP layer (mtp). null is the layer
     of the model's own checkpoint (mtp); for a head it is allowed only with model.load_format=dummy, which makes a random one."""
+    vocab_size: int | None = None
+    """Number of tokens that drafts are chosen from: the most frequent ones of the prompts and outputs that have ended. null is
+    all of them. Fewer make a draft step cheaper, which reads one row of the output matrix for each."""
     aux_layers: str = "auto"
     """What the layer ids in the head's config mean. input is the hidden state that enters the layer, output the one that leaves
     it; auto is input, and output for a head in the flat layout whose first id is 1."""

@@ -47,6 +47,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "draft.prompt_lookup_min": (1, 16, "1 or 2 works well"),
     "draft.prompt_lookup_max": (1, 16, "3 to 8 works well"),
     "draft.corpus_tokens": (0, 2**28, "0 is off; 1000000 take 72 MB"),
+    "draft.vocab_size": (64, 2**31 - 1, "null is the whole vocabulary; 32768 works well for large ones"),
     "draft.tree.topk": (1, 64, "1 drafts a chain; 4 to 10 works well for a tree"),
     "draft.tree.depth": (1, 64, "4 to 6 works well"),
     "draft.tree.nodes": (1, MAX_TREE_NODES, "a round verifies the newest token and at most 63 nodes of a row"),
@@ -112,9 +113,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 ADVANCED = frozenset({
     "model.activations", "model.load_format",
-    "draft.prompt_lookup_min", "draft.prompt_lookup_max", "draft.coupled", "draft.synthetic", "draft.aux_layers",
-    "draft.adaptive", "draft.parallel", "draft.tree.topk", "draft.tree.depth", "draft.tree.nodes", "draft.window",
-    "draft.sink_tokens", "draft.cache_dtype",
+    "draft.prompt_lookup_min", "draft.prompt_lookup_max", "draft.coupled", "draft.synthetic", "draft.vocab_size",
+    "draft.aux_layers", "draft.adaptive", "draft.parallel", "draft.tree.topk", "draft.tree.depth", "draft.tree.nodes",
+    "draft.window", "draft.sink_tokens", "draft.cache_dtype",
     "decode.ignore_eos",
     "packing.pages", "packing.max_num_batched_tokens", "packing.run_ahead", "packing.expert_correlation",
     "cache.scales",

@@ -18,5 +18,5 @@ Heads:
   weights.py       reads one, or makes a random one
   formats.py       config.json of a published one; layouts.py: its two layouts
   shard.py         the part of it that a rank holds
-  mtp_head.py      an MTP layer as a head
+  mtp_head.py      an MTP layer as a head; frequent_tokens.py: a smaller vocabulary for it
 """

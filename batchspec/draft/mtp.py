@@ -7,22 +7,27 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from batchspec.cache.layer_state import LayerState
 from batchspec.config.schema import RunConfig
+from batchspec.draft.base import DrafterUpdate
 from batchspec.draft.bound_head import head_states
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.eagle3 import reading
-from batchspec.draft.mtp_head import Mtp, MtpShape, dummy_mtp, load_mtp, open_mtp
+from batchspec.draft.frequent_tokens import FrequentTokens
+from batchspec.draft.mtp_head import Mtp, MtpHead, MtpShape, dummy_mtp, load_mtp, open_mtp
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import Shard
 from batchspec.model.files import ModelFiles
 from batchspec.model.hub import find_model
 from batchspec.model.mtp import MtpSpec
-from batchspec.model.spec import ModelSpec, load_spec
+from batchspec.model.spec import ModelSpec, load_spec, tokens_of
 from batchspec.model.target import Target
 
 
@@ -30,6 +35,22 @@ class MtpDrafter(ChainDrafter):
     """A chain that the model's own MTP layer drafts."""
 
     name = "mtp"
+    head: MtpHead
+
+    def __init__(self, mtp: Mtp, target: Target, max_len: int, *, slots: int, **options: Any) -> None:
+        super().__init__(mtp, target, max_len, slots=slots, **options)
+        self._vocabulary = mtp.vocabulary
+
+    def learn(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
+        if self._vocabulary is not None:
+            self._vocabulary.learn(prompt_ids, token_ids)
+
+    def next_update(self) -> DrafterUpdate:
+        return DrafterUpdate(swap=self._vocabulary is not None and self._vocabulary.is_due)
+
+    def refresh(self, update: DrafterUpdate) -> None:
+        if update.swap:
+            self.head.choose_vocabulary()
 
 
 class MtpDrafterSpec(DrafterSpec[Mtp]):
@@ -78,8 +99,15 @@ class MtpDrafterSpec(DrafterSpec[Mtp]):
             fp8=draft.cache_dtype == "fp8", window=draft.window, sink=draft.sink_tokens or 0,
         )
 
+    @property
+    def _vocab_size(self) -> int | None:
+        """Number of tokens that can be drafted, equally many of each rank; None: all."""
+        asked, ranks = self.config.draft.vocab_size, self.checkpoint.mtp.shard.ranks
+        return None if asked is None or asked >= self.target.vocab_size else max(ranks, asked - asked % ranks)
+
     def weight_bytes(self, *, dtype: torch.dtype, device: torch.device) -> int:
-        return self.checkpoint.mtp.block_bytes(dtype)
+        copied = (self._vocab_size or 0) // self.checkpoint.mtp.shard.ranks
+        return self.checkpoint.mtp.block_bytes(dtype) + copied * self.target.hidden_size * dtype.itemsize
 
     def fetch(self) -> None:
         if not self._dummy:
@@ -92,7 +120,11 @@ class MtpDrafterSpec(DrafterSpec[Mtp]):
         return load_mtp(self._files.folder, self.checkpoint, dtype=dtype, device=device)
 
     def build(self, weights: Mtp, target: Target, *, slots: int) -> MtpDrafter:
-        ablation = self.config.ablation
+        ablation, size, ranks = self.config.ablation, self._vocab_size, self.checkpoint.mtp.shard.ranks
+        if size is not None:
+            tokens = range(target.spec.vocab_size)
+            parts = [tokens[tokens_of(Shard(rank, ranks), len(tokens))] for rank in range(ranks)]
+            weights = replace(weights, vocabulary=FrequentTokens(size, parts))
         return MtpDrafter(
             weights, target, self.config.draft.num_speculative_tokens, slots=slots, argmax=ablation.argmax,
             uniform_slots=ablation.uniform_slots, **reading(self.config),

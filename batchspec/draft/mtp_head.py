@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from batchspec.draft.bound_head import BoundHead, HeadLayer, layer_gemms
+from batchspec.draft.frequent_tokens import FrequentTokens
 from batchspec.draft.output import DraftOutput
 from batchspec.kernels.drafting.eagle_head_input import eagle_head_input
 from batchspec.model.blocks.base import FLOATS, projections
@@ -23,7 +24,7 @@ from batchspec.model.mtp import MtpSpec
 from batchspec.model.products import gemm_products
 from batchspec.model.quant.base import Weights
 from batchspec.model.rope_config import RopeSpec
-from batchspec.model.spec import ModelSpec
+from batchspec.model.spec import ModelSpec, tokens_of
 from batchspec.model.target import Target
 from batchspec.model.weights import Checkpoint, DummyWeights, check_tensors
 from batchspec.tuning.table import Product as TunedProduct
@@ -74,6 +75,8 @@ class Mtp:
     norms: Mapping[str, Tensor]
     """The norms around the layer, by the names that `JoinSpec` gives them."""
     layer: DecoderLayer
+    vocabulary: FrequentTokens | None = None
+    """The tokens that it may draft; None: all."""
 
     def bind(self, target: Target, *, argmax: bool = True) -> MtpHead:
         return MtpHead(self, target, argmax=argmax)
@@ -83,15 +86,29 @@ class MtpHead(BoundHead):
     """An MTP layer bound to its target, whose embedding and output matrix it uses."""
 
     def __init__(self, mtp: Mtp, target: Target, *, argmax: bool = True) -> None:
-        join, vocab_size = mtp.spec.mtp.join, target.spec.vocab_size
-        ranks = None if mtp.spec.mtp.whole is None else target.ranks
-        output = DraftOutput(
-            target, None, None, draft_vocab_size=vocab_size, part=slice(0, vocab_size), ranks=ranks, argmax=argmax
-        )
+        join, ranks = mtp.spec.mtp.join, None if mtp.spec.mtp.whole is None else target.ranks
+        self._vocabulary = mtp.vocabulary
+        matrix, map_ids = (None, None) if mtp.vocabulary is None else self._chosen(mtp.vocabulary, target)
+        size = target.spec.vocab_size if map_ids is None else len(map_ids)
+        part = tokens_of(target.spec.shard, size)
+        output = DraftOutput(target, matrix, map_ids, draft_vocab_size=size, part=part, ranks=ranks, argmax=argmax)
         layer = HeadLayer(mtp.layer, mtp.layer.attention.kv)
         super().__init__(target, [layer], mtp.norms[join.out_norm], join.eps, output, ranks)
         self._fc, self._input_norm = mtp.fc, mtp.layer.attention.norm
         self._embedding_norm, self._hidden_norm = mtp.norms[join.embedding_norm], mtp.norms[join.hidden_norm]
+
+    @staticmethod
+    def _chosen(vocabulary: FrequentTokens, target: Target) -> tuple[Tensor, Tensor]:
+        """Rows of the output matrix for this rank's part of the vocabulary for drafts, and its target ids int32 [V]."""
+        ids = torch.from_numpy(vocabulary.choose())
+        own = ids[tokens_of(target.spec.shard, len(ids))].long() - target.spec.vocab_part.start
+        return target.output_rows(own.to(target.device)), ids.to(target.device)
+
+    @torch.inference_mode()
+    def choose_vocabulary(self) -> None:
+        """Draft the tokens that are most frequent by now. Only with a vocabulary of its own."""
+        assert self._vocabulary is not None
+        self.output.rewrite(*self._chosen(self._vocabulary, self._target))
 
     def features(self, aux_hidden_states: Tensor) -> Tensor:
         return rms_norm(aux_hidden_states, self._target.final_norm, self._target.spec.rms_eps)

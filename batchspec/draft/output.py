@@ -77,6 +77,15 @@ class DraftOutput:
         own = self._own_logits(normed, self._matrix)
         return own if self._ranks is None else gather_logits(own, self._vocab_size, self._ranks)
 
+    def rewrite(self, matrix: Tensor, map_ids: Tensor) -> None:
+        """Draft other tokens: overwrite matrix and table in place, where captured rounds read them."""
+        assert self._matrix is not None
+        assert self.map_ids is not None
+        self._matrix.copy_(matrix)
+        self.map_ids.copy_(map_ids)
+        if self._scores is not None:
+            self._scores.rewrite(matrix.to(self.dtype))
+
     def _store(self, draft_ids: Tensor, out_ids: Tensor) -> None:
         out_ids.copy_(draft_ids if self.map_ids is None else self.map_ids.index_select(0, draft_ids))
 

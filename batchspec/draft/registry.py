@@ -42,7 +42,8 @@ DRAFTERS: dict[str, Entry] = {
     ),
     "mtp": Entry(
         reads=(
-            *(f"draft.{key}" for key in ("path", "window", "sink_tokens", "cache_dtype", "coupled")), "ablation.dead_positions",
+            *(f"draft.{key}" for key in ("path", "vocab_size", "window", "sink_tokens", "cache_dtype", "coupled")),
+            "ablation.dead_positions",
         ),
         dummy=True,
     ),

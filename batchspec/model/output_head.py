@@ -34,6 +34,9 @@ class OutputHead(Protocol):
         allowed  only where `masks_in_product`
         """
 
+    def rows(self, ids: Tensor) -> Tensor:
+        """A copy of the rows of the matrix at ids int64 [n], in any dtype that holds them."""
+
     def masks_in_product(self, hidden: Tensor) -> bool:
         """Whether `greedy` of these rows writes no logits, so that `allowed` must tell it which tokens may be chosen."""
 
@@ -63,6 +66,9 @@ class WideHead:
         assert allowed is None
         argmax(self.logits(hidden), out_ids=out_ids, vocab=vocab, flag_nonfinite=flag_nonfinite)
 
+    def rows(self, ids: Tensor) -> Tensor:
+        return self._product.weight_rows(ids)
+
     def masks_in_product(self, hidden: Tensor) -> bool:
         return False
 
@@ -89,6 +95,9 @@ class NarrowHead:
             hidden, self._weight, out_ids=out_ids, tile=tile, vocab=vocab, flag_nonfinite=flag_nonfinite, masks=masks,
             mask_rows=mask_rows,
         )
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self._weight.index_select(0, ids)
 
     def masks_in_product(self, hidden: Tensor) -> bool:
         return self._tile(hidden) is not None

@@ -257,6 +257,12 @@ class Target:
         self._head.greedy(hidden, out_ids=out, vocab=vocab, flag_nonfinite=flag_nonfinite, allowed=allowed)
         return out
 
+    @torch.inference_mode()
+    def output_rows(self, ids: Tensor) -> Tensor:
+        """[n, H] a copy of the rows of the output matrix for ids int64 [n], on a rank counted from the first of
+        `spec.vocab_part`."""
+        return self._head.rows(ids).to(self.dtype)
+
     def masks_in_product(self, hidden: Tensor) -> bool:
         """Whether `greedy_sample` of these rows writes no logits, so that `allowed` must tell it which tokens may be chosen."""
         return self.ranks is None and self._head.masks_in_product(hidden)

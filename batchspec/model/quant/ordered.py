@@ -76,5 +76,8 @@ class OrderedHead:
             interpret=not hidden.is_cuda,
         )
 
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.weight.index_select(0, ids)
+
     def masks_in_product(self, hidden: Tensor) -> bool:
         return False

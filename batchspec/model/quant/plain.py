@@ -104,6 +104,11 @@ class Linear(Product):
             assert bias is not None
             self._bias.copy_(bias)
 
+    def weight_rows(self, ids: Tensor) -> Tensor:
+        """A copy of the rows of the weight at ids int64 [n]."""
+        weight = self._weight.to_dense() if self._packed else self._weight
+        return weight.index_select(0, ids)
+
     def __call__(self, x: Tensor, lora: LoraTokens | None = None) -> Tensor:
         if self._packed:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
