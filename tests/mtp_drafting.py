@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from batchspec.draft.frequent_tokens import FrequentTokens
 from batchspec.draft.mtp import MtpDrafter
 from batchspec.draft.mtp_head import Mtp, MtpShape, load_mtp, open_mtp
 from batchspec.engine.loop.engine import Engine
@@ -54,8 +55,10 @@ class Recorded(Recording, MtpDrafter):
     """Keeps what it proposed."""
 
 
-def drafter_of(model: Model, max_len: int, *, slots: int, **options: Any) -> Recorded:
-    return Recorded(model.weights, model.target, max_len, slots=slots, **options)
+def drafter_of(
+    model: Model, max_len: int, *, slots: int, vocabulary: FrequentTokens | None = None, **options: Any
+) -> Recorded:
+    return Recorded(replace(model.weights, vocabulary=vocabulary), model.target, max_len, slots=slots, **options)
 
 
 @contextmanager
@@ -102,12 +105,20 @@ def mixed_requests(count: int = 6, cap: int = 20, sampling: SamplingParams | Non
     return [request(i, prompt, cap=cap - i % 5, sampling=sampling, predicted=2) for i, prompt in enumerate(prompts)]
 
 
-def wrong_drafts(model: Model, seen: Proposals) -> list[tuple[int, list[int], list[int]]]:
+ChooseOf = Callable[[tuple[int, ...]], mtp_reference.Choose]
+"""The committed tokens of a row -> how its drafts are chosen."""
+
+
+def greedily(beginning: tuple[int, ...]) -> mtp_reference.Choose:
+    return mtp_reference.most_probable
+
+
+def wrong_drafts(model: Model, seen: Proposals, choose_of: ChooseOf = greedily) -> list[tuple[int, list[int], list[int]]]:
     """Of each proposal that is not the reference's: number of tokens before it, what was drafted, what had to be."""
     assert len(seen) > 5
     rows, found = mtp_reference.Rows(model.mtp, model.target, [prefix for prefix, _ in seen]), []
     for prefix, drafts in seen:
-        wanted = rows.drafts(prefix, len(drafts))
+        wanted = rows.drafts(prefix, len(drafts), choose_of(prefix))
         if drafts != wanted:
             found.append((len(prefix), drafts, wanted))
     return found

@@ -11,6 +11,7 @@ Its own output holds the digits of what it drafts and none of what it has read: 
 later positions. The first K <= LAG - 1 drafts look at positions that the target has read.
 
     stream of the model   ID: the token's digits | NEXT: those of the next token | OTHER: a second digit that is not the token's
+                          ONE: 1, which the output matrix reads a little of, so that no two tokens are equally likely
     input of the layer    ID: the first digit of the embedding, the second of the hidden state | ONE: 1
 
 A second model's layer takes both digits from the embedding, and true hidden states mislead it: it drafts better with the K/V of
@@ -43,8 +44,8 @@ LOUD = 3.0
 """How much larger OTHER is than the digits."""
 SHAPE: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": HEAD_DIM, "linear_num_key_heads": 1,
-    "linear_num_value_heads": 1, "linear_key_head_dim": 4, "linear_value_head_dim": DIGITS, "linear_conv_kernel_dim": LAG,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": HEAD_DIM, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": SECOND, "linear_conv_kernel_dim": LAG,
     "max_position_embeddings": 512, "eos_token_id": None, "tie_word_embeddings": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 1.0},
 }
@@ -101,20 +102,26 @@ def _build_model(tensors: Tensors) -> None:
     """The attention layer and both MLPs add nothing."""
     embedding, digits = tensors["model.embed_tokens.weight"], _digits()
     embedding[:, ID] = digits
+    embedding[:, ONE] = 1
     embedding[:NUM_TOKENS, OTHER] = LOUD * digits[:NUM_TOKENS, FIRST:].roll(-2, 0)
-    tensors["lm_head.weight"][:, NEXT] = digits
+    output = tensors["lm_head.weight"]
+    output[:, NEXT] = digits
+    output[:, ONE] = torch.arange(VOCAB) * 7 % VOCAB * 0.002
     tensors["model.norm.weight"][OTHER] = -1
     at = "model.layers.0.linear_attn."
-    # q, k and z are constant, since each token has one first digit; v are the digits of LAG - 1 tokens before.
+    # q, k and z are constant; v are the digits of LAG - 1 tokens before, a head for each.
     qkv, taps = tensors[f"{at}in_proj_qkv.weight"], tensors[f"{at}conv1d.weight"]
-    qkv[:8, :FIRST] = 1
-    qkv[8:, ID] = torch.eye(DIGITS)
-    taps[:8, 0, -1] = 1
-    taps[8:, 0, 0] = 1
-    tensors[f"{at}in_proj_z.weight"][:, :FIRST] = 1
+    keys, value = 2 * 2 * SHAPE["linear_key_head_dim"], [*range(FIRST), *range(SECOND, 2 * SECOND)]
+    qkv[:keys, ONE] = 1
+    qkv[[keys + row for row in value], ID] = torch.eye(DIGITS)
+    taps[:keys, 0, -1] = 1
+    taps[keys:, 0, 0] = 1
+    tensors[f"{at}in_proj_z.weight"][:, ONE] = 1
     tensors[f"{at}dt_bias"].fill_(50)  # the state forgets at once
     tensors[f"{at}norm.weight"].fill_(1)
-    tensors[f"{at}out_proj.weight"][NEXT] = _successors()
+    out = torch.zeros(DIGITS, 2 * SECOND)
+    out[:, value] = _successors()
+    tensors[f"{at}out_proj.weight"][NEXT] = out
 
 
 def _build_mtp(tensors: Tensors, *, misled: bool) -> None:
@@ -122,7 +129,7 @@ def _build_mtp(tensors: Tensors, *, misled: bool) -> None:
     hidden, layer, half = SHAPE["hidden_size"], "mtp.layers.0.self_attn.", HEAD_DIM // 2
     tensors["mtp.pre_fc_norm_embedding.weight"][OTHER] = -1
     fc, first, second = tensors["mtp.fc.weight"], slice(0, FIRST), slice(FIRST, DIGITS)
-    fc[ONE, first] = 1
+    fc[ONE, ONE] = 1
     fc[first, first] = torch.eye(FIRST)
     if misled:
         fc[second, second] = torch.eye(SECOND)

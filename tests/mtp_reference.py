@@ -12,7 +12,7 @@ Source: Qwen3-Next and Qwen3.5 as in transformers (`modeling_layers.MtpLayer`, m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,11 @@ class Mtp:
     """[V, H] the target's lm_head"""
     config: Mapping[str, Any]
     """The keys of the language model."""
+    window: int | None = None
+    """Number of newest keys that it reads besides the first `sink` ones; None: all."""
+    sink: int = 0
+    vocabulary: Sequence[int] | None = None
+    """The tokens that it may draft; None: all."""
 
     @property
     def eps(self) -> float:
@@ -67,7 +72,11 @@ class Mtp:
         return self.norm("norm", x)
 
     def logits(self, normed: Tensor) -> Tensor:
-        return normed @ self.output.T
+        """[V] of the token after next, from what `norm` gave for a position, [H]; -inf for those that it may not draft."""
+        logits = self.output @ normed
+        if self.vocabulary is not None:
+            logits[[token for token in range(len(logits)) if token not in self.vocabulary]] = -torch.inf
+        return logits
 
     def _attention(self, x: Tensor) -> Tensor:
         name, dim = f"{LAYER}self_attn", self.config["head_dim"]
@@ -76,8 +85,11 @@ class Mtp:
         q, k = (self._rotated(self.norm(f"{name}.{part}_norm", own)) for part, own in (("q", q), ("k", k)))
         k, v = (own.repeat_interleave(q.shape[-2] // own.shape[-2], -2) for own in (k, v))
         place = torch.arange(x.shape[-2])
+        seen = place[None] <= place[:, None]
+        if self.window is not None:
+            seen &= (place[None] > place[:, None] - self.window) | (place[None] < self.sink)
         scores = torch.einsum("...qhd,...khd->...hqk", q, k) * dim**-0.5
-        weights = scores.masked_fill(place[None] > place[:, None], -torch.inf).softmax(-1)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         attended = torch.einsum("...hqk,...khd->...qhd", weights, v)
         return self.linear(f"{name}.o_proj", (attended * gate.sigmoid()).flatten(-2))
 
@@ -164,15 +176,25 @@ def target_hidden(target: Target, ids: Sequence[int]) -> Tensor:
     return hidden.cpu().clone()
 
 
+Choose = Callable[[Tensor, Sequence[int]], int]
+"""Logits [V] and all tokens of the row before -> the token."""
+
+
+def most_probable(logits: Tensor, before: Sequence[int]) -> int:
+    return int(logits.argmax())
+
+
 @torch.no_grad()
-def reference_drafts(mtp: Mtp, ids: Sequence[int], hidden: Tensor, num_drafts: int) -> list[int]:
-    """Greedy drafts after `ids`, whose last token the target has not read. hidden [len(ids) - 1, H] of the tokens before it."""
-    tokens, fed = list(ids[1:]), hidden
+def reference_drafts(
+    mtp: Mtp, ids: Sequence[int], hidden: Tensor, num_drafts: int, choose: Choose = most_probable
+) -> list[int]:
+    """Drafts after `ids`, whose last token the target has not read. hidden [len(ids) - 1, H] of the tokens before it."""
+    tokens, fed = list(ids), hidden
     for _ in range(num_drafts):
-        out = mtp(torch.tensor(tokens), fed)
-        tokens.append(int(mtp.logits(out[-1]).argmax()))
+        out = mtp(torch.tensor(tokens[1:]), fed)
+        tokens.append(choose(mtp.logits(out[-1]), tokens))
         fed = torch.cat((fed, out[-1:]))
-    return tokens[len(ids) - 1 :]
+    return tokens[len(ids) :]
 
 
 class Rows:
@@ -187,11 +209,11 @@ class Rows:
     def _whole(self, beginning: tuple[int, ...]) -> Tensor | None:
         return next((own for row, own in self._hidden.items() if row[: len(beginning)] == beginning), None)
 
-    def drafts(self, beginning: Sequence[int], num_drafts: int) -> list[int]:
+    def drafts(self, beginning: Sequence[int], num_drafts: int, choose: Choose = most_probable) -> list[int]:
         """As `reference_drafts`, after a beginning of one of the rows."""
         hidden = self._whole(tuple(beginning))
         assert hidden is not None, "not the beginning of a row"
-        return reference_drafts(self._mtp, beginning, hidden[: len(beginning) - 1], num_drafts)
+        return reference_drafts(self._mtp, beginning, hidden[: len(beginning) - 1], num_drafts, choose)
 
 
 @dataclass(frozen=True, slots=True)

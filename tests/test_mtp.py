@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from batchspec.batch.automata import AutomataCapacity
+from batchspec.draft.frequent_tokens import FrequentTokens
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.engine.rounds.round import Round, RoundOptions
 from batchspec.packed_batch import PackedBatch
+from batchspec.records import SamplingParams
+from tests.automata import EOS, VOCABULARY, automaton, may_follow
 from tests.drafting import synthetic
-from tests.engines import DEVICE, VOCAB, decode, make_engine, request
+from tests.engines import DEVICE, VOCAB, _draw, decode, make_engine, request
 from tests.mtp_drafting import (
     CHUNK,
     Model,
@@ -31,6 +37,7 @@ from tests.mtp_drafting import (
 )
 from tests.mtp_faults import FAULTS, SMALL_FAULTS
 from tests.mtp_models import LAYOUTS, make_mtp_model
+from tests.mtp_reference import Choose
 from tests.test_eagle3 import in_turn
 
 pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
@@ -166,6 +173,83 @@ def test_lengths_that_change_from_round_to_round(model_of: ModelOf, monkeypatch:
     assert wrong_drafts(model, drafter.seen) == []
 
 
+@pytest.mark.parametrize(("window", "sink"), [(1, 0), (4, 0), (6, 5), (300, 3)])
+def test_a_window_and_a_sink_narrow_what_the_layer_reads(window: int, sink: int, model_of: ModelOf) -> None:
+    model = model_of("dense")
+    drafter = drafter_of(model, 3, slots=3, window=window, sink=sink)
+    run(model.target, mixed_requests(), wide_batch(3, 3), drafter, options=synthetic(3))
+    assert wrong_drafts(replace(model, mtp=replace(model.mtp, window=window, sink=sink)), drafter.seen) == []
+    assert (wrong_drafts(model, drafter.seen) == []) == (window == 300)
+
+
+def test_tokens_outside_the_vocabulary_for_drafts_are_not_drafted(model_of: ModelOf) -> None:
+    """Before rows have ended it is the lowest ids."""
+    model, count = model_of("next"), 12
+    drafter = drafter_of(model, 4, slots=3, vocabulary=FrequentTokens(count, [range(VOCAB)]))
+    run(model.target, mixed_requests(), wide_batch(3, 4), drafter, options=synthetic(4))
+    assert wrong_drafts(replace(model, mtp=replace(model.mtp, vocabulary=range(count))), drafter.seen) == []
+    assert len(wrong_drafts(model, drafter.seen)) > 10
+
+
+SAMPLINGS = (
+    SamplingParams(temperature=1.0), SamplingParams(temperature=0.7, top_k=5), SamplingParams(temperature=1.3, top_p=0.8),
+    SamplingParams(temperature=1.0, min_p=0.3), SamplingParams(),
+    SamplingParams(temperature=0.9, logit_bias=((3, 2.5), (7, -100.0), (11, 4.0))), SamplingParams(logit_bias=((4, 3.0),)),
+)
+
+
+def test_drafts_of_sampled_rows_are_drawn_with_the_noise_and_the_filters_of_the_rows(model_of: ModelOf) -> None:
+    model = model_of("experts, fused")
+    prompts = [[i, *((i + 5 * j) % VOCAB for j in range(7 * i))] for i in range(14)]
+    requests = [request(i, prompt, cap=16, sampling=SAMPLINGS[i % 7]) for i, prompt in enumerate(prompts)]
+
+    def choose_of(beginning: tuple[int, ...]) -> Choose:
+        req = requests[beginning[0]]
+
+        def choose(logits: Tensor, before: Sequence[int]) -> int:
+            for token, bias in req.sampling.logit_bias:
+                logits[token] += bias
+            return _draw(logits, req.sampling, req.seed, len(before))
+
+        return choose
+
+    for general in ({}, GENERAL):
+        drafter = drafter_of(model, 3, slots=4, **general)
+        run(model.target, requests, wide_batch(4, 3), drafter, options=synthetic(3))
+        assert wrong_drafts(model, drafter.seen, choose_of) == []
+    assert len(wrong_drafts(model, drafter.seen)) > len(drafter.seen) // 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_of_constrained_rows_are_chosen_among_the_allowed_tokens(temperature: float, model_of: ModelOf) -> None:
+    """Those that its automaton allows after the drafts before; any token after its end, where nothing is allowed."""
+    model, sampling = model_of("dense"), SamplingParams(temperature=temperature)
+    requests, patterns = [], ["[a-d]*", "(ab|c)*d", "(abc|dab){2,3}"]
+    for i in range(9):
+        made = automaton(patterns[i % 3])
+        one = request(i, [i, *range(3 + i)], cap=14, sampling=sampling, stop_ids=(EOS,))
+        requests.append(replace(one, automaton=made, automaton_state=made.answer))
+
+    def choose_of(beginning: tuple[int, ...]) -> Choose:
+        req = requests[beginning[0]]
+
+        def choose(logits: Tensor, before: Sequence[int]) -> int:
+            output = list(before[len(req.prompt_ids) :])
+            allowed = [token for token in range(VOCAB) if may_follow(patterns[req.row_index % 3], output, token)]
+            if allowed:
+                logits[[token for token in range(VOCAB) if token not in allowed]] = -torch.inf
+            return _draw(logits, req.sampling, req.seed, len(before))
+
+        return choose
+
+    drafter = drafter_of(model, 4, slots=3)
+    room = AutomataCapacity(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14)
+    run(model.target, requests, wide_batch(3, 4), drafter, vocabulary=VOCABULARY, automata_capacity=room)
+    seen = [(prefix, drafts[: drafts.index(EOS) + 1] if EOS in drafts else drafts) for prefix, drafts in drafter.seen]
+    assert wrong_drafts(model, seen, choose_of) == []
+    assert len(wrong_drafts(model, seen)) > len(seen) // 3
+
+
 def drawn_batch(data: st.DataObject, slots: int, draft_len: int, longest: int) -> PackedBatch:
     page_size = data.draw(st.sampled_from([2, 4, 8]), label="page_size")
     scarce = 3 + -(-longest // page_size)
@@ -180,7 +264,7 @@ def drawn_batch(data: st.DataObject, slots: int, draft_len: int, longest: int) -
 def check_any_packing(model_of: ModelOf, data: st.DataObject) -> None:
     model = model_of(data.draw(st.sampled_from(list(LAYOUTS)), label="model"))
     slots, max_len = data.draw(st.sampled_from([1, 2, 4]), label="slots"), data.draw(st.integers(1, 8), label="K")
-    flags = {name: data.draw(st.booleans(), label=name) for name in GENERAL}
+    flags: dict[str, Any] = {name: data.draw(st.booleans(), label=name) for name in GENERAL}
     drafter = drafter_of(model, max_len, slots=slots, **flags)
     requests = mixed_requests(data.draw(st.integers(2, 8), label="rows"), cap=data.draw(st.integers(8, 24), label="cap"))
     longest = max(len(one.prompt_ids) + one.max_new_tokens for one in requests)
