@@ -12,12 +12,18 @@ import numpy as np
 import pytest
 import torch
 
+from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.schema import ModelConfig, RunConfig
+from batchspec.distributed.collectives import Collectives
 from batchspec.draft.frequent_tokens import FrequentTokens
-from batchspec.draft.mtp import MtpDrafter
-from batchspec.draft.mtp_head import Mtp, MtpShape, load_mtp, open_mtp
+from batchspec.draft.mtp import MtpDrafter, MtpDrafterSpec
+from batchspec.draft.mtp_head import Mtp
+from batchspec.draft.spec import open_drafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.slots.expected_pages import ExpectedPages
+from batchspec.model.blocks.base import Shard
 from batchspec.model.files import LocalFiles
+from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
 from batchspec.packed_batch import PackedBatch
@@ -39,14 +45,25 @@ class Model:
     mtp: mtp_reference.Mtp
 
 
-def load_model(folder: Path, dtype: torch.dtype = torch.float64) -> Model:
-    """The model and its MTP layer, read as a job does."""
-    files = LocalFiles(folder)
-    spec = judge_model(files)
-    assert spec.mtp is not None
-    shape = MtpShape.of(spec, open_mtp(files, replace(spec.mtp, formats=spec.formats)))
+def drafter_spec(folder: Path, spec: ModelSpec, **draft: Any) -> MtpDrafterSpec:
+    """What a job with draft=mtp opens; draft: other keys of DraftConfig."""
+    config = RunConfig(
+        model=ModelConfig(path=str(folder)), draft=DraftConfig(**{"name": "mtp", "num_speculative_tokens": 3, **draft})
+    )
+    found = open_drafter(config, spec)
+    assert isinstance(found, MtpDrafterSpec)
+    return found
+
+
+def load_model(folder: Path, dtype: torch.dtype = torch.float64, *, ranks: Collectives | None = None, **draft: Any) -> Model:
+    """The model and its MTP layer, read as a job does; or what one of the ranks holds of both."""
+    spec = judge_model(LocalFiles(folder))
+    own = drafter_spec(folder, spec, **draft)
+    if ranks is not None:
+        shard = Shard(ranks.rank, ranks.ranks)
+        spec, own = spec.sharded(shard), own.of_rank(shard)
     return Model(
-        target=Target.load(folder, spec, dtype=dtype, device=DEVICE), weights=load_mtp(folder, shape, dtype=dtype, device=DEVICE),
+        target=Target.load(folder, spec, dtype=dtype, device=DEVICE, ranks=ranks), weights=own.load(dtype=dtype, device=DEVICE),
         mtp=mtp_reference.read_mtp(folder),
     )
 

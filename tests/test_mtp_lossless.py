@@ -22,21 +22,19 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.frequent_tokens import FrequentTokens
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.mtp import MtpDrafter
-from batchspec.draft.mtp_head import Mtp, MtpShape, dummy_mtp, load_mtp, open_mtp
+from batchspec.draft.mtp_head import Mtp, MtpShape, dummy_mtp
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.round import RoundOptions
 from batchspec.model.blocks.base import Shard
-from batchspec.model.files import LocalFiles
 from batchspec.model.spec import read_spec, tokens_of
 from batchspec.model.target import Target
-from batchspec.model.weights import judge_model
 from batchspec.records import Completion, Request, SamplingParams
 from tests.automata import BEGIN, END, VOCABULARY, automaton
 from tests.drafting import Proposals
 from tests.engines import DEVICE, VOCAB, decode, make_engine, plain_tokens, request
 from tests.grammars import ExpandLate, Grammar
-from tests.mtp_drafting import CHUNK, Recorded, mixed_requests, run, trusting, wide_batch
+from tests.mtp_drafting import CHUNK, Recorded, load_model, mixed_requests, run, trusting, wide_batch
 from tests.mtp_exact import make_exact_model
 from tests.mtp_models import EXPERTS, SAYS_MTP, SHAPE, make_mtp_model
 from tests.ranks import on_ranks, start_ranks
@@ -62,15 +60,8 @@ class Pair:
 
 def loaded(folder: Path, ranks: Collectives | None = None) -> Pair:
     """Of a checkpoint, all of it or a rank's part."""
-    files = LocalFiles(folder)
-    spec = judge_model(files)
-    assert spec.mtp is not None
-    shape = MtpShape.of(spec, open_mtp(files, replace(spec.mtp, formats=spec.formats)))
-    if ranks is not None:
-        shard = Shard(ranks.rank, ranks.ranks)
-        spec, shape = spec.sharded(shard), replace(shape, mtp=shape.mtp.sharded(shard))
-    target = Target.load(folder, spec, dtype=torch.float64, device=DEVICE, ranks=ranks)
-    return Pair(target, load_mtp(folder, shape, dtype=torch.float64, device=DEVICE))
+    model = load_model(folder, ranks=ranks)
+    return Pair(model.target, model.weights)
 
 
 def adapted(family: str, config: dict[str, Any]) -> Pair:
