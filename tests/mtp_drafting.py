@@ -28,7 +28,7 @@ from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
-from tests import mtp_reference
+from tests import mtp_definition
 from tests.drafting import Proposals, Recording
 from tests.engines import DEVICE, VOCAB, decode, make_engine, packed, request
 from tests.gpu_jobs.entry_points import nothing, of_prompt
@@ -42,7 +42,7 @@ class Model:
     target: Target
     weights: Mtp
     """What the drafter computes with."""
-    mtp: mtp_reference.Mtp
+    mtp: mtp_definition.Mtp
 
 
 def drafter_spec(folder: Path, spec: ModelSpec, **draft: Any) -> MtpDrafterSpec:
@@ -64,7 +64,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float64, *, ranks: Colle
         spec, own = spec.sharded(shard), own.of_rank(shard)
     return Model(
         target=Target.load(folder, spec, dtype=dtype, device=DEVICE, ranks=ranks), weights=own.load(dtype=dtype, device=DEVICE),
-        mtp=mtp_reference.read_mtp(folder),
+        mtp=mtp_definition.read_mtp(folder),
     )
 
 
@@ -122,18 +122,18 @@ def mixed_requests(count: int = 6, cap: int = 20, sampling: SamplingParams | Non
     return [request(i, prompt, cap=cap - i % 5, sampling=sampling, predicted=2) for i, prompt in enumerate(prompts)]
 
 
-ChooseOf = Callable[[tuple[int, ...]], mtp_reference.Choose]
+ChooseOf = Callable[[tuple[int, ...]], mtp_definition.Choose]
 """The committed tokens of a row -> how its drafts are chosen."""
 
 
-def greedily(beginning: tuple[int, ...]) -> mtp_reference.Choose:
-    return mtp_reference.most_probable
+def greedily(beginning: tuple[int, ...]) -> mtp_definition.Choose:
+    return mtp_definition.most_probable
 
 
 def wrong_drafts(model: Model, seen: Proposals, choose_of: ChooseOf = greedily) -> list[tuple[int, list[int], list[int]]]:
     """Of each proposal that is not the reference's: number of tokens before it, what was drafted, what had to be."""
     assert len(seen) > 5
-    rows, found = mtp_reference.Rows(model.mtp, model.target, [prefix for prefix, _ in seen]), []
+    rows, found = mtp_definition.Rows(model.mtp, model.target, [prefix for prefix, _ in seen]), []
     for prefix, drafts in seen:
         wanted = rows.drafts(prefix, len(drafts), choose_of(prefix))
         if drafts != wanted:

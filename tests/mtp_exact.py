@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tests.engines import VOCAB
 from tests.models import make_checkpoint
-from tests.mtp_models import SAYS_MTP, Tensors, change_config, mtp_tensors, text_config, write_model
+from tests.mtp_checkpoints import SAYS_MTP, Tensors, change_config, mtp_tensors, text_config, write_model
 
 LAG = 10
 FIRST, SECOND = 5, 6

@@ -1,4 +1,4 @@
-"""The MTP drafter through the engine against its definition (tests/mtp_reference.py), in fp64, where both agree exactly."""
+"""The MTP drafter through the engine against its definition (tests/mtp_definition.py), in fp64, where both agree exactly."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from tests.mtp_drafting import (
     wrong_drafts,
 )
 from tests.mtp_faults import FAULTS, SMALL_FAULTS
-from tests.mtp_models import LAYOUTS, make_mtp_model
-from tests.mtp_reference import Choose
+from tests.mtp_checkpoints import LAYOUTS, make_mtp_model
+from tests.mtp_definition import Choose
 from tests.test_eagle3 import in_turn
 
 pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]

@@ -25,7 +25,7 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.model.target import Target
-from tests.mtp_models import stored, text_config
+from tests.mtp_checkpoints import stored, text_config
 
 LAYER = "layers.0."
 BLOCK = 128

@@ -1,4 +1,4 @@
-"""The reference of the MTP layer (tests/mtp_reference.py) against the layer that transformers builds of its own blocks."""
+"""The reference of the MTP layer (tests/mtp_definition.py) against the layer that transformers builds of its own blocks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from batchspec.model.files import LocalFiles
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
 from tests.mtp_exact import ID, LAG, NUM_TOKENS, OTHER, continued, make_exact_model
-from tests.mtp_models import LAYOUTS, fused, make_mtp_model, stored_mtp, text_config
-from tests.mtp_reference import Mtp, Rows, predicted_rounds, read_mtp, reference_drafts, target_hidden
+from tests.mtp_checkpoints import LAYOUTS, fused, make_mtp_model, stored_mtp, text_config
+from tests.mtp_definition import Mtp, Rows, predicted_rounds, read_mtp, reference_drafts, target_hidden
 from tests.test_target import _widened, oracle
 
 CPU = torch.device("cpu")
