@@ -23,6 +23,8 @@ from batchspec.records import SamplingParams
 from tests.automata import EOS, VOCABULARY, automaton, may_follow
 from tests.drafting import synthetic
 from tests.engines import DEVICE, VOCAB, _draw, decode, make_engine, request
+from tests.mtp_checkpoints import LAYOUTS, make_mtp_model
+from tests.mtp_definition import Choose
 from tests.mtp_drafting import (
     CHUNK,
     Model,
@@ -36,8 +38,6 @@ from tests.mtp_drafting import (
     wrong_drafts,
 )
 from tests.mtp_faults import FAULTS, SMALL_FAULTS
-from tests.mtp_checkpoints import LAYOUTS, make_mtp_model
-from tests.mtp_definition import Choose
 from tests.test_eagle3 import in_turn
 
 pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]

@@ -15,11 +15,11 @@ import pytest
 from batchspec.engine.rounds.round import Round
 from batchspec.records import Request, RowStats
 from tests.engines import VOCAB, request
+from tests.mtp_checkpoints import make_mtp_model
+from tests.mtp_definition import Predicted, Rows, predicted_rounds
 from tests.mtp_drafting import CHUNK, Model, Ran, drafter_of, load_model, run, wide_batch, wrong_drafts
 from tests.mtp_exact import LAG, NUM_TOKENS, continued, make_exact_model
 from tests.mtp_faults import FAULTS
-from tests.mtp_checkpoints import make_mtp_model
-from tests.mtp_definition import Predicted, Rows, predicted_rounds
 
 pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from batchspec.model.files import LocalFiles
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
-from tests.mtp_exact import ID, LAG, NUM_TOKENS, OTHER, continued, make_exact_model
 from tests.mtp_checkpoints import LAYOUTS, fused, make_mtp_model, stored_mtp, text_config
 from tests.mtp_definition import Mtp, Rows, predicted_rounds, read_mtp, reference_drafts, target_hidden
+from tests.mtp_exact import ID, LAG, NUM_TOKENS, OTHER, continued, make_exact_model
 from tests.test_target import _widened, oracle
 
 CPU = torch.device("cpu")

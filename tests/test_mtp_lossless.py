@@ -34,9 +34,9 @@ from tests.automata import BEGIN, END, VOCABULARY, automaton
 from tests.drafting import Proposals
 from tests.engines import DEVICE, VOCAB, decode, make_engine, plain_tokens, request
 from tests.grammars import ExpandLate, Grammar
+from tests.mtp_checkpoints import EXPERTS, SAYS_MTP, SHAPE, make_mtp_model
 from tests.mtp_drafting import CHUNK, Recorded, load_model, mixed_requests, run, trusting, wide_batch
 from tests.mtp_exact import make_exact_model
-from tests.mtp_checkpoints import EXPERTS, SAYS_MTP, SHAPE, make_mtp_model
 from tests.ranks import on_ranks, start_ranks
 from tests.recurrent import LoudNoise
 from tests.test_lora_lossless import NUM_ADAPTERS, RANK, StrongAdapters

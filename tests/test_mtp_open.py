@@ -17,9 +17,9 @@ from batchspec.model.weights import judge_model
 from tests.drafting import synthetic
 from tests.engines import DEVICE
 from tests.models import make_checkpoint
-from tests.mtp_drafting import Model, drafter_of, drafter_spec, load_model, mixed_requests, run, wide_batch, wrong_drafts
 from tests.mtp_checkpoints import LAYOUTS, Tensors, change_config, make_mtp_model, mtp_tensors, stored_mtp, text_config
 from tests.mtp_definition import read_mtp
+from tests.mtp_drafting import Model, drafter_of, drafter_spec, load_model, mixed_requests, run, wide_batch, wrong_drafts
 
 
 def judged(folder: Path) -> ModelSpec:
