@@ -6,11 +6,13 @@ In float64. Models whose layer is hardly ever right, and those of tests/mtp_exac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -27,15 +29,18 @@ from batchspec.draft.none import NoDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.round import RoundOptions
 from batchspec.model.blocks.base import Shard
+from batchspec.model.files import LocalFiles
 from batchspec.model.spec import read_spec, tokens_of
 from batchspec.model.target import Target
+from batchspec.model.weights import judge_model
 from batchspec.records import Completion, Request, SamplingParams
 from tests.automata import BEGIN, END, VOCABULARY, automaton
 from tests.drafting import Proposals
 from tests.engines import DEVICE, VOCAB, decode, make_engine, plain_tokens, request
 from tests.grammars import ExpandLate, Grammar
+from tests.interpreter import dots_of_one_order
 from tests.mtp_checkpoints import EXPERTS, SAYS_MTP, SHAPE, make_mtp_model
-from tests.mtp_drafting import CHUNK, Recorded, load_model, mixed_requests, run, trusting, wide_batch
+from tests.mtp_drafting import CHUNK, Recorded, drafter_spec, load_model, mixed_requests, run, trusting, wide_batch
 from tests.mtp_exact import make_exact_model
 from tests.ranks import on_ranks, start_ranks
 from tests.recurrent import LoudNoise
@@ -233,6 +238,30 @@ def test_rows_that_are_preempted_again_and_again_lose_nothing(name: str, pair_of
         ran = run(pair.target, requests, wide_batch(4, 5, num_pages=40, run_ahead=2), pair.drafter(5, 4))
     assert max(one.stats.num_prefills for one in ran.done.values() if one.stats) > 1, "no row was preempted"
     assert ran.tokens == {one.request_id: plain_tokens(pair.target, one) for one in requests}
+
+
+def test_in_bf16_with_sums_in_one_order_tokens_and_logprobs_have_the_bits_of_the_row_alone(tmp_path: Path) -> None:
+    """decode.deterministic. On a CPU the kernels are interpreted."""
+    make_mtp_model(tmp_path, "dense", hidden_size=32)
+    spec = judge_model(LocalFiles(tmp_path)).in_one_order()
+    rng, found = np.random.default_rng(0), []
+    requests = [
+        request(i, rng.integers(0, VOCAB, size).tolist(), cap=7, sampling=SamplingParams(temperature=0.9 * (i % 2)))
+        for i, size in enumerate((5, 70, 20))
+    ]
+    with nullcontext() if DEVICE.type == "cuda" else dots_of_one_order():
+        target = Target.load(tmp_path, spec, dtype=torch.bfloat16, device=DEVICE)
+        weights = drafter_spec(tmp_path, spec).load(dtype=torch.bfloat16, device=DEVICE)
+        for slots, drafter in ((1, NoDrafter()), (3, MtpDrafter(weights, target, 3, slots=3))):
+            batch = wide_batch(slots, drafter.max_len, page_size=16, num_pages=60, prefill_tokens=CHUNK * (1 + 3 // slots))
+            ran = run(target, requests, batch, drafter, logprobs=1)
+            found.append((ran.tokens, {name: bits_of(one) for name, one in ran.done.items()}))
+    assert found[0] == found[1]
+
+
+def bits_of(done: Completion) -> list[float]:
+    assert done.logprobs is not None
+    return [float(value) for value in done.logprobs]
 
 
 # --- ranks
