@@ -83,7 +83,8 @@ def test_a_kill_at_every_kind_of_step_leaves_no_extension_or_a_whole_one(
     lab: KillLab, trial: Path, calls: list[str], expected: list[Row]
 ) -> None:
     kinds = Counter(call for call in calls if call.split()[0] in ("link", "replace") and "progress" not in call)
-    steps = [(kind, 1 + turn % count) for turn, (kind, count) in enumerate(kinds.items())]
+    # How often the journal is written depends on how fast rows end, so another run may write it fewer times.
+    steps = [(kind, 1 if "journal" in kind else 1 + turn % count) for turn, (kind, count) in enumerate(kinds.items())]
     assert [killed_and_resumed(lab, trial, step, expected) for step in steps] == list(kinds)
     assert {"link _batchspec/retry/N.json", "link data/part-N.parquet", "link _batchspec/retry/N/card"} <= set(kinds)
 
