@@ -31,6 +31,7 @@ from batchspec.model.config_values import has_folder, shown
 from batchspec.model.files import LocalFiles, StoredTensor, file_tensors, listed
 from batchspec.model.lora_shape import MAX_RANK
 from batchspec.model.quant.base import Weights
+from batchspec.model.quant.plain import Plain
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import OUTPUT, ModelSpec
 from batchspec.model.weights import taken
@@ -144,9 +145,8 @@ def adapted(source: Weights, adapter: Adapter | None, spec: ModelSpec) -> Weight
 
 
 def _merges(module: str, spec: ModelSpec) -> bool:
-    """Whether the adapter of this module can be merged: its weight is in a floating-point type, not FP8 or MXFP4."""
-    weight, *_ = spec.formats.of(module).tensors(Projection(module, 1, 1))
-    return module == _HEAD or weight.dtypes == FLOATS
+    """Whether the adapter of this module can be merged: its weight is in the model's dtype, not FP8, MXFP4 or INT4."""
+    return module == _HEAD or isinstance(spec.formats.of(module), Plain)
 
 
 def _check_kept(where: str, kept: Mapping[str, Delta]) -> None:
