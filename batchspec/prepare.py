@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from batchspec.config.checks import AUTO
+from batchspec.config.draft_auto import with_drafter
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.reader import Source, open_source
@@ -18,7 +19,7 @@ from batchspec.dataset.schema import columns_read, output_schema
 from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.distributed.group import Group
 from batchspec.draft.spec import DrafterSpec, open_drafter
-from batchspec.errors import ConfigError
+from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.blocks.base import Shard
 from batchspec.model.config_values import has_file
 from batchspec.model.deterministic import in_one_order
@@ -60,6 +61,7 @@ class JobModel:
     """The target and the drafter of a job, checked. No weight has been read."""
 
     config: RunConfig
+    """Its draft.name is a drafter, also where the job's is auto."""
     files: ModelFiles
     spec: ModelSpec
     """The target's spec; with a group, the part that this process computes."""
@@ -67,6 +69,8 @@ class JobModel:
     dtype: torch.dtype
     drafter: DrafterSpec[Any]
     """The drafter's spec: its checkpoint is checked, its weights are not read."""
+    why_drafter: str = ""
+    """Why draft=auto took this drafter; empty if the configuration named it."""
     group: Group | None = None
     """The processes that compute the target together; None: this one alone."""
     adapter: Adapter | None = None
@@ -124,6 +128,7 @@ def open_job(
     source = source.reading(columns_read(source.schema, columns, config.output))
     check_ids(source, columns)
     model = open_model(config, on_this_machine=on_this_machine, group=group)
+    config = model.config
     if config.model.adapters and columns.get("adapter") is None:
         raise ConfigError(
             f"model.adapters={{{','.join(config.model.adapters)}}}: the input has no column that names the adapter of each row; "
@@ -179,6 +184,7 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     assert config.model.path is not None
     model, dummy = find_model(config.model.path, config.model.revision), config.model.load_format == "dummy"
     spec = load_spec(model.folder) if dummy else judge_model(model)
+    config, why_drafter = with_drafter(config, has_mtp=spec.mtp is not None)
     adapter, adapters = open_adapters(config, spec)
     device = choose_device(config.device if on_this_machine else "cpu")
     if config.cache.dtype == "fp8":
@@ -197,16 +203,27 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
                 "decode.deterministic=true with LoRA adapters that are not merged (model.adapters, or FP8 and MXFP4 weights) is "
                 "not supported: their sums depend on the batch; remove one, or set model.dtype=float64"
             )
-    drafter = open_drafter(config, spec)
+    drafter = open_chosen(config, spec, why_drafter)
     spec = spec.with_lora(None if adapters is None else adapters.shape)
     if group is None:
         check_cut(config, spec, drafter)
     spec = part_of_group(spec, group)
     drafter = drafter.of_rank(spec.shard)
     return JobModel(
-        config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, group=group, adapter=adapter,
-        adapters=adapters,
+        config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, why_drafter=why_drafter, group=group,
+        adapter=adapter, adapters=adapters,
     )
+
+
+def open_chosen(config: RunConfig, spec: ModelSpec, why: str) -> DrafterSpec[Any]:
+    """The drafter of draft.name. Raises ConfigError or CheckpointError, which says so if draft=auto took it, and why."""
+    try:
+        return open_drafter(config, spec)
+    except (ConfigError, CheckpointError) as error:
+        if not why:
+            raise
+        said = f"draft=auto took {config.draft.name}, because {why}: {error}; correct it, or choose draft=lookup"
+        raise type(error)(said) from None
 
 
 def with_states(spec: ModelSpec, state_dtype: str, dtype: torch.dtype) -> ModelSpec:

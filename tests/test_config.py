@@ -129,7 +129,7 @@ def test_a_value_out_of_range_is_refused(values: dict[str, Any], said: str) -> N
 def test_a_drafter_must_have_what_it_drafts_with() -> None:
     assert refused(draft__name="hybrid").startswith("draft=hybrid needs draft.path: the folder or hub id of an EAGLE-3 head")
     assert refused(draft__name="pard").startswith("draft=pard needs draft.path: the folder or hub id of a small model")
-    assert "must be one of none, lookup, eagle3" in refused(draft__name="magic")
+    assert "must be one of auto, none, lookup, eagle3" in refused(draft__name="magic")
 
 
 @pytest.mark.parametrize("key", READ_BY)

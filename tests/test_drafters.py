@@ -15,13 +15,14 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.bench.engines import DRAFTS
 from batchspec.cache.pages import KVCache
 from batchspec.commands.planning import plan
+from batchspec.config import draft_auto
 from batchspec.config.checks import check
 from batchspec.config.draft_checks import READ_BY
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.config.values import CHOICES
 from batchspec.draft.base import NoFeatures
-from batchspec.draft.registry import DRAFTERS, Entry
+from batchspec.draft.registry import DRAFTERS, Entry, named
 from batchspec.draft.shapes import ChainShape, TreeShape
 from batchspec.draft.spec import DrafterSpec, Weightless, open_drafter
 from batchspec.errors import ConfigError
@@ -43,7 +44,7 @@ def config_of(name: str, **draft: object) -> RunConfig:
     )
 
 
-@pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - {"pard"}))  # test_pard.py: it needs a folder
+@pytest.mark.parametrize("name", sorted({*named()} - {"pard", "mtp"}))  # they need a folder
 def test_a_spec_predicts_the_properties_of_its_drafter_before_weights_are_read(name: str) -> None:
     target, config = tiny_target(), config_of(name)
     check(config)
@@ -59,14 +60,16 @@ def test_a_spec_predicts_the_properties_of_its_drafter_before_weights_are_read(n
 
 def test_every_drafter_has_a_conf_of_its_name_and_every_conf_a_drafter() -> None:
     names = {path.stem: re.findall("^name: (.*)$", path.read_text(), re.MULTILINE) for path in CONF.glob("*.yaml")}
-    named = {conf: name for conf, (name,) in names.items()}
-    assert set(named.values()) == set(DRAFTERS)
-    assert all(named[name] == name for name in DRAFTERS)
+    drafters = {conf: name for conf, (name,) in names.items()}
+    assert set(drafters.values()) == set(DRAFTERS)
+    assert all(drafters[name] == name for name in DRAFTERS)
 
 
 def test_choices_and_benchmarks_are_those_of_the_registry() -> None:
     assert CHOICES["draft.name"] == tuple(DRAFTERS)
-    assert set(DRAFTERS) <= set(DRAFTS)
+    assert set(named()) == set(DRAFTERS) - {"auto"}
+    assert set(named()) <= set(DRAFTS)
+    assert "auto" not in DRAFTS
     assert {name for names in READ_BY.values() for name in names} <= set(DRAFTERS)
 
 
@@ -104,21 +107,22 @@ class RepeatSpec(Weightless):
     assumed_accepted = 0.5
 
     def build(self, weights: None, target: Target, *, slots: int) -> RepeatDrafter:
-        return RepeatDrafter(self.config.draft.num_speculative_tokens)
+        return RepeatDrafter(self.config.draft.draft_len)
 
 
 @pytest.fixture
 def repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafter that the program does not know: its module and its entry, nothing else."""
+    """A drafter that the program does not know: its module, its entry and its conf, nothing else."""
     module = ModuleType("batchspec.draft.repeat")
     module.SPEC = RepeatSpec  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(DRAFTERS, "repeat", Entry())
     monkeypatch.setitem(CHOICES, "draft.name", tuple(DRAFTERS))
+    monkeypatch.setattr(draft_auto, "option_values", lambda group, option: {"name": option})
 
 
 @pytest.mark.usefixtures("repeat")
-def test_a_new_drafter_is_a_module_and_an_entry(tmp_path: Path) -> None:
+def test_a_new_drafter_is_a_module_an_entry_and_a_conf(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     pl.DataFrame({"id": ["a", "b", "c"], "prompt": ["one two", "three", "four five six"]}).write_parquet(tmp_path / "in.parquet")
     found = []

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoTokenizer
 
 import batchspec
-from batchspec import cli, run
+from batchspec import run
 from batchspec.config.overrides import overrides_of
 from batchspec.errors import ConfigError
 from batchspec.model.spec import load_spec
@@ -281,10 +281,3 @@ def test_drafters_that_cannot_be_are_refused_by_name(keys: Keys, said: str, mode
     with pytest.raises(ConfigError) as caught:
         batchspec.Engine(overrides_of({**keys_of(model), **given}))
     assert said.format(**names) in str(caught.value)
-
-
-def test_training_a_head_is_refused_by_name(model: Model, job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "draft=eagle3", f"model.path={model.folder}", f"input.path={job / 'plain'}", f"output.dir={tmp_path}/head"]
-    assert cli.main(words) == 2
-    assert f"{load_spec(model.folder).family} has recurrent layers; heads for such models cannot be" in capsys.readouterr().err
-    assert not (tmp_path / "head").exists()

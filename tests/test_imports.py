@@ -97,6 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tuning.table",
     },
     "prepare": {
+        "config.draft_auto",
         "dataset",
         "distributed.group",
         "draft.spec",

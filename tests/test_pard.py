@@ -185,7 +185,8 @@ def test_a_quantised_drafter_keeps_its_weights_where_there_are_kernels_for_them(
     folder, dtype = tmp_path, torch.bfloat16
     sizes = {"hidden_size": 96, "intermediate_size": 64, "quantization_config": quantised}
     (folder / "config.json").write_text(json.dumps(tiny_config(family, **sizes, pard_token=MASK)))
-    config = RunConfig(draft=DraftConfig(name="pard", path=str(folder)), model=ModelConfig(load_format="dummy"))
+    draft = DraftConfig(name="pard", path=str(folder), num_speculative_tokens=5)
+    config = RunConfig(draft=draft, model=ModelConfig(load_format="dummy"))
     whole = load_spec(folder)
     drafter = open_drafter(config, tiny_target().spec)
     assert drafter.load(dtype=dtype, device=DEVICE).model.spec == whole

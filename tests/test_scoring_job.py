@@ -184,7 +184,7 @@ def test_plan_knows_that_nothing_is_decoded(model: Path, tmp_path: Path, capsys:
         (["decode.choice=[a,b]"], "decode.choice=['a', 'b'] with decode.score=prompts has no effect"),
         (["decode.grammar=values.gbnf"], "decode.grammar=values.gbnf with decode.score=prompts has no effect"),
         (["decode.stop=[x]"], "decode.stop=['x'] with"),
-        (["draft.prompt_lookup_max=5"], "draft=lookup with decode.score=prompts drafts nothing"),
+        (["draft.prompt_lookup_max=5"], "draft=auto with decode.score=prompts drafts nothing; remove the keys of draft"),
         (["output.logprobs=1"], "prompts have output.prompt_logprobs"),
         (["decode.min_new_tokens=1"], "decode.min_new_tokens=1 with decode.score=prompts has no effect"),
         (["decode.max_new_tokens=5"], "decode.max_new_tokens=5 with decode.score=prompts has no effect"),

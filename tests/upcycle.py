@@ -249,7 +249,7 @@ def compare(
     first, second = (_teacher(folder, DTYPES[dtype], device) for folder in (reference, other))
     divergence, changed, count = 0.0, 0, 0
     for at in range(0, len(outputs), batch):
-        p, q = (teacher.training_batch(outputs[at : at + batch]).probs.double() for teacher in (first, second))
+        p, q = (teacher.training_batch(outputs[at : at + batch]).probs[:].double() for teacher in (first, second))
         divergence += float(torch.where(p > 0, p * (p.clamp(min=1e-300).log() - q.clamp(min=1e-300).log()), 0.0).sum())
         changed += int((p.argmax(-1) != q.argmax(-1)).sum())
         count += len(p)

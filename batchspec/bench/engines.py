@@ -23,7 +23,7 @@ from batchspec.config.draft_schema import DraftConfig, TreeConfig
 from batchspec.config.schema import AblationConfig, ModelConfig, RunConfig
 from batchspec.distributed.group import Group
 from batchspec.draft.base import Drafter
-from batchspec.draft.registry import DRAFTERS
+from batchspec.draft.registry import DRAFTERS, named
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec, open_drafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.ranks.lead import Lead
@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     TREE: {"name": "eagle3", "parallel": False},
 }
 """Names of --draft -> keys of `draft` that they set; a drafter without an entry is its own name."""
-DRAFTS = tuple(dict.fromkeys([*DRAFTERS, *SETTINGS]))
+DRAFTS = tuple(dict.fromkeys([*named(), *SETTINGS]))
 """Choices of --draft."""
 LONGEST_DRAFT = 5
 """The largest K for --k auto without --accept."""

@@ -128,6 +128,7 @@ def _real(args: argparse.Namespace, device: torch.device, group: Group | None) -
         "input": source,
         "cache": {"state_dtype": args.states},
         "decode": {"max_new_tokens": args.gen, "deterministic": args.deterministic},
+        "draft": {"name": "none"},  # the variants have drafters of their own
         "device": device.type,
     }
     config = from_dict(given)

@@ -108,6 +108,7 @@ class Plan:
         if self.lacks_gpu:
             return [
                 *_notes(job),
+                *self._drafter(),
                 "GPU          device=cuda, and torch sees no GPU on this machine; for slots, memory and times run plan on a "
                 "machine with the job's GPU, or with device=cpu for those of this CPU",
             ]
@@ -132,6 +133,7 @@ class Plan:
             *_notes(job),
             *self._recurrent(batch),
             *self._adapters(),
+            *self._drafter(),
             f"shape        {counted(batch.num_slots, 'slot')}, rows up to {batch.max_len:,} tokens, "
             f"drafter {job.config.draft.name} ({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
             f"pages        {pages} of {batch.page_size} tokens, {_bytes(pages_bytes)}{', K and V in e4m3' * spec.fp8_kv}",
@@ -143,6 +145,11 @@ class Plan:
             f"together     {_duration(total_s)}, {tokens:,.0f} {kind} tokens, {tokens / total_s:,.0f} tok/s",
             f"assumed      {assumed}no common prefixes; device: {self.rates.name}",
         ]
+
+    def _drafter(self) -> list[str]:
+        """What draft=auto took, and why."""
+        name, why = self.job.config.draft.name, self.job.why_drafter
+        return [f"drafter      {name}, taken by draft=auto: {why}"] if why else []
 
     def _rounds(self, ahead: Forecast) -> list[str]:
         if self._scores:

@@ -46,10 +46,12 @@ Submit a job as a Slurm array. Takes the arguments of `batchspec run`; the keys 
   --to kubernetes|skypilot  print the file of jobs/ for that system, filled in; --image IMAGE is that of the containers
   --unseen  check the configuration alone, for paths that only the nodes of the cluster see"""
 TRAIN_HELP = """\
-Train an EAGLE-3 draft head from the completions of jobs. The same command again goes on with a training that was stopped.
+Train an EAGLE-3 draft head, or tune the MTP layer of a model's own checkpoint, on the completions of jobs. The same command
+again goes on with a training that was stopped.
 
   batchspec train draft=eagle3 model.path=MODEL input.path=OUT output.dir=HEAD
-  batchspec train draft=parallel draft.path=HEAD model.path=MODEL input.path='[OUT1,OUT2]' output.dir=HEAD2 train.layers=4"""
+  batchspec train draft=parallel draft.path=HEAD model.path=MODEL input.path='[OUT1,OUT2]' output.dir=HEAD2 train.layers=4
+  batchspec train draft=mtp model.path=MODEL input.path=OUT output.dir=LAYER"""
 
 HELP = {"run": RUN_HELP, "plan": PLAN_HELP, "submit": SUBMIT_HELP, "train": TRAIN_HELP}
 """Command -> the beginning of its help; the keys follow."""
@@ -135,7 +137,8 @@ JOB_HEAD = """\
 These are the keys of `run`, `plan`, `submit`, `batchspec.generate` and `batchspec.Engine`. The defaults are those of a job that
 chooses no other option of a group. Lengths are in tokens unless the name ends in another unit (`_s` seconds, `_h` hours, `_gb`
 1e9 bytes).
-Drafters in brackets are those that read the key. Per-row columns of the input obey the ranges of the keys of their name."""
+Drafters in brackets are those that read the key; with draft=auto the one that it takes must read it. Per-row columns of the input
+obey the ranges of the keys of their name."""
 TRAIN_HEAD = """\
 ## Keys of `batchspec train`
 

@@ -172,7 +172,7 @@ def _scoring(config: RunConfig) -> None:
     if decode.deterministic:
         raise ConfigError(f"decode.deterministic=true with {given} is not supported; remove one")
     if config.draft.name != "none":
-        raise ConfigError(f"draft={config.draft.name} with {given} drafts nothing; remove it")
+        raise ConfigError(f"draft={config.draft.name} with {given} drafts nothing; remove the keys of draft")
     for key in (
         "decode.max_new_tokens", "decode.min_new_tokens", "decode.n", "decode.stop", "decode.bad_words", "decode.schema",
         "decode.regex",

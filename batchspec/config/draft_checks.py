@@ -15,18 +15,12 @@ READ_BY = readers()
 
 
 def check_draft(config: RunConfig) -> None:
-    """Raises ConfigError. The drafter's name must be one of its choices."""
-    draft = config.draft
-    defaults = RunConfig()
-    for key, names in READ_BY.items():
-        value = value_of(config, key)
-        if draft.name not in names and value != value_of(defaults, key):
-            who = " or ".join(f"draft={name}" for name in names)
-            raise ConfigError(f"{key}={value} is not used by draft={draft.name}, only by {who}; remove the key")
+    """Raises ConfigError. The drafter's name must be one of its choices. What depends on K is checked only if K is set."""
+    draft, entry = config.draft, DRAFTERS[config.draft.name]
+    _refuse_unread(config)
     for name, value in (("coupled", draft.coupled), ("parallel", draft.parallel)):
         if value != "auto" and not isinstance(value, bool):
             raise ConfigError(f"draft.{name}={value} must be one of auto, true, false")
-    entry = DRAFTERS[draft.name]
     for key, what in entry.needs.items():
         made_up = key == "draft.path" and entry.dummy and config.model.load_format == "dummy"
         if value_of(config, key) is None and not made_up:
@@ -45,6 +39,26 @@ def check_draft(config: RunConfig) -> None:
         _synthetic(draft, draft.synthetic)
 
 
+def _refuse_unread(config: RunConfig) -> None:
+    """Raises ConfigError for a key with another value than its default that the drafter does not read."""
+    draft, entry, defaults = config.draft, DRAFTERS[config.draft.name], RunConfig()
+    if entry.chooses and draft.path is not None:
+        drafters = ", ".join(f"draft={name}" for name in READ_BY["draft.path"])
+        raise ConfigError(
+            f"draft.path={draft.path} with draft={draft.name}: name the drafter that these weights are for, one of {drafters}"
+        )
+    for key, names in READ_BY.items():
+        value = value_of(config, key)
+        if value != value_of(defaults, key) and not {*names} & {draft.name, *entry.chooses}:
+            who = " or ".join(f"draft={name}" for name in names)
+            raise ConfigError(f"{key}={value} is not used by draft={draft.name}, only by {who}; remove the key")
+    for name in ("num_speculative_tokens", "adaptive") if draft.name == "none" else ():
+        if (value := getattr(draft, name)) is not None:
+            raise ConfigError(
+                f"draft.{name}={str(value).lower()} is not used by draft=none; remove the key, or choose draft=lookup"
+            )
+
+
 def _synthetic(draft: DraftConfig, rates: list[float]) -> None:
     if draft.name == "none":
         raise ConfigError(f"draft.synthetic={rates} is not used by draft=none; remove the key or choose draft=lookup")
@@ -53,7 +67,7 @@ def _synthetic(draft: DraftConfig, rates: list[float]) -> None:
         if draft.tree.depth
         else ("draft.num_speculative_tokens", draft.num_speculative_tokens)
     )
-    if len(rates) != depth:
+    if depth is not None and len(rates) != depth:
         raise ConfigError(f"draft.synthetic={rates} has {len(rates)} rates; {key}={depth} needs as many")
     falling = all(earlier >= later for earlier, later in itertools.pairwise(rates))
     if not falling or not all(0.0 <= rate <= 1.0 for rate in rates):
@@ -76,6 +90,8 @@ def _tree(config: RunConfig) -> None:
             f"draft.tree.topk={tree.topk} grows a tree level by level, draft.parallel=true drafts all at once; remove one of them"
         )
     depth = tree.depth or draft.num_speculative_tokens
+    if depth is None:
+        return
     places, grown = (depth - 1) * tree.topk, tree.topk + (depth - 1) * tree.topk**2
     if places > MAX_TREE_PLACES:
         raise ConfigError(

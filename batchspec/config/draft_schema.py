@@ -21,10 +21,12 @@ class TreeConfig:
 class DraftConfig:
     """The drafter. The output of a job does not depend on it."""
 
-    name: str = "lookup"
-    """The kind of drafter. `draft=NAME` sets it together with the usual values of its other keys."""
-    num_speculative_tokens: int = 8
-    """K: maximum number of draft tokens per request and round. With draft.adaptive it is the largest K that is tried."""
+    name: str = "auto"
+    """The kind of drafter. `draft=NAME` sets it together with the usual values of its other keys. auto is mtp if the checkpoint
+    has an MTP layer, else lookup."""
+    num_speculative_tokens: int | None = None
+    """K: maximum number of draft tokens per request and round. null is the usual number of the drafter, that of its file in
+    conf/draft. With draft.adaptive it is the largest K that is tried."""
     prompt_lookup_min: int = 2
     """Shortest n-gram that must repeat for a draft, in tokens."""
     prompt_lookup_max: int = 6
@@ -61,3 +63,9 @@ class DraftConfig:
     """Data type of the K and V that a head keeps of its own. auto is the model's. fp8 is e4m3: drafting reads half as many
     bytes, and a few drafts may differ; output tokens do not. On a GPU it needs compute capability 8.9 (Ada, Hopper)
     or newer."""
+
+    @property
+    def draft_len(self) -> int:
+        """K, which is set once the drafter is chosen (`draft_auto.py`) and unless it is none."""
+        assert self.num_speculative_tokens is not None, self.name
+        return self.num_speculative_tokens

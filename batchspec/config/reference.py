@@ -154,8 +154,13 @@ def defaults_of(name: str) -> dict[str, Any]:
     """Dotted key -> value, for all keys that the default options of conf/NAME.yaml set."""
     found: dict[str, Any] = {}
     for group, option in default_options(name).items():
-        values = yaml.safe_load((_conf() / group / f"{option}.yaml").read_text(encoding="utf-8"))
-        found |= _dotted(values, f"{group}.")
+        found |= _dotted(option_values(group, option), f"{group}.")
+    return found
+
+
+def option_values(group: str, option: str) -> dict[str, Any]:
+    """Key -> value, for all keys of the group that conf/GROUP/OPTION.yaml sets."""
+    found: dict[str, Any] = yaml.safe_load((_conf() / group / f"{option}.yaml").read_text(encoding="utf-8"))
     return found
 
 

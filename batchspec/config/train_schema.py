@@ -25,14 +25,15 @@ class CompletionsConfig:
 
 @dataclass(slots=True, kw_only=True)
 class HeadOutputConfig:
-    """Where the head is written."""
+    """Where the head, or the tuned MTP layer, is written."""
 
     dir: str | None = None
-    """Folder of the head, on this machine (required)."""
+    """Folder of the head or layer, on this machine (required)."""
     layout: str = "flat"
-    """Layout of the head's files: flat (SafeAILab, SpecForge, SGLang, vLLM) or speculators (vLLM)."""
+    """Layout of a head's files: flat (SafeAILab, SpecForge, SGLang, vLLM) or speculators (vLLM). An MTP layer has the names of
+    its checkpoint."""
     overwrite: bool = False
-    """Delete the head that an earlier training left in output.dir and start anew."""
+    """Delete what an earlier training left in output.dir and start anew."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class TrainConfig:
     """The training itself."""
 
     draft_vocab: int = 32000
-    """Maximum number of tokens that the head can draft: the most frequent ones of the completions."""
+    """Maximum number of tokens that a head can draft: the most frequent ones of the completions. An MTP layer drafts all."""
     aux_layer_ids: list[int] | None = None
     """Layers of the target whose input hidden states the head reads. null is layer 2, the middle one and the last but two."""
     layers: int | None = None
@@ -53,8 +54,9 @@ class TrainConfig:
     prompts: bool = False
     """Train on the tokens of the prompts too, not of the completions alone."""
     ahead: int = 6
-    """Number of draft steps that are trained. It should be at least the K that jobs will draft with. A chain trains each step
-    on its own hidden states of the step before (test-time training), a parallel head trains each after one more mask."""
+    """Number of draft steps that are trained. It should be at least the K that jobs will draft with. A chain, of a head or of an
+    MTP layer, trains each step on its own hidden states of the step before (test-time training), a parallel head trains each
+    after one more mask."""
     decay: float = 0.8
     """Weight of each draft step relative to the step before."""
     missed: float = 1.0
@@ -62,10 +64,12 @@ class TrainConfig:
     temperature: float = 1.0
     """Temperature of the target's distributions that the head learns. Below 1 the most likely token counts more, as in greedy
     jobs."""
-    lr: float = 3e-3
-    """Highest learning rate. It is reached after 2 % of the steps and then falls linearly to zero."""
+    lr: float | None = None
+    """Highest learning rate. It is reached after 2 % of the steps and then falls linearly to zero. null is 3e-3, and 1e-4 for an
+    MTP layer that goes on from trained weights."""
     muon: bool = True
-    """Train the matrices of the layers with Muon and the rest with AdamW. false trains all with AdamW."""
+    """Train the matrices of the layers with Muon and the rest, experts and routers too, with AdamW. false trains all with
+    AdamW."""
     clip: float = 0.5
     """Norm to which gradients are clipped."""
     epochs: int = 4
@@ -99,9 +103,11 @@ class TrainRun:
 
 
 DESCRIPTIONS: dict[str, str] = {
-    "draft.name": "The kind of head. draft=eagle3 is a chain; draft=parallel drafts all tokens in one forward pass.",
+    "draft.name": "The kind of drafter that is trained. draft=eagle3 is a head that drafts a chain, draft=parallel one that "
+    "drafts all tokens in one forward pass, and draft=mtp the MTP layer of the model's own checkpoint.",
     "draft.num_speculative_tokens": "K of the acceptance curves, and the default K in the head's config (layout speculators).",
-    "draft.path": "Folder or hub id of a head whose training goes on. null trains a new one.",
+    "draft.path": "Folder or hub id of a head, or tuned MTP layer, whose training goes on. null trains a new head, or the MTP "
+    "layer of the checkpoint; that layer is random if the checkpoint has none or with model.load_format=dummy.",
     "draft.parallel": "true trains the head to draft all tokens in one forward pass (draft=parallel).",
 }
 """Descriptions of keys that have another meaning here than in a job."""
@@ -116,7 +122,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "train.decay": (math.ulp(0.0), 1.0, "1 gives all draft steps the same weight"),
     "train.missed": (0.0, 1.0, "1 gives all positions the same weight"),
     "train.temperature": (0.01, 100.0, "1 is the target's own distribution"),
-    "train.lr": (math.ulp(0.0), 1.0, "3e-3 is usual"),
+    "train.lr": (math.ulp(0.0), 1.0, "3e-3 is usual, 1e-4 for draft=mtp"),
     "train.clip": (math.ulp(0.0), math.inf, "0.5 is usual"),
     "train.epochs": (1, math.inf, "4 is usual"),
     "train.steps": (1, math.inf, "null uses train.epochs"),
@@ -138,11 +144,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
 REQUIRED: dict[str, str] = {
     "model.path": "the folder or hub id of the target",
     "input.path": "the output folder of a job that this target ran, or a list of them",
-    "output.dir": "the folder that the head goes to",
+    "output.dir": "the folder that the head or layer goes to",
 }
 READ = ("draft.name", "draft.path", "draft.aux_layers", "draft.num_speculative_tokens", "draft.parallel")
 """Keys of `draft` that train reads."""
 _OF_NEW_HEADS = ("aux_layer_ids", "inner")
+_OF_HEADS = (
+    *(f"train.{key}" for key in ("draft_vocab", "aux_layer_ids", "layers", "inner", "mask_token")), "output.layout",
+    "draft.aux_layers", "draft.parallel",
+)
+"""Keys that draft=mtp does not read."""
 UNREAD = ("model.adapter", "model.adapters", "model.chat_template", "model.think_tokens")
 """Keys of `model` that train does not read."""
 
@@ -156,7 +167,7 @@ def check_training(run: TrainRun) -> None:
     check_ranges(run, RANGES)
     _drafter(run)
     if "://" in (run.output.dir or ""):
-        raise ConfigError(f"output.dir={run.output.dir}: a head must be trained into a local folder; copy it afterwards")
+        raise ConfigError(f"output.dir={run.output.dir}: what is trained must go to a local folder; copy it afterwards")
     if run.train.max_len > run.train.batch_tokens:
         raise ConfigError(
             f"train.max_len={run.train.max_len} exceeds train.batch_tokens={run.train.batch_tokens}: "
@@ -167,14 +178,21 @@ def check_training(run: TrainRun) -> None:
 def _drafter(run: TrainRun) -> None:
     entry = DRAFTERS.get(run.draft.name)
     if entry is None or not entry.trained:
-        raise ConfigError(f"draft={run.draft.name} cannot be trained; use draft=eagle3 or draft=parallel")
+        raise ConfigError(f"draft={run.draft.name} cannot be trained; use draft=eagle3, draft=parallel or draft=mtp")
+    check_given(run, {"draft.num_speculative_tokens": "the K of the acceptance curves"})
+    usual = TrainRun()
+    for key in _OF_HEADS if run.draft.name == "mtp" else ():
+        if value_of(run, key) != value_of(usual, key):
+            raise ConfigError(
+                f"{key}={value_of(run, key)} is not used by draft=mtp, whose layer has the shape and the tokens of the model; "
+                "remove the key"
+            )
     if run.draft.parallel not in ("auto", True, False):
         raise ConfigError(f"draft.parallel={run.draft.parallel} must be one of auto, true, false")
     if run.train.mask_token is not None and run.draft.parallel is not True:
         raise ConfigError(
             f"train.mask_token={run.train.mask_token} applies only to draft=parallel; remove it or use draft=parallel"
         )
-    usual = TrainRun()
     if run.draft.path is None and run.draft.aux_layers != usual.draft.aux_layers:
         raise ConfigError(
             f"draft.aux_layers={run.draft.aux_layers} says how the head draft.path is read, and draft.path is not set; "

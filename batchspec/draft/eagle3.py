@@ -55,8 +55,8 @@ class Eagle3DrafterSpec(DrafterSpec[Head]):
     def shape(self) -> ChainShape | TreeShape:
         draft, tree = self.config.draft, self.config.draft.tree
         if tree.topk == 1:
-            return ChainShape(draft.num_speculative_tokens)
-        depth = tree.depth or draft.num_speculative_tokens
+            return ChainShape(draft.draft_len)
+        depth = tree.depth or draft.draft_len
         return TreeShape(topk=tree.topk, depth=depth, nodes=tree.nodes or default_nodes(tree.topk, depth))
 
     def layer_states(self, dtype: torch.dtype, page_size: int) -> tuple[LayerState, ...]:

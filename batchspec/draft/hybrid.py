@@ -141,14 +141,14 @@ class HybridDrafterSpec(Eagle3DrafterSpec):
 
     @property
     def shape(self) -> ChainShape:
-        return ChainShape(self.config.draft.num_speculative_tokens)
+        return ChainShape(self.config.draft.draft_len)
 
     def corpus_bytes(self) -> int:
         return corpus_bytes(self.config.draft.corpus_tokens)
 
     def build(self, weights: Head, target: Target, *, slots: int) -> HybridDrafter:
         draft = self.config.draft
-        head = build_chain(self.config, weights, target, min(HEAD_LEN, draft.num_speculative_tokens), slots=slots)
+        head = build_chain(self.config, weights, target, min(HEAD_LEN, draft.draft_len), slots=slots)
         return HybridDrafter(head, build_lookup(draft, target.device), slots=slots, device=target.device)
 
 

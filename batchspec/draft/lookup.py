@@ -110,7 +110,7 @@ def build_lookup(draft: DraftConfig, device: torch.device) -> LookupDrafter:
         lengths = default_lengths(draft.prompt_lookup_min, draft.prompt_lookup_max)
         corpus = Corpus(draft.corpus_tokens, lengths=lengths, device=device)
     return LookupDrafter(
-        draft.num_speculative_tokens,
+        draft.draft_len,
         min_ngram=draft.prompt_lookup_min,
         max_ngram=draft.prompt_lookup_max,
         corpus=corpus,

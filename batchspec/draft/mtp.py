@@ -126,7 +126,7 @@ class MtpDrafterSpec(DrafterSpec[Mtp]):
             parts = [tokens[tokens_of(Shard(rank, ranks), len(tokens))] for rank in range(ranks)]
             weights = replace(weights, vocabulary=FrequentTokens(size, parts))
         return MtpDrafter(
-            weights, target, self.config.draft.num_speculative_tokens, slots=slots, argmax=ablation.argmax,
+            weights, target, self.config.draft.draft_len, slots=slots, argmax=ablation.argmax,
             uniform_slots=ablation.uniform_slots, **reading(self.config),
         )
 

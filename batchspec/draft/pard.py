@@ -187,7 +187,7 @@ class PardDrafterSpec(DrafterSpec[PardModel]):
     def build(self, weights: PardModel, target: Target, *, slots: int) -> PardDrafter:
         draft = self.config.draft
         parallel = draft.parallel is not False and self.pard.mask_token_id is not None
-        return PardDrafter(weights, target.spec, draft.num_speculative_tokens, slots=slots, parallel=parallel)
+        return PardDrafter(weights, target.spec, draft.draft_len, slots=slots, parallel=parallel)
 
 
 def _open(config: RunConfig, target: ModelSpec) -> PardSpec:

@@ -1,6 +1,7 @@
 """The drafters that `draft.name` chooses from. This module does not import torch, so that config checks can use it.
 
-A new drafter is `draft/NAME.py`, which defines SPEC (a `spec.DrafterSpec`), `conf/draft/NAME.yaml` and an entry here.
+A new drafter is `draft/NAME.py`, which defines SPEC (a `spec.DrafterSpec`), `conf/draft/NAME.yaml` and an entry here. auto is no
+drafter: `config/draft_auto.py` replaces it by one.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ class Entry:
     """Whether model.load_format=dummy makes random weights for it too; draft.path may then be null."""
     trained: bool = False
     """Whether `batchspec train` makes its checkpoint."""
+    chooses: tuple[str, ...] = ()
+    """The drafters that may take its place, if it is none itself. It takes the keys that any of them reads, but no draft.path."""
 
 
 DRAFTERS: dict[str, Entry] = {
+    "auto": Entry(chooses=("mtp", "lookup")),
     "none": Entry(),
     "lookup": Entry(reads=_LOOKUP_KEYS),
     "eagle3": Entry(
@@ -46,6 +50,7 @@ DRAFTERS: dict[str, Entry] = {
             "ablation.dead_positions",
         ),
         dummy=True,
+        trained=True,
     ),
     "hybrid": Entry(
         reads=(*_LOOKUP_KEYS, *_HEAD_KEYS),
@@ -61,6 +66,11 @@ DRAFTERS: dict[str, Entry] = {
         needs={"draft.window": "how many of its newest keys the model drafts with; 512 to 2048 works well"},
     ),
 }
+
+
+def named() -> tuple[str, ...]:
+    """The drafters themselves, without those that choose one."""
+    return tuple(name for name, entry in DRAFTERS.items() if not entry.chooses)
 
 
 def readers() -> dict[str, tuple[str, ...]]:

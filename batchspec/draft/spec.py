@@ -62,7 +62,7 @@ class DrafterSpec(ABC, Generic[W]):
     @property
     def shape(self) -> ChainShape | TreeShape:
         """What a round verifies of a row."""
-        return ChainShape(self.config.draft.num_speculative_tokens)
+        return ChainShape(self.config.draft.draft_len)
 
     def layer_states(self, dtype: torch.dtype, page_size: int) -> tuple[LayerState, ...]:
         """What each of its own layers, which follow the target's, keeps of a row."""

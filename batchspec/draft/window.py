@@ -84,7 +84,7 @@ class WindowDrafterSpec(Weightless):
     def build(self, weights: None, target: Target, *, slots: int) -> WindowDrafter:
         draft = self.config.draft
         assert draft.window is not None
-        return WindowDrafter(target, draft.num_speculative_tokens, slots=slots, window=draft.window, sink=draft.sink_tokens or 0)
+        return WindowDrafter(target, draft.draft_len, slots=slots, window=draft.window, sink=draft.sink_tokens or 0)
 
 
 SPEC = WindowDrafterSpec

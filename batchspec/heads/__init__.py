@@ -1,20 +1,23 @@
-"""Draft heads: training one from completions, prompts to train on, and how to read a head that others trained.
+"""Draft heads: training one, or the MTP layer of a model, from completions, prompts to train on, and how to read a head that
+others trained.
 
 Nothing else imports this package; `batchspec train`, `prompts` and `probe` start it. The module train_schema of config has the
 keys of train.
 
 command.py     `batchspec train`: its arguments and first checks
 training.py    what it does
+trained_drafter.py  what differs between the kinds of drafters: eagle.py, EAGLE-3 heads; mtp.py, MTP layers
 folder.py      the output folder
 data.py        completions as batches of rows
-teacher.py     the target's hidden states and distributions
-head.py        shape and initial weights
-network.py     the head as trainable network; layer.py, attend.py, fused.py: its parts
+teacher.py     the target's hidden states and distributions; output_matrix.py: its output matrix
+draft_network.py  a drafter as trainable network: network.py, an EAGLE-3 head; mtp_network.py, an MTP layer
+layer.py       their decoder layers; attend.py, experts.py, fused.py: parts of these
+head.py        shape and initial weights of a head; save.py: a trained head as a checkpoint
+mtp_weights.py the weights of an MTP layer: read from a checkpoint, written as one
 objective.py   the loss
 optimise.py    AdamW, Muon
 loop.py        the course of a training: batches, learning rate, checkpoints
 evaluate.py    acceptance on the target's own outputs
-save.py        the trained head as a checkpoint
 prompts.py     `batchspec prompts`: a chat model writes prompts
 probe.py       which hidden states a head was trained with, by acceptance; probe_command.py: `batchspec probe`
 """

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from batchspec.heads.data import Numbers, Row
-from batchspec.heads.network import HeadNetwork
+from batchspec.heads.draft_network import DraftNetwork
+from batchspec.heads.objective import positions_at_once
 from batchspec.heads.teacher import Teacher
 
 
@@ -43,7 +45,7 @@ class Acceptance:
 
 @torch.no_grad()
 def acceptance(
-    network: HeadNetwork,
+    network: DraftNetwork,
     teacher: Teacher,
     rows: Sequence[Row],
     *,
@@ -58,9 +60,8 @@ def acceptance(
         data = teacher.training_batch(batch, probs=False)
         with cast:
             steps = network(data.embedded, data.features, max_len)
-            drafts = (
-                torch.stack([teacher.draft_vocab_ids[network.lm_head(hidden).argmax(-1)] for hidden in steps], -1).cpu().numpy()
-            )
+            likeliest = torch.stack([_likeliest(hidden, network.output_matrix) for hidden in steps], -1)
+        drafts = teacher.draft_vocab_ids[likeliest].cpu().numpy()
         for row, ids in zip(batch, drafts, strict=True):
             for one, count in _replay(row, ids, max_len):
                 kept.append(one)
@@ -68,6 +69,13 @@ def acceptance(
     depth = np.arange(max_len)
     accepted, drafted = ((np.array(found)[:, None] > depth).sum(0).tolist() for found in (kept, counted))
     return Acceptance(rounds=len(kept), tokens=sum(kept) + len(kept), accepted=tuple(accepted), drafted=tuple(drafted))
+
+
+def _likeliest(hidden: Tensor, output_matrix: Tensor) -> Tensor:
+    """int64 [B, L] draft ids of the largest logits of hidden [B, L, H]."""
+    head = output_matrix.to(hidden.dtype).t()
+    parts = hidden.flatten(0, 1).split(positions_at_once(len(output_matrix)))
+    return torch.cat([(part @ head).argmax(-1) for part in parts]).view(hidden.shape[:2])
 
 
 def _replay(row: Row, drafts: Numbers, max_len: int) -> Iterator[tuple[int, int]]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.head import Head
@@ -15,10 +15,9 @@ from batchspec.draft.weights import default_aux_layers, dummy_spec, load_head
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.heads.data import Numbers
 from batchspec.heads.network import HeadNetwork, network_of
+from batchspec.heads.output_matrix import norm_of_random_states, output_rows
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
-
-_STD = 0.02
 
 
 def new_spec(
@@ -51,36 +50,20 @@ def new_spec(
 
 def new_network(spec: HeadSpec, target: Target, draft_vocab_ids: Tensor, *, seed: int) -> HeadNetwork:
     """A network with random weights, the same for one seed on every device; lm_head starts as the target's rows. fp32, or fp64
-    for a target in fp64.
-
-    The final norm starts as the target's, scaled so that the logits of random hidden states have a standard deviation of 1:
-    unscaled, the loss of SmolLM2-135M began at 22 nats.
-    """
+    for a target in fp64."""
     network, dtype = _random_network(spec, target, seed=seed), torch.promote_types(target.dtype, torch.float32)
     with torch.no_grad():
-        rows, norm = _output_rows(target, draft_vocab_ids).to(dtype), target.final_norm.to("cpu", dtype)
+        rows = output_rows(target, draft_vocab_ids).to(dtype)
         network.lm_head.weight.copy_(rows)
-        network.norm.weight.copy_(norm / (rows * norm).norm(dim=1).mean())
+        network.norm.weight.copy_(norm_of_random_states(target, rows))
     return network.to(target.device)
 
 
 def _random_network(spec: HeadSpec, target: Target, *, seed: int) -> HeadNetwork:
     """On the CPU; of the target only the embedding is read."""
     network = network_of(spec, target.embedding.cpu()).to(torch.promote_types(target.dtype, torch.float32))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in network.parameters():
-            if tensor.dim() > 1:
-                nn.init.normal_(tensor, std=_STD, generator=generator)
+    network.draw_matrices(seed)
     return network
-
-
-def _output_rows(target: Target, draft_vocab_ids: Tensor) -> Tensor:
-    """The rows [V', H] of the target's output matrix, on the CPU. They are computed as logits of unit vectors, so that any weight
-    format works."""
-    units = torch.eye(target.spec.hidden_size, dtype=target.dtype, device=target.device)
-    parts = [target.logits(unit).index_select(1, draft_vocab_ids.to(target.device)).t().cpu() for unit in units.split(256)]
-    return torch.cat(parts, 1).clone()
 
 
 def why_not_trainable(spec: HeadSpec, target: ModelSpec) -> str | None:

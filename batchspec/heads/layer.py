@@ -1,12 +1,12 @@
 """The decoder layer of a head in training: the forward pass of `batchspec.model.blocks` over differentiable operations.
 
-B rows, L positions (padded at the end), H hidden, NH / KVH heads of D numbers. Parameters have the names of published
-checkpoints.
+B rows, L positions (padded at the end), T = B * L tokens, H hidden, NH / KVH heads of D numbers. Inside a layer tokens are flat
+[T, ...], one row after another, as in inference. Parameters have the names of published checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from batchspec.heads.attend import Keys, attend
+from batchspec.heads.experts import DifferentiableExperts
 from batchspec.heads.fused import RoPE, SwiGLU
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.model.blocks.base import GroupedSpec, ProductSpec, projections
-from batchspec.model.blocks.forward import GroupedProduct, Product
-from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.blocks.base import GroupedSpec, ProductSpec, Projection, TensorSpec, projections
+from batchspec.model.blocks.forward import Product
+from batchspec.model.blocks.layer import DecoderLayer, LayerSpec
 
 Angles = tuple[Tensor, Tensor]
-"""cos and sin [L, D], the first half of sin negated"""
+"""cos and sin [L, R], the first half of sin negated; R of the D numbers of a head are rotated"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +33,30 @@ class Step:
     count: int
     """Number of draft steps in total."""
     rows: int
+    """B"""
     angles: Angles
     """Those of this step's positions."""
 
+    @property
+    def length(self) -> int:
+        """L"""
+        return len(self.angles[0])
+
 
 class Norm(nn.Module):
-    """RMSNorm, computed in fp32 or fp64."""
+    """RMSNorm, computed in fp32 or fp64. wide: see `NormForm`."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, *, wide: bool = False) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.weight, self.eps, self.wide = nn.Parameter(torch.ones(size)), eps, wide
 
     def forward(self, x: Tensor) -> Tensor:
-        return _rms_norm(x, self.weight, self.eps)
+        return _rms_norm(x, self.weight, self.eps, wide=self.wide)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(x.dtype)
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, *, wide: bool) -> Tensor:
+    dtype = torch.promote_types(x.dtype, weight.dtype) if wide else x.dtype
+    return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
 
 
 class Layer(nn.Module):
@@ -56,31 +64,54 @@ class Layer(nn.Module):
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
-        self.spec, eps = spec, spec.attention.eps
+        self.spec = spec
         for block in spec.blocks:
             for vector in block.vectors:
-                _place(self, vector.name.removesuffix(".weight"), Norm(vector.shape[0], eps))
+                place(self, vector.name.removesuffix(".weight"), _vector(vector, spec.attention.eps))
         for block in spec.blocks:
             for part in projections(block):
-                _place(self, part.name, nn.Linear(part.k, part.rows, bias=part.bias))
-        self._layer = spec.build(_Modules(self))
+                place(self, part.name, nn.Linear(part.k, part.rows, bias=part.bias))
+        for part in (part for block in spec.blocks for grouped in block.grouped for part in _expert_parts(grouped)):
+            # Not initialised: an MoE has hundreds of large ones, and what is loaded or drawn overwrites them.
+            place(self, part.name, nn.utils.skip_init(nn.Linear, part.k, part.rows, bias=False))
 
     def forward(self, state: Tensor, step: Step, keys: Keys) -> Tensor:
         """The residual stream after the layer, from `state` [B, L, H] before it. Adds K and V to `keys`."""
-        stream, pass_ = GradientStream(state), StepAttention(step, keys, self.spec.attention.head_dim)
-        return self._finish(self._layer.attention.begin(stream, pass_), stream, pass_)
+        layer, stream, pass_ = self._begin(state, step, keys)
+        layer.finish(layer.attention.begin(stream, pass_), stream, pass_, add_in_product=False)
+        return stream.state.view(step.rows, step.length, -1)
 
     def of_normed(self, state: Tensor, x: Tensor, step: Step, keys: Keys) -> Tensor:
         """The same with x, the input of attention: [B, L, input_size], or [1, 1, input_size] for a mask token."""
-        pass_ = StepAttention(step, keys, self.spec.attention.head_dim)
-        return self._finish(self._layer.attention.queries_of(x, pass_), GradientStream(state), pass_)
+        layer, stream, pass_ = self._begin(state, step, keys)
+        layer.finish(layer.attention.queries_of(x.flatten(0, 1), pass_), stream, pass_, add_in_product=False)
+        return stream.state.view(step.rows, step.length, -1)
 
-    def _finish(self, q: Tensor, stream: GradientStream, pass_: StepAttention) -> Tensor:
-        self._layer.finish(q, stream, pass_, add_in_product=False)
-        return stream.state
+    def _begin(self, state: Tensor, step: Step, keys: Keys) -> tuple[DecoderLayer, GradientStream, StepAttention]:
+        """What one pass needs. The layer is built anew, because blocks may join parameters into tensors, such as the matrix of a
+        router, through which gradients flow once."""
+        wide = self.spec.attention.norms.wide
+        pass_ = StepAttention(step, keys, self.spec.attention.head_dim, wide=wide)
+        return self.spec.build(_Modules(self)), GradientStream(state.flatten(0, 1), wide=wide), pass_
 
 
-def _place(root: nn.Module, path: str, module: nn.Module) -> None:
+def _vector(vector: TensorSpec, eps: float) -> nn.Module:
+    """The module that has a norm's weight, or the matrix of a router."""
+    if vector.role == "norm":
+        return Norm(vector.shape[0], eps, wide=vector.wide)
+    assert vector.role == "weight", f"{vector.name} is not trained"  # sinks, and biases of routers
+    rows, size = vector.shape
+    return nn.Linear(size, rows, bias=False)
+
+
+def _expert_parts(grouped: GroupedSpec) -> Iterator[Projection]:
+    assert not grouped.stacked, f"{grouped.name} is not trained"
+    assert not grouped.bias, f"{grouped.name} is not trained"
+    for expert in range(grouped.num_experts):
+        yield from grouped.of(expert).parts
+
+
+def place(root: nn.Module, path: str, module: nn.Module) -> None:
     """Register a module under a dotted path."""
     *parents, name = path.split(".")
     for parent in parents:
@@ -102,8 +133,11 @@ class _Modules:
     def vector(self, name: str) -> Tensor:
         return self._root.get_parameter(name)
 
-    def grouped(self, spec: GroupedSpec) -> GroupedProduct:
-        raise NotImplementedError  # layers of heads are dense
+    def grouped(self, spec: GroupedSpec) -> DifferentiableExperts:
+        experts = self._root.get_submodule(spec.name)
+        return DifferentiableExperts(
+            [[experts.get_submodule(f"{i}.{part}") for i in range(spec.num_experts)] for part in spec.parts]
+        )
 
 
 class SeparateProduct(Product):
@@ -123,13 +157,13 @@ class SeparateProduct(Product):
 
 
 class GradientStream:
-    """The residual stream, never changed in place."""
+    """The residual stream [T, H], never changed in place."""
 
     live = None
     """See `Stream`."""
 
-    def __init__(self, state: Tensor) -> None:
-        self.state = state
+    def __init__(self, state: Tensor, *, wide: bool) -> None:
+        self.state, self._wide = state, wide
 
     def norms_in_product(self, product: Product, *, gated: bool) -> bool:
         return False
@@ -142,7 +176,7 @@ class GradientStream:
         return product.swiglu(x, lora) if gated else product(x, lora)
 
     def normed(self, norm: Tensor, eps: float, *, out_aux: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        return _rms_norm(self.state, norm, eps)
+        return _rms_norm(self.state, norm, eps, wide=self._wide)
 
     def reduced(self, values: Tensor) -> Tensor:
         return values
@@ -154,7 +188,9 @@ class GradientStream:
         self.add(values)
 
     def add_pairs(self, values: Tensor, weights: Tensor, shared: Tensor | None = None) -> None:
-        raise NotImplementedError  # layers of heads are dense
+        if shared is not None:
+            self.add(shared)
+        self.add((weights.unsqueeze(-1) * values.view(*weights.shape, -1)).sum(1).to(values.dtype))
 
     def add_product(self, product: Product, x: Tensor, lora: LoraTokens | None, *, in_product: bool) -> None:
         self.add(product(x, lora))
@@ -165,19 +201,37 @@ class StepAttention:
 
     lora: LoraTokens | None = None
 
-    def __init__(self, step: Step, keys: Keys, head_dim: int) -> None:
-        self._step, self._keys, self._head_dim = step, keys, head_dim
+    def __init__(self, step: Step, keys: Keys, head_dim: int, *, wide: bool) -> None:
+        self._step, self._keys, self._head_dim, self._wide = step, keys, head_dim, wide
 
     def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
-        """Rotate q and k, add k and v to the keys, and return q [B or 1, L, NH, D]. qkv: q, k and v [B or 1, L or 1, heads *
-        D]."""
-        assert q_norm is None, "heads with q and k norms are not trained"
-        cos, sin = self._step.angles
-        q, k, v = (part.unflatten(-1, (-1, self._head_dim)).expand(-1, len(cos), -1, -1) for part in qkv)
-        self._keys.add(RoPE.apply(k, cos, sin), v, self._step.count)  # type: ignore[no-untyped-call]
-        rotated: Tensor = RoPE.apply(q, cos, sin)  # type: ignore[no-untyped-call]
-        return rotated
+        """Norm and rotate q and k, add k and v to the keys, and return q [T, NH, D], or [L, NH, D] for a mask token.
+
+        qkv  q, k and v [T, heads * D], or [1, heads * D] for a mask token, which is the same at all positions
+        """
+        q, k, v = (self._by_row(part) for part in qkv)
+        if q_norm is not None and k_norm is not None:
+            assert len(q_norm) == self._head_dim, "heads with norms over all of q and of k are not trained"
+            q, k = (_rms_norm(x, norm, eps, wide=self._wide) for x, norm in ((q, q_norm), (k, k_norm)))
+        self._keys.add(_rotated(k, self._step.angles), v, self._step.count)
+        return _rotated(q, self._step.angles).flatten(0, 1)
 
     def __call__(self, q: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
+        """[T, NH * D]"""
         assert sink_logits is None, "heads with sinks are not trained"
-        return attend(q.expand(self._step.rows, -1, -1, -1).contiguous(), self._keys).flatten(2)
+        by_row = q.unflatten(0, (-1, self._step.length)).expand(self._step.rows, -1, -1, -1)
+        return attend(by_row.contiguous(), self._keys).flatten(0, 1).flatten(1)
+
+    def _by_row(self, part: Tensor) -> Tensor:
+        """[B, L, heads, D], or [1, L, heads, D] for a mask token."""
+        length = self._step.length
+        heads = part.view(len(part), -1, self._head_dim)
+        return heads.expand(1, length, -1, -1) if len(part) == 1 else heads.view(-1, length, *heads.shape[1:])
+
+
+def _rotated(x: Tensor, angles: Angles) -> Tensor:
+    """RoPE of the first R numbers of each head of x [B, L, heads, D]."""
+    cos, sin = angles
+    width = cos.shape[-1]
+    turned: Tensor = RoPE.apply(x[..., :width], cos, sin)  # type: ignore[no-untyped-call]
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), -1)

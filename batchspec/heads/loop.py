@@ -14,9 +14,9 @@ from torch import Tensor
 from batchspec.config.train_schema import TrainConfig
 from batchspec.errors import Interrupted
 from batchspec.heads.data import Numbers, Row
+from batchspec.heads.draft_network import DraftNetwork
 from batchspec.heads.evaluate import Acceptance, acceptance
 from batchspec.heads.folder import HeadFolder
-from batchspec.heads.network import HeadNetwork
 from batchspec.heads.objective import draft_loss
 from batchspec.heads.optimise import Optimiser
 from batchspec.heads.teacher import Teacher
@@ -38,7 +38,9 @@ class Course:
     """A training. `run` does the work; `say` prints its progress."""
 
     config: TrainConfig
-    network: HeadNetwork
+    lr: float
+    """Highest learning rate."""
+    network: DraftNetwork
     teacher: Teacher
     rows: Sequence[Row]
     held_out: Sequence[Row]
@@ -54,7 +56,7 @@ class Course:
         asked  returns the name of the signal that asks to end, or None. After a signal the present batch is finished, a
                checkpoint is written and Interrupted is raised
         """
-        optimiser = Optimiser(self.network, lr=self.config.lr, muon=self.config.muon, fused=self._on_gpu)
+        optimiser = Optimiser(self.network, lr=self.lr, muon=self.config.muon, fused=self._on_gpu)
         first = self._resume(optimiser)
         total, done_tokens = len(self.batches), 0
         begun = said = saved = time.monotonic()
@@ -94,7 +96,7 @@ class Course:
             loss, matches = draft_loss(
                 self.network, data, ahead=self.config.ahead, decay=self.config.decay, missed=self.config.missed
             )
-        optimiser.step(loss, learning_rate(step, len(self.batches), self.config.lr), self.config.clip)
+        optimiser.step(loss, learning_rate(step, len(self.batches), self.lr), self.config.clip)
         return loss.detach(), matches
 
     def measure(self, step: int) -> Acceptance | None:

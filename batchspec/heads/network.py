@@ -1,9 +1,6 @@
-"""Draft heads as trainable networks: parameters named as in published checkpoints, draft steps computed for all positions at
-once.
+"""EAGLE-3 heads as trainable networks: parameters named as in published checkpoints, draft steps as in `draft_network.py`.
 
-B rows, L positions (padded at the end), H hidden, W = number of aux hidden states * H. Draft step 0 at position t reads the
-embedding of token t+1 and the target's features at t, and predicts token t+2. Draft step k has the RoPE position t+k. It attends
-to the keys of step 0 at positions 0..t and, of each later step, to the key of its own position: the same keys as in a job.
+B rows, L positions (padded at the end), H hidden, W = number of aux hidden states * H.
 
     chain      step k reads the state that step k-1 left and the embedding of token t+1+k (test-time training)
     parallel   step k reads the mask's feature and embedding, for every k
@@ -21,9 +18,9 @@ from torch import Tensor, nn
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.head_tensors import fc_product, head_layers
 from batchspec.heads.attend import Keys
+from batchspec.heads.draft_network import DraftNetwork
 from batchspec.heads.layer import Layer, Norm, Step
 from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.rope import rope_angles, rope_frequencies
 
 
 class MidLayer(Layer):
@@ -39,11 +36,11 @@ class MidLayer(Layer):
         return self.of_normed(state, torch.cat([norm(embedded), self.hidden_norm(state)], -1), step, keys)
 
 
-class HeadNetwork(nn.Module):
-    """A head that drafts a chain. Parameters as in a flat checkpoint: fc, midlayer.*, layers.1.* .., norm, lm_head."""
+class HeadNetwork(DraftNetwork):
+    """An EAGLE-3 head that drafts a chain. Parameters as in a flat checkpoint: fc, midlayer.*, layers.1.* .., norm, lm_head."""
 
     def __init__(self, spec: HeadSpec) -> None:
-        super().__init__()
+        super().__init__(spec.rope, spec.head_dim, spec.num_layers)
         self.spec = spec
         product, (first, *others) = fc_product(spec), head_layers(spec)
         assert product is not None, "why_not_trainable"
@@ -51,15 +48,17 @@ class HeadNetwork(nn.Module):
         self.fc = nn.Linear(fc.k, fc.rows, bias=fc.bias)
         self.midlayer, self.norm = MidLayer(first), Norm(spec.hidden_size, spec.rms_eps)
         self.layers = nn.ModuleDict({str(i): Layer(layer) for i, layer in enumerate(others, 1)})
-        self.register_buffer("freqs", rope_frequencies(spec.rope, spec.head_dim), persistent=False)
         self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
 
-    def forward(self, embedded: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """For each draft step the hidden states [B, L, H] after the final norm, the input of lm_head.
+    @property
+    def output_matrix(self) -> Tensor:
+        return self.lm_head.weight
 
-        embedded  [B, L, H] at position t the embedding of token t+1
-        features  [B, L, W] aux hidden states of the target
-        """
+    def matrices(self) -> dict[str, Tensor]:
+        return {name: weight for name, weight in self.named_parameters() if weight.dim() == 2 and name != "lm_head.weight"}
+
+    def forward(self, embedded: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+        """features: aux hidden states."""
         state = self.fc(features)
         all_steps, keys = self._begin(embedded, steps)
         for step in all_steps:
@@ -73,20 +72,6 @@ class HeadNetwork(nn.Module):
         for layer, own in zip(self.layers.values(), keys[1:], strict=True):
             state = layer(state, step, own)
         return state
-
-    def _angles(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [positions, D], from position 0 on."""
-        assert isinstance(self.freqs, Tensor)
-        wide, factor = torch.promote_types(like.dtype, torch.float32), self.spec.rope.attention_factor
-        cos, sin = rope_angles(torch.arange(positions, device=like.device), self.freqs, factor, wide)
-        return cos.squeeze(1), sin.squeeze(1)
-
-    def _begin(self, embedded: Tensor, count: int) -> tuple[list[Step], list[Keys]]:
-        """The draft steps over rows like `embedded`, and an empty `Keys` for each layer."""
-        rows, length = embedded.shape[:2]
-        cos, sin = self._angles(length + count, embedded)
-        steps = [Step(count, rows, (cos[at : at + length], sin[at : at + length])) for at in range(count)]
-        return steps, [Keys() for _ in range(self.spec.num_layers)]
 
 
 class ParallelNetwork(HeadNetwork):

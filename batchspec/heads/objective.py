@@ -14,12 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchspec.heads.network import HeadNetwork
-from batchspec.heads.teacher import TrainingBatch
+from batchspec.heads.draft_network import DraftNetwork
+from batchspec.heads.teacher import Distributions, TrainingBatch
 from batchspec.kernels.train.soft_cross_entropy import soft_cross_entropy
 
-_CHUNK = 16384
-"""Number of positions whose logits are in memory at once."""
+_CHUNK, _LOGITS = 16384, 2**29
+"""Number of positions whose logits are in memory at once, and of these logits, whichever is reached first."""
+
+
+def positions_at_once(vocab_size: int) -> int:
+    """Number of positions whose logits over so many tokens are in memory at once."""
+    return max(1, min(_CHUNK, _LOGITS // vocab_size))
 
 
 class SoftCrossEntropy(torch.autograd.Function):
@@ -27,34 +32,38 @@ class SoftCrossEntropy(torch.autograd.Function):
 
     hidden [N, H] and head [V', H] of one dtype; probs [N, V'], rows of sum 1; best_ids int64 [N], the argmax of each row of
     probs; weights [N]. Returns the scalar loss, and [N] the weight if the head's argmax is best_ids, else 0; fp32 or fp64.
-    The forward pass computes the gradient chunk by chunk, so that no logits are stored.
+    The forward pass computes the gradient chunk by chunk, so that no logits are stored; that of `head` only if it is trained.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, probs: Tensor, best_ids: Tensor, weights: Tensor
+        ctx: Any, hidden: Tensor, head: Tensor, probs: Distributions, best_ids: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         nats, hits = torch.empty(2, len(hidden), dtype=wide, device=hidden.device)
-        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=wide)
-        for at in range(0, len(hidden), _CHUNK):
-            part = slice(at, at + _CHUNK)
+        grad_hidden = torch.empty_like(hidden)
+        grad_head = torch.zeros_like(head, dtype=wide) if ctx.needs_input_grad[1] else None
+        at_once = positions_at_once(len(head))
+        for at in range(0, len(hidden), at_once):
+            part = slice(at, at + at_once)
             grad = hidden[part] @ head.t()
             soft_cross_entropy(grad, probs[part], weights[part], best_ids[part], out_loss=nats[part], out_hits=hits[part])
             torch.mm(grad, head, out=grad_hidden[part])
-            grad_head += grad.t() @ hidden[part]
-        ctx.save_for_backward(grad_hidden, grad_head.to(head.dtype))
+            if grad_head is not None:
+                grad_head += grad.t() @ hidden[part]
+        ctx.save_for_backward(grad_hidden, None if grad_head is None else grad_head.to(head.dtype))
         ctx.mark_non_differentiable(hits)
         return nats.sum(), hits
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         grad_hidden, grad_head = ctx.saved_tensors
-        return grad_hidden * grads[0].to(grad_hidden.dtype), grad_head * grads[0].to(grad_head.dtype), None, None, None
+        of_head = None if grad_head is None else grad_head * grads[0].to(grad_head.dtype)
+        return grad_hidden * grads[0].to(grad_hidden.dtype), of_head, None, None, None
 
 
 def draft_loss(
-    network: HeadNetwork, batch: TrainingBatch, *, ahead: int, decay: float, missed: float = 1.0
+    network: DraftNetwork, batch: TrainingBatch, *, ahead: int, decay: float, missed: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """The scalar loss, and fp32 [ahead] the share of positions at which each draft step agrees with the target on the likeliest
     token.
@@ -77,7 +86,7 @@ def draft_loss(
         reached = right.index_select(0, at)
         total = known.sum().clamp_min(1.0)
         learnt = hidden.flatten(0, 1).index_select(0, at.clamp_max(count * length - 1))
-        head = network.lm_head.weight.to(learnt.dtype)
+        head = network.output_matrix.to(learnt.dtype)
         nats, hits = SoftCrossEntropy.apply(  # type: ignore[no-untyped-call]
             learnt, head, batch.probs, batch.best_ids, known * (missed + (1 - missed) * reached)
         )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchspec.heads.network import HeadNetwork
+from batchspec.heads.draft_network import DraftNetwork
 
 BETAS = (0.9, 0.95)
 
@@ -15,15 +15,14 @@ BETAS = (0.9, 0.95)
 class Optimiser:
     """One learning rate for all weights; no weight decay.
 
-    muon   Muon for fc and the matrices of the layers: orthogonalised momentum (Jordan et al. 2024), scaled to AdamW's typical
-           step size (Liu et al. 2025, arXiv 2502.16982). lm_head, norms and the mask use AdamW
+    muon   Muon for the `matrices` of the network: orthogonalised momentum (Jordan et al. 2024), scaled to AdamW's typical step
+           size (Liu et al. 2025, arXiv 2502.16982). All else uses AdamW
     fused  AdamW in one launch (GPU only)
     """
 
-    def __init__(self, network: HeadNetwork, *, lr: float, muon: bool, fused: bool) -> None:
-        named = dict(network.named_parameters())
-        matrices = [weight for name, weight in named.items() if muon and weight.dim() == 2 and name != "lm_head.weight"]
-        rest = [weight for weight in named.values() if not any(weight is matrix for matrix in matrices)]
+    def __init__(self, network: DraftNetwork, *, lr: float, muon: bool, fused: bool) -> None:
+        turned = network.matrices() if muon else {}
+        matrices, rest = list(turned.values()), [weight for name, weight in network.named_parameters() if name not in turned]
         self._parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=lr, betas=BETAS, weight_decay=0.0, fused=fused)]
         if matrices:
             self._parts.append(torch.optim.Muon(matrices, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))

@@ -38,7 +38,7 @@ def save_head(
     verifier: str,
     draft_len: int,
 ) -> None:
-    """Write the head. Each file is written atomically; config.json, which readers require, is written last.
+    """Write the head.
 
     draft_vocab_ids  int64 [V'] ascending target ids of the draft vocabulary
     dtype            dtype of the weights
@@ -49,11 +49,16 @@ def save_head(
     if layout != "flat":
         named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in named.items()}
     tensors = checkpoint_tensors(named, network.spec, draft_vocab_ids, dtype=dtype)
+    config = head_config(network.spec, target, layout=layout, dtype=dtype, verifier=verifier, draft_len=draft_len)
+    write_checkpoint(folder, tensors, config)
+
+
+def write_checkpoint(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Write model.safetensors and config.json, each atomically; config.json, which readers require, last."""
     scratch = folder / f".{WEIGHTS}"
     save_file(tensors, scratch, metadata={"format": "pt"})
     scratch.chmod(0o644)
     os.replace(scratch, folder / WEIGHTS)
-    config = head_config(network.spec, target, layout=layout, dtype=dtype, verifier=verifier, draft_len=draft_len)
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 

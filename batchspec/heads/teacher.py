@@ -1,4 +1,4 @@
-"""The target as teacher: one forward pass over whole rows gives the features that the head reads and the distributions that it
+"""The target as teacher: one forward pass over whole rows gives the features that the drafter reads and the distributions that it
 learns.
 
 B rows, L positions of the longest row, T tokens, N trained positions, V' draft vocabulary, H hidden, W = number of aux hidden
@@ -8,7 +8,9 @@ states * H.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch, HostLayout
 from batchspec.cache.groups import KVGroups
+from batchspec.cache.layer_state import RowTensor
 from batchspec.cache.pages import KVCache
 from batchspec.heads.data import Row
 from batchspec.model.target import Target
@@ -29,6 +32,25 @@ RANKS_COPIES = 4
 """Copies of logits in memory while ranks exchange them: the rank's own, padded, those of all ranks, and these concatenated."""
 
 
+class Distributions(Protocol):
+    """The target's distributions of the next token at the N trained positions."""
+
+    def __getitem__(self, part: slice) -> Tensor:
+        """fp32 [n, V'] those of some positions, over the draft vocabulary."""
+
+
+class WholeVocabulary:
+    """Distributions over all V tokens, computed anew for each part: stored, those of 32,768 positions over 248,320 tokens would
+    take 33 GB."""
+
+    def __init__(self, target: Target, hidden: Tensor, temperature: float) -> None:
+        """hidden  [N, H] of the target at these positions"""
+        self._target, self._hidden, self._temperature = target, hidden, temperature
+
+    def __getitem__(self, part: slice) -> Tensor:
+        return (self._target.all_logits(self._hidden[part]) / self._temperature).softmax(-1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingBatch:
     """A batch with the target's outputs for it. Trained positions are those whose next token belongs to the completion."""
@@ -36,15 +58,15 @@ class TrainingBatch:
     embedded: Tensor
     """[B, L, H] at position t the embedding of token t+1"""
     features: Tensor
-    """[B, L, W] aux hidden states"""
+    """[B, L, W] aux hidden states, or the hidden states after the final norm"""
     ids: Tensor
     """int64 [B, L] tokens, 0 after a row's end"""
     rows: Tensor
     """int64 [N] the row of each trained position"""
     positions: Tensor
     """int64 [N] the position itself, in its row"""
-    probs: Tensor
-    """fp32 [N, V'] the target's distribution of the next token over the draft vocabulary; [0, V'] for evaluation"""
+    probs: Distributions
+    """None of them, [0, V'], for evaluation."""
     best_ids: Tensor
     """int64 [N] the likeliest draft id"""
     known: Tensor
@@ -54,7 +76,9 @@ class TrainingBatch:
 class Teacher:
     """Makes training batches: rows with the target's outputs for them.
 
-    draft_vocab_ids  int64 [V'] ascending target ids of the draft vocabulary
+    aux_layer_ids    boundaries whose aux hidden states are the features; (): the features are the hidden states after the final
+                     norm
+    draft_vocab_ids  int64 [V'] ascending target ids of the draft vocabulary; None: all tokens, whose distributions are not stored
     dtype            dtype of features and embeddings
     prompts          positions of the prompts are trained too
     temperature      temperature of the distributions; below 1 the likeliest token has more weight
@@ -64,20 +88,17 @@ class Teacher:
         self,
         target: Target,
         aux_layer_ids: tuple[int, ...],
-        draft_vocab_ids: Tensor,
+        draft_vocab_ids: Tensor | None,
         dtype: torch.dtype,
         *,
         prompts: bool = False,
         temperature: float = 1.0,
     ) -> None:
-        self.target, self.aux_layer_ids, self.draft_vocab_ids, self.dtype = (
-            target,
-            aux_layer_ids,
-            draft_vocab_ids.to(target.device),
-            dtype,
-        )
+        self.target, self.aux_layer_ids, self.dtype = target, aux_layer_ids, dtype
+        self._stores_probs, vocab_size = draft_vocab_ids is not None, target.spec.vocab_size
+        self.draft_vocab_ids = (torch.arange(vocab_size) if draft_vocab_ids is None else draft_vocab_ids).to(target.device)
         self._prompts, self._temperature = prompts, temperature
-        self._known = torch.zeros(target.spec.vocab_size, device=target.device).index_fill_(0, self.draft_vocab_ids, 1.0)
+        self._known = torch.zeros(vocab_size, device=target.device).index_fill_(0, self.draft_vocab_ids, 1.0)
 
     def training_batch(self, rows: Sequence[Row], *, probs: bool = True) -> TrainingBatch:
         """The batch of these rows, on the target's device. Does not synchronise: all indices are copied to the device at once."""
@@ -93,12 +114,13 @@ class Teacher:
         hidden, aux_hidden_states = _forward(
             self.target, lengths.tolist(), tokens, at_positions, at_rows, ends, self.aux_layer_ids
         )
+        read = hidden if aux_hidden_states is None else aux_hidden_states
         flat = at_rows * length + at_positions
-        features = torch.zeros(len(rows) * length, aux_hidden_states.shape[1], dtype=self.dtype, device=self.target.device)
-        features.index_copy_(0, flat, aux_hidden_states.to(self.dtype))
+        features = torch.zeros(len(rows) * length, read.shape[1], dtype=self.dtype, device=self.target.device)
+        features.index_copy_(0, flat, read.to(self.dtype))
         ids = torch.zeros(len(rows) * length, dtype=torch.int64, device=self.target.device)
         ids = ids.index_copy_(0, flat, tokens).view(len(rows), length)
-        greedy_ids, distribution = self._distributions(hidden.index_select(0, learnt) if probs else hidden[:0])
+        greedy_ids, best_ids, distributions = self._distributions(hidden.index_select(0, learnt) if probs else hidden[:0])
         following = F.pad(ids[:, 1:], (0, 1)).flatten()
         return TrainingBatch(
             embedded=self.target.embedding.index_select(0, following).view(len(rows), length, hidden_size).to(self.dtype),
@@ -106,8 +128,8 @@ class Teacher:
             ids=ids,
             rows=at_rows.index_select(0, learnt),
             positions=at_positions.index_select(0, learnt),
-            probs=distribution,
-            best_ids=distribution.argmax(-1),
+            probs=distributions,
+            best_ids=best_ids,
             known=self._known[greedy_ids],
         )
 
@@ -126,22 +148,25 @@ class Teacher:
         parts = whole.to(self.target.device, non_blocking=True).split([len(array) for array in arrays])
         return tuple(parts)
 
-    def _distributions(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest ids int64 [N] of the whole vocabulary, and the distributions fp32 [N, V'] over the draft vocabulary.
+    def _distributions(self, hidden: Tensor) -> tuple[Tensor, Tensor, Distributions]:
+        """The likeliest ids int64 [N] of the whole vocabulary and of the draft vocabulary, and the distributions over the latter.
 
         The logits may be inference tensors, which autograd cannot save: they are copied into new tensors.
         """
-        greedy_ids = torch.empty(len(hidden), dtype=torch.int64, device=self.draft_vocab_ids.device)
+        greedy_ids, stores = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device), self._stores_probs
         wide = torch.promote_types(self.target.dtype, torch.float32)
-        probs = torch.empty(len(hidden), len(self.draft_vocab_ids), dtype=wide, device=self.draft_vocab_ids.device)
+        probs = torch.empty(len(hidden), len(self.draft_vocab_ids) if stores else 0, dtype=wide, device=hidden.device)
         # Of several ranks the parts, and what they are exchanged in, are in memory besides.
         chunk = _CHUNK if self.target.ranks is None else _CHUNK // RANKS_COPIES
         for at in range(0, len(hidden), chunk):
             part = slice(at, at + chunk)
             logits = self.target.all_logits(hidden[part])
             greedy_ids[part] = logits.argmax(-1)
-            probs[part] = logits.index_select(1, self.draft_vocab_ids).div_(self._temperature).softmax(-1)
-        return greedy_ids, probs
+            if stores:
+                probs[part] = logits.index_select(1, self.draft_vocab_ids).div_(self._temperature).softmax(-1)
+        if stores:
+            return greedy_ids, probs.argmax(-1), probs
+        return greedy_ids, greedy_ids, WholeVocabulary(self.target, hidden, self._temperature)
 
 
 def _forward(
@@ -152,8 +177,8 @@ def _forward(
     row_ids: Tensor,
     starts: Tensor,
     aux_layer_ids: tuple[int, ...],
-) -> tuple[Tensor, Tensor]:
-    """hidden [T, H] after the final norm, and the aux hidden states [T, W]."""
+) -> tuple[Tensor, Tensor | None]:
+    """hidden [T, H] after the final norm, and the aux hidden states [T, W], or None without ids."""
     spec, device = target.spec, target.device
     pages = -(-max(lengths) // PAGE_SIZE)
     table = 1 + torch.arange(len(lengths) * pages, dtype=torch.int32, device=device).view(len(lengths), pages)
@@ -161,7 +186,8 @@ def _forward(
     kv = layout.allocate(1, 1 + len(lengths) * pages, device)
     # A layer's K/V are not read after that layer: all layers write to the same pages.
     layers = kv.expand(spec.num_kv_layers, *kv.shape[1:])
-    cache = KVCache.of(layout, KVGroups.single(spec.num_kv_layers), (layers,), scales=target.kv_scales)
+    kept = KVCache.of(layout, KVGroups.single(spec.num_kv_layers), (layers,), scales=target.kv_scales)
+    kept = replace(kept, **_states(target, len(lengths)))
     batch = FlatBatch(
         token_ids=tokens.int(),
         row_ids=row_ids.int(),
@@ -174,6 +200,19 @@ def _forward(
         max_kv=max(lengths),
         host=HostLayout(lengths, lengths),
     )
-    hidden, aux_hidden_states = target.forward(batch, cache, aux_layer_ids)
-    assert aux_hidden_states is not None
-    return hidden, aux_hidden_states
+    return target.forward(batch, kept, aux_layer_ids)
+
+
+def _states(target: Target, num_rows: int) -> dict[str, Any]:
+    """The fields of a KVCache for what recurrent layers keep of the rows. Layers of one shape share it: a state is not read after
+    its layer, and at the first position of a row none is read at all."""
+    if not target.spec.is_recurrent:
+        return {}
+
+    @cache
+    def allocated(shapes: tuple[RowTensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros(num_rows, *own.shape, dtype=own.dtype, device=target.device) for own in shapes)
+
+    states = target.spec.layer_states(target.dtype, PAGE_SIZE)
+    num_folded = torch.zeros(num_rows, dtype=torch.int32, device=target.device)
+    return {"target_rows": tuple(allocated(layer.row) for layer in states), "num_folded": num_folded}

@@ -97,7 +97,8 @@ def load_engine(
         f"{batch.num_pages} pages of {batch.page_size} tokens"
     )
     if config.decode.score == "none":  # else nothing is decoded, and there are no rounds
-        progress.phase(f"draft={drafter.name}: {round_of(drafter.max_len)}")
+        chosen = f" (draft=auto: {job.why_drafter})" if job.why_drafter else ""
+        progress.phase(f"draft={drafter.name}{chosen}: {round_of(drafter.max_len)}")
     if lead is not None:
         lead.send(Build(batch, vocabulary_of(job)))
     engine = build_engine(

@@ -134,8 +134,12 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def sigmoid_gated(values: Tensor, gate: Tensor) -> Tensor:
-    """values * sigmoid(gate) in place, the sigmoid rounded to the dtype of the values. gate: of their shape, or [T, 1]."""
-    return values.mul_(gate.sigmoid().to(values.dtype))
+    """values * sigmoid(gate), the sigmoid rounded to the dtype of the values. gate: of their shape, or [T, 1].
+
+    In place, but not in training, where gradients of what computed the values may need them.
+    """
+    factor = gate.sigmoid().to(values.dtype)
+    return values * factor if values.requires_grad else values.mul_(factor)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:

@@ -84,13 +84,7 @@ def _exceeds(values: pa.Array, limit: float, *, unknown: bool) -> bool:
 
 
 def check_keys_of_engine(config: RunConfig) -> None:
-    """Raises ConfigError for a key that this drafter or number of GPUs leaves without effect."""
-    draft, usual = config.draft, RunConfig().draft
-    for name in ("num_speculative_tokens", "adaptive") if draft.name == "none" else ():
-        if (value := getattr(draft, name)) != getattr(usual, name):
-            raise ConfigError(
-                f"draft.{name}={str(value).lower()} is not used by draft=none; remove the key, or choose draft=lookup"
-            )
+    """Raises ConfigError for a key that this number of GPUs leaves without effect."""
     if config.ablation.sharded_draft and config.cluster.tensor_parallel == 1:
         raise ConfigError(
             "ablation.sharded_draft=true has no effect with cluster.tensor_parallel=1: there is one GPU per copy of the model; "

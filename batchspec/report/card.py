@@ -129,7 +129,7 @@ def _facts(manifest: Manifest, stats: JobStats) -> dict[str, str]:
         "Licence": for_markdown(_license(manifest)) if _license(manifest) else UNLICENSED,
         "Completions": ", ".join(f"{count:,} {one_line(status)}" for status, count in stats.by_status.items()),
         "Tokens": f"{stats.prompt_tokens:,} in prompts, {stats.completion_tokens:,} in completions",
-        "Drafter": stats.drafter,
+        "Drafter": _drafter(manifest, stats),
     }
     overall = stats.overall
     if overall.mean_acceptance_length is not None and overall.acceptance_rate is not None:
@@ -140,6 +140,12 @@ def _facts(manifest: Manifest, stats: JobStats) -> dict[str, str]:
         rates = ("-" if position.rate is None else f"{position.rate:.1%}" for position in stats.by_position)
         facts["Acceptance by position"] = ", ".join(rates)
     return facts
+
+
+def _drafter(manifest: Manifest, stats: JobStats) -> str:
+    """The drafters of the rows, and why draft=auto took that of the first run."""
+    why = manifest.recorded.get("why_drafter")
+    return f"{stats.drafter} ({for_markdown(why)})" if why and manifest.recorded["drafter"] in stats.drafter else stats.drafter
 
 
 def _adapter(manifest: Manifest) -> str:

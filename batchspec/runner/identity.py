@@ -108,6 +108,7 @@ def recorded_facts(job: Job) -> dict[str, Any]:
         "device": device if job.group is None else f"{job.group.ranks} x {device}",
         "model": str(job.config.model.path),
         "drafter": job.config.draft.name,
+        **({"why_drafter": f"draft=auto: {job.why_drafter}"} if job.why_drafter else {}),
         **({} if job.adapter is None else {"adapter_sha256": job.adapter.digest}),
         **({} if not job.config.model.adapters else {"adapters_sha256": _named(job, "digest")}),
     }

@@ -1,8 +1,8 @@
 """What a draft head reads, in one launch: out[t] = concat(norm(embedding[token]), norm(hidden[t])).
 
 The token of flat token t is given, or it is the next one of its row: token_ids[row_ids[t], positions[t] + 1].
-Rounding is that of `batchspec.kernels.norm_rope.norm`: the normed value, then its product with the weight, or with weights in fp32
-once; fp32 inside (fp64 for fp64).
+Rounding is that of `batchspec.kernels.norm_rope.norm`: the normed value, then its product with the weight; with a weight in fp32
+once. fp32 inside (fp64 for fp64).
 Bound by memory at prefill sizes (4 * H * itemsize bytes a token), by launch latency at decode sizes, where it replaces a gather,
 two norms and two copies. Source: Li et al. 2025, EAGLE-3 (arXiv 2503.01840).
 """

@@ -212,9 +212,11 @@ class Attention:
     def _stored(self, qkv: Any, store: StoreKV) -> Tensor:
         gate = None
         if self.spec.gated:
-            heads, kv = qkv.split((self.spec.q_rows, 2 * self.spec.kv_size), -1)
+            in_training = not isinstance(qkv, Tensor)
+            heads, *kv = qkv if in_training else qkv.split((self.spec.q_rows, 2 * self.spec.kv_size), -1)
             q, gate = heads.unflatten(-1, (-1, 2, self.spec.head_dim)).unbind(2)
-            qkv = torch.cat((q.flatten(1), kv), -1)
+            parts = (q.flatten(1), *kv)
+            qkv = parts if in_training else torch.cat(parts, -1)
         rotated = self._rotated(qkv, store)
         return rotated if gate is None else torch.cat((rotated, gate), 1)
 

@@ -1,7 +1,7 @@
 """The interfaces that a block's forward pass uses, so that it is written once: products, the residual stream, K/V, attention.
 
 Inference implements these with packed weights and fused kernels in place (`model/decoder.py`, `model/quant`), training with
-operations that gradients flow through (`train/layer.py`). T tokens, H hidden, NH heads of D numbers.
+operations that gradients flow through (`heads/layer.py`). T tokens, H hidden, NH heads of D numbers.
 """
 
 from __future__ import annotations

@@ -195,14 +195,16 @@ class Moe:
             "scoring": router.scoring, "norm_topk": router.norm_topk, "bias": self._selection_bias, "unit_pairs": unit_pairs,
             "live": live,
         }
-        if has_fast_experts(x.device, x.dtype) and num_experts <= MAX_EXPERTS and router.top_k <= MAX_TOP_K:
+        has_kernels = has_fast_experts(x.device, x.dtype) and num_experts <= MAX_EXPERTS and router.top_k <= MAX_TOP_K
+        if has_kernels and not x.requires_grad:  # gradients flow through plain torch only
             logits = router_logits(x, self._router, self._bias, interpret=not x.is_cuda)
             routing = route(
                 logits[:, :num_experts], router.top_k, out_num_read=self.num_experts_read,
                 rows_of=x if self._gate_up.reads_rows else None, interpret=not x.is_cuda, **how,
             )
         else:
-            logits = router_logits_reference(x, self._router, self._bias)
+            with torch.autocast(x.device.type, enabled=False):
+                logits = router_logits_reference(x, self._router, self._bias)
             routing = route_reference(logits[:, :num_experts], router.top_k, **how)
             self.num_experts_read.copy_(num_read(routing))
         return routing, logits[:, num_experts:]
@@ -213,7 +215,7 @@ def _narrowed(router: Tensor) -> Tensor:
 
     The product of bf16 with bf16 takes one pass of the tensor cores; with fp32 it takes three.
     """
-    if not router.is_cuda:
+    if not router.is_cuda or router.requires_grad:
         return router
     narrow = router.bfloat16()
     return narrow if torch.equal(narrow.to(router.dtype), router) else router

@@ -66,6 +66,9 @@ class WeightFormat(Protocol):
     def expert_nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
         """Bytes in memory of the weight [rows, k] of one expert of a grouped product, in a model that computes in `dtype`."""
 
+    def matrix(self, weights: Weights, name: str) -> Tensor:
+        """The weight [N, K] of the projection with this name, in any floating-point dtype."""
+
     def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
         """The projections of these names as one product, read in this order: all weights, then all biases."""
 

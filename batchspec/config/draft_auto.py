@@ -1,0 +1,39 @@
+"""draft=auto becomes a drafter, and K its usual number, once the model is known. `prepare.open_model` alone calls this.
+
+Each rank of those that compute one model together chooses for itself. All ranks read the same files, which `runner/follower.py`
+checks, and so choose the same drafter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from batchspec.config.draft_checks import check_draft
+from batchspec.config.reference import option_values
+from batchspec.config.schema import RunConfig
+from batchspec.errors import ConfigError
+
+AUTO = "auto"
+
+
+def with_drafter(config: RunConfig, *, has_mtp: bool) -> tuple[RunConfig, str]:
+    """The configuration with the drafter's own name and all its keys, and why draft=auto took it; empty if it was named.
+
+    has_mtp  whether the model's checkpoint has an MTP layer
+    Keys of `draft` that are null get the values of conf/draft/NAME.yaml. Raises ConfigError for a key that the drafter that
+    draft=auto took does not read.
+    """
+    draft, why = config.draft, ""
+    if draft.name == AUTO:
+        name, why = ("mtp", "the checkpoint has an MTP layer") if has_mtp else ("lookup", "the checkpoint has no MTP layer")
+        draft = replace(draft, name=name)
+    usual = option_values("draft", draft.name)
+    draft = replace(draft, **{key: value for key, value in usual.items() if getattr(draft, key) is None})
+    if draft == config.draft:
+        return config, why
+    config = replace(config, draft=draft)
+    try:
+        check_draft(config)
+    except ConfigError as error:
+        raise ConfigError(f"draft=auto took {draft.name}, because {why}: {error}" if why else str(error)) from None
+    return config, why

@@ -1,0 +1,238 @@
+"""Small random checkpoints with an MTP layer, in the layouts that are published: families, names, files, formats of weights.
+
+transformers saves the model; the tensors of the layer, which it does not know, are added to the files by their published names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.engines import VOCAB
+from tests.models import make_checkpoint, make_wrapped
+from tests.test_fp8_block import CONFIG as FP8_CONFIG
+from tests.test_fp8_block import quantised
+
+Tensors = dict[str, Tensor]
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 36, "head_dim": 16, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4, "max_position_embeddings": 512,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "eos_token_id": None, "rms_norm_eps": 1e-5,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24,
+}
+SAYS_MTP: dict[str, Any] = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+"""Keys of Qwen3.5; Qwen3-Next has none, and its files have a layer all the same."""
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_CONVERTED = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight")
+_PLAIN_MODULES = ["lm_head", "in_proj_a", "in_proj_b", "in_proj_ba"]
+
+
+def as_saved(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+def fused(tensors: Tensors) -> Tensors:
+    """The experts of each layer in two tensors, as in official bf16 files of Qwen3.5."""
+    experts: dict[str, dict[tuple[str, int], Tensor]] = {}
+    found = Tensors()
+    for name, tensor in tensors.items():
+        if match := _EXPERT.fullmatch(name):
+            experts.setdefault(match[1], {})[match[3], int(match[2])] = tensor
+        else:
+            found[name] = tensor
+    for name, parts in experts.items():
+        count = len(parts) // 3
+        gate_up = [torch.cat((parts["gate", i], parts["up", i])) for i in range(count)]
+        found[f"{name}.gate_up_proj"] = torch.stack(gate_up)
+        found[f"{name}.down_proj"] = torch.stack([parts["down", i] for i in range(count)])
+    return found
+
+
+def fp8(tensors: Tensors) -> Tensors:
+    """Projections in e4m3 with a scale for each block."""
+    found = Tensors()
+    for name, tensor in tensors.items():
+        if name.endswith(_CONVERTED):
+            values, scale = quantised(tensor.float())
+            found |= {name: values, f"{name}_scale_inv": scale}
+        else:
+            found[name] = tensor
+    return found
+
+
+def bf16(tensors: Tensors) -> Tensors:
+    return {name: tensor.bfloat16() for name, tensor in tensors.items()}
+
+
+def fp8_config(*plain: str) -> dict[str, Any]:
+    """`plain`: modules of the MTP layer that are listed as not converted."""
+    return {"quantization_config": {**FP8_CONFIG, "modules_to_not_convert": [*_PLAIN_MODULES, *plain]}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A kind of checkpoint."""
+
+    family: str
+    """model_type as transformers makes it, of the language model."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Keys of the language model beside SHAPE."""
+    experts: bool = False
+    wrapper: str | None = None
+    """model_type of the model of text and images around it; None: it is alone."""
+    added: dict[str, Any] = field(default_factory=dict)
+    """Keys that are added to config.json after saving."""
+    store: Callable[[Tensors], Tensors] = as_saved
+    """The model's tensors as they are stored."""
+    store_mtp: Callable[[Tensors], Tensors] = as_saved
+    files: int = 1
+    """2: the MTP layer has a file of its own, and there is an index."""
+
+
+_DENSE: dict[str, Any] = {"family": "qwen3_5_text", "added": SAYS_MTP}
+_MOE: dict[str, Any] = {"family": "qwen3_5_moe_text", "experts": True}
+LAYOUTS: dict[str, Layout] = {
+    "dense": Layout(**_DENSE),
+    "dense, tied, biases, half of each head rotated": Layout(
+        **_DENSE,
+        config={
+            "tie_word_embeddings": True, "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "experts, fused": Layout(**_MOE, added=SAYS_MTP, store=fused, store_mtp=fused),
+    "experts, one by one": Layout(**_MOE, added=SAYS_MTP),
+    "next": Layout(family="qwen3_next", experts=True),
+    "next, weights of experts as they are": Layout(family="qwen3_next", experts=True, config={"norm_topk_prob": False}),
+    "wrapped": Layout(family="qwen3_5_text", wrapper="qwen3_5", config=SAYS_MTP, files=2),
+    "wrapped, experts": Layout(
+        family="qwen3_5_moe_text", wrapper="qwen3_5_moe", experts=True, config=SAYS_MTP, store=fused, store_mtp=fused
+    ),
+    "fp8, mtp listed as plain": Layout(
+        family="qwen3_5_text", added={**SAYS_MTP, **fp8_config("mtp")}, store=fp8, store_mtp=bf16
+    ),
+    "fp8, mtp plain by its modules": Layout(
+        **_MOE, store=fp8, store_mtp=lambda tensors: bf16(fused(tensors)),
+        added={
+            **SAYS_MTP,
+            **fp8_config(
+                "mtp.fc", "mtp.layers.0.mlp.experts", "mtp.layers.0.mlp.gate", "mtp.layers.0.mlp.shared_expert",
+                "mtp.layers.0.self_attn",
+            ),
+        },
+    ),
+    "fp8, mtp plain and not listed": Layout(
+        family="qwen3_5_text", added={**SAYS_MTP, **fp8_config()}, store=fp8, store_mtp=bf16
+    ),
+    "fp8, experts of the mtp layer plain and not listed": Layout(
+        **_MOE, added={**SAYS_MTP, **fp8_config()}, store=fp8, store_mtp=lambda tensors: bf16(fused(tensors))
+    ),
+    "fp8, mtp too": Layout(
+        family="qwen3_next", experts=True, added=fp8_config("mtp.fc"), store=fp8, store_mtp=fp8
+    ),
+}
+"""Names of checkpoints, as tests call them."""
+
+
+def make_mtp_model(folder: Path, name: str, *, seed: int = 0, **config: Any) -> Path:
+    """A checkpoint of LAYOUTS in `folder`; `config` overrides keys of the language model."""
+    layout = LAYOUTS[name]
+    keys = {**SHAPE, **(EXPERTS if layout.experts else {}), **layout.config, **config}
+    if layout.wrapper is None:
+        make_checkpoint(folder, layout.family, vocab=VOCAB, seed=seed, **keys)
+    else:
+        make_wrapped(folder, layout.wrapper, keys, vocab=VOCAB, seed=seed, tie_word_embeddings=False)
+    tensors = load_file(folder / "model.safetensors")
+    mtp = layout.store_mtp(mtp_tensors(text_config(folder), seed=seed + 1))
+    write_model(folder, layout.store(tensors), mtp, files=layout.files)
+    change_config(folder, **layout.added)
+    return folder
+
+
+def write_model(folder: Path, tensors: Tensors, mtp: Tensors, *, files: int = 1) -> None:
+    """Weight files of a model and its MTP layer."""
+    parts = [{**tensors, **mtp}] if files == 1 else [tensors, mtp]
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    names = ["model.safetensors"] if files == 1 else [f"model-{i + 1:05}-of-{files:05}.safetensors" for i in range(files)]
+    for name, part in zip(names, parts, strict=True):
+        save_file({key: tensor.contiguous() for key, tensor in part.items()}, folder / name, metadata={"format": "pt"})
+    if files > 1:
+        places = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def change_config(folder: Path, **keys: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **keys}), encoding="utf-8")
+
+
+def text_config(folder: Path) -> dict[str, Any]:
+    """The keys of the language model."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return {**config, **config.get("text_config", {})}
+
+
+def stored_mtp(folder: Path) -> Tensors:
+    """The tensors of the MTP layer in a folder's files."""
+    return {name: tensor for name, tensor in stored(folder) if name.startswith("mtp.")}
+
+
+def stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a folder's files."""
+    for path in sorted(folder.glob("*.safetensors")):
+        yield from load_file(path).items()
+
+
+def mtp_tensors(config: dict[str, Any], *, seed: int) -> Tensors:
+    """Random fp32 tensors of a layer by their published names, experts one by one; large enough that drafts vary, and norms
+    that are not their usual zeros."""
+    rng = torch.Generator().manual_seed(seed)
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    layer, found = "mtp.layers.0.", Tensors()
+
+    def linear(name: str, rows: int, k: int, *, bias: bool = False) -> None:
+        found[f"{name}.weight"] = torch.randn(rows, k, generator=rng) * (1.5 / k**0.5)
+        if bias:
+            found[f"{name}.bias"] = torch.randn(rows, generator=rng) * 0.3
+
+    def norm(name: str, size: int) -> None:
+        found[f"{name}.weight"] = torch.randn(size, generator=rng) * 0.3
+
+    def mlp(name: str, inner: int) -> None:
+        for part in ("gate", "up"):
+            linear(f"{name}.{part}_proj", inner, hidden)
+        linear(f"{name}.down_proj", hidden, inner)
+
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        norm(f"mtp.{name}", hidden)
+    linear("mtp.fc", hidden, 2 * hidden)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        norm(layer + name, hidden)
+    bias = config["attention_bias"]
+    for name, count in (("q", 2 * heads), ("k", kv_heads), ("v", kv_heads)):
+        linear(f"{layer}self_attn.{name}_proj", count * dim, hidden, bias=bias)
+    linear(f"{layer}self_attn.o_proj", hidden, heads * dim, bias=bias)
+    for name in ("q_norm", "k_norm"):
+        norm(f"{layer}self_attn.{name}", dim)
+    if "num_experts" not in config:
+        mlp(f"{layer}mlp", config["intermediate_size"])
+        return found
+    linear(f"{layer}mlp.gate", config["num_experts"], hidden)
+    linear(f"{layer}mlp.shared_expert_gate", 1, hidden)
+    mlp(f"{layer}mlp.shared_expert", config["shared_expert_intermediate_size"])
+    for expert in range(config["num_experts"]):
+        mlp(f"{layer}mlp.experts.{expert}", config["moe_intermediate_size"])
+    return found

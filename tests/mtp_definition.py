@@ -1,0 +1,238 @@
+"""The MTP layer by its definition: one row, no cache, no batch, everything anew at each draft step.
+
+    position p   x = fc(cat(norm(embed(token[p+1])), norm(h[p])))      h is the target's hidden state after its final norm
+                 y = a decoder layer with gated attention on x, RoPE position p
+    draft 1      argmax lm_head(norm(y)) at the last position that the target has read
+    draft k+1    the same one position on, with embed(draft k) and h = norm(y) of the position before
+
+It reads none of batchspec's code for the layer: tensors by the names of a file, plain torch. RMS norms multiply by 1 + weight.
+Source: Qwen3-Next and Qwen3.5 as in transformers (`modeling_layers.MtpLayer`, models/qwen3_next, models/qwen3_5) and in vLLM
+(model_executor/models/qwen3_next_mtp.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchspec.batch.flat_batch import FlatBatch
+from batchspec.cache.groups import KVGroups
+from batchspec.cache.pages import KVCache
+from batchspec.model.target import Target
+from tests.mtp_checkpoints import stored, text_config
+
+LAYER = "layers.0."
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Mtp:
+    """A layer, with what it uses of its model."""
+
+    tensors: Mapping[str, Tensor]
+    """By their names in the file without `mtp.`."""
+    embedding: Tensor
+    """[V, H]"""
+    output: Tensor
+    """[V, H] the target's lm_head"""
+    config: Mapping[str, Any]
+    """The keys of the language model."""
+    window: int | None = None
+    """Number of newest keys that it reads besides the first `sink` ones; None: all."""
+    sink: int = 0
+    vocabulary: Sequence[int] | None = None
+    """The tokens that it may draft; None: all."""
+
+    @property
+    def eps(self) -> float:
+        return float(self.config["rms_norm_eps"])
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * (1 + self.tensors[f"{name}.weight"])
+
+    def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Positions 0 .. n-1: what follows `norm` [..., n, H].
+
+        tokens  [..., n] the token after each position; hidden [..., n, H] of each position
+        """
+        embedded = self.norm("pre_fc_norm_embedding", F.embedding(tokens, self.embedding))
+        x = self.linear("fc", torch.cat((embedded, self.norm("pre_fc_norm_hidden", hidden)), -1))
+        x = x + self._attention(self.norm(f"{LAYER}input_layernorm", x))
+        normed = self.norm(f"{LAYER}post_attention_layernorm", x)
+        x = x + (self._experts(normed) if f"{LAYER}mlp.gate.weight" in self.tensors else self._mlp(f"{LAYER}mlp", normed))
+        return self.norm("norm", x)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """[V] of the token after next, from what `norm` gave for a position, [H]; -inf for those that it may not draft."""
+        logits = self.output @ normed
+        if self.vocabulary is not None:
+            logits[[token for token in range(len(logits)) if token not in self.vocabulary]] = -torch.inf
+        return logits
+
+    def _attention(self, x: Tensor) -> Tensor:
+        name, dim = f"{LAYER}self_attn", self.config["head_dim"]
+        q, gate = self.linear(f"{name}.q_proj", x).unflatten(-1, (-1, 2 * dim)).split(dim, -1)  # of each head q, then its gate
+        k, v = (self.linear(f"{name}.{part}_proj", x).unflatten(-1, (-1, dim)) for part in "kv")
+        q, k = (self._rotated(self.norm(f"{name}.{part}_norm", own)) for part, own in (("q", q), ("k", k)))
+        k, v = (own.repeat_interleave(q.shape[-2] // own.shape[-2], -2) for own in (k, v))
+        place = torch.arange(x.shape[-2])
+        seen = place[None] <= place[:, None]
+        if self.window is not None:
+            seen &= (place[None] > place[:, None] - self.window) | (place[None] < self.sink)
+        scores = torch.einsum("...qhd,...khd->...hqk", q, k) * dim**-0.5
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        attended = torch.einsum("...hqk,...khd->...qhd", weights, v)
+        return self.linear(f"{name}.o_proj", (attended * gate.sigmoid()).flatten(-2))
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        """x [..., n, heads, D] at positions 0, 1, ...; only the first R numbers of each head are rotated, by angles in fp32."""
+        rope = self.config["rope_parameters"]
+        size = int(self.config["head_dim"] * rope["partial_rotary_factor"])
+        frequency = 1 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+        angle = torch.arange(x.shape[-3], dtype=torch.float32)[:, None, None] * frequency
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        first, second, rest = x[..., : size // 2], x[..., size // 2 : size], x[..., size:]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+
+    def _mlp(self, name: str, x: Tensor) -> Tensor:
+        gate, up = (self.linear(f"{name}.{part}_proj", x) for part in ("gate", "up"))
+        return self.linear(f"{name}.down_proj", F.silu(gate) * up)
+
+    def _experts(self, x: Tensor) -> Tensor:
+        """The most probable experts of each token and the one that all tokens go through."""
+        mlp, top_k = f"{LAYER}mlp", self.config["num_experts_per_tok"]
+        weights, ids = self.linear(f"{mlp}.gate", x).softmax(-1).topk(top_k, -1)
+        if self.config.get("norm_topk_prob", True):
+            weights = weights / weights.sum(-1, keepdim=True)
+        found = self.linear(f"{mlp}.shared_expert_gate", x).sigmoid() * self._mlp(f"{mlp}.shared_expert", x)
+        for expert in range(self.config["num_experts"]):
+            share = (weights * (ids == expert)).sum(-1, keepdim=True)
+            found = found + share * self._mlp(f"{mlp}.experts.{expert}", x)
+        return found
+
+
+def read_mtp(folder: Path, dtype: torch.dtype = torch.float64) -> Mtp:
+    """The layer of a checkpoint folder in `dtype`, weights of FP8 multiplied by their scales."""
+    tensors, config = _by_expert(_dequantised(dict(stored(folder)))), text_config(folder)
+    tensors = {name.replace("model.language_model.", "model."): tensor.to(dtype) for name, tensor in tensors.items()}
+    embedding = tensors["model.embed_tokens.weight"]
+    own = {name.removeprefix("mtp."): tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
+    return Mtp(own, embedding, tensors.get("lm_head.weight", embedding), config)
+
+
+def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        if name.endswith("_scale_inv"):
+            continue
+        scale = tensors.get(f"{name}_scale_inv")
+        if scale is not None:
+            spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+            tensor = tensor.float() * spread[: tensor.shape[0], : tensor.shape[1]]
+        found[name] = tensor
+    return found
+
+
+def _by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """experts.gate_up_proj [E, 2 I, H] and experts.down_proj [E, H, I] -> the names of each expert's projections."""
+    found = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for i, (gate, up) in enumerate(part.chunk(2) for part in tensor):
+                prefix = name.removesuffix("gate_up_proj")
+                found |= {f"{prefix}{i}.gate_proj.weight": gate, f"{prefix}{i}.up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            found |= {f"{name.removesuffix('down_proj')}{i}.down_proj.weight": part for i, part in enumerate(tensor)}
+        else:
+            found[name] = tensor
+    return found
+
+
+def target_hidden(target: Target, ids: Sequence[int]) -> Tensor:
+    """[len(ids), H] the target's hidden states after its final norm, computed from the first token in one pass."""
+    count, spec, device = len(ids), target.spec, target.device
+    cache = KVCache.allocate(
+        spec.layer_states(target.dtype, count), groups=KVGroups.single(spec.num_kv_layers), num_pages=(2,), device=device
+    )
+
+    def ints(values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    positions = torch.arange(count, device=device)
+    batch = FlatBatch(
+        token_ids=ints(list(ids)), row_ids=ints([0] * count), positions=positions, slot_mapping=positions + count,
+        cu_seqlens_q=ints([0, count]), kv_len=ints([count]), page_table=ints([[1]]), max_q=count, max_kv=count,
+    )
+    hidden, _ = target.forward(batch, cache)
+    return hidden.cpu().clone()
+
+
+Choose = Callable[[Tensor, Sequence[int]], int]
+"""Logits [V] and all tokens of the row before -> the token."""
+
+
+def most_probable(logits: Tensor, before: Sequence[int]) -> int:
+    return int(logits.argmax())
+
+
+@torch.no_grad()
+def reference_drafts(
+    mtp: Mtp, ids: Sequence[int], hidden: Tensor, num_drafts: int, choose: Choose = most_probable
+) -> list[int]:
+    """Drafts after `ids`, whose last token the target has not read. hidden [len(ids) - 1, H] of the tokens before it."""
+    tokens, fed = list(ids), hidden
+    for _ in range(num_drafts):
+        out = mtp(torch.tensor(tokens[1:]), fed)
+        tokens.append(choose(mtp.logits(out[-1]), tokens))
+        fed = torch.cat((fed, out[-1:]))
+    return tokens[len(ids) :]
+
+
+class Rows:
+    """Drafts after any beginning of rows, each of whose hidden states are computed once."""
+
+    def __init__(self, mtp: Mtp, target: Target, rows: Iterable[Sequence[int]]) -> None:
+        self._mtp, self._hidden = mtp, dict[tuple[int, ...], Tensor]()
+        for row in sorted(map(tuple, rows), key=len, reverse=True):
+            if self._whole(row) is None:
+                self._hidden[row] = target_hidden(target, row)
+
+    def _whole(self, beginning: tuple[int, ...]) -> Tensor | None:
+        return next((own for row, own in self._hidden.items() if row[: len(beginning)] == beginning), None)
+
+    def drafts(self, beginning: Sequence[int], num_drafts: int, choose: Choose = most_probable) -> list[int]:
+        """As `reference_drafts`, after a beginning of one of the rows."""
+        hidden = self._whole(tuple(beginning))
+        assert hidden is not None, "not the beginning of a row"
+        return reference_drafts(self._mtp, beginning, hidden[: len(beginning) - 1], num_drafts, choose)
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What a row's rounds draft and accept."""
+
+    drafted: tuple[int, ...]
+    """Number of drafts of each round."""
+    accepted: tuple[int, ...]
+    """Number of accepted ones of each round."""
+
+
+def predicted_rounds(rows: Rows, prompt: Sequence[int], output: Sequence[int], num_drafts: int) -> Predicted:
+    """The rounds of a greedy row that writes `output`, with `num_drafts` drafts a round as long as they fit before its end."""
+    drafted, accepted, row, count = list[int](), list[int](), [*prompt, *output], len(prompt) + 1
+    while count < len(row):
+        drafts = rows.drafts(row[:count], min(num_drafts, len(row) - count - 1))
+        agree = [draft == token for draft, token in zip(drafts, row[count:], strict=False)]
+        accepted.append(agree.index(False) if False in agree else len(agree))
+        drafted.append(len(drafts))
+        count += accepted[-1] + 1
+    return Predicted(tuple(drafted), tuple(accepted))
