@@ -24,8 +24,8 @@ READERS: dict[str, Callable[[ConfigReader], Formats | str]] = {
 """quant_method -> the function that reads its `quantization_config`. It returns formats, or a text that names what of the
 configuration is not supported."""
 _BUILT = (
-    "use a checkpoint in FP8 (blocks of 128 x 128, or compressed-tensors or modelopt with a scale per row or tensor), in INT4 "
-    "(compressed-tensors pack-quantized, GPTQ, AWQ gemm), gpt-oss in MXFP4, or one that is not quantised"
+    "use FP8 (blocks of 128 x 128; compressed-tensors or modelopt by row or tensor), INT4 (compressed-tensors pack-quantized, "
+    "GPTQ, AWQ gemm), gpt-oss in MXFP4, or an unquantised checkpoint"
 )
 
 
