@@ -168,9 +168,9 @@ CUT = [
 ]
 INNER_SIZES = {
     "fp8 blocks": st.sampled_from([128, 512, 640, 1024, 1100]), "mxfp4": st.sampled_from([32, 96, 128, 224, 288]),
-    **{form: st.sampled_from([32, 96, 128, 160, 288]) for form in FORMATS if "int4" in form},
+    **{form: st.sampled_from([96, 128, 160, 256, 288]) for form in FORMATS if "int4" in form},
 }
-HEAD_DIMS = {"fp8 blocks": [4, 64, 128], **{form: [8, 32] for form in FORMATS if "int4" in form}}
+HEAD_DIMS = {"fp8 blocks": [4, 64, 128], **{form: [8, 32, 64] for form in FORMATS if "int4" in form}}
 
 
 @settings(max_examples=60)
