@@ -290,9 +290,9 @@ class DummyWeights:
     """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms 1; FP8 weights N(0, 100^2), their scales 0.0002;
     parameters of a decay in the range of real ones, so that states stay small and keep what they were given for long.
 
-    The same in every run on one kind of device. MXFP4 weights are random bytes, and so are their scales, in a range that keeps
-    values small. What is kept wider than the model's dtype holds numbers of that dtype, as in most checkpoints. The ranks of a
-    model have parts of one noise: each makes all of it, one tensor at a time.
+    The same in every run on one kind of device. MXFP4 and INT4 weights are random bits; the scales of MXFP4 are too, in a range
+    that keeps values small. What is kept wider than the model's dtype holds numbers of that dtype, as in most checkpoints. The
+    ranks of a model have parts of one noise: each makes all of it, one tensor at a time.
     """
 
     def __init__(self, part: CheckpointPart, *, dtype: torch.dtype, device: torch.device) -> None:
