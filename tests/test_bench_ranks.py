@@ -158,7 +158,7 @@ def test_a_model_that_cannot_be_cut_is_one_line(tmp_path: Path) -> None:
 
 
 def test_of_the_shapes_these_alone_cannot_be_cut(tmp_path: Path) -> None:
-    """Over eight GPUs an expert of Qwen3-30B-A3B in FP8 has six blocks. One GPU holds that model."""
+    """Over eight GPUs an expert of Qwen3-30B-A3B in FP8 or INT4 has six blocks. One GPU holds that model."""
     refused = {}
     for name, shape in SHAPES.items():
         few = {"num_hidden_layers": 2, **({"full_attention_interval": 2} if "full_attention_interval" in shape else {})}
@@ -174,6 +174,7 @@ def test_of_the_shapes_these_alone_cannot_be_cut(tmp_path: Path) -> None:
     assert refused == {
         **{("smol135m", ranks): odd.format(ranks) for ranks in (2, 4, 8)},
         ("qwen3-30b-a3b-fp8", 8): "the size of an expert 768 cannot be cut into 8 parts in blocks of 128",
+        ("qwen3-30b-a3b-int4", 8): "the size of an expert 768 cannot be cut into 8 parts in blocks of 128",
         ("qwen3.5-35b-a3b-fp8", 8): "the size of an expert 512 cannot be cut into 8 parts in blocks of 128",
     }
 

@@ -131,7 +131,7 @@ def test_a_plain_tensor_is_refused_if_the_config_declares_fp8_and_vice_versa(tmp
         {"fmt": "e5m2"},
         {"activation_scheme": "static"},
         {"scale_fmt": "ue8m0"},
-        {"quant_method": "awq"},
+        {"quant_method": "bitsandbytes"},
     ],
 )
 def test_other_variants_are_refused_by_name(changes: dict[str, Any], tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from batchspec.model.spec import read_spec
 from batchspec.model.target import Target
 from batchspec.records import Request, SamplingParams
 from tests.engines import DEVICE, in_e4m3, make_engine, packed, plain_tokens, request
+from tests.int4_layouts import of_awq, of_compressed_tensors, of_gptq
 from tests.kernels.covering import covering
 from tests.moe_models import Strong, ids_of, tiny_config
 from tests.test_fp8 import MODELOPT, TOKEN, compressed
@@ -47,6 +48,7 @@ STATIC = compressed("tensor", {**TOKEN, "dynamic": False, "strategy": "tensor"},
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router"]}
 WIDE = {"hidden_size": 136, "intermediate_size": 140}
 """More than one block, and a part of one."""
+INT4 = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "gpt_oss": ("gpt_oss", {}),
@@ -60,6 +62,9 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama in FP8 per channel": ("llama", {"quantization_config": ROWS}),
     "mixtral in FP8 per tensor": ("mixtral", {"sliding_window": 15, "quantization_config": STATIC}),
     "llama in FP8 per tensor": ("llama", {"quantization_config": MODELOPT}),
+    "llama in INT4, GPTQ in act order": ("llama", {**INT4, "quantization_config": of_gptq(32, sym=False, desc_act=True).config}),
+    "qwen3_moe in INT4, AWQ": ("qwen3_moe", {**INT4, "moe_intermediate_size": 96, "quantization_config": of_awq(32).config}),
+    "minimax_m2 in INT4, pack-quantized": ("minimax_m2", {**INT4, "quantization_config": of_compressed_tensors(32).config}),
 }
 DRAFTERS = ("none", "eagle3", "parallel", "tree", "window", "lookup")
 SLOTS, PAGE_SIZE, K = 4, 1, 4

@@ -10,6 +10,7 @@ from batchspec.errors import CheckpointError
 from batchspec.model.quant.formats import ALL_PLAIN
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.spec import read_spec
+from tests.int4_layouts import of_awq, of_compressed_tensors, of_gptq
 from tests.test_config_values import ODD_VALUES, ours
 from tests.test_fp8 import MODELOPT, ODD, TOKEN, WEIGHTS, compressed
 
@@ -78,8 +79,8 @@ def refusal(quantisation: Any) -> str:
 @pytest.mark.parametrize(
     ("quantisation", "named"),
     [
-        ({"quant_method": "awq", "bits": 4}, 'quant_method="awq"'),
-        ({"quant_method": "gptq", "bits": 4}, 'quant_method="gptq"'),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, 'version="gemv"'),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 64}, "bits=8"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 'quant_method="bitsandbytes"'),
         ({"quant_method": "fbgemm_fp8"}, 'quant_method="fbgemm_fp8"'),
         ({"quant_method": "torchao"}, 'quant_method="torchao"'),
@@ -87,7 +88,7 @@ def refusal(quantisation: Any) -> str:
         ([4], "not an object"),
         ({**MODELOPT, "quant_algo": "NVFP4"}, 'quant_algo="NVFP4"'),
         ({**MODELOPT, "quant_algo": "W4A16_AWQ"}, 'quant_algo="W4A16_AWQ"'),
-        (compressed("channel", TOKEN, format="pack-quantized"), 'format="pack-quantized"'),
+        (compressed("channel", TOKEN, format="pack-quantized"), "pack-quantized with "),
         (compressed("channel", TOKEN, format="nvfp4-pack-quantized"), 'format="nvfp4-pack-quantized"'),
         (compressed("channel", TOKEN, format="int-quantized"), 'format="int-quantized"'),
         (compressed("group", TOKEN), 'weights of num_bits=8, type="float", strategy="group"'),
@@ -132,5 +133,16 @@ def test_any_value_of_a_key_is_read_or_refused_in_one_line() -> None:
         odd += [compressed("channel", {**TOKEN, key: value}) for key in TOKEN]
         groups = ({**group, "weights": {**WEIGHTS, "strategy": "channel", key: value}} for key in (*WEIGHTS, "strategy"))
         odd += [compressed("channel", TOKEN, config_groups={"g": own}) for own in groups]
+        for layout in (of_gptq(32), of_awq(32)):
+            keys = (*layout.config, "dynamic", "modules_in_block_to_quantize", "lm_head")
+            odd += [{**layout.config, key: value} for key in keys]
+            odd.append({**layout.config, "dynamic": {".*": value}})
+        int4 = of_compressed_tensors(32).config
+        own_group = int4["config_groups"]["group_0"]
+        odd += [{**int4, key: value} for key in int4]
+        odd += [
+            {**int4, "config_groups": {"g": {**own_group, "weights": {**own_group["weights"], key: value}}}}
+            for key in own_group["weights"]
+        ]
     for quantisation in odd:
         ours({**config, "quantization_config": quantisation})

@@ -18,6 +18,7 @@ from batchspec.model.shard import slices_of
 from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec, read_spec
 from batchspec.model.weights import Checkpoint, DummyWeights, expected_shapes, taken
 from tests.engines import tiny_spec
+from tests.int4_layouts import of_awq, of_compressed_tensors, of_gptq
 from tests.models import make_checkpoint
 from tests.moe_models import tiny_config
 from tests.test_dense_families import OWN, TINY
@@ -26,6 +27,11 @@ FP8_BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic
 WIDE = {"hidden_size": 256, "head_dim": 128, "intermediate_size": 512}
 WIDE_PHI = {**WIDE, "hidden_size": 512, "num_key_value_heads": 4, "partial_rotary_factor": 0.5}
 WIDE_QWEN = {**WIDE, "moe_intermediate_size": 512}
+
+INT4 = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
+RECURRENT_INT4 = {
+    **INT4, "linear_num_key_heads": 4, "linear_num_value_heads": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32
+}
 
 
 def spec_of(family: str, **changes: Any) -> ModelSpec:
@@ -45,9 +51,15 @@ SPECS: dict[str, ModelSpec] = {
     "qwen3_moe fp8": spec_of("qwen3_moe", **WIDE_QWEN, quantization_config=FP8_BLOCK),
     "phi3": spec_of("phi3", num_key_value_heads=2),
     "glm4": spec_of("glm4", num_key_value_heads=2, attention_bias=True),
+    "llama int4": spec_of("llama", **INT4, quantization_config=of_compressed_tensors(32, symmetric=False).config),
+    "qwen3_moe awq": spec_of("qwen3_moe", **INT4, moe_intermediate_size=128, quantization_config=of_awq(32).config),
+    "phi3 gptq": spec_of("phi3", **{**INT4, "num_key_value_heads": 4}, quantization_config=of_gptq(32).config),
+    "qwen3_5_text gptq": spec_of("qwen3_5_text", **RECURRENT_INT4, quantization_config=of_gptq(32, sym=False).config),
     # Blocks that ranks cannot have equal numbers of.
     "gpt_oss mxfp4 uneven": spec_of("gpt_oss", intermediate_size=160, quantization_config={"quant_method": "mxfp4"}),
     "qwen3_moe fp8 uneven": spec_of("qwen3_moe", **WIDE | {"moe_intermediate_size": 640}, quantization_config=FP8_BLOCK),
+    "qwen3_moe gptq uneven": spec_of("qwen3_moe", **INT4, moe_intermediate_size=160, quantization_config=of_gptq(32).config),
+    "qwen3 gptq, short group": spec_of("qwen3", **{**INT4, "intermediate_size": 272}, quantization_config=of_gptq(32).config),
     "qwen3 fp8 uneven": spec_of("qwen3", **{**WIDE, "intermediate_size": 700}, quantization_config=FP8_BLOCK),
     "phi3 fp8 uneven": spec_of("phi3", **{**WIDE_PHI, "intermediate_size": 640}, quantization_config=FP8_BLOCK),
 }

@@ -32,6 +32,7 @@ from batchspec.model.target import Target
 from batchspec.model.vocabulary import greedy_of_ranks
 from batchspec.model.weights import DummyWeights, taken
 from tests.engines import DEVICE, tiny_spec
+from tests.int4_layouts import of_awq, of_compressed_tensors, of_gptq
 from tests.moe_models import Noise
 from tests.ranks import Table, ThreadCollectives, bits, on_ranks, part_of, start_ranks, whole_of
 from tests.test_fp8 import TOKEN, compressed
@@ -152,6 +153,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8 blocks": {"quantization_config": {**FP8_BLOCK, "modules_to_not_convert": ["in_proj_a", "in_proj_b", "in_proj_ba"]}},
     "fp8 rows": {"quantization_config": compressed("channel", TOKEN)},
     "mxfp4": {"quantization_config": {"quant_method": "mxfp4"}},
+    "int4": {"quantization_config": of_compressed_tensors(32, symmetric=False, ignore=["re:.*in_proj_(a|b|ba)$"]).config},
+    "int4 awq": {"quantization_config": of_awq(32, modules_to_not_convert=["in_proj_a", "in_proj_b", "in_proj_ba"]).config},
+    "int4 act order": {"quantization_config": of_gptq(32, desc_act=True, dynamic={"-:.*in_proj_(a|b|ba)$": {}}).config},
 }
 
 
@@ -159,20 +163,23 @@ DENSE, EXPERTS = ("llama", "qwen3", "phi3", "glm4", "gemma3_text", "olmo2"), ("m
 RECURRENT = ("qwen3_5_text", "qwen3_next")
 CUT = [
     *((family, form) for family in (*DENSE, "qwen3_5_text", *EXPERTS) for form in ("plain", "fp8 blocks", "fp8 rows")),
+    *((family, form) for family in (*DENSE, "qwen3_5_text", *EXPERTS) for form in FORMATS if "int4" in form),
     *(("gpt_oss", form) for form in ("plain", "mxfp4") for _ in range(4)),
 ]
 INNER_SIZES = {
     "fp8 blocks": st.sampled_from([128, 512, 640, 1024, 1100]), "mxfp4": st.sampled_from([32, 96, 128, 224, 288]),
+    **{form: st.sampled_from([96, 128, 160, 256, 288]) for form in FORMATS if "int4" in form},
 }
+HEAD_DIMS = {"fp8 blocks": [4, 64, 128], **{form: [8, 32, 64] for form in FORMATS if "int4" in form}}
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(st.data())
 def test_what_plan_lets_through_every_rank_loads_and_computes(data: st.DataObject) -> None:
     """Families x formats x ranks x sizes: `part_of` refuses a cut on all ranks, with one line, or the ranks do what one does."""
     family, form = data.draw(st.sampled_from(CUT))
     ranks = data.draw(st.sampled_from([2, 4, 8]))
-    head_dim = data.draw(st.sampled_from([4, 64, 128] if form == "fp8 blocks" else [4, 12]))
+    head_dim = data.draw(st.sampled_from(HEAD_DIMS.get(form, [4, 12])))
     inner_size = data.draw(INNER_SIZES.get(form, st.integers(1, 40) | st.integers(1, 6).map(lambda count: 8 * count)))
     shape: dict[str, Any] = {
         "num_attention_heads": 4 * data.draw(st.sampled_from([1, 2, 3])), "head_dim": head_dim, "num_hidden_layers": 1,
@@ -184,6 +191,8 @@ def test_what_plan_lets_through_every_rank_loads_and_computes(data: st.DataObjec
         "num_experts" if family in ("qwen3_moe", "qwen3_next") else "num_local_experts":
             data.draw(st.sampled_from([3, 4, 7])) if family in (*EXPERTS, "gpt_oss") else None,
     }
+    if "int4" in form:
+        shape["hidden_size"] = 64
     if family in RECURRENT:
         key_heads = data.draw(st.sampled_from([2, 3, 4]))
         shape |= {

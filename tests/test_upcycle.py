@@ -30,7 +30,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, "tie_word_embeddings": True}
     dense = make_checkpoint(folder / "dense", "llama", vocab=320, dtype=torch.bfloat16, **shape)
     assert [path.name for path in make(dense, folder, num_experts=5)] == [
-        "fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss", "gpt_oss_mxfp4"
+        "fp8_block", "fp8_channel", "int4", "gptq", "awq", "moe", "moe_fp8_block", "moe_fp8_channel", "moe_int4", "gpt_oss",
+        "gpt_oss_mxfp4",
     ]
     rng = np.random.default_rng(0)
     rows = [rng.integers(3, 320, 4 + i).tolist() for i in range(6)]
@@ -48,10 +49,16 @@ def test_copies_of_the_mlp_are_the_dense_model(made: Path, name: str) -> None:
     torch.testing.assert_close(logits(made / name), logits(made / "dense"), atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("quantised", "plain"), [("moe_fp8_block", "fp8_block"), ("moe_fp8_channel", "fp8_channel")])
+@pytest.mark.parametrize(("quantised", "plain"), [(f"moe_{name}", name) for name in ("fp8_block", "fp8_channel", "int4")])
 def test_so_are_copies_of_the_quantised_mlp(made: Path, quantised: str, plain: str) -> None:
     torch.testing.assert_close(logits(made / quantised), logits(made / plain), atol=2e-4, rtol=1e-4)
     assert (logits(made / plain) - logits(made / "dense")).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["int4", "gptq", "awq"])
+def test_int4_models_are_near_the_dense_one(made: Path, name: str) -> None:
+    found, expected = logits(made / name), logits(made / "dense")
+    assert 1e-3 < (found - expected).norm() / expected.norm() < 0.6  # of unrelated logits it is 1.4
 
 
 def test_routers_differ_and_choose_different_experts(made: Path) -> None:

@@ -1,4 +1,4 @@
-"""A developer's tool: makes MoE, FP8 and MXFP4 models from a dense Llama-like model, and compares their outputs with its own.
+"""A developer's tool: makes MoE, FP8, INT4 and MXFP4 models from a dense Llama-like model, and compares their outputs.
 
     python -m tests.upcycle make smollm2-135m /tmp/made
     python -m tests.upcycle compare smollm2-135m /tmp/made/fp8_block prompts.parquet
@@ -7,9 +7,11 @@
 
 fp8_block         the dense model with its projections in FP8, one scale per block of 128 x 128
 fp8_channel       the dense model with its projections in FP8, one scale per row (compressed-tensors)
+int4, gptq, awq   the dense model with its projections in INT4, rounded to the nearest code of groups of 32: compressed-tensors,
+                  symmetric; GPTQ in act order and AWQ with zero points
 moe               a Mixtral whose experts are copies of the dense MLP, with a random router. The weights of a token's experts sum
                   to 1, so up to rounding it computes the same function as the dense model
-moe_fp8_block, moe_fp8_channel   moe in FP8
+moe_fp8_block, moe_fp8_channel, moe_int4   moe in FP8 and in INT4 of compressed-tensors
 gpt_oss           a gpt-oss with the same function up to rounding: attention sinks of weight 0, no sliding windows, a clamp that
                   no activation reaches, and an up bias of -1, because gpt-oss multiplies by up + 1. In bf16 rounding up - 1 loses
                   digits of up: compare in float32
@@ -45,9 +47,11 @@ from batchspec.model.hub import resolve_model
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.prepare import choose_device
+from tests.int4_layouts import Layout, of_awq, of_compressed_tensors, of_gptq
 
 Tensors = dict[str, Tensor]
 BLOCK, FP8_MAX = 128, 448.0
+PROJECTIONS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 SPLITS = {".w1": ".gate_proj", ".w3": ".up_proj", ".w2": ".down_proj"}
 """Mixtral's names of an expert's projections -> Llama's names of an MLP's."""
 FP8_BLOCK: dict[str, Any] = {
@@ -63,6 +67,11 @@ FP8_CHANNEL: dict[str, Any] = {
             "input_activations": {**_FLOAT8, "dynamic": True, "strategy": "token"},
         }
     },
+}
+INT4 = {
+    "int4": of_compressed_tensors(32, ignore=["lm_head", "re:.*gate$"]),
+    "gptq": of_gptq(32, sym=False, desc_act=True, dynamic={}),
+    "awq": of_awq(32, modules_to_not_convert=None),
 }
 MXFP4 = {
     "quant_method": "mxfp4",
@@ -91,9 +100,11 @@ def make(source: Path, out: Path, *, num_experts: int, top_k: int = 2) -> list[P
     made = [
         ("fp8_block", fp8(dense, fp8_block, "_scale_inv"), config | {"quantization_config": FP8_BLOCK}),
         ("fp8_channel", fp8(dense, fp8_channel, "_scale"), config | {"quantization_config": FP8_CHANNEL}),
+        *((name, int4(dense, layout), config | {"quantization_config": layout.config}) for name, layout in INT4.items()),
         ("moe", moe, moe_config),
         ("moe_fp8_block", fp8(moe, fp8_block, "_scale_inv"), moe_config | {"quantization_config": FP8_BLOCK}),
         ("moe_fp8_channel", fp8(moe, fp8_channel, "_scale"), moe_config | {"quantization_config": FP8_CHANNEL}),
+        ("moe_int4", int4(moe, INT4["int4"]), moe_config | {"quantization_config": INT4["int4"].config}),
         ("gpt_oss", oss, oss_config),
         ("gpt_oss_mxfp4", mxfp4(oss), oss_config | {"quantization_config": MXFP4}),
     ]
@@ -176,7 +187,7 @@ def fp8(tensors: Tensors, quantise: Callable[[Tensor], tuple[Tensor, Tensor]], s
     """Quantise every projection of the layers except routers to e4m3 and scales. suffix: of the scale's name, after `.weight`."""
     made: Tensors = {}
     for name, tensor in tensors.items():
-        if name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
+        if name.endswith(PROJECTIONS):
             made[name], made[f"{name}{suffix}"] = quantise(tensor.float())
         else:
             made[name] = tensor
@@ -196,6 +207,18 @@ def fp8_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight [N, K] -> e4m3 [N, K] and scales bf16 [N, 1]; the largest number of a row becomes 448."""
     scale = (weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / FP8_MAX).bfloat16()
     return (weight / scale.float()).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
+
+
+def int4(tensors: Tensors, layout: Layout) -> Tensors:
+    """Quantise every projection of the layers except routers to INT4 in this layout."""
+    made: Tensors = {}
+    for name, tensor in tensors.items():
+        if name.endswith(PROJECTIONS):
+            stored = layout.stored(layout.codes(tensor.float()))
+            made |= {f"{name.removesuffix('weight')}{key}": value for key, value in stored.items()}
+        else:
+            made[name] = tensor
+    return made
 
 
 def mxfp4(tensors: Tensors) -> Tensors:

@@ -13,11 +13,11 @@ from batchspec.draft.bound_head import BoundHead, HeadLayer, layer_gemms
 from batchspec.draft.frequent_tokens import FrequentTokens
 from batchspec.draft.output import DraftOutput
 from batchspec.kernels.drafting.eagle_head_input import eagle_head_input
-from batchspec.model.blocks.base import FLOATS, projections
 from batchspec.model.blocks.forward import Product
 from batchspec.model.blocks.layer import DecoderLayer
+from batchspec.model.checkpoint_part import formats_as_stored
 from batchspec.model.decoder import LayerWeights
-from batchspec.model.files import ModelFiles, StoredTensor
+from batchspec.model.files import ModelFiles
 from batchspec.model.fused import rms_norm
 from batchspec.model.fused_experts import tensors_of
 from batchspec.model.mtp import MtpSpec
@@ -138,21 +138,9 @@ def open_mtp(files: ModelFiles, spec: MtpSpec) -> MtpSpec:
     Raises CheckpointError for tensors of wrong names, shapes or dtypes.
     """
     stored = tensors_of(spec, files)
-    spec = _as_stored(spec, stored)
+    spec = replace(spec, formats=formats_as_stored(spec, stored))
     check_tensors(files.where, spec, stored)
     return spec
-
-
-def _as_stored(spec: MtpSpec, stored: Mapping[str, StoredTensor]) -> MtpSpec:
-    def is_plain(name: str) -> bool:
-        return f"{name}.weight" in stored and stored[f"{name}.weight"].dtype in FLOATS
-
-    plain: set[str] = set()
-    for prefix, block in spec.blocks():
-        plain |= {prefix + part.name for part in projections(block) if is_plain(prefix + part.name)}
-        plain |= {prefix + experts.name for experts in block.grouped if is_plain(prefix + experts.of(0).parts[0].name)}
-    formats = spec.formats
-    return replace(spec, formats=replace(formats, plain_modules=(*formats.plain_modules, *sorted(plain))))
 
 
 def load_mtp(folder: Path, shape: MtpShape, *, dtype: torch.dtype, device: torch.device) -> Mtp:

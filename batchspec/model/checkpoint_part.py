@@ -13,9 +13,12 @@ from typing import TypeVar
 
 import torch
 
-from batchspec.model.blocks.base import BlockSpec, Gemm, Shard, TensorSpec, projections
+from batchspec.model.blocks.base import FLOATS, BlockSpec, Gemm, Shard, TensorSpec, projections
+from batchspec.model.files import StoredTensor
 from batchspec.model.quant.base import Slices
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
+from batchspec.model.quant.grouped import expert_parts
+from batchspec.model.quant.plain import Plain
 
 Item = TypeVar("Item")
 
@@ -43,6 +46,14 @@ class CheckpointPart(ABC):
     def copies(self) -> dict[str, str]:
         """Tensors that the file may have besides these: each must be equal to the one that is named here."""
         return {}
+
+    def spares(self) -> Iterator[TensorSpec]:
+        """Tensors of zeros that the file may have besides these, and that are not used."""
+        for prefix, block in self.blocks():
+            grouped = (part for spec in block.grouped if not spec.stacked for _, _, part in expert_parts(spec))
+            for part in (*projections(block), *grouped):
+                for tensor in self.formats.of(prefix + part.name).spares(part):
+                    yield replace(tensor, name=prefix + tensor.name)
 
     @abstractmethod
     def slices_beside_blocks(self) -> Slices:
@@ -76,6 +87,22 @@ class CheckpointPart(ABC):
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Bytes in memory of the weights of all blocks; norms and biases are too few to count."""
         return sum(gemm.stored * self.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in self.gemms(1))
+
+
+def formats_as_stored(part: CheckpointPart, stored: Mapping[str, StoredTensor]) -> Formats:
+    """The formats of this part, where products that its file holds unquantised are plain, whatever quantization_config says.
+
+    stored  the tensors of its file, by the names that the blocks give them
+    """
+    formats, plain = part.formats, set()
+    for prefix, block in part.blocks():
+        modules = {own.name: own.name for own in projections(block)}
+        modules |= {experts.name: experts.of(0).parts[0].name for experts in block.grouped}
+        for module, first in modules.items():
+            weight = stored.get(f"{prefix}{first}.weight")
+            if weight is not None and weight.dtype in FLOATS and not isinstance(formats.of(prefix + first), Plain):
+                plain.add(prefix + module)
+    return replace(formats, plain_modules=(*formats.plain_modules, *sorted(plain)))
 
 
 def block_tensors(block: BlockSpec, prefix: str, formats: Formats = ALL_PLAIN) -> Iterator[TensorSpec]:

@@ -182,6 +182,14 @@ class ConfigReader:
             raise self._wrong(key, value, "a list of strings")
         return None if value is None else tuple(value)
 
+    def nested_texts(self, key: str) -> tuple[str, ...] | None:
+        """A list of strings, or of lists of strings, which are joined; None if it is missing."""
+        value = self._get(key)
+        lists = value if isinstance(value, list) and all(isinstance(item, list) for item in value) else [value]
+        if value is not None and not all(isinstance(own, list) and all(isinstance(x, str) for x in own) for own in lists):
+            raise self._wrong(key, value, "a list of strings, or of lists of strings")
+        return None if value is None else tuple(text for own in lists for text in own)
+
     def integers(self, key: str) -> tuple[int, ...] | None:
         """A list of integers; None where it is missing."""
         value, (low, high) = self._get(key), self._integers[key]

@@ -11,7 +11,7 @@ from batchspec.errors import CheckpointError
 from batchspec.model.files import StoredTensor
 from batchspec.model.fused_experts import separate_experts
 from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec
-from batchspec.model.weights import as_computed, check_tensors
+from batchspec.model.weights import as_computed, check_spares, check_tensors
 from batchspec.model.wrapped import of_text
 
 WHERE = "the tensors given"
@@ -41,6 +41,7 @@ class GivenWeights:
             for name, tensor in self._tensors.items()
         }
         check_tensors(WHERE, spec, stored)
+        check_spares(WHERE, spec, self._tensors, self._tensors.__getitem__)
         if spec.tie and OUTPUT in self._tensors and not torch.equal(self._tensors[OUTPUT], self._tensors[EMBEDDING]):
             raise CheckpointError(f"{WHERE}: lm_head.weight differs from the embedding although tie_word_embeddings is true")
 

@@ -7,7 +7,7 @@ it needs no more memory or time, and no other code knows of the adapter. Each ra
 matrices and keeps its part, so that the parts have the bits that one process computes.
 
 Adapters that cannot be merged are kept, and their part is added to the products of the model (`lora_products.py`): adapters of
-single rows, and those of weights in FP8 or MXFP4, because the sum would have to be rounded to that format.
+single rows, and those of weights in FP8, MXFP4 or INT4, because the sum would have to be rounded to that format.
 Source: Hu et al. 2021 (arXiv 2106.09685); rank-stabilised scale: Kalajdzievski 2023 (arXiv 2312.03732).
 """
 
@@ -31,6 +31,7 @@ from batchspec.model.config_values import has_folder, shown
 from batchspec.model.files import LocalFiles, StoredTensor, file_tensors, listed
 from batchspec.model.lora_shape import MAX_RANK
 from batchspec.model.quant.base import Weights
+from batchspec.model.quant.plain import Plain
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import OUTPUT, ModelSpec
 from batchspec.model.weights import taken
@@ -144,9 +145,8 @@ def adapted(source: Weights, adapter: Adapter | None, spec: ModelSpec) -> Weight
 
 
 def _merges(module: str, spec: ModelSpec) -> bool:
-    """Whether the adapter of this module can be merged: its weight is in a floating-point type, not FP8 or MXFP4."""
-    weight, *_ = spec.formats.of(module).tensors(Projection(module, 1, 1))
-    return module == _HEAD or weight.dtypes == FLOATS
+    """Whether the adapter of this module can be merged: its weight is in the model's dtype, not FP8, MXFP4 or INT4."""
+    return module == _HEAD or isinstance(spec.formats.of(module), Plain)
 
 
 def _check_kept(where: str, kept: Mapping[str, Delta]) -> None:
@@ -160,8 +160,8 @@ def _check_kept(where: str, kept: Mapping[str, Delta]) -> None:
         module, rank = next(iter(large.items()))
         raise CheckpointError(
             f"{where}: {module} has rank {rank}, above {MAX_RANK}, the limit of adapters that cannot be merged into the weights "
-            "(model.adapters, and any adapter of FP8 or MXFP4 weights); for one adapter of bf16 weights use model.adapter, or "
-            "merge it with PEFT"
+            "(model.adapters, and any adapter of FP8, MXFP4 or INT4 weights); for one adapter of bf16 weights use model.adapter, "
+            "or merge it with PEFT"
         )
 
 

@@ -80,11 +80,19 @@ def _fp8(*plain: str) -> dict[str, Any]:
     }
 
 
+_INT4: dict[str, Any] = {
+    "quantization_config": {
+        "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False, "checkpoint_format": "gptq"
+    }
+}
+"""As in Qwen's own INT4 checkpoints: all but the output matrix and routers in symmetric groups of 128."""
 SHAPES: dict[str, dict[str, Any]] = {
     "llama8b": _LLAMA_8B,
     "llama8b-fp8": _LLAMA_8B | _fp8(),
+    "llama8b-int4": _LLAMA_8B | _INT4,
     "llama70b": _LLAMA_70B,
     "llama70b-fp8": _LLAMA_70B | _fp8(),
+    "llama70b-int4": _LLAMA_70B | _INT4,
     "llama1b": {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "rope_theta": 500000.0, "tie_word_embeddings": True,
@@ -97,6 +105,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
     "qwen3-30b-a3b": _QWEN3_30B,
     "qwen3-30b-a3b-fp8": _QWEN3_30B | _fp8(),
+    "qwen3-30b-a3b-int4": _QWEN3_30B | _INT4,
     "qwen3-235b-a22b": _QWEN3_235B,
     "qwen3-235b-a22b-fp8": _QWEN3_235B | _fp8(),
     "minimax-m2-fp8": _MINIMAX_M2 | _fp8("block_sparse_moe.gate"),

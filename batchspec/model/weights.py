@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +15,13 @@ from torch import Tensor
 
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.base import FLOATS, TensorSpec
-from batchspec.model.checkpoint_part import CheckpointPart
+from batchspec.model.checkpoint_part import CheckpointPart, formats_as_stored
 from batchspec.model.config_values import shown
 from batchspec.model.files import LocalFiles, ModelFiles, StoredTensor, listed, weight_names
 from batchspec.model.fused_experts import EntrySlice, tensors_of
 from batchspec.model.kv_scales import SUFFIXES
 from batchspec.model.quant.base import Pieces, Slices
+from batchspec.model.quant.int4_format import Int4
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.weight_files import WeightFiles
@@ -29,6 +30,7 @@ from batchspec.process.load_progress import count_step
 
 Shapes = dict[str, tuple[int, ...]]
 _DUMMY_EXPONENTS = (118, 125)
+_PACKED_HEADS = ("lm_head.qweight", "lm_head.weight_packed")
 _EXPERTS = re.compile(r"\.experts\.(\d+\.)?")
 
 
@@ -48,8 +50,19 @@ def judge_model(files: ModelFiles) -> ModelSpec:
     Raises CheckpointError, in one line, for all that `load_spec`, `tensors_of` and `check_tensors` refuse.
     """
     spec = load_spec(files.folder)
-    check_tensors(files.where, spec, tensors_of(spec, files))
+    stored = tensors_of(spec, files)
+    spec = as_stored(spec, stored)
+    check_tensors(files.where, spec, stored)
     return spec if spec.mtp is None or tensors_of(spec.mtp, files) else replace(spec, mtp=None)
+
+
+def as_stored(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> ModelSpec:
+    """The model with the formats in which its files hold its products. stored: its tensors, by their plain names.
+
+    Only for INT4, whose tools leave out modules that quantization_config does not name, such as GPTQModel the gates of recurrent
+    layers. Those of FP8 name them all: there a plain weight is an error.
+    """
+    return replace(spec, formats=formats_as_stored(spec, stored)) if isinstance(spec.formats.quantised, Int4) else spec
 
 
 def check_tensors(where: str, part: CheckpointPart, stored: Mapping[str, StoredTensor]) -> None:
@@ -61,6 +74,8 @@ def check_tensors(where: str, part: CheckpointPart, stored: Mapping[str, StoredT
     for copy, name in part.copies().items():
         if copy in stored:
             expected[copy] = replace(expected[name], name=copy)
+    if stored.keys() - expected.keys():
+        expected |= {tensor.name: tensor for tensor in part.spares() if tensor.name in stored}
     ignored = ("rotary_emb.inv_freq", *SUFFIXES)
     unexpected = [name for name in stored.keys() - expected.keys() if not name.endswith(ignored)]
     if problems := misfits(expected.values(), stored, unexpected):
@@ -79,6 +94,8 @@ def misfits(expected: Iterable[TensorSpec], stored: Mapping[str, StoredTensor], 
     problems += _wrapper(missing, unexpected) + _other_experts(missing, unexpected)
     if any(name.startswith("block.0.") for name in unexpected):
         problems.append("names as in gpt-oss's folder original/: use the files of the folder above it")
+    if packed := sorted(name for name in unexpected if name in _PACKED_HEADS):
+        problems.append(f"{packed[0]}: a quantised output matrix is not supported: use a checkpoint that leaves it as it is")
     shapes = [
         f"{name} is {list(stored[name].shape)}, config.json says {list(by_name[name].shape)}"
         for name in common
@@ -128,6 +145,16 @@ def _other_experts(missing: Iterable[str], unexpected: Iterable[str]) -> list[st
     return []
 
 
+def check_spares(where: str, part: CheckpointPart, names: Collection[str], read: Callable[[str], Tensor]) -> None:
+    """Raises CheckpointError for a tensor that is not used and is not zero. read: the tensor of one of `names`."""
+    if any(name.endswith(".bias") for name in names):
+        for tensor in part.spares():
+            if tensor.name in names and bool(read(tensor.name).any()):
+                raise CheckpointError(
+                    f"{where}: {tensor.name} is not zero, and by config.json the model has no such bias; correct config.json"
+                )
+
+
 class Checkpoint:
     """A part of a checkpoint in the safetensors files of a folder, opened and checked; a context manager, since it holds them
     open.
@@ -156,6 +183,7 @@ class Checkpoint:
         with self._stack:
             self._files.update((name, self._open(folder / name)) for name in names)
             self._check_copies(whole)
+            check_spares(shown(self._folder), whole, self._stored, self._whole)
             if summed:
                 self._summing = Summing()
                 self._stack.callback(self._summing.close)
@@ -244,7 +272,10 @@ def _dtype_of(tensor: TensorSpec, model: torch.dtype) -> torch.dtype:
 def taken(tensor: Any, pieces: Pieces) -> Tensor:
     """The pieces of a tensor, or of one in a file; there is at least one."""
     found: list[Tensor] = [tensor[piece] for piece in pieces]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    if len(found) == 1:
+        return found[0]
+    differ = [dim for dim, own in enumerate(zip(*pieces, strict=True)) if any(other != own[0] for other in own)]
+    return torch.cat(found, *differ)
 
 
 def _of_entry(slices: Slices | None, name: str) -> tuple[slice, ...]:
@@ -259,9 +290,9 @@ class DummyWeights:
     """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms 1; FP8 weights N(0, 100^2), their scales 0.0002;
     parameters of a decay in the range of real ones, so that states stay small and keep what they were given for long.
 
-    The same in every run on one kind of device. MXFP4 weights are random bytes, and so are their scales, in a range that keeps
-    values small. What is kept wider than the model's dtype holds numbers of that dtype, as in most checkpoints. The ranks of a
-    model have parts of one noise: each makes all of it, one tensor at a time.
+    The same in every run on one kind of device. MXFP4 and INT4 weights are random bits; the scales of MXFP4 are too, in a range
+    that keeps values small. What is kept wider than the model's dtype holds numbers of that dtype, as in most checkpoints. The
+    ranks of a model have parts of one noise: each makes all of it, one tensor at a time.
     """
 
     def __init__(self, part: CheckpointPart, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -293,6 +324,8 @@ class DummyWeights:
         if tensor.dtypes == ("F8_E4M3",):
             values = torch.empty(shape, device=self.device).normal_(0.0, 100.0, generator=self._generator)
             return values.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
+        if tensor.dtypes == ("I32",):
+            return self._integers(tensor, shape)
         dtype = _dtype_of(tensor, self.dtype)
         if tensor.role in ("norm", "scale"):
             return torch.full(shape, tensor.typical, dtype=dtype, device=self.device)
@@ -300,3 +333,10 @@ class DummyWeights:
         if tensor.between is not None:
             return made.uniform_(*tensor.between, generator=self._generator).to(dtype)
         return made.normal_(0.0, 0.02, generator=self._generator).to(dtype)
+
+    def _integers(self, tensor: TensorSpec, shape: tuple[int, ...]) -> Tensor:
+        """Words of random bits, or an index."""
+        if tensor.role == "index" and tensor.between is None:
+            return torch.arange(*shape, dtype=torch.int32, device=self.device) // int(tensor.typical)
+        low, high = (-(2**31), 2**31) if tensor.between is None else (int(limit) for limit in tensor.between)
+        return torch.randint(low, high, shape, dtype=torch.int32, device=self.device, generator=self._generator)

@@ -9,9 +9,10 @@ or by arithmetic, whichever is slower:
 
 g runs over the products of all layers and the output matrix. W_g(T) bytes of the weights of g that are read, in their format; P_g
 weights of g with which a token is multiplied; flop_s_g the rate of their format: FP8 weights with quantised activations (W8A8)
-have their own; MXFP4 weights are unpacked and multiplied like plain ones. R rows, C_l keys of a row that layer l reads, T = R *
-tokens_per_row, kv bytes of K/V a token and layer, A query heads * head_dim, L layers. C_l is the row's context; in a layer with a
-window it is min(context, window + tokens_per_row - 1). S bytes of the states of a row in all recurrent layers: a round reads and
+have their own; MXFP4 weights are unpacked and multiplied like plain ones, and so are INT4 ones, whose dequantisation in plain
+torch is not counted. R rows, C_l keys of a row that layer l reads, T = R * tokens_per_row, kv bytes of K/V a token and layer, A
+query heads * head_dim, L layers. C_l is the row's context; in a layer with a window it is min(context, window + tokens_per_row -
+1). S bytes of the states of a row in all recurrent layers: a round reads and
 writes them once. In prefill these layers take the arithmetic of `GatedDeltaSpec.prefill_flop` for each token. LoRA adapters of
 rows add two products of their own to each product (`_adapters_s`).
 """

@@ -16,7 +16,7 @@ from batchspec.errors import ConfigError
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Floating-point dtypes in a file that can be converted to any model dtype, as safetensors calls them."""
 
-Role = Literal["weight", "bias", "norm", "scale", "table"]
+Role = Literal["weight", "bias", "norm", "scale", "table", "index"]
 
 Cut = Literal["columns", "rows"]
 """How tensor parallelism divides a product. columns (column parallel): each rank computes some of the outputs, so the rows of
@@ -86,9 +86,9 @@ class TensorSpec:
     others: tuple[tuple[int, ...], ...] = ()
     """Other shapes in which the file may hold the same values."""
     typical: float = 1.0
-    """Value of a scale among dummy weights."""
+    """Among dummy weights the value of a scale, or of an index how often each value comes, one after another."""
     between: tuple[float, float] | None = None
-    """Range of the values among dummy weights; None: they are as its role says."""
+    """Range of the values among dummy weights, of an index without the last; None: they are as its role says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from batchspec.model.blocks.base import GroupedSpec, Projection, Share, TensorSp
 from batchspec.model.blocks.forward import GroupedProduct, Product
 
 Pieces = tuple[tuple[slice, ...], ...]
-"""The part of a tensor that a rank holds: each piece has a slice per dimension, and they lie one after another along the first
-dimension. () is all of it."""
+"""The part of a tensor that a rank holds: each piece has a slice per dimension, and they lie one after another along the one
+dimension in which they differ. () is all of it."""
 Slices = dict[str, Pieces]
 """Name of a tensor -> the part that a rank holds. A bias that another rank adds is left out: the rank adds zeros."""
 
@@ -46,12 +46,19 @@ class WeightFormat(Protocol):
     def tensors(self, part: Projection) -> tuple[TensorSpec, ...]:
         """What a file holds for one projection: names, shapes and dtypes; the weight first, the bias last."""
 
+    def spares(self, part: Projection) -> tuple[TensorSpec, ...]:
+        """Tensors of zeros that a file may have besides these, and that are not used."""
+
     def nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
         """Bytes in memory of a weight [rows, k] of a model that computes in `dtype`."""
 
     @property
     def kept(self) -> str:
         """What is kept in memory in a form of its own, as in "MXFP4 experts"; empty if all is in the model's dtype."""
+
+    def in_one_order(self) -> WeightFormat:
+        """This format with sums in one order (decode.deterministic), in a model of bf16. Raises ConfigError if it has no such
+        products."""
 
     def for_kernels(self) -> WeightFormat:
         """This format with weights kept in memory as its kernels for plain activations read them; itself if it has none."""

@@ -1,4 +1,4 @@
-"""quant_method compressed-tensors: FP8 weights with one scale per row, per tensor or per block of 128 x 128.
+"""quant_method compressed-tensors: FP8 weights with one scale per row, per tensor or per block of 128 x 128, or INT4 weights.
 
 `config_groups` must hold one group: one scheme for all Linear layers except those in `ignore`. It may hold no scheme at all if
 the checkpoint has plain weights and only scales of an FP8 K/V cache (`kv_cache_scheme`), which `kv_scales.py` reads.
@@ -8,15 +8,18 @@ Source: https://github.com/vllm-project/compressed-tensors (quantization/quant_a
 from __future__ import annotations
 
 from batchspec.model.config_values import ConfigReader
+from batchspec.model.quant import pack_quantized
+from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.formats import ALL_PLAIN, Formats, checked_pattern
 from batchspec.model.quant.fp8 import Fp8, Scales
 from batchspec.model.quant.fp8_products import BLOCK, Activations
 from batchspec.model.wrapped import plain_name
 
 _OF_GROUP = ("weights", "input_activations", "output_activations")
-_FORMATS = ("float-quantized", "naive-quantized")
+_FP8_FORMATS = ("float-quantized", "naive-quantized")
 _SCALES: dict[str, Scales] = {"channel": "row", "tensor": "tensor", "block": "block"}
 _PATTERN = "re:"
+_INTEGERS = {"num_bits": (1, 64), "group_size": (-1, 2**20), "block_structure": (1, 2**20)}
 
 
 def read_compressed_tensors(config: ConfigReader) -> Formats | str:
@@ -38,11 +41,20 @@ def read_compressed_tensors(config: ConfigReader) -> Formats | str:
     group = groups.part(names[0])
     if group.texts("targets") != ("Linear",):
         return f"compressed-tensors with {group.shown('targets')}"
-    if config.text("format") not in _FORMATS:
-        return f"compressed-tensors {config.shown('format')}"
+    of_weights = group if group.given("format") else config
+    form = of_weights.text("format")
+    if form not in (*_FP8_FORMATS, pack_quantized.FORMAT):
+        return f"compressed-tensors {of_weights.shown('format')}"
     if group.given("output_activations"):
         return f"compressed-tensors with {group.shown('output_activations')}"
-    scheme = _scheme(group.part("weights"), group.part("input_activations") if group.given("input_activations") else None)
+    weights, inputs = group.part("weights").ranged(_INTEGERS), group.part("input_activations").ranged(_INTEGERS)
+    scheme: WeightFormat | str
+    if form == pack_quantized.FORMAT:
+        if group.given("input_activations"):
+            return f"compressed-tensors {form} with {group.shown('input_activations')}"
+        scheme = pack_quantized.read_scheme(weights)
+    else:
+        scheme = _fp8_scheme(weights, inputs if group.given("input_activations") else None)
     if isinstance(scheme, str):
         return scheme
     ignored = config.texts("ignore") or ()
@@ -52,8 +64,7 @@ def read_compressed_tensors(config: ConfigReader) -> Formats | str:
     return Formats(scheme, tuple(plain_name(name) for name in ignored if not name.startswith(_PATTERN)), patterns)
 
 
-def _scheme(weights: ConfigReader, inputs: ConfigReader | None) -> Fp8 | str:
-    weights = weights.ranged({"num_bits": (1, 64), "group_size": (-1, 2**20), "block_structure": (1, 2**20)})
+def _fp8_scheme(weights: ConfigReader, inputs: ConfigReader | None) -> Fp8 | str:
     strategy = weights.text("strategy")
     if not _is_fp8(weights) or weights.flag("dynamic") or strategy not in _SCALES:
         return f"compressed-tensors with weights of {_shown(weights)}"
@@ -71,7 +82,6 @@ def _is_fp8(part: ConfigReader) -> bool:
 
 def _activations(inputs: ConfigReader) -> Activations | None:
     """How the checkpoint says that activations are quantised; None: in a way that is not supported."""
-    inputs = inputs.ranged({"num_bits": (1, 64), "group_size": (-1, 2**20)})
     strategy, dynamic = inputs.text("strategy", "tensor"), inputs.differs("dynamic", None, False)
     if not _is_fp8(inputs):
         return None

@@ -15,7 +15,7 @@ from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.ordered import ORDERED
-from batchspec.model.quant.plain import PLAIN
+from batchspec.model.quant.plain import PLAIN, Plain
 from batchspec.model.wrapped import names_in_files
 from batchspec.tuning.policy import has_fast_experts
 
@@ -79,10 +79,14 @@ class Formats:
         own = self.of(name)
         return isinstance(own, Fp8) and own.quantises
 
+    def multiplies_plain(self, name: str) -> bool:
+        """Whether the projection with this name is a product of weights in the model's dtype."""
+        own = self.of(name)
+        return isinstance(own, Plain) or (isinstance(own, Fp8) and not own.quantises)
+
     def in_one_order(self) -> Formats:
         """These formats with sums in one order. Raises ConfigError if products that are not plain have no such kernels."""
-        own = self.quantised
-        return replace(self, ordered=True, quantised=own.in_one_order() if isinstance(own, Fp8) else own)
+        return replace(self, ordered=True, quantised=self.quantised.in_one_order())
 
     def with_fp8_activations(self) -> Formats:
         """These formats with activations quantised as the checkpoint says.

@@ -147,6 +147,9 @@ class SeparateExperts(ABC):
     def matrix(self, weights: Weights, name: str) -> Tensor:
         """The weight [N, K] of the projection with this name, in any floating-point dtype."""
 
+    def spares(self, part: Projection) -> tuple[TensorSpec, ...]:
+        return ()
+
     def grouped_tensors(self, spec: GroupedSpec) -> tuple[TensorSpec, ...]:
         return tuple(tensor for _, _, part in expert_parts(spec) for tensor in self.tensors(part))
 

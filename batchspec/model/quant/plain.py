@@ -62,6 +62,9 @@ class Plain(SeparateExperts):
     def for_kernels(self) -> Plain:
         return self
 
+    def in_one_order(self) -> Plain:
+        return self
+
     def nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
         return rows * k * dtype.itemsize
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from batchspec.model.config_values import ConfigReader
+from batchspec.model.quant.awq import read_awq
 from batchspec.model.quant.compressed_tensors import read_compressed_tensors
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.fp8_block import read_fp8
+from batchspec.model.quant.gptq import read_gptq
 from batchspec.model.quant.modelopt import read_modelopt
 from batchspec.model.quant.mxfp4 import read_mxfp4
 
@@ -16,12 +18,14 @@ READERS: dict[str, Callable[[ConfigReader], Formats | str]] = {
     "compressed-tensors": read_compressed_tensors,
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
+    "gptq": read_gptq,
+    "awq": read_awq,
 }
 """quant_method -> the function that reads its `quantization_config`. It returns formats, or a text that names what of the
 configuration is not supported."""
 _BUILT = (
-    "use a checkpoint in FP8 (e4m3 in blocks of 128 x 128, or of compressed-tensors or modelopt with a scale per row or tensor), "
-    "gpt-oss in MXFP4, or one that is not quantised"
+    "use FP8 (blocks of 128 x 128; compressed-tensors or modelopt by row or tensor), INT4 (compressed-tensors pack-quantized, "
+    "GPTQ, AWQ gemm), gpt-oss in MXFP4, or an unquantised checkpoint"
 )
 
 

@@ -1,0 +1,141 @@
+"""What the INT4 layouts of checkpoints have in common: bytes, loading, groups of columns, and cuts over ranks.
+
+Each layout (`pack_quantized.py`, `gptq.py`, `awq.py`) names its tensors and converts them to `Int4Weight`.
+
+Words hold 8 codes of a row or of a column, and zero points of 8 rows, so a rank's part of a weight has whole words. Its columns
+are whole groups; of act-order weights, whose groups have columns anywhere, each rank has the scales of all groups.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from batchspec.errors import CheckpointError, ConfigError
+from batchspec.kernels.common.int4 import CODES, Int4Weight, dequantise
+from batchspec.model.blocks.base import GroupedSpec, Projection, Share
+from batchspec.model.blocks.forward import GroupedProduct, Product
+from batchspec.model.quant.base import Pieces, Weights, joined_bias, shard_matrix
+from batchspec.model.quant.grouped import SeparateExperts, expert_biases, expert_parts
+from batchspec.model.quant.int4 import Int4Experts, Int4Linear, StackedInt4
+
+TYPICAL_SCALE = 4e-3
+"""Of dummy weights: their standard deviation is then 0.02."""
+_SCALE_BYTES = 2  # fp16 or bf16 in published checkpoints
+
+
+@dataclass(frozen=True, slots=True)
+class Int4(SeparateExperts):
+    """A layout of INT4 weights."""
+
+    group_size: int | None
+    """Number of columns that share a scale, a multiple of 8; None: all of a row."""
+    symmetric: bool
+    """Whether all zero points are 8."""
+    act_order: bool = False
+    """Whether the file says which group each column is in (`desc_act`, `actorder`)."""
+
+    @abstractmethod
+    def weight(self, weights: Weights, name: str) -> Int4Weight:
+        """Read the projection of this name. Raises CheckpointError for values that its layout does not allow."""
+
+    @property
+    def kept(self) -> str:
+        return "INT4 weights"
+
+    def for_kernels(self) -> Self:
+        return self
+
+    def in_one_order(self) -> Self:
+        raise ConfigError(
+            "decode.deterministic=true with INT4 weights is supported in float64 only: the library computes their products, in "
+            "no fixed order; remove it, or set model.dtype=float64"
+        )
+
+    def holds(self, spec: GroupedSpec) -> bool:
+        return not spec.stacked  # quantisers convert modules, but stacked experts are parameters
+
+    def nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
+        """Without the groups of act-order weights, 4 bytes a column."""
+        return rows * (k // 2 + self.num_groups(k) * (_SCALE_BYTES + (not self.symmetric)))
+
+    def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
+        parts = [self.weight(weights, name) for name in names]
+        return Int4Linear(parts, joined_bias(weights, names) if bias else None)
+
+    def matrix(self, weights: Weights, name: str) -> Tensor:
+        return dequantise(self.weight(weights, name), weights.dtype)
+
+    def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedProduct:
+        stacked: StackedInt4 | None = None
+        for expert, place, part in expert_parts(spec):
+            own = self.weight(weights, part.name)
+            stacked = StackedInt4(spec, own, act_order=self.act_order) if stacked is None else stacked
+            stacked.put(expert, place, part.name, own)
+        assert stacked is not None
+        return Int4Experts(stacked, expert_biases(weights, spec))
+
+    def num_groups(self, k: int) -> int:
+        return 1 if self.group_size is None else -(-k // self.group_size)
+
+    def check(self, part: Projection, *, packs_rows: bool, whole_groups: bool = True) -> None:
+        """Raises CheckpointError for sizes that the layout cannot hold.
+
+        packs_rows    words hold codes, or zero points, of 8 rows
+        whole_groups  the last group may not have fewer columns
+        """
+        divisor = CODES if self.group_size is None or not whole_groups else self.group_size
+        for what, size, unit in (("inputs", part.k, divisor), ("outputs", part.rows, CODES if packs_rows else 1)):
+            if size % unit:
+                raise CheckpointError(
+                    f"{part.name}: {size} {what} are no multiple of {unit}, so that it cannot be in INT4 as quantization_config "
+                    "says; use a checkpoint that names it as not quantised, or one in another format"
+                )
+
+    @property
+    def block(self) -> int:
+        return CODES if self.group_size is None or self.act_order else lcm(CODES, self.group_size)
+
+    def cut(self, part: Projection, share: Share, *, packs_rows: bool) -> Pieces:
+        """The pieces of the weight [N, K] that a rank holds. Raises ConfigError if that divides a word or a group."""
+        of_rows = CODES if packs_rows else 1
+        return shard_matrix(part, share, block=of_rows if share.cut == "columns" else self.block)
+
+    def groups_in(self, columns: slice, k: int) -> slice:
+        """The groups of a part of the k columns."""
+        if self.group_size is None or self.act_order:
+            return slice(0, self.num_groups(k))
+        return slice(columns.start // self.group_size, -(-columns.stop // self.group_size))
+
+    def groups_of(self, index: Tensor, num_groups: int, name: str) -> Tensor | None:
+        """The groups of columns as `Int4Weight` has them, from a tensor of this name.
+
+        index       [K] the group of each column of the part that this process holds
+        num_groups  that it holds
+        Raises CheckpointError for a group that is not there and, unless in act order, for columns that are not in order.
+        Synchronises on a GPU.
+        """
+        in_order = torch.arange(len(index), device=index.device) // (self.group_size or len(index))
+        if not self.act_order:
+            if torch.equal((index - index[0]).long(), in_order):
+                return None
+            raise CheckpointError(
+                f"{name} does not divide the columns in order, and by quantization_config it does (desc_act=false); correct it"
+            )
+        low, high = (int(value) for value in index.aminmax())
+        if low < 0 or high >= num_groups:
+            raise CheckpointError(
+                f"{name} names groups {low} .. {high}, and there are {num_groups}; download the file again, or quantise again"
+            )
+        return None if torch.equal(index.long(), in_order) else index.int()
+
+
+def in_words(own: slice) -> slice:
+    """The words of a range of codes that begins with a word."""
+    return slice(own.start // CODES, -(-own.stop // CODES))

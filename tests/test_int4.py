@@ -1,0 +1,211 @@
+"""INT4 weights: words, dequantisation, products; the layouts of checkpoints against their packages and against another packer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from batchspec.errors import CheckpointError
+from batchspec.kernels.common.int4 import Int4Weight, dequantise, pack, unpack
+from batchspec.model.blocks.base import GroupedSpec, Projection
+from batchspec.model.quant.awq import Awq
+from batchspec.model.quant.gptq import Gptq
+from batchspec.model.quant.int4 import Int4Linear, joined, rows_of
+from batchspec.model.quant.int4_format import Int4
+from batchspec.model.quant.pack_quantized import PackQuantized
+from batchspec.model.spec import read_spec
+from batchspec.model.weights import DummyWeights
+from tests.int4_layouts import LAYOUTS, Layout, of_awq, of_compressed_tensors, of_gptq
+from tests.int4_samples import CASES, FILE
+from tests.moe_models import tiny_config, tiny_spec
+
+CPU = torch.device("cpu")
+
+
+class Stored:
+    """The tensors of a projection p, or of others by their full names."""
+
+    dtype, device = torch.float64, CPU
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = {name if "." in name else f"p.{name}": tensor for name, tensor in tensors.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[name].to(self.dtype)
+
+    def stored(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def entry(self, name: str, index: int) -> Tensor:
+        return self._tensors[name][index]
+
+
+def format_of(layout: Layout) -> Int4:
+    config = tiny_config("llama", hidden_size=64, intermediate_size=128, quantization_config=layout.config)
+    found = read_spec(config, "config.json").formats.quantised
+    assert isinstance(found, Int4)
+    return found
+
+
+# --- words and numbers
+
+
+def test_the_low_bits_of_a_word_are_the_lowest_column() -> None:
+    words = torch.tensor([[0x76543210, -0x01234568]], dtype=torch.int32)  # 0x76543210, 0xFEDCBA98
+    assert unpack(words).tolist() == [list(range(16))]
+    assert torch.equal(pack(unpack(words)), words)
+
+
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2**31))
+def test_words_hold_any_codes(rows: int, count: int, seed: int) -> None:
+    codes = torch.randint(0, 16, (rows, 8 * count), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    words = pack(codes)
+    assert (words.dtype, words.shape) == (torch.int32, (rows, count))
+    assert torch.equal(unpack(words), codes)
+    assert torch.equal(unpack(words.t()), unpack(words.t().contiguous()))
+
+
+def random_weight(
+    rows: int, k: int, group_size: int, *, zeros: bool, groups: bool, dtype: torch.dtype = torch.float16
+) -> Int4Weight:
+    count = -(-k // group_size)
+    index = torch.randint(0, count, (k,), dtype=torch.int32) if groups else None
+    z = torch.randint(0, 16, (rows, count), dtype=torch.uint8) if zeros else None
+    words = pack(torch.randint(0, 16, (rows, k), dtype=torch.uint8))
+    return Int4Weight(words, (torch.rand(rows, count) + 0.01).to(dtype), z, group_size, index)
+
+
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("k", "group_size"), [(96, 32), (200, 64), (40, 40), (24, 128)])
+def test_each_number_is_that_of_the_definition_rounded_once(k: int, group_size: int, zeros: bool, groups: bool) -> None:
+    """Of fp16 and bf16 scales fp32 holds every number exactly; the last group may be short."""
+    for dtype in (torch.float16, torch.bfloat16):
+        weight = random_weight(5, k, group_size, zeros=zeros, groups=groups, dtype=dtype)
+        codes, expected = unpack(weight.words), torch.empty(5, k, dtype=torch.float64)
+        for n in range(5):
+            for i in range(k):
+                g = i // group_size if weight.groups is None else int(weight.groups[i])
+                z = 8 if weight.zeros is None else int(weight.zeros[n, g])
+                expected[n, i] = (int(codes[n, i]) - z) * float(weight.scales[n, g])
+        assert torch.equal(dequantise(weight, torch.float64), expected)
+        assert torch.equal(dequantise(weight, torch.float32).double(), expected)
+        assert torch.equal(dequantise(weight, torch.bfloat16), expected.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_product_is_that_of_the_dequantised_rows_of_all_parts(groups: bool, dtype: torch.dtype) -> None:
+    parts = [random_weight(rows, 96, 32, zeros=True, groups=groups) for rows in (24, 8, 40)]
+    x, bias = torch.randn(7, 96, dtype=dtype), torch.randn(72, dtype=dtype)
+    product = Int4Linear(parts, bias)
+    assert len(product.weights) == (3 if groups else 1)  # parts with groups of their own are not one matrix
+    matrix = torch.cat([dequantise(part, dtype) for part in parts])
+    assert torch.equal(product(x), torch.nn.functional.linear(x, matrix, bias))
+    assert product(x).dtype is dtype
+    gate, up = product(x).chunk(2, -1)
+    torch.testing.assert_close(product.swiglu(x, None), torch.nn.functional.silu(gate) * up)
+    torch.testing.assert_close(product.rows_from(29)(x, None), product(x)[:, 29:])
+
+
+def test_parts_of_one_division_of_the_columns_are_one_weight() -> None:
+    one, other = (random_weight(8, 64, 32, zeros=False, groups=True) for _ in range(2))
+    same = Int4Weight(other.words, other.scales, None, 32, one.groups)
+    assert len(joined([one, same])) == 1
+    assert len(joined([one, other])) == 2
+    assert len(joined([one, random_weight(8, 64, 32, zeros=False, groups=False)])) == 2
+    (whole,) = joined([one, same])
+    assert [part.num_rows for part in rows_of([whole, other], slice(5, 20))] == [11, 4]
+    assert torch.equal(dequantise(whole, torch.float64), torch.cat([dequantise(x, torch.float64) for x in (one, same)]))
+
+
+# --- layouts
+
+
+def sample_format(name: str) -> Int4:
+    kind, _, rest = name.partition(" ")
+    group_size, symmetric = CASES.get(rest, (32, False))
+    own_size, act_order = None if group_size == -1 else group_size, rest == "in act order"
+    if kind == "pack-quantized":
+        return PackQuantized(own_size, symmetric)
+    return Awq(own_size, symmetric) if kind == "awq" else Gptq(own_size, symmetric, act_order, minus_one=kind == "gptq")
+
+
+SAMPLES = sorted({name.partition("/")[0] for name in load_file(FILE)})
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_what_the_packages_packed_is_what_they_dequantise_it_to(name: str) -> None:
+    """compressed-tensors 0.20 in bf16 and GPTQModel 7.7 in fp16, to the bit; zero points of 0 and 15 are among them."""
+    own = {key.partition("/")[2]: value for key, value in load_file(FILE).items() if key.startswith(f"{name}/")}
+    expected, layout = own.pop("expected"), sample_format(name)
+    specs = {tensor.name.removeprefix("p."): tensor for tensor in layout.tensors(Projection("p", *expected.shape))}
+    assert {key: tuple(value.shape) for key, value in own.items()} == {key: tensor.shape for key, tensor in specs.items()}
+    weight = layout.weight(Stored(own), "p")
+    assert (weight.groups is not None) == ("act order" in name)
+    assert (weight.zeros is None) == layout.symmetric
+    assert torch.equal(dequantise(weight, expected.dtype), expected)
+
+
+@pytest.mark.parametrize(("rows", "k"), [(24, 192), (8, 64), (2104, 320)])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_is_read_as_it_was_packed(name: str, rows: int, k: int) -> None:
+    """Rows of more than one piece of a conversion too."""
+    layout = LAYOUTS[name]
+    if layout.group_size > k and layout.pack is not LAYOUTS["gptq, rows"].pack:
+        pytest.skip("no whole group")
+    codes = layout.codes(torch.randn(rows, k, generator=torch.Generator().manual_seed(0)))
+    found = format_of(layout)
+    stored = layout.stored(codes)
+    shapes = {tensor.name.removeprefix("p."): tensor.shape for tensor in found.tensors(Projection("p", rows, k))}
+    assert {key: tuple(value.shape) for key, value in stored.items()} == shapes
+    weight = found.weight(Stored(stored), "p")
+    assert torch.equal(dequantise(weight, torch.float64), codes.matrix())
+    held = weight.words.nbytes + weight.scales.nbytes + (0 if weight.zeros is None else weight.zeros.nbytes)
+    assert held == found.nbytes(rows, k, torch.bfloat16) == found.expert_nbytes(rows, k, torch.bfloat16)
+    assert weight.words.is_contiguous()
+    assert weight.scales.dtype is layout.dtype
+
+
+def test_symmetric_gptq_has_zero_points_of_8_whatever_is_stored() -> None:
+    layout = of_gptq(32)
+    codes = layout.codes(torch.randn(16, 64))
+    stored = layout.stored(codes)
+    stored["qzeros"] = torch.randint(-(2**31), 2**31, stored["qzeros"].shape, dtype=torch.int32)
+    assert torch.equal(dequantise(format_of(layout).weight(Stored(stored), "p"), torch.float64), codes.matrix())
+
+
+def test_an_index_of_minus_ones_means_columns_in_order() -> None:
+    """What compressed-tensors registers for `actorder: group` before it is calibrated."""
+    layout = of_compressed_tensors(32, actorder="group")
+    codes = of_compressed_tensors(32).codes(torch.randn(16, 64))
+    stored = {**layout.stored(codes), "weight_g_idx": torch.full((64,), -1, dtype=torch.int32)}
+    weight = format_of(layout).weight(Stored(stored), "p")
+    assert weight.groups is None
+    assert torch.equal(dequantise(weight, torch.float64), codes.matrix())
+
+
+def test_experts_with_scales_of_two_dtypes_are_refused() -> None:
+    layout, spec = of_awq(32), GroupedSpec(name="e", parts=("up",), num_experts=2, part_rows=8, k=32)
+    stored = {
+        f"e.{i}.up.{key}": value
+        for i in range(2)
+        for key, value in layout.stored(layout.codes(torch.randn(8, 32))).items()
+    }
+    stored["e.1.up.scales"] = stored["e.1.up.scales"].bfloat16()
+    said = r"e\.1\.up: its scales are torch\.bfloat16, and those of other experts torch\.float16"
+    with pytest.raises(CheckpointError, match=said):
+        format_of(layout).load_grouped(Stored(stored), spec)
+
+
+@pytest.mark.parametrize("layout", [of_gptq(32, desc_act=True), of_gptq(32), of_awq(32), of_compressed_tensors(32)])
+def test_dummy_weights_have_the_usual_size_and_valid_groups(layout: Layout) -> None:
+    spec = tiny_spec("llama", hidden_size=64, intermediate_size=96, head_dim=16, quantization_config=layout.config)
+    weights = DummyWeights(spec, dtype=torch.bfloat16, device=CPU)
+    found = format_of(layout).weight(weights, "model.layers.0.mlp.down_proj")
+    assert (found.groups is not None) == layout.act_order
+    assert 0.01 < float(dequantise(found, torch.float32).std()) < 0.04
