@@ -19,7 +19,6 @@ from batchspec.cache.layout import KVLayout, LayerKV
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.output import DraftOutput
 from batchspec.model.blocks.base import Gemm
-from batchspec.model.blocks.forward import Product
 from batchspec.model.blocks.layer import DecoderLayer, LayerSpec
 from batchspec.model.decoder import PagedAttend, PagedStore, ResidualStream
 from batchspec.model.rope import Rope
@@ -107,19 +106,11 @@ class Place:
     """int64 [T] where their K/V are written; 0 for those of dead rows"""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadLayer:
-    """A decoder layer of a head, and the part of its first product that computes K and V."""
-
-    decoder: DecoderLayer
-    kv: Product
-
-
 class BoundHead(ABC):
     """A head bound to a target."""
 
     def __init__(
-        self, target: Target, layers: Sequence[HeadLayer], norm: Tensor, eps: float, output: DraftOutput,
+        self, target: Target, layers: Sequence[DecoderLayer], norm: Tensor, eps: float, output: DraftOutput,
         ranks: Collectives | None,
     ) -> None:
         """
@@ -128,7 +119,8 @@ class BoundHead(ABC):
         """
         self.output = output
         self._target, self._layers, self._norm, self._eps, self._ranks = target, layers, norm, eps, ranks
-        self._has_experts = any(layer.decoder.num_experts_read is not None for layer in layers)
+        self._kv = [layer.attention.kv for layer in layers]
+        self._has_experts = any(layer.num_experts_read is not None for layer in layers)
 
     @abstractmethod
     def features(self, aux_hidden_states: Tensor) -> Tensor:
@@ -160,12 +152,11 @@ class BoundHead(ABC):
 
     def queries(self, index: int, normed: Tensor, at: Place, kv: LayerKV) -> Tensor:
         """The first half of `layer`: queries [T, ...] for `finish`, and K/V of all T tokens in their pages."""
-        return self._layers[index].decoder.attention.queries_of(normed, _store(at, kv))
+        return self._layers[index].attention.queries_of(normed, _store(at, kv))
 
     def keep(self, index: int, normed: Tensor, at: Place, kv: LayerKV) -> None:
         """Write K/V of all T tokens and nothing else: for tokens whose hidden states after layer `index` are not used."""
-        layer = self._layers[index]
-        layer.decoder.attention.queries_of(normed, _store(at, kv), layer.kv)
+        self._layers[index].attention.queries_of(normed, _store(at, kv), self._kv[index])
 
     def finish(
         self, index: int, q: Tensor, residual: Tensor, attend: PagedAttend, slots: Tensor, out: Tensor | None = None
@@ -174,8 +165,8 @@ class BoundHead(ABC):
         if it is given."""
         live = self._target.live_tokens(slots) if self._has_experts else None
         stream = ResidualStream(residual, live, self._ranks)
-        self._layers[index].decoder.finish(q, stream, attend, add_in_product=False)  # the norm that follows is the head's
-        following = self._layers[index + 1].decoder.attention.norm if index + 1 < len(self._layers) else self._norm
+        self._layers[index].finish(q, stream, attend, add_in_product=False)  # the norm that follows is the head's
+        following = self._layers[index + 1].attention.norm if index + 1 < len(self._layers) else self._norm
         return stream.normed(following, self._eps, out=out)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchspec.draft.bound_head import BoundHead, HeadLayer, layer_gemms
+from batchspec.draft.bound_head import BoundHead, layer_gemms
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.head_tensors import HIDDEN_NORM, fc_product, head_layers, head_prefix
 from batchspec.draft.output import DraftOutput
@@ -19,7 +19,6 @@ from batchspec.kernels.drafting.eagle_head_input import eagle_head_input
 from batchspec.kernels.norm_rope.norm import rms_norm as tap_norm
 from batchspec.model.blocks.base import Gemm, GroupedSpec, ProductSpec
 from batchspec.model.blocks.forward import GroupedProduct
-from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.fused import rms_norm
 from batchspec.model.products import gemm_products
 from batchspec.model.quant.plain import Linear
@@ -40,26 +39,16 @@ class Head:
         return EagleHead(self, target, argmax=argmax)
 
 
-def _layer(spec: LayerSpec, head: Head, index: int) -> HeadLayer:
-    source = _HeadWeights(head.tensors, head_prefix(index))
-    decoder, attention = spec.build(source), spec.attention
-    weight, bias = source.fused[attention.qkv]
-    first = attention.inner_size
-    return HeadLayer(decoder, Linear(weight[first:], None if bias is None else bias[first:]))  # on a GPU rows, not a copy
-
-
 class _HeadWeights:
     """A BlockSource: a layer's weights among those of a head, which are not quantised."""
 
     def __init__(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
         self._tensors, self._prefix = tensors, prefix
-        self.fused: dict[ProductSpec, tuple[Tensor, Tensor | None]] = {}
 
     def product(self, spec: ProductSpec) -> Linear:
         names = [self._prefix + part.name for part in spec.parts]
         weight = torch.cat([self._tensors[f"{name}.weight"] for name in names])
-        self.fused[spec] = weight, torch.cat([self._tensors[f"{name}.bias"] for name in names]) if spec.bias else None
-        return Linear(*self.fused[spec])
+        return Linear(weight, torch.cat([self._tensors[f"{name}.bias"] for name in names]) if spec.bias else None)
 
     def vector(self, name: str) -> Tensor:
         return self._tensors[self._prefix + name]
@@ -78,7 +67,7 @@ class EagleHead(BoundHead):
             target, tensors.get("lm_head.weight"), head.map_ids, draft_vocab_size=spec.draft_vocab_size, part=spec.draft_part,
             ranks=ranks, argmax=argmax,
         )
-        layers = [_layer(layer, head, i) for i, layer in enumerate(head_layers(spec))]
+        layers = [layer.build(_HeadWeights(tensors, head_prefix(i))) for i, layer in enumerate(head_layers(spec))]
         super().__init__(target, layers, tensors["norm.weight"], spec.rms_eps, output, ranks)
         self.spec = spec
         self._fc = None if spec.final_hidden else Linear(tensors["fc.weight"], tensors.get("fc.bias"))
@@ -108,7 +97,7 @@ class EagleHead(BoundHead):
         size = self.spec.hidden_size
         normed = hidden.new_empty(hidden.shape[0], 2 * size)
         eagle_head_input(
-            tokens, hidden, self._embedding, self._layers[0].decoder.attention.norm, self._hidden_norm, self._eps,
+            tokens, hidden, self._embedding, self._layers[0].attention.norm, self._hidden_norm, self._eps,
             out=normed, row_ids=row_ids, positions=positions,
         )
         return normed, normed[:, size:] if self.spec.norm_before_residual else hidden

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from batchspec.draft.bound_head import BoundHead, HeadLayer, layer_gemms
+from batchspec.draft.bound_head import BoundHead, layer_gemms
 from batchspec.draft.frequent_tokens import FrequentTokens
 from batchspec.draft.output import DraftOutput
 from batchspec.kernels.drafting.eagle_head_input import eagle_head_input
@@ -92,8 +92,7 @@ class MtpHead(BoundHead):
         size = target.spec.vocab_size if map_ids is None else len(map_ids)
         part = tokens_of(target.spec.shard, size)
         output = DraftOutput(target, matrix, map_ids, draft_vocab_size=size, part=part, ranks=ranks, argmax=argmax)
-        layer = HeadLayer(mtp.layer, mtp.layer.attention.kv)
-        super().__init__(target, [layer], mtp.norms[join.out_norm], join.eps, output, ranks)
+        super().__init__(target, [mtp.layer], mtp.norms[join.out_norm], join.eps, output, ranks)
         self._fc, self._input_norm = mtp.fc, mtp.layer.attention.norm
         self._embedding_norm, self._hidden_norm = mtp.norms[join.embedding_norm], mtp.norms[join.hidden_norm]
 

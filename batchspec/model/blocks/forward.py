@@ -34,7 +34,7 @@ class Product(ABC):
         """The parts' outputs, concatenated [T, rows]; in training one tensor per part."""
 
     def rows_from(self, first: int) -> Product:
-        """The product of its rows from `first` on, without copies of weights."""
+        """The product of its rows from `first` on. On a GPU without copies of weights."""
         return _RowsFrom(self, first)
 
     def swiglu(self, x: Tensor, lora: LoraTokens | None) -> Tensor:

@@ -120,9 +120,8 @@ class Linear(Product):
         return F.linear(x, self._weight, self._bias) if tile is None else kernels.linear(x, self._weight, self._bias, tile=tile)
 
     def rows_from(self, first: int) -> Product:
-        if self._packed:
-            return super().rows_from(first)
-        return Linear(self._weight[first:], None if self._bias is None else self._bias[first:])
+        weight = self._weight.to_dense() if self._packed else self._weight
+        return Linear(weight[first:], None if self._bias is None else self._bias[first:])
 
     def tile(self, op: str, x: Tensor) -> Tile | None:
         """The tile with which the Triton kernel computes `op` (`batchspec.tuning`) on x; None: use the library's product."""
