@@ -23,7 +23,6 @@ from batchspec.heads.evaluate import Acceptance, acceptance
 from batchspec.heads.folder import HeadFolder
 from batchspec.heads.mtp_network import MtpNetwork
 from batchspec.heads.mtp_weights import plain, read_weights
-from batchspec.heads.output_matrix import output_rows
 from batchspec.heads.teacher import Teacher
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
@@ -117,7 +116,7 @@ def replayed(folder: Path, *, draft_len: int) -> Acceptance:
     spec = load_spec(folder / "model")
     assert spec.mtp is not None
     target = Target.load(folder / "model", spec, dtype=torch.float32, device=CPU)
-    network = MtpNetwork(spec.mtp, spec.rope, output_rows(target))
+    network = MtpNetwork(spec.mtp, spec.rope, target.output_rows(torch.arange(spec.vocab_size)))
     with Checkpoint(folder / "tuned", spec.mtp, dtype=torch.float32, device=CPU) as weights:
         read_weights(network, spec.mtp, weights)
     rows = read_rows(open_source(InputConfig(path=str(folder / "out"))), vocab_size=spec.vocab_size, max_len=64)

@@ -8,6 +8,7 @@ Source: Zhao et al. 2025, FR-Spec (arXiv 2502.14856), which counts the tokens of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,10 +44,12 @@ class FrequentTokens:
     def choose(self) -> NDArray[np.int32]:
         """[count] the most frequent tokens, ascending; the lower ids among equals."""
         self._next_update = max(FIRST_UPDATE, 2 * self._counted)
-        return np.concatenate([self._most_frequent(part) for part in self._parts])
+        return np.concatenate([self._chosen_of(part) for part in self._parts])
 
-    def _most_frequent(self, part: range) -> NDArray[np.int32]:
-        ids = np.arange(part.start, part.stop)
-        rank = self._counts[ids] * len(self._counts) - ids
-        chosen = np.argpartition(rank, len(ids) - self._each)[len(ids) - self._each :]
-        return np.sort(ids[chosen]).astype(np.int32)
+    def _chosen_of(self, part: range) -> NDArray[np.int32]:
+        return (part.start + most_frequent(self._counts[part.start : part.stop], self._each)).astype(np.int32)
+
+
+def most_frequent(counts: NDArray[Any], count: int) -> NDArray[np.int64]:
+    """[min(count, len(counts))] the places of the largest counts, ascending; the lower places among equals."""
+    return np.sort(np.argsort(-counts, kind="stable")[:count])

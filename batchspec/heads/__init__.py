@@ -9,7 +9,7 @@ training.py    what it does
 trained_drafter.py  what differs between the kinds of drafters: eagle.py, EAGLE-3 heads; mtp.py, MTP layers
 folder.py      the output folder
 data.py        completions as batches of rows
-teacher.py     the target's hidden states and distributions; output_matrix.py: its output matrix
+teacher.py     the target's hidden states and distributions; first_norm.py: the final norm that random weights begin with
 draft_network.py  a drafter as trainable network: network.py, an EAGLE-3 head; mtp_network.py, an MTP layer
 layer.py       their decoder layers; attend.py, experts.py, fused.py: parts of these
 head.py        shape and initial weights of a head; save.py: a trained head as a checkpoint

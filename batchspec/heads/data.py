@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchspec.dataset.reader import Source
+from batchspec.draft.frequent_tokens import most_frequent
 from batchspec.errors import InputError
 from batchspec.records import Ids
 
@@ -98,8 +99,7 @@ def frequent_ids(rows: list[Row], *, vocab_size: int, count: int, keep: tuple[in
     the lower id."""
     counts = np.bincount(np.concatenate([row.ids[row.prompt_len :] for row in rows]), minlength=vocab_size).astype(np.float64)
     counts[[i for i in keep if i < vocab_size]] = np.inf
-    chosen: Numbers = np.sort(np.argsort(-counts, kind="stable")[: min(count, vocab_size)])
-    return chosen
+    return most_frequent(counts, count)
 
 
 def unused_id(rows: list[Row], vocab_size: int) -> int:

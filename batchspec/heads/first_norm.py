@@ -1,4 +1,4 @@
-"""The target's output matrix, from which a head begins and with which an MTP layer drafts."""
+"""The final norm with which a head or an MTP layer begins that has random weights."""
 
 from __future__ import annotations
 
@@ -7,21 +7,8 @@ from torch import Tensor
 
 from batchspec.model.target import Target
 
-_UNITS, _ROWS = 256, 1 << 14
-"""Number of columns, and of rows, that are computed at once."""
-
-
-def output_rows(target: Target, ids: Tensor | None = None) -> Tensor:
-    """The rows [V', H] of these tokens int64 [V'], or of all, on the CPU in the target's dtype. They are computed as logits of
-    unit vectors, so that any weight format works."""
-    units = torch.eye(target.spec.hidden_size, dtype=target.dtype, device=target.device)
-    chosen = None if ids is None else ids.to(target.device)
-    parts = []
-    for unit in units.split(_UNITS):
-        logits = target.logits(unit)
-        columns = (logits if chosen is None else logits.index_select(1, chosen)).t()
-        parts.append(columns.to("cpu", target.dtype))
-    return torch.cat(parts, 1).clone()
+_ROWS = 1 << 14
+"""Number of rows that are multiplied at once."""
 
 
 def norm_of_random_states(target: Target, rows: Tensor) -> Tensor:

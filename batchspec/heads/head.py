@@ -14,8 +14,8 @@ from batchspec.draft.head import Head
 from batchspec.draft.weights import default_aux_layers, dummy_spec, load_head
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.heads.data import Numbers
+from batchspec.heads.first_norm import norm_of_random_states
 from batchspec.heads.network import HeadNetwork, network_of
-from batchspec.heads.output_matrix import norm_of_random_states, output_rows
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 
@@ -53,7 +53,7 @@ def new_network(spec: HeadSpec, target: Target, draft_vocab_ids: Tensor, *, seed
     for a target in fp64."""
     network, dtype = _random_network(spec, target, seed=seed), torch.promote_types(target.dtype, torch.float32)
     with torch.no_grad():
-        rows = output_rows(target, draft_vocab_ids).to(dtype)
+        rows = target.output_rows(draft_vocab_ids.to(target.device)).to("cpu", dtype)
         network.lm_head.weight.copy_(rows)
         network.norm.weight.copy_(norm_of_random_states(target, rows))
     return network.to(target.device)

@@ -11,9 +11,9 @@ from batchspec.draft.mtp_head import open_mtp
 from batchspec.errors import ConfigError
 from batchspec.heads.data import Row
 from batchspec.heads.draft_network import DraftNetwork
+from batchspec.heads.first_norm import norm_of_random_states
 from batchspec.heads.mtp_network import MtpNetwork
 from batchspec.heads.mtp_weights import draw_weights, plain, read_weights, save_mtp
-from batchspec.heads.output_matrix import norm_of_random_states, output_rows
 from batchspec.heads.teacher import Teacher
 from batchspec.heads.trained_drafter import TrainedDrafter, dtype_of_inputs
 from batchspec.model.files import ModelFiles
@@ -59,7 +59,8 @@ class MtpLayer(TrainedDrafter):
 
     def network(self, target: Target, rows: list[Row]) -> MtpNetwork:
         dtype = torch.promote_types(target.dtype, torch.float32)
-        matrix = (target.embedding if target.spec.tie else output_rows(target)).to(target.device, dtype_of_inputs(target))
+        every = torch.arange(target.spec.vocab_size, device=target.device)
+        matrix = (target.embedding if target.spec.tie else target.output_rows(every)).to(dtype_of_inputs(target))
         network = MtpNetwork(self._mtp, target.spec.rope, matrix).to(dtype)
         if self._start is None:
             draw_weights(network, norm_of_random_states(target, matrix), seed=self._run.train.seed)

@@ -257,7 +257,7 @@ class Target:
         self._head.greedy(hidden, out_ids=out, vocab=vocab, flag_nonfinite=flag_nonfinite, allowed=allowed)
         return out
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not in inference mode: training multiplies by them
     def output_rows(self, ids: Tensor) -> Tensor:
         """[n, H] a copy of the rows of the output matrix for ids int64 [n], on a rank counted from the first of
         `spec.vocab_part`."""
