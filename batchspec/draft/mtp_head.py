@@ -17,7 +17,7 @@ from batchspec.model.blocks.forward import Product
 from batchspec.model.blocks.layer import DecoderLayer
 from batchspec.model.checkpoint_part import formats_as_stored
 from batchspec.model.decoder import LayerWeights
-from batchspec.model.files import ModelFiles
+from batchspec.model.files import ModelFiles, stored_tensors
 from batchspec.model.fused import rms_norm
 from batchspec.model.fused_experts import tensors_of
 from batchspec.model.mtp import MtpSpec
@@ -136,7 +136,7 @@ def open_mtp(files: ModelFiles, spec: MtpSpec) -> MtpSpec:
     Products that are stored unquantised are plain, whatever the model's quantization_config says of them.
     Raises CheckpointError for tensors of wrong names, shapes or dtypes.
     """
-    stored = tensors_of(spec, files)
+    stored = tensors_of(spec, files.where, stored_tensors(files))
     spec = replace(spec, formats=formats_as_stored(spec, stored))
     check_tensors(files.where, spec, stored)
     return spec

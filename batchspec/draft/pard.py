@@ -32,12 +32,11 @@ from batchspec.draft.window import WindowDrafter
 from batchspec.errors import ConfigError
 from batchspec.kernels.rounds.prepare_verify_inputs import prepare_verify_inputs
 from batchspec.model.config_values import ConfigReader, read_json, shown
-from batchspec.model.fused_experts import tensors_of
 from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.model.weight_files import weight_files
-from batchspec.model.weights import as_stored, check_tensors
+from batchspec.model.weights import judge_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,9 +197,7 @@ def _open(config: RunConfig, target: ModelSpec) -> PardSpec:
     if pard.model.is_recurrent:
         raise ConfigError(f"draft.path={path}: {pard.model.family} has recurrent layers; PARD drafts with attention alone")
     if config.model.load_format != "dummy":
-        stored = tensors_of(pard.model, files)
-        pard = replace(pard, model=as_stored(pard.model, stored))
-        check_tensors(files.where, pard.model, stored)
+        pard = replace(pard, model=judge_model(files))
     if config.draft.parallel is True and pard.mask_token_id is None:
         raise ConfigError(
             f"draft.parallel=true, but {path} names no mask token (pard_token): it drafts a chain; use draft.parallel=auto"

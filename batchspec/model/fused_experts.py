@@ -18,7 +18,7 @@ from torch import Tensor
 
 from batchspec.model.blocks.base import GroupedSpec
 from batchspec.model.checkpoint_part import CheckpointPart
-from batchspec.model.files import Entry, ModelFiles, StoredTensor, stored_tensors
+from batchspec.model.files import Entry, StoredTensor
 from batchspec.model.quant.fp8_products import BLOCK
 
 _SCALE = "_scale_inv"
@@ -58,17 +58,17 @@ def _fits(grouped: GroupedSpec, ending: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 3 and shape[0] == grouped.num_experts and shape[1] % parts == 0 and not shared_block
 
 
-def tensors_of(part: CheckpointPart, files: ModelFiles) -> dict[str, StoredTensor]:
-    """The tensors of a part of a checkpoint by the names that its blocks give them, from the headers of its files.
+def tensors_of(part: CheckpointPart, where: str, items: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of a part of a checkpoint by the names that its blocks give them.
 
-    Raises CheckpointError as `stored_tensors` and `CheckpointPart.own`.
+    items  all tensors of the checkpoint: `stored_tensors`
+    Raises CheckpointError as `CheckpointPart.own`.
     """
 
     def cut(whole: StoredTensor, own: Entry) -> StoredTensor:
         return replace(whole, shape=(own.rows.stop - own.rows.start, whole.shape[2]), entry=own)
 
-    items = part.own(files.where, stored_tensors(files))
-    return separate_experts(part.complete, items, lambda tensor: tensor.shape, cut)
+    return separate_experts(part.complete, part.own(where, items), lambda tensor: tensor.shape, cut)
 
 
 class EntrySlice:

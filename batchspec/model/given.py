@@ -10,8 +10,8 @@ from torch import Tensor
 from batchspec.errors import CheckpointError
 from batchspec.model.files import StoredTensor
 from batchspec.model.fused_experts import separate_experts
-from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec
-from batchspec.model.weights import as_computed, check_spares, check_tensors
+from batchspec.model.spec import ModelSpec
+from batchspec.model.weights import as_computed, check_copies, check_spares, check_tensors
 from batchspec.model.wrapped import of_text
 
 WHERE = "the tensors given"
@@ -42,8 +42,7 @@ class GivenWeights:
         }
         check_tensors(WHERE, spec, stored)
         check_spares(WHERE, spec, self._tensors, self._tensors.__getitem__)
-        if spec.tie and OUTPUT in self._tensors and not torch.equal(self._tensors[OUTPUT], self._tensors[EMBEDDING]):
-            raise CheckpointError(f"{WHERE}: lm_head.weight differs from the embedding although tie_word_embeddings is true")
+        check_copies(WHERE, spec, self._tensors, self._tensors.__getitem__)
 
     def tensor(self, name: str) -> Tensor:
         return as_computed(self._specs[name], self.stored(name), self.dtype)

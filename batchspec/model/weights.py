@@ -17,7 +17,7 @@ from batchspec.errors import CheckpointError
 from batchspec.model.blocks.base import FLOATS, TensorSpec
 from batchspec.model.checkpoint_part import CheckpointPart, formats_as_stored
 from batchspec.model.config_values import shown
-from batchspec.model.files import LocalFiles, ModelFiles, StoredTensor, listed, weight_names
+from batchspec.model.files import LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
 from batchspec.model.fused_experts import EntrySlice, tensors_of
 from batchspec.model.kv_scales import SUFFIXES
 from batchspec.model.quant.base import Pieces, Slices
@@ -47,13 +47,14 @@ def judge_model(files: ModelFiles) -> ModelSpec:
     """The shape of a model whose weights a run would load: config.json and the headers of the weight files, no weight read.
 
     Its `mtp` is None if the files have no tensor of that layer, as those that transformers saves.
-    Raises CheckpointError, in one line, for all that `load_spec`, `tensors_of` and `check_tensors` refuse.
+    Raises CheckpointError, in one line, for all that `load_spec`, `stored_tensors` and `check_tensors` refuse.
     """
     spec = load_spec(files.folder)
-    stored = tensors_of(spec, files)
+    items = stored_tensors(files)
+    stored = tensors_of(spec, files.where, items)
     spec = as_stored(spec, stored)
     check_tensors(files.where, spec, stored)
-    return spec if spec.mtp is None or tensors_of(spec.mtp, files) else replace(spec, mtp=None)
+    return spec if spec.mtp is None or spec.mtp.own(files.where, items) else replace(spec, mtp=None)
 
 
 def as_stored(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> ModelSpec:
@@ -145,6 +146,13 @@ def _other_experts(missing: Iterable[str], unexpected: Iterable[str]) -> list[st
     return []
 
 
+def check_copies(where: str, part: CheckpointPart, names: Collection[str], read: Callable[[str], Tensor]) -> None:
+    """Raises CheckpointError for an output matrix that should be the embedding and is not. read: the tensor of one of `names`."""
+    for copy, name in part.copies().items():
+        if copy in names and not torch.equal(read(copy), read(name)):
+            raise CheckpointError(f"{where}: {copy} differs from the embedding although tie_word_embeddings is true")
+
+
 def check_spares(where: str, part: CheckpointPart, names: Collection[str], read: Callable[[str], Tensor]) -> None:
     """Raises CheckpointError for a tensor that is not used and is not zero. read: the tensor of one of `names`."""
     if any(name.endswith(".bias") for name in names):
@@ -175,14 +183,14 @@ class Checkpoint:
         self._slices, whole = slices_of(part), part.complete
         self._specs = {tensor.name: tensor for tensor in whole.tensors()}
         files = LocalFiles(folder)
-        self._stored = tensors_of(whole, files)
+        self._stored = tensors_of(whole, files.where, stored_tensors(files))
         check_tensors(files.where, whole, self._stored)
         names = weight_names(files)
         self._paths = WeightFiles(tuple(folder / name for name in names))
         self._state = self._paths.state
         with self._stack:
             self._files.update((name, self._open(folder / name)) for name in names)
-            self._check_copies(whole)
+            check_copies(shown(self._folder), whole, self._stored, self._whole)
             check_spares(shown(self._folder), whole, self._stored, self._whole)
             if summed:
                 self._summing = Summing()
@@ -249,13 +257,6 @@ class Checkpoint:
             return self._stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{shown(path)}: cannot be read as safetensors ({error}); download the file again") from None
-
-    def _check_copies(self, whole: CheckpointPart) -> None:
-        for copy, name in whole.copies().items():
-            if copy in self._stored and not torch.equal(self._whole(copy), self._whole(name)):
-                raise CheckpointError(
-                    f"{shown(self._folder)}: {copy} differs from the embedding although tie_word_embeddings is true"
-                )
 
 
 def as_computed(spec: TensorSpec, tensor: Tensor, model: torch.dtype) -> Tensor:
