@@ -19,7 +19,8 @@ from batchspec.model.quant.formats import ALL_PLAIN
 from batchspec.model.quant.fp8_block import FP8_BLOCK
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
 from batchspec.model.target import Target
-from batchspec.model.weights import Checkpoint, check_tensors, judge_model
+from batchspec.model.weight_checks import check_tensors
+from batchspec.model.weights import Checkpoint, judge_model
 from batchspec.model.wrapped import model_tensors, names_in_files, plain_name
 from tests.models import make_wrapped
 from tests.test_lora import make_adapter

@@ -26,7 +26,8 @@ from batchspec.model.quant.base import Weights
 from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec, tokens_of
 from batchspec.model.target import Target
-from batchspec.model.weights import Checkpoint, DummyWeights, check_tensors
+from batchspec.model.weight_checks import check_tensors
+from batchspec.model.weights import Checkpoint, DummyWeights
 from batchspec.tuning.table import Product as TunedProduct
 
 

@@ -17,7 +17,7 @@ from batchspec.errors import CheckpointError
 from batchspec.model.config_values import has_folder, shown
 from batchspec.model.files import LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
 from batchspec.model.spec import ModelSpec
-from batchspec.model.weights import misfits
+from batchspec.model.weight_checks import misfits
 
 _TABLES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.uint8, "U8": torch.uint8}
 _IGNORED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")

@@ -9,7 +9,8 @@ From config to weights:
   shapes.py             configs of known models by name, to measure and tune without a checkpoint
   unread_keys.py        keys of config.json that nothing reads; generation_config.py: recommended sampling
   files.py              the files of a checkpoint; weight_files.py: digests of them; hub.py, packaged.py: where they come from
-  weights.py            tensors, checked before one is read; given.py: tensors in memory; from_gguf.py: a GGUF file
+  weight_checks.py      names, shapes and dtypes of tensors, before one is read
+  weights.py            the tensors; given.py: tensors in memory; from_gguf.py: a GGUF file
   wrapped.py            names of the language model in a checkpoint that reads images too
   fused_experts.py      experts that a file holds in one tensor
   weight_sums.py        sha256 of every tensor

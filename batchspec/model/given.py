@@ -11,7 +11,8 @@ from batchspec.errors import CheckpointError
 from batchspec.model.files import StoredTensor
 from batchspec.model.fused_experts import separate_experts
 from batchspec.model.spec import ModelSpec
-from batchspec.model.weights import as_computed, check_copies, check_spares, check_tensors
+from batchspec.model.weight_checks import check_copies, check_spares, check_tensors
+from batchspec.model.weights import as_computed
 from batchspec.model.wrapped import of_text
 
 WHERE = "the tensors given"

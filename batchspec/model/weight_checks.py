@@ -1,0 +1,116 @@
+"""The tensors of a file against those that a part of a checkpoint must have, before one byte of a weight is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from batchspec.errors import CheckpointError
+from batchspec.model.blocks.base import FLOATS, TensorSpec
+from batchspec.model.checkpoint_part import CheckpointPart
+from batchspec.model.files import StoredTensor, listed
+from batchspec.model.kv_scales import SUFFIXES
+
+_PACKED_HEADS = ("lm_head.qweight", "lm_head.weight_packed")
+_EXPERTS = re.compile(r"\.experts\.(\d+\.)?")
+
+
+def check_tensors(where: str, part: CheckpointPart, stored: Mapping[str, StoredTensor]) -> None:
+    """Names, shapes and dtypes of tensors against those that this part of a checkpoint must have. stored: by those names.
+
+    Raises CheckpointError, in one line: how many are missing, unexpected, misshapen and of a wrong dtype, the first ones by name.
+    """
+    expected = {tensor.name: tensor for tensor in part.tensors()}
+    for copy, name in part.copies().items():
+        if copy in stored:
+            expected[copy] = replace(expected[name], name=copy)
+    if stored.keys() - expected.keys():
+        expected |= {tensor.name: tensor for tensor in part.spares() if tensor.name in stored}
+    ignored = ("rotary_emb.inv_freq", *SUFFIXES)
+    unexpected = [name for name in stored.keys() - expected.keys() if not name.endswith(ignored)]
+    if problems := misfits(expected.values(), stored, unexpected):
+        raise CheckpointError(f"{where}: the weights do not fit config.json: {'; '.join(problems)}")
+
+
+def misfits(expected: Iterable[TensorSpec], stored: Mapping[str, StoredTensor], unexpected: Collection[str]) -> list[str]:
+    """What is missing, unexpected, of another shape or of a dtype that is not read."""
+    by_name = {tensor.name: tensor for tensor in expected}
+    missing, common = sorted(by_name.keys() - stored.keys()), sorted(by_name.keys() & stored.keys())
+    problems = [
+        f"{len(names)} {title} tensors: {listed(sorted(names))}"
+        for title, names in (("missing", missing), ("unexpected", unexpected))
+        if names
+    ]
+    problems += _wrapper(missing, unexpected) + _other_experts(missing, unexpected)
+    if any(name.startswith("block.0.") for name in unexpected):
+        problems.append("names as in gpt-oss's folder original/: use the files of the folder above it")
+    if packed := sorted(name for name in unexpected if name in _PACKED_HEADS):
+        problems.append(f"{packed[0]}: a quantised output matrix is not supported: use a checkpoint that leaves it as it is")
+    shapes = [
+        f"{name} is {list(stored[name].shape)}, config.json says {list(by_name[name].shape)}"
+        for name in common
+        if stored[name].shape not in (by_name[name].shape, *by_name[name].others)
+    ]
+    floats = [name for name in common if by_name[name].dtypes == FLOATS and stored[name].dtype not in FLOATS]
+    others = [
+        f"{name} is {stored[name].dtype}, it must be {' or '.join(by_name[name].dtypes)}"
+        for name in common
+        if by_name[name].dtypes != FLOATS and stored[name].dtype not in by_name[name].dtypes
+    ]
+    if shapes:
+        problems.append(listed(shapes))
+    if floats:
+        found = listed([f"{name} is {stored[name].dtype}" for name in floats])
+        problems.append(f"{found}: {', '.join(FLOATS)} are supported, quantized weights are not")
+    if others:
+        problems.append(listed(others))
+    return problems
+
+
+def _wrapper(missing: Sequence[str], unexpected: Collection[str]) -> list[str]:
+    """A problem if a missing tensor is in the file with a prefix before its name, else none."""
+    for name in missing[:1]:
+        tail = name.removeprefix("model.")
+        for other in sorted(unexpected):
+            if other.endswith(tail) and other.removesuffix(tail)[-1:] in ("", "."):
+                return [
+                    f"{listed([other])} is there instead of {name}: saved from inside a wrapper (torch.compile, a multimodal "
+                    "model, PEFT); save the language model itself"
+                ]
+    return []
+
+
+def _other_experts(missing: Iterable[str], unexpected: Iterable[str]) -> list[str]:
+    """A problem if a file has the experts of a layer in one tensor, but they are read one by one, or the reverse; else none."""
+    asked, found = (
+        {bool(match[1]) for name in names if (match := _EXPERTS.search(name))} for names in (missing, unexpected)
+    )
+    ways = ("in one tensor", "one by one")
+    if len(asked) == len(found) == 1 and asked != found:
+        (own,), (other,) = asked, found
+        return [
+            f"the file holds the experts of a layer {ways[other]}, but in this family they are supported only {ways[own]}, as "
+            "transformers saves them: use a checkpoint of that form"
+        ]
+    return []
+
+
+def check_copies(where: str, part: CheckpointPart, names: Collection[str], read: Callable[[str], Tensor]) -> None:
+    """Raises CheckpointError for an output matrix that should be the embedding and is not. read: the tensor of one of `names`."""
+    for copy, name in part.copies().items():
+        if copy in names and not torch.equal(read(copy), read(name)):
+            raise CheckpointError(f"{where}: {copy} differs from the embedding although tie_word_embeddings is true")
+
+
+def check_spares(where: str, part: CheckpointPart, names: Collection[str], read: Callable[[str], Tensor]) -> None:
+    """Raises CheckpointError for a tensor that is not used and is not zero. read: the tensor of one of `names`."""
+    if any(name.endswith(".bias") for name in names):
+        for tensor in part.spares():
+            if tensor.name in names and bool(read(tensor.name).any()):
+                raise CheckpointError(
+                    f"{where}: {tensor.name} is not zero, and by config.json the model has no such bias; correct config.json"
+                )
