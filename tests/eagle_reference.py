@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.batch.flat_batch import FlatBatch
-from batchspec.cache.groups import KVGroups
-from batchspec.cache.pages import KVCache
 from batchspec.model.target import Target
+from tests.engines import one_pass
 
 
 @dataclass(frozen=True)
@@ -118,20 +116,7 @@ def run_head(
 
 def target_taps(target: Target, ids: Sequence[int], taps: tuple[int, ...]) -> Tensor:
     """[len(ids), len(taps) * H] of the residual stream, computed from the first token in one pass."""
-    count, spec, device = len(ids), target.spec, target.device
-    cache = KVCache.allocate(
-        spec.layer_states(target.dtype, count), groups=KVGroups.single(spec.num_layers), num_pages=(2,), device=device
-    )
-
-    def ints(values: object) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    positions = torch.arange(count, device=device)
-    batch = FlatBatch(
-        token_ids=ints(list(ids)), row_ids=ints([0] * count), positions=positions, slot_mapping=positions + count,
-        cu_seqlens_q=ints([0, count]), kv_len=ints([count]), page_table=ints([[1]]), max_q=count, max_kv=count,
-    )
-    _, found = target.forward(batch, cache, taps)
+    _, found = one_pass(target, ids, taps)
     assert found is not None
     return found.cpu().clone()
 

@@ -120,31 +120,29 @@ def decode(ids: Sequence[int]) -> str:
     return "".join(chr(65 + i) for i in ids)
 
 
-def full_logits(target: Target, ids: Sequence[int]) -> Tensor:
-    """Logits [V] after `ids`, computed anew from the first token in one pass, with a cache of its own."""
-    count = len(ids)
-    spec = target.spec
+def one_pass(target: Target, ids: Sequence[int], taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+    """Hidden states [len(ids), H] after the final norm, and at the boundaries `taps` [len(ids), len(taps) * H] or None: computed
+    from the first token in one pass, with a cache of its own."""
+    count, spec, device = len(ids), target.spec, target.device
     cache = KVCache.allocate(
-        spec.layer_states(target.dtype, count), groups=KVGroups.single(spec.num_kv_layers), num_pages=(2,), device=DEVICE,
+        spec.layer_states(target.dtype, count), groups=KVGroups.single(spec.num_kv_layers), num_pages=(2,), device=device,
         scales=target.kv_scales,
     )
 
     def ints(values: object) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+        return torch.tensor(values, dtype=torch.int32, device=device)
 
-    positions = torch.arange(count, device=DEVICE)
+    positions = torch.arange(count, device=device)
     batch = FlatBatch(
-        token_ids=ints(ids),
-        row_ids=ints([0] * count),
-        positions=positions,
-        slot_mapping=positions + count,
-        cu_seqlens_q=ints([0, count]),
-        kv_len=ints([count]),
-        page_table=ints([[1]]),
-        max_q=count,
-        max_kv=count,
+        token_ids=ints(list(ids)), row_ids=ints([0] * count), positions=positions, slot_mapping=positions + count,
+        cu_seqlens_q=ints([0, count]), kv_len=ints([count]), page_table=ints([[1]]), max_q=count, max_kv=count,
     )
-    hidden, _ = target.forward(batch, cache)
+    return target.forward(batch, cache, taps)
+
+
+def full_logits(target: Target, ids: Sequence[int]) -> Tensor:
+    """Logits [V] after `ids`."""
+    hidden, _ = one_pass(target, ids)
     return target.logits(hidden[-1:])[0].cpu()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from batchspec.heads.draft_network import DraftNetwork
+from batchspec.heads.objective import draft_loss
+from batchspec.heads.teacher import TrainingBatch
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from tests.eagle_reference import Design, run_head, target_taps
@@ -197,3 +201,20 @@ def tiny_design(spec: ModelSpec, **changes: Any) -> Design:
         "taps": (0, 1, 2),
     }
     return Design(**(values | changes))
+
+
+def check_gradients_of_bf16_products(network: DraftNetwork, wide: TrainingBatch, *, ahead: int, share: float) -> None:
+    """Gradients of fp32 weights by bf16 products differ from those by fp32 ones by less than this share of their norm."""
+    narrow = replace(wide, embedded=wide.embedded.bfloat16(), features=wide.features.bfloat16())
+    gradients = []
+    for given, enabled in ((wide, False), (narrow, True)):
+        network.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            draft_loss(network, given, ahead=ahead, decay=0.8)[0].backward()
+        gradients.append({name: weight.grad for name, weight in network.named_parameters()})
+    for name, exact in gradients[0].items():
+        found = gradients[1][name]
+        assert exact is not None
+        assert found is not None
+        assert found.dtype == torch.float32
+        assert float((found - exact).norm()) < share * float(exact.norm()), name

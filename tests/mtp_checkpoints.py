@@ -88,7 +88,7 @@ class Layout:
     family: str
     """model_type as transformers makes it, of the language model."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Keys of the language model beside SHAPE."""
+    """Keys of the language model, added to those of SHAPE."""
     experts: bool = False
     wrapper: str | None = None
     """model_type of the model of text and images around it; None: it is alone."""

@@ -21,10 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.batch.flat_batch import FlatBatch
-from batchspec.cache.groups import KVGroups
-from batchspec.cache.pages import KVCache
 from batchspec.model.target import Target
+from tests.engines import one_pass
 from tests.mtp_checkpoints import stored, text_config
 
 LAYER = "layers.0."
@@ -159,20 +157,7 @@ def _by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def target_hidden(target: Target, ids: Sequence[int]) -> Tensor:
     """[len(ids), H] the target's hidden states after its final norm, computed from the first token in one pass."""
-    count, spec, device = len(ids), target.spec, target.device
-    cache = KVCache.allocate(
-        spec.layer_states(target.dtype, count), groups=KVGroups.single(spec.num_kv_layers), num_pages=(2,), device=device
-    )
-
-    def ints(values: object) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    positions = torch.arange(count, device=device)
-    batch = FlatBatch(
-        token_ids=ints(list(ids)), row_ids=ints([0] * count), positions=positions, slot_mapping=positions + count,
-        cu_seqlens_q=ints([0, count]), kv_len=ints([count]), page_table=ints([[1]]), max_q=count, max_kv=count,
-    )
-    hidden, _ = target.forward(batch, cache)
+    hidden, _ = one_pass(target, ids)
     return hidden.cpu().clone()
 
 
@@ -195,6 +180,17 @@ def reference_drafts(
         tokens.append(choose(mtp.logits(out[-1]), tokens))
         fed = torch.cat((fed, out[-1:]))
     return tokens[len(ids) :]
+
+
+def forced_steps(mtp: Mtp, row: Tensor, hidden: Tensor, place: int, count: int) -> list[Tensor]:
+    """[H] of each of `count` draft steps after a place of a row, whose own tokens are drafted.
+
+    row int64 [n], which goes on for `count` tokens after the place; hidden [n, H]
+    """
+    fed = hidden[: place + 1]
+    for step in range(count):
+        fed = torch.cat((fed, mtp(row[1 : place + 2 + step], fed)[-1:]))
+    return list(fed[place + 1 :])
 
 
 class Rows:

@@ -16,8 +16,10 @@ from batchspec.kernels.gated_delta.convolve import convolve
 from batchspec.kernels.gated_delta.delta_steps import delta_steps
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState
 from batchspec.model.blocks import gated_delta
+from batchspec.model.blocks.base import PLAIN_NORM, NormForm
 from batchspec.model.blocks.gated_delta import GatedDeltaSpec
 from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.mtp import JoinSpec, MtpSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights
@@ -38,6 +40,12 @@ def hybrid_spec(window: int | None = None, **changes: Any) -> ModelSpec:
     last = replace(first, num_key_heads=3, num_value_heads=3, key_dim=4, value_dim=7, conv_width=3, interleaved=True)
     layers = (LayerSpec(first, attends.mlp), attends, LayerSpec(last, attends.mlp))
     return replace(plain, layers=layers)
+
+
+def mtp_of(spec: ModelSpec, norms: NormForm = PLAIN_NORM) -> MtpSpec:
+    """An MTP layer for this model: as its last layer that attends."""
+    join = JoinSpec(hidden_size=spec.hidden_size, eps=spec.rms_eps, norms=norms)
+    return MtpSpec(join=join, layer=spec.layers[spec.attention_layers[-1]], formats=spec.formats)
 
 
 class LoudNoise(DummyWeights):

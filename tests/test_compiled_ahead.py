@@ -17,7 +17,7 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.lookup import LookupDrafter
-from batchspec.draft.mtp_head import Mtp, MtpShape, dummy_mtp
+from batchspec.draft.mtp_head import MtpShape, dummy_mtp
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.loop.engine import Engine
@@ -27,12 +27,11 @@ from batchspec.engine.step import RoundShape, Segment
 from batchspec.kernels.common.dry_run import dry_run, is_dry
 from batchspec.kernels.gated_delta import chunk_products, convolve, delta_chunks, delta_steps, gated_norm
 from batchspec.model.blocks.base import NormForm
-from batchspec.model.mtp import JoinSpec, MtpSpec
 from batchspec.model.quant import plain
 from batchspec.model.target import Target
 from tests.engines import make_engine, packed
 from tests.moe_models import Strong, tiny_spec
-from tests.recurrent import LoudNoise, hybrid_spec
+from tests.recurrent import LoudNoise, hybrid_spec, mtp_of
 from tests.stand_in_gpu import stand_in_gpu
 from tests.test_expert_kernels import CASES, CPU, VOCAB, made
 
@@ -78,16 +77,10 @@ def drafter_of(name: str, target: Target) -> Drafter:
         case "lookup":
             return LookupDrafter(3, min_ngram=1, max_ngram=2)
         case "mtp":
-            return ChainDrafter(mtp_of(target), target, 3, slots=2)
+            shape = MtpShape.of(target.spec, mtp_of(target.spec, NormForm(offset=1.0, wide=True)))
+            return ChainDrafter(dummy_mtp(shape, dtype=target.dtype, device=CPU), target, 3, slots=2)
     head = dummy_head(dummy_spec(target.spec, draft_vocab_size=VOCAB), dtype=target.dtype, device=CPU)
     return ChainDrafter(head, target, 2, slots=2)
-
-
-def mtp_of(target: Target) -> Mtp:
-    spec = target.spec
-    join = JoinSpec(hidden_size=spec.hidden_size, eps=spec.rms_eps, norms=NormForm(offset=1.0, wide=True))
-    mtp = MtpSpec(join=join, layer=spec.layers[spec.attention_layers[-1]], formats=spec.formats)
-    return dummy_mtp(MtpShape.of(spec, mtp), dtype=target.dtype, device=CPU)
 
 
 def state(engine: Engine) -> dict[str, Tensor]:

@@ -16,10 +16,9 @@ from batchspec.draft.base import DrafterUpdate
 from batchspec.draft.frequent_tokens import FIRST_UPDATE, FrequentTokens
 from batchspec.draft.mtp import MtpDrafter
 from batchspec.draft.mtp_head import Mtp, MtpShape, dummy_mtp
-from batchspec.model.mtp import JoinSpec, MtpSpec
 from batchspec.model.target import Target
 from tests.engines import DEVICE, VOCAB, make_engine, packed, request
-from tests.recurrent import LoudNoise, hybrid_spec
+from tests.recurrent import LoudNoise, hybrid_spec, mtp_of
 
 COUNT = 12
 
@@ -62,8 +61,7 @@ def test_tokens_outside_the_vocabulary_are_not_counted() -> None:
 
 def hybrid_with_mtp() -> Target:
     spec = hybrid_spec()
-    join = JoinSpec(hidden_size=spec.hidden_size, eps=spec.rms_eps)
-    spec = replace(spec, mtp=MtpSpec(join=join, layer=spec.layers[1]))
+    spec = replace(spec, mtp=mtp_of(spec))
     return Target(spec, LoudNoise(spec, dtype=torch.float64, device=DEVICE), DEVICE)
 
 

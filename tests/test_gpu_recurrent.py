@@ -22,9 +22,9 @@ from batchspec.kernels.gated_delta.delta_steps import delta_steps
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState
 from batchspec.model.blocks.gated_delta import GatedDeltaSpec
 from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.mtp import JoinSpec, MtpSpec
 from batchspec.model.target import Target
 from tests.engines import make_engine, request
+from tests.recurrent import mtp_of
 from tests.test_gpu_engine import VOCAB, _Noise, alone, eagle, lookup, requests, run, shape, tokens, windowed_target
 
 GPU = torch.device("cuda")
@@ -54,9 +54,7 @@ def pard(max_len: int, slots: int) -> Drafter:
 
 def mtp(max_len: int, slots: int, vocabulary: FrequentTokens | None = None) -> Drafter:
     target = hybrid_target("cuda")
-    join = JoinSpec(hidden_size=target.spec.hidden_size, eps=target.spec.rms_eps)
-    own = MtpShape.of(target.spec, MtpSpec(join=join, layer=target.spec.layers[1]))
-    weights = dummy_mtp(own, dtype=torch.float32, device=GPU)
+    weights = dummy_mtp(MtpShape.of(target.spec, mtp_of(target.spec)), dtype=torch.float32, device=GPU)
     return MtpDrafter(replace(weights, vocabulary=vocabulary), target, max_len, slots=slots)
 
 

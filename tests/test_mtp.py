@@ -71,7 +71,7 @@ def test_drafts_are_those_of_the_definition(name: str, general: bool, model_of: 
     assert sum(one.stats.num_accepted for one in ran.done.values() if one.stats) > 20
     assert wrong_drafts(model, drafter.seen) == []
     assert num_drafted(drafter.seen) > 70
-    assert len({token for _, drafts in drafter.seen for token in drafts}) > VOCAB // 3, "the drafts hardly vary"
+    assert len({token for _, drafts in drafter.seen for token in drafts}) > VOCAB // 3, "too few different drafts"
 
 
 @pytest.mark.parametrize("max_len", range(1, 9))
@@ -152,7 +152,7 @@ def test_rows_that_an_earlier_run_began_are_drafted_from_all_of_their_tokens(mod
 def test_rounds_of_any_draft_length_leave_the_next_one_its_state(
     name: str, model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Among them rounds without drafts, of which some prepare none."""
+    """Some rounds draft nothing (K = 0), and some of these prepare no drafts for the next round."""
     model = model_of(name)
     drafter = drafter_of(model, 3, slots=3)
     leads: list[bool] = []

@@ -69,8 +69,8 @@ MOST = {
     "K/V of accepted positions not rewritten": 0.6, "tokens of the prompt not shifted by one": 0.6,
     "halves of fc exchanged": 0.2,
 }
-"""The largest share of drafts that may be accepted with each fault. Where only some K/V are wrong, the drafts that look at others
-stay right, and one in five or six of all is right by chance."""
+"""The largest share of drafts that may be accepted with each fault. Where only some K/V are wrong, drafts that attend to
+the others stay right, and one in five or six of all is right by chance."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)

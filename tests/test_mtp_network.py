@@ -13,9 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from batchspec.batch.flat_batch import FlatBatch
-from batchspec.cache.groups import KVGroups
-from batchspec.cache.pages import KVCache
 from batchspec.heads import objective
 from batchspec.heads.data import Row
 from batchspec.heads.mtp_network import MtpNetwork
@@ -29,8 +26,9 @@ from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import Checkpoint, DummyWeights
 from tests.engines import DEVICE, VOCAB, full_logits
-from tests.mtp_models import MODELS, mtp_model, mtp_target
-from tests.mtp_reference import mtp_steps
+from tests.heads import check_gradients_of_bf16_products
+from tests.mtp_definition import Mtp, forced_steps, target_hidden
+from tests.mtp_models import MODELS, SHAPE, mtp_model, mtp_target
 
 CPU = torch.device("cpu")
 STEPS = 4
@@ -56,43 +54,28 @@ def made(name: str) -> tuple[ModelSpec, Target, MtpNetwork, Teacher]:
     return spec, target, network.to(DEVICE), Teacher(target, (), None, torch.float64)
 
 
-def hidden_of(target: Target, row: Row) -> Tensor:
-    """[n, H] after the final norm, by a pass of the row alone with a cache of its own."""
-    spec, count = target.spec, len(row.ids)
-    cache = KVCache.allocate(
-        spec.layer_states(target.dtype, count), groups=KVGroups.single(spec.num_kv_layers), num_pages=(2,), device=DEVICE
-    )
-
-    def ints(values: object) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-    positions = torch.arange(count, device=DEVICE)
-    batch = FlatBatch(
-        token_ids=ints(row.ids.tolist()), row_ids=ints([0] * count), positions=positions, slot_mapping=positions + count,
-        cu_seqlens_q=ints([0, count]), kv_len=ints([count]), page_table=ints([[1]]), max_q=count, max_kv=count,
-    )
-    return target.forward(batch, cache)[0].cpu().clone()
-
-
 def reference(
-    spec: ModelSpec, target: Target, tensors: dict[str, Tensor], row: Row, place: int, count: int = STEPS
+    name: str, target: Target, tensors: dict[str, Tensor], row: Row, place: int, count: int = STEPS
 ) -> list[Tensor]:
-    ids = torch.from_numpy(row.ids).long()
-    return list(mtp_steps(spec, tensors, target.embedding.cpu().clone(), ids, hidden_of(target, row), place, count))
+    rope = {"rope_theta": SHAPE["rope_theta"], "partial_rotary_factor": SHAPE["partial_rotary_factor"]}
+    config = {**SHAPE, **MODELS[name], "rms_norm_eps": target.spec.rms_eps, "rope_parameters": rope}
+    own, embedding = {key.removeprefix("mtp."): tensor for key, tensor in tensors.items()}, target.embedding.cpu().clone()
+    mtp, ids = Mtp(own, embedding, embedding, config), row.ids.tolist()
+    return forced_steps(mtp, torch.tensor(ids), target_hidden(target, ids), place, count)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_draft_steps_of_a_padded_batch_are_those_of_the_definition(name: str) -> None:
     """Whose target has recurrent layers, with a state for each row of the batch."""
-    spec, target, network, teacher = made(name)
+    _, target, network, teacher = made(name)
     rows, tensors = rows_of((19, 4), (9, 1), (70, 12)), stored_tensors(network, torch.float64)
     data = teacher.training_batch(rows)
     with torch.no_grad():
         found = [step.cpu() for step in network(data.embedded, data.features, STEPS)]
     for r, row in enumerate(rows):
-        assert torch.allclose(data.features[r, : len(row.ids)].cpu(), hidden_of(target, row), atol=1e-9)
+        assert torch.allclose(data.features[r, : len(row.ids)].cpu(), target_hidden(target, row.ids.tolist()), atol=1e-9)
         for place in range(0, len(row.ids) - STEPS - 1, 7):
-            for step, expected in enumerate(reference(spec, target, tensors, row, place)):
+            for step, expected in enumerate(reference(name, target, tensors, row, place)):
                 assert torch.allclose(found[step][r, place], expected, atol=1e-8), (r, place, step)
 
 
@@ -103,7 +86,7 @@ def test_gradients_of_all_weights_are_those_of_the_definition(name: str) -> None
     tensors = {key: tensor.requires_grad_() for key, tensor in stored_tensors(network, torch.float64).items()}
     data, places = teacher.training_batch([row]), range(0, 6)
     weights = torch.randn(len(places), STEPS, spec.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    expected = [torch.stack(reference(spec, target, tensors, row, place)) for place in places]
+    expected = [torch.stack(reference(name, target, tensors, row, place)) for place in places]
     (torch.stack(expected) * weights).sum().backward()
     found = torch.stack([step[0, places.start : places.stop] for step in network(data.embedded, data.features, STEPS)], 1)
     (found * weights.to(DEVICE)).sum().backward()
@@ -118,7 +101,7 @@ def test_the_loss_is_the_cross_entropy_with_the_targets_distributions_over_all_t
 ) -> None:
     """Whose logits are in memory for five positions at a time."""
     monkeypatch.setattr(objective, "_LOGITS", 5 * VOCAB)
-    spec, target, network, _ = made(name)
+    _, target, network, _ = made(name)
     teacher = Teacher(target, (), None, torch.float64, temperature=temperature)
     rows, tensors = rows_of((9, 3), (7, 1)), stored_tensors(network, torch.float64)
     loss, matches = draft_loss(network, teacher.training_batch(rows), ahead=2, decay=0.7)
@@ -128,7 +111,7 @@ def test_the_loss_is_the_cross_entropy_with_the_targets_distributions_over_all_t
         for row in rows:
             for place in range(max(row.prompt_len - 1, step + 1), len(row.ids) - 1):
                 choice = full_logits(target, row.ids[: place + 1].tolist()).double()
-                drafted = reference(spec, target, tensors, row, place - 1 - step, step + 1)[-1] @ matrix.T
+                drafted = reference(name, target, tensors, row, place - 1 - step, step + 1)[-1] @ matrix.T
                 nats.append(cross_entropy(drafted[None], (choice / temperature).softmax(-1)[None]))
                 hits.append(float(drafted.argmax() == choice.argmax()))
         expected = expected + 0.7**step * torch.stack(nats).mean()
@@ -234,19 +217,7 @@ def test_by_bf16_products_a_layer_learns_nearly_the_same(name: str) -> None:
             weight.mul_(1 if "norm" in key else 0.5)
     data = Teacher(target, (), None, torch.float32).training_batch(rows_of((30, 2), (24, 4)))
     wide = replace(data, **{own.name: moved(getattr(data, own.name)) for own in fields(data)})
-    narrow = replace(wide, embedded=wide.embedded.bfloat16(), features=wide.features.bfloat16())
-    gradients = []
-    for given, enabled in ((wide, False), (narrow, True)):
-        network.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            draft_loss(network, given, ahead=3, decay=0.8)[0].backward()
-        gradients.append({key: weight.grad for key, weight in network.named_parameters()})
-    for key, exact in gradients[0].items():
-        found = gradients[1][key]
-        assert exact is not None
-        assert found is not None
-        assert found.dtype == torch.float32
-        assert float((found - exact).norm()) < 0.1 * float(exact.norm()), key
+    check_gradients_of_bf16_products(network, wide, ahead=3, share=0.1)
 
 
 def moved(value: Any) -> Any:

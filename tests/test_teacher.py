@@ -23,6 +23,7 @@ from batchspec.heads.teacher import Teacher
 from batchspec.model.target import Target
 from tests.eagle_reference import Design, reference_drafts, run_head, target_taps
 from tests.engines import VOCAB, full_logits, tiny_target
+from tests.heads import check_gradients_of_bf16_products
 
 CPU = torch.device("cpu")
 GPU_OR_CPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -132,19 +133,7 @@ def test_in_bf16_products_a_head_learns_nearly_the_same(parallel: bool) -> None:
     data = Teacher(target, teacher.aux_layer_ids, teacher.draft_vocab_ids, torch.float32).training_batch(rows)
     values = {item.name: getattr(data, item.name).to(CPU) for item in fields(data)}
     wide = replace(data, **{name: x.float() if x.is_floating_point() else x for name, x in values.items()})
-    narrow = replace(wide, embedded=wide.embedded.bfloat16(), features=wide.features.bfloat16())
-    gradients = []
-    for given, enabled in ((wide, False), (narrow, True)):
-        network.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            draft_loss(network, given, ahead=4, decay=0.8)[0].backward()
-        gradients.append({name: x.grad for name, x in network.named_parameters()})
-    for name, exact in gradients[0].items():
-        found = gradients[1][name]
-        assert exact is not None
-        assert found is not None
-        assert found.dtype == torch.float32
-        assert float((found - exact).norm()) < 0.05 * float(exact.norm()), name
+    check_gradients_of_bf16_products(network, wide, ahead=4, share=0.05)
 
 
 def test_prompt_positions_are_trained_on_if_that_is_requested() -> None:

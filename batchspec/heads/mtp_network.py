@@ -40,7 +40,7 @@ class MtpNetwork(DraftNetwork):
         return self._output_matrix
 
     def matrices(self) -> dict[str, Tensor]:
-        """fc and the projections of the layer, but neither routers nor experts, of which a batch may reach few."""
+        """fc and the projections of the layer. Routers and experts are left out: many experts get no token of a batch."""
         names = [part.name for part in projections(self.spec.join)]
         names += [f"{self._layer_name}.{part.name}" for block in self.spec.layer.blocks for part in projections(block)]
         return {f"{name}.weight": self.get_parameter(f"{name}.weight") for name in names}
