@@ -5,10 +5,11 @@ its recurrent layer, the MTP layer by attention to two distances. A token t is w
 layer takes each from another place, so that it needs all of its inputs:
 
     the first digit   from embed(token[q+1]), LAG - 1 positions back
-    the second digit  from h[q], LAG - 2 positions back; before the final norm h[q] also holds a wrong digit, which the norm removes
+    the second digit  from h[q], LAG - 2 positions back; before the final norm h[q] also holds a wrong digit,
+                      which the norm removes
 
-Its own output holds the digits of what it drafts and none of what it has read, so it cannot replace a hidden state of the target at
-later positions. The first K <= LAG - 1 drafts attend to positions whose hidden states the target has computed.
+Its own output holds the digits of what it drafts and none of what it has read, so it cannot replace a hidden state of the
+target at later positions. The first K <= LAG - 1 drafts attend to positions whose hidden states the target has computed.
 
     stream of the model   ID: the token's digits | NEXT: those of the next token | OTHER: a second digit that is not the token's
                           ONE: 1, which the output matrix reads a little of, so that no two tokens are equally likely
