@@ -52,6 +52,11 @@ OWN: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
     "olmo2": {},
     "glm4": {"partial_rotary_factor": 1.0},
+    "glm4_moe": {
+        "n_routed_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2, "n_group": 4,
+        "topk_group": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 2, "norm_topk_prob": False, "use_qk_norm": True,
+        "partial_rotary_factor": 1.0,
+    },
     "qwen3_next": {**RECURRENT, **SHARED, "mlp_only_layers": [1], "decoder_sparse_step": 1, "norm_topk_prob": True},
     "qwen3_5_text": RECURRENT,
     "qwen3_5_moe_text": {**RECURRENT, **SHARED},
@@ -70,13 +75,16 @@ VALUES: list[dict[str, Any]] = [
     {"partial_rotary_factor": 1.0},
 ]
 REFUSED: dict[str, set[str]] = {
-    "layer_types": {"llama", "qwen3_moe", "minimax_m2", "olmo2", "glm4", "mixtral", "phi3", *RECURRENT_FAMILIES},
+    "layer_types": {"llama", "qwen3_moe", "minimax_m2", "olmo2", "glm4", "glm4_moe", "mixtral", "phi3", *RECURRENT_FAMILIES},
     "sliding_window": {"gpt_oss", "gemma3_text"},
     "rope_parameters": {"gemma3_text"},
     "yarn": {"gemma3_text", "phi3"},
     "rope_scaling": {"phi3"},
     "decoder_sparse_step": {"qwen3_5_moe_text"},
-    "num_experts_per_tok": set(FAMILIES) - {"qwen3_moe", "mixtral", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"},
+    "num_experts_per_tok": set(FAMILIES) - {
+        "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "glm4_moe",
+    },
+    "no n_group": {"glm4_moe"},
     "no head_dim": {"phi3"},
 }
 """The families that refuse a config, by its title in `changed`."""

@@ -31,6 +31,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 7, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20},
     "mistral": {"sliding_window": 9}, "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
     "glm4": {"partial_rotary_factor": 0.5},
+    "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
 }
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3: dict[str, Any] = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -64,6 +65,12 @@ OWN_KEYS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "mixtral": COUNTS,
     "minimax_m2": COUNTS,
+    "glm4_moe": {
+        "n_routed_experts": (None, 4), "num_local_experts": (None, 8), "num_experts_per_tok": (1, 5), "n_group": (2, 3, 5),
+        "topk_group": (2,), "routed_scaling_factor": (1.7,), "norm_topk_prob": (True, False), "use_qk_norm": (True, False),
+        "first_k_dense_replace": (0, 3), "n_shared_experts": (2, 0), "num_nextn_predict_layers": (None, 0, 2),
+        "scoring_func": ("sigmoid", "softmax"),
+    },
     "gpt_oss": {**COUNTS, "experts_per_token": (1, 2), "swiglu_alpha": (1.2,), "swiglu_limit": (0.8,)},
     "gemma3_text": {
         "sliding_window_pattern": (1, 3), "query_pre_attn_scalar": (7,), "rope_local_base_freq": (50.0,),

@@ -224,7 +224,7 @@ class ModelSpec(CheckpointPart):
 
     def own(self, where: str, items: Mapping[str, Item]) -> dict[str, Item]:
         found = of_text(where, items)
-        return found if self.mtp is None else {name: found[name] for name in found.keys() - self.mtp.own(where, found).keys()}
+        return found if self.mtp is None else {name: item for name, item in found.items() if not self.mtp.has(name)}
 
     def copies(self) -> dict[str, str]:
         return {OUTPUT: EMBEDDING} if self.tie else {}

@@ -125,10 +125,10 @@ def dense_layers(attentions: Sequence[AttentionSpec], mlp: GatedMlpSpec) -> tupl
     return tuple(LayerSpec(attention, mlp) for attention in attentions)
 
 
-def read_num_experts(config: ConfigReader) -> tuple[int, int]:
-    """Number of experts in a layer, and per token. Files have num_experts or num_local_experts; transformers 5 saves the
-    second."""
-    key = "num_local_experts" if config.given("num_local_experts") else "num_experts"
+def read_num_experts(config: ConfigReader, key: str = "num_experts") -> tuple[int, int]:
+    """Number of experts in a layer, and per token. Files have `key` or num_local_experts, which transformers 5 knows for all
+    families and saves for some."""
+    key = "num_local_experts" if config.given("num_local_experts") else key
     num_experts, top_k = config.integer(key), config.integer("num_experts_per_tok")
     if top_k > num_experts:
         raise config.refusal(f"num_experts_per_tok {top_k} exceeds the {num_experts} experts; correct it")

@@ -8,6 +8,7 @@ from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import Family
 from batchspec.model.families.gemma3_text import GEMMA3_TEXT
 from batchspec.model.families.glm4 import GLM4
+from batchspec.model.families.glm4_moe import GLM4_MOE
 from batchspec.model.families.gpt_oss import GPT_OSS
 from batchspec.model.families.llama import LLAMA
 from batchspec.model.families.minimax_m2 import MINIMAX_M2
@@ -39,6 +40,7 @@ FAMILIES: dict[str, Family] = {
         PHI3,
         OLMO2,
         GLM4,
+        GLM4_MOE,
     )
 }
 
