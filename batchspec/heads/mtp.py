@@ -40,8 +40,9 @@ class MtpLayer(TrainedDrafter):
         biases = [vector.name for vector in found.layer.mlp.vectors if vector.role == "bias"]
         if biases:
             raise ConfigError(
-                f"draft=mtp: {biases[0]} of the MTP layer of {run.model.path} ({target.family}) chooses experts and has no gradient, "
-                "so that layer is not trained; jobs draft with it as it is, and draft=eagle3 or draft=parallel can be trained"
+                f"draft=mtp: {biases[0]} of the MTP layer of {run.model.path} ({target.family}) chooses experts and has no "
+                "gradient, so that layer is not trained; jobs draft with it as it is, and draft=eagle3 or draft=parallel can be "
+                "trained"
             )
         self._mtp, self._start = plain(found), self._source(found)
         if self._start is not None:

@@ -18,7 +18,8 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
         replace(attention, post_norm="post_self_attn_layernorm")
         for attention in read_attentions(config, qkv_bias=config.flag("attention_bias", True))
     ]
-    return dense_layers(attentions, replace(read_mlp(config), fused_gate_up=True, post_norm="post_mlp_layernorm"))
+    mlp = replace(read_mlp(config), parts=("gate_up_proj", "down_proj"), post_norm="post_mlp_layernorm")
+    return dense_layers(attentions, mlp)
 
 
 def _rope(config: ConfigReader) -> RopeSpec:

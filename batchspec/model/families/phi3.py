@@ -27,7 +27,7 @@ from batchspec.model.rope_config import RopeSpec, read_rotary_dim, read_theta, r
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     attentions = [replace(attention, fused_qkv=True) for attention in read_attentions(config)]
-    return dense_layers(attentions, replace(read_mlp(config), fused_gate_up=True))
+    return dense_layers(attentions, replace(read_mlp(config), parts=("gate_up_proj", "down_proj")))
 
 
 def _rope(config: ConfigReader) -> RopeSpec:

@@ -6,21 +6,25 @@ from dataclasses import dataclass
 
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import Family
+from batchspec.model.families.exaone4 import EXAONE4
 from batchspec.model.families.gemma3_text import GEMMA3_TEXT
 from batchspec.model.families.glm4 import GLM4
 from batchspec.model.families.glm4_moe import GLM4_MOE
 from batchspec.model.families.gpt_oss import GPT_OSS
+from batchspec.model.families.granite import GRANITE, GRANITE_HYBRID
 from batchspec.model.families.llama import LLAMA
 from batchspec.model.families.minimax_m2 import MINIMAX_M2
-from batchspec.model.families.mistral import MISTRAL
+from batchspec.model.families.mistral import MINISTRAL3, MISTRAL
 from batchspec.model.families.mixtral import MIXTRAL
-from batchspec.model.families.olmo2 import OLMO2
+from batchspec.model.families.olmo2 import OLMO2, OLMO3
 from batchspec.model.families.phi3 import PHI3
 from batchspec.model.families.qwen2 import QWEN2
 from batchspec.model.families.qwen3 import QWEN3
 from batchspec.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from batchspec.model.families.qwen3_moe import QWEN3_MOE
 from batchspec.model.families.qwen3_next import QWEN3_NEXT
+from batchspec.model.families.seed_oss import SEED_OSS
+from batchspec.model.families.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -39,8 +43,15 @@ FAMILIES: dict[str, Family] = {
         GEMMA3_TEXT,
         PHI3,
         OLMO2,
+        OLMO3,
         GLM4,
         GLM4_MOE,
+        MINISTRAL3,
+        SEED_OSS,
+        SMOLLM3,
+        GRANITE,
+        GRANITE_HYBRID,
+        EXAONE4,
     )
 }
 
