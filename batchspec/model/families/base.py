@@ -53,6 +53,10 @@ class Family:
     """model_type of config.json."""
     architecture: str
     """The only supported entry of `architectures`."""
+    models: str
+    """The published models of this family, for README and `batchspec families`."""
+    example: str
+    """Hub id of one of them to begin with."""
     layers: Callable[[ConfigReader], tuple[LayerSpec, ...]]
     """The blocks of every layer. Raises CheckpointError for malformed values."""
     defaults: Json = field(default_factory=dict)

@@ -28,6 +28,8 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 EXAONE4 = Family(
     name="exaone4",
     architecture="Exaone4ForCausalLM",
+    models="EXAONE 4",
+    example="LGAI-EXAONE/EXAONE-4.0-32B",
     layers=_layers,
     defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     integers={"sliding_window_pattern": (1, 4096)},

@@ -76,6 +76,8 @@ def _refuses(config: ConfigReader) -> list[str]:
 GEMMA3_TEXT = Family(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
+    models="Gemma 3",
+    example="google/gemma-3-27b-it",
     layers=_layers,
     defaults={
         "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096, "sliding_window_pattern": 6,

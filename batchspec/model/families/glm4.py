@@ -29,6 +29,8 @@ def _rope(config: ConfigReader) -> RopeSpec:
 GLM4 = Family(
     name="glm4",
     architecture="Glm4ForCausalLM",
+    models="GLM-4-0414",
+    example="zai-org/GLM-4-32B-0414",
     layers=_layers,
     defaults={"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5},
     rope=_rope,

@@ -82,6 +82,8 @@ def _refuses(config: ConfigReader) -> list[str]:
 GLM4_MOE = Family(
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
+    models="GLM-4.5 to 4.7",
+    example="zai-org/GLM-4.5-Air-FP8",
     layers=_layers,
     defaults={
         "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "n_routed_experts": 128,

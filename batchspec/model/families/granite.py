@@ -63,6 +63,8 @@ def _hybrid_layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 GRANITE = Family(
     name="granite",
     architecture="GraniteForCausalLM",
+    models="Granite 3",
+    example="ibm-granite/granite-3.3-8b-instruct",
     layers=_layers,
     defaults=_FACTORS,
     embedding_scale=lambda config: _factor(config, "embedding_multiplier"),
@@ -73,6 +75,8 @@ GRANITE = Family(
 GRANITE_HYBRID = Family(
     name="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
+    models="Granite 4 without Mamba layers",
+    example="ibm-granite/granite-4.0-micro",
     layers=_hybrid_layers,
     defaults={**_FACTORS, "num_local_experts": 8, "shared_intermediate_size": 1024},
     integers={"shared_intermediate_size": (1, 2**24)},

@@ -39,12 +39,16 @@ def _growing_rope(config: ConfigReader) -> RopeSpec:
 MISTRAL = Family(
     name="mistral",
     architecture="MistralForCausalLM",
+    models="Mistral, Mistral Small 3 and Devstral",
+    example="mistralai/Mistral-Small-24B-Instruct-2501",
     layers=_layers,
     defaults={"sliding_window": 4096, "num_key_value_heads": 8},
 )
 MINISTRAL3 = Family(
     name="ministral3",
     architecture="Ministral3ForCausalLM",
+    models="Ministral 3 and Devstral 2",
+    example="mistralai/Ministral-3-8B-Instruct-2512",
     layers=_layers,
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 262_144},
     rope=_growing_rope,

@@ -48,6 +48,8 @@ def _local_rope(config: ConfigReader) -> RopeSpec:
 OLMO2 = Family(
     name="olmo2",
     architecture="Olmo2ForCausalLM",
+    models="OLMo 2",
+    example="allenai/OLMo-2-1124-7B-Instruct",
     layers=_layers,
     defaults={"rms_norm_eps": 1e-5},
     norms=_NORMS,
@@ -56,6 +58,8 @@ OLMO2 = Family(
 OLMO3 = Family(
     name="olmo3",
     architecture="Olmo3ForCausalLM",
+    models="OLMo 3",
+    example="allenai/Olmo-3-32B-Think",
     layers=lambda config: _layers(windows_in_turn(config, 4)),
     defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
     rope=_global_rope,

@@ -62,6 +62,8 @@ def _longrope(config: ConfigReader, rope: ConfigReader) -> RopeSpec:
 PHI3 = Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
+    models="Phi-3 and 4",
+    example="microsoft/phi-4",
     layers=_layers,
     defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     rope=_rope,

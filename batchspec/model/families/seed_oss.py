@@ -18,6 +18,8 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 SEED_OSS = Family(
     name="seed_oss",
     architecture="SeedOssForCausalLM",
+    models="Seed-OSS",
+    example="ByteDance-Seed/Seed-OSS-36B-Instruct",
     layers=_layers,
     defaults={"num_key_value_heads": 8, "head_dim": 128},
     refuses=lambda config: refuses_windows(config) + refuses_layer_types(config),

@@ -34,6 +34,8 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 SMOLLM3 = Family(
     name="smollm3",
     architecture="SmolLM3ForCausalLM",
+    models="SmolLM3",
+    example="HuggingFaceTB/SmolLM3-3B",
     layers=_layers,
     defaults={
         "num_key_value_heads": 4, "no_rope_layer_interval": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True,
