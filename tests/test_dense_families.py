@@ -352,7 +352,11 @@ def test_a_length_that_the_rope_limits_is_refused_with_the_reason_and_noted(valu
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("llama", {"query_pre_attn_scalar": 64}, "query_pre_attn_scalar=64"),
         ("gemma3", {}, 'model_type="gemma3" needs text_config with the keys of its language model'),
-        ("phi4mm", {}, 'model_type="phi4mm" is not supported'),
+        ("phi4mm", {}, 'model_type="phi4mm" is not supported; supported are llama, '),
+        ("deepseek_v3", {}, 'model_type="deepseek_v3" is not supported: it needs multi-head latent attention (MLA); supported'),
+        ("glm4_moe_lite", {}, 'model_type="glm4_moe_lite" is not supported: it needs multi-head latent attention (MLA)'),
+        ("nemotron_h", {}, 'model_type="nemotron_h" is not supported: it needs Mamba layers'),
+        ("muse_glimmer", {}, 'model_type="muse_glimmer" is not supported: it needs normed embeddings, norms of q and k without'),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(family: str, changes: dict[str, Any], named: str) -> None:

@@ -56,6 +56,24 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+NEEDED: dict[str, tuple[str, ...]] = {
+    "multi-head latent attention (MLA)": (
+        "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm4_moe_lite", "glm_moe_dsa", "mistral4",
+        "mistral_large4", "minicpm3", "longcat_flash",
+    ),
+    "compressed sparse attention": ("deepseek_v4",),
+    "Mamba layers": (
+        "mamba", "mamba2", "falcon_mamba", "falcon_h1", "bamba", "jamba", "zamba", "zamba2", "nemotron_h", "nemotron_h_omni",
+    ),
+    "Kimi delta attention": ("kimi_linear", "bailing_hybrid", "glm5_next"),
+    "short convolutions": ("lfm2", "lfm2_moe", "lfm3"),
+    "attention in chunks": ("llama4", "llama4_text"),
+    "normed embeddings, norms of q and k without weights, and gates that a projection of their own computes, all of which no "
+    "other family has": ("muse_glimmer", "muse_glimmer_text"),
+}
+"""What models need that is not built -> their model_types."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wrapper:
     """A model_type whose config.json has the keys of its language model in `text_config`."""
@@ -95,7 +113,11 @@ def family_of(config: ConfigReader) -> tuple[Family, ConfigReader]:
         config = _text_config(config, wrapper)
     family = FAMILIES.get(config.text("model_type"))
     if family is None:
-        raise config.refusal(f"{config.shown('model_type')} is not supported; supported are {', '.join((*FAMILIES, *WRAPPERS))}")
+        kind = config.text("model_type")
+        why = next((f": it needs {needed}" for needed, kinds in NEEDED.items() if kind in kinds), "")
+        raise config.refusal(
+            f"{config.shown('model_type')} is not supported{why}; supported are {', '.join((*FAMILIES, *WRAPPERS))}"
+        )
     _check_class(config, family.architecture)
     return family, config
 
