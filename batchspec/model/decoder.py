@@ -180,7 +180,8 @@ class PagedStore:
         if self.norm_ranks is not None and q_norm is not None and k_norm is not None:
             self.norm_ranks.norm_heads(qkv, q_norm, k_norm, eps)
             q_norm = k_norm = None
-        return rope_write(qkv, self.rope, self.kv, self.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        q = rope_write(qkv, self.rope, self.kv, self.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        return q if self.rope.query_factors is None else q.mul_(self.rope.query_factors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
