@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from math import lcm
 
 import torch
@@ -22,27 +23,69 @@ from batchspec.tuning.policy import has_fast_experts
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """The weight formats of a model. Embedding, output matrix and norms are always plain."""
+    """The weight formats of a model: `of` says which one a projection has. Embedding, output matrix and norms are always plain.
+
+    What says that a module is plain comes first, then `modules`, then `patterns`, then `quantised`.
+    """
 
     quantised: WeightFormat = PLAIN
+    """The format of all projections that nothing else here names."""
     plain_modules: tuple[str, ...] = ()
     """Names of modules that are stored plain, with all modules inside them."""
     plain_patterns: tuple[str, ...] = ()
     """Regular expressions: a projection whose name begins with a match is stored plain. Those that name the language model of a
     larger model match its names in the file (`wrapped.py`)."""
+    modules: Mapping[str, WeightFormat] = field(default_factory=dict, hash=False)
+    """Full name of a module -> the format of its projections; of two modules of which one is in the other, the inner decides."""
+    patterns: tuple[tuple[str, WeightFormat], ...] = ()
+    """Regular expressions, as in `plain_patterns`, and the formats of projections that they match; the first one decides."""
     ordered: bool = False
     """Whether plain products sum in one order (decode.deterministic): the job's choice, not the checkpoint's."""
 
     def of(self, name: str) -> WeightFormat:
         """The format of the projection with this name, as in `model.layers.0.self_attn.q_proj`."""
+        found = PLAIN if self._is_plain(name) else self._given(name)
+        return ORDERED if found is PLAIN and self.ordered else found
+
+    def _is_plain(self, name: str) -> bool:
         path = f".{name}."
-        plain = any(f".{module}." in path for module in self.plain_modules)
-        plain = plain or self.quantised is PLAIN or any(_matches(pattern, name) for pattern in self.plain_patterns)
-        return (ORDERED if self.ordered else PLAIN) if plain else self.quantised
+        return any(f".{module}." in path for module in self.plain_modules) or any(
+            _matches(pattern, name) for pattern in self.plain_patterns
+        )
+
+    def _given(self, name: str) -> WeightFormat:
+        module = name if self.modules else ""
+        while module:
+            if module in self.modules:
+                return self.modules[module]
+            module = module.rpartition(".")[0]
+        return next((own for pattern, own in self.patterns if _matches(pattern, name)), self.quantised)
+
+    @property
+    def all(self) -> tuple[WeightFormat, ...]:
+        """Every format that a projection may have, once."""
+        return tuple(dict.fromkeys((self.quantised, *self.modules.values(), *(own for _, own in self.patterns))))
+
+    def without_modules(self, modules: AbstractSet[str]) -> list[str]:
+        """The names and expressions of a format, the first of which none is the name of one of these modules, or matches it."""
+        for own in dict.fromkeys((*self.modules.values(), *(own for _, own in self.patterns))):
+            names = [name for name, other in self.modules.items() if other == own]
+            patterns = [pattern for pattern, other in self.patterns if other == own]
+            if modules.isdisjoint(names) and not any(_matches(pattern, name) for pattern in patterns for name in modules):
+                return [*names, *patterns]
+        return []
+
+    def changed(self, change: Callable[[WeightFormat], WeightFormat]) -> Formats:
+        """These formats, each changed in the same way."""
+        made = {own: change(own) for own in self.all}
+        return replace(
+            self, quantised=made[self.quantised], modules={module: made[own] for module, own in self.modules.items()},
+            patterns=tuple((pattern, made[own]) for pattern, own in self.patterns),
+        )
 
     def with_experts(self, experts: Iterable[GroupedSpec]) -> Formats:
-        """These formats for a model with these grouped products: those that the quantised format does not hold are plain."""
-        plain = {spec.name for spec in experts if not self.quantised.holds(spec)}
+        """These formats for a model with these grouped products: those that a quantised format does not hold are plain."""
+        plain = {spec.name for spec in experts if not all(own.holds(spec) for own in self.all)}
         return replace(self, plain_modules=(*self.plain_modules, *sorted(plain)))
 
     def unit_of(self, block: BlockSpec, prefix: str) -> int:
@@ -59,20 +102,19 @@ class Formats:
         Raises ConfigError for fp8 if the checkpoint has no FP8 weights, or none that are made for quantised activations.
         """
         fast = has_fast_experts(device, dtype)
-        own = self.quantised
-        if activations == "fp8" or (activations == "auto" and fast and isinstance(own, Fp8) and own.made_for != "plain"):
-            return self.with_fp8_activations()
-        return replace(self, quantised=own.for_kernels()) if fast else self
+        quantises = activations == "fp8" or (activations == "auto" and fast and any(map(_quantisable, self.all)))
+        found = self.with_fp8_activations() if quantises else self
+        return found.changed(lambda own: own.for_kernels()) if fast else found
 
     @property
     def kept(self) -> str:
-        """What is kept in memory in a format of its own; empty if all is in the model's dtype."""
-        return self.quantised.kept
+        """What is kept in memory in formats of its own; empty if all is in the model's dtype."""
+        return ", ".join(dict.fromkeys(own.kept for own in self.all if own.kept))
 
     @property
     def quantises(self) -> bool:
         """Whether products quantise activations."""
-        return isinstance(self.quantised, Fp8) and self.quantised.quantises
+        return any(isinstance(own, Fp8) and own.quantises for own in self.all)
 
     def quantises_input_of(self, name: str) -> bool:
         """Whether the projection with this name quantises activations."""
@@ -86,16 +128,24 @@ class Formats:
 
     def in_one_order(self) -> Formats:
         """These formats with sums in one order. Raises ConfigError if products that are not plain have no such kernels."""
-        return replace(self, ordered=True, quantised=self.quantised.in_one_order())
+        return replace(self.changed(lambda own: own.in_one_order()), ordered=True)
 
     def with_fp8_activations(self) -> Formats:
-        """These formats with activations quantised as the checkpoint says.
+        """These formats with activations of FP8 weights quantised as the checkpoint says.
 
         Raises ConfigError if the checkpoint has no FP8 weights, or does not say how activations are quantised.
         """
-        if not isinstance(self.quantised, Fp8):
+        fp8 = [own for own in self.all if isinstance(own, Fp8)]
+        if not fp8:
             raise ConfigError("model.activations=fp8 needs a checkpoint with FP8 weights; use dtype")
-        return replace(self, quantised=self.quantised.with_activations())
+        if not any(map(_quantisable, fp8)):
+            raise ConfigError("model.activations=fp8: the checkpoint does not say how to quantise activations; use dtype")
+        return self.changed(lambda own: own.with_activations() if isinstance(own, Fp8) and _quantisable(own) else own)
+
+
+def _quantisable(own: WeightFormat) -> bool:
+    """Whether the checkpoint says how to quantise the activations that are multiplied with these weights."""
+    return isinstance(own, Fp8) and own.made_for != "plain"
 
 
 ALL_PLAIN = Formats()
