@@ -75,6 +75,13 @@ MODELOPT: dict[str, Any] = {
     "ignore": ["lm_head", "*layers.1.mlp.down_proj*"], "producer": {"name": "modelopt", "version": "0.47.0"},
 }
 """As ModelOpt writes it into config.json; one projection of a model is not quantised."""
+FP8_AND_NVFP4: dict[str, Any] = {
+    "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+        f"model.layers.{i}.{name}": {"quant_algo": algorithm}
+        for i in range(2) for name, algorithm in (("self_attn", "FP8_PER_CHANNEL_PER_TOKEN"), ("mlp.experts", "NVFP4"))
+    },
+}
+"""Attention and experts of a model of two layers in formats of their own."""
 _FLOAT4 = {
     "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True, "dynamic": False,
     "scale_dtype": "torch.float8_e4m3fn",
