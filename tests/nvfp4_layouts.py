@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.int4_layouts import Layout
+from tests.int4_layouts import of_compressed_tensors as of_int4
 from tests.models import make_checkpoint
+from tests.test_fp8 import TOKEN, WEIGHTS
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MIDDLES = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(E2M1)], dtype=torch.float64)
@@ -98,6 +100,24 @@ def of_compressed_tensors(*, inputs: bool = True, **changes: Any) -> dict[str, A
     return {
         "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": group},
         "ignore": ["lm_head", "re:.*layers\\.1\\.mlp\\.down.*", "re:.*gate$"], **changes,
+    }
+
+
+def group(form: str, *targets: str, **changes: Any) -> dict[str, Any]:
+    """A group of compressed-tensors: FP8 by row, INT4 in groups of 32 or NVFP4."""
+    inputs = TOKEN if form == "float-quantized" else None
+    weights: dict[str, Any] = {
+        "float-quantized": {**WEIGHTS, "strategy": "channel"},
+        "pack-quantized": of_int4(32).config["config_groups"]["group_0"]["weights"],
+        "nvfp4-pack-quantized": of_compressed_tensors()["config_groups"]["group_0"]["weights"],
+    }[form]
+    return {"targets": [*targets], "weights": weights, "input_activations": inputs, "format": form, **changes}
+
+
+def compressed(*groups: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors", "format": "mixed-precision", "ignore": ["lm_head", "re:.*mlp\\.gate$"],
+        "config_groups": {f"group_{i}": own for i, own in enumerate(groups)}, **changes,
     }
 
 

@@ -24,8 +24,8 @@ from batchspec.model.weights import judge_model
 from batchspec.tuning import policy
 from tests import int4_layouts
 from tests.moe_models import tiny_config
-from tests.nvfp4_layouts import Packer, fp8, int4, make, nvfp4, of_compressed_tensors
-from tests.test_fp8 import TOKEN, WEIGHTS
+from tests.nvfp4_layouts import Packer, compressed, fp8, group, int4, make, nvfp4
+from tests.test_fp8 import TOKEN
 from tests.test_int4_models import EXPERTS, ROWS, load, logits, on_two_ranks
 from tests.test_tensor_parallel import outputs
 
@@ -47,24 +47,6 @@ def modelopt(layers: dict[str, str | dict[str, Any]], **changes: Any) -> dict[st
     """A map of formats as ModelOpt writes it into config.json."""
     entries = {name: {"quant_algo": own} if isinstance(own, str) else own for name, own in layers.items()}
     return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": entries, "ignore": [], **changes}
-
-
-def group(form: str, *targets: str, **changes: Any) -> dict[str, Any]:
-    """A group of compressed-tensors: FP8 by row, INT4 in groups of 32 or NVFP4."""
-    inputs = TOKEN if form == "float-quantized" else None
-    weights: dict[str, Any] = {
-        "float-quantized": {**WEIGHTS, "strategy": "channel"},
-        "pack-quantized": int4_layouts.of_compressed_tensors(32).config["config_groups"]["group_0"]["weights"],
-        "nvfp4-pack-quantized": of_compressed_tensors()["config_groups"]["group_0"]["weights"],
-    }[form]
-    return {"targets": [*targets], "weights": weights, "input_activations": inputs, "format": form, **changes}
-
-
-def compressed(*groups: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    return {
-        "quant_method": "compressed-tensors", "format": "mixed-precision", "ignore": ["lm_head", "re:.*mlp\\.gate$"],
-        "config_groups": {f"group_{i}": own for i, own in enumerate(groups)}, **changes,
-    }
 
 
 FP8, INT4, NVFP4 = "float-quantized", "pack-quantized", "nvfp4-pack-quantized"
