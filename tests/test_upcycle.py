@@ -105,7 +105,7 @@ def test_a_comparison_reports_the_distance_of_a_model(made: Path, capsys: pytest
 def test_the_table_of_four_bit_formats_has_their_bits_and_what_they_change(
     made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Groups of 32 with scales of 16 bits: 4.5 bits; of 16 with scales of 8 bits, and 32 bits for each row of 96 or 160 numbers: 4.81."""
+    """Groups of 32 with scales of 16 bits; groups of 16 with scales of 8 bits, and 32 bits for each row of 96 or 160 numbers."""
     words = [str(made / "dense"), str(made / "prompts.parquet"), "--rows", "4", "--tokens", "6", "--formats", "int4", "nvfp4"]
     assert four_bits.main(words) == 0
     model, int4, nvfp4 = capsys.readouterr().out.splitlines()[-3:]
