@@ -264,6 +264,13 @@ def test_a_format_of_modules_that_are_not_in_the_files_is_refused_by_their_names
     assert "\n" not in str(caught.value)
 
 
+def test_a_format_of_an_mtp_layer_that_the_files_do_not_have_is_no_matter(tmp_path: Path) -> None:
+    """As in files that transformers saved again."""
+    folder, _ = make_mix(tmp_path, "modelopt, FP8 and NVFP4")
+    reconfigure(modelopt({**LAYERS, "mtp.layers.0.mlp.experts": "FP8_BLOCK_SCALES"}), folder)
+    assert judge_model(LocalFiles(folder)).formats.of(UP) is MODELOPT
+
+
 def test_a_module_in_another_format_than_the_map_says_is_refused(tmp_path: Path) -> None:
     folder, _ = make_mix(tmp_path, "modelopt, FP8 and NVFP4")
     reconfigure(modelopt({**LAYERS, "model.layers.0.mlp.experts": "FP8"}), folder)

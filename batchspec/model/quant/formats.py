@@ -17,7 +17,7 @@ from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.ordered import ORDERED
 from batchspec.model.quant.plain import PLAIN, Plain
-from batchspec.model.wrapped import names_in_files
+from batchspec.model.wrapped import is_of_text, names_in_files
 from batchspec.tuning.policy import has_fast_experts
 
 
@@ -67,12 +67,14 @@ class Formats:
         return tuple(dict.fromkeys((self.quantised, *self.modules.values(), *(own for _, own in self.patterns))))
 
     def without_modules(self, modules: AbstractSet[str]) -> list[str]:
-        """The names and expressions of a format, the first of which none is the name of one of these modules, or matches it."""
+        """The names and expressions that are given a format, if none of them is the name of one of these modules or matches one;
+        of the first format of which that is so. Names of modules besides the language model do not count."""
         for own in dict.fromkeys((*self.modules.values(), *(own for _, own in self.patterns))):
-            names = [name for name, other in self.modules.items() if other == own]
+            names = [name for name, other in self.modules.items() if other == own and is_of_text(name)]
             patterns = [pattern for pattern, other in self.patterns if other == own]
             if modules.isdisjoint(names) and not any(_matches(pattern, name) for pattern in patterns for name in modules):
-                return [*names, *patterns]
+                if named := [*names, *patterns]:
+                    return named
         return []
 
     def changed(self, change: Callable[[WeightFormat], WeightFormat]) -> Formats:
