@@ -72,9 +72,9 @@ class Formats:
         for own in dict.fromkeys((*self.modules.values(), *(own for _, own in self.patterns))):
             names = [name for name, other in self.modules.items() if other == own and is_of_text(name)]
             patterns = [pattern for pattern, other in self.patterns if other == own]
-            if modules.isdisjoint(names) and not any(_matches(pattern, name) for pattern in patterns for name in modules):
-                if named := [*names, *patterns]:
-                    return named
+            matched = any(_matches(pattern, module) for pattern in patterns for module in modules)
+            if (names or patterns) and not matched and modules.isdisjoint(names):
+                return [*names, *patterns]
         return []
 
     def changed(self, change: Callable[[WeightFormat], WeightFormat]) -> Formats:
