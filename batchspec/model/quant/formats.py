@@ -15,9 +15,10 @@ from batchspec.model.blocks.base import BlockSpec, GroupedSpec, projections
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.fp8 import Fp8
+from batchspec.model.quant.module_names import begins_with, is_in
 from batchspec.model.quant.ordered import ORDERED
 from batchspec.model.quant.plain import PLAIN, Plain
-from batchspec.model.wrapped import is_of_text, names_in_files
+from batchspec.model.wrapped import is_of_text
 from batchspec.tuning.policy import has_fast_experts
 
 
@@ -44,14 +45,9 @@ class Formats:
 
     def of(self, name: str) -> WeightFormat:
         """The format of the projection with this name, as in `model.layers.0.self_attn.q_proj`."""
-        found = PLAIN if self._is_plain(name) else self._given(name)
+        plain = is_in(self.plain_modules, name) or begins_with(self.plain_patterns, name)
+        found = PLAIN if plain else self._given(name)
         return ORDERED if found is PLAIN and self.ordered else found
-
-    def _is_plain(self, name: str) -> bool:
-        path = f".{name}."
-        return any(f".{module}." in path for module in self.plain_modules) or any(
-            _matches(pattern, name) for pattern in self.plain_patterns
-        )
 
     def _given(self, name: str) -> WeightFormat:
         module = name if self.modules else ""
@@ -59,7 +55,7 @@ class Formats:
             if module in self.modules:
                 return self.modules[module]
             module = module.rpartition(".")[0]
-        return next((own for pattern, own in self.patterns if _matches(pattern, name)), self.quantised)
+        return next((own for pattern, own in self.patterns if begins_with((pattern,), name)), self.quantised)
 
     @property
     def all(self) -> tuple[WeightFormat, ...]:
@@ -71,8 +67,8 @@ class Formats:
         of the first format of which that is so. Names of modules besides the language model do not count."""
         for own in dict.fromkeys((*self.modules.values(), *(own for _, own in self.patterns))):
             names = [name for name, other in self.modules.items() if other == own and is_of_text(name)]
-            patterns = [pattern for pattern, other in self.patterns if other == own]
-            matched = any(_matches(pattern, module) for pattern in patterns for module in modules)
+            patterns = tuple(pattern for pattern, other in self.patterns if other == own)
+            matched = any(begins_with(patterns, module) for module in modules)
             if (names or patterns) and not matched and modules.isdisjoint(names):
                 return [*names, *patterns]
         return []
@@ -151,11 +147,6 @@ def _quantisable(own: WeightFormat) -> bool:
 
 
 ALL_PLAIN = Formats()
-
-
-def _matches(pattern: str, name: str) -> bool:
-    names = names_in_files(name) if "language" in pattern else (name,)  # most patterns do not, and a model has 100,000 names
-    return any(re.match(pattern, own) for own in names)
 
 
 def checked_pattern(config: ConfigReader, key: str, pattern: str) -> str:

@@ -12,6 +12,7 @@ layers/quantization/modelopt.py (ModelOptMixedPrecisionConfig).
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Mapping
 
 from batchspec.kernels.common.nvfp4 import GROUP
@@ -56,13 +57,19 @@ def read_modelopt(config: ConfigReader) -> Formats | str:
     if part.given("quant_algo") and not described and part.differs("kv_cache_scheme", None, "FP8"):
         return f"modelopt with {part.shown('kv_cache_scheme')}"
     excluded = (part.texts("exclude_modules") or ()) + (part.texts("ignore") or ())
-    patterns = tuple(fnmatch.translate(name) for name in excluded if "*" in name)
+    patterns = tuple(_expression(name) for name in excluded if "*" in name)
     plain = tuple(plain_name(name) for name in excluded if "*" not in name)
     if part.text("quant_algo").upper() == _MIXED:
         modules = _modules(part)
         return modules if isinstance(modules, str) else Formats(PLAIN, plain, patterns, modules)
     found = _format(part)
     return found if isinstance(found, str) else Formats(found, plain, patterns)
+
+
+def _expression(name: str) -> str:
+    """A name with stars as a regular expression that what it names begins with."""
+    beginning = name.removesuffix("*")
+    return re.escape(beginning) if not set(beginning) & set("*?[") else fnmatch.translate(name)
 
 
 def _modules(config: ConfigReader) -> dict[str, WeightFormat] | str:
