@@ -264,6 +264,23 @@ def test_a_format_of_modules_that_are_not_in_the_files_is_refused_by_their_names
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "name", ["self_attn.k_proj", "mlp.experts.1.up_proj", "mlp.experts.1.gate_proj", "mlp.experts.2.down_proj"]
+)
+def test_projections_of_one_product_must_have_one_format(name: str, tmp_path: Path) -> None:
+    """q, k and v; gate and up of all experts; down of all experts. `plan` says so, before weights are downloaded."""
+    quantisation, packer = MIXES["modelopt, FP8 and NVFP4"]
+    layers = {**LAYERS, f"model.layers.1.{name}": "FP8_PER_CHANNEL_PER_TOKEN"}
+    by_row = fp8(scalar=False)
+    folder, _ = make(
+        tmp_path, {**quantisation, **modelopt(layers)}, lambda own: by_row if own.endswith(f"1.{name}") else packer(own),
+        "qwen3_moe", **SIZES,
+    )
+    with pytest.raises(CheckpointError, match="must have one weight format; correct quantization_config") as caught:
+        judge_model(LocalFiles(folder))
+    assert "\n" not in str(caught.value)
+
+
 def test_a_format_of_an_mtp_layer_that_the_files_do_not_have_is_no_matter(tmp_path: Path) -> None:
     """As in files that transformers saved again."""
     folder, _ = make_mix(tmp_path, "modelopt, FP8 and NVFP4")

@@ -15,6 +15,7 @@ from batchspec.model.checkpoint_part import CheckpointPart
 from batchspec.model.files import StoredTensor, listed
 from batchspec.model.kv_scales import SUFFIXES
 from batchspec.model.quant.formats import Formats
+from batchspec.model.quant.grouped import expert_parts
 from batchspec.model.wrapped import plain_name
 
 _PACKED_HEADS = ("lm_head.qweight", "lm_head.weight_packed", "lm_head.weight_scale")
@@ -54,6 +55,18 @@ def check_groups(where: str, formats: Formats, names: Iterable[str]) -> None:
             f"{where}: quantization_config gives a format of its own to {listed(unmatched)}, and the files have no such module; "
             "correct config.json, or download the files again"
         )
+
+
+def check_products(where: str, part: CheckpointPart) -> None:
+    """Raises CheckpointError for projections that are multiplied as one matrix, or experts of a layer, in several formats."""
+    for prefix, block in part.blocks():
+        products = [product.parts for product in block.products]
+        products += [tuple(own for _, _, own in expert_parts(experts)) for experts in block.grouped]
+        for parts in products:
+            try:
+                part.formats.of_product([prefix + own.name for own in parts])
+            except CheckpointError as error:
+                raise CheckpointError(f"{where}: {error}") from None
 
 
 def misfits(expected: Iterable[TensorSpec], stored: Mapping[str, StoredTensor], unexpected: Collection[str]) -> list[str]:

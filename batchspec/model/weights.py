@@ -23,7 +23,7 @@ from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.plain import Plain
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import ModelSpec, load_spec
-from batchspec.model.weight_checks import check_copies, check_groups, check_spares, check_tensors
+from batchspec.model.weight_checks import check_copies, check_groups, check_products, check_spares, check_tensors
 from batchspec.model.weight_files import WeightFiles
 from batchspec.model.weight_sums import Summing, WeightSums
 from batchspec.process.load_progress import count_step
@@ -45,7 +45,7 @@ def judge_model(files: ModelFiles) -> ModelSpec:
     """The shape of a model whose weights a run would load: config.json and the headers of the weight files, no weight read.
 
     Its `mtp` is None if the files have no tensor of that layer, as those that transformers saves.
-    Raises CheckpointError, in one line, for all that `load_spec`, `stored_tensors`, `check_groups` and `check_tensors` refuse.
+    Raises CheckpointError, in one line, for all that `load_spec`, `stored_tensors` and the checks here refuse.
     """
     spec = load_spec(files.folder)
     items = stored_tensors(files)
@@ -53,6 +53,7 @@ def judge_model(files: ModelFiles) -> ModelSpec:
     check_groups(files.where, spec.formats, items)
     spec = as_stored(spec, stored)
     check_tensors(files.where, spec, stored)
+    check_products(files.where, spec)
     return spec if spec.mtp is None or spec.mtp.own(files.where, items) else replace(spec, mtp=None)
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from math import lcm
 
 import torch
 
-from batchspec.errors import ConfigError
+from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.blocks.base import BlockSpec, GroupedSpec, projections
 from batchspec.model.config_values import ConfigReader
+from batchspec.model.files import listed
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.module_names import begins_with, is_in
@@ -56,6 +57,16 @@ class Formats:
                 return self.modules[module]
             module = module.rpartition(".")[0]
         return next((own for pattern, own in self.patterns if begins_with((pattern,), name)), self.quantised)
+
+    def of_product(self, names: Sequence[str]) -> WeightFormat:
+        """The format of projections that are multiplied as one matrix, or of all experts of a layer.
+
+        Raises CheckpointError if they have several.
+        """
+        first, *others = map(self.of, names)
+        if any(other != first for other in others):
+            raise CheckpointError(f"{listed(names)} must have one weight format; correct quantization_config")
+        return first
 
     @property
     def all(self) -> tuple[WeightFormat, ...]:
