@@ -52,8 +52,8 @@ def judge_model(files: ModelFiles) -> ModelSpec:
     stored = tensors_of(spec, files.where, items)
     check_groups(files.where, spec.formats, items)
     spec = as_stored(spec, stored)
-    check_tensors(files.where, spec, stored)
     check_products(files.where, spec)
+    check_tensors(files.where, spec, stored)
     return spec if spec.mtp is None or spec.mtp.own(files.where, items) else replace(spec, mtp=None)
 
 
