@@ -18,6 +18,8 @@ from torch import Tensor
 
 from tests.engines import VOCAB
 from tests.models import make_checkpoint, make_wrapped
+from tests.nvfp4_layouts import Packer, compressed, group, nvfp4
+from tests.nvfp4_layouts import fp8 as fp8_by
 from tests.test_fp8_block import CONFIG as FP8_CONFIG
 from tests.test_fp8_block import quantised
 
@@ -79,6 +81,20 @@ def fp8(tensors: Tensors) -> Tensors:
     return found
 
 
+def packed(packer_of: Callable[[str], Packer | None]) -> Callable[[Tensors], Tensors]:
+    """Projections as the packer of their name packs them; None: as they are."""
+
+    def store(tensors: Tensors) -> Tensors:
+        found = Tensors()
+        for name, tensor in tensors.items():
+            module = name.removesuffix(".weight")
+            pack = packer_of(module) if name.endswith("_proj.weight") and "linear_attn" not in name else None
+            found |= {name: tensor} if pack is None else {f"{module}.{key}": own for key, own in pack(tensor, 0)[0].items()}
+        return found
+
+    return store
+
+
 def bf16(tensors: Tensors) -> Tensors:
     return {name: tensor.bfloat16() for name, tensor in tensors.items()}
 
@@ -109,6 +125,11 @@ class Layout:
     """2: the MTP layer has a file of its own, and there is an index."""
 
 
+_IN_16 = {"hidden_size": 48, "intermediate_size": 48}
+_EXPERTS_IN_16 = {**_IN_16, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32}
+"""Sizes of whole groups of 16."""
+_NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*linear_attn*"]}
+_FP8_AND_NVFP4 = compressed(group("float-quantized", "re:.*self_attn.*"), group("nvfp4-pack-quantized", "re:.*mlp\\..*"))
 _DENSE: dict[str, Any] = {"family": "qwen3_5_text", "added": SAYS_MTP}
 _MOE: dict[str, Any] = {"family": "qwen3_5_moe_text", "experts": True}
 _GLM: dict[str, Any] = {"family": "glm4_moe", "shape": ATTENDS}
@@ -147,6 +168,15 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "fp8, experts of the mtp layer plain and not listed": Layout(
         **_MOE, added={**SAYS_MTP, **fp8_config()}, store=fp8, store_mtp=lambda tensors: bf16(fused(tensors))
+    ),
+    "nvfp4, mtp plain and not listed": Layout(
+        family="qwen3_5_text", config=_IN_16, added={**SAYS_MTP, "quantization_config": _NVFP4},
+        store=packed(lambda name: nvfp4(divides=False)), store_mtp=bf16,
+    ),
+    "nvfp4 experts and fp8 attention, mtp plain though groups match it": Layout(
+        **_MOE, config=_EXPERTS_IN_16, added={**SAYS_MTP, "quantization_config": _FP8_AND_NVFP4},
+        store=packed(lambda name: fp8_by(scalar=False) if "self_attn" in name else nvfp4(divides=True)),
+        store_mtp=lambda tensors: bf16(fused(tensors)),
     ),
     "fp8, mtp too": Layout(
         family="qwen3_next", experts=True, added=fp8_config("mtp.fc"), store=fp8, store_mtp=fp8

@@ -19,7 +19,7 @@ from tests.mtp_exact import ID, LAG, NUM_TOKENS, OTHER, continued, make_exact_mo
 from tests.test_target import _widened, oracle
 
 CPU = torch.device("cpu")
-UNQUANTISED = [name for name in LAYOUTS if "fp8" not in name]
+UNQUANTISED = [name for name in LAYOUTS if "fp8" not in name and "nvfp4" not in name]
 RENAMED = {
     "fc.": "eh_proj.", "pre_fc_norm_embedding.": "enorm.", "pre_fc_norm_hidden.": "hnorm.", "norm.": "post_norm.",
     "layers.0.": "mtp_block.",

@@ -223,6 +223,11 @@ GLM_BYTES = (
     46 * _GLM_ATTENTION + 3 * 10944 * 4096 + 45 * 129 * 3 * 1408 * 4096 + 4 * _GLM_SCALES + 2 * (2 * 151552 + 45 * 128) * 4096
 )
 """FP8 in rows, with an fp32 scale each; one dense layer."""
+NVFP4_ROWS = 48 * (4096 + 2 * 512 + 2048 + 128 * (2 * 768 + 2048))
+NVFP4_BYTES = (
+    48 * (2 * 2048 * 4096 + 2 * 512 * 2048 + 128 * 3 * 768 * 2048) * 9 / 16 + 4 * NVFP4_ROWS + 2 * (2 * 151936 + 48 * 128) * 2048
+)
+"""Four bits a number, one byte for 16, four bytes a row."""
 INT4_BYTES = 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096) * (1 / 2 + 2 / 128) + 2 * 2 * 128256 * 4096
 
 
@@ -235,6 +240,7 @@ INT4_BYTES = 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096) * (1 / 2 + 
         ("glm-4.5-air-fp8", "auto", "FP8 weights and activations", GLM_BYTES, 46 * 2 * 8 * 128 * 2),
         ("gpt-oss-120b", "auto", "MXFP4 experts", OSS_BYTES, 18 * 2 * 8 * 64 * 2),
         ("llama8b-int4", "auto", "INT4 weights", INT4_BYTES, 32 * 2 * 8 * 128 * 2),
+        ("qwen3-30b-a3b-nvfp4", "auto", "NVFP4 weights", NVFP4_BYTES, 48 * 2 * 4 * 128 * 2),
     ],
 )
 def test_the_memory_of_quantised_models_on_a_gpu(

@@ -13,7 +13,7 @@ _FUSED = ("linear_add", "norm_linear", "norm_swiglu")
 
 
 def products(spec: ModelSpec) -> list[Product]:
-    """The products that a model's decode rounds may use, except those of FP8 and INT4, which the table does not cover."""
+    """The products that a model's decode rounds may use, except those of FP8, INT4 and NVFP4, which the table does not cover."""
     plain = spec.formats.multiplies_plain
     gemms = (gemm for prefix, gemm in spec.gemms(tokens=1) if plain(prefix + gemm.product.parts[0].name))
     return [*gemm_products(gemms, spec.hidden_size), ("lm_head", spec.num_logits, spec.hidden_size)]

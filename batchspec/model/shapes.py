@@ -87,10 +87,15 @@ _INT4: dict[str, Any] = {
     }
 }
 """As in Qwen's own INT4 checkpoints: all but the output matrix and routers in symmetric groups of 128."""
+_NVFP4: dict[str, Any] = {
+    "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "mlp.gate"]}
+}
+"""As in NVIDIA's checkpoints: all but the output matrix and routers."""
 SHAPES: dict[str, dict[str, Any]] = {
     "llama8b": _LLAMA_8B,
     "llama8b-fp8": _LLAMA_8B | _fp8(),
     "llama8b-int4": _LLAMA_8B | _INT4,
+    "llama8b-nvfp4": _LLAMA_8B | _NVFP4,
     "llama70b": _LLAMA_70B,
     "llama70b-fp8": _LLAMA_70B | _fp8(),
     "llama70b-int4": _LLAMA_70B | _INT4,
@@ -107,6 +112,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _QWEN3_30B,
     "qwen3-30b-a3b-fp8": _QWEN3_30B | _fp8(),
     "qwen3-30b-a3b-int4": _QWEN3_30B | _INT4,
+    "qwen3-30b-a3b-nvfp4": _QWEN3_30B | _NVFP4,
     "qwen3-235b-a22b": _QWEN3_235B,
     "qwen3-235b-a22b-fp8": _QWEN3_235B | _fp8(),
     "minimax-m2-fp8": _MINIMAX_M2 | _fp8("block_sparse_moe.gate"),

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from batchspec.errors import CheckpointError, ConfigError
+from batchspec.errors import CheckpointError
 from batchspec.model.blocks.base import GroupedSpec, Projection, Share, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.quant.base import Pieces, Slices, Weights, bias_of, joined_bias, shard_bias, shard_matrix
@@ -47,9 +47,8 @@ class Fp8(SeparateExperts):
     """Whether products sum in one order (decode.deterministic)."""
 
     def with_activations(self) -> Fp8:
-        """This format with quantised activations. Raises ConfigError if the checkpoint does not say how to quantise them."""
-        if self.made_for == "plain":
-            raise ConfigError("model.activations=fp8: the checkpoint does not say how to quantise activations; use dtype")
+        """This format with quantised activations, if the checkpoint says how to quantise them."""
+        assert self.made_for != "plain"
         return replace(self, quantises=True)
 
     def in_one_order(self) -> Fp8:
