@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 from batchspec.kernels.common.nvfp4 import GROUP
 from batchspec.model.config_values import ConfigReader, Json
+from batchspec.model.files import listed
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.fp8 import Fp8
@@ -84,7 +85,7 @@ def _modules(config: ConfigReader) -> dict[str, WeightFormat] | str:
         if not isinstance(own, str):
             found[plain_name(name)] = own
         elif is_of_text(name):
-            return f"{own} of {name[:100]}"
+            return f"{own} of {listed([name])}"
     return found or f"modelopt with {config.shown('quant_algo')} and no quantized_layers"
 
 

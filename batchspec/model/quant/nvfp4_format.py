@@ -41,6 +41,7 @@ class Nvfp4(SeparateExperts):
     """A layout of NVFP4 weights; see the module's docstring."""
 
     codes: str
+    """The names of three tensors of a projection, after its own name: codes, global scale, scale of activations."""
     global_scale: str
     input_scale: str
     divides: bool
@@ -83,7 +84,7 @@ class Nvfp4(SeparateExperts):
         return rows * (k // 2 + k // GROUP + torch.float32.itemsize)
 
     def weight(self, weights: Weights, name: str) -> Nvfp4Weight:
-        """Read the projection of this name; `check_scales` is left to the caller."""
+        """Read the projection of this name. Its scales are still to be checked."""
         codes, scales = weights.stored(f"{name}.{self.codes}"), weights.stored(f"{name}.weight_scale")
         factor = weights.stored(f"{name}.{self.global_scale}").float().reshape(1)
         return Nvfp4Weight(codes, scales, factor.expand(len(codes)).contiguous(), self.divides)
