@@ -12,6 +12,7 @@ from torch import Tensor
 from batchspec.errors import CheckpointError
 from batchspec.kernels.common.int4 import Int4Weight, dequantise, pack, unpack
 from batchspec.model.blocks.base import GroupedSpec, Projection
+from batchspec.model.blocks.forward import Product
 from batchspec.model.quant.awq import Awq
 from batchspec.model.quant.gptq import Gptq
 from batchspec.model.quant.int4 import Int4Linear, joined, rows_of
@@ -97,6 +98,16 @@ def test_each_number_is_that_of_the_definition_rounded_once(k: int, group_size: 
         assert torch.equal(dequantise(weight, torch.bfloat16), expected.bfloat16())
 
 
+def check_product(product: Product, matrix: Tensor, x: Tensor, bias: Tensor) -> None:
+    """It multiplies by this matrix, alone, as gate and up, and by its last rows."""
+    found = product(x, None)
+    assert torch.equal(found, torch.nn.functional.linear(x, matrix, bias))
+    assert found.dtype is x.dtype
+    gate, up = found.chunk(2, -1)
+    torch.testing.assert_close(product.swiglu(x, None), torch.nn.functional.silu(gate) * up)
+    torch.testing.assert_close(product.rows_from(29)(x, None), found[:, 29:])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("groups", [False, True])
 def test_a_product_is_that_of_the_dequantised_rows_of_all_parts(groups: bool, dtype: torch.dtype) -> None:
@@ -104,12 +115,7 @@ def test_a_product_is_that_of_the_dequantised_rows_of_all_parts(groups: bool, dt
     x, bias = torch.randn(7, 96, dtype=dtype), torch.randn(72, dtype=dtype)
     product = Int4Linear(parts, bias)
     assert len(product.weights) == (3 if groups else 1)  # parts with groups of their own are not one matrix
-    matrix = torch.cat([dequantise(part, dtype) for part in parts])
-    assert torch.equal(product(x), torch.nn.functional.linear(x, matrix, bias))
-    assert product(x).dtype is dtype
-    gate, up = product(x).chunk(2, -1)
-    torch.testing.assert_close(product.swiglu(x, None), torch.nn.functional.silu(gate) * up)
-    torch.testing.assert_close(product.rows_from(29)(x, None), product(x)[:, 29:])
+    check_product(product, torch.cat([dequantise(part, dtype) for part in parts]), x, bias)
 
 
 def test_parts_of_one_division_of_the_columns_are_one_weight() -> None:

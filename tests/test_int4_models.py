@@ -16,7 +16,7 @@ from batchspec.model.blocks.base import Shard
 from batchspec.model.files import LocalFiles
 from batchspec.model.lora import open_adapter
 from batchspec.model.lora_products import AdapterSet, DummyAdapters
-from batchspec.model.quant import int4
+from batchspec.model.quant import dequantised
 from batchspec.model.quant.int4 import Int4Linear
 from batchspec.model.quant.int4_format import Int4
 from batchspec.model.quant.plain import PLAIN
@@ -92,7 +92,7 @@ def test_fused_projections_and_recurrent_layers_too(family: str, config: dict[st
 def test_large_matrices_are_dequantised_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces divide projections that are multiplied as one matrix, and their biases, anywhere."""
     folder, plain = make(tmp_path, LAYOUTS["gptq, act order"], attention_bias=True)
-    monkeypatch.setattr(int4, "PIECE", 192 * 7)
+    monkeypatch.setattr(dequantised, "PIECE", 192 * 7)
     torch.testing.assert_close(logits(load(folder)), logits(load(plain)), atol=1e-9, rtol=1e-9)
 
 
@@ -151,6 +151,15 @@ def on_two_ranks(folder: Path, spec: ModelSpec, count: int = 2) -> list[dict[str
     return on_ranks(count, one)
 
 
+def check_two_ranks(folder: Path) -> None:
+    """Two ranks compute what one process does."""
+    spec = judge_model(LocalFiles(folder))
+    alone = outputs(Target.load(folder, spec, dtype=torch.float64, device=CPU), ROWS)
+    for own in on_two_ranks(folder, spec):
+        for key, expected in alone.items():
+            torch.testing.assert_close(own[key], expected, rtol=1e-10, atol=1e-10 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_compute_what_one_process_does(name: str, family: str, tmp_path: Path) -> None:
@@ -158,11 +167,7 @@ def test_two_ranks_compute_what_one_process_does(name: str, family: str, tmp_pat
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 64, "num_hidden_layers": 1}
     experts = {**EXPERTS, "moe_intermediate_size": 384 if "128" in name or "short" in name else 192}
     folder, _ = make(tmp_path, LAYOUTS[name], family, **{**sizes, **(experts if family == "qwen3_moe" else {})})
-    spec = judge_model(LocalFiles(folder))
-    alone = outputs(Target.load(folder, spec, dtype=torch.float64, device=CPU), ROWS)
-    for own in on_two_ranks(folder, spec):
-        for key, expected in alone.items():
-            torch.testing.assert_close(own[key], expected, rtol=1e-10, atol=1e-10 * float(expected.abs().max()))
+    check_two_ranks(folder)
 
 
 @pytest.mark.parametrize("layout", [of_gptq(128), of_awq(128), of_compressed_tensors(128)], ids=["gptq", "awq", "ct"])
@@ -176,9 +181,8 @@ def test_groups_are_not_divided(layout: Layout, tmp_path: Path) -> None:
 # --- adapters
 
 
-@pytest.mark.parametrize("layout", [of_compressed_tensors(32), of_gptq(32, desc_act=True), of_awq(32)], ids=["ct", "gptq", "awq"])
-def test_an_adapter_is_added_to_the_products_of_int4_weights(layout: Layout, tmp_path: Path) -> None:
-    folder, plain = make(tmp_path, layout)
+def check_adapter(tmp_path: Path, folder: Path, plain: Path) -> None:
+    """An adapter is added to the products of a quantised model, all but one, as it is merged with its dequantised weights."""
     adapter = make_adapter(tmp_path / "adapter", plain, ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
     found = []
     for own, kept in ((folder, 10 - 1), (plain, 0)):
@@ -193,8 +197,8 @@ def test_an_adapter_is_added_to_the_products_of_int4_weights(layout: Layout, tmp
     assert (found[0] - logits(load(folder))).abs().max() > 1e-3
 
 
-def test_rows_have_adapters_of_their_own(tmp_path: Path) -> None:
-    folder, plain = make(tmp_path, of_awq(32))
+def check_adapters_of_rows(folder: Path, plain: Path) -> None:
+    """Rows have adapters of their own in a quantised model, as in that of its dequantised weights."""
     found = []
     for own in (folder, plain):
         spec = judge_model(LocalFiles(own))
@@ -202,6 +206,17 @@ def test_rows_have_adapters_of_their_own(tmp_path: Path) -> None:
         target = Target.load(own, spec.with_lora(adapters.shape), dtype=torch.float64, device=CPU, adapters=adapters)
         found.append(torch.cat(Runner.start(target, 2).feed(prompts([13, 5], 320), adapters=[2, 0])[0]))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("layout", [of_compressed_tensors(32), of_gptq(32, desc_act=True), of_awq(32)], ids=["ct", "gptq", "awq"])
+def test_an_adapter_is_added_to_the_products_of_int4_weights(layout: Layout, tmp_path: Path) -> None:
+    folder, plain = make(tmp_path, layout)
+    check_adapter(tmp_path, folder, plain)
+
+
+def test_rows_have_adapters_of_their_own(tmp_path: Path) -> None:
+    folder, plain = make(tmp_path, of_awq(32))
+    check_adapters_of_rows(folder, plain)
 
 
 # --- what is refused

@@ -19,15 +19,13 @@ from batchspec.model.quant.nvfp4_format import COMPRESSED, MODELOPT
 from batchspec.model.quant.pack_quantized import PackQuantized
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.spec import load_spec, read_spec
-from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
 from batchspec.tuning import policy
 from tests import int4_layouts
 from tests.moe_models import tiny_config
 from tests.nvfp4_layouts import Packer, compressed, fp8, group, int4, make, nvfp4
 from tests.test_fp8 import TOKEN
-from tests.test_int4_models import EXPERTS, ROWS, load, logits, on_two_ranks
-from tests.test_tensor_parallel import outputs
+from tests.test_int4_models import EXPERTS, check_two_ranks, load, logits
 
 CPU = torch.device("cpu")
 STATIC, ROWS_OF_FP8 = Fp8("tensor", "static"), Fp8("row", "token")
@@ -200,11 +198,7 @@ def test_each_part_of_a_model_is_that_of_its_dequantised_weights(name: str, tmp_
 @pytest.mark.parametrize("name", MIXES)
 def test_two_ranks_compute_what_one_process_does(name: str, tmp_path: Path) -> None:
     folder, _ = make_mix(tmp_path, name)
-    spec = judge_model(LocalFiles(folder))
-    alone = outputs(Target.load(folder, spec, dtype=torch.float64, device=CPU), ROWS)
-    for own in on_two_ranks(folder, spec):
-        for key, expected in alone.items():
-            torch.testing.assert_close(own[key], expected, rtol=1e-10, atol=1e-10 * float(expected.abs().max()))
+    check_two_ranks(folder)
 
 
 def test_bytes_and_what_is_kept_are_those_of_each_format(tmp_path: Path) -> None:

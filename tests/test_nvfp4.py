@@ -14,7 +14,7 @@ from batchspec.kernels.common.nvfp4 import Nvfp4Weight, dequantise, joined
 from batchspec.kernels.moe.mxfp4 import PLACES, shuffle_mxfp4
 from batchspec.kernels.moe.route import lists_reference
 from batchspec.model.blocks.base import GroupedSpec, Projection
-from batchspec.model.quant import nvfp4
+from batchspec.model.quant import dequantised
 from batchspec.model.quant.nvfp4 import Nvfp4Linear
 from batchspec.model.quant.nvfp4_format import COMPRESSED, MODELOPT, Nvfp4
 from batchspec.model.weights import DummyWeights
@@ -22,7 +22,7 @@ from tests import nvfp4_layouts
 from tests.moe_models import tiny_spec
 from tests.nvfp4_layouts import E2M1, quantise, tensors_of
 from tests.nvfp4_samples import FILE
-from tests.test_int4 import CPU, Stored
+from tests.test_int4 import CPU, Stored, check_product
 
 LAYOUTS = {"modelopt": MODELOPT, "compressed-tensors": COMPRESSED}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -88,12 +88,7 @@ def test_a_product_is_that_of_the_dequantised_rows_of_all_parts(divides: bool, d
     parts = [random_weight(rows, 96, divides=divides) for rows in (24, 8, 40)]
     x, bias = torch.randn(7, 96, dtype=dtype), torch.randn(72, dtype=dtype)
     product = Nvfp4Linear(parts, bias)
-    matrix = torch.cat([dequantise(part, dtype) for part in parts])
-    assert torch.equal(product(x), torch.nn.functional.linear(x, matrix, bias))
-    assert product(x).dtype is dtype
-    gate, up = product(x).chunk(2, -1)
-    torch.testing.assert_close(product.swiglu(x, None), torch.nn.functional.silu(gate) * up)
-    torch.testing.assert_close(product.rows_from(29)(x, None), product(x)[:, 29:])
+    check_product(product, torch.cat([dequantise(part, dtype) for part in parts]), x, bias)
 
 
 def test_large_matrices_are_dequantised_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +96,7 @@ def test_large_matrices_are_dequantised_in_pieces(monkeypatch: pytest.MonkeyPatc
     x, bias = torch.randn(3, 96, dtype=torch.float64), torch.randn(32, dtype=torch.float64)
     product = Nvfp4Linear([random_weight(rows, 96) for rows in (24, 8)], bias)
     expected = product(x)
-    monkeypatch.setattr(nvfp4, "PIECE", 96 * 7)
+    monkeypatch.setattr(dequantised, "PIECE", 96 * 7)
     torch.testing.assert_close(product(x), expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max()))
 
 

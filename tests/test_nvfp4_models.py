@@ -14,20 +14,26 @@ from torch import Tensor
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.blocks.base import Shard
 from batchspec.model.files import LocalFiles
-from batchspec.model.lora import open_adapter
-from batchspec.model.lora_products import AdapterSet, DummyAdapters
 from batchspec.model.quant.nvfp4 import Nvfp4Linear
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.shard import part_of
 from batchspec.model.spec import load_spec
-from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
 from tests.moe_models import tiny_spec
 from tests.nvfp4_layouts import MODELOPT, Packer, all_but_one, make, nvfp4, of_compressed_tensors
-from tests.test_int4_models import EXPERTS, ROWS, changed, load, logits, on_two_ranks, products, put, without
-from tests.test_lora import make_adapter
-from tests.test_target import Runner, prompts
-from tests.test_tensor_parallel import outputs
+from tests.test_int4_models import (
+    EXPERTS,
+    changed,
+    check_adapter,
+    check_adapters_of_rows,
+    check_two_ranks,
+    load,
+    logits,
+    on_two_ranks,
+    products,
+    put,
+    without,
+)
 
 CPU = torch.device("cpu")
 LAYOUTS: dict[str, tuple[dict[str, Any], Packer]] = {
@@ -147,11 +153,7 @@ def test_scales_of_an_fp8_kv_cache_are_no_matter(tmp_path: Path) -> None:
 def test_two_ranks_compute_what_one_process_does(name: str, family: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 304, "head_dim": 24, "num_hidden_layers": 1}
     folder, _ = make_in(tmp_path, name, family, **{**sizes, **(EXPERTS if family == "qwen3_moe" else {})})
-    spec = judge_model(LocalFiles(folder))
-    alone = outputs(Target.load(folder, spec, dtype=torch.float64, device=CPU), ROWS)
-    for own in on_two_ranks(folder, spec):
-        for key, expected in alone.items():
-            torch.testing.assert_close(own[key], expected, rtol=1e-10, atol=1e-10 * float(expected.abs().max()))
+    check_two_ranks(folder)
 
 
 def test_groups_are_not_divided(tmp_path: Path) -> None:
@@ -166,29 +168,12 @@ def test_groups_are_not_divided(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", BOTH)
 def test_an_adapter_is_added_to_the_products_of_nvfp4_weights(name: str, tmp_path: Path) -> None:
     folder, plain = make_in(tmp_path, name)
-    adapter = make_adapter(tmp_path / "adapter", plain, ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
-    found = []
-    for own, kept in ((folder, 10 - 1), (plain, 0)):
-        spec = judge_model(LocalFiles(own))
-        opened = open_adapter(str(adapter), spec)
-        assert len(opened.kept) == kept  # the unquantised projection is merged
-        adapters = AdapterSet((opened,)) if kept else None
-        shaped = spec.with_lora(None if adapters is None else adapters.shape)
-        target = Target.load(own, shaped, dtype=torch.float64, device=CPU, adapter=opened, adapters=adapters)
-        found.append(torch.cat(Runner.start(target, 2).feed(prompts([13, 5], 320), adapters=[1, 1] if kept else None)[0]))
-    torch.testing.assert_close(found[0], found[1], atol=1e-9, rtol=1e-9)
-    assert (found[0] - logits(load(folder))).abs().max() > 1e-3
+    check_adapter(tmp_path, folder, plain)
 
 
 def test_rows_have_adapters_of_their_own(tmp_path: Path) -> None:
     folder, plain = make_in(tmp_path, "compressed-tensors")
-    found = []
-    for own in (folder, plain):
-        spec = judge_model(LocalFiles(own))
-        adapters = DummyAdapters.of(spec, 2, 3)
-        target = Target.load(own, spec.with_lora(adapters.shape), dtype=torch.float64, device=CPU, adapters=adapters)
-        found.append(torch.cat(Runner.start(target, 2).feed(prompts([13, 5], 320), adapters=[2, 0])[0]))
-    assert torch.equal(*found)
+    check_adapters_of_rows(folder, plain)
 
 
 # --- what is refused

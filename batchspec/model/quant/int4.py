@@ -2,7 +2,8 @@
 
     y = x W' + b     W [N, K] as `kernels/common/int4.py` defines it, in the dtype of x
 
-So the result is that of the model with dequantised weights; in fp64 it has the same bits, unless a matrix is larger than PIECE.
+So the result is that of the model with dequantised weights; in fp64 it has the same bits, unless a matrix is multiplied in pieces
+(`dequantised.py`).
 """
 
 from __future__ import annotations
@@ -11,20 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
 from batchspec.kernels.common.int4 import CODES, Int4Weight, dequantise
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.kernels.moe.quantise import Fp8Rows
-from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.base import Clamp, GroupedSpec
+from batchspec.model.blocks.base import GroupedSpec
 from batchspec.model.blocks.forward import Product
-from batchspec.model.quant.grouped import PlainExperts
-
-PIECE = 1 << 22
-"""Maximum number of weights that are dequantised at once; they take about 50 MB in bf16."""
+from batchspec.model.quant.dequantised import DequantisedExperts, multiply_in_pieces
 
 
 class Int4Linear(Product):
@@ -43,13 +38,11 @@ class Int4Linear(Product):
 
 def multiply(x: Tensor, weights: Sequence[Int4Weight], bias: Tensor | None) -> Tensor:
     """x [T, K] -> [T, rows of all weights]. Does not synchronise."""
-    num_rows, step = sum(weight.num_rows for weight in weights), max(1, PIECE // x.shape[1])
-    outs = []
-    for first in range(0, num_rows, step):
-        own = slice(first, min(first + step, num_rows))
-        matrix = torch.cat([dequantise(part, x.dtype) for part in rows_of(weights, own)])
-        outs.append(F.linear(x, matrix, None if bias is None else bias[own]))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+
+    def matrix(own: slice) -> Tensor:
+        return torch.cat([dequantise(part, x.dtype) for part in rows_of(weights, own)])
+
+    return multiply_in_pieces(x, sum(weight.num_rows for weight in weights), matrix, bias)
 
 
 def rows_of(weights: Iterable[Int4Weight], own: slice) -> list[Int4Weight]:
@@ -116,21 +109,13 @@ class StackedInt4:
         return [replace(part, groups=own) for part, own in parts]
 
 
-class Int4Experts(PlainExperts):
+class Int4Experts(DequantisedExperts):
     """A GroupedProduct with INT4 weights."""
 
     weight_dtype = torch.int32
-    reads_rows = reads_groups = False
 
     def __init__(self, weight: StackedInt4, bias: Tensor | None) -> None:
         self.weight, self._bias, self.rows = weight, bias, weight.words.shape[1]
-
-    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor:
-        return self.plain_up(x, routing, clamp)
-
-    def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
-        assert isinstance(inner, Tensor)
-        return self.plain_down(inner, routing)
 
     def product(self, expert: int, x: Tensor) -> Tensor:
         return multiply(x, self.weight.of(expert), None if self._bias is None else self._bias[expert])
