@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
@@ -53,7 +54,24 @@ def output_head(weight: Tensor, *, ordered: bool, scaling: float | None = None) 
     return WideHead(weight)
 
 
-class ScaledHead:
+class WrittenLogits(ABC):
+    """An output head that writes the logits of a greedy choice, and then chooses."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, V]"""
+
+    def greedy(
+        self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool, allowed: Allowed | None = None
+    ) -> None:
+        assert allowed is None
+        argmax(self.logits(hidden), out_ids=out_ids, vocab=vocab, flag_nonfinite=flag_nonfinite)
+
+    def masks_in_product(self, hidden: Tensor) -> bool:
+        return False
+
+
+class ScaledHead(WrittenLogits):
     """Another head whose logits are divided by a number. All choices are made among the quotients: a division may round two
     logits to one number, and then the lower id is chosen in every way."""
 
@@ -63,20 +81,11 @@ class ScaledHead:
     def logits(self, hidden: Tensor) -> Tensor:
         return self._head.logits(hidden).div_(self._scaling)
 
-    def greedy(
-        self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool, allowed: Allowed | None = None
-    ) -> None:
-        assert allowed is None
-        argmax(self.logits(hidden), out_ids=out_ids, vocab=vocab, flag_nonfinite=flag_nonfinite)
-
     def rows(self, ids: Tensor) -> Tensor:
         return self._head.rows(ids)
 
-    def masks_in_product(self, hidden: Tensor) -> bool:
-        return False
 
-
-class WideHead:
+class WideHead(WrittenLogits):
     """The matrix in the dtype of its logits."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -86,20 +95,11 @@ class WideHead:
     def logits(self, hidden: Tensor) -> Tensor:
         return self._product(hidden.to(self._dtype))
 
-    def greedy(
-        self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool, allowed: Allowed | None = None
-    ) -> None:
-        assert allowed is None
-        argmax(self.logits(hidden), out_ids=out_ids, vocab=vocab, flag_nonfinite=flag_nonfinite)
-
     def rows(self, ids: Tensor) -> Tensor:
         return self._product.weight_rows(ids)
 
-    def masks_in_product(self, hidden: Tensor) -> bool:
-        return False
 
-
-class NarrowHead:
+class NarrowHead(WrittenLogits):
     """The matrix in bf16 on a GPU, which multiplies bf16 with an fp32 result."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -113,8 +113,7 @@ class NarrowHead:
     ) -> None:
         tile = self._tile(hidden)
         if tile is None:
-            assert allowed is None
-            argmax(self.logits(hidden), out_ids=out_ids, vocab=vocab, flag_nonfinite=flag_nonfinite)
+            super().greedy(hidden, out_ids=out_ids, vocab=vocab, flag_nonfinite=flag_nonfinite, allowed=allowed)
             return
         masks, mask_rows = allowed or (None, None)
         lm_head(
