@@ -119,7 +119,7 @@ class MtpSpec(CheckpointPart):
         return {name: item for name, item in items.items() if self.has(name) and not name.startswith(copies)}
 
     def has(self, name: str) -> bool:
-        """Whether a tensor of this name in a file belongs to the layer, or is one of the copies beside it."""
+        """Whether a tensor of this name in a file belongs to the layer, or to `copies_of_model`."""
         return name.startswith(self.prefix)
 
     def sharded(self, shard: Shard) -> MtpSpec:

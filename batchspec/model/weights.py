@@ -60,8 +60,8 @@ def judge_model(files: ModelFiles) -> ModelSpec:
 def as_stored(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> ModelSpec:
     """The model with the formats in which its files hold its products. stored: its tensors, by their plain names.
 
-    Only for INT4 and NVFP4, of which tools leave out modules that quantization_config does not name, such as GPTQModel the gates
-    of recurrent layers. Those of FP8 name them all: there a plain weight is an error.
+    Only for INT4 and NVFP4: their tools leave some modules plain that quantization_config does not name, such as GPTQModel the
+    gates of recurrent layers. Tools for FP8 name all of them, so a plain weight that is not named is an error there.
     """
     if all(isinstance(own, Plain | Fp8) for own in spec.formats.all):
         return spec

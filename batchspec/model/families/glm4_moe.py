@@ -1,7 +1,7 @@
 """GLM-4.5, 4.5-Air, 4.6 and 4.7: experts chosen by sigmoid and a bias, with a shared one that has no gate; dense first layers.
 
-Half of each head is rotated; q and k of the larger models are normed. The files have one layer more, the MTP layer; the copies of
-embedding and output matrix beside it are not read, as transformers does not read them. The router's product is in fp32.
+Half of each head is rotated; q and k of the larger models are normed. The files have one layer more, the MTP layer, with copies
+of the embedding and the output matrix, which neither transformers nor batchspec reads. The router's product is in fp32.
 Source: transformers, models/glm4_moe; Zeng et al. 2025, GLM-4.5 (arXiv 2508.06471).
 """
 

@@ -44,8 +44,8 @@ def _factor(config: ConfigReader, key: str) -> float | None:
 
 
 def _hybrid_layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
-    """Layers of Granite, with the MLP that all tokens go through; the experts beside it, which the dense models have none of, are
-    refused with their number."""
+    """Layers of Granite with the MLP of `granitemoehybrid`, which all tokens go through. Dense models have no experts besides it;
+    a config.json that gives a number of experts is refused."""
     config.given("num_experts_per_tok")  # it counts as read: there are no experts
     kinds, num_layers = config.texts("layer_types"), config.integer("num_hidden_layers")
     others = sorted(set(kinds or ["mamba"]) - set(_ATTENDS))

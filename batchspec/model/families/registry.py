@@ -68,8 +68,9 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "Kimi delta attention": ("kimi_linear", "bailing_hybrid", "glm5_next"),
     "short convolutions": ("lfm2", "lfm2_moe", "lfm3"),
     "attention in chunks": ("llama4", "llama4_text"),
-    "normed embeddings, norms of q and k without weights, and gates that a projection of their own computes, all of which no "
-    "other family has": ("muse_glimmer", "muse_glimmer_text"),
+    "normed embeddings, norms of q and k without weights, and gates with projections of their own, which no other family has": (
+        "muse_glimmer", "muse_glimmer_text",
+    ),
 }
 """What models need that is not built -> their model_types."""
 

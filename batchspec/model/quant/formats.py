@@ -38,7 +38,7 @@ class Formats:
     """Regular expressions: a projection whose name begins with a match is stored plain. Those that name the language model of a
     larger model match its names in the file (`wrapped.py`)."""
     modules: Mapping[str, WeightFormat] = field(default_factory=dict, hash=False)
-    """Full name of a module -> the format of its projections; of two modules of which one is in the other, the inner decides."""
+    """Full name of a module -> the format of its projections. If one named module is inside another, the inner one decides."""
     patterns: tuple[tuple[str, WeightFormat], ...] = ()
     """Regular expressions, as in `plain_patterns`, and the formats of projections that they match; the first one decides."""
     ordered: bool = False
@@ -74,8 +74,10 @@ class Formats:
         return tuple(dict.fromkeys((self.quantised, *self.modules.values(), *(own for _, own in self.patterns))))
 
     def without_modules(self, modules: AbstractSet[str]) -> list[str]:
-        """The names and expressions that are given a format, if none of them is the name of one of these modules or matches one;
-        of the first format of which that is so. Names of modules besides the language model do not count."""
+        """The names and expressions of the first format that none of these modules has; empty if every format has a module.
+
+        Names of modules outside of the language model do not count.
+        """
         for own in dict.fromkeys((*self.modules.values(), *(own for _, own in self.patterns))):
             names = [name for name, other in self.modules.items() if other == own and is_of_text(name)]
             patterns = tuple(pattern for pattern, other in self.patterns if other == own)

@@ -90,7 +90,7 @@ def _modules(config: ConfigReader) -> dict[str, WeightFormat] | str:
 
 
 def _format(config: ConfigReader) -> WeightFormat | str:
-    """The format that `quant_algo` and the keys beside it describe, or a text that names what is not supported."""
+    """The format that `quant_algo` and its options describe, or a text that names what is not supported."""
     found = _ALGORITHMS.get(config.text("quant_algo").upper())
     if found is None:
         return f"modelopt with {config.shown('quant_algo')}"
