@@ -25,8 +25,8 @@ from tests.gpu_jobs.cases import GROUP, Case, draw_case, draw_group
 from tests.gpu_jobs.entry_points import ROOT, is_fatal, run_case
 from tests.gpu_jobs.plain import Plain
 
-CASE_S = 300
-"""A case that takes longer hangs."""
+CASE_S = 600
+"""A case that takes longer hangs. Fifty long rows in float64, one at a time, take two minutes on a card of their own."""
 MOST_LINES = 4
 """Rows that are shown of a failed case."""
 
