@@ -219,13 +219,14 @@ class ForcedDrafter(NoFeatures):
         self.max_len, self.outputs, self.right, self.fixed_len = max_len, outputs, right, fixed_len
 
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+        width = draft_ids.shape[1]
         draft_ids.zero_()
-        draft_len.fill_(self.max_len)
+        draft_len.fill_(width)
         for slot in range(len(draft_len)):
             if rows.live[slot]:
                 emitted = int(rows.num_tokens[slot] - rows.prompt_len[slot])
-                ahead = self.outputs[int(rows.keys[slot])][emitted : emitted + self.max_len]
-                ids = ahead + [0] * (self.max_len - len(ahead))
+                ahead = self.outputs[int(rows.keys[slot])][emitted : emitted + width]
+                ids = ahead + [0] * (width - len(ahead))
                 draft_ids[slot] = torch.tensor(ids if self.right else [(i + 1) % VOCAB for i in ids], dtype=torch.int32)
 
 

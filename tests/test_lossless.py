@@ -57,6 +57,7 @@ from tests.engines import (
     request,
     tiny_target,
 )
+from tests.row_lengths import draw_lengths
 
 pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
 
@@ -96,17 +97,23 @@ def run(
     short_cap: int = 512,
     dtype: torch.dtype = torch.float64,
     fp8_kv: bool = False,
+    lengths: int | None = None,
 ) -> tuple[dict[str, list[int]], dict[str, Completion], Engine]:
-    """The job through the engine. A `short_cap` below the caps makes admission trust predictions, so that pages run out."""
+    """The job through the engine. A `short_cap` below the caps makes admission trust predictions, so that pages run out.
+
+    lengths  seed with which each round draws how many drafts it verifies, and of which rows; None: all drafts of all rows
+    """
     engine = make_engine(
         tiny_target(dtype, window=5, fp8_kv=fp8_kv),
         drafter,
         batch,
         device=DEVICE,
-        options=RoundOptions(uniform_slots=uniform_slots),
+        options=RoundOptions(uniform_slots=uniform_slots, row_lengths=lengths is not None),
         decode=decode,
         refill_dead=refill_dead,
     )
+    if lengths is not None and engine.executor.round.chances is not None:
+        draw_lengths(engine, lengths, blindly=lengths % 2 > 0)
     launch = engine.executor._launch_round
 
     def launch_checked(scheduled: ScheduledRound) -> None:
@@ -260,6 +267,7 @@ def check_lossless(requests: list[Request], data: st.DataObject) -> None:
         refill_dead=data.draw(st.booleans(), label="refill_dead"),
         short_cap=data.draw(st.sampled_from([2, 512]), label="short_cap"),
         fp8_kv=fp8_kv,
+        lengths=data.draw(st.none() | st.integers(0, 1000), label="lengths"),
     )
     assert tokens == expected
     for completion in done.values():

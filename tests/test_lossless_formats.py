@@ -160,7 +160,7 @@ def choose_any_draft_len(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Non
         return
     clock, lengths = random.Random(1), DraftLengths(engine.drafter.max_len, engine.executor.round.draft_lens)
     lengths.set_base(1, 0, 1.0)
-    monkeypatch.setattr(lengths, "_pick", lambda *_: clock.choice(lengths.choices))
+    monkeypatch.setattr(lengths, "_pick", lambda *_: clock.choice(lengths.widths(1)))
     monkeypatch.setattr(RoundClock, "add", lambda *_: None)
     monkeypatch.setattr(engine.planner, "_lengths", lengths)
 

@@ -41,13 +41,18 @@ class DraftOutput:
         self.dtype = torch.float64 if target.dtype is torch.float64 else torch.float32
         self._scores = None if matrix is None or self._fp32_out else Linear(matrix.to(self.dtype))
 
-    def choose(self, normed: Tensor, out_ids: Tensor, draws: Draws | None = None) -> None:
+    def choose(
+        self, normed: Tensor, out_ids: Tensor, draws: Draws | None = None, out_confidence: Tensor | None = None
+    ) -> None:
         """normed [N, H] after the final norm -> the target id of each row's most probable draft token, int32 [N] of any stride.
 
-        draws  noise and rules that are applied before the choice
+        draws           noise and rules that are applied before the choice
+        out_confidence  int32 [N] of any stride: how sure each choice is, as `argmax` writes it; None: not asked for
         """
         if draws is not None:
-            draws.choose(self.logits(normed), out_ids, self.map_ids)
+            draws.choose(self.logits(normed), out_ids, self.map_ids, out_confidence)
+        elif out_confidence is not None:
+            argmax(self.logits(normed), out_ids=out_ids, map_ids=self.map_ids, out_confidence=out_confidence)
         elif not self._argmax:
             self._store(torch.softmax(self.logits(normed), -1).topk(1, dim=-1).indices.squeeze(1), out_ids)
         elif self._matrix is None:

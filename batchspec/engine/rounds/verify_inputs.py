@@ -57,22 +57,28 @@ class VerifyInputs:
         batch.recurrence = "drafts"
         return batch.add_groups(more_tables, self._page_size)
 
-    def ragged(self, rows: DeviceBatch, draft_len: int) -> FlatBatch:
-        """The newest token and the drafts of every live row, concatenated. Cuts lengths at the rows' limits.
-
-        On a CPU, where reading a length costs nothing, T is exact; on a GPU it is R * S, the rest padding.
-        """
-        page_table, *more_tables = rows.page_tables
-        num_rows = rows.live.shape[0]
-        ids, lengths, rates = self.ids(num_rows, draft_len), self.lengths(num_rows), self.rates(draft_len)
-        num_flat_tokens, start = ids.numel(), rows.num_tokens - 1
-        torch.gather(rows.tokens, 1, start.clamp(min=0).long().unsqueeze(1), out=ids[:, :1])
+    def limit_lengths(self, rows: DeviceBatch, draft_len: int) -> None:
+        """Cut the lengths, of at most `draft_len` drafts, at the rows' limits; 0 for dead rows."""
+        lengths, rates = self.lengths(rows.live.shape[0]), self.rates(draft_len)
         if rates is not None:
             lengths.fill_(len(rates))
         if not draft_len:
             lengths.zero_()
         torch.minimum(lengths, rows.limit - rows.num_tokens - 1, out=lengths)
-        q_len = lengths.clamp_(min=0).mul_(rows.live).add(1).mul_(rows.live)
+        lengths.clamp_(min=0).mul_(rows.live)
+
+    def ragged(self, rows: DeviceBatch, draft_len: int, num_positions: int | None = None) -> FlatBatch:
+        """The newest token and the drafts of every live row, as many as `lengths` says, concatenated. Writes the newest tokens.
+
+        num_positions  T, which is enough for these lengths; None: R * S
+        On a CPU, where reading a length costs nothing, T is exact; on a GPU the rest is padding.
+        """
+        page_table, *more_tables = rows.page_tables
+        num_rows = rows.live.shape[0]
+        ids, lengths = self.ids(num_rows, draft_len), self.lengths(num_rows)
+        num_flat_tokens, start = num_positions or ids.numel(), rows.num_tokens - 1
+        torch.gather(rows.tokens, 1, start.clamp(min=0).long().unsqueeze(1), out=ids[:, :1])
+        q_len = (lengths + 1).mul_(rows.live)
         if not q_len.is_cuda:
             num_flat_tokens = int(q_len.sum())
         cu_seqlens_q, row_ids = self._cu_seqlens_q[: num_rows + 1], self._row_ids[:num_flat_tokens]
