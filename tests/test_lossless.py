@@ -555,7 +555,7 @@ def test_a_stop_string_on_the_host_frees_the_slot_while_rounds_run_ahead() -> No
 def test_synthetic_acceptance_keeps_the_rates_asked_for() -> None:
     requests = [request(i, [i, 2], cap=400) for i in range(16)]
     batch = packed(16, row_buckets=(1, 2, 4, 8, 16), num_pages=2000, max_len=402, draft_len=3)
-    options = RoundOptions(synthetic=(0.6, 0.28, 0.12))
+    options = RoundOptions(synthetic=((0.6, 0.28, 0.12),))
     engine = make_engine(tiny_target(), LookupDrafter(3, min_ngram=1, max_ngram=2), batch, device=DEVICE, options=options)
     stats = [c.stats for c in engine.run(iter(requests)) if c.stats]
     rounds = sum(s.num_rounds for s in stats)

@@ -269,7 +269,7 @@ def check_any_packing(model_of: ModelOf, data: st.DataObject) -> None:
     requests = mixed_requests(data.draw(st.integers(2, 8), label="rows"), cap=data.draw(st.integers(8, 24), label="cap"))
     longest = max(len(one.prompt_ids) + one.max_new_tokens for one in requests)
     options = RoundOptions(
-        uniform_slots=data.draw(st.booleans(), label="uniform layout"), synthetic=tuple(0.8 ** (j + 1) for j in range(max_len))
+        uniform_slots=data.draw(st.booleans(), label="uniform layout"), synthetic=(tuple(0.8 ** (j + 1) for j in range(max_len)),)
     )
     batch = drawn_batch(data, slots, max_len, longest)
     with trusting():

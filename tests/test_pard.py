@@ -125,7 +125,7 @@ def test_drafts_are_those_of_a_plain_forward(family: str, vocab: int, parallel: 
     """About half of the drafts are accepted, so rounds accept 0 .. K of them. Of a wider vocabulary the target's part counts."""
     folder = write(tmp_path / "m", family, vocab=vocab)
     drafter = drafter_of(folder, 4, slots=3, parallel=parallel)
-    options = RoundOptions(synthetic=tuple(0.8 ** (j + 1) for j in range(4)))
+    options = RoundOptions(synthetic=(tuple(0.8 ** (j + 1) for j in range(4)),))
     batch = packed(3, draft_len=4, prefill_tokens=7, num_pages=60, max_len=40)
     _, engine = run(mixed_requests(), batch, drafter, options=options)
     assert 5 < engine.totals.accepted < engine.totals.drafted

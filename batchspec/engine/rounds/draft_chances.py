@@ -32,8 +32,9 @@ class DraftChances:
         """fp32 [P, B] drafts verified after accepted ones, and those of them that were accepted; old ones count less."""
         levels = (-PER_HALF * self._prior.log2() + 0.5).clamp(min=0, max=LEVELS - 1)
         self._costs = levels.int().expand(shape).contiguous()
-        self._confidence = torch.zeros(slots, drafter.max_len, dtype=torch.int32, device=device)
-        drafter.confidence = self._confidence
+        self.confidence = torch.zeros(slots, drafter.max_len, dtype=torch.int32, device=device)
+        """int32 [slots, P] confidence in each draft of the present round."""
+        drafter.confidence = self.confidence
 
     def allocate(self, live: Tensor, draft_len: Tensor, *, width: int, num_positions: int) -> Tensor:
         """Cut draft_len int32 [R] of rows with up to `width` drafts so that all live rows have `num_positions` positions, one
@@ -42,13 +43,13 @@ class DraftChances:
         Returns int32 [K, LEVELS]: how many drafts there were, by position and level of survival, whether verified or not.
         """
         counts = torch.empty(width, LEVELS, dtype=torch.int32, device=live.device)
-        confidence = self._confidence[: len(live), :width]
+        confidence = self.confidence[: len(live), :width]
         allocate_drafts(confidence, self._costs, live, num_places=num_positions, draft_len=draft_len, out_counts=counts)
         return counts
 
     def learn(self, log: Tensor) -> None:
         """Learn from a round's log int32 [R, K+5]."""
         learn_acceptance(
-            self._confidence[: len(log), : log.shape[1] - 5], log, self._prior, tried=self.tried, accepted=self.accepted,
+            self.confidence[: len(log), : log.shape[1] - 5], log, self._prior, tried=self.tried, accepted=self.accepted,
             costs=self._costs, weight=PRIOR_DRAFTS, half_life=HALF_LIFE_DRAFTS,
         )

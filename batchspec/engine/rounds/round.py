@@ -24,6 +24,7 @@ from batchspec.draft.shapes import ChainShape
 from batchspec.engine.rounds.ablation import vocabulary_for
 from batchspec.engine.rounds.draft_chances import DraftChances
 from batchspec.engine.rounds.draft_lengths import candidates
+from batchspec.engine.rounds.simulated_acceptance import SimulatedAcceptance
 from batchspec.engine.rounds.verify_inputs import VerifyInputs
 from batchspec.engine.rounds.vocabulary import Vocabulary
 from batchspec.kernels.attention.work_list import SharedPrefixes
@@ -49,8 +50,8 @@ class RoundOptions:
     """Rows decode after their prefill. False: every row ends with it, and there are no rounds."""
     coupled: bool = True
     """Whether drafts of sampled rows are drawn with the noise of the target's draws."""
-    synthetic: tuple[float, ...] | None = None
-    """Unconditional acceptance rates per position; for benchmarks."""
+    synthetic: tuple[tuple[float, ...], ...] | None = None
+    """Unconditional acceptance rates per position, of each kind of row; for benchmarks."""
     argmax: bool = True
     """Greedy tokens by an argmax; False: by softmax and top-k (`ablation.argmax`)."""
     row_lengths: bool = False
@@ -91,7 +92,8 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The drafts that a round verifies: ids int32 [R, K], length int32 [R], rates float32 [K] of simulated acceptance or None."""
+    """The drafts that a round verifies: ids int32 [R, K], length int32 [R], rates float32 [N, K] of simulated
+    acceptance or None."""
 
     ids: Tensor
     length: Tensor
@@ -126,7 +128,11 @@ class Round:
         self.nodes: int | None = None
         """Number of nodes that a round with drafts verifies, for trees; None for chains."""
         self._accepted_len = torch.zeros(batch.num_slots, dtype=torch.int32, device=device)
-        self.inputs = VerifyInputs(batch.num_slots, drafter.max_len, cache.page_size, options.synthetic, device)
+        self.inputs = VerifyInputs(batch.num_slots, drafter.max_len, cache.page_size, device)
+        self.simulated = None
+        """Set if acceptance is made up."""
+        if options.synthetic is not None:
+            self.simulated = SimulatedAcceptance(options.synthetic, drafter.max_len, device)
 
     def run(
         self,
@@ -163,6 +169,7 @@ class Round:
             self.drafter.propose(rows, ids[:, 1:], lengths, self.cache)
             if not self.drafter.fixed_len:  # such drafts, as a lookup's, are not chosen from adjusted logits
                 check_drafts(rows, ids[:, 1:], lengths, mode)
+            self._simulate(rows, lengths, draft_len)
         batch, levels = self._positions(rows, draft_len, num_positions)
         if not batch.token_ids.shape[0]:  # ragged, on a CPU: every row ended after the host's last read
             return RoundResult(torch.full((num_rows, 5 + draft_len), -1, dtype=torch.int32))
@@ -172,13 +179,25 @@ class Round:
         if not mode.greedy or self.options.reader is not None:
             num_drafted = batch.positions - (rows.num_tokens - 1)[batch.row_ids]
             logit_rows = LogitRows(batch.row_ids, batch.positions + 1, ids[:, 1:], num_drafted)
-        drafts = Drafts(ids[:, 1:], lengths, inputs.rates(draft_len))
+        drafts = Drafts(ids[:, 1:], lengths, self.rates(draft_len))
         accepted_len = self._accepted_len[:num_rows]
         result = self.commit(hidden, logit_rows, batch.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len)
         result = replace(result, levels=levels)
         own_batch = batch.of_group(self.cache.groups.draft_group)
         self.drafter.catch_up(own_batch, aux_hidden_states, accepted_len, rows, self.cache, prepare_next=prepare_next)
         return result
+
+    def rates(self, draft_len: int) -> Tensor | None:
+        """float32 [N, K] rates of simulated acceptance; None without drafts, or if none is simulated."""
+        return None if self.simulated is None else self.simulated.rates(draft_len)
+
+    def _simulate(self, rows: DeviceBatch, lengths: Tensor, draft_len: int) -> None:
+        """Where acceptance is made up: every row has all drafts, and a confidence in them that fits their rates."""
+        if self.simulated is None:
+            return
+        lengths.fill_(draft_len)
+        if self.chances is not None:
+            self.simulated.write_confidence(rows, self.chances.confidence[: len(lengths), :draft_len])
 
     def _positions(
         self, rows: DeviceBatch, draft_len: int, num_positions: int | None

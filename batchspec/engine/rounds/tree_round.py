@@ -61,7 +61,7 @@ class TreeRound(Round):
         self.set_draft_mode(mode)
         num_rows, inputs = rows.live.shape[0], self.inputs
         chain_ids, ids = inputs.ids(num_rows, draft_len), self._node_ids[:num_rows]
-        drafts = Drafts(chain_ids[:, 1:], inputs.lengths(num_rows), inputs.rates(draft_len))
+        drafts = Drafts(chain_ids[:, 1:], inputs.lengths(num_rows), self.rates(draft_len))
         parents = self.drafter.propose(rows, ids[:, 1:], drafts.length, self.cache)
         assert parents is not None
         chain = inputs.uniform(rows, draft_len)

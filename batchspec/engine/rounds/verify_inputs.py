@@ -18,10 +18,7 @@ from batchspec.kernels.rounds.prepare_verify_inputs import prepare_verify_inputs
 class VerifyInputs:
     """Buffers at fixed addresses, which captured rounds read; all row buckets and draft lengths are views of them."""
 
-    def __init__(
-        self, slots: int, max_draft_len: int, page_size: int, synthetic: tuple[float, ...] | None, device: torch.device
-    ) -> None:
-        """synthetic: unconditional acceptance rates per position, for benchmarks; None: the target decides."""
+    def __init__(self, slots: int, max_draft_len: int, page_size: int, device: torch.device) -> None:
         width, self._page_size = max_draft_len + 1, page_size
         self._lengths, self._kv_len, self._cu_seqlens_q, self._row_ids = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (slots, slots, slots + 1, slots * width)
@@ -29,7 +26,6 @@ class VerifyInputs:
         self._positions, self._slots = torch.zeros(2, slots * width, dtype=torch.int64, device=device)
         self._layout = UniformLayout(slots, range(1, width + 1), device)
         self._ids = [torch.zeros(slots, places, dtype=torch.int32, device=device) for places in range(1, width + 1)]
-        self._rates = [conditional_rates(synthetic, draft_len, device) for draft_len in range(width)]
 
     def ids(self, num_rows: int, draft_len: int) -> Tensor:
         """int32 [R, S] newest token, then the drafts, in the layout in which they are verified."""
@@ -38,10 +34,6 @@ class VerifyInputs:
     def lengths(self, num_rows: int) -> Tensor:
         """int32 [R] number of drafts of each row."""
         return self._lengths[:num_rows]
-
-    def rates(self, draft_len: int) -> Tensor | None:
-        """float32 [K] rates of simulated acceptance, see `conditional_rates`; None without drafts, or if none is simulated."""
-        return self._rates[draft_len]
 
     def uniform(self, rows: DeviceBatch, draft_len: int) -> FlatBatch:
         """S flat tokens for every row, dead or not: no prefix sum, one launch. Writes lengths and the newest tokens."""
@@ -59,9 +51,7 @@ class VerifyInputs:
 
     def limit_lengths(self, rows: DeviceBatch, draft_len: int) -> None:
         """Cut the lengths, of at most `draft_len` drafts, at the rows' limits; 0 for dead rows."""
-        lengths, rates = self.lengths(rows.live.shape[0]), self.rates(draft_len)
-        if rates is not None:
-            lengths.fill_(len(rates))
+        lengths = self.lengths(rows.live.shape[0])
         if not draft_len:
             lengths.zero_()
         torch.minimum(lengths, rows.limit - rows.num_tokens - 1, out=lengths)
@@ -101,14 +91,3 @@ class VerifyInputs:
             recurrence="drafts",
         ).add_groups(more_tables, self._page_size)
 
-
-def conditional_rates(synthetic: tuple[float, ...] | None, draft_len: int, device: torch.device) -> Tensor | None:
-    """Rates float32 [K] at which draft token j is accepted if all before it were, from unconditional rates; None for K = 0."""
-    if synthetic is None or not draft_len:
-        return None
-    rates, before = [], 1.0
-    for rate in synthetic[:draft_len]:
-        rates.append(rate / before if before > 0 else 0.0)
-        before = rate
-    rates += [0.0] * (draft_len - len(rates))
-    return torch.tensor(rates, dtype=torch.float32, device=device)
