@@ -25,6 +25,7 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.rounds.round import RoundOptions
 from batchspec.records import Completion, Request, SamplingParams
+from tests.chi_square import chi_square
 from tests.engines import DEVICE, VOCAB, full_logits, make_engine, packed, request, tiny_target
 from tests.kernels.covering import covering
 
@@ -173,14 +174,3 @@ def test_drawn_tokens_have_the_targets_distribution(name: str, sampling: Samplin
     for values, exact in ((drawn[:, 1], second), (behind[:, 2], third)):
         chi, limit = chi_square(values, exact.numpy())
         assert chi < limit
-
-
-def chi_square(values: np.ndarray, exact: np.ndarray) -> tuple[float, float]:
-    """The statistic, and a bound that one seed in about 30,000 exceeds (mean + 4 deviations + 8); rare tokens are one bin."""
-    counts, expected = np.bincount(values, minlength=VOCAB), exact * len(values)
-    assert not counts[exact == 0].any()
-    rare = expected < 5
-    seen, wanted = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum())
-    seen, wanted = seen[wanted > 0], wanted[wanted > 0]
-    freedom = max(1, len(wanted) - 1)
-    return float(((seen - wanted) ** 2 / wanted).sum()), freedom + 4 * (2 * freedom) ** 0.5 + 8
