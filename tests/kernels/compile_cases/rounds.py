@@ -40,8 +40,8 @@ for _k, _rows in ((4, 256), (64, 1024)):
          live=PI32, draft_len=PI32, out_counts=PI32, num_places=I32, num_rows=I32, confidence_stride=I32, K=_k, BINS=32,
          ROWS=_rows, LEVELS=256)
 case("learn_acceptance_kernel", "learn_acceptance", 4, confidence=PI32, log=PI32, prior=PF32, tried=PF32, accepted=PF32,
-     costs=PI32, num_rows=I32, confidence_stride=I32, log_stride=I32, weight="fp32", decay="fp32", BINS=32, ROWS=128, LEVELS=256,
-     PER_HALF=32)
+     costs=PI32, totals="*fp64", num_rows=I32, num_cells=I32, confidence_stride=I32, log_stride=I32,
+     weight="fp32", decay="fp32", BINS=32, ROWS=128, LEVELS=256, PER_HALF=32)
 for _word in ("i8", "i16", "i32", "i64"):
     case(f"move_rows_kernel {_word}", "move_rows", 4, state=f"*{_word}", src_ids=PI32, dst_ids=PI32, stride_row=I32, width=I32,
          BLOCK=1024)
