@@ -14,13 +14,14 @@ write   conclude            the card and the report, once no shard is missing; t
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import closing
 
 from batchspec.config.schema import RunConfig
 from batchspec.console import terminal
 from batchspec.dataset.reader import Source
 from batchspec.distributed.group import Group
-from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import TooManyErrors
 from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.prepare import open_job, survey_first
@@ -114,14 +115,17 @@ def compute(
             heartbeat.begin(progress.facts, slots=run_engine.engine.batch.num_slots)
             ShardRunner(output, work, run_engine, survey, progress, watchdog or Watchdog(0.0), signals).run()
         seconds = time.perf_counter() - began - start_up_s
-        report_speed(output.folder, run_engine.engine, start_up, seconds=seconds, start_up_s=start_up_s)
+        engine = run_engine.engine
+        report_speed(
+            output.folder, engine.totals, start_up, seconds=seconds, start_up_s=start_up_s, calibration=engine.calibration()
+        )
 
 
 def report_speed(
-    folder: OutputFolder, engine: Engine, start_up: StartUp, *, seconds: float, start_up_s: float
+    folder: OutputFolder, totals: EngineTotals, start_up: StartUp, *, seconds: float, start_up_s: float,
+    calibration: Mapping[int, tuple[int, int, float]],
 ) -> None:
     """Print lines about the run that has ended and one about its start, and write them to the output folder's logs."""
-    totals, chances = engine.totals, engine.executor.round.chances
     summary = RunSummary(
         seconds=seconds,
         start_up_s=start_up_s,
@@ -131,7 +135,7 @@ def report_speed(
         accepted=totals.accepted,
         preempted=totals.preempted,
         expert_correlation=totals.expert_correlation,
-        calibration={} if chances is None else chances.calibration(),
+        calibration=calibration,
     )
     for line in summary.lines():
         terminal.say(line)
