@@ -233,18 +233,30 @@ class ForcedDrafter(NoFeatures):
 def make_engine(
     target: Target, drafter: Drafter, batch: PackedBatch, *, device: torch.device, decode: Decode | None = None,
     defers_text: bool = False, logprobs: int | None = None, scores: bool = False, vocabulary: TokenSymbols | None = None,
-    automata_capacity: AutomataCapacity | None = None, expanding: Expanding | None = None, **more: Any,
+    automata_capacity: AutomataCapacity | None = None, expanding: Expanding | None = None, lengths: int | None = None,
+    **more: Any,
 ) -> Engine:
-    """An `Engine` with these `RowFeatures`; more: its other arguments."""
+    """An `Engine` with these `RowFeatures`.
+
+    lengths  seed with which each round draws how many drafts it verifies (`row_lengths.py`); None: all drafts of all rows
+    more     other arguments of `Engine`
+    """
     # Imported here: the process that only replays steps (`replaying.py`) imports no scheduler.
     from batchspec.engine.features import RowFeatures
     from batchspec.engine.loop.engine import Engine
+    from batchspec.engine.rounds.round import RoundOptions
+    from tests.row_lengths import draw_lengths
 
     features = RowFeatures(
         decode=decode, defers_text=defers_text, num_top=logprobs, scores=scores, symbols=vocabulary,
         capacity=automata_capacity, expanding=expanding,
     )
-    return Engine(target, drafter, batch, device=device, features=features, **more)
+    if lengths is None:
+        return Engine(target, drafter, batch, device=device, features=features, **more)
+    options = replace(more.pop("options", None) or RoundOptions(), row_lengths=True)
+    engine = Engine(target, drafter, batch, device=device, features=features, options=options, **more)
+    draw_lengths(engine, lengths)
+    return engine
 
 
 def lazy_of(engine: Engine) -> LazyConstraints:

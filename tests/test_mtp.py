@@ -38,6 +38,7 @@ from tests.mtp_drafting import (
     wrong_drafts,
 )
 from tests.mtp_faults import FAULTS, SMALL_FAULTS
+from tests.row_lengths import LENGTHS
 from tests.test_eagle3 import in_turn
 
 pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
@@ -273,7 +274,7 @@ def check_any_packing(model_of: ModelOf, data: st.DataObject) -> None:
     )
     batch = drawn_batch(data, slots, max_len, longest)
     with trusting():
-        run(model.target, requests, batch, drafter, options=options)
+        run(model.target, requests, batch, drafter, options=options, lengths=data.draw(LENGTHS, label="lengths"))
     assert wrong_drafts(model, drafter.seen) == []
 
 
