@@ -51,14 +51,15 @@ class DraftOutput:
         """
         if draws is not None:
             draws.choose(self.logits(normed), out_ids, self.map_ids, out_confidence)
-        elif out_confidence is not None:
-            argmax(self.logits(normed), out_ids=out_ids, map_ids=self.map_ids, out_confidence=out_confidence)
         elif not self._argmax:
             self._store(torch.softmax(self.logits(normed), -1).topk(1, dim=-1).indices.squeeze(1), out_ids)
         elif self._matrix is None:
-            out_ids.copy_(self._target.greedy_sample(normed))
+            out_ids.copy_(self._target.greedy_sample(normed, out_confidence=out_confidence))
         elif self._ranks is not None:
-            self._store(greedy_of_ranks(self._own_logits(normed, self._matrix), self._part.start, self._ranks), out_ids)
+            own = self._own_logits(normed, self._matrix)
+            self._store(greedy_of_ranks(own, self._part.start, self._ranks, out_confidence=out_confidence), out_ids)
+        elif out_confidence is not None:
+            argmax(self.logits(normed), out_ids=out_ids, map_ids=self.map_ids, out_confidence=out_confidence)
         elif (tile := self._fused_tile(normed)) is not None:
             lm_head(normed, self._matrix, out_ids=out_ids, map_ids=self.map_ids, tile=tile)
         else:

@@ -31,7 +31,7 @@ from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import ConfigError
 from batchspec.kernels.rounds.prepare_verify_inputs import prepare_verify_inputs
-from batchspec.kernels.sampling.argmax import PROBABILITIES, argmax
+from batchspec.kernels.sampling.argmax import PROBABILITIES
 from batchspec.model.config_values import ConfigReader, read_json, shown
 from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
@@ -150,17 +150,15 @@ class PardDrafter(DrafterBase):
         batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows.max_kv)
         hidden, _ = self._model.forward(batch, cache.drafter_part())
         draws = later_draws(self.mode, rows, batch.row_ids, positions, ahead=1, drafts=draft_ids)
+        torch.mul(rows.live, width, out=draft_len)
         sure = None if self.confidence is None else self.confidence[:num_rows, :width]
         if draws is not None:
             draws.choose_parallel(self._model.logits(hidden)[:, : self._vocab], draft_ids, out_confidence=sure)
-        elif sure is not None:
-            flat_ids, flat = torch.empty((2, len(hidden)), dtype=torch.int32, device=hidden.device)
-            argmax(self._model.logits(hidden), vocab=self._vocab, out_ids=flat_ids, out_confidence=flat)
-            draft_ids.copy_(flat_ids.view(num_rows, width))
+            return
+        flat = None if sure is None else torch.empty(num_rows * width, dtype=torch.int32, device=hidden.device)
+        draft_ids.copy_(self._model.greedy_sample(hidden, vocab=self._vocab, out_confidence=flat).view(num_rows, width))
+        if sure is not None and flat is not None:
             sure.copy_(flat.view(num_rows, width))
-        else:
-            draft_ids.copy_(self._model.greedy_sample(hidden, vocab=self._vocab).view(num_rows, width))
-        torch.mul(rows.live, width, out=draft_len)
 
 
 class PardDrafterSpec(DrafterSpec[PardModel]):

@@ -6,7 +6,8 @@ A draft that was verified counts if all drafts before it were accepted: others w
     cost            = -32 log2((accepted + weight * prior) / (tried + weight)), rounded and at most 255
 
 Counts and costs are by position in the round and by bin of confidence, so a drafter's confidence may mean anything: what it is
-worth is measured. Bound by launch latency: one program a position reads R integers.
+worth is measured. Whether the costs were right is told by totals that do not fade: the drafts, those accepted, and the sum of the
+chances 2^(-cost / 32) with which they had been chosen. Bound by launch latency: one program a position reads R integers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ROWS = 128
 
 @triton.jit
 def learn_acceptance_kernel(
-    confidence, log, prior, tried, accepted, costs, num_rows, confidence_stride, log_stride, weight, decay,
+    confidence, log, prior, tried, accepted, costs, totals, num_rows, num_cells, confidence_stride, log_stride, weight, decay,
     BINS: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, PER_HALF: tl.constexpr, PDL: tl.constexpr,
 ):
     position = tl.program_id(0)
@@ -48,6 +49,10 @@ def learn_acceptance_kernel(
         count += tl.sum(hit.to(tl.float32), 0)
         kept += tl.sum((hit & (right > position)[:, None]).to(tl.float32), 0)
     at = position * BINS + bins
+    chance = tl.exp2(tl.load(costs + at).to(tl.float32) / -PER_HALF)
+    tl.store(totals + at, tl.load(totals + at) + count)
+    tl.store(totals + num_cells + at, tl.load(totals + num_cells + at) + kept)
+    tl.store(totals + 2 * num_cells + at, tl.load(totals + 2 * num_cells + at) + count * chance)
     left = tl.exp2(-decay * count)
     tries = tl.load(tried + at) * left + count
     hits = tl.load(accepted + at) * left + kept
@@ -59,8 +64,8 @@ def learn_acceptance_kernel(
 
 
 def learn_acceptance(
-    confidence: Tensor, log: Tensor, prior: Tensor, *, tried: Tensor, accepted: Tensor, costs: Tensor, weight: float,
-    half_life: float, interpret: bool = False,
+    confidence: Tensor, log: Tensor, prior: Tensor, *, tried: Tensor, accepted: Tensor, costs: Tensor, totals: Tensor,
+    weight: float, half_life: float, interpret: bool = False,
 ) -> None:
     """Count the verified drafts of R rows, and compute what a draft of each bin costs from now on.
 
@@ -68,7 +73,8 @@ def learn_acceptance(
     log         int32 [R, K+5]  as `accept` writes it
     prior       fp32 [B]        share that is taken to be accepted before any was counted
     tried, accepted  fp32 [P, B]  in/out, P >= K: counts by position and bin
-    costs       int32 [P, B]    out, of the first K positions
+    costs       int32 [P, B]    in: those by which these drafts were chosen; out, of the first K positions
+    totals      fp64 [3, P, B]  in/out: drafts that counted, those accepted, sum of their chances
     weight      how many drafts the prior counts as
     half_life   drafts of a bin after which a count weighs half
 
@@ -82,22 +88,24 @@ def learn_acceptance(
     check("learn_acceptance: tried", tried, (positions, bins), torch.float32)
     check("learn_acceptance: accepted", accepted, (positions, bins), torch.float32)
     check("learn_acceptance: costs", costs, (positions, bins), torch.int32)
+    check("learn_acceptance: totals", totals, (3, positions, bins), torch.float64)
     if positions < width:
         raise ValueError(f"learn_acceptance: costs has {positions} positions; {width} drafts a row need as many")
     if not (confidence.is_cuda or interpret):
         learn_acceptance_reference(
-            confidence, log, prior, tried=tried, accepted=accepted, costs=costs, weight=weight, half_life=half_life
+            confidence, log, prior, tried=tried, accepted=accepted, costs=costs, totals=totals, weight=weight,
+            half_life=half_life,
         )
     elif num_rows and width:
         learn_acceptance_kernel[(width,)](
-            confidence, log, prior, tried, accepted, costs, num_rows, confidence.stride(0), log.stride(0), weight, 1 / half_life,
-            BINS=bins, ROWS=ROWS, LEVELS=LEVELS, PER_HALF=PER_HALF, num_warps=4, **launch_args(confidence),
+            confidence, log, prior, tried, accepted, costs, totals, num_rows, costs.numel(), confidence.stride(0), log.stride(0),
+            weight, 1 / half_life, BINS=bins, ROWS=ROWS, LEVELS=LEVELS, PER_HALF=PER_HALF, num_warps=4, **launch_args(confidence),
         )
 
 
 def learn_acceptance_reference(
-    confidence: Tensor, log: Tensor, prior: Tensor, *, tried: Tensor, accepted: Tensor, costs: Tensor, weight: float,
-    half_life: float,
+    confidence: Tensor, log: Tensor, prior: Tensor, *, tried: Tensor, accepted: Tensor, costs: Tensor, totals: Tensor,
+    weight: float, half_life: float,
 ) -> None:
     """The same in plain torch."""
     width, bins = confidence.shape[1], costs.shape[1]
@@ -106,6 +114,8 @@ def learn_acceptance_reference(
     counts = (right >= position) & (position < length)
     hit = (confidence[:, :, None] == torch.arange(bins, device=log.device)) & counts[:, :, None]
     count, kept = hit.sum(0), (hit & (right > position)[:, :, None]).sum(0)
+    chance = torch.exp2(costs[:width] / -PER_HALF)
+    totals[:, :width] += torch.stack((count, kept, count * chance))
     left = torch.exp2(-count / half_life)
     tried[:width] = tried[:width] * left + count
     accepted[:width] = accepted[:width] * left + kept
@@ -120,6 +130,7 @@ def main() -> None:
         table = partial(torch.zeros, (width, bins), device=bench.device)
         state: dict[str, Any] = {
             "tried": table(), "accepted": table(), "costs": table(dtype=torch.int32), "weight": 16.0, "half_life": 4096.0,
+            "totals": torch.zeros(3, width, bins, dtype=torch.float64, device=bench.device),
         }
         inputs = (ints(0, bins, (rows, width)), ints(0, width, (rows, width + 5)), torch.full((bins,), 0.5, device=bench.device))
         bench.row(

@@ -39,8 +39,8 @@ NO_TOKEN = -1
 
 @triton.jit
 def argmax_kernel(
-    logits, map_ids, out_ids, out_top, out_confidence, stride_row, out_stride, confidence_stride, vocab, FLAG: tl.constexpr,
-    ACC: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits, map_ids, out_ids, out_top, out_total, out_confidence, stride_row, out_stride, confidence_stride, vocab,
+    FLAG: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
@@ -53,7 +53,7 @@ def argmax_kernel(
         x = tl.load(logits + row * stride_row + ids, mask=ids < vocab, other=float("-inf")).to(ACC)
         if FLAG:
             x = tl.where(x == x, x, float("inf"))  # tl.max ignores NaN: turn it into +inf, which is flagged too
-        if out_confidence is not None:
+        if (out_confidence is not None) | (out_total is not None):
             known = x > float("-inf")  # not NaN either
             above = tl.where(known, tl.maximum(best, x), best)
             total = tl.where(best > float("-inf"), total * tl.exp(best - above), 0)
@@ -70,6 +70,8 @@ def argmax_kernel(
     tl.store(out_ids + row * out_stride, winner.to(tl.int32))
     if out_top is not None:
         tl.store(out_top + row, top)
+    if out_total is not None:
+        tl.store(out_total + row, tl.sum(tl.where(best > float("-inf"), total * tl.exp(best - top), 0), 0))
     if out_confidence is not None:
         others = tl.sum(tl.where(best > float("-inf"), total * tl.exp(best - top), 0), 0) - 1
         odds = tl.where(others > 0, -tl.log(tl.maximum(others, 1e-9)), 32.0)
@@ -79,7 +81,7 @@ def argmax_kernel(
 
 def argmax(
     logits: Tensor, *, out_ids: Tensor, vocab: int | None = None, map_ids: Tensor | None = None, flag_nonfinite: bool = False,
-    out_top: Tensor | None = None, out_confidence: Tensor | None = None, interpret: bool = False,
+    out_top: Tensor | None = None, out_total: Tensor | None = None, out_confidence: Tensor | None = None, interpret: bool = False,
 ) -> None:
     """Write the token with the largest logit of each row.
 
@@ -90,6 +92,7 @@ def argmax(
     flag_nonfinite  give NO_TOKEN for a row with NaN, +inf or no finite logit among the valid columns; not with map_ids
 
     out_top  [R] of logits' dtype or None: the largest logit; NaN counts as -inf, with flag_nonfinite as +inf
+    out_total  [R] fp32, fp64 for fp64 logits, or None: the sum of exp(logit - largest logit); 0 if no logit is above -inf
     out_confidence  int32 [R] of any stride, or None: the bin of the log odds, 0..31; 0 for logits that are not finite
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
@@ -100,6 +103,8 @@ def argmax(
     check("argmax: out_ids", out_ids, (num_rows,), torch.int32, strided=True)
     if out_top is not None:
         check("argmax: out_top", out_top, (num_rows,), logits.dtype)
+    if out_total is not None:
+        check("argmax: out_total", out_total, (num_rows,), torch.float64 if logits.dtype is torch.float64 else torch.float32)
     if out_confidence is not None:
         check("argmax: out_confidence", out_confidence, (num_rows,), torch.int32, strided=True)
     if map_ids is not None:
@@ -111,13 +116,13 @@ def argmax(
     if not (logits.is_cuda or interpret):
         argmax_reference(
             logits, out_ids=out_ids, vocab=vocab, map_ids=map_ids, flag_nonfinite=flag_nonfinite, out_top=out_top,
-            out_confidence=out_confidence,
+            out_total=out_total, out_confidence=out_confidence,
         )
     elif num_rows:
         acc = tl.float64 if logits.dtype == torch.float64 else tl.float32
         block = min(BLOCK, max(16, triton.next_power_of_2(vocab)))
         argmax_kernel[(num_rows,)](
-            logits, map_ids, out_ids, out_top, out_confidence, logits.stride(0), out_ids.stride(0),
+            logits, map_ids, out_ids, out_top, out_total, out_confidence, logits.stride(0), out_ids.stride(0),
             0 if out_confidence is None else out_confidence.stride(0), vocab, FLAG=flag_nonfinite, ACC=acc, BLOCK=block,
             num_warps=NUM_WARPS, **launch_args(logits),
         )
@@ -125,11 +130,18 @@ def argmax(
 
 def argmax_reference(
     logits: Tensor, *, out_ids: Tensor, vocab: int | None = None, map_ids: Tensor | None = None, flag_nonfinite: bool = False,
-    out_top: Tensor | None = None, out_confidence: Tensor | None = None,
+    out_top: Tensor | None = None, out_total: Tensor | None = None, out_confidence: Tensor | None = None,
 ) -> None:
     """The same in plain torch."""
-    if out_confidence is not None:
-        out_confidence.copy_(_confidence(logits[:, :vocab]))
+    if out_total is not None or out_confidence is not None:
+        x = torch.where(logits.isnan(), float("-inf"), logits)[:, :vocab]
+        x = x.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
+        largest = x.amax(1, keepdim=True)
+        total = torch.where(x > float("-inf"), torch.exp(x - largest), 0).sum(1)
+        if out_total is not None:
+            out_total.copy_(total)
+        if out_confidence is not None:
+            out_confidence.copy_(torch.where(largest.squeeze(1).isfinite(), confidence_of(total), 0))
     if out_top is not None:
         nan = float("inf") if flag_nonfinite else float("-inf")
         out_top.copy_(torch.where(logits.isnan(), nan, logits)[:, :vocab].amax(1))
@@ -137,14 +149,11 @@ def argmax_reference(
     out_ids.copy_(ids if map_ids is None else map_ids[ids])
 
 
-def _confidence(x: Tensor) -> Tensor:
-    """int32 [R] the bins of the log odds of the largest values of x [R, V]."""
-    x = torch.where(x.isnan(), float("-inf"), x).to(torch.float64 if x.dtype is torch.float64 else torch.float32)
-    top = x.amax(1, keepdim=True)
-    others = torch.where(x > float("-inf"), torch.exp(x - top), 0).sum(1) - 1
+def confidence_of(total: Tensor) -> Tensor:
+    """int32 [R] the bins of the log odds, from the sums of exp(logit - largest logit), floating point [R]."""
+    others = total - 1
     odds = torch.where(others > 0, -others.clamp(min=1e-9).log(), 32.0)
-    bins = (4 * (odds + 3)).floor().clamp(min=0, max=CONFIDENCE_BINS - 1)
-    return torch.where(top.squeeze(1).isfinite(), bins, 0).int()
+    return (4 * (odds + 3)).floor().clamp(min=0, max=CONFIDENCE_BINS - 1).int()
 
 
 def first_max(x: Tensor, *, flag_nonfinite: bool = False) -> Tensor:

@@ -8,6 +8,8 @@ Legend: R rows, K draft_len, P the largest K, B bins of confidence.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,16 @@ HALF_LIFE_DRAFTS = 2048.0
 """Drafts of a position and confidence after which an observation counts half."""
 
 
+class Calibration(NamedTuple):
+    """Drafts of one confidence, in any position."""
+
+    drafts: int
+    """Those that were verified after accepted ones."""
+    accepted: int
+    expected: float
+    """How many should have been accepted, by the chances with which they were chosen."""
+
+
 class DraftChances:
     """Chances of the drafts of one drafter. All ranks of a group compute the same ones, from the same integers."""
 
@@ -32,6 +44,7 @@ class DraftChances:
         """fp32 [P, B] drafts verified after accepted ones, and those of them that were accepted; old ones count less."""
         levels = (-PER_HALF * self._prior.log2() + 0.5).clamp(min=0, max=LEVELS - 1)
         self._costs = levels.int().expand(shape).contiguous()
+        self._totals = torch.zeros(3, *shape, dtype=torch.float64, device=device)
         self.confidence = torch.zeros(slots, drafter.max_len, dtype=torch.int32, device=device)
         """int32 [slots, P] confidence in each draft of the present round."""
         drafter.confidence = self.confidence
@@ -51,5 +64,10 @@ class DraftChances:
         """Learn from a round's log int32 [R, K+5]."""
         learn_acceptance(
             self.confidence[: len(log), : log.shape[1] - 5], log, self._prior, tried=self.tried, accepted=self.accepted,
-            costs=self._costs, weight=PRIOR_DRAFTS, half_life=HALF_LIFE_DRAFTS,
+            costs=self._costs, totals=self._totals, weight=PRIOR_DRAFTS, half_life=HALF_LIFE_DRAFTS,
         )
+
+    def calibration(self) -> dict[int, Calibration]:
+        """By confidence, of those that had drafts, over the engine's life. Synchronises."""
+        sums = enumerate(self._totals.sum(1).T.tolist())
+        return {i: Calibration(round(drafts), round(accepted), expected) for i, (drafts, accepted, expected) in sums if drafts}

@@ -11,7 +11,7 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.uniform_layout import UniformLayout
-from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
+from batchspec.kernels.rounds.prepare_ragged_inputs import prepare_ragged_inputs
 from batchspec.kernels.rounds.prepare_verify_inputs import prepare_verify_inputs
 
 
@@ -20,8 +20,9 @@ class VerifyInputs:
 
     def __init__(self, slots: int, max_draft_len: int, page_size: int, device: torch.device) -> None:
         width, self._page_size = max_draft_len + 1, page_size
-        self._lengths, self._kv_len, self._cu_seqlens_q, self._row_ids = (
-            torch.zeros(size, dtype=torch.int32, device=device) for size in (slots, slots, slots + 1, slots * width)
+        self._lengths, self._kv_len, self._cu_seqlens_q, self._row_ids, self._token_ids = (
+            torch.zeros(size, dtype=torch.int32, device=device)
+            for size in (slots, slots, slots + 1, slots * width, slots * width)
         )
         self._positions, self._slots = torch.zeros(2, slots * width, dtype=torch.int64, device=device)
         self._layout = UniformLayout(slots, range(1, width + 1), device)
@@ -58,28 +59,28 @@ class VerifyInputs:
         lengths.clamp_(min=0).mul_(rows.live)
 
     def ragged(self, rows: DeviceBatch, draft_len: int, num_positions: int | None = None) -> FlatBatch:
-        """The newest token and the drafts of every live row, as many as `lengths` says, concatenated. Writes the newest tokens.
+        """The newest token and the drafts of every live row, as many as `lengths` says, concatenated.
 
         num_positions  T, which is enough for these lengths; None: R * S
         On a CPU, where reading a length costs nothing, T is exact; on a GPU the rest is padding.
         """
         page_table, *more_tables = rows.page_tables
         num_rows = rows.live.shape[0]
-        ids, lengths = self.ids(num_rows, draft_len), self.lengths(num_rows)
-        num_flat_tokens, start = num_positions or ids.numel(), rows.num_tokens - 1
-        torch.gather(rows.tokens, 1, start.clamp(min=0).long().unsqueeze(1), out=ids[:, :1])
-        q_len = (lengths + 1).mul_(rows.live)
-        if not q_len.is_cuda:
-            num_flat_tokens = int(q_len.sum())
-        cu_seqlens_q, row_ids = self._cu_seqlens_q[: num_rows + 1], self._row_ids[:num_flat_tokens]
-        positions, slots = self._positions[:num_flat_tokens], self._slots[:num_flat_tokens]
-        compute_slot_mapping(
-            start, q_len, page_table, page_size=self._page_size,
-            out_cu_seqlens_q=cu_seqlens_q, out_row_ids=row_ids, out_positions=positions, out_slot_mapping=slots,
+        lengths, is_cuda = self.lengths(num_rows), rows.live.is_cuda
+        num_flat_tokens = num_positions or num_rows * (draft_len + 1)
+        if not is_cuda:
+            num_flat_tokens = int(((lengths + 1) * rows.live).sum())
+        token_ids, row_ids, positions, slots = (
+            x[:num_flat_tokens] for x in (self._token_ids, self._row_ids, self._positions, self._slots)
         )
-        kv_len = (rows.num_tokens + lengths).mul_(rows.live)
+        cu_seqlens_q, kv_len = self._cu_seqlens_q[: num_rows + 1], self._kv_len[:num_rows]
+        prepare_ragged_inputs(
+            rows.tokens, rows.num_tokens, rows.live, self.ids(num_rows, draft_len)[:, 1:], lengths, page_table,
+            page_size=self._page_size, out_ids=token_ids, out_row_ids=row_ids, out_positions=positions, out_slot_mapping=slots,
+            out_cu_seqlens_q=cu_seqlens_q, out_kv_len=kv_len,
+        )
         return FlatBatch(
-            token_ids=ids[row_ids, (positions - start[row_ids]).clamp_(min=0, max=draft_len)],
+            token_ids=token_ids,
             row_ids=row_ids,
             positions=positions,
             slot_mapping=slots,
@@ -87,7 +88,6 @@ class VerifyInputs:
             kv_len=kv_len,
             page_table=page_table,
             max_q=draft_len + 1,
-            max_kv=rows.max_kv if kv_len.is_cuda else int(kv_len.max()),
+            max_kv=rows.max_kv if is_cuda else int(kv_len.max()),
             recurrence="drafts",
         ).add_groups(more_tables, self._page_size)
-
