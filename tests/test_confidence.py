@@ -7,7 +7,7 @@ of definitions that compute a row by itself, in float64, where bins agree exactl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
+from batchspec.distributed.collectives import Collectives
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.mtp import MtpDrafter
@@ -37,8 +38,8 @@ from tests.eagle_reference import Choose, Design, reference_drafts, reference_pa
 from tests.engines import DEVICE, VOCAB, full_logits, make_engine, one_pass, packed, request, tiny_spec, tiny_target
 from tests.heads import Tensors, random_tensors, tiny_design
 from tests.mtp_checkpoints import make_mtp_model
-from tests.mtp_drafting import CHUNK, load_model, trusting
-from tests.ranks import whole_of
+from tests.mtp_drafting import CHUNK, Model, load_model, trusting
+from tests.ranks import on_ranks, whole_of
 from tests.recurrent import LoudNoise
 from tests.test_lossless import lookup
 
@@ -47,6 +48,12 @@ pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
 SLOTS, K = 4, 4
 TARGET = partial(tiny_target, window=5)
 HOT = 0.8
+
+
+@pytest.fixture(autouse=True)
+def preempted() -> Iterator[None]:
+    with trusting():
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +102,17 @@ def expected_bins(proposal: Proposal, logits_of: LogitsOf) -> tuple[int, ...]:
     return tuple(found)
 
 
-def requests() -> list[Request]:
-    """Greedy and sampled ones, more than slots and of very different lengths."""
-    rng, hot = np.random.default_rng(0), SamplingParams(temperature=HOT)
+def requests(*, sampled: bool) -> list[Request]:
+    """More than slots and of very different lengths; greedy ones, or every second one is sampled."""
+    rng, samplings = np.random.default_rng(0), (SamplingParams(), SamplingParams(temperature=HOT * sampled))
     return [
-        request(i, rng.integers(0, VOCAB, 1 + 3 * (i % 4)).tolist(), cap=5 + 9 * (i % 3), sampling=hot if i % 2 else None,
-                predicted=2)
+        request(i, rng.integers(0, VOCAB, 1 + 3 * (i % 4)).tolist(), cap=5 + 9 * (i % 3), sampling=samplings[i % 2], predicted=2)
         for i in range(9)
     ]
 
 
-def proposals_of(case: Case) -> list[Proposal]:
-    """Of a job whose rounds draft 0 to K tokens, in which rows are preempted and move."""
+def proposals_of(case: Case, *, sampled: bool) -> list[Proposal]:
+    """Of a job whose rounds draft 0 to K tokens, in which rows are preempted and, if some are sampled, move."""
     drafter = case.drafter
     batch = packed(
         SLOTS, num_pages=16, max_len=40, draft_len=drafter.max_len, prefill_tokens=CHUNK, run_ahead=1,
@@ -121,10 +127,9 @@ def proposals_of(case: Case) -> list[Proposal]:
         execute(step)
 
     engine.executor.execute = noted  # type: ignore[method-assign]
-    with trusting():
-        assert len(list(engine.run(iter(requests())))) == len(requests())
+    assert len(list(engine.run(iter(requests(sampled=sampled))))) == 9
     assert engine.totals.preempted > 0
-    assert any(step.moves for step in steps)
+    assert any(step.moves for step in steps) or not sampled
     assert any(refill.tokens for step in steps for refill in step.refills)
     assert {len(one.drafts) for one in found} >= set(range(1, drafter.max_len + 1))
     return found
@@ -224,8 +229,10 @@ def window(_: Path) -> Case:
 
 def mtp(folder: Path) -> Case:
     make_mtp_model(folder, "dense")
-    model = load_model(folder)
+    return mtp_case(load_model(folder))
 
+
+def mtp_case(model: Model) -> Case:
     def logits_of(proposal: Proposal) -> tuple[list[Tensor], Sequence[int]]:
         seen = list[Tensor]()
         rows = mtp_definition.Rows(model.mtp, model.target, [proposal.prefix])
@@ -248,14 +255,27 @@ CASES: dict[str, Callable[[Path], Case]] = {
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_the_confidence_in_a_draft_is_the_bin_of_its_probability(name: str, tmp_path: Path) -> None:
+def test_the_confidence_in_a_draft_is_the_bin_of_its_probability(name: str, sampled: bool, tmp_path: Path) -> None:
     case = CASES[name](tmp_path)
-    found = proposals_of(case)
+    found = proposals_of(case, sampled=sampled)
     wrong = [one for one in found if one.bins != expected_bins(one, case.logits_of)]
     assert not wrong, f"{len(wrong)} of {len(found)}"
-    for sampled in (False, True):
-        assert len({number for one in found if (one.temperature > 0) == sampled for number in one.bins}) > 5
+    for is_hot in (False, True) if sampled else (False,):
+        assert len({number for one in found if (one.temperature > 0) == is_hot for number in one.bins}) > 5
+
+
+def test_ranks_have_the_confidence_of_one_process(tmp_path: Path) -> None:
+    """Each has a part of the vocabulary, and computes a part of the layer that drafts."""
+    make_mtp_model(tmp_path, "dense")
+
+    def found(ranks: Collectives | None = None) -> list[Proposal]:
+        model = load_model(tmp_path, ranks=ranks)
+        return proposals_of(mtp_case(model), sampled=False)
+
+    expected = found()
+    assert on_ranks(2, found) == [expected] * 2
 
 
 def unmoved(patch: pytest.MonkeyPatch) -> None:
@@ -283,7 +303,7 @@ def test_a_first_draft_with_the_confidence_of_another_row_is_found(
 ) -> None:
     case = chain(tmp_path)
     fault(monkeypatch)
-    found = proposals_of(case)
+    found = proposals_of(case, sampled=True)
     expected = [expected_bins(one, case.logits_of) for one in found]
     assert any(one.bins[0] != own[0] for one, own in zip(found, expected, strict=True))
     assert all(one.bins[1:] == own[1:] for one, own in zip(found, expected, strict=True))

@@ -12,7 +12,7 @@ from batchspec.distributed.collectives import Collectives
 from batchspec.draft.coupled import Draws
 from batchspec.kernels.gemm.lm_head import lm_head
 from batchspec.kernels.gemm.tiles import Tile
-from batchspec.kernels.sampling.argmax import argmax
+from batchspec.kernels.sampling.argmax import argmax, confidence_of
 from batchspec.model.quant.plain import Linear
 from batchspec.model.target import Target
 from batchspec.model.vocabulary import gather_logits, greedy_of_ranks
@@ -52,7 +52,10 @@ class DraftOutput:
         if draws is not None:
             draws.choose(self.logits(normed), out_ids, self.map_ids, out_confidence)
         elif not self._argmax:
-            self._store(torch.softmax(self.logits(normed), -1).topk(1, dim=-1).indices.squeeze(1), out_ids)
+            best = torch.softmax(self.logits(normed), -1).topk(1, dim=-1)
+            self._store(best.indices.squeeze(1), out_ids)
+            if out_confidence is not None:
+                out_confidence.copy_(confidence_of(1 / best.values.squeeze(1).nan_to_num(0.0)))
         elif self._matrix is None:
             out_ids.copy_(self._target.greedy_sample(normed, out_confidence=out_confidence))
         elif self._ranks is not None:
