@@ -1,4 +1,5 @@
-"""Tokens depend on the request alone: not on drafter, K, slots, pages, order, run-ahead, chunks or compaction.
+"""Tokens depend on the request alone: not on drafter, K, which drafts are verified, slots, pages, order, run-ahead, chunks or
+compaction.
 
 The reference decodes each request by itself, one token at a time, without cache or batch (tests/engines.py); the model is
 float64, where the comparison is exact.
