@@ -14,6 +14,7 @@ write   conclude            the card and the report, once no shard is missing; t
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import closing
 
 from batchspec.config.schema import RunConfig
@@ -114,11 +115,15 @@ def compute(
             heartbeat.begin(progress.facts, slots=run_engine.engine.batch.num_slots)
             ShardRunner(output, work, run_engine, survey, progress, watchdog or Watchdog(0.0), signals).run()
         seconds = time.perf_counter() - began - start_up_s
-        report_speed(output.folder, run_engine.engine.totals, start_up, seconds=seconds, start_up_s=start_up_s)
+        engine = run_engine.engine
+        report_speed(
+            output.folder, engine.totals, start_up, seconds=seconds, start_up_s=start_up_s, calibration=engine.calibration()
+        )
 
 
 def report_speed(
-    folder: OutputFolder, totals: EngineTotals, start_up: StartUp, *, seconds: float, start_up_s: float
+    folder: OutputFolder, totals: EngineTotals, start_up: StartUp, *, seconds: float, start_up_s: float,
+    calibration: Mapping[int, tuple[int, int, float]],
 ) -> None:
     """Print lines about the run that has ended and one about its start, and write them to the output folder's logs."""
     summary = RunSummary(
@@ -130,6 +135,7 @@ def report_speed(
         accepted=totals.accepted,
         preempted=totals.preempted,
         expert_correlation=totals.expert_correlation,
+        calibration=calibration,
     )
     for line in summary.lines():
         terminal.say(line)

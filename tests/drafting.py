@@ -118,7 +118,7 @@ def known_requests() -> list[Request]:
 
 def synthetic(max_len: int) -> RoundOptions:
     """About half of the drafts are accepted, so that rounds accept 0 .. K of them and rows differ from what the head drafts."""
-    return RoundOptions(synthetic=tuple(0.8 ** (j + 1) for j in range(max_len)))
+    return RoundOptions(synthetic=(tuple(0.8 ** (j + 1) for j in range(max_len)),))
 
 
 def drawn_batch(

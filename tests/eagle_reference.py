@@ -5,7 +5,7 @@ It reads none of batchspec's head code: tensors by the names of a published chec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -129,10 +129,25 @@ def target_head(design: Design, target: Target) -> Tensor | None:
     return target.logits(unit).T.cpu().double()
 
 
+def target_ids(design: Design, tensors: dict[str, Tensor]) -> list[int]:
+    """The target's token of each that the head can draft."""
+    if design.draft_vocab is None:
+        return list(range(design.vocab))
+    return (torch.arange(design.draft_vocab) + tensors["d2t"]).tolist()
+
+
+Choose = Callable[[Tensor], int]
+"""Logits over the draft vocabulary -> the place of a token in it."""
+
+
+def most_probable(logits: Tensor) -> int:
+    return int(logits.argmax())
+
+
 @torch.no_grad()
 def reference_parallel_drafts(
     design: Design, tensors: dict[str, Tensor], target: Target, ids: Sequence[int], num_drafts: int,
-    *, window: int | None = None, sink: int = 0,
+    *, window: int | None = None, sink: int = 0, choose: Choose = most_probable,
 ) -> list[int]:
     """Draft tokens after `ids` in one pass: masks replace the tokens that are not known yet, a learned feature their features."""
     assert design.mask_id is not None
@@ -142,26 +157,25 @@ def reference_parallel_drafts(
     tokens = torch.tensor([*ids[1:], *[design.mask_id] * masks])
     embedding, head = target.embedding.cpu().double(), target_head(design, target)
     _, logits = run_head(design, tensors, embedding, tokens, taps, window=window, sink=sink, target_head=head)
-    choices = logits[-num_drafts:].argmax(-1)
-    return (choices + (tensors["d2t"][choices] if "d2t" in tensors else 0)).tolist()
+    drafted = target_ids(design, tensors)
+    return [drafted[choose(own)] for own in logits[-num_drafts:]]
 
 
 @torch.no_grad()
 def reference_drafts(
     design: Design, tensors: dict[str, Tensor], target: Target, ids: Sequence[int], num_drafts: int,
-    *, window: int | None = None, sink: int = 0,
+    *, window: int | None = None, sink: int = 0, choose: Choose = most_probable,
 ) -> list[int]:
     """Draft tokens after `ids`, whose last token the target has not read yet."""
     taps = target_taps(target, ids[:-1], design.taps).double()
     embedding, head = target.embedding.cpu().double(), target_head(design, target)
     tokens, fed = list(ids[1:]), torch.empty(0, design.hidden, dtype=torch.float64)
-    drafts: list[int] = []
+    drafts, drafted = list[int](), target_ids(design, tensors)
     for _ in range(num_drafts):
         out, logits = run_head(
             design, tensors, embedding, torch.tensor(tokens), taps, fed, window=window, sink=sink, target_head=head
         )
-        choice = int(logits[-1].argmax())
-        drafts.append(choice + (int(tensors["d2t"][choice]) if "d2t" in tensors else 0))
+        drafts.append(drafted[choose(logits[-1])])
         tokens.append(drafts[-1])
         fed = torch.cat((fed, out[-1:]))
     return drafts

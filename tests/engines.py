@@ -219,31 +219,44 @@ class ForcedDrafter(NoFeatures):
         self.max_len, self.outputs, self.right, self.fixed_len = max_len, outputs, right, fixed_len
 
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+        width = draft_ids.shape[1]
         draft_ids.zero_()
-        draft_len.fill_(self.max_len)
+        draft_len.fill_(width)
         for slot in range(len(draft_len)):
             if rows.live[slot]:
                 emitted = int(rows.num_tokens[slot] - rows.prompt_len[slot])
-                ahead = self.outputs[int(rows.keys[slot])][emitted : emitted + self.max_len]
-                ids = ahead + [0] * (self.max_len - len(ahead))
+                ahead = self.outputs[int(rows.keys[slot])][emitted : emitted + width]
+                ids = ahead + [0] * (width - len(ahead))
                 draft_ids[slot] = torch.tensor(ids if self.right else [(i + 1) % VOCAB for i in ids], dtype=torch.int32)
 
 
 def make_engine(
     target: Target, drafter: Drafter, batch: PackedBatch, *, device: torch.device, decode: Decode | None = None,
     defers_text: bool = False, logprobs: int | None = None, scores: bool = False, vocabulary: TokenSymbols | None = None,
-    automata_capacity: AutomataCapacity | None = None, expanding: Expanding | None = None, **more: Any,
+    automata_capacity: AutomataCapacity | None = None, expanding: Expanding | None = None, lengths: int | None = None,
+    **more: Any,
 ) -> Engine:
-    """An `Engine` with these `RowFeatures`; more: its other arguments."""
+    """An `Engine` with these `RowFeatures`.
+
+    lengths  seed with which each round draws how many drafts it verifies (`row_lengths.py`); None: all drafts of all rows
+    more     other arguments of `Engine`
+    """
     # Imported here: the process that only replays steps (`replaying.py`) imports no scheduler.
     from batchspec.engine.features import RowFeatures
     from batchspec.engine.loop.engine import Engine
+    from batchspec.engine.rounds.round import RoundOptions
+    from tests.row_lengths import draw_lengths
 
     features = RowFeatures(
         decode=decode, defers_text=defers_text, num_top=logprobs, scores=scores, symbols=vocabulary,
         capacity=automata_capacity, expanding=expanding,
     )
-    return Engine(target, drafter, batch, device=device, features=features, **more)
+    if lengths is None:
+        return Engine(target, drafter, batch, device=device, features=features, **more)
+    options = replace(more.pop("options", None) or RoundOptions(), row_lengths=True)
+    engine = Engine(target, drafter, batch, device=device, features=features, options=options, **more)
+    draw_lengths(engine, lengths)
+    return engine
 
 
 def lazy_of(engine: Engine) -> LazyConstraints:

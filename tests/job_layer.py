@@ -146,6 +146,9 @@ class StandInEngine:
         self._requests: RequestStream = ListedRequests(())
         self._prefetched: deque[Request] = deque()
 
+    def calibration(self) -> dict[int, tuple[int, int, float]]:
+        return {}
+
     def loaded(self, job: Job, survey: Survey, progress: ProgressBar) -> LoadedEngine[Engine]:
         return LoadedEngine(job, cast(Engine, self))
 

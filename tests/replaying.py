@@ -77,10 +77,11 @@ class Scenario:
 
     def parts(self) -> dict[str, Any]:
         """Arguments that an engine and an executor share."""
-        return {"drafter": DRAFTERS[self.drafter](), "batch": self.batch, "device": DEVICE}
+        options = RoundOptions(row_lengths=True)
+        return {"drafter": DRAFTERS[self.drafter](), "batch": self.batch, "device": DEVICE, "options": options}
 
     def executor(self) -> Executor:
-        return Executor(tiny_target(window=5), options=RoundOptions(), **self.parts())
+        return Executor(tiny_target(window=5), **self.parts())
 
 
 def scenario(drafter: str, run_ahead: int) -> Scenario:
@@ -90,10 +91,11 @@ def scenario(drafter: str, run_ahead: int) -> Scenario:
 
 
 def state_digest(executor: Executor) -> bytes:
-    """Of the tokens and page tables, and of who lives."""
-    rows = executor.rows
+    """Of the tokens and page tables, of who lives, and of what was learnt of drafts."""
+    rows, chances = executor.rows, executor.round.chances
+    learnt = () if chances is None else (chances.tried, chances.accepted)
     found = blake2b(digest_size=16)
-    for field in (rows.tokens, rows.num_tokens, *rows.page_tables, rows.live, rows.finish):
+    for field in (rows.tokens, rows.num_tokens, *rows.page_tables, rows.live, rows.finish, *learnt):
         found.update(field.cpu().numpy().tobytes())
     return found.digest()
 

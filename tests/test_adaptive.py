@@ -22,6 +22,7 @@ from batchspec.engine.rounds.draft_lengths import (
 )
 from batchspec.engine.rounds.results import PendingResult
 from batchspec.engine.slots.launch import Launch
+from batchspec.engine.step import RoundWidth
 
 ROWS = 64
 
@@ -37,7 +38,7 @@ def chosen(
         lengths.set_base(ROWS, k, cost)
     taken = []
     for _ in range(rounds):
-        k, _ = lengths.choose(ROWS, 1000)
+        k = lengths.choose(ROWS, 1000)[0].draft_len
         kept = np.cumprod(rng.random((ROWS, k)) < np.array(rates[:k]), axis=1).sum(axis=1) if k else np.zeros(ROWS)
         lengths.observe(k, kept.astype(np.int32))
         lengths.timed(ROWS, k, 1000, costs[k] + (attention[k] if attention else 0.0))
@@ -132,7 +133,7 @@ def test_probes_of_an_expensive_length_cost_one_percent_of_all_rounds() -> None:
         lengths.set_base(ROWS, k, cost)
     probes = 0
     for _ in range(rounds):
-        k, _ = lengths.choose(ROWS, 0)
+        k = lengths.choose(ROWS, 0)[0].draft_len
         lengths.observe(k, np.full(ROWS, min(k, 1), np.int32))
         probes += k == 8
     lost = probes * (8.5 - 2.0)
@@ -145,10 +146,10 @@ def test_lengths_are_probed_more_often_while_they_are_new() -> None:
     for k, cost in enumerate([1.0, 1.2, 1.4, 2.4]):
         lengths.set_base(ROWS, k, cost)
         lengths.timed(ROWS, k, 1000, cost + 1.0)
-    taken = {place: k for place in range(1, 201) if (k := lengths.choose(ROWS, 1000)[0]) != 2}
+    taken = {place: k for place in range(1, 201) if (k := lengths.choose(ROWS, 1000)[0].draft_len) != 2}
     assert taken == {8: 3, 16: 3, 24: 1, 32: 1, 40: 0, 48: 0, 192: 3}
     lengths.forget()
-    taken = {place: k for place in range(201, 257) if (k := lengths.choose(ROWS, 1000)[0]) != 2}
+    taken = {place: k for place in range(201, 257) if (k := lengths.choose(ROWS, 1000)[0].draft_len) != 2}
     assert taken == {208: 3, 216: 3, 224: 1, 232: 1, 240: 0, 248: 0}
 
 
@@ -157,9 +158,9 @@ def test_a_probe_is_next_to_the_length_that_pays_now() -> None:
     lengths = DraftLengths(2)
     for k, cost in enumerate([1.0, 1.2, 1.4]):
         lengths.set_base(ROWS, k, cost)
-    taken = [lengths.choose(ROWS, 0)[0] for _ in range(6)]
+    taken = [lengths.choose(ROWS, 0)[0].draft_len for _ in range(6)]
     lengths.observe(2, np.ones(10_000, np.int32))
-    taken += [lengths.choose(ROWS, 0)[0] for _ in range(3)]
+    taken += [lengths.choose(ROWS, 0)[0].draft_len for _ in range(3)]
     assert taken == [2] * 7 + [2, 1]
 
 
@@ -169,7 +170,7 @@ def test_another_draft_length_is_chosen_if_its_estimate_is_half_a_percent_better
     lengths = DraftLengths(1)
     for k, cost in enumerate((1.0, 1.7 * gain)):
         lengths.set_base(ROWS, k, cost)
-    assert lengths.choose(ROWS, 0)[0] == taken
+    assert lengths.choose(ROWS, 0)[0].draft_len == taken
 
 
 def test_attention_of_few_rows_does_not_speak_of_many() -> None:
@@ -210,13 +211,13 @@ def test_another_head_is_measured_from_the_beginning() -> None:
     for k, cost in enumerate((1.0, 1.2, 1.4)):
         lengths.set_base(ROWS, k, cost)
     for _ in range(2000):
-        k, _ = lengths.choose(ROWS, 1000)
+        k = lengths.choose(ROWS, 1000)[0].draft_len
         lengths.observe(k, np.zeros(ROWS, np.int32))
     assert lengths.scores(ROWS, 1000).argmax() == 0
     lengths.forget()
     taken = []
     for _ in range(20):
-        k, _ = lengths.choose(ROWS, 1000)
+        k = lengths.choose(ROWS, 1000)[0].draft_len
         lengths.observe(k, np.full(ROWS, k, np.int32))
         taken.append(k)
     assert taken[2:6].count(2) >= 3
@@ -230,16 +231,16 @@ def test_a_head_that_improves_is_used_again(longest: int) -> None:
         lengths.set_base(ROWS, k, cost)
     for rate, wanted in ((0.0, 0), (0.9, longest)):
         for _ in range(64 * 60):
-            k, _ = lengths.choose(ROWS, 0)
+            k = lengths.choose(ROWS, 0)[0].draft_len
             if k:
                 lengths.observe(k, np.full(ROWS, k if rate > 0.5 else 0, np.int32))
-        assert lengths.choose(ROWS, 0)[0] == wanted
+        assert lengths.choose(ROWS, 0)[0].draft_len == wanted
 
 
 def test_without_drafts_there_is_nothing_to_choose() -> None:
     lengths = DraftLengths(0)
     lengths.set_base(ROWS, 0, 1.0)
-    assert {lengths.choose(ROWS, 1000) for _ in range(3 * PROBE_EVERY)} == {(0, False)}
+    assert {lengths.choose(ROWS, 1000) for _ in range(3 * PROBE_EVERY)} == {(RoundWidth(0), False)}
 
 
 def test_long_contexts_make_drafts_cheap() -> None:
@@ -347,7 +348,7 @@ def test_a_first_round_that_waited_is_soon_forgotten() -> None:
         lengths.set_base(ROWS, k, cost)
     seen, taken = set[int](), []
     for _ in range(300):
-        k, _ = lengths.choose(ROWS, 1000)
+        k = lengths.choose(ROWS, 1000)[0].draft_len
         kept = np.cumprod(rng.random((ROWS, k)) < rates[:k], axis=1).sum(axis=1) if k else np.zeros(ROWS)
         lengths.observe(k, kept.astype(np.int32))
         waited = 20.0 if k == 2 and 2 not in seen else 0.0
@@ -365,7 +366,7 @@ def test_the_drafter_is_told_one_round_ahead() -> None:
         lengths.set_base(ROWS, k, cost)
     told = None
     for _ in range(500):
-        k, more = lengths.choose(ROWS, 0)
+        (k, _), more = lengths.choose(ROWS, 0)
         assert told is None or told == (k > 0)
         told = more
         lengths.observe(k, rng.integers(0, k + 1, ROWS).astype(np.int32))

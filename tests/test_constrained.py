@@ -31,6 +31,7 @@ from tests.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, automaton, const
 from tests.automata import PATTERNS_OF_LETTERS as PATTERNS
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, make_engine, packed, request, tiny_target
 from tests.replaying import SLOTS
+from tests.row_lengths import LENGTHS
 from tests.test_logit_rules import ALL
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -50,10 +51,10 @@ def constrained(req: Request, pattern: str | None, **more: Any) -> Request:
 
 def run(requests: Sequence[Request], drafter: Drafter, *, short_cap: int = 512, **shape: Any) -> dict[int, Completion]:
     room = shape.pop("room", None) or AutomataCapacity(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14)
-    logprobs = shape.pop("logprobs", None)
+    logprobs, lengths = shape.pop("logprobs", None), shape.pop("lengths", None)
     engine = make_engine(
         tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.max_len, **shape}), device=DEVICE,
-        vocabulary=VOCABULARY, automata_capacity=room, logprobs=logprobs,
+        vocabulary=VOCABULARY, automata_capacity=room, logprobs=logprobs, lengths=lengths,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", short_cap)
@@ -89,7 +90,8 @@ def test_tokens_are_those_of_the_definition_whatever_drafts(name: str, data: st.
     num_pages = data.draw(st.sampled_from([400, 24]))  # few pages: rows are preempted and walk their tokens again
     one_by_one = AutomataCapacity(num_tokens=VOCAB, table_words=700, masks_bytes=4 * 16)
     room = data.draw(st.sampled_from([None, one_by_one]))
-    done = run([req for req, _ in job], ALL[name](), short_cap=0, num_pages=num_pages, room=room, **shape)
+    lengths = data.draw(LENGTHS, label="lengths")
+    done = run([req for req, _ in job], ALL[name](), short_cap=0, num_pages=num_pages, room=room, lengths=lengths, **shape)
     assert tokens(done) == {req.row_index: constrained_tokens(req, pattern) for req, pattern in job}
     for req, pattern in job:
         out = done[req.row_index]

@@ -20,6 +20,7 @@ from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABUL
 from tests.engines import DEVICE, make_engine, packed, request, tiny_target
 from tests.grammars import GRAMMARS, ExpandLate, Grammar, lazy
 from tests.one_row import OneRow
+from tests.row_lengths import LENGTHS
 from tests.test_constrained import SAMPLINGS
 from tests.test_logit_rules import ALL
 from tests.test_lossless_combined import ROOMS
@@ -98,7 +99,7 @@ def test_no_row_that_was_produced_rightly_is_refused(name: str, job: list[tuple[
         engine = make_engine(
             tiny_target(window=5), drafter, batch, device=DEVICE, decode=VOCABULARY.text, vocabulary=VOCABULARY,
             expanding=late, automata_capacity=data.draw(st.sampled_from(ROOMS), label="room"),
-            eos_ids=frozenset({EOS}), logprobs=logprobs,
+            eos_ids=frozenset({EOS}), logprobs=logprobs, lengths=data.draw(LENGTHS, label="lengths"),
         )
         rounds = iter(range(stop_after or 0, 0, -1))
 

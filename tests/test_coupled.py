@@ -25,6 +25,7 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.rounds.round import RoundOptions
 from batchspec.records import Completion, Request, SamplingParams
+from tests.chi_square import chi_square
 from tests.engines import DEVICE, VOCAB, full_logits, make_engine, packed, request, tiny_target
 from tests.kernels.covering import covering
 
@@ -62,9 +63,11 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 
 
-def run(drafter: Drafter, requests: list[Request], *, coupled: bool = True) -> dict[str, Completion]:
-    options = RoundOptions(coupled=coupled)
-    engine = make_engine(tiny_target(), drafter, packed(SLOTS, draft_len=drafter.max_len), device=DEVICE, options=options)
+def run(
+    drafter: Drafter, requests: list[Request], *, coupled: bool = True, lengths: int | None = None
+) -> dict[str, Completion]:
+    options, batch = RoundOptions(coupled=coupled), packed(SLOTS, draft_len=drafter.max_len)
+    engine = make_engine(tiny_target(), drafter, batch, device=DEVICE, options=options, lengths=lengths)
     return {done.request_id: done for done in engine.run(iter(requests))}
 
 
@@ -114,13 +117,13 @@ def test_a_drafter_that_knows_the_targets_logits_is_always_right(sampling: Sampl
 
 
 def mixed_tokens(drafter: Drafter) -> dict[str, list[int]]:
-    """Of rows with samplings of all kinds."""
+    """Of rows with samplings of all kinds, of which rounds verify different numbers of drafts."""
     samplings = [
         SamplingParams(temperature=0.6), SamplingParams(temperature=1.0, top_k=4), SamplingParams(temperature=1.0, top_p=0.8),
         SamplingParams(temperature=1.0, min_p=0.1), SamplingParams(), SamplingParams(temperature=0.8, repetition_penalty=1.3),
     ]
     requests = [request(i, [i % 7, 2, i % 3], cap=5 + i, sampling=samplings[i % 6]) for i in range(24)]
-    engine = make_engine(tiny_target(), drafter, packed(SLOTS, draft_len=drafter.max_len), device=DEVICE)
+    engine = make_engine(tiny_target(), drafter, packed(SLOTS, draft_len=drafter.max_len), device=DEVICE, lengths=2)
     return tokens({done.request_id: done for done in engine.run(iter(requests))})
 
 
@@ -159,7 +162,7 @@ def test_drawn_tokens_have_the_targets_distribution(name: str, sampling: Samplin
     """Chi-square over the second and third token of 400 samples; most of the third ones are accepted drafts."""
     prompt, count = [4, 9, 2], 400
     requests = [replace(request(i, prompt, cap=3, sampling=sampling), seed=10**6 + 7919 * i) for i in range(count)]
-    done = run(DRAFTERS[name](), requests)
+    done = run(DRAFTERS[name](), requests, lengths=1)
     assert any(c.stats.num_accepted for c in done.values() if c.stats)
     drawn = np.array(list(tokens(done).values()))
     first = probabilities(prompt, sampling)
@@ -171,14 +174,3 @@ def test_drawn_tokens_have_the_targets_distribution(name: str, sampling: Samplin
     for values, exact in ((drawn[:, 1], second), (behind[:, 2], third)):
         chi, limit = chi_square(values, exact.numpy())
         assert chi < limit
-
-
-def chi_square(values: np.ndarray, exact: np.ndarray) -> tuple[float, float]:
-    """The statistic, and a bound that one seed in about 30,000 exceeds (mean + 4 deviations + 8); rare tokens are one bin."""
-    counts, expected = np.bincount(values, minlength=VOCAB), exact * len(values)
-    assert not counts[exact == 0].any()
-    rare = expected < 5
-    seen, wanted = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum())
-    seen, wanted = seen[wanted > 0], wanted[wanted > 0]
-    freedom = max(1, len(wanted) - 1)
-    return float(((seen - wanted) ** 2 / wanted).sum()), freedom + 4 * (2 * freedom) ** 0.5 + 8

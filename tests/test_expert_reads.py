@@ -20,7 +20,7 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.rounds import expert_reads
 from batchspec.engine.rounds.draft_lengths import DraftLengths
 from batchspec.engine.rounds.expert_reads import HALF_LIFE, ExpertReads, counted
-from batchspec.engine.step import RoundShape
+from batchspec.engine.step import RoundShape, RoundWidth
 from batchspec.kernels.moe.route import num_read, route, route_reference
 from batchspec.model.target import Target
 from batchspec.packing.cost import H200, read_bytes, round_seconds
@@ -83,12 +83,12 @@ def test_rounds_that_read_nearly_all_experts_do_not_change_the_correlation() -> 
 def test_what_live_rows_read_beyond_the_timed_round_is_added_and_what_they_do_not_read_is_taken_off() -> None:
     reads = ExpertReads(128, 4)
     reads.set_cost(seconds=60e-6, num_experts=30.0)
-    reads.set_base(16, 0, counts(32 / 128, 128))
-    reads.set_base(16, 3, counts(1.0, 128))
-    added = reads.added_s(16, np.array([0, 3]), np.array([16, 20]))
+    reads.set_base(16, RoundWidth(0), counts(32 / 128, 128))
+    reads.set_base(16, RoundWidth(3), counts(1.0, 128))
+    added = reads.added_s(16, [RoundWidth(0), RoundWidth(3)], np.array([16, 20]))
     assert added[0] == pytest.approx(2e-6 * (128 * (1 - (1 - 4 / 128) ** 16) - 32))
     assert added[1] == pytest.approx(-2e-6 * 128 * (1 - 4 / 128) ** 20)  # five live rows
-    assert reads.added_s(8, np.array([0]), np.array([8])) == 0.0  # never timed
+    assert reads.added_s(8, [RoundWidth(0)], np.array([8])) == 0.0  # never timed
     reads.set_cost(seconds=-1e-6, num_experts=30.0)
     assert reads.expert_s == 0.0
     reads.set_cost(seconds=1e-4, num_experts=0.01)  # noise
@@ -107,7 +107,7 @@ def test_drafts_that_pay_in_a_dense_model_do_not_if_they_read_more_experts() -> 
 
     reads = ExpertReads(128, 4)
     for k in (0, 3):
-        reads.set_base(2, k, counts(4 / 128, 128))
+        reads.set_base(2, RoundWidth(k), counts(4 / 128, 128))
     assert chosen(None) == 3
     assert chosen(reads) == 3
     reads.set_cost(seconds=1e-3, num_experts=1.0)
@@ -117,9 +117,9 @@ def test_drafts_that_pay_in_a_dense_model_do_not_if_they_read_more_experts() -> 
 def test_an_experts_time_is_not_charged_to_the_context() -> None:
     """A time per token of context is learnt from what the experts leave."""
     reads = ExpertReads(128, 4)
-    reads.set_base(4, 0, counts(4 / 128, 128))
+    reads.set_base(4, RoundWidth(0), counts(4 / 128, 128))
     reads.set_cost(seconds=1e-3, num_experts=1.0)
-    experts_s = float(reads.added_s(4, np.array([0]), np.array([4]))[0])
+    experts_s = float(reads.added_s(4, [RoundWidth(0)], np.array([4]))[0])
     lengths = DraftLengths(1, choices=(0, 1), experts=reads)
     for k, prepares in ((0, False), (0, True), (1, True)):
         lengths.set_base(4, k, 1.0, prepare_next=prepares)
@@ -190,7 +190,7 @@ def test_a_tree_counts_its_nodes() -> None:
     for num_nodes, tokens in ((None, 7), (60, 61)):
         lengths = DraftLengths(6, choices=(0, 6), experts=reads, num_nodes=num_nodes)
         for k in (0, 6):
-            reads.set_base(1, k, counts(0.0, 128))
+            reads.set_base(1, RoundWidth(k), counts(0.0, 128))
             lengths.set_base(1, k, 1e-9)
         seconds = (1 + np.array([0, sum(0.7**k for k in range(1, 7))])) / lengths.scores(1, 0)
         assert seconds == pytest.approx(reads.expected([1, tokens]))

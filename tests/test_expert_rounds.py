@@ -7,6 +7,7 @@ import pytest
 
 from batchspec.engine.rounds.draft_lengths import DraftLengths, candidates
 from batchspec.engine.rounds.expert_reads import ExpertReads, counted
+from batchspec.engine.step import RoundWidth
 from batchspec.packing.planner import row_buckets
 
 NUM_EXPERTS, TOP_K, LAYERS = 128, 4, 3
@@ -33,7 +34,7 @@ def timed_before_the_job() -> tuple[DraftLengths, ExpertReads]:
         for k in lengths.choices:
             for prepares in (True,) if k else (True, False):
                 lengths.set_base(bucket, k, seconds_of(bucket, k, bucket, 0, 1.0), prepare_next=prepares)
-            experts.set_base(bucket, k, counts(bucket * (k + 1), 1.0))
+            experts.set_base(bucket, RoundWidth(k), counts(bucket * (k + 1), 1.0))
     return lengths, experts
 
 
@@ -52,7 +53,7 @@ def job_s(draft_len: int | None, *, acceptance: float, correlation: float) -> fl
         num_live, num_rounds = len(live), num_rounds + 1
         bucket = SLOTS if waiting else min(bucket for bucket in row_buckets(SLOTS) if bucket >= num_live)
         context = num_live * CONTEXT
-        k = lengths.choose(bucket, context, live_rows=num_live)[0] if draft_len is None else draft_len
+        k = lengths.choose(bucket, context, live_rows=num_live)[0].draft_len if draft_len is None else draft_len
         taken_s = seconds_of(bucket, k, num_live, context, correlation)
         total_s += taken_s
         accepted = (rng.random((num_live, k)) < acceptance).cumprod(1).sum(1).astype(np.int32)

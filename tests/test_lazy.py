@@ -49,6 +49,7 @@ from tests.grammars import (
     may_follow,
 )
 from tests.replaying import SLOTS
+from tests.row_lengths import LENGTHS
 from tests.test_constrained import SAMPLINGS, constrained, tokens
 from tests.test_logit_rules import ALL
 
@@ -61,7 +62,7 @@ def following(req: Request, grammar: Grammar, **more: Any) -> Request:
 
 def run(
     requests: Sequence[Request], drafter: Drafter, *, expanding: Expanding | None = None, lazy_words: int = 1 << 14,
-    lazy_masks: int = 64, short_cap: int = 512, logprobs: int | None = None, **shape: Any,
+    lazy_masks: int = 64, short_cap: int = 512, logprobs: int | None = None, lengths: int | None = None, **shape: Any,
 ) -> dict[int, Completion]:
     room = AutomataCapacity(
         num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, lazy_words=lazy_words, lazy_masks_bytes=4 * lazy_masks
@@ -69,7 +70,7 @@ def run(
     engine = make_engine(
         tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.max_len, **shape}), device=DEVICE,
         vocabulary=VOCABULARY, automata_capacity=room, expanding=expanding or ExpandLate(0, most_polls=0),
-        logprobs=logprobs,
+        logprobs=logprobs, lengths=lengths,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", short_cap)
@@ -149,7 +150,9 @@ def test_tokens_are_those_of_the_definition_whatever_drafts(name: str, data: st.
     num_pages = data.draw(st.sampled_from([400, 24]))  # few pages: rows are preempted and walk their tokens again
     room = data.draw(st.sampled_from([{}, {"lazy_words": 1500, "lazy_masks": 5}]))  # little room: states are forgotten
     expanding = ExpandLate(data.draw(st.integers(0, 9)), lost=data.draw(st.sampled_from([0.0, 0.2])))
-    done = run([req for req, _ in job], ALL[name](), short_cap=0, num_pages=num_pages, expanding=expanding, **room, **shape)
+    lengths = data.draw(LENGTHS, label="lengths")
+    shape |= {**room, "num_pages": num_pages}
+    done = run([req for req, _ in job], ALL[name](), short_cap=0, expanding=expanding, lengths=lengths, **shape)
     assert tokens(done) == {req.row_index: defined(req, rule) for req, rule in job}
     for req, rule in job:
         out = done[req.row_index]

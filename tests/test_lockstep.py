@@ -31,11 +31,12 @@ from batchspec.engine.loop.follower import Beats, follow
 from batchspec.engine.loop.round_clock import RoundClock, RoundTime
 from batchspec.engine.ranks.lead import RUN, Lead
 from batchspec.engine.ranks.messages import Begin, Build, Calibrate, End, Load, Message, Prepare, Scales, Step, decode, encode
-from batchspec.engine.rounds.draft_lengths import DraftLengths
+from batchspec.engine.rounds import draft_lengths
 from batchspec.engine.rounds.results import PendingResult
+from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.rounds.vocabulary_of_ranks import DIVERGED, checksums
 from batchspec.engine.slots import expected_pages
-from batchspec.engine.step import ScheduledStep
+from batchspec.engine.step import RoundWidth, ScheduledStep
 from batchspec.errors import DivergedError, RankLost
 from batchspec.kernels.rounds.accept import WAIT
 from batchspec.kernels.sampling.argmax import NO_TOKEN
@@ -50,7 +51,7 @@ from tests.ranks import on_ranks, part_of, whole_of
 from tests.replaying import scenario, state_digest
 from tests.test_constrained import constrained
 from tests.test_lazy import following
-from tests.test_replay import recorded, requests_of_every_kind
+from tests.test_replay import any_times, recorded, requests_of_every_kind
 from tests.test_tensor_parallel import Loud
 from tests.test_vocabulary import drafter, expected_ids
 
@@ -89,6 +90,7 @@ def group_run(
         engine = make_engine(
             target, made(name, target), batch, device=DEVICE, decode=letters, lead=leading,
             vocabulary=VOCABULARY, automata_capacity=ROOM, expanding=None if leading is None else expanding,
+            options=RoundOptions(row_lengths=True),
         )
         if leading is None:
             follower(engine)
@@ -118,14 +120,9 @@ def tokens(engine: Engine, _: Lead) -> dict[str, list[int]]:
 
 
 def restless(engine: Engine, lead: Lead) -> dict[str, list[int]]:
-    """K, preparation and probes by a clock that says anything."""
+    """Widths, preparation and probes by a clock that says anything."""
     clock = random.Random(3)
-    lengths = DraftLengths(engine.drafter.max_len, choices=engine.executor.round.draft_lens)
-    for num_rows in engine.batch.row_buckets:
-        for draft_len in lengths.choices:
-            for prepare_next in (False, True):
-                lengths.set_base(num_rows, draft_len, clock.uniform(0.5, 2.0), prepare_next=prepare_next)
-    engine.planner._lengths = lengths
+    engine.planner._lengths = any_times(engine, clock)
     add = RoundClock.add
     RoundClock.add = lambda *_: RoundTime(clock.uniform(0.1, 20.0), 0)  # type: ignore[method-assign]
     try:
@@ -140,8 +137,18 @@ def test_followers_have_the_leaders_tokens_whatever_the_clock_says(
 ) -> None:
     """With preemption, stop strings, thinking budgets, shared prefixes and compaction, which no follower decides."""
     monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 2)
+    monkeypatch.setattr(draft_lengths, "LEAST_ROWS", 1)
+    send_step, widths = Lead.send_step, set[RoundWidth]()
+
+    def sent(self: Lead, step: ScheduledStep) -> None:
+        if step.round is not None:
+            widths.add(step.round.shape.width)
+        send_step(self, step)
+
+    monkeypatch.setattr(Lead, "send_step", sent)
     found, digests = group_run(handle, count, restless, name=name)
     assert len(set(digests)) == 1
+    assert any(width.mean_len is not None for width in widths) == (name != "tree")
     whole = whole_of(SPEC, Loud)
     for one in requests_of_every_kind():
         if one.thinking is None:

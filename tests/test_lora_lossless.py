@@ -35,6 +35,7 @@ from batchspec.packing.order import order_requests
 from batchspec.packing.survey import PREFIX_TOKENS, Survey
 from batchspec.records import Request
 from tests.engines import DEVICE, VOCAB, decode, make_engine, packed, plain_tokens, request, tiny_spec
+from tests.row_lengths import LENGTHS
 from tests.test_lossless import SAMPLINGS, lookup, parallel_head, pard_model, requests_of_a_job
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -139,7 +140,8 @@ def check(requests: list[Request], kind: str, data: st.DataObject) -> None:
         prefill_tokens=data.draw(st.sampled_from([1, 7, 64]), label="prefill_tokens"),
         run_ahead=data.draw(st.integers(0, 2), label="run_ahead"),
     )
-    engine = make_engine(adapted_target(), drafter, batch, device=DEVICE, decode=decode)
+    lengths = data.draw(LENGTHS, label="lengths")
+    engine = make_engine(adapted_target(), drafter, batch, device=DEVICE, decode=decode, lengths=lengths)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", data.draw(st.sampled_from([2, 512]), label="short_cap"))
         done = list(engine.run(iter(requests)))

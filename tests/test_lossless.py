@@ -1,4 +1,5 @@
-"""Tokens depend on the request alone: not on drafter, K, slots, pages, order, run-ahead, chunks or compaction.
+"""Tokens depend on the request alone: not on drafter, K, which drafts are verified, slots, pages, order, run-ahead, chunks or
+compaction.
 
 The reference decodes each request by itself, one token at a time, without cache or batch (tests/engines.py); the model is
 float64, where the comparison is exact.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,7 @@ from batchspec.engine.rounds.round import Round, RoundOptions, RoundResult
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.step import RoundShape, ScheduledRound
 from batchspec.model import mixer_inputs
+from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Repetition, Request, SamplingParams
 from tests.engines import (
@@ -57,6 +60,7 @@ from tests.engines import (
     request,
     tiny_target,
 )
+from tests.row_lengths import LENGTHS
 
 pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
 
@@ -96,8 +100,12 @@ def run(
     short_cap: int = 512,
     dtype: torch.dtype = torch.float64,
     fp8_kv: bool = False,
+    lengths: int | None = None,
 ) -> tuple[dict[str, list[int]], dict[str, Completion], Engine]:
-    """The job through the engine. A `short_cap` below the caps makes admission trust predictions, so that pages run out."""
+    """The job through the engine. A `short_cap` below the caps makes admission trust predictions, so that pages run out.
+
+    lengths  seed with which each round draws how many drafts it verifies, and of which rows; None: all drafts of all rows
+    """
     engine = make_engine(
         tiny_target(dtype, window=5, fp8_kv=fp8_kv),
         drafter,
@@ -106,6 +114,7 @@ def run(
         options=RoundOptions(uniform_slots=uniform_slots),
         decode=decode,
         refill_dead=refill_dead,
+        lengths=lengths,
     )
     launch = engine.executor._launch_round
 
@@ -260,6 +269,7 @@ def check_lossless(requests: list[Request], data: st.DataObject) -> None:
         refill_dead=data.draw(st.booleans(), label="refill_dead"),
         short_cap=data.draw(st.sampled_from([2, 512]), label="short_cap"),
         fp8_kv=fp8_kv,
+        lengths=data.draw(LENGTHS, label="lengths"),
     )
     assert tokens == expected
     for completion in done.values():
@@ -273,6 +283,11 @@ def check_statistics(completion: Completion, kind: str, *, scarce_pages: bool) -
     assert len(completion.token_ids) + stats.num_discarded == stats.num_prefills + stats.num_accepted + stats.num_rounds
     assert sum(stats.histogram) == stats.num_rounds
     assert sum(j * count for j, count in enumerate(stats.histogram)) == stats.num_accepted
+    assert stats.accepted_at == tuple(sum(stats.histogram[j:]) for j in range(1, stats.draft_len + 1))
+    assert kind == "tree" or sum(stats.drafted_at) == stats.num_drafted
+    at_least = (stats.num_rounds, *stats.drafted_at)
+    assert all(more >= fewer for more, fewer in pairwise(at_least))
+    assert all(num_accepted <= num for num_accepted, num in zip(stats.accepted_at, stats.drafted_at, strict=True))
     assert (stats.num_prefills == 1) or scarce_pages
     # A forced drafter does not know the tokens that would have followed a stop.
     if kind == "right" and completion.finish_reason == "length":
@@ -424,15 +439,18 @@ def test_shared_prefixes_are_prefilled_once() -> None:
     ],
     ids=["drawn with a penalty", "a penalty alone", "stop ids that may not be drawn yet"],
 )
-def test_logprobs_are_those_of_the_raw_logits(changes: dict[str, Any]) -> None:
-    """Whatever changes the choice."""
+@pytest.mark.parametrize("lengths", [None, 1])
+def test_logprobs_are_those_of_the_raw_logits(changes: dict[str, Any], lengths: int | None) -> None:
+    """Whatever changes the choice, and however many drafts are verified."""
     target = tiny_target(window=5)
-    req = request(0, [1, 2, 3, 1, 2], cap=20, **changes)
-    engine = make_engine(
-        target, LookupDrafter(3, min_ngram=1, max_ngram=2), packed(2, draft_len=3), device=DEVICE,
-        logprobs=4,
-    )
-    (done,) = engine.run(iter([req]))
+    requests = [request(i, [1, 2, 3, 1, 2], cap=20, **changes) for i in range(2)]
+    drafter = LookupDrafter(3, min_ngram=1, max_ngram=2)
+    engine = make_engine(target, drafter, packed(2, draft_len=3), device=DEVICE, logprobs=4, lengths=lengths)
+    for req, done in zip(requests, sorted(engine.run(iter(requests)), key=lambda done: done.row_index), strict=True):
+        check_logprobs(target, req, done)
+
+
+def check_logprobs(target: Target, req: Request, done: Completion) -> None:
     assert done.token_ids is not None
     assert done.logprobs is not None
     assert done.top_logprobs is not None
@@ -482,7 +500,8 @@ def test_a_run_that_is_stopped_is_resumed_by_another_with_the_same_tokens(reques
         draft_len = data.draw(st.integers(0, 4))
         drafter: Drafter = LookupDrafter(draft_len, min_ngram=1, max_ngram=3) if draft_len else NoDrafter()
         batch = packed(data.draw(st.sampled_from([1, 3, 8])), draft_len=draft_len, run_ahead=data.draw(st.integers(0, 2)))
-        engine = make_engine(tiny_target(window=5), drafter, batch, device=DEVICE, decode=decode)
+        lengths = data.draw(LENGTHS, label="lengths")
+        engine = make_engine(tiny_target(window=5), drafter, batch, device=DEVICE, decode=decode, lengths=lengths)
         rounds = data.draw(st.integers(1, 6)) if turn < 19 else 10**6
 
         def stop_in_time(totals: EngineTotals, engine: Engine = engine, rounds: int = rounds) -> None:
@@ -547,7 +566,7 @@ def test_a_stop_string_on_the_host_frees_the_slot_while_rounds_run_ahead() -> No
 def test_synthetic_acceptance_keeps_the_rates_asked_for() -> None:
     requests = [request(i, [i, 2], cap=400) for i in range(16)]
     batch = packed(16, row_buckets=(1, 2, 4, 8, 16), num_pages=2000, max_len=402, draft_len=3)
-    options = RoundOptions(synthetic=(0.6, 0.28, 0.12))
+    options = RoundOptions(synthetic=((0.6, 0.28, 0.12),))
     engine = make_engine(tiny_target(), LookupDrafter(3, min_ngram=1, max_ngram=2), batch, device=DEVICE, options=options)
     stats = [c.stats for c in engine.run(iter(requests)) if c.stats]
     rounds = sum(s.num_rounds for s in stats)

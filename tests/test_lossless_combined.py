@@ -24,6 +24,7 @@ from tests import automata, grammars
 from tests.automata import EOS, PATTERNS_OF_LETTERS, VOCABULARY, automaton
 from tests.engines import DEVICE, VOCAB, _draw, decode, full_logits, make_engine, packed, request
 from tests.grammars import GRAMMARS, ExpandLate, Grammar, lazy
+from tests.row_lengths import LENGTHS
 from tests.test_lora_lossless import KINDS, NUM_ADAPTERS, adapted_target, drafter_of, merged_target
 from tests.test_lossless import SAMPLINGS
 
@@ -131,6 +132,7 @@ def drawn_engine(data: st.DataObject, drafter: Drafter, slots: int, longest: int
     return make_engine(
         adapted_target(), drafter, batch, device=DEVICE, decode=decode, vocabulary=VOCABULARY, expanding=late,
         automata_capacity=data.draw(st.sampled_from(ROOMS), label="room"), logprobs=logprobs,
+        lengths=data.draw(LENGTHS, label="lengths"),
     )
 
 

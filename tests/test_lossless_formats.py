@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -27,10 +28,10 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.round_clock import RoundClock
-from batchspec.engine.rounds.draft_lengths import DraftLengths
-from batchspec.engine.rounds.round import RoundResult
+from batchspec.engine.rounds.draft_lengths import LEAST_ROWS, DraftLengths
+from batchspec.engine.rounds.round import RoundOptions, RoundResult
 from batchspec.engine.slots import expected_pages
-from batchspec.engine.step import RoundShape
+from batchspec.engine.step import RoundShape, RoundWidth
 from batchspec.model.spec import read_spec
 from batchspec.model.target import Target
 from batchspec.records import Request, SamplingParams
@@ -149,33 +150,44 @@ def test_tokens_are_those_of_plain_decoding(name: str, kind: str, setting: Setti
         num_pages=1 + longest + 2 * ahead if setting.scarce_pages else 400,
     )
     monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 2)
-    engine = make_engine(target, drafter, batch, device=DEVICE)
+    engine = make_engine(target, drafter, batch, device=DEVICE, options=RoundOptions(row_lengths=setting.auto_k))
     if setting.auto_k:
-        choose_any_draft_len(engine, monkeypatch)
-    draft_lens = draft_lens_of(engine, monkeypatch)
+        choose_any_width(engine, monkeypatch)
+    widths = widths_of(engine, monkeypatch)
     assert {done.request_id: ids_of(done) for done in engine.run(iter(requests))} == expected
     assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)
     assert (engine.totals.preempted > 0) == setting.scarce_pages
-    assert kind == "none" or (len(draft_lens) > 1 and 0 in draft_lens) == setting.auto_k
+    assert kind == "none" or (len(widths) > 1 and RoundWidth(0) in widths) == setting.auto_k
+    assert any(width.mean_len is not None for width in widths) == (setting.auto_k and kind not in ("none", "tree"))
 
 
-def choose_any_draft_len(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """K of each round, which measured times decide on a GPU, is any that has a graph there."""
+def choose_any_width(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The width of each round, which measured times decide on a GPU, is any that has a graph there; of four rows, too."""
     if not engine.drafter.max_len:
         return
-    clock, lengths = random.Random(1), DraftLengths(engine.drafter.max_len, engine.executor.round.draft_lens)
-    lengths.set_base(1, 0, 1.0)
-    monkeypatch.setattr(lengths, "_pick", lambda *_: clock.choice(lengths.choices))
+    round_, clock = engine.executor.round, random.Random(1)
+    turns = cycle(clock.sample(round_.draft_lens, len(round_.draft_lens)))
+    lengths = DraftLengths(engine.drafter.max_len, round_.draft_lens, row_lengths=round_.chances is not None)
+    widths = lengths.widths(LEAST_ROWS)
+    for num_rows in engine.batch.row_buckets:
+        for width in widths:
+            lengths.times.set_base(num_rows, width, 1.0, prepare_next=True)
+
+    def pick(*_: Any) -> RoundWidth:
+        draft_len = next(turns)
+        return clock.choice([width for width in widths if width.draft_len == draft_len])
+
+    monkeypatch.setattr(lengths, "_pick", pick)
     monkeypatch.setattr(RoundClock, "add", lambda *_: None)
     monkeypatch.setattr(engine.planner, "_lengths", lengths)
 
 
-def draft_lens_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Is filled with K of the rounds that run."""
-    run_graph, found = engine.executor.graphs.run, set[int]()
+def widths_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> set[RoundWidth]:
+    """Is filled with the widths of the rounds that run."""
+    run_graph, found = engine.executor.graphs.run, set[RoundWidth]()
 
     def noted(shape: RoundShape) -> RoundResult:
-        found.add(shape.draft_len)
+        found.add(shape.width)
         return run_graph(shape)
 
     monkeypatch.setattr(engine.executor.graphs, "run", noted)

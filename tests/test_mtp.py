@@ -38,6 +38,7 @@ from tests.mtp_drafting import (
     wrong_drafts,
 )
 from tests.mtp_faults import FAULTS, SMALL_FAULTS
+from tests.row_lengths import LENGTHS
 from tests.test_eagle3 import in_turn
 
 pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
@@ -269,11 +270,11 @@ def check_any_packing(model_of: ModelOf, data: st.DataObject) -> None:
     requests = mixed_requests(data.draw(st.integers(2, 8), label="rows"), cap=data.draw(st.integers(8, 24), label="cap"))
     longest = max(len(one.prompt_ids) + one.max_new_tokens for one in requests)
     options = RoundOptions(
-        uniform_slots=data.draw(st.booleans(), label="uniform layout"), synthetic=tuple(0.8 ** (j + 1) for j in range(max_len))
+        uniform_slots=data.draw(st.booleans(), label="uniform layout"), synthetic=(tuple(0.8 ** (j + 1) for j in range(max_len)),)
     )
     batch = drawn_batch(data, slots, max_len, longest)
     with trusting():
-        run(model.target, requests, batch, drafter, options=options)
+        run(model.target, requests, batch, drafter, options=options, lengths=data.draw(LENGTHS, label="lengths"))
     assert wrong_drafts(model, drafter.seen) == []
 
 

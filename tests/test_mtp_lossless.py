@@ -45,6 +45,7 @@ from tests.mtp_drafting import CHUNK, Recorded, drafter_spec, load_model, mixed_
 from tests.mtp_exact import make_exact_model
 from tests.ranks import on_ranks, start_ranks
 from tests.recurrent import LoudNoise
+from tests.row_lengths import LENGTHS
 from tests.test_lora_lossless import NUM_ADAPTERS, RANK, StrongAdapters
 from tests.test_lossless_combined import Rule, jobs
 from tests.test_recurrent_lossless import requests_of_a_job
@@ -125,7 +126,7 @@ def test_every_packing_gives_the_tokens_of_plain_decoding(
         run_ahead=data.draw(st.integers(0, 3), label="run_ahead"),
     )
     with trusting():
-        found = run(pair.target, requests, batch, drafter).tokens
+        found = run(pair.target, requests, batch, drafter, lengths=data.draw(LENGTHS, label="lengths")).tokens
     assert found == {one.request_id: plain_tokens(pair.target, one) for one in requests}
 
 
@@ -160,9 +161,10 @@ def outcome(done: Completion) -> Outcome:
     return None if done.token_ids is None else done.token_ids.tolist(), done.finish_reason
 
 
-def engine_of(pair: Pair, drafter: Drafter, batch: Any, late: ExpandLate) -> Engine:
+def engine_of(pair: Pair, drafter: Drafter, batch: Any, late: ExpandLate, lengths: int | None = None) -> Engine:
     return make_engine(
-        pair.target, drafter, batch, device=DEVICE, decode=decode, vocabulary=VOCABULARY, automata_capacity=ROOM, expanding=late
+        pair.target, drafter, batch, device=DEVICE, decode=decode, vocabulary=VOCABULARY, automata_capacity=ROOM, expanding=late,
+        lengths=lengths,
     )
 
 
@@ -196,7 +198,7 @@ def test_rows_that_ask_for_all_at_once_have_the_tokens_of_rows_without_drafts(
             num_pages=data.draw(st.sampled_from([scarce, 400]), label="pages"), run_ahead=data.draw(st.integers(0, 2)),
         )
         late = ExpandLate(data.draw(st.integers(0, 9), label="late"), lost=data.draw(st.sampled_from([0.0, 0.2]), label="lost"))
-        engine = engine_of(pair, drafter, batch, late)
+        engine = engine_of(pair, drafter, batch, late, data.draw(LENGTHS, label="lengths"))
 
         def stop(totals: Any, engine: Engine = engine, last: int = (stop_after or 10**6) if turn < 8 else 10**6) -> None:
             if totals.rounds >= last:
@@ -256,7 +258,7 @@ def test_in_bf16_with_sums_in_one_order_tokens_and_logprobs_have_the_bits_of_the
         weights = drafter_spec(tmp_path, spec).load(dtype=torch.bfloat16, device=DEVICE)
         for slots, drafter in ((1, NoDrafter()), (3, MtpDrafter(weights, target, 3, slots=3))):
             batch = wide_batch(slots, drafter.max_len, page_size=16, num_pages=60, prefill_tokens=CHUNK * (1 + 3 // slots))
-            ran = run(target, requests, batch, drafter, logprobs=1)
+            ran = run(target, requests, batch, drafter, logprobs=1, lengths=2)
             found.append((ran.tokens, {name: bits_of(one) for name, one in ran.done.items()}))
     assert found[0] == found[1]
 

@@ -44,6 +44,7 @@ from tests.drafting import (
 from tests.eagle_reference import Design, reference_parallel_drafts
 from tests.engines import DEVICE, VOCAB, make_engine, packed, plain_tokens, request
 from tests.heads import Tensors, parallel_tensors, random_tensors, tiny_design, write_head
+from tests.row_lengths import LENGTHS
 
 MASK = 17
 
@@ -120,7 +121,8 @@ def check_any_packing(data: st.DataObject, folder: Path) -> None:
     requests = mixed_requests(4, cap=data.draw(st.integers(5, 20), label="cap")) + known_requests()[:2]
     batch = drawn_batch(data, requests, slots, draft_len=max_len)
     options = RoundOptions(uniform_slots=data.draw(st.booleans(), label="uniform layout"))
-    tokens, _, _ = run(requests, batch, drafter, short_cap=data.draw(st.sampled_from([2, 512])), options=options)
+    lengths = data.draw(LENGTHS, label="lengths")
+    tokens, _, _ = run(requests, batch, drafter, short_cap=data.draw(st.sampled_from([2, 512])), options=options, lengths=lengths)
     assert tokens == expected_tokens(requests)
     check_drafts(drafter, design, tensors)
 

@@ -99,8 +99,9 @@ def run(
     *,
     short_cap: int = 512,
     options: RoundOptions | None = None,
+    lengths: int | None = None,
 ) -> tuple[dict[str, list[int]], Engine]:
-    engine = make_engine(tiny_target(), drafter, batch, device=DEVICE, options=options)
+    engine = make_engine(tiny_target(), drafter, batch, device=DEVICE, options=options, lengths=lengths)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", short_cap)
         done = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(requests)) if c.token_ids is not None}
@@ -125,7 +126,7 @@ def test_drafts_are_those_of_a_plain_forward(family: str, vocab: int, parallel: 
     """About half of the drafts are accepted, so rounds accept 0 .. K of them. Of a wider vocabulary the target's part counts."""
     folder = write(tmp_path / "m", family, vocab=vocab)
     drafter = drafter_of(folder, 4, slots=3, parallel=parallel)
-    options = RoundOptions(synthetic=tuple(0.8 ** (j + 1) for j in range(4)))
+    options = RoundOptions(synthetic=(tuple(0.8 ** (j + 1) for j in range(4)),))
     batch = packed(3, draft_len=4, prefill_tokens=7, num_pages=60, max_len=40)
     _, engine = run(mixed_requests(), batch, drafter, options=options)
     assert 5 < engine.totals.accepted < engine.totals.drafted
@@ -138,7 +139,7 @@ def test_tokens_are_those_of_plain_decoding_with_preempted_rows_and_run_ahead(sa
     requests = [request(i, [i, 5, 7], cap=60, predicted=4, sampling=sampling) for i in range(4)]
     drafter = drafter_of(folder, 3, slots=4)
     batch = packed(4, num_pages=32, max_len=63, draft_len=3, run_ahead=2)
-    tokens, engine = run(requests, batch, drafter, short_cap=2, options=RoundOptions(coupled=False))
+    tokens, engine = run(requests, batch, drafter, short_cap=2, options=RoundOptions(coupled=False), lengths=3)
     assert engine.totals.preempted > 0
     assert tokens == expected_tokens(requests)
     check_drafts(folder, drafter)

@@ -268,6 +268,11 @@ def test_a_padded_batch_keeps_the_contract_of_flat_batches(job: Refills) -> None
             assert not slots[num_tokens:].any()
 
 
+def _tensors(done: Prefilled) -> list[Tensor]:
+    assert done.result is not None
+    return [done.result.log, *done.result.read]
+
+
 class Copied:
     """A stand-in for CUDA graphs on a CPU: a capture changes nothing, and a replay writes to the captured addresses."""
 
@@ -289,7 +294,7 @@ class Copied:
             found = run()
             assert found.result is not None
             assert outcome.result is not None
-            for there, value in zip(outcome.result.tensors, found.result.tensors, strict=True):
+            for there, value in zip(_tensors(outcome), _tensors(found), strict=True):
                 there.copy_(value)
 
         return SimpleNamespace(replay=replay), outcome

@@ -28,6 +28,7 @@ from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, make_engine, packed, plain_tokens, request, tiny_target
 from tests.gpu_jobs.entry_points import nothing, of_prompt
 from tests.recurrent import FAULTS, PREFIX_FAULTS, hybrid_target
+from tests.row_lengths import LENGTHS
 from tests.test_lossless import SAMPLINGS, few_tokens, lookup
 
 pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
@@ -84,10 +85,11 @@ def requests_of_a_job(draw: st.DrawFn) -> list[Request]:
 
 
 def run(
-    requests: Sequence[Request], batch: PackedBatch, drafter: Drafter, *, trusting: bool = False, window: int | None = None
+    requests: Sequence[Request], batch: PackedBatch, drafter: Drafter, *, trusting: bool = False, window: int | None = None,
+    lengths: int | None = None,
 ) -> dict[str, Completion]:
     """trusting: rows enter slots as soon as there are pages for their prompts, so that pages run out and rows are preempted."""
-    engine = make_engine(hybrid_target(window=window), drafter, batch, device=DEVICE, decode=decode)
+    engine = make_engine(hybrid_target(window=window), drafter, batch, device=DEVICE, decode=decode, lengths=lengths)
     with pytest.MonkeyPatch.context() as patch:
         if trusting:
             patch.setattr(ExpectedPages, "of_waiting", of_prompt)
@@ -120,8 +122,8 @@ def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: 
         prefill_tokens=data.draw(st.sampled_from([64, 100, 300]), label="prefill_tokens"),
         run_ahead=data.draw(st.integers(0, 3), label="run_ahead"),
     )
-    trusting = data.draw(st.booleans(), label="trusting")
-    assert tokens(run(requests, batch, drafter, trusting=trusting, window=window)) == wanted
+    trusting, lengths = data.draw(st.booleans(), label="trusting"), data.draw(LENGTHS, label="lengths")
+    assert tokens(run(requests, batch, drafter, trusting=trusting, window=window, lengths=lengths)) == wanted
 
 
 def jobs() -> list[Request]:
@@ -133,17 +135,17 @@ def jobs() -> list[Request]:
     ]
 
 
-def drafted(name: str, requests: list[Request], *, pages: int = 900) -> dict[str, Completion]:
+def drafted(name: str, requests: list[Request], *, pages: int = 900, lengths: int | None = None) -> dict[str, Completion]:
     outputs = dict(zip((one.seed for one in requests), expected(requests).values(), strict=True))
     batch = packed(4, page_size=4, num_pages=pages, max_len=128, draft_len=3, prefill_tokens=64, run_ahead=1)
-    return run(requests, batch, drafter_of(name, 3, 4, outputs), trusting=True)
+    return run(requests, batch, drafter_of(name, 3, 4, outputs), trusting=True, lengths=lengths)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_rows_that_are_preempted_go_on_as_if_they_had_not_been(name: str) -> None:
     """Four rows of 18 pages each have 39 together."""
     rows = [request(i, [(5 * i + j) % VOCAB for j in range(7)], cap=64, predicted=2) for i in range(6)]
-    done = drafted(name, rows, pages=40)
+    done = drafted(name, rows, pages=40, lengths=1)
     assert tokens(done) == expected(rows)
     assert max(one.stats.num_prefills for one in done.values() if one.stats) > 1, "no row was preempted"
 

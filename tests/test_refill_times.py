@@ -18,12 +18,12 @@ from batchspec.engine.rounds.results import PendingResult
 from batchspec.engine.slots.launch import Launch, Launches
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.slot_table import SlotTable
-from batchspec.engine.step import Prefill, Segment
+from batchspec.engine.step import Prefill, RoundWidth, Segment
 from tests.engines import request
 
 COST = PrefillCost(least=0.033, token=1e-6, replay=0.001, most_replayed=2048)
 SLOTS = 8
-ROUND = Launch(owners=np.zeros(SLOTS, np.int64), num_rows=SLOTS, draft_len=3)
+ROUND = Launch(owners=np.zeros(SLOTS, np.int64), num_rows=SLOTS, width=RoundWidth(3))
 
 
 class ResultAt(PendingResult):
@@ -80,7 +80,7 @@ def test_fixed_time_and_time_of_tokens_are_told_apart(fixed_s: float, token_s: f
         run.refill(num_tokens, fixed_s + token_s * num_tokens, passes)
         run.round()
     assert times.fixed_s == pytest.approx(fixed_s, abs=0.0005)
-    assert times.round_s[3] == pytest.approx(0.002)
+    assert times.round_s[RoundWidth(3)] == pytest.approx(0.002)
 
 
 def test_for_refills_of_one_size_a_token_takes_what_it_takes_in_a_full_pass() -> None:
@@ -111,7 +111,7 @@ def test_a_pass_that_took_as_long_as_launches_do_is_not_counted() -> None:
 def test_rounds_over_fewer_rows_than_slots_are_not_counted() -> None:
     times, run = started()
     run.round(replace(ROUND, num_rows=4), seconds=0.001)
-    assert times.round_s == {3: pytest.approx(0.002)}
+    assert times.round_s == {RoundWidth(3): pytest.approx(0.002)}
 
 
 @pytest.mark.parametrize("pause_s", [0.02, 2.0])
@@ -125,7 +125,7 @@ def test_a_pause_in_one_of_the_first_rounds_changes_nothing(pause_s: float) -> N
     assert times.fixed_s == COST.replay
     for _ in range(FIRST):
         run.round()
-    assert times.round_s == {3: pytest.approx(0.002)}
+    assert times.round_s == {RoundWidth(3): pytest.approx(0.002)}
     run.refill(1000, 0.005)
     assert times.fixed_s > 0.002
 
@@ -142,6 +142,6 @@ def test_a_result_of_passes_counts_their_tokens_and_no_others() -> None:
 
 def test_each_draft_length_has_its_own_time_of_a_round_which_one_slow_round_hardly_changes() -> None:
     times, run = started()
-    run.round(replace(ROUND, draft_len=0), seconds=0.001)
+    run.round(replace(ROUND, width=RoundWidth(0)), seconds=0.001)
     run.round(seconds=1.0)
-    assert times.round_s == {0: pytest.approx(0.001), 3: pytest.approx(0.0022)}
+    assert times.round_s == {RoundWidth(0): pytest.approx(0.001), RoundWidth(3): pytest.approx(0.0022)}

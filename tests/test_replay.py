@@ -14,6 +14,7 @@ import pytest
 
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.round_clock import RoundClock, RoundTime
+from batchspec.engine.rounds import draft_lengths
 from batchspec.engine.rounds.draft_lengths import DraftLengths
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.step import ScheduledStep
@@ -43,17 +44,13 @@ def requests_of_every_kind() -> list[Request]:
 
 
 def recorded(one: Scenario, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, list[int]], list[tuple[bytes, bytes]], Engine]:
-    """Tokens of a run in which the clock says anything: K changes at random."""
+    """Tokens of a run in which the clock says anything: the width of rounds changes at random."""
     engine = make_engine(tiny_target(window=5), decode=decode, **one.parts())
     executor = engine.executor
     clock = random.Random(1)
     if engine.drafter.max_len:
-        lengths = DraftLengths(engine.drafter.max_len, choices=executor.round.draft_lens)
-        for num_rows in one.batch.row_buckets:
-            for draft_len in lengths.choices:
-                for prepare_next in (False, True):
-                    lengths.set_base(num_rows, draft_len, clock.uniform(0.5, 2.0), prepare_next=prepare_next)
-        engine.planner._lengths = lengths
+        monkeypatch.setattr(draft_lengths, "LEAST_ROWS", 1)
+        engine.planner._lengths = any_times(engine, clock)
         monkeypatch.setattr(RoundClock, "add", lambda *_: RoundTime(clock.uniform(0.1, 20.0), 0))
     execute, steps = executor.execute, list[tuple[bytes, bytes]]()
 
@@ -68,7 +65,19 @@ def recorded(one: Scenario, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, 
     return done, steps, engine
 
 
+def any_times(engine: Engine, clock: random.Random) -> DraftLengths:
+    """What chooses the widths of rounds by times that `clock` makes up."""
+    round_ = engine.executor.round
+    lengths = DraftLengths(engine.drafter.max_len, choices=round_.draft_lens, row_lengths=round_.chances is not None)
+    for num_rows in engine.batch.row_buckets:
+        for width in lengths.widths(num_rows):
+            for prepare_next in (False, True):
+                lengths.times.set_base(num_rows, width, clock.uniform(0.5, 2.0), prepare_next=prepare_next)
+    return lengths
+
+
 def test_a_second_process_that_executes_the_steps_has_the_same_tokens_and_page_tables(tmp_path: Path) -> None:
+    """And has learnt the same of drafts, by which the drafts that are verified are chosen."""
     found, tokens, seen = [], [], set[str]()
     for one in SCENARIOS:
         with pytest.MonkeyPatch.context() as patch:
@@ -78,6 +87,7 @@ def test_a_second_process_that_executes_the_steps_has_the_same_tokens_and_page_t
         seen |= what_happened(one, [pickle.loads(step) for step, _ in steps], engine)
     assert seen == {
         "no draft prepared", "preempted", "killed", "moved", "granted", "prefilled again", "cached", "grouped", "swapped",
+        "a part verified",
     }
     assert all(done == tokens[0] for done in tokens)
     for req in requests_of_every_kind():
@@ -106,6 +116,7 @@ def what_happened(one: Scenario, steps: list[ScheduledStep], engine: Engine) -> 
         "cached": any(refill.num_cached for refill in refills),
         "grouped": any(round_.new_prefix_groups for round_ in rounds),
         "swapped": any(round_.drafter_update.swap for round_ in rounds),
+        "a part verified": any(round_.shape.mean_len is not None for round_ in rounds),
     }
     return {kind for kind, happened in kinds.items() if happened}
 

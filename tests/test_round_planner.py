@@ -26,9 +26,9 @@ from batchspec.engine.rounds.draft_lengths import candidates
 from batchspec.engine.rounds.graphs import GRAPH_DTYPES
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
 from batchspec.engine.rounds.results import PendingResult
-from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.rounds.round import RoundOptions, RoundResult
 from batchspec.engine.slots.launch import Launch
-from batchspec.engine.step import RoundShape, Segment
+from batchspec.engine.step import RoundShape, RoundWidth, Segment
 from batchspec.kernels.attention.settings import work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.packed_batch import ExpectedRows, PackedBatch
@@ -65,7 +65,7 @@ def planner(
         _prefill_pass=lambda *_: None,
         target=SimpleNamespace(spec=SimpleNamespace(windows=kv_windows[0], experts=None)),
         drafter=drafter,
-        round=SimpleNamespace(drafter=drafter, draft_lens=draft_lens, nodes=None, options=RoundOptions()),
+        round=SimpleNamespace(drafter=drafter, draft_lens=draft_lens, nodes=None, chances=None, options=RoundOptions()),
         rows=SimpleNamespace(live=torch.ones(batch.num_slots, dtype=torch.int32), move=lambda *_: None, provide=lambda *_: None),
         batch=batch,
         sharing=SharingCost(page_bytes=1, row_bytes=0, pass_bytes=pass_bytes),
@@ -101,9 +101,8 @@ def chosen(planner: RoundPlanner, num_rows: int, owners: Any, num_tokens: Any) -
 
 
 def arrived(at: float) -> PendingResult:
-    result: Any = None
     event: Any = at
-    return PendingResult(result, arrived=event)
+    return PendingResult(RoundResult(torch.empty((0, 5), dtype=torch.int32)), arrived=event)
 
 
 @pytest.mark.parametrize("accepted", [0, 1])
@@ -118,9 +117,9 @@ def test_every_kind_of_round_is_charged_with_what_such_rounds_take(accepted: int
     now, seen = 0.0, set[tuple[int, bool]]()
     for _ in range(100):
         launch = chosen(one, 4, np.array([0, 1, -1, 3]), np.array([300, 300, 5000, 400]))
-        now += BASE[launch.draft_len, launch.prepare_next] + ATTENTION
-        one.learn(launch, arrived(now), np.full(3, min(accepted, launch.draft_len), np.int32))
-        seen.add((launch.draft_len, launch.prepare_next))
+        now += BASE[launch.width.draft_len, launch.prepare_next] + ATTENTION
+        one.learn(launch, arrived(now), np.full(3, min(accepted, launch.width.draft_len), np.int32))
+        seen.add((launch.width.draft_len, launch.prepare_next))
     assert seen == (set(BASE) if accepted == 0 else {(0, True), (1, True)})
     assert one._lengths is not None
     scores = one._lengths.scores(4, 1000)
@@ -352,7 +351,7 @@ def test_a_result_speaks_of_the_round_that_it_came_from_however_many_were_launch
     assert one._lengths is not None
     lens = [0, 1, 0, 1, 0]
     following = iter(lens)
-    monkeypatch.setattr(one._lengths, "choose", lambda *_, **__: (next(following), True))
+    monkeypatch.setattr(one._lengths, "choose", lambda *_, **__: (RoundWidth(next(following)), True))
     launched = [chosen(one, 2, np.array([0, 1, -1, -1]), np.full(4, 500)) for _ in lens]
     now = 0.0
     for k, launch in zip(lens, launched, strict=True):
@@ -370,7 +369,7 @@ def test_drafts_that_pay_among_few_rows_are_not_made_among_many(
     one: Any = planner(packed(4), 1)
     one._executor.graphs.seconds = lambda shape: 2.0 if shape.draft_len and shape.num_rows == 4 else 1.0
     one.prepare(MODE)
-    assert chosen(one, num_rows, np.arange(4), np.full(4, 300)).draft_len == draft_len
+    assert chosen(one, num_rows, np.arange(4), np.full(4, 300)).width.draft_len == draft_len
 
 
 def test_of_another_head_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +390,7 @@ def test_free_slots_wait_by_what_rounds_of_the_present_draft_length_take(draft_l
     assert one.round_s == 1.0
     one.prepare(MODE)
     assert one.round_s == BASE[1, True]
-    monkeypatch.setattr(one._lengths, "choose", lambda *_, **__: (draft_len, False))
+    monkeypatch.setattr(one._lengths, "choose", lambda *_, **__: (RoundWidth(draft_len), False))
     chosen(one, 4, np.arange(4), np.full(4, 300))
     assert one.round_s == BASE[draft_len, True]
 
@@ -404,9 +403,9 @@ def test_the_first_round_of_a_run_has_the_draft_length_of_its_own_rows(monkeypat
     one.prepare(MODE)
     assert one._lengths is not None
     one._lengths.set_base(1, 1, 0.25)
-    assert [chosen(one, 1, np.array([7, -1, -1, -1]), np.full(4, 9)).draft_len for _ in range(3)] == [1] * 3
+    assert [chosen(one, 1, np.array([7, -1, -1, -1]), np.full(4, 9)).width.draft_len for _ in range(3)] == [1] * 3
     one.restart()
-    assert [chosen(one, 4, np.arange(4), np.full(4, 9)).draft_len for _ in range(2)] == [0] * 2
+    assert [chosen(one, 4, np.arange(4), np.full(4, 9)).width.draft_len for _ in range(2)] == [0] * 2
 
 
 def test_the_time_between_two_runs_is_not_the_time_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,7 +431,7 @@ def test_where_rounds_are_no_graphs_nothing_is_timed_and_nothing_chosen() -> Non
     one = planner(packed(4), 1, dtype=torch.float64)
     assert one.prepare(MODE) is None
     assert one.round_s == 1.0
-    assert chosen(one, 4, np.arange(4), np.full(4, 300)).draft_len == 1
+    assert chosen(one, 4, np.arange(4), np.full(4, 300)).width.draft_len == 1
 
 
 @pytest.mark.parametrize(("round_s", "rounds"), [(0.01, 5), (1.0, 4)])

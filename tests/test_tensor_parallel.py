@@ -336,6 +336,24 @@ def test_the_greedy_token_of_ranks_is_that_of_all_logits(
         assert flag or NO_TOKEN not in own.tolist()
 
 
+@given(st.lists(st.lists(st.floats(-5, 5), min_size=11, max_size=11), min_size=1, max_size=4), st.sampled_from([1, 2, 3, 4]))
+def test_the_confidence_of_ranks_is_that_of_all_logits(rows: list[list[float]], count: int) -> None:
+    logits = torch.tensor(rows, dtype=torch.float64)
+    expected, ids = torch.empty((2, len(rows)), dtype=torch.int32).unbind()
+    argmax(logits, out_ids=ids, out_confidence=expected, vocab=9)
+    cuts = [rank * 11 // count for rank in range(count + 1)]
+
+    def choose(ranks: Collectives) -> Tensor:
+        (first, stop), found = cuts[ranks.rank : ranks.rank + 2], torch.full_like(expected, -7)
+        greedy_of_ranks(logits[:, first:stop], first, ranks, 9, out_confidence=found)
+        return found
+
+    odds = logits[:, :9].softmax(1).amax(1).logit()
+    clear = ((4 * odds) % 1 - 0.5).abs() < 0.49  # at the edge of two bins, the order of a sum decides
+    for own in on_ranks(count, choose):
+        assert torch.equal(own[clear], expected[clear])
+
+
 def test_a_model_of_ranks_and_its_part_belong_together() -> None:
     spec = tiny_spec()
     with pytest.raises(AssertionError):

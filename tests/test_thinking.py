@@ -33,6 +33,7 @@ from batchspec.records import Channels, Completion, Request, SamplingParams, Sna
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, _draw, decode, full_logits, make_engine, packed, request, tiny_target
 from tests.models import make_checkpoint, make_thinking_tokenizer, make_tokenizer
 from tests.one_row import OneRow
+from tests.row_lengths import LENGTHS
 
 BEGIN, END = 3, 4
 MARKS = (BEGIN, END)
@@ -225,6 +226,7 @@ def check_budgets(requests: list[Request], data: st.DataObject) -> None:
         engine = make_engine(
             tiny_target(window=5), drafter, batch, device=DEVICE, decode=decode,
             options=RoundOptions(uniform_slots=data.draw(st.booleans())), refill_dead=data.draw(st.booleans()),
+            lengths=data.draw(LENGTHS, label="lengths"),
         )
 
         def stop_in_time(totals: EngineTotals, engine: Engine = engine, last: int = stop_after) -> None:

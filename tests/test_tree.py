@@ -364,7 +364,7 @@ def test_made_up_acceptance_keeps_the_rates_by_depth(tmp_path: Path) -> None:
     drafter = make_drafter(tmp_path, design, tensors, shape_of(2, 3), slots=16)
     requests = [request(i, [i, 2], cap=120) for i in range(16)]
     batch = packed(16, row_buckets=(16,), num_pages=2000, max_len=122)
-    _, done, _ = run(requests, batch, drafter, options=RoundOptions(synthetic=(0.6, 0.28, 0.12)))
+    _, done, _ = run(requests, batch, drafter, options=RoundOptions(synthetic=((0.6, 0.28, 0.12),)))
     stats = [c.stats for c in done.values() if c.stats]
     rounds = sum(s.num_rounds for s in stats)
     assert [sum(s.accepted_at[j] for s in stats) / rounds for j in range(3)] == pytest.approx([0.6, 0.28, 0.12], abs=0.04)

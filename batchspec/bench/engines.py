@@ -34,7 +34,9 @@ from batchspec.packed_batch import PackedBatch
 from batchspec.packing.memory import graph_tokens
 from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, row_buckets
 
-OPTIONS = ("coupled", "dead_positions", "uniform_slots", "argmax", "dead_rows", "prefill_graphs", "sharing", "sharded_draft")
+OPTIONS = (
+    "coupled", "lengths", "dead_positions", "uniform_slots", "argmax", "dead_rows", "prefill_graphs", "sharing", "sharded_draft",
+)
 TREE = "tree"
 SETTINGS: dict[str, dict[str, Any]] = {
     "eagle3": {"parallel": False},
@@ -96,7 +98,9 @@ def parse_options(text: str) -> dict[str, bool]:
 def config_of(args: argparse.Namespace, variant: VariantSpec) -> RunConfig:
     """The configuration of a job that would run the workload in this variant."""
     on, length = variant.options, _draft_len(args, variant)
-    accept = list(args.accept[:length]) if args.accept and variant.draft != "none" else None
+    accept = None
+    if args.accept and variant.draft != "none":
+        accept = [rate for kind in args.accept for rate in (kind + [0.0] * length)[:length]]
     tree = TreeConfig()
     if variant.draft == TREE:
         tree = TreeConfig(topk=args.topk, depth=length, nodes=args.nodes)
@@ -113,6 +117,7 @@ def config_of(args: argparse.Namespace, variant: VariantSpec) -> RunConfig:
         synthetic=accept,
         coupled=on.get("coupled", True),
         adaptive=variant.draft_len is None,
+        lengths="auto" if on.get("lengths", True) else "fixed",
     )
     ablation = AblationConfig(
         dead_rows=on.get("dead_rows", True),
@@ -129,7 +134,7 @@ def config_of(args: argparse.Namespace, variant: VariantSpec) -> RunConfig:
 
 def _draft_len(args: argparse.Namespace, variant: VariantSpec) -> int:
     """K of the drafter; a variant without drafts still keeps the drafter's K/V up to date."""
-    return max(1, variant.draft_len) if variant.draft_len is not None else len(args.accept or ()) or LONGEST_DRAFT
+    return max(1, variant.draft_len) if variant.draft_len is not None else len(args.accept[0]) if args.accept else LONGEST_DRAFT
 
 
 @dataclass

@@ -44,6 +44,9 @@ def render(stats: JobStats, by: str | None = None) -> str:
         rounds = sum(stats.histogram)
         shares = [(j, f"{count:,}", _number(count / rounds if rounds else None)) for j, count in enumerate(stats.histogram)]
         blocks.append(_table("rounds by accepted draft tokens", ("accepted", "rounds", "share"), shares))
+        if stats.calibration:
+            by_confidence = [(f"{one.drafts:,}", _number(one.expected), _number(one.accepted)) for one in stats.calibration]
+            blocks.append(_table("drafts by the drafter's confidence", ("drafts", "expected rate", "rate"), by_confidence))
         blocks.append(_groups("by prompt tokens", stats.by_prompt_tokens))
         blocks.append(_extremes("longest mean acceptance length", stats.best))
         blocks.append(_extremes("shortest mean acceptance length", stats.worst))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import MAX_TREE_NODES, MAX_TREE_PLACES, value_of
@@ -67,9 +65,11 @@ def _synthetic(draft: DraftConfig, rates: list[float]) -> None:
         if draft.tree.depth
         else ("draft.num_speculative_tokens", draft.num_speculative_tokens)
     )
-    if depth is not None and len(rates) != depth:
-        raise ConfigError(f"draft.synthetic={rates} has {len(rates)} rates; {key}={depth} needs as many")
-    falling = all(earlier >= later for earlier, later in itertools.pairwise(rates))
+    if depth is None:
+        depth = len(rates)
+    if not rates or len(rates) % depth:
+        raise ConfigError(f"draft.synthetic={rates} has {len(rates)} rates; {key}={depth} needs as many, for each kind of row")
+    falling = all(rates[i] >= rates[i + 1] for i in range(len(rates) - 1) if (i + 1) % depth)
     if not falling or not all(0.0 <= rate <= 1.0 for rate in rates):
         raise ConfigError(
             f"draft.synthetic={rates} must be in 0 .. 1 and non-increasing: a draft token is accepted only after accepted ones"

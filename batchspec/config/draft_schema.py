@@ -39,7 +39,7 @@ class DraftConfig:
     and true do; false drafts the most likely tokens (for comparison). No output token depends on it."""
     synthetic: list[float] | None = None
     """Benchmarks only: accept draft position j with this probability, whatever the tokens. The probabilities are unconditional
-    and must not increase."""
+    and must not increase. Those of several kinds of rows, which rows take in turn, follow each other: 2 K numbers for two."""
     path: str | None = None
     """Folder or hub id of the draft head (eagle3, hybrid), small draft model (pard) or tuned MTP layer (mtp). null is the layer
     of the model's own checkpoint (mtp); for a head it is allowed only with model.load_format=dummy, which makes a random one."""
@@ -52,6 +52,10 @@ class DraftConfig:
     adaptive: bool | None = None
     """Whether K of each round, 0 included, is chosen from measured times and acceptance. null is true on a GPU and false on a
     CPU."""
+    lengths: str = "auto"
+    """Whether rows of a round may verify different numbers of drafts. auto spends the positions of a round on the drafts that are
+    most likely to be accepted, where measured times say that it pays; fixed verifies all drafts of every row. Only where
+    draft.adaptive is true."""
     parallel: Any = "auto"
     """Whether all K draft tokens come from one forward pass. auto is true if the head or draft model was trained for it."""
     tree: TreeConfig = field(default_factory=TreeConfig)
@@ -69,3 +73,11 @@ class DraftConfig:
         """K, which is set once the drafter is chosen (`draft_auto.py`) and unless it is none."""
         assert self.num_speculative_tokens is not None, self.name
         return self.num_speculative_tokens
+
+    @property
+    def synthetic_kinds(self) -> tuple[tuple[float, ...], ...] | None:
+        """`synthetic` of each kind of row."""
+        if self.synthetic is None:
+            return None
+        depth = self.tree.depth or self.draft_len
+        return tuple(tuple(self.synthetic[i : i + depth]) for i in range(0, len(self.synthetic), depth))

@@ -109,13 +109,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "resume.retry": ("none", "error", "length"),
     "device": ("auto", "cpu", "cuda"),
     "draft.name": tuple(DRAFTERS),
+    "draft.lengths": ("auto", "fixed"),
 }
 
 ADVANCED = frozenset({
     "model.activations", "model.load_format",
     "draft.prompt_lookup_min", "draft.prompt_lookup_max", "draft.coupled", "draft.synthetic", "draft.vocab_size",
-    "draft.aux_layers", "draft.adaptive", "draft.parallel", "draft.tree.topk", "draft.tree.depth", "draft.tree.nodes",
-    "draft.window", "draft.sink_tokens", "draft.cache_dtype",
+    "draft.aux_layers", "draft.adaptive", "draft.lengths", "draft.parallel", "draft.tree.topk", "draft.tree.depth",
+    "draft.tree.nodes", "draft.window", "draft.sink_tokens", "draft.cache_dtype",
     "decode.ignore_eos",
     "packing.pages", "packing.max_num_batched_tokens", "packing.run_ahead", "packing.expert_correlation",
     "cache.scales",

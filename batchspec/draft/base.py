@@ -15,6 +15,7 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.layer_state import LayerState
 from batchspec.cache.pages import KVCache
 from batchspec.draft.shapes import ChainShape, TreeShape
+from batchspec.kernels.sampling.argmax import CONFIDENCE_BINS
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,11 @@ class Drafter(Protocol):
     mode: SamplingMode | None
     """How the rows of the current pass or round are sampled, set before its calls, if drafts are to use the noise of the
     target's draws; None: drafts are argmaxes."""
+    confidence: Tensor | None
+    """int32 [slots, max_len] where `propose` writes how sure it is of each draft of a chain, as a number below CONFIDENCE_BINS.
+    What a number is worth is measured, by position. None: nobody asks."""
+    prior_chances: tuple[float, ...]
+    """[CONFIDENCE_BINS] chance that a draft of each confidence is accepted, as long as nothing was measured."""
 
     @property
     def shape(self) -> ChainShape | TreeShape:
@@ -116,6 +122,8 @@ class DrafterBase:
     """Defaults: drafts chains, learns nothing while a job runs."""
 
     mode: SamplingMode | None = None
+    confidence: Tensor | None = None
+    prior_chances: tuple[float, ...] = (0.7,) * CONFIDENCE_BINS
     max_len: int
 
     @property

@@ -37,7 +37,7 @@ from batchspec.model.target import Target
 
 
 class ChainDrafter(HeadReader):
-    """Keeps for each slot the first draft token of the next round and the hidden state that drafted it.
+    """Keeps for each slot the first draft token of the next round, the hidden state that drafted it, and how sure it is of it.
 
     Nothing is read back to the host and no shape depends on data: a round with it can be captured in a CUDA graph. `propose`
     and `catch_up` change the entries of the first R slots.
@@ -61,7 +61,7 @@ class ChainDrafter(HeadReader):
 
     @staticmethod
     def row_tensors(spec: HeadShape, dtype: torch.dtype) -> tuple[RowTensor, ...]:
-        return RowTensor((), torch.int32), RowTensor((spec.hidden_size,), dtype)
+        return RowTensor((), torch.int32), RowTensor((spec.hidden_size,), dtype), RowTensor((), torch.int32)
 
     @torch.inference_mode()
     def prefill(
@@ -82,8 +82,9 @@ class ChainDrafter(HeadReader):
         else:
             normed, hidden = self._read_whole(batch, rows.tokens, line, aux_hidden_states, cache, place)
         first = cache.draft_rows[0].new_empty(normed.shape[0], *cache.draft_rows[0].shape[1:])
-        self._prepare_next(normed, first, first_draws(self.mode, rows, slot_ids.int(), rows.num_tokens[slot_ids]))
-        cache.enter(slot_ids, batch.kv_len, (first, normed if self._spec.feed_normed else hidden))
+        sure = torch.zeros_like(batch.kv_len)
+        self._prepare_next(normed, first, sure, first_draws(self.mode, rows, slot_ids.int(), rows.num_tokens[slot_ids]))
+        cache.enter(slot_ids, batch.kv_len, (first, normed if self._spec.feed_normed else hidden, sure))
 
     @torch.inference_mode()
     def catch_up(
@@ -98,24 +99,24 @@ class ChainDrafter(HeadReader):
     ) -> None:
         assert aux_hidden_states is not None
         num_rows, last = accepted_len.shape[0], self._last
-        first, hidden = (x[:num_rows] for x in cache.draft_rows)
+        first, hidden, sure = (x[:num_rows] for x in cache.draft_rows)
         if prepare_next and not self._prune:
             place = (batch.cu_seqlens_q[:-1] + accepted_len).clamp_(max=batch.token_ids.shape[0] - 1)
             normed, residual = self._read_whole(batch, rows.tokens, batch.row_ids, aux_hidden_states, cache, place)
             hidden.copy_(normed if self._spec.feed_normed else residual)
-            self._prepare_next(normed, first, self._draws_at_end(rows))
+            self._prepare_next(normed, first, sure, self._draws_at_end(rows))
             return
         features = self.head.features(aux_hidden_states)
         normed, residual, at = self._read(batch, rows.tokens, batch.row_ids, features, cache, last)
         if prepare_next:
             q = self.head.queries(last, normed, at, self._kv(cache, last))
-            self._finish_accepted(batch, q, residual, accepted_len, rows, cache, first, hidden)
+            self._finish_accepted(batch, q, residual, accepted_len, rows, cache, first, hidden, sure)
         else:
             self.head.keep(last, normed, at, self._kv(cache, last))
 
-    def _prepare_next(self, normed: Tensor, out: Tensor, draws: Draws | None) -> None:
+    def _prepare_next(self, normed: Tensor, out: Tensor, out_sure: Tensor, draws: Draws | None) -> None:
         """Prepare the next round's first draft from the head's output [R, H] at each row's last accepted position."""
-        self.head.output.choose(normed, out, draws)
+        self.head.output.choose(normed, out, draws, None if self.confidence is None else out_sure)
 
     def _draws_at_end(self, rows: DeviceBatch) -> Draws | None:
         """The noise and rules for the token after each row's last one."""
@@ -131,7 +132,7 @@ class ChainDrafter(HeadReader):
 
     def _finish_accepted(
         self, batch: FlatBatch, q: Tensor, residual: Tensor, accepted_len: Tensor, rows: DeviceBatch, cache: KVCache,
-        out_first: Tensor, out_hidden: Tensor,
+        out_first: Tensor, out_hidden: Tensor, out_sure: Tensor,
     ) -> None:
         """Compute the rest of the last layer, from its queries on, only at each row's last accepted position."""
         num_rows, feeds_normed = accepted_len.shape[0], self._spec.feed_normed
@@ -147,7 +148,7 @@ class ChainDrafter(HeadReader):
         plan = self._plans(ends, cache, [self._last])[self._windows[self._last]]
         attend = PagedAttend(kv=self._kv(cache, self._last), plan=plan)
         normed = self.head.finish(self._last, live_q, stream, attend, slots, out=out_hidden if feeds_normed else None)
-        self._prepare_next(normed, out_first, self._draws_at_end(rows))
+        self._prepare_next(normed, out_first, out_sure, self._draws_at_end(rows))
 
     def _one_query_each(self, batch: FlatBatch, positions: Tensor, kv_len: Tensor) -> FlatBatch:
         """The same rows with one query each, for attention."""
@@ -174,8 +175,10 @@ class ChainDrafter(HeadReader):
         num_rows, width = draft_ids.shape
         by_step = (width - 1, num_rows)
         positions, slots = (x[: (width - 1) * num_rows].view(by_step) for x in (self._positions, self._slots))
-        first, hidden = (x[:num_rows] for x in cache.draft_rows)
+        first, hidden, sure = (x[:num_rows] for x in cache.draft_rows)
         kv_len = self._kv_len[:num_rows]
+        if self.confidence is not None:
+            self.confidence[:num_rows, 0] = sure
         prepare_chain_draft_inputs(
             first, rows.num_tokens, rows.live, cache.draft_table(rows), page_size=cache.page_size,
             max_tokens=rows.tokens.shape[1], out_ids=draft_ids, out_draft_len=draft_len, out_positions=positions,
@@ -193,7 +196,9 @@ class ChainDrafter(HeadReader):
         """The same for any number of positions a row: each step computes lengths, prefix sums and a plan of its own."""
         num_rows, width = draft_ids.shape
         torch.mul(rows.live, width, out=draft_len)
-        draft_ids[:, 0], hidden = (x[:num_rows] for x in cache.draft_rows)
+        draft_ids[:, 0], hidden, sure = (x[:num_rows] for x in cache.draft_rows)
+        if self.confidence is not None:
+            self.confidence[:num_rows, 0] = sure
         for k in range(width - 1):
             batch = self._general_step(rows, k, cache)
             plans = self._plans(batch, cache, range(self._last + 1))
@@ -211,7 +216,8 @@ class ChainDrafter(HeadReader):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window], positions)
         # A position's input is the token after it; its output drafts the token after that.
         draws = later_draws(self.mode, rows, row_ids, positions, ahead=2, drafts=draft_ids)
-        self.head.output.choose(normed, draft_ids[:, k + 1], draws)
+        sure = None if self.confidence is None else self.confidence[: len(draft_ids), k + 1]
+        self.head.output.choose(normed, draft_ids[:, k + 1], draws, sure)
         return normed if self._spec.feed_normed else residual
 
     def _general_step(self, rows: DeviceBatch, k: int, cache: KVCache) -> FlatBatch:

@@ -37,32 +37,41 @@ class Draws:
     at: LogitRows
     mode: SamplingMode
 
-    def choose(self, logits: Tensor, out_ids: Tensor, map_ids: Tensor | None = None) -> None:
+    def choose(
+        self, logits: Tensor, out_ids: Tensor, map_ids: Tensor | None = None, out_confidence: Tensor | None = None
+    ) -> None:
         """Choose the draft token of a chain at each position, int32 [T] of any stride.
 
         logits   [T, V], changed in place
         map_ids  int32 [V] token of each column; None: the column's index
+        out_confidence  int32 [T] of any stride: how sure each choice is among the changed logits, as `argmax` writes it
         """
         self._perturb(logits, map_ids)
-        argmax(logits, out_ids=out_ids, map_ids=map_ids)
+        argmax(logits, out_ids=out_ids, map_ids=map_ids, out_confidence=out_confidence)
 
-    def choose_parallel(self, logits: Tensor, out_ids: Tensor, map_ids: Tensor | None = None) -> None:
+    def choose_parallel(
+        self, logits: Tensor, out_ids: Tensor, map_ids: Tensor | None = None, out_confidence: Tensor | None = None
+    ) -> None:
         """Choose K drafts a row from the logits of one pass, T = R * K. If a rule reads drafts, they are chosen one after
         another.
 
         out_ids  int32 [R, K], the `drafts` that these draws were made with
+        out_confidence  int32 [R, K] or None, as in `choose`
         """
         width, at = out_ids.shape[1], self.at
         if at.num_drafted is None:
-            drafted = torch.empty_like(at.row_ids)
-            self.choose(logits, drafted, map_ids)
+            drafted, sure = torch.empty_like(at.row_ids), None if out_confidence is None else torch.empty_like(at.row_ids)
+            self.choose(logits, drafted, map_ids, sure)
             out_ids.copy_(drafted.view_as(out_ids))
+            if out_confidence is not None and sure is not None:
+                out_confidence.copy_(sure.view_as(out_confidence))
             return
         assert at.drafts is out_ids
         for k in range(width):
             row_ids, positions, num_drafted = (x[k::width].contiguous() for x in (at.row_ids, at.positions, at.num_drafted))
             turn = replace(at, row_ids=row_ids, positions=positions, num_drafted=num_drafted)
-            Draws(self.rows, turn, self.mode).choose(logits[k::width], out_ids[:, k], map_ids)
+            sure = None if out_confidence is None else out_confidence[:, k]
+            Draws(self.rows, turn, self.mode).choose(logits[k::width], out_ids[:, k], map_ids, sure)
 
     def branches(self, logits: Tensor, map_ids: Tensor | None = None) -> None:
         """Of a tree: change logits [T, V] in place; the largest are the children. Siblings have the noise of the same

@@ -20,7 +20,7 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.layer_state import LayerState
 from batchspec.cache.pages import KVCache
-from batchspec.draft.base import DrafterUpdate
+from batchspec.draft.base import DrafterBase, DrafterUpdate
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.corpus import corpus_bytes
 from batchspec.draft.eagle3 import Eagle3DrafterSpec, build_chain
@@ -43,6 +43,8 @@ class HybridDrafter:
 
     name = "hybrid"
     fixed_len = False
+    confidence: Tensor | None = None
+    prior_chances = DrafterBase.prior_chances
 
     def __init__(self, head: ChainDrafter | ParallelDrafter, lookup: LookupDrafter, *, slots: int, device: torch.device) -> None:
         """max_len is the larger of the two; a round with fewer drafts asks both for as many."""

@@ -18,6 +18,7 @@ from batchspec.draft.corpus import Corpus, corpus_bytes, default_lengths
 from batchspec.draft.spec import Weightless
 from batchspec.kernels.drafting.corpus_lookup import corpus_lookup
 from batchspec.kernels.drafting.ngram_lookup import ngram_lookup
+from batchspec.kernels.sampling.argmax import CONFIDENCE_BINS
 from batchspec.model.target import Target
 
 GROWTH = 2
@@ -44,7 +45,11 @@ class LookupDrafter(NoFeatures):
         self.corpus = corpus
 
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
-        self.look_up(rows, draft_ids, draft_len, torch.empty_like(draft_len))
+        match_len = torch.empty_like(draft_len)
+        self.look_up(rows, draft_ids, draft_len, match_len)
+        if self.confidence is not None:
+            num_rows, width = draft_ids.shape
+            self.confidence[:num_rows, :width] = match_len.clamp(max=CONFIDENCE_BINS - 1).unsqueeze(1)
 
     def look_up(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, match_len: Tensor) -> None:
         """As `propose`; match_len out int32 [R] number of matched tokens: 0 for none, max_ngram + n for n in the corpus."""

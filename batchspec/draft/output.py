@@ -12,7 +12,7 @@ from batchspec.distributed.collectives import Collectives
 from batchspec.draft.coupled import Draws
 from batchspec.kernels.gemm.lm_head import lm_head
 from batchspec.kernels.gemm.tiles import Tile
-from batchspec.kernels.sampling.argmax import argmax
+from batchspec.kernels.sampling.argmax import argmax, confidence_of
 from batchspec.model.quant.plain import Linear
 from batchspec.model.target import Target
 from batchspec.model.vocabulary import gather_logits, greedy_of_ranks
@@ -41,19 +41,28 @@ class DraftOutput:
         self.dtype = torch.float64 if target.dtype is torch.float64 else torch.float32
         self._scores = None if matrix is None or self._fp32_out else Linear(matrix.to(self.dtype))
 
-    def choose(self, normed: Tensor, out_ids: Tensor, draws: Draws | None = None) -> None:
+    def choose(
+        self, normed: Tensor, out_ids: Tensor, draws: Draws | None = None, out_confidence: Tensor | None = None
+    ) -> None:
         """normed [N, H] after the final norm -> the target id of each row's most probable draft token, int32 [N] of any stride.
 
-        draws  noise and rules that are applied before the choice
+        draws           noise and rules that are applied before the choice
+        out_confidence  int32 [N] of any stride: how sure each choice is, as `argmax` writes it; None: not asked for
         """
         if draws is not None:
-            draws.choose(self.logits(normed), out_ids, self.map_ids)
+            draws.choose(self.logits(normed), out_ids, self.map_ids, out_confidence)
         elif not self._argmax:
-            self._store(torch.softmax(self.logits(normed), -1).topk(1, dim=-1).indices.squeeze(1), out_ids)
+            best = torch.softmax(self.logits(normed), -1).topk(1, dim=-1)
+            self._store(best.indices.squeeze(1), out_ids)
+            if out_confidence is not None:
+                out_confidence.copy_(confidence_of(1 / best.values.squeeze(1).nan_to_num(0.0)))
         elif self._matrix is None:
-            out_ids.copy_(self._target.greedy_sample(normed))
+            out_ids.copy_(self._target.greedy_sample(normed, out_confidence=out_confidence))
         elif self._ranks is not None:
-            self._store(greedy_of_ranks(self._own_logits(normed, self._matrix), self._part.start, self._ranks), out_ids)
+            own = self._own_logits(normed, self._matrix)
+            self._store(greedy_of_ranks(own, self._part.start, self._ranks, out_confidence=out_confidence), out_ids)
+        elif out_confidence is not None:
+            argmax(self.logits(normed), out_ids=out_ids, map_ids=self.map_ids, out_confidence=out_confidence)
         elif (tile := self._fused_tile(normed)) is not None:
             lm_head(normed, self._matrix, out_ids=out_ids, map_ids=self.map_ids, tile=tile)
         else:

@@ -122,8 +122,12 @@ class ParallelDrafter(HeadReader):
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window])
         draws = later_draws(self.mode, rows, batch.row_ids, positions, ahead=2, drafts=draft_ids)
+        sure = None if self.confidence is None else self.confidence[:num_rows, :width]
         if draws is None:
-            self.head.output.choose(normed, ids)
+            flat = None if sure is None else torch.empty_like(ids)
+            self.head.output.choose(normed, ids, out_confidence=flat)
             draft_ids.copy_(ids.view(num_rows, width))
+            if sure is not None and flat is not None:
+                sure.copy_(flat.view(num_rows, width))
         else:
-            draws.choose_parallel(self.head.output.logits(normed), draft_ids, self.head.output.map_ids)
+            draws.choose_parallel(self.head.output.logits(normed), draft_ids, self.head.output.map_ids, sure)

@@ -31,6 +31,7 @@ from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import ConfigError
 from batchspec.kernels.rounds.prepare_verify_inputs import prepare_verify_inputs
+from batchspec.kernels.sampling.argmax import PROBABILITIES
 from batchspec.model.config_values import ConfigReader, read_json, shown
 from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
@@ -88,6 +89,7 @@ class PardDrafter(DrafterBase):
 
     name = "pard"
     fixed_len = True
+    prior_chances = PROBABILITIES
     aux_layer_ids: tuple[int, ...] = ()
 
     def __init__(self, drafter: PardModel, target: ModelSpec, max_len: int, *, slots: int, parallel: bool) -> None:
@@ -134,7 +136,7 @@ class PardDrafter(DrafterBase):
     @torch.inference_mode()
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         if self._chain is not None:
-            self._chain.mode = self.mode
+            self._chain.mode, self._chain.confidence = self.mode, self.confidence
             self._chain.propose(rows, draft_ids, draft_len, cache.drafter_part())
             return
         num_rows, width = draft_ids.shape
@@ -148,11 +150,15 @@ class PardDrafter(DrafterBase):
         batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows.max_kv)
         hidden, _ = self._model.forward(batch, cache.drafter_part())
         draws = later_draws(self.mode, rows, batch.row_ids, positions, ahead=1, drafts=draft_ids)
-        if draws is None:
-            draft_ids.copy_(self._model.greedy_sample(hidden, vocab=self._vocab).view(num_rows, width))
-        else:
-            draws.choose_parallel(self._model.logits(hidden)[:, : self._vocab], draft_ids)
         torch.mul(rows.live, width, out=draft_len)
+        sure = None if self.confidence is None else self.confidence[:num_rows, :width]
+        if draws is not None:
+            draws.choose_parallel(self._model.logits(hidden)[:, : self._vocab], draft_ids, out_confidence=sure)
+            return
+        flat = None if sure is None else torch.empty(num_rows * width, dtype=torch.int32, device=hidden.device)
+        draft_ids.copy_(self._model.greedy_sample(hidden, vocab=self._vocab, out_confidence=flat).view(num_rows, width))
+        if sure is not None and flat is not None:
+            sure.copy_(flat.view(num_rows, width))
 
 
 class PardDrafterSpec(DrafterSpec[PardModel]):

@@ -18,6 +18,7 @@ from batchspec.cache.layout import LayerKV
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import DrafterBase
 from batchspec.draft.bound_head import DraftWeights, HeadShape, Place, head_states
+from batchspec.kernels.sampling.argmax import PROBABILITIES
 from batchspec.model.rope import Rope, rope_frequencies, rope_of
 from batchspec.model.target import Target
 
@@ -40,6 +41,7 @@ class HeadReader(DrafterBase):
     """A head bound to a target; its K/V layers follow the target's in every page."""
 
     fixed_len = True
+    prior_chances = PROBABILITIES
 
     def __init__(
         self, head: DraftWeights, target: Target, max_len: int, *, window: int | None = None, sink: int = 0, fp8_kv: bool = False,

@@ -76,13 +76,13 @@ class TreeDrafter(ChainDrafter):
 
     @staticmethod
     def row_tensors(spec: HeadShape, dtype: torch.dtype) -> tuple[RowTensor, ...]:
-        return (RowTensor((spec.hidden_size,), dtype),) * 2
+        return *(RowTensor((spec.hidden_size,), dtype),) * 2, RowTensor((), torch.int32)
 
     @property
     def shape(self) -> TreeShape:
         return self._shape
 
-    def _prepare_next(self, normed: Tensor, out: Tensor, draws: Draws | None) -> None:
+    def _prepare_next(self, normed: Tensor, out: Tensor, out_sure: Tensor, draws: Draws | None) -> None:
         out.copy_(normed)
 
     @torch.inference_mode()
@@ -94,7 +94,7 @@ class TreeDrafter(ChainDrafter):
         frontier = Frontier(
             *(x[:num_rows] for x in (root.scores, root.node_ids, root.ancestors, root.token_ids, root.parent_index))
         )
-        normed, hidden = (x[:num_rows] for x in cache.draft_rows)
+        normed, hidden, _ = (x[:num_rows] for x in cache.draft_rows)
         scores, ids, above = (x[:num_rows] for x in (self._scores, self._ids, self._numbers_above))
         draws, paths = self._draws_at_end(rows), frontier.token_ids.new_empty(num_rows, 0)
         reads_paths = self.mode is not None and drafters_read_drafts(self.mode)

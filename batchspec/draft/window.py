@@ -21,6 +21,7 @@ from batchspec.draft.base import NoFeatures
 from batchspec.draft.coupled import later_draws
 from batchspec.draft.spec import Weightless
 from batchspec.kernels.drafting.prepare_chain_draft_inputs import prepare_chain_draft_inputs
+from batchspec.kernels.sampling.argmax import PROBABILITIES
 from batchspec.model.target import Target
 
 
@@ -29,6 +30,7 @@ class WindowDrafter(NoFeatures):
 
     name = "window"
     fixed_len = True
+    prior_chances = PROBABILITIES
 
     def __init__(
         self, target: Target, max_len: int, *, slots: int, window: int | None, sink: int = 0, vocab: int | None = None
@@ -66,10 +68,11 @@ class WindowDrafter(NoFeatures):
             step.read_rows(rows)  # as when it verifies
             hidden, _ = self._target.forward(step, cache, window=self._window, sink=self._sink)
             draws = later_draws(self.mode, rows, step.row_ids, positions[k], ahead=1, drafts=ids[:, 1:])
+            sure = None if self.confidence is None else self.confidence[:num_rows, k]
             if draws is None:
-                ids[:, k + 1] = self._target.greedy_sample(hidden, vocab=self._vocab)
+                ids[:, k + 1] = self._target.greedy_sample(hidden, vocab=self._vocab, out_confidence=sure)
             else:
-                draws.choose(self._target.all_logits(hidden)[:, : self._vocab], ids[:, k + 1])
+                draws.choose(self._target.all_logits(hidden)[:, : self._vocab], ids[:, k + 1], out_confidence=sure)
         draft_ids.copy_(ids[:, 1:])
         torch.mul(rows.live, width, out=draft_len)
 

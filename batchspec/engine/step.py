@@ -6,7 +6,9 @@ only the step and the state on the device: a second process that executes the sa
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from batchspec.batch.row_commands import NO_COMMANDS, RowCommands
 from batchspec.batch.sampling_mode import SamplingMode
@@ -73,6 +75,28 @@ class PrefixGroup:
     num_pages: int
 
 
+class RoundWidth(NamedTuple):
+    """How many drafts a round has, and how many of them it verifies."""
+
+    draft_len: int
+    """K: drafts of each row."""
+    mean_len: float | None = None
+    """Drafts per row that are verified, on average over the rows of the round: those that are most likely to be accepted. None:
+    all K of every row."""
+
+    @property
+    def verified(self) -> float:
+        """Drafts per row that are verified, on average."""
+        return self.draft_len if self.mean_len is None else self.mean_len
+
+    def num_positions(self, num_rows: int) -> int | None:
+        """Positions that a round over so many rows verifies, newest tokens included; None: K + 1 of every row."""
+        return None if self.mean_len is None else num_rows + math.ceil(num_rows * self.mean_len)
+
+
+NO_DRAFTS = RoundWidth(0)
+
+
 @dataclass(frozen=True, slots=True)
 class RoundShape:
     """What the kernels of a round depend on: a GPU captures a graph for each shape."""
@@ -89,6 +113,12 @@ class RoundShape:
     max_kv: int | None = None
     """Limit on the tokens of each row, drafts included; None: that of the batch. It matters because attention splits long rows
     over programs, and merging their parts is one more launch in every layer."""
+    mean_len: float | None = None
+    """As in `RoundWidth`."""
+
+    @property
+    def width(self) -> RoundWidth:
+        return RoundWidth(self.draft_len, self.mean_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

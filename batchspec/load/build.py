@@ -166,7 +166,7 @@ def build_engine(
     defers_text  leave the decoding of text to the maker of the table (`Completion.text_due`)
     call_parser  finds the tool calls in answers; None: calls stay text
     """
-    ablation, scores = config.ablation, config.decode.score != "none"
+    ablation, scores, adaptive = config.ablation, config.decode.score != "none", config.draft.adaptive is not False
     num_top = (config.output.prompt_logprobs or 0) if scores else config.output.logprobs
     return Engine(
         target,
@@ -175,7 +175,8 @@ def build_engine(
         device=target.device,
         options=RoundOptions(
             coupled=config.draft.coupled is not False,
-            synthetic=tuple(config.draft.synthetic) if config.draft.synthetic else None,
+            synthetic=config.draft.synthetic_kinds,
+            row_lengths=adaptive and config.draft.lengths == "auto" and target.device.type == "cuda",
             argmax=ablation.argmax,
             uniform_slots=ablation.uniform_slots,
         ),
@@ -190,7 +191,7 @@ def build_engine(
         ),
         eos_ids=frozenset(target.spec.eos_ids) | frozenset(tokenizer.eos_ids if tokenizer else ()),
         refill_dead=ablation.dead_rows,
-        adaptive=config.draft.adaptive is not False,
+        adaptive=adaptive,
         prefill_graphs=ablation.prefill_graphs,
         expert_correlation=config.packing.expert_correlation,
         lead=lead,

@@ -14,6 +14,7 @@ from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.lora.lora_tokens import LoraTokens
+from batchspec.kernels.sampling.argmax import argmax
 from batchspec.model.decoder import LayerWeights, ResidualStream
 from batchspec.model.kv_scales import heads_of_part
 from batchspec.model.lora import Adapter, adapted
@@ -242,20 +243,28 @@ class Target:
 
     @torch.inference_mode()
     def greedy_sample(
-        self, hidden: Tensor, vocab: int | None = None, *, flag_nonfinite: bool = False, allowed: Allowed | None = None
+        self, hidden: Tensor, vocab: int | None = None, *, flag_nonfinite: bool = False, allowed: Allowed | None = None,
+        out_confidence: Tensor | None = None,
     ) -> Tensor:
-        """int32 [N]: the token of each row's largest logit, the lowest id among equals. On a GPU the logits are not written.
+        """int32 [N]: the token of each row's largest logit, the lowest id among equals. On a GPU the logits are not written,
+        unless a confidence is asked for.
 
         vocab           choose among the first `vocab` tokens; None: among all
         flag_nonfinite  NO_TOKEN if the logits hold NaN or +inf, or no finite value; otherwise NaN counts as -inf
         allowed         only with `masks_in_product`: the tokens that may be chosen
+        out_confidence  int32 [N] of any stride: how sure each choice is, as `argmax` writes it; None: not asked for
         """
         if self.ranks is not None:
             return greedy_of_ranks(
-                self.logits(hidden), self.spec.vocab_part.start, self.ranks, vocab, flag_nonfinite=flag_nonfinite
+                self.logits(hidden), self.spec.vocab_part.start, self.ranks, vocab, flag_nonfinite=flag_nonfinite,
+                out_confidence=out_confidence,
             )
         out = torch.empty(hidden.shape[0], dtype=torch.int32, device=hidden.device)
-        self._head.greedy(hidden, out_ids=out, vocab=vocab, flag_nonfinite=flag_nonfinite, allowed=allowed)
+        if out_confidence is None:
+            self._head.greedy(hidden, out_ids=out, vocab=vocab, flag_nonfinite=flag_nonfinite, allowed=allowed)
+        else:
+            logits = self.logits(hidden)
+            argmax(logits, out_ids=out, vocab=vocab, flag_nonfinite=flag_nonfinite, out_confidence=out_confidence)
         return out
 
     @torch.no_grad()  # not in inference mode: training multiplies by them

@@ -9,26 +9,33 @@ import torch
 from torch import Tensor
 
 from batchspec.distributed.collectives import Collectives
-from batchspec.kernels.sampling.argmax import argmax
+from batchspec.kernels.sampling.argmax import argmax, confidence_of
 from batchspec.model.blocks.base import Shard
 from batchspec.model.spec import tokens_of
 
 
 def greedy_of_ranks(
-    logits: Tensor, first: int, ranks: Collectives, vocab: int | None = None, *, flag_nonfinite: bool = False
+    logits: Tensor, first: int, ranks: Collectives, vocab: int | None = None, *, flag_nonfinite: bool = False,
+    out_confidence: Tensor | None = None,
 ) -> Tensor:
     """int32 [T]: the token with the largest logit of all ranks, the lowest id among equals; as `argmax`.
 
     logits          [T, number of this rank's tokens]; first is the id of the first of them
     vocab           choose among the first `vocab` tokens; None: among all
     flag_nonfinite  NO_TOKEN if any rank's logits hold NaN or +inf, or no rank has a finite one; otherwise NaN counts as -inf
+    out_confidence  int32 [T] of any stride, or None: as `argmax` writes it, of all tokens; exchanges two more numbers per row
     Exchanges one number and one id per row.
     """
     width = logits.shape[1] if vocab is None else max(0, min(logits.shape[1], vocab - first))
     ids = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
     top = logits.new_full((len(logits),), float("-inf"))
+    wide = torch.float64 if logits.dtype is torch.float64 else torch.float32
+    total = None if out_confidence is None else torch.zeros(len(logits), dtype=wide, device=logits.device)
     if width:
-        argmax(logits, out_ids=ids, vocab=width, flag_nonfinite=flag_nonfinite, out_top=top)
+        argmax(logits, out_ids=ids, vocab=width, flag_nonfinite=flag_nonfinite, out_top=top, out_total=total)
+    if out_confidence is not None and total is not None:
+        tops, totals = ranks.gather(torch.stack((top.to(total.dtype), total))).unbind(1)
+        out_confidence.copy_(confidence_of((totals * torch.exp(tops - tops.amax(0))).sum(0)))
     return best_of_ranks(top, ids + first, ranks, flag_nonfinite=flag_nonfinite)
 
 

@@ -48,6 +48,13 @@ def acceptance(stats: JobStats, by: str | None, over: Course | None) -> Iterator
         caption = html.key("second", "draft tokens a round (K)") + html.key("first", "tokens a round (acceptance length)")
         caption += "Means over the decoding rows; K of a tree is its number of levels."
         figures.append(html.figure("K and acceptance length", pictures.drafting(over), caption))
+    if stats.calibration:
+        drafts = sum(one.drafts for one in stats.calibration)
+        caption = (
+            f"Expected and measured share of accepted drafts: {drafts:,} drafts, by the drafter's confidence. A larger point is "
+            "more drafts. Rounds verify the drafts with the largest expected share."
+        )
+        figures.append(html.figure("Calibration", pictures.calibration(stats.calibration), caption))
     if by is not None:
         figures.append(_acceptance_by(stats, by))
     yield html.grid(figures)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from batchspec.console.text import one_line
 from batchspec.report.quality import Lengths
+from batchspec.report.summary import Calibration
 from batchspec.report.timeline import Course
 
 COLOURS = {"ink": "#010101", "muted": "#010102", "grid": "#010103", "first": "#010104", "second": "#010105", "third": "#010106",
@@ -129,6 +130,21 @@ def drafting(course: Course) -> str:
         axes.stairs(values, _time(course)[0], baseline=None, color=colour, lw=1.6)
         highest = max(highest, float(np.nanmax(values, initial=0)))
     axes.set_ylim(0, 1.1 * highest)
+    return _svg(figure)
+
+
+def calibration(found: Sequence[Calibration]) -> str:
+    """Measured over expected share of accepted drafts, a point for each confidence, its area by the number of drafts."""
+    figure, axes = _figure()
+    most = max(one.drafts for one in found)
+    axes.plot([0, 1], [0, 1], color=MUTED, lw=0.8, ls=":")
+    axes.scatter(
+        [one.expected for one in found], [one.accepted for one in found], s=[6 + 60 * one.drafts / most for one in found],
+        color=FIRST, lw=0,
+    )
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1.05)
+    axes.set_xlabel("expected share of accepted drafts")
     return _svg(figure)
 
 

@@ -14,7 +14,7 @@ from batchspec.errors import OutputError
 from batchspec.report.columns import type_names
 from batchspec.report.quality import Quality, QualityTally, quality_columns
 from batchspec.report.start_up import start_up_of
-from batchspec.report.summary import speed_of
+from batchspec.report.summary import Calibration, calibration_of, speed_of
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 
@@ -127,6 +127,8 @@ class JobStats:
     """The output's columns and their types."""
     start_ups: tuple[dict[str, float], ...]
     """Of each run that has ended and had a token, in no order: seconds from the command to its first token, by phase."""
+    calibration: tuple[Calibration, ...]
+    """By the drafter's confidence, over the runs that have ended: how many drafts were expected to be accepted, and were."""
 
 
 def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
@@ -142,7 +144,8 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
     tally = _Tally()
     for rows in _read(folder, done, by, schema):
         tally.add(rows)
-    speeds = list(filter(None, map(speed_of, folder.logs(".json"))))
+    logs = list(folder.logs(".json"))
+    speeds = list(filter(None, map(speed_of, logs)))
     histogram, drafted = tally.histogram, tally.drafted_at
     accepted = [sum(histogram[j + 1 :]) for j in range(len(drafted))]
     groups = sorted(_groups(tally.by_group), key=lambda group: (-group.completions, group.name))
@@ -176,7 +179,8 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
         best=_extremes(tally.best),
         worst=_extremes(tally.worst),
         columns=type_names(schema),
-        start_ups=tuple(filter(None, map(start_up_of, folder.logs(".json")))),
+        start_ups=tuple(filter(None, map(start_up_of, logs))),
+        calibration=calibration_of(logs),
     )
 
 

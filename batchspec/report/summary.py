@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from batchspec.console.text import counted
 
@@ -26,6 +28,9 @@ class RunSummary:
     preempted: int
     expert_correlation: float | None = None
     """Share of the tokens of a round that would read as many experts if they chose independently; None without experts."""
+    calibration: Mapping[int, tuple[int, int, float]] = field(default_factory=dict)
+    """By the drafter's confidence: drafts that were verified after accepted ones, those accepted, and how many were expected to
+    be."""
 
     @property
     def tok_s(self) -> float:
@@ -50,14 +55,18 @@ class RunSummary:
                 f"mean acceptance length {self.mean_acceptance_length:.3f}{experts}"
             )
 
-    def facts(self) -> dict[str, float]:
+    def facts(self) -> dict[str, Any]:
         """The values of the lines, and those from which they were computed."""
-        found = {
+        found: dict[str, Any] = {
             "seconds": round(self.seconds, 3), "start_up_s": round(self.start_up_s, 3), "tokens": self.tokens,
             "tok_s": round(self.tok_s, 1), "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "rounds": self.rounds, "mean_live_rows": round(self.mean_live_rows, 2), "preempted": self.preempted,
         }
-        return found if self.expert_correlation is None else found | {"expert_correlation": round(self.expert_correlation, 4)}
+        if self.expert_correlation is not None:
+            found["expert_correlation"] = round(self.expert_correlation, 4)
+        if self.calibration:
+            found["calibration"] = {str(i): [*counts, round(expected, 2)] for i, (*counts, expected) in self.calibration.items()}
+        return found
 
 
 def speed_of(log: str) -> tuple[int, float] | None:
@@ -67,3 +76,32 @@ def speed_of(log: str) -> tuple[int, float] | None:
         return int(found["tokens"]), float(found["seconds"])
     except (ValueError, TypeError, KeyError, OverflowError):
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Drafts in which the drafter had the same confidence."""
+
+    drafts: int
+    """Drafts that were verified after accepted ones."""
+    expected: float
+    """Share of them that was expected to be accepted when they were chosen."""
+    accepted: float
+    """Share of them that was accepted."""
+
+
+def calibration_of(logs: Iterable[str]) -> tuple[Calibration, ...]:
+    """Sums over the logs of runs, by ascending expected share; empty if none chose drafts by their chances."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for log in logs:
+        try:
+            for confidence, counts in json.loads(log)["calibration"].items():
+                sums[confidence] = [float(old) + float(new) for old, new in zip(sums[confidence], counts, strict=True)]
+        except (ValueError, TypeError, KeyError, AttributeError):  # damaged, or of another kind
+            continue
+    found = [
+        Calibration(drafts=int(drafts), expected=expected / drafts, accepted=accepted / drafts)
+        for drafts, accepted, expected in sums.values()
+        if drafts > 0
+    ]
+    return tuple(sorted(found, key=lambda one: one.expected))

@@ -10,7 +10,7 @@ as the token after the others, and a row without one takes no part in the round.
 
 Lossless if y is a draw from the target's distribution that depends only on prefix and position, whatever the drafter (Leviathan
 et al. 2023, arXiv 2211.17192; coupled noise instead of rejection). With `rates`, acceptance is simulated for benchmarks: draft
-token j is accepted with probability rates[j] if those before it were, and the row emits the accepted draft tokens.
+token j is accepted with probability rates[keys[r] mod N, j] if those before it were, and the row emits the accepted draft tokens.
 Bound by launch latency: a few hundred bytes a row, one program each.
 """
 
@@ -41,7 +41,7 @@ WAIT = -2
 def accept_kernel(
     draft_ids, draft_len, target_ids, cu_seqlens_q, stop_ids, limit, rates, keys,
     tokens, num_tokens, live, finish, out_accepted_len, out_log, draft_stride, token_stride, max_tokens,
-    K: tl.constexpr, NUM_STOPS: tl.constexpr, LANES: tl.constexpr, STOP_LANES: tl.constexpr, WAIT_ID: tl.constexpr,
+    num_kinds, K: tl.constexpr, NUM_STOPS: tl.constexpr, LANES: tl.constexpr, STOP_LANES: tl.constexpr, WAIT_ID: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -55,8 +55,10 @@ def accept_kernel(
     emitted = tl.load(target_ids + tl.load(cu_seqlens_q + row) + lane, mask=has_choice, other=-1)
     fails = has_choice & (emitted < 0)
     if rates is not None:
-        word0, word1 = position_words(tl.load(keys + row), (num + lane).to(tl.int64))
-        agrees = uniform(word0, word1) < tl.load(rates + lane, mask=lane < length, other=0.0)
+        key = tl.load(keys + row)
+        kind = (key % num_kinds + num_kinds) % num_kinds
+        word0, word1 = position_words(key, (num + lane).to(tl.int64))
+        agrees = uniform(word0, word1) < tl.load(rates + kind * K + lane, mask=lane < length, other=0.0)
     else:
         agrees = (drafts == emitted) & (emitted >= 0)
     accepted = tl.min(tl.where(agrees & (lane < length), LANES, lane), 0)
@@ -120,7 +122,7 @@ def accept(
     cu_seqlens_q      int32 [R+1]
     stop_ids          int32 [R, N]     -1: unused
     limit             int32 [R]        a row with this many tokens ends; draft lengths are capped so that it is not exceeded
-    rates             fp32 [K] | None  simulated acceptance of each draft token if those before it were accepted
+    rates             fp32 [N, K] | None  simulated acceptance of each draft token if those before it were accepted, by kind
     keys              int64 [R]        noise key of each row, read with `rates` only
     tokens            int32 [R, L]     in/out: kept tokens are appended; rows may be slices of wider ones
     num_tokens        int32 [R]        in/out: committed tokens
@@ -153,7 +155,7 @@ def accept(
     check("accept: tokens", tokens, (num_rows, tokens.shape[1]), torch.int32, rows=True)
     check("accept: out_log", out_log, (num_rows, width + 5), torch.int32)
     if rates is not None:
-        check("accept: rates", rates, (width,), torch.float32)
+        check("accept: rates", rates, (rates.shape[0], width), torch.float32)
     if not (draft_ids.is_cuda or interpret):
         accept_reference(
             draft_ids, draft_len, target_ids, cu_seqlens_q, stop_ids, limit, rates, keys, tokens=tokens, num_tokens=num_tokens,
@@ -163,7 +165,7 @@ def accept(
         accept_kernel[(num_rows,)](
             draft_ids, draft_len, target_ids, cu_seqlens_q, stop_ids, limit, rates, keys,
             tokens, num_tokens, live, finish, out_accepted_len, out_log,
-            draft_ids.stride(0), tokens.stride(0), tokens.shape[1],
+            draft_ids.stride(0), tokens.stride(0), tokens.shape[1], 1 if rates is None else rates.shape[0],
             K=width, NUM_STOPS=num_stops, LANES=max(2, triton.next_power_of_2(width + 1)),
             STOP_LANES=max(2, triton.next_power_of_2(num_stops)), WAIT_ID=WAIT, num_warps=1, **launch_args(draft_ids),
         )
@@ -196,7 +198,7 @@ def accept_reference(
     if rates is None:
         agrees = (draft_ids == emitted[:, :width]) & (draft_ids >= 0)
     else:
-        agrees = uniform_reference(keys[:, None], num_tokens[:, None] + lane[:width]) < rates
+        agrees = uniform_reference(keys[:, None], num_tokens[:, None] + lane[:width]) < rates[keys % rates.shape[0]]
     accepted = (agrees & (lane[:width] < draft_len[:, None])).cumprod(1).sum(1)
     accepted -= (emitted.gather(1, accepted[:, None])[:, 0] == WAIT).long()
     if rates is not None:

@@ -37,7 +37,8 @@ class Row:
 
 def run(
     rows: list[Row], interpret: bool, device: torch.device, *,
-    width: int = 4, rates: list[float] | None = None, num_stops: int = 2, uniform_layout: bool = False,
+    width: int = 4, rates: list[float] | None = None, kinds: list[list[float]] | None = None, num_stops: int = 2,
+    uniform_layout: bool = False,
 ) -> tuple[list[list[int]], list[Row], list[int]]:
     """Logs, rows afterwards and accepted lengths. What must not be touched is poisoned and checked here."""
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
@@ -66,7 +67,7 @@ def run(
         vector([0, *torch.tensor(counts).cumsum(0).tolist()]),
         padded([list(row.stop_ids) for row in rows], num_stops, -1),
         vector([row.limit for row in rows]),
-        None if rates is None else torch.tensor(rates, device=device),
+        None if rates is None else torch.tensor([rates] if kinds is None else kinds, device=device),
         torch.tensor([row.key for row in rows], device=device),
         out_accepted_len=accepted_len,
         out_log=log,
@@ -256,6 +257,14 @@ def test_rate_one_accepts_everything_and_rate_zero_nothing(interpret: bool, devi
     assert logs == [[0, 4, 1, 0, 20, -1, -1, -1, -1]] * 12
 
 
+def test_a_row_has_the_rates_of_its_kind(interpret: bool, device: torch.device) -> None:
+    """Which is the remainder of its key, of a negative one too."""
+    rows = [Row([10, 11], [20, 21, 22], key=key) for key in (-7, -2, -1, 0, 1, 2, 3, 2**62)]
+    kinds = [[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]
+    _, _, accepted = run(rows, interpret, device, width=2, rates=[], kinds=kinds)
+    assert accepted == [row.key % 3 for row in rows]
+
+
 @pytest.mark.parametrize("interpreted", [60, pytest.param(200, marks=pytest.mark.slow)])
 def test_rates_are_conditional_on_what_was_accepted_before(interpreted: int, interpret: bool, device: torch.device) -> None:
     num_rows = interpreted if interpret and device.type == "cpu" else 2000
@@ -323,7 +332,7 @@ def test_wrong_arguments_are_refused() -> None:
     good: dict[str, Any] = {
         "draft_ids": torch.zeros(2, 3, dtype=torch.int32), "draft_len": ints, "target_ids": torch.zeros(8, dtype=torch.int32),
         "cu_seqlens_q": torch.zeros(3, dtype=torch.int32), "stop_ids": torch.zeros(2, 1, dtype=torch.int32), "limit": ints,
-        "rates": torch.zeros(3), "keys": ints.long(), "tokens": torch.zeros(2, 9, dtype=torch.int32),
+        "rates": torch.zeros(2, 3), "keys": ints.long(), "tokens": torch.zeros(2, 9, dtype=torch.int32),
         "num_tokens": ints.clone(), "live": ints.clone(), "finish": ints.clone(), "out_accepted_len": ints.clone(),
         "out_log": torch.zeros(2, 8, dtype=torch.int32),
     }

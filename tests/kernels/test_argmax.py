@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.sampling.argmax import BLOCK, NO_TOKEN, argmax
+from batchspec.kernels.sampling.argmax import BLOCK, CONFIDENCE_BINS, NO_TOKEN, argmax
 
 POISON = -7
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -154,3 +154,42 @@ def test_wrong_arguments_are_refused() -> None:
         argmax(logits, out_ids=out_ids, map_ids=torch.zeros(8))
     with pytest.raises(ValueError, match="argmax: map_ids with flag_nonfinite"):
         argmax(logits, out_ids=out_ids, map_ids=torch.arange(8), flag_nonfinite=True)
+
+
+def confidence(logits: Tensor, interpret: bool, vocab: int | None = None) -> list[int]:
+    out, ids = torch.full((2, len(logits), 2), POISON, dtype=torch.int32, device=logits.device).unbind()
+    argmax(logits, out_ids=ids[:, 0], out_confidence=out[:, 1], vocab=vocab, interpret=interpret)
+    assert out[:, 0].tolist() == [POISON] * len(logits)
+    return [int(i) for i in out[:, 1]]
+
+
+@pytest.mark.parametrize("probability", [0.03, 0.07, 0.2, 0.45, 0.51, 0.9, 0.99, 0.9999])
+def test_confidence_is_the_log_odds_of_the_choice_in_quarters(probability: float, interpret: bool, device: torch.device) -> None:
+    """One token has the probability, the others share the rest."""
+    width = 2 * BLOCK + 77
+    rest = (1 - probability) / (width - 1)
+    logits = torch.full((3, width), math.log(rest), device=device)
+    for row, token in enumerate((0, BLOCK, width - 1)):
+        logits[row, token] = math.log(probability)
+    odds = math.log(probability / (1 - probability))
+    expected = min(max(math.floor(4 * (odds + 3) + 1e-3), 0), CONFIDENCE_BINS - 1)
+    assert confidence(logits + 5, interpret) == [expected] * 3, "a constant changes no probability"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_confidence_of_any_logits(dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
+    logits = (4 * torch.randn(40, BLOCK + 9, device=device)).to(dtype)
+    logits[:, BLOCK + 3 :] = 100  # padding
+    logits[3, ::2] = -INF
+    logits[4, 1::2] = NAN
+    tokens = logits[:, : BLOCK + 3].nan_to_num(nan=-INF, neginf=-INF).double()
+    share = tokens.softmax(1).amax(1)
+    expected = (4 * ((share / (1 - share)).log() + 3)).clamp(0, CONFIDENCE_BINS - 0.5)
+    found = torch.tensor(confidence(logits, interpret, vocab=BLOCK + 3), device=device)
+    assert ((found <= expected + 0.01) & (found >= expected - 1.01)).all()
+    assert len(set(found.tolist())) > 5
+
+
+def test_a_choice_among_no_finite_logits_has_no_confidence(interpret: bool, device: torch.device) -> None:
+    logits = torch.tensor([[-INF, NAN], [INF, 1.0], [NAN, NAN], [0.0, -INF]], device=device)
+    assert confidence(logits, interpret) == [0, 0, 0, CONFIDENCE_BINS - 1]

@@ -7,7 +7,7 @@ before it has read the results of earlier ones (`run_ahead`); `Scheduler` explai
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
@@ -25,6 +25,7 @@ from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.passes import prefill_chunk
 from batchspec.engine.ranks.lead import Lead
 from batchspec.engine.ranks.messages import Prepare, Scales
+from batchspec.engine.rounds.draft_chances import Calibration
 from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.slots.allocator import SlotAllocator
 from batchspec.engine.slots.completion import completion_of
@@ -203,6 +204,12 @@ class Engine:
             self.executor.synchronise()
             self.pools.forget()
             self.planner.forget()
+
+    def calibration(self) -> Mapping[int, Calibration]:
+        """By the drafter's confidence, how many drafts were expected to be accepted, and were, over the engine's life; empty if
+        rounds do not choose among drafts. Synchronises."""
+        chances = self.executor.round.chances
+        return {} if chances is None else chances.calibration()
 
     @property
     def stopping(self) -> bool:

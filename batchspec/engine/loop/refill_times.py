@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from batchspec.engine.loop.round_clock import RoundTime
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.slots.launch import Launch
+from batchspec.engine.step import RoundWidth
 
 FORGETTING = 0.98
 """Weight of a refill relative to the next one: about the last 50 refills count."""
@@ -25,7 +26,7 @@ PRIOR_TOKENS = 2048
 NEWEST = 0.1
 """Weight of the newest round in the mean time of a round."""
 FIRST = 5
-"""Of so many first rounds of a draft length only the shortest counts: one of them may include the capture of its graph."""
+"""Of so many first rounds of a width only the shortest counts: one of them may include the capture of its graph."""
 
 
 class RefillTimes:
@@ -45,24 +46,24 @@ class RefillTimes:
         self._matrix, self._sums = np.zeros((2, 2)), np.zeros(2)
         self.fixed_s = cost.replay
         """Fixed seconds of a refill, without those of its tokens."""
-        self._num_timed: Counter[int] = Counter()
-        self.round_s: dict[int, float] = {}
-        """By draft length, the mean seconds of a round over all slots that directly follows another round."""
+        self._num_timed: Counter[RoundWidth] = Counter()
+        self.round_s: dict[RoundWidth, float] = {}
+        """By width, the mean seconds of a round over all slots that directly follows another round."""
 
     def add(self, launch: Launch, took: RoundTime) -> None:
         """Add the time of a round, and of the passes before it."""
         if launch.num_rows != self._num_slots:
             return
         if not took.num_prefilled:
-            self._add_round(launch.draft_len, took.seconds)
-        elif self._num_timed[launch.draft_len] >= FIRST:
-            self._add_refill(took.num_prefilled, max(0.0, took.seconds - self.round_s[launch.draft_len]))
+            self._add_round(launch.width, took.seconds)
+        elif self._num_timed[launch.width] >= FIRST:
+            self._add_refill(took.num_prefilled, max(0.0, took.seconds - self.round_s[launch.width]))
 
-    def _add_round(self, draft_len: int, seconds: float) -> None:
-        mean = self.round_s.get(draft_len, seconds)
-        self._num_timed[draft_len] += 1
-        few = self._num_timed[draft_len] <= FIRST
-        self.round_s[draft_len] = min(seconds, mean) if few else mean + NEWEST * (min(seconds, 2 * mean) - mean)
+    def _add_round(self, width: RoundWidth, seconds: float) -> None:
+        mean = self.round_s.get(width, seconds)
+        self._num_timed[width] += 1
+        few = self._num_timed[width] <= FIRST
+        self.round_s[width] = min(seconds, mean) if few else mean + NEWEST * (min(seconds, 2 * mean) - mean)
 
     def _add_refill(self, num_tokens: int, seconds: float) -> None:
         if seconds >= self._cost.least:  # a pass that was launched kernel by kernel, or the host was busy with something else

@@ -20,7 +20,7 @@ from batchspec.engine.rounds.draft_lengths import DraftLengths
 from batchspec.engine.rounds.expert_reads import ExpertReads, counted
 from batchspec.engine.rounds.results import Ints, PendingResult
 from batchspec.engine.slots.launch import Launch
-from batchspec.engine.step import RoundShape
+from batchspec.engine.step import NO_DRAFTS, RoundShape, RoundWidth
 from batchspec.packed_batch import ExpectedRows, PackedBatch
 
 SPARE = 1.25
@@ -63,15 +63,18 @@ class RoundPlanner:
         self._num_rounds = 0
         self._lengths = None
         if adaptive and executor.graphs.captures and executor.round.options.decodes:
-            self._lengths = DraftLengths(self._max_len, executor.round.draft_lens, self.experts, executor.round.nodes)
+            self._lengths = DraftLengths(
+                self._max_len, executor.round.draft_lens, self.experts, executor.round.nodes,
+                row_lengths=executor.round.chances is not None,
+            )
         self.usual_kv = None if executor.round.nodes is not None else usual_kv(batch)
         """Rounds are prepared for rows of at most this many tokens; None: of any number. A tree's plan does not depend on it."""
         self.row_buckets = batch.row_buckets
         """Row counts with which rounds may run: those that `prepare` did not leave out."""
         self._clock = RoundClock()
         self._refills: RefillTimes | None = None
-        self._round_s: dict[int, float] = {}
-        self._draft_len = 0
+        self._round_s: dict[RoundWidth, float] = {}
+        self._width = NO_DRAFTS
 
     @property
     def ready(self) -> bool:
@@ -123,12 +126,13 @@ class RoundPlanner:
     def _shapes(self, mode: SamplingMode) -> list[RoundShape]:
         """The rounds of every row bucket and draft length that may be chosen, without shared prefixes."""
         lengths = self._lengths
-        draft_lens = [self._max_len] if lengths is None else lengths.choices
-        kinds = [(k, prepare_next) for k in draft_lens for prepare_next in ((True,) if k or lengths is None else (True, False))]
         return [
-            RoundShape(num_rows, k, mode, prepare_next=prepare_next, max_kv=self.usual_kv)
+            RoundShape(
+                num_rows, width.draft_len, mode, prepare_next=prepare_next, max_kv=self.usual_kv, mean_len=width.mean_len
+            )
             for num_rows in self._batch.row_buckets
-            for k, prepare_next in kinds
+            for width in ([RoundWidth(self._max_len)] if lengths is None else lengths.widths(num_rows))
+            for prepare_next in ((True,) if width.draft_len or lengths is None else (True, False))
         ]
 
     def _ends_before_smaller_rounds_pay(self, most_rounds: int, shapes: Sequence[RoundShape]) -> bool:
@@ -161,11 +165,11 @@ class RoundPlanner:
             whole = shape.num_rows == self._batch.num_slots and shape.prepare_next
             seconds = self._executor.graphs.seconds(shape) if whole or self._lengths is not None else 0.0
             if whole:
-                self._draft_len, self._round_s[shape.draft_len] = shape.draft_len, seconds
+                self._width, self._round_s[shape.width] = shape.width, seconds
             if self._lengths is not None:
-                self._lengths.set_base(shape.num_rows, shape.draft_len, seconds, prepare_next=shape.prepare_next)
+                self._lengths.times.set_base(shape.num_rows, shape.width, seconds, prepare_next=shape.prepare_next)
                 if self.experts is not None:
-                    self.experts.set_base(shape.num_rows, shape.draft_len, self._executor.experts_read())
+                    self.experts.set_base(shape.num_rows, shape.width, self._executor.experts_read())
 
     def _time_experts(self, experts: ExpertReads, shape: RoundShape) -> None:
         """Time one round twice: over rows with equal tokens, which choose equal experts, and over rows with different tokens."""
@@ -177,10 +181,10 @@ class RoundPlanner:
 
     @property
     def round_s(self) -> float:
-        """Seconds of a round over all slots with the newest round's draft length: measured in the run once two such rounds have
+        """Seconds of a round over all slots with the newest round's width: measured in the run once two such rounds have
         followed each other, before that as timed by `prepare`, without attention; 1 if nothing is timed."""
         measured = {} if self._refills is None else self._refills.round_s
-        return measured.get(self._draft_len) or self._round_s.get(self._draft_len, 1.0)
+        return measured.get(self._width) or self._round_s.get(self._width, 1.0)
 
     @property
     def refill_s(self) -> float | None:
@@ -192,23 +196,23 @@ class RoundPlanner:
         return self.usual_kv if longest + drafted_keys(self._batch) <= (self.usual_kv or 0) else None
 
     def choose(self, num_rows: int, num_tokens: NDArray[np.int64], owners: NDArray[np.int64]) -> Launch:
-        """Choose draft length and preparation of the round to launch now.
+        """Choose width and preparation of the round to launch now.
 
         num_tokens, owners  int64 [slots] of the `SlotTable`
         """
-        draft_len, prepare_next, context_tokens = self._max_len, True, 0
+        width, prepare_next, context_tokens = RoundWidth(self._max_len), True, 0
         live_rows = int((owners[:num_rows] >= 0).sum())
         if self._lengths is not None:
             context_tokens = self._context_tokens(num_tokens[owners >= 0])
-            draft_len, next_drafts = self._lengths.choose(num_rows, context_tokens, live_rows=live_rows)
-            prepare_next = draft_len > 0 or next_drafts
-        self._draft_len = draft_len
+            width, next_drafts = self._lengths.choose(num_rows, context_tokens, live_rows=live_rows)
+            prepare_next = width.draft_len > 0 or next_drafts
+        self._width = width
         self._num_rounds += 1
         return Launch(
             owners=owners.copy(),
             num_rows=num_rows,
             live_rows=live_rows,
-            draft_len=draft_len,
+            width=width,
             prepare_next=prepare_next,
             context_tokens=context_tokens,
             counts_experts=self.experts is not None and counted(self._num_rounds),
@@ -232,19 +236,27 @@ class RoundPlanner:
         if self._lengths is None:
             return
         if not launch.is_prefill:
-            self._lengths.observe(launch.draft_len, accepted_len)
+            self._observe(self._lengths, launch, result, accepted_len)
         if took is not None and not took.num_prefilled:
             self._lengths.timed(
-                launch.num_rows, launch.draft_len, launch.context_tokens, took.seconds, prepare_next=launch.prepare_next,
+                launch.num_rows, launch.width, launch.context_tokens, took.seconds, prepare_next=launch.prepare_next,
                 live_rows=launch.live_rows,
             )
+
+    def _observe(self, lengths: DraftLengths, launch: Launch, result: PendingResult, accepted_len: Ints) -> None:
+        """Note the acceptance of a round. Rows that verified fewer drafts than others say nothing of what others would accept."""
+        if launch.width.mean_len is None:
+            lengths.observe(launch.width.draft_len, accepted_len)
+        if (levels := result.result.levels) is not None:
+            lengths.observe_levels(levels.numpy(), int((result.result.log.numpy()[:, 0] >= 0).sum()))
 
     def _live_tokens(self, launch: Launch, result: PendingResult) -> int:
         """Tokens of live rows that the round verified."""
         log, round_ = result.result.log.numpy(), self._executor.round
         drafted = log[log[:, 0] >= 0, 1]
-        if round_.is_uniform:  # it also verifies drafts past a row's limit
-            drafted = np.full_like(drafted, launch.draft_len if round_.nodes is None or not launch.draft_len else round_.nodes)
+        if round_.is_uniform and launch.width.mean_len is None:  # it also verifies drafts past a row's limit
+            draft_len = launch.width.draft_len
+            drafted = np.full_like(drafted, draft_len if round_.nodes is None or not draft_len else round_.nodes)
         return int((drafted + 1).sum())
 
     def forget(self) -> None:

@@ -217,7 +217,8 @@ class Scheduler:
         self._totals.rounds += 1
         shape = RoundShape(
             num_rows=self.num_rows,
-            draft_len=launch.draft_len,
+            draft_len=launch.width.draft_len,
+            mean_len=launch.width.mean_len,
             mode=slots.mode,
             shared=groups.any,
             prepare_next=launch.prepare_next,

@@ -5,10 +5,10 @@ experts and read fewer: as many as c T independent tokens, where 0 < c <= 1 is t
 some rounds the device reports how many experts of each layer had tokens, and c is fitted to these counts. Rounds that read nearly
 all experts are left out, because they would give nearly the same count for every c.
 
-A round of R rows with K draft tokens per row was timed before the job's first row, over dead rows whose tokens went through
-experts as those of live rows do, and read n[R, K] experts per layer. A round with T live tokens takes this many seconds more:
+A round of R rows and of width W was timed before the job's first row, over dead rows whose tokens went through experts as those
+of live rows do, and read n[R, W] experts per layer. A round with T live tokens takes this many seconds more:
 
-    added_s[R, K] = s (E (1 - (1 - k/E)^(c T)) - n[R, K])
+    added_s[R, W] = s (E (1 - (1 - k/E)^(c T)) - n[R, W])
 
 added_s is negative if the round reads fewer experts: tokens of dead rows and padding go through none, and tokens of one text
 choose similar experts. s is the time to read one more expert in every layer, from two timed rounds that differ only in the number
@@ -22,6 +22,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from batchspec.engine.step import RoundWidth
 
 COUNT_EVERY = 32
 """Number of rounds between two counts; a power of two."""
@@ -43,7 +45,7 @@ class ExpertReads:
         """correlation: the factor c to use until a count is available."""
         self._num_experts, self._missed = num_experts, math.log1p(-top_k / num_experts) if top_k < num_experts else -math.inf
         self._correlation, self._weight, self._sum = correlation, 0.0, 0.0
-        self._read: dict[tuple[int, int], float] = {}
+        self._read: dict[tuple[int, RoundWidth], float] = {}
         self.expert_s = 0.0
         """s: seconds that reading one more expert in every layer adds to a round."""
 
@@ -66,9 +68,9 @@ class ExpertReads:
         self._weight = decay * self._weight + 1
         self._sum = decay * self._sum + min(1.0, math.log1p(-share) / (self._missed * tokens))
 
-    def set_base(self, num_rows: int, draft_len: int, counts: NDArray[np.int32]) -> None:
-        """Set n[num_rows, draft_len] from the timed round over dead rows. counts: int32 [layers], experts that had tokens."""
-        self._read[num_rows, draft_len] = float(counts.mean())
+    def set_base(self, num_rows: int, width: RoundWidth, counts: NDArray[np.int32]) -> None:
+        """Set n[num_rows, width] from the timed round over dead rows. counts: int32 [layers], experts that had tokens."""
+        self._read[num_rows, width] = float(counts.mean())
 
     def set_cost(self, seconds: float, num_experts: float) -> None:
         """Set s from two timed rounds: the second read `num_experts` more experts per layer and took `seconds` longer.
@@ -77,13 +79,13 @@ class ExpertReads:
         """
         self.expert_s = max(0.0, seconds / num_experts) if num_experts >= 1 else 0.0
 
-    def added_s(self, num_rows: int, draft_lens: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """added_s of the module's docstring for each draft length, float64 [len(draft_lens)]; 0 where no round was timed.
+    def added_s(self, num_rows: int, widths: Sequence[RoundWidth], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """added_s of the module's docstring for each width, float64 [len(widths)]; 0 where no round was timed.
 
         num_rows  row bucket
-        tokens    number of live tokens of a round with each draft length
+        tokens    number of live tokens of a round of each width
         """
         expected = self.expected(tokens)
-        read = [self._read.get((num_rows, int(k)), own) for k, own in zip(draft_lens, expected, strict=True)]
+        read = [self._read.get((num_rows, width), own) for width, own in zip(widths, expected, strict=True)]
         added: NDArray[np.float64] = self.expert_s * (expected - np.array(read))
         return added

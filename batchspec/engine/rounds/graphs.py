@@ -24,7 +24,7 @@ GRAPH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def largest_first(shapes: Iterable[RoundShape]) -> list[RoundShape]:
-    return sorted(shapes, key=lambda shape: (-shape.num_rows, -shape.draft_len))
+    return sorted(shapes, key=lambda shape: (-shape.num_rows, -shape.draft_len, -shape.width.verified))
 
 
 class Graphs:
@@ -83,7 +83,8 @@ class Graphs:
         self._rows.provide(shape.mode)
         shared = self._prefix_groups.first(shape.num_rows) if shape.shared else None
         return self._round.run(
-            self._rows.first(shape.num_rows, shape.max_kv), shape.mode, shape.draft_len, shared, shape.prepare_next
+            self._rows.first(shape.num_rows, shape.max_kv), shape.mode, shape.draft_len, shared, shape.prepare_next,
+            shape.width.num_positions(shape.num_rows),
         )
 
     def _capture(self, shape: RoundShape) -> None:

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.logits import LogitRows, adjusts_drafts, check_drafts, commit_rules, park
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
+from batchspec.draft.shapes import ChainShape
 from batchspec.engine.rounds.ablation import vocabulary_for
+from batchspec.engine.rounds.draft_chances import DraftChances
 from batchspec.engine.rounds.draft_lengths import candidates
+from batchspec.engine.rounds.simulated_acceptance import SimulatedAcceptance
 from batchspec.engine.rounds.verify_inputs import VerifyInputs
 from batchspec.engine.rounds.vocabulary import Vocabulary
 from batchspec.kernels.attention.work_list import SharedPrefixes
@@ -46,10 +50,12 @@ class RoundOptions:
     """Rows decode after their prefill. False: every row ends with it, and there are no rounds."""
     coupled: bool = True
     """Whether drafts of sampled rows are drawn with the noise of the target's draws."""
-    synthetic: tuple[float, ...] | None = None
-    """Unconditional acceptance rates per position; for benchmarks."""
+    synthetic: tuple[tuple[float, ...], ...] | None = None
+    """Unconditional acceptance rates per position, of each kind of row; for benchmarks."""
     argmax: bool = True
     """Greedy tokens by an argmax; False: by softmax and top-k (`ablation.argmax`)."""
+    row_lengths: bool = False
+    """Rounds learn how likely drafts are accepted, and may verify more drafts of one row than of another."""
     uniform_slots: bool = True
     """Rows of equal draft length have a layout without a prefix sum; False: a ragged one (`ablation.uniform_slots`)."""
 
@@ -62,27 +68,32 @@ class RoundResult:
     read          what the options' reader read of each emitted token, [R, S, ...]; a pass without choices: of each of its T
                   tokens; empty if nothing was emitted
     experts_read  int32 [layers with experts] number of experts that had tokens; only of rounds whose experts are counted
+    levels        int32 [K, LEVELS] drafts by position and level of survival, those that were not verified too; only of rounds
+                  with drafts whose chances are known
     """
 
     log: Tensor
     read: tuple[Tensor, ...] = ()
     experts_read: Tensor | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors."""
-        return (self.log, *self.read, *(() if self.experts_read is None else (self.experts_read,)))
+    levels: Tensor | None = None
 
     def to_host(self) -> RoundResult:
         """Copies in pinned host memory, in stream order: complete only once an event recorded after this call has passed."""
-        log, *others = (tensor.to("cpu", non_blocking=True) for tensor in self.tensors)
-        count = len(self.read)
-        return RoundResult(log, tuple(others[:count]), others[count] if self.experts_read is not None else None)
+        return RoundResult(
+            _to_host(self.log), tuple(_to_host(tensor) for tensor in self.read),
+            None if self.experts_read is None else _to_host(self.experts_read),
+            None if self.levels is None else _to_host(self.levels),
+        )
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The drafts that a round verifies: ids int32 [R, K], length int32 [R], rates float32 [K] of simulated acceptance or None."""
+    """The drafts that a round verifies: ids int32 [R, K], length int32 [R], rates float32 [N, K] of simulated
+    acceptance or None."""
 
     ids: Tensor
     length: Tensor
@@ -98,7 +109,12 @@ class Round:
         self.target, self.drafter, self.cache, self.options = target, drafter, cache, options
         self.vocabulary = vocabulary_for(target, argmax=options.argmax)
         self.is_uniform = drafter.fixed_len and options.uniform_slots
-        """Whether every row verifies the same number of positions, so that the layout needs no prefix sum."""
+        """Whether every row verifies the same number of positions, so that the layout needs no prefix sum; unless a round has
+        fewer positions."""
+        self.chances: DraftChances | None = None
+        """Set if rows may verify different numbers of drafts."""
+        if options.row_lengths and drafter.max_len and isinstance(drafter.shape, ChainShape):
+            self.chances = DraftChances(drafter, batch.num_slots, device)
         self.max_emitted = drafter.max_len + 1
         """Maximum number of tokens that a round emits for a row: K + 1."""
         self.kv_per_round = drafter.shape.kv_per_round
@@ -112,7 +128,11 @@ class Round:
         self.nodes: int | None = None
         """Number of nodes that a round with drafts verifies, for trees; None for chains."""
         self._accepted_len = torch.zeros(batch.num_slots, dtype=torch.int32, device=device)
-        self.inputs = VerifyInputs(batch.num_slots, drafter.max_len, cache.page_size, options.synthetic, device)
+        self.inputs = VerifyInputs(batch.num_slots, drafter.max_len, cache.page_size, device)
+        self.simulated = None
+        """Set if acceptance is made up."""
+        if options.synthetic is not None:
+            self.simulated = SimulatedAcceptance(options.synthetic, drafter.max_len, device)
 
     def run(
         self,
@@ -121,19 +141,25 @@ class Round:
         draft_len: int,
         shared: SharedPrefixes | None = None,
         prepare_next: bool = True,
+        num_positions: int | None = None,
     ) -> RoundResult:
         """Run one round over all of `rows` with at most `draft_len` drafts each. Dead rows do not affect results.
 
+        num_positions  it verifies no more positions of all rows together, at least one of each: those of the drafts that are
+                       most likely to be accepted. None: all drafts. Only with `chances`
         shared        rows that share a prefix, which attention on a GPU then reads once
         prepare_next  the next round may draft; otherwise the drafter only keeps its K/V up to date and prepares no draft
         """
         with self._keeping_waiting_rows(rows, mode):
-            result = self._draft_and_verify(rows, mode, draft_len, shared, prepare_next)
+            result = self._draft_and_verify(rows, mode, draft_len, num_positions, shared, prepare_next)
+        if self.chances is not None and draft_len:
+            self.chances.learn(result.log)
         park(rows, rows.live, result.log, mode)
         return result
 
     def _draft_and_verify(
-        self, rows: DeviceBatch, mode: SamplingMode, draft_len: int, shared: SharedPrefixes | None, prepare_next: bool
+        self, rows: DeviceBatch, mode: SamplingMode, draft_len: int, num_positions: int | None, shared: SharedPrefixes | None,
+        prepare_next: bool,
     ) -> RoundResult:
         """The round, from the drafts to the drafter's catch-up."""
         self.set_draft_mode(mode)
@@ -143,7 +169,8 @@ class Round:
             self.drafter.propose(rows, ids[:, 1:], lengths, self.cache)
             if not self.drafter.fixed_len:  # such drafts, as a lookup's, are not chosen from adjusted logits
                 check_drafts(rows, ids[:, 1:], lengths, mode)
-        batch = inputs.uniform(rows, draft_len) if self.is_uniform else inputs.ragged(rows, draft_len)
+            self._simulate(rows, lengths, draft_len)
+        batch, levels = self._positions(rows, draft_len, num_positions)
         if not batch.token_ids.shape[0]:  # ragged, on a CPU: every row ended after the host's last read
             return RoundResult(torch.full((num_rows, 5 + draft_len), -1, dtype=torch.int32))
         batch.read_rows(rows).shared = shared
@@ -152,12 +179,40 @@ class Round:
         if not mode.greedy or self.options.reader is not None:
             num_drafted = batch.positions - (rows.num_tokens - 1)[batch.row_ids]
             logit_rows = LogitRows(batch.row_ids, batch.positions + 1, ids[:, 1:], num_drafted)
-        drafts = Drafts(ids[:, 1:], lengths, inputs.rates(draft_len))
+        drafts = Drafts(ids[:, 1:], lengths, self.rates(draft_len))
         accepted_len = self._accepted_len[:num_rows]
         result = self.commit(hidden, logit_rows, batch.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len)
+        result = replace(result, levels=levels)
         own_batch = batch.of_group(self.cache.groups.draft_group)
         self.drafter.catch_up(own_batch, aux_hidden_states, accepted_len, rows, self.cache, prepare_next=prepare_next)
         return result
+
+    def rates(self, draft_len: int) -> Tensor | None:
+        """float32 [N, K] rates of simulated acceptance; None without drafts, or if none is simulated."""
+        return None if self.simulated is None else self.simulated.rates(draft_len)
+
+    def _simulate(self, rows: DeviceBatch, lengths: Tensor, draft_len: int) -> None:
+        """Where acceptance is made up: every row has all drafts, and a confidence in them that fits their rates."""
+        if self.simulated is None:
+            return
+        lengths.fill_(draft_len)
+        if self.chances is not None:
+            self.simulated.write_confidence(rows, self.chances.confidence[: len(lengths), :draft_len])
+
+    def _positions(
+        self, rows: DeviceBatch, draft_len: int, num_positions: int | None
+    ) -> tuple[FlatBatch, Tensor | None]:
+        """The positions to verify, and the levels of all drafts if their chances are known."""
+        inputs, batch, levels = self.inputs, None, None
+        lengths = inputs.lengths(rows.live.shape[0])
+        if self.is_uniform and num_positions is None:
+            batch = inputs.uniform(rows, draft_len)
+        else:
+            inputs.limit_lengths(rows, draft_len)
+        if self.chances is not None and draft_len:
+            most = num_positions or len(lengths) * (draft_len + 1)
+            levels = self.chances.allocate(rows.live, lengths, width=draft_len, num_positions=most)
+        return inputs.ragged(rows, draft_len, num_positions) if batch is None else batch, levels
 
     @contextmanager
     def _keeping_waiting_rows(self, rows: DeviceBatch, mode: SamplingMode) -> Iterator[None]:

@@ -52,15 +52,16 @@ class TreeRound(Round):
         self._path_flat_ids = torch.zeros(slots, shape.depth + 1, dtype=torch.int64, device=device)
 
     def _draft_and_verify(
-        self, rows: DeviceBatch, mode: SamplingMode, draft_len: int, shared: SharedPrefixes | None, prepare_next: bool
+        self, rows: DeviceBatch, mode: SamplingMode, draft_len: int, num_positions: int | None, shared: SharedPrefixes | None,
+        prepare_next: bool,
     ) -> RoundResult:
-        """draft_len is 0 or the depth."""
+        """draft_len is 0 or the depth; num_positions is None."""
         if not draft_len:
-            return super()._draft_and_verify(rows, mode, 0, shared, prepare_next)
+            return super()._draft_and_verify(rows, mode, 0, None, shared, prepare_next)
         self.set_draft_mode(mode)
         num_rows, inputs = rows.live.shape[0], self.inputs
         chain_ids, ids = inputs.ids(num_rows, draft_len), self._node_ids[:num_rows]
-        drafts = Drafts(chain_ids[:, 1:], inputs.lengths(num_rows), inputs.rates(draft_len))
+        drafts = Drafts(chain_ids[:, 1:], inputs.lengths(num_rows), self.rates(draft_len))
         parents = self.drafter.propose(rows, ids[:, 1:], drafts.length, self.cache)
         assert parents is not None
         chain = inputs.uniform(rows, draft_len)

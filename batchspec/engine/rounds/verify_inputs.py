@@ -11,25 +11,22 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.uniform_layout import UniformLayout
-from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
+from batchspec.kernels.rounds.prepare_ragged_inputs import prepare_ragged_inputs
 from batchspec.kernels.rounds.prepare_verify_inputs import prepare_verify_inputs
 
 
 class VerifyInputs:
     """Buffers at fixed addresses, which captured rounds read; all row buckets and draft lengths are views of them."""
 
-    def __init__(
-        self, slots: int, max_draft_len: int, page_size: int, synthetic: tuple[float, ...] | None, device: torch.device
-    ) -> None:
-        """synthetic: unconditional acceptance rates per position, for benchmarks; None: the target decides."""
+    def __init__(self, slots: int, max_draft_len: int, page_size: int, device: torch.device) -> None:
         width, self._page_size = max_draft_len + 1, page_size
-        self._lengths, self._kv_len, self._cu_seqlens_q, self._row_ids = (
-            torch.zeros(size, dtype=torch.int32, device=device) for size in (slots, slots, slots + 1, slots * width)
+        self._lengths, self._kv_len, self._cu_seqlens_q, self._row_ids, self._token_ids = (
+            torch.zeros(size, dtype=torch.int32, device=device)
+            for size in (slots, slots, slots + 1, slots * width, slots * width)
         )
         self._positions, self._slots = torch.zeros(2, slots * width, dtype=torch.int64, device=device)
         self._layout = UniformLayout(slots, range(1, width + 1), device)
         self._ids = [torch.zeros(slots, places, dtype=torch.int32, device=device) for places in range(1, width + 1)]
-        self._rates = [conditional_rates(synthetic, draft_len, device) for draft_len in range(width)]
 
     def ids(self, num_rows: int, draft_len: int) -> Tensor:
         """int32 [R, S] newest token, then the drafts, in the layout in which they are verified."""
@@ -38,10 +35,6 @@ class VerifyInputs:
     def lengths(self, num_rows: int) -> Tensor:
         """int32 [R] number of drafts of each row."""
         return self._lengths[:num_rows]
-
-    def rates(self, draft_len: int) -> Tensor | None:
-        """float32 [K] rates of simulated acceptance, see `conditional_rates`; None without drafts, or if none is simulated."""
-        return self._rates[draft_len]
 
     def uniform(self, rows: DeviceBatch, draft_len: int) -> FlatBatch:
         """S flat tokens for every row, dead or not: no prefix sum, one launch. Writes lengths and the newest tokens."""
@@ -57,33 +50,37 @@ class VerifyInputs:
         batch.recurrence = "drafts"
         return batch.add_groups(more_tables, self._page_size)
 
-    def ragged(self, rows: DeviceBatch, draft_len: int) -> FlatBatch:
-        """The newest token and the drafts of every live row, concatenated. Cuts lengths at the rows' limits.
-
-        On a CPU, where reading a length costs nothing, T is exact; on a GPU it is R * S, the rest padding.
-        """
-        page_table, *more_tables = rows.page_tables
-        num_rows = rows.live.shape[0]
-        ids, lengths, rates = self.ids(num_rows, draft_len), self.lengths(num_rows), self.rates(draft_len)
-        num_flat_tokens, start = ids.numel(), rows.num_tokens - 1
-        torch.gather(rows.tokens, 1, start.clamp(min=0).long().unsqueeze(1), out=ids[:, :1])
-        if rates is not None:
-            lengths.fill_(len(rates))
+    def limit_lengths(self, rows: DeviceBatch, draft_len: int) -> None:
+        """Cut the lengths, of at most `draft_len` drafts, at the rows' limits; 0 for dead rows."""
+        lengths = self.lengths(rows.live.shape[0])
         if not draft_len:
             lengths.zero_()
         torch.minimum(lengths, rows.limit - rows.num_tokens - 1, out=lengths)
-        q_len = lengths.clamp_(min=0).mul_(rows.live).add(1).mul_(rows.live)
-        if not q_len.is_cuda:
-            num_flat_tokens = int(q_len.sum())
-        cu_seqlens_q, row_ids = self._cu_seqlens_q[: num_rows + 1], self._row_ids[:num_flat_tokens]
-        positions, slots = self._positions[:num_flat_tokens], self._slots[:num_flat_tokens]
-        compute_slot_mapping(
-            start, q_len, page_table, page_size=self._page_size,
-            out_cu_seqlens_q=cu_seqlens_q, out_row_ids=row_ids, out_positions=positions, out_slot_mapping=slots,
+        lengths.clamp_(min=0).mul_(rows.live)
+
+    def ragged(self, rows: DeviceBatch, draft_len: int, num_positions: int | None = None) -> FlatBatch:
+        """The newest token and the drafts of every live row, as many as `lengths` says, concatenated.
+
+        num_positions  T, which is enough for these lengths; None: R * S
+        On a CPU, where reading a length costs nothing, T is exact; on a GPU the rest is padding.
+        """
+        page_table, *more_tables = rows.page_tables
+        num_rows = rows.live.shape[0]
+        lengths, is_cuda = self.lengths(num_rows), rows.live.is_cuda
+        num_flat_tokens = num_positions or num_rows * (draft_len + 1)
+        if not is_cuda:
+            num_flat_tokens = int(((lengths + 1) * rows.live).sum())
+        token_ids, row_ids, positions, slots = (
+            x[:num_flat_tokens] for x in (self._token_ids, self._row_ids, self._positions, self._slots)
         )
-        kv_len = (rows.num_tokens + lengths).mul_(rows.live)
+        cu_seqlens_q, kv_len = self._cu_seqlens_q[: num_rows + 1], self._kv_len[:num_rows]
+        prepare_ragged_inputs(
+            rows.tokens, rows.num_tokens, rows.live, self.ids(num_rows, draft_len)[:, 1:], lengths, page_table,
+            page_size=self._page_size, out_ids=token_ids, out_row_ids=row_ids, out_positions=positions, out_slot_mapping=slots,
+            out_cu_seqlens_q=cu_seqlens_q, out_kv_len=kv_len,
+        )
         return FlatBatch(
-            token_ids=ids[row_ids, (positions - start[row_ids]).clamp_(min=0, max=draft_len)],
+            token_ids=token_ids,
             row_ids=row_ids,
             positions=positions,
             slot_mapping=slots,
@@ -91,18 +88,6 @@ class VerifyInputs:
             kv_len=kv_len,
             page_table=page_table,
             max_q=draft_len + 1,
-            max_kv=rows.max_kv if kv_len.is_cuda else int(kv_len.max()),
+            max_kv=rows.max_kv if is_cuda else int(kv_len.max()),
             recurrence="drafts",
         ).add_groups(more_tables, self._page_size)
-
-
-def conditional_rates(synthetic: tuple[float, ...] | None, draft_len: int, device: torch.device) -> Tensor | None:
-    """Rates float32 [K] at which draft token j is accepted if all before it were, from unconditional rates; None for K = 0."""
-    if synthetic is None or not draft_len:
-        return None
-    rates, before = [], 1.0
-    for rate in synthetic[:draft_len]:
-        rates.append(rate / before if before > 0 else 0.0)
-        before = rate
-    rates += [0.0] * (draft_len - len(rates))
-    return torch.tensor(rates, dtype=torch.float32, device=device)

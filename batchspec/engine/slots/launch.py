@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchspec.engine.slots.slot_table import FREE, SlotTable
-from batchspec.engine.step import Prefill, Segment
+from batchspec.engine.step import NO_DRAFTS, Prefill, RoundWidth, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Launch:
     """Row bucket of a round."""
     live_rows: int = 0
     """Rows of a round that were alive, as far as the host had read."""
-    draft_len: int = 0
+    width: RoundWidth = NO_DRAFTS
     prepare_next: bool = True
     context_tokens: int = 0
     """Keys of all rows that one layer reads, on average over the layers; 0 if the round is not used as a measurement."""

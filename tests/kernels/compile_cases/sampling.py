@@ -11,7 +11,9 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _acc = "fp64" if _dtype == "fp64" else "fp32"
     for _map in (None, PI32, PI64):
         case(f"argmax_kernel {_dtype}, map {_map}", "argmax", 32, logits=f"*{_dtype}", map_ids=_map, out_ids=PI32,
-             out_top=f"*{_dtype}" if _map is None else None, stride_row=I32, out_stride=I32, vocab=I32, FLAG=_map is None,
+             out_top=f"*{_dtype}" if _map is None else None, out_total=f"*{_acc}" if _map is None else None,
+             out_confidence=None if _map is None else PI32, stride_row=I32,
+             out_stride=I32, confidence_stride=I32, vocab=I32, FLAG=_map is None,
              ACC=_acc, BLOCK=4096)
     case(f"sample_kernel {_dtype}", "sample", 16, logits=f"*{_dtype}", row_ids=PI32, positions=PI64, keys=PI64,
          temperature=PF32, cutoff=f"*{_acc}", out_ids=PI32, out_scores=None, out_tops=None, stride_row=I32, vocab=I32,

@@ -1,0 +1,88 @@
+"""How long a round takes, by its row bucket and width, from measured times.
+
+    seconds = base_s + experts_s + context_tokens * token_s
+
+base_s is the time of a round over dead rows, measured once for each graph. experts_s is the time for the experts that live rows
+read in addition, negative if they read fewer (`expert_reads.py`), 0 without experts. token_s is the time that one more context
+token adds (attention): the minimum of the newest measurements; for a width without measurements that of the width with the
+nearest number of verified drafts, for a row bucket without measurements those of the nearest one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchspec.engine.rounds.expert_reads import ExpertReads
+from batchspec.engine.step import RoundWidth
+
+NUM_TIMES = 5
+"""Number of measurements kept of each width. Their minimum is used: with the mean, a width penalised by one host stall would
+rarely be sampled again."""
+LEAST_SHARE = 0.05
+"""A round over few live rows is taken to need at least this share of base_s, however few experts it reads."""
+
+
+class RoundTimes:
+    """Measured times of rounds. A round with drafts always prepares the next draft; one without does if `prepare_next`."""
+
+    def __init__(self, experts: ExpertReads | None = None, num_nodes: int | None = None) -> None:
+        """num_nodes  of a tree: nodes that a round with drafts verifies besides a row's newest token; None: chains"""
+        self._experts, self._num_nodes = experts, num_nodes
+        self._base: dict[tuple[int, RoundWidth, bool], float] = {}
+        self._token_s: dict[int, dict[RoundWidth, deque[float]]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any round was timed."""
+        return bool(self._base)
+
+    def knows(self, num_rows: int, width: RoundWidth) -> bool:
+        """Whether a round of this row bucket and width was timed."""
+        return (num_rows, width, width.draft_len > 0) in self._base
+
+    def set_base(self, num_rows: int, width: RoundWidth, seconds: float, *, prepare_next: bool) -> None:
+        """Set the time of a round over `num_rows` dead rows."""
+        self._base[num_rows, width, prepare_next or width.draft_len > 0] = seconds
+
+    def add(
+        self, num_rows: int, width: RoundWidth, context_tokens: int, seconds: float, *, prepare_next: bool, live_rows: int
+    ) -> None:
+        """Note that a round of which `live_rows` rows were live took `seconds`."""
+        if not context_tokens:
+            return
+        timed_s = self._base[num_rows, width, prepare_next or width.draft_len > 0]
+        base = float(self._with_experts(num_rows, [width], np.array([timed_s]), live_rows)[0])
+        newest = self._token_s.setdefault(num_rows, {}).setdefault(width, deque(maxlen=NUM_TIMES))
+        newest.append(max(0.0, seconds - base) / context_tokens)
+
+    # A few numbers in each round: lists are faster than arrays.
+
+    def seconds(self, num_rows: int, widths: Sequence[RoundWidth], context_tokens: int, live_rows: int) -> list[float]:
+        """Expected seconds of a round of each width, all of which were timed."""
+        base = [self._base[num_rows, width, width.draft_len > 0] for width in widths]
+        if self._experts is not None:
+            base = self._with_experts(num_rows, widths, np.array(base), live_rows).tolist()
+        if not context_tokens or not self._token_s:
+            return base
+        timed = self._token_s.get(num_rows) or self._token_s[min(self._token_s, key=lambda at: abs(math.log(at / num_rows)))]
+        least = {width: min(newest) for width, newest in timed.items()}
+        added = [
+            least[one] if one in least else least[min(least, key=lambda at: abs(at.verified - one.verified))] for one in widths
+        ]
+        return [base_s + context_tokens * token_s for base_s, token_s in zip(base, added, strict=True)]
+
+    def _with_experts(
+        self, num_rows: int, widths: Sequence[RoundWidth], base_s: NDArray[np.float64], live_rows: int
+    ) -> NDArray[np.float64]:
+        """base_s + experts_s: the time of a round without attention."""
+        if self._experts is None:
+            return base_s
+        verified = [width.verified if self._num_nodes is None or not width.draft_len else self._num_nodes for width in widths]
+        tokens = np.array([round(live_rows * (1 + drafts)) for drafts in verified])
+        added = self._experts.added_s(num_rows, widths, tokens)
+        seconds: NDArray[np.float64] = np.maximum(base_s + added, LEAST_SHARE * base_s)
+        return seconds

@@ -1,0 +1,50 @@
+"""Acceptance of drafts that is made up, for benchmarks: rows of several kinds, whose drafts are accepted at given rates.
+
+A row's kind is the remainder of its noise key. A draft's confidence is the logit of its rate with noise, as that of a real
+drafter, which knows something of the outcome and not all; the outcome does not depend on the noise.
+Legend: N kinds, R rows, K draft_len.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.kernels.sampling.argmax import CONFIDENCE_BINS
+
+NOISE = 0.7
+"""Standard deviation of the noise in the logit of a rate."""
+
+
+class SimulatedAcceptance:
+    """Rates of every kind of row, for every draft length."""
+
+    def __init__(self, kinds: Sequence[Sequence[float]], max_len: int, device: torch.device) -> None:
+        """kinds: of each kind the unconditional rates by position; missing ones are 0"""
+        self._rates = [
+            torch.tensor([conditional_rates(rates, draft_len) for rates in kinds], dtype=torch.float32, device=device)
+            for draft_len in range(max_len + 1)
+        ]
+        self._logits = self._rates[max_len].logit(eps=1e-3)
+
+    def rates(self, draft_len: int) -> Tensor | None:
+        """float32 [N, K] rates at which each draft is accepted if all before it were; None for K = 0."""
+        return self._rates[draft_len] if draft_len else None
+
+    def write_confidence(self, rows: DeviceBatch, out_confidence: Tensor) -> None:
+        """Write a confidence int32 [R, K] in the drafts of each row, in bins as those of `argmax`."""
+        logits = self._logits[rows.keys % len(self._logits), : out_confidence.shape[1]]
+        bins = (4 * (torch.randn_like(logits).mul_(NOISE).add_(logits) + 3)).floor_()
+        out_confidence.copy_(bins.clamp_(min=0, max=CONFIDENCE_BINS - 1))
+
+
+def conditional_rates(rates: Sequence[float], draft_len: int) -> list[float]:
+    """The rate at which each of `draft_len` drafts is accepted if all before it were, from unconditional rates."""
+    found, before = list[float](), 1.0
+    for rate in rates[:draft_len]:
+        found.append(rate / before if before > 0 else 0.0)
+        before = rate
+    return found + [0.0] * (draft_len - len(found))

@@ -1,0 +1,66 @@
+"""Rounds whose rows verify different numbers of drafts, without a GPU's times: every round draws how many."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.rounds.draft_chances import DraftChances
+from batchspec.engine.slots.launch import Launch
+from batchspec.engine.step import RoundWidth
+
+LENGTHS = st.none() | st.integers(0, 1000)
+"""For `make_engine`: None, or the seed of `draw_lengths`."""
+
+
+def draw_lengths(engine: Engine, seed: int) -> list[Launch]:
+    """From now on rounds have a random draft length and number of positions, and prepare no draft where the next one has none.
+    Returns the launches, as they are made. Nothing changes if rounds verify trees, or nothing.
+
+    seed  an odd one also draws which drafts are verified, whatever their chances are
+    """
+    noise, launches, choose = random.Random(seed), list[Launch](), engine.planner.choose
+    chances = engine.executor.round.chances
+    if chances is None:
+        return launches
+
+    def width_of_next() -> RoundWidth:
+        draft_len = noise.randint(0, engine.drafter.max_len)
+        return RoundWidth(draft_len, noise.choice([None, noise.uniform(0, draft_len)]) if draft_len else None)
+
+    following = [width_of_next()]
+
+    def drawn(num_rows: int, *others: Any) -> Launch:
+        launch, now = choose(num_rows, *others), following.pop()
+        following.append(width_of_next())
+        drafts = now.draft_len > 0 or following[0].draft_len > 0
+        launches.append(replace(launch, width=now, prepare_next=drafts))
+        return launches[-1]
+
+    engine.planner.choose = drawn  # type: ignore[method-assign,assignment]
+    if seed % 2:
+        allocate_at_random(chances, noise)
+    return launches
+
+
+def allocate_at_random(chances: DraftChances, noise: random.Random) -> None:
+    """From now on rounds with fewer places than drafts give rows a random number of them, in a random order of rows."""
+    allocate = chances.allocate
+
+    def drawn(live: Tensor, draft_len: Tensor, *, width: int, num_positions: int) -> Tensor:
+        offered = draft_len.tolist()
+        levels = allocate(live, draft_len, width=width, num_positions=num_positions)
+        if num_positions < len(live) * (width + 1):
+            taken, left = [0] * len(offered), num_positions - int((live != 0).sum())
+            for row in noise.sample(range(len(offered)), len(offered)):
+                taken[row] = noise.randint(0, min(left, offered[row]))
+                left -= taken[row]
+            draft_len.copy_(draft_len.new_tensor(taken))
+        return levels
+
+    chances.allocate = drawn  # type: ignore[method-assign]

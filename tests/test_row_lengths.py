@@ -1,0 +1,143 @@
+"""A draft length for each row: what rounds learn of their drafts, and the width that follows from it.
+
+Simulated rounds, with the kernels' own arithmetic and made-up times.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.engine.rounds.draft_chances import DraftChances
+from batchspec.engine.rounds.draft_lengths import LEAST_ROWS, DraftLengths, partial_widths
+from batchspec.engine.rounds.survival import Survival
+from batchspec.engine.step import RoundWidth
+from batchspec.kernels.rounds.allocate_drafts import LEVELS, PER_HALF
+from batchspec.kernels.sampling.argmax import CONFIDENCE_BINS, PROBABILITIES
+
+K = 3
+GOOD, BAD, PLAIN = (0.9, 8 / 9, 7 / 8), (0.3, 1 / 3, 0.3), (0.6, 0.28 / 0.6, 0.12 / 0.28)
+"""Chances of drafts if those before them were accepted."""
+
+
+def seconds_of(num_rows: int, width: RoundWidth) -> float:
+    """A round whose products wait for weights up to 200 positions and for arithmetic above them."""
+    positions = width.num_positions(num_rows) or num_rows * (width.draft_len + 1)
+    return 12.0 + 0.02 * max(0, positions - 200) + 0.3 * width.draft_len
+
+
+@dataclass
+class Simulated:
+    """Rounds over rows whose drafts have these chances, of which the confidence knows the logit with some noise."""
+
+    kinds: tuple[tuple[float, ...], ...]
+    num_rows: int = 256
+    row_lengths: bool = True
+    noise: float = 0.7
+    tokens: int = 0
+    seconds: float = 0.0
+    widths: list[RoundWidth] = field(default_factory=list)
+
+    def run(self, rounds: int, *, seed: int = 0, skip: int = 100) -> float:
+        """Tokens a second after the first `skip` rounds."""
+        rng, device = np.random.default_rng(seed), torch.device("cpu")
+        drafter = LookupDrafter(K, min_ngram=1, max_ngram=2)
+        drafter.prior_chances = PROBABILITIES
+        self.chances = DraftChances(drafter, self.num_rows, device)
+        lengths = DraftLengths(K, row_lengths=self.row_lengths)
+        for width in lengths.widths(self.num_rows):
+            for prepare_next in (False, True):
+                lengths.times.set_base(self.num_rows, width, seconds_of(self.num_rows, width), prepare_next=prepare_next)
+        chance = np.array([self.kinds[row % len(self.kinds)] for row in range(self.num_rows)])
+        live = torch.ones(self.num_rows, dtype=torch.int32)
+        for number in range(rounds):
+            width, _ = lengths.choose(self.num_rows, 0)
+            draft_len = width.draft_len
+            self.widths.append(width)
+            odds = np.log(chance / (1 - chance)) + rng.normal(0, self.noise, chance.shape)
+            assert drafter.confidence is not None
+            drafter.confidence.copy_(torch.from_numpy(np.clip(np.floor(4 * (odds + 3)), 0, CONFIDENCE_BINS - 1)))
+            verified = torch.full((self.num_rows,), draft_len, dtype=torch.int32)
+            taken = np.zeros(self.num_rows, np.int32)
+            if draft_len:
+                most = width.num_positions(self.num_rows) or self.num_rows * (draft_len + 1)
+                levels = self.chances.allocate(live, verified, width=draft_len, num_positions=most)
+                right = (rng.random((self.num_rows, draft_len)) < chance[:, :draft_len]).cumprod(1).sum(1)
+                taken = np.minimum(right, verified.numpy()).astype(np.int32)
+                log = torch.zeros(self.num_rows, draft_len + 5, dtype=torch.int32)
+                log[:, 0], log[:, 1] = torch.from_numpy(taken), verified
+                self.chances.learn(log)
+                lengths.observe_levels(levels.numpy(), self.num_rows)
+            if width.mean_len is None:
+                lengths.observe(draft_len, taken)
+            if number >= skip:
+                self.tokens += self.num_rows + int(taken.sum())
+                self.seconds += seconds_of(self.num_rows, width)
+        return self.tokens / self.seconds
+
+
+def test_rows_of_two_kinds_gain_by_lengths_of_their_own() -> None:
+    lengths, one_k = Simulated((GOOD, BAD)), Simulated((GOOD, BAD), row_lengths=False)
+    gain = lengths.run(600) / one_k.run(600)
+    assert gain > 1.08
+    assert sum(width.mean_len is not None for width in lengths.widths[100:]) > 0.9 * len(lengths.widths[100:])
+
+
+@pytest.mark.parametrize("noise", [0.0, 3.0])
+def test_rows_of_one_kind_lose_nothing(noise: float) -> None:
+    """Confidence that knows nothing of the outcome, too."""
+    gain = Simulated((PLAIN,), noise=noise).run(1500) / Simulated((PLAIN,), row_lengths=False, noise=noise).run(1500)
+    assert gain > 0.995
+
+
+def test_few_rows_verify_all_their_drafts() -> None:
+    few = Simulated((GOOD, BAD), num_rows=LEAST_ROWS - 1)
+    few.run(300)
+    assert {width.mean_len for width in few.widths} == {None}
+
+
+def test_chances_are_those_of_the_outcomes_whatever_the_confidence_says() -> None:
+    """Calibration: of the drafts with a confidence, the learnt share is accepted."""
+    simulated = Simulated((GOOD, BAD), noise=1.5)
+    simulated.run(400)
+    tried, accepted = simulated.chances.tried[0], simulated.chances.accepted[0]
+    often = tried > 300
+    assert often.sum() > 8
+    bins = torch.arange(CONFIDENCE_BINS)
+    odds = (bins + 0.5) / 4 - 3
+    logits = [math.log(kind[0] / (1 - kind[0])) for kind in (GOOD, BAD)]
+    weight = torch.stack([torch.exp(-0.5 * ((odds - logit) / 1.5) ** 2) for logit in logits])
+    expected = (weight * torch.tensor([[GOOD[0]], [BAD[0]]])).sum(0) / weight.sum(0)
+    assert (accepted / tried)[often].tolist() == pytest.approx(expected[often].tolist(), abs=0.06)
+
+
+def test_survivors_of_the_best_places_are_counted() -> None:
+    """Two rows: drafts that survive with 1, 1/2 and with 1/2, 1/4."""
+    levels = np.zeros((2, LEVELS), np.int32)
+    levels[0, 0], levels[0, PER_HALF], levels[1, PER_HALF], levels[1, 2 * PER_HALF] = 1, 1, 1, 1
+    survival = Survival(4)
+    assert survival.known_len == 0
+    survival.observe(levels, 2)
+    assert survival.known_len == 2
+    assert survival.accepted(1, 0.5) == pytest.approx(0.5)
+    assert survival.accepted(1, 1.0) == pytest.approx(0.75)
+    assert survival.accepted(2, 1.0) == pytest.approx((1 + 0.5) / 2)
+    assert survival.accepted(2, 1.75) == pytest.approx((1 + 0.5 + 0.5 + 0.125) / 2)
+    assert survival.accepted(2, 9.0) == pytest.approx((1 + 0.5 + 0.5 + 0.25) / 2), "there are no more drafts"
+    survival.forget()
+    assert survival.known_len == 0
+
+
+@pytest.mark.parametrize("draft_lens", [(0, 1), (0, 1, 2, 3), (0, 1, 2, 3, 4, 6, 8)])
+def test_a_partial_round_verifies_fewer_drafts_than_it_has(draft_lens: tuple[int, ...]) -> None:
+    found: list[Any] = partial_widths(draft_lens)
+    assert found
+    for width in found:
+        assert 0 < width.mean_len < width.draft_len
+        assert 16 < width.num_positions(16) < 16 * (width.draft_len + 1)
