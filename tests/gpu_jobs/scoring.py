@@ -18,8 +18,8 @@ from tests.gpu_jobs.rows import Row
 CLOSE, MEAN_OF_BF16, MEAN_OF_E4M3 = 1e-5, 0.3, 0.6
 """Most that a log-probability in float64 may differ by, and all of a row in bf16 on average, and with K/V in e4m3: there a sum
 that is rounded differently changes the e4m3 value of an element by 6 to 12 %. Between bf16 and float64 the mixture of experts of
-these jobs differs by up to 0.28 on average (a token whose experts are nearly level gets others), and the 4-bit model by 0.07, with
-such K/V by 0.37; a score of another token differs by several nats."""
+these jobs differs by up to 0.28 on average (a token with two almost equal experts goes to the other one), and the 4-bit model by
+0.07, with such K/V by 0.37; a score of another token differs by several nats."""
 
 
 def keys_of_scoring(group: Group, top: int) -> Keys:
