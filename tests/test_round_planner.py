@@ -25,7 +25,7 @@ from batchspec.engine.prefill.passes import rehearsal, rehearse
 from batchspec.engine.rounds.draft_lengths import candidates
 from batchspec.engine.rounds.graphs import GRAPH_DTYPES
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
-from batchspec.engine.rounds.results import PendingResult
+from batchspec.engine.rounds.results import PendingResult, RoundLog
 from batchspec.engine.rounds.round import RoundOptions, RoundResult
 from batchspec.engine.slots.launch import Launch
 from batchspec.engine.step import RoundShape, RoundWidth, Segment
@@ -105,6 +105,13 @@ def arrived(at: float) -> PendingResult:
     return PendingResult(RoundResult(torch.empty((0, 5), dtype=torch.int32)), arrived=event)
 
 
+def accepting(num_rows: int, accepted: int) -> RoundLog:
+    """The log of live rows that accept so many drafts each."""
+    log = np.full((num_rows, accepted + 5), 7, np.int32)
+    log[:, :4] = accepted, accepted, accepted + 1, 0
+    return RoundLog.of(log)
+
+
 @pytest.mark.parametrize("accepted", [0, 1])
 def test_every_kind_of_round_is_charged_with_what_such_rounds_take(accepted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """If drafts pay, only probes have no drafts, and they prepare the next draft; if not, most rounds prepare none."""
@@ -118,7 +125,7 @@ def test_every_kind_of_round_is_charged_with_what_such_rounds_take(accepted: int
     for _ in range(100):
         launch = chosen(one, 4, np.array([0, 1, -1, 3]), np.array([300, 300, 5000, 400]))
         now += BASE[launch.width.draft_len, launch.prepare_next] + ATTENTION
-        one.learn(launch, arrived(now), np.full(3, min(accepted, launch.width.draft_len), np.int32))
+        one.learn(launch, arrived(now), accepting(3, min(accepted, launch.width.draft_len)))
         seen.add((launch.width.draft_len, launch.prepare_next))
     assert seen == (set(BASE) if accepted == 0 else {(0, True), (1, True)})
     assert one._lengths is not None
@@ -356,7 +363,7 @@ def test_a_result_speaks_of_the_round_that_it_came_from_however_many_were_launch
     now = 0.0
     for k, launch in zip(lens, launched, strict=True):
         now += BASE[k, True] / 2 + ATTENTION * (1 + k)
-        one.learn(launch, arrived(now), np.full(16, k, np.int32))
+        one.learn(launch, arrived(now), accepting(16, k))
     tokens, seconds = np.array([1.0, 1 + (0.7 * 32 + 32) / (32 + 32)]), np.array([1.0 / 2 + ATTENTION, 1.5 / 2 + 2 * ATTENTION])
     assert one._lengths.scores(2, 1000) == pytest.approx(tokens / seconds, rel=0.002)
 
@@ -417,7 +424,7 @@ def test_the_time_between_two_runs_is_not_the_time_of_a_round(monkeypatch: pytes
     assert one._refills is not None
     timed = list[float]()
     monkeypatch.setattr(one._lengths, "timed", lambda rows, draft_len, context, seconds, **_: timed.append(seconds))
-    log = np.zeros(4, np.int32)
+    log = accepting(4, 0)
     for at, restarts in ((1.0, False), (3.0, False), (10.0, True), (14.0, False)):
         if restarts:
             one.restart()

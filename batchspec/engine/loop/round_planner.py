@@ -18,7 +18,7 @@ from batchspec.engine.loop.round_clock import RoundClock
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.draft_lengths import DraftLengths
 from batchspec.engine.rounds.expert_reads import ExpertReads, counted
-from batchspec.engine.rounds.results import Ints, PendingResult
+from batchspec.engine.rounds.results import PendingResult, RoundLog
 from batchspec.engine.slots.launch import Launch
 from batchspec.engine.step import NO_DRAFTS, RoundShape, RoundWidth
 from batchspec.packed_batch import ExpectedRows, PackedBatch
@@ -226,8 +226,8 @@ class RoundPlanner:
             total += num_layers * int(keys.sum())
         return total // self._windows.total()
 
-    def learn(self, launch: Launch, result: PendingResult, accepted_len: Ints) -> None:
-        """Learn from the result of a round or prefill pass; accepted_len int32 [rows] of the round."""
+    def learn(self, launch: Launch, result: PendingResult, log: RoundLog) -> None:
+        """Learn from the result of a round or prefill pass; `log` has the lines of its live rows."""
         if launch.counts_experts and self.experts is not None and result.result.experts_read is not None:
             self.experts.observe(result.result.experts_read.numpy(), self._live_tokens(launch, result))
         took = self._clock.add(launch, result)
@@ -236,17 +236,18 @@ class RoundPlanner:
         if self._lengths is None:
             return
         if not launch.is_prefill:
-            self._observe(self._lengths, launch, result, accepted_len)
+            self._observe(self._lengths, launch, result, log)
         if took is not None and not took.num_prefilled:
             self._lengths.timed(
                 launch.num_rows, launch.width, launch.context_tokens, took.seconds, prepare_next=launch.prepare_next,
                 live_rows=launch.live_rows,
             )
 
-    def _observe(self, lengths: DraftLengths, launch: Launch, result: PendingResult, accepted_len: Ints) -> None:
+    def _observe(self, lengths: DraftLengths, launch: Launch, result: PendingResult, log: RoundLog) -> None:
         """Note the acceptance of a round. Rows that verified fewer drafts than others say nothing of what others would accept."""
         if launch.width.mean_len is None:
-            lengths.observe(launch.width.draft_len, accepted_len)
+            took_part = log.num_kept > 0
+            lengths.observe(launch.width.draft_len, log.accepted_len[took_part], log.after_draft[took_part])
         if (levels := result.result.levels) is not None:
             lengths.observe_levels(levels.numpy(), int((result.result.log.numpy()[:, 0] >= 0).sum()))
 

@@ -122,16 +122,23 @@ class DraftLengths:
         self._next = self._pick(num_rows, context_tokens, live_rows)
         return now, self._next.draft_len > 0
 
-    def observe(self, draft_len: int, accepted: NDArray[np.int32]) -> None:
-        """Note the draft tokens that each row accepted, int32 [rows], in a round that verified all drafts of all rows."""
+    def observe(
+        self, draft_len: int, accepted: NDArray[np.int32], after_draft: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Note the draft tokens that each row accepted, int32 [rows], in a round that verified all drafts of all rows.
+
+        after_draft  of `RoundLog`: one more draft of the row was right, and of those after it nothing is known. None: of no row
+        """
         if not len(accepted):
             return
         decay = 0.5 ** (len(accepted) / HALF_LIFE_ROWS)
         prior = PRIOR_RATE * PRIOR_ROWS
-        at_least = np.bincount(accepted, minlength=draft_len + 1)[::-1].cumsum()[::-1].tolist()
-        for k in range(draft_len):
-            self._tried[k] = PRIOR_ROWS + decay * (self._tried[k] - PRIOR_ROWS) + at_least[k]
-            self._kept[k] = prior + decay * (self._kept[k] - prior) + at_least[k + 1]
+        right = accepted if after_draft is None else accepted + after_draft
+        at_least = np.bincount(right, minlength=draft_len + 1)[::-1].cumsum()[::-1]
+        tried = at_least if after_draft is None else at_least - np.bincount(right[after_draft], minlength=draft_len + 1)
+        for k, (num_tried, num_kept) in enumerate(zip(tried[:-1].tolist(), at_least[1:].tolist(), strict=True)):
+            self._tried[k] = PRIOR_ROWS + decay * (self._tried[k] - PRIOR_ROWS) + num_tried
+            self._kept[k] = prior + decay * (self._kept[k] - prior) + num_kept
 
     def observe_levels(self, levels: NDArray[np.int32], num_rows: int) -> None:
         """Note the survival of all drafts of a round over so many live rows, int32 [K, LEVELS]."""
