@@ -56,7 +56,10 @@ def prepared(
     )
     one._executor.prepare_passes = lambda *_, **__: 0
     rows = ExpectedRows(prompt_lens=np.ones(1, np.int32), common_tokens=0, output_tokens=100.0, num_rows=num_rows or 0)
-    one.prepare(MODE, shared=shared, expected=rows if num_rows is not None else None)
+    if num_rows is None:
+        one.prepare(MODE, shared=shared)
+    else:
+        one.prepare(MODE, shared=shared, most_rounds=10**6, expected=rows)
     return one
 
 
@@ -114,6 +117,14 @@ def test_a_short_job_captures_none(num_rows: int | None, wanted: bool) -> None:
     one = prepared(64, 3, lambda shape: by_positions(shape) / 1000, num_rows=num_rows)
     assert bool(parts(one)) == wanted
     assert (one._executor.round.chances is not None) == wanted
+
+
+def test_rows_that_may_come_more_than_once_are_no_short_job() -> None:
+    batch = packed(64, row_buckets=(64,), draft_len=3)
+    one: Any = planner(batch, 3, draft_lens=candidates(3), base=by_positions, row_lengths=True)
+    one._executor.prepare_passes = lambda *_, **__: 0
+    one.prepare(MODE, expected=ExpectedRows(prompt_lens=np.ones(1, np.int32), common_tokens=0, output_tokens=1.0, num_rows=64))
+    assert parts(one) == {64: 4}
 
 
 def test_rounds_of_a_second_sampling_mode_are_not_decided_about_again() -> None:

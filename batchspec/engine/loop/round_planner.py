@@ -92,9 +92,11 @@ class RoundPlanner:
         """Run a prefill; capture the graphs of every row bucket and draft length for `mode`; time them. No row may be live.
 
         shared       also capture the graphs of rows with shared prefixes, if the longest prompt is long enough for them
-        most_rounds  after the job's last row began, its rows end within this many rounds; None: unknown. Row buckets smaller than
-                     all slots serve only these rounds: they are left out if preparing them takes longer than they would save
-        expected     also capture the prefill passes that these rows will most likely need (`PrefillGraphs.prepare`)
+        most_rounds  after the job's last row began, its rows end within this many rounds; None: unknown, the rows may come more
+                     than once. Row buckets smaller than all slots serve only these rounds: they are left out if preparing them
+                     takes longer than they would save
+        expected     also capture the prefill passes that these rows will most likely need (`PrefillGraphs.prepare`); if the
+                     job has few rounds, none that verify a part of their drafts (`PartialRounds`)
         Returns the cost of prefill passes in seconds; None if rounds are not CUDA graphs (CPU, float64): then nothing is timed.
         """
         batch, graphs, shapes = self._batch, self._executor.graphs, self._shapes(mode)
@@ -110,7 +112,9 @@ class RoundPlanner:
         if not self._executor.round.options.decodes:  # there are no rounds
             return cost
         if partial is not None:
-            num_rounds = None if expected is None else expected.num_rows * expected.output_tokens / batch.num_slots
+            num_rounds = None
+            if expected is not None and most_rounds is not None:
+                num_rounds = expected.num_rows * expected.output_tokens / batch.num_slots
             partial.decide(plain, batch.row_buckets, num_rounds=num_rounds)
         graphs.prepare(shape for shape in variants if shape.num_rows == batch.num_slots)
         if most_rounds is not None and self._ends_before_smaller_rounds_pay(most_rounds, shapes):
