@@ -299,9 +299,12 @@ def test_fused_experts_in_int4_are_refused(tmp_path: Path) -> None:
     assert "the file holds the experts of a layer in one tensor" in changed(folder, fuse)
 
 
-def test_sums_in_one_order_are_refused() -> None:
-    spec = tiny_spec("llama", hidden_size=64, intermediate_size=96, quantization_config=of_gptq(32).config)
-    with pytest.raises(ConfigError, match=r"decode\.deterministic=true with INT4 weights is supported in float64 only"):
+@pytest.mark.parametrize(
+    ("layout", "said"), [(of_gptq(32, desc_act=True), "in act order"), (of_compressed_tensors(48), "in groups of 48")]
+)
+def test_sums_in_one_order_are_refused_where_no_kernel_computes_them(layout: Layout, said: str) -> None:
+    spec = tiny_spec("llama", hidden_size=96, intermediate_size=96, quantization_config=layout.config)
+    with pytest.raises(ConfigError, match=rf"deterministic=true with INT4 weights {said} is supported in float64 only"):
         spec.in_one_order()
 
 
