@@ -201,3 +201,9 @@ def _check(x: Tensor, weight: Int4Weight, bias: Tensor | None, out: Tensor, tile
         raise ValueError(f"int4_swiglu: {n} outputs of a weight; must be a multiple of {ROWS}, and not a slice of its rows")
     if tile.block_k != BLOCK or tile.block_n % ROWS or tile.per_sm:
         raise ValueError(f"int4_linear: {tile}; block_k must be {BLOCK}, block_n a multiple of {ROWS}, and per_sm 0")
+
+
+if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.int4_bench import main
+
+    main()
