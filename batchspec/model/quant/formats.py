@@ -14,6 +14,7 @@ from batchspec.model.blocks.base import BlockSpec, GroupedSpec, projections
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.fp8 import Fp8
+from batchspec.model.quant.int4_format import Int4
 from batchspec.model.quant.ordered import ORDERED
 from batchspec.model.quant.plain import PLAIN, Plain
 from batchspec.model.wrapped import names_in_files
@@ -78,6 +79,10 @@ class Formats:
         """Whether the projection with this name quantises activations."""
         own = self.of(name)
         return isinstance(own, Fp8) and own.quantises
+
+    def unpacks(self, name: str) -> bool:
+        """Whether products of the projection with this name unpack INT4 weights."""
+        return isinstance(self.of(name), Int4)
 
     def multiplies_plain(self, name: str) -> bool:
         """Whether the projection with this name is a product of weights in the model's dtype."""
