@@ -13,8 +13,8 @@ have their own; MXFP4 weights are unpacked and multiplied like plain ones. INT4 
 each tile of tokens: P_g max(1, T / unpack_tokens) / unpack_s is added to the arithmetic; for many tokens they are dequantised
 instead, if that takes less (`_unpacking_s`). Its rate is known of one GPU; elsewhere, and in plain torch, it is not counted.
 R rows, C_l keys of a row that layer l reads, T = R * tokens_per_row, kv bytes of K/V a token and layer, A query heads * head_dim,
-L layers. C_l is the row's context; in a layer with a window it is min(context, window + tokens_per_row - 1). S bytes of the states
-of a row in all recurrent layers: a round reads and writes them once. In prefill these layers take the arithmetic of
+L layers. C_l is the row's context; in a layer with a window it is min(context, window + tokens_per_row - 1). S bytes of the
+states of a row in all recurrent layers: a round reads and writes them once. In prefill these layers take the arithmetic of
 `GatedDeltaSpec.prefill_flop` for each token. LoRA adapters of rows add two products of their own to each product (`_adapters_s`).
 """
 
