@@ -29,6 +29,7 @@ from tests.kernels.compile_cases import (
     tree,
 )
 from tests.kernels.compile_cases.cases import Case
+from tests.kernels.unpacking import assert_unpacks_to_the_bit
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (attention, distributed, drafting, gated_delta, gemm, kv_cache, lora, moe, norm_rope, rounds, sampling, train, tree)
@@ -117,6 +118,7 @@ def compile_case(name: str) -> int:
         multiplies_e4m3_itself(name, compiled.asm["ptx"])
     if kernel in OF_INT4:
         multiplies_from_registers(name, compiled.asm["ptx"])
+        assert_unpacks_to_the_bit(compiled.asm["ttgir"])
         assert spilled_bytes(compiled.asm["cubin"]) == 0, name
     return len(compiled.asm["cubin"])
 
