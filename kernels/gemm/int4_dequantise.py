@@ -78,9 +78,15 @@ def launch(weight: Int4Weight, out: Tensor, *, compile_only: bool = False) -> No
 
 def multiply_dequantised(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, interpret: bool = False) -> Tensor:
     """x @ W.T + bias by the library, in x's dtype: bf16. Arguments as for `int4_linear`. Does not synchronise on a GPU."""
-    outs, step = [], max(1, PIECE // weight.k // ROWS) * ROWS
+    step = max(1, PIECE // weight.k // ROWS) * ROWS
+    if step >= weight.num_rows:
+        return F.linear(x, int4_dequantise(weight, interpret=interpret), bias)
+    out = x.new_empty(len(x), weight.num_rows)
     for first in range(0, weight.num_rows, step):
         own = slice(first, min(first + step, weight.num_rows))
-        matrix = int4_dequantise(weight.rows(own), interpret=interpret)
-        outs.append(F.linear(x, matrix, None if bias is None else bias[own]))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+        matrix = int4_dequantise(weight.rows(own), interpret=interpret).t()
+        if bias is None:
+            torch.mm(x, matrix, out=out[:, own])
+        else:
+            torch.addmm(bias[own], x, matrix, out=out[:, own])
+    return out

@@ -155,10 +155,11 @@ def test_a_dequantised_weight_has_the_bits_of_the_definition(
 
 def test_large_weights_are_dequantised_in_pieces(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     weight, x, bias = int4_weight(N, K, 64, device), x_of(5, K, device), noise(N, dtype=torch.bfloat16, device=device)
-    whole = multiply_dequantised(x, weight, bias)
+    whole = [multiply_dequantised(x, weight, own) for own in (bias, None)]
     monkeypatch.setattr(dequantising, "PIECE", 50 * K)
-    torch.testing.assert_close(multiply_dequantised(x, weight, bias), whole)
-    assert_near(whole, by_definition(x, weight, bias), tolerance=4e-3)
+    for own, expected in zip((bias, None), whole, strict=True):
+        torch.testing.assert_close(multiply_dequantised(x, weight, own), expected)
+        assert_near(expected, by_definition(x, weight, own), tolerance=4e-3)
 
 
 # --- tiles
