@@ -259,5 +259,6 @@ def test_dummy_weights_have_the_usual_size_and_valid_groups(layout: Layout) -> N
     spec = tiny_spec("llama", hidden_size=64, intermediate_size=96, head_dim=16, quantization_config=layout.config)
     weights = DummyWeights(spec, dtype=torch.bfloat16, device=CPU)
     found = format_of(layout).weight(weights, "model.layers.0.mlp.down_proj")
-    assert (found.columns is not None or found.groups is not None) == layout.act_order
+    assert (found.columns is not None) == layout.act_order
+    assert found.kernel_group == 32
     assert 0.01 < float(dequantise(found, torch.float32).std()) < 0.04

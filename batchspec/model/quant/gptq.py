@@ -39,12 +39,12 @@ class Gptq(Int4):
     def tensors(self, part: Projection) -> tuple[TensorSpec, ...]:
         self.check(part, packs_rows=True, whole_groups=False)
         name, groups = part.name, self.num_groups(part.k)
-        of_index = {"between": (0.0, float(groups))} if self.act_order else {"typical": float(self.group_size or part.k)}
+        often = float(self.group_size or part.k)
         return (
             TensorSpec(f"{name}.qweight", (part.k // CODES, part.rows), "weight", ("I32",)),
             TensorSpec(f"{name}.qzeros", (groups, part.rows // CODES), "weight", ("I32",)),
             TensorSpec(f"{name}.scales", (groups, part.rows), "scale", typical=TYPICAL_SCALE),
-            TensorSpec(f"{name}.g_idx", (part.k,), "index", ("I32",), **of_index),
+            TensorSpec(f"{name}.g_idx", (part.k,), "index", ("I32",), typical=often, shuffled=self.act_order),
             *bias_of(part),
         )
 

@@ -39,7 +39,8 @@ class PackQuantized(Int4):
         if not self.symmetric:
             found.append(TensorSpec(f"{name}.weight_zero_point", (rows // CODES, groups), "weight", ("I32",)))
         if self.act_order:
-            found.append(TensorSpec(f"{name}.weight_g_idx", (part.k,), "index", ("I32",), between=(0, groups)))
+            often = float(self.group_size or part.k)
+            found.append(TensorSpec(f"{name}.weight_g_idx", (part.k,), "index", ("I32",), typical=often, shuffled=True))
         return *found, *bias_of(part)
 
     def weight(self, weights: Weights, name: str) -> Int4Weight:
