@@ -200,7 +200,7 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
         spec = in_one_order(spec, device, dtype, on_this_machine=on_this_machine)
         if adapters is not None and dtype is not torch.float64:
             raise ConfigError(
-                "decode.deterministic=true with LoRA adapters that are not merged (model.adapters; FP8, MXFP4 or INT4 weights) "
+                "decode.deterministic=true with LoRA adapters that are not merged (model.adapters; FP8, FP4 or INT4 weights) "
                 "is not supported: their sums depend on the batch; remove one, or set model.dtype=float64"
             )
     drafter = open_chosen(config, spec, why_drafter)

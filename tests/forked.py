@@ -86,8 +86,10 @@ class ServedPopen:
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
+        """As `Popen.send_signal`: a process that has just ended gets none. The server reports its exit code a little later."""
         if self._process.exitcode is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

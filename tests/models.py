@@ -67,6 +67,13 @@ def _vary(model: torch.nn.Module) -> None:
             torch.nn.init.normal_(buffer, std=0.2)
 
 
+def needed(family: str, num_layers: int) -> dict[str, Any]:
+    """Keys without which the config.json of a family is that of a model that is refused: Granite's, with Mamba and experts."""
+    if family != "granitemoehybrid":
+        return {}
+    return {"layer_types": ["full_attention"] * num_layers, "num_local_experts": 0, "mamba_n_heads": 4}
+
+
 def write_weights(folder: Path) -> Path:
     """model.safetensors of zeros: the tensors that the folder's config.json asks for."""
     from safetensors.torch import save_file

@@ -161,7 +161,9 @@ def test_of_the_shapes_these_alone_cannot_be_cut(tmp_path: Path) -> None:
     """Over eight GPUs an expert of Qwen3-30B-A3B in FP8 or INT4 has six blocks. One GPU holds that model."""
     refused = {}
     for name, shape in SHAPES.items():
-        few = {"num_hidden_layers": 2, **({"full_attention_interval": 2} if "full_attention_interval" in shape else {})}
+        few: dict[str, Any] = {"num_hidden_layers": 2}
+        few |= {"full_attention_interval": 2} if "full_attention_interval" in shape else {}
+        few |= {"layer_types": shape["layer_types"][:2]} if "layer_types" in shape else {}
         (tmp_path / "config.json").write_text(json.dumps({**COMMON, **shape, **few}))
         spec = shape_spec(str(tmp_path / "config.json"))
         for ranks in (2, 4, 8):
@@ -170,9 +172,11 @@ def test_of_the_shapes_these_alone_cannot_be_cut(tmp_path: Path) -> None:
                     cut(spec, Shard(rank, ranks))
             except ConfigError as error:
                 refused[name, ranks] = str(error).partition(";")[0]
-    odd = "num_key_value_heads 3 and {} ranks: one must be a multiple of the other"
+    odd = "num_key_value_heads {} and {} ranks: one must be a multiple of the other"
     assert refused == {
-        **{("smol135m", ranks): odd.format(ranks) for ranks in (2, 4, 8)},
+        **{("smol135m", ranks): odd.format(3, ranks) for ranks in (2, 4, 8)},
+        **{("phi4-14b", ranks): odd.format(10, ranks) for ranks in (4, 8)},
+        ("qwen2.5-7b", 8): "num_attention_heads 28 cannot be cut into 8 equal parts",
         ("qwen3-30b-a3b-fp8", 8): "the size of an expert 768 cannot be cut into 8 parts in blocks of 128",
         ("qwen3-30b-a3b-int4", 8): "the size of an expert 768 cannot be cut into 8 parts in blocks of 128",
         ("qwen3.5-35b-a3b-fp8", 8): "the size of an expert 512 cannot be cut into 8 parts in blocks of 128",

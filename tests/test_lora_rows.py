@@ -103,6 +103,9 @@ CASES: dict[str, tuple[str, dict[str, Any], Adapters]] = {
         ({"qkv_proj": 2.0, "gate_up_proj": 2.0}, {}), ({"o_proj": 2.0, "down_proj": 2.0}, {"r": 64, "lora_alpha": 128}),
     ]),
     "gemma3, norms after products": (*MODELS["gemma3"], [(dict.fromkeys(ALL, 2.0), {}), ({"gate_proj": 2.0}, {})]),
+    "granite 4, factors after products": (*MODELS["granite 4"], [
+        ({"q_proj": 2.0, "o_proj": 2.0, "input_linear": 2.0, "output_linear": 2.0}, {}), ({"output_linear": 2.0}, {}),
+    ]),
     "attention beside experts": ("mixtral", {"num_local_experts": 4}, [
         ({"q_proj": 2.0, "o_proj": 2.0}, {}), ({"k_proj": 2.0, "v_proj": 2.0}, {}),
     ]),

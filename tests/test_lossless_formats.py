@@ -34,6 +34,7 @@ from batchspec.engine.step import RoundShape
 from batchspec.model.spec import read_spec
 from batchspec.model.target import Target
 from batchspec.records import Request, SamplingParams
+from tests import nvfp4_layouts
 from tests.engines import DEVICE, in_e4m3, make_engine, packed, plain_tokens, request
 from tests.int4_layouts import of_awq, of_compressed_tensors, of_gptq
 from tests.kernels.covering import covering
@@ -65,6 +66,10 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama in INT4, GPTQ in act order": ("llama", {**INT4, "quantization_config": of_gptq(32, sym=False, desc_act=True).config}),
     "qwen3_moe in INT4, AWQ": ("qwen3_moe", {**INT4, "moe_intermediate_size": 96, "quantization_config": of_awq(32).config}),
     "minimax_m2 in INT4, pack-quantized": ("minimax_m2", {**INT4, "quantization_config": of_compressed_tensors(32).config}),
+    "mixtral in NVFP4": ("mixtral", {**INT4, "sliding_window": 15, "quantization_config": nvfp4_layouts.MODELOPT}),
+    "qwen3_moe with attention in FP8 and experts in NVFP4": (
+        "qwen3_moe", {**INT4, "moe_intermediate_size": 48, "quantization_config": nvfp4_layouts.FP8_AND_NVFP4}
+    ),
 }
 DRAFTERS = ("none", "eagle3", "parallel", "tree", "window", "lookup")
 SLOTS, PAGE_SIZE, K = 4, 1, 4

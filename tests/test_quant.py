@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,8 +13,10 @@ from batchspec.errors import ConfigError
 from batchspec.kernels.moe.route import lists_reference
 from batchspec.model.blocks.base import GroupedSpec, Projection, Shard, Share
 from batchspec.model.quant.formats import Formats
+from batchspec.model.quant.module_names import begins_with, is_in
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.weights import taken
+from batchspec.model.wrapped import names_in_files
 
 PART = Projection("self_attn.q_proj", 12, 8, bias=True)
 
@@ -69,6 +73,23 @@ def test_modules_that_are_stored_plain_are_found_by_whole_names() -> None:
     assert formats.of("model.layers.11.mlp.up_proj") is other
     assert formats.of("model.layers.0.self_attn.k_proj") is PLAIN
     assert Formats().of("model.layers.0.self_attn.q_proj") is PLAIN
+
+
+PARTS = ("model", "layers", "0", "1", "11", "mlp", "gate", "gate_proj", "experts", "language_model")
+MODULES = st.lists(st.sampled_from(PARTS), min_size=1, max_size=5).map(".".join)
+EXPRESSIONS = st.sampled_from([
+    r"model\.layers", r".*gate$", r".*\.(gate|mlp)$", r".*(\.\d)\1", r"(?i)MODEL", r"(?P<a>model).*", r"(?P<a>gate)", r"a|gate",
+    r"(?s:.*mlp)\Z", r"model\.language_model\.layers\.1\.", "", r"(?!.*gate)",
+])
+
+
+@given(st.lists(MODULES, max_size=4), st.lists(EXPRESSIONS, max_size=6, unique=True), MODULES)
+def test_many_names_and_expressions_are_tried_as_one_by_one(modules: list[str], patterns: list[str], name: str) -> None:
+    assert is_in(tuple(modules), name) == any(f".{module}." in f".{name}." for module in modules)
+    expected = any(re.match(pattern, other) for pattern in patterns for other in (
+        names_in_files(name) if "language" in pattern else [name]
+    ))
+    assert begins_with(tuple(patterns), name) == expected
 
 
 def test_the_experts_of_a_file_that_names_each_lie_in_one_allocation_and_are_cut_as_projections() -> None:

@@ -11,6 +11,8 @@ from batchspec.model.quant.formats import ALL_PLAIN
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.spec import read_spec
 from tests.int4_layouts import of_awq, of_compressed_tensors, of_gptq
+from tests.nvfp4_layouts import MODELOPT as NVFP4
+from tests.nvfp4_layouts import of_compressed_tensors as nvfp4_of_compressed_tensors
 from tests.test_config_values import ODD_VALUES, ours
 from tests.test_fp8 import MODELOPT, ODD, TOKEN, WEIGHTS, compressed
 
@@ -53,6 +55,14 @@ def grouped(**changes: Any) -> dict[str, Any]:
 GROUP = {**TOKEN, "strategy": "group", "group_size": 128}
 
 
+def nvfp4_group(**changes: Any) -> dict[str, Any]:
+    """NVFP4 of compressed-tensors whose one group has other values; those of `weights` are changes too."""
+    config = nvfp4_of_compressed_tensors()
+    group = config["config_groups"]["group_0"]
+    weights = {**group["weights"], **changes.pop("weights", {})}
+    return {**config, "config_groups": {"group_0": {**group, "weights": weights, **changes}}}
+
+
 def test_names_with_stars_match_whole_names_and_others_whole_modules() -> None:
     """`*.mlp.gate`, the name of a router, does not match gate_proj."""
     config = {"model_type": "llama", **ODD, "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 64}
@@ -86,10 +96,22 @@ def refusal(quantisation: Any) -> str:
         ({"quant_method": "torchao"}, 'quant_method="torchao"'),
         ({"bits": 4}, "quant_method=null"),
         ([4], "not an object"),
-        ({**MODELOPT, "quant_algo": "NVFP4"}, 'quant_algo="NVFP4"'),
         ({**MODELOPT, "quant_algo": "W4A16_AWQ"}, 'quant_algo="W4A16_AWQ"'),
+        ({**MODELOPT, "quant_algo": "NVFP4_AWQ"}, 'quant_algo="NVFP4_AWQ"'),
+        ({**MODELOPT, "quant_algo": "NVFP4", "group_size": 32}, 'quant_algo="NVFP4", quantization_config.group_size=32'),
+        ({**MODELOPT, "quant_algo": "NVFP4", "pre_quant_scale": True}, "pre_quant_scale=true"),
+        ({**MODELOPT, "quant_algo": "NVFP4", "kv_cache_quant_algo": "NVFP4"}, 'kv_cache_quant_algo="NVFP4"'),
+        ({**NVFP4, "kv_cache_scheme": "NVFP4"}, 'kv_cache_scheme="NVFP4"'),
         (compressed("channel", TOKEN, format="pack-quantized"), "pack-quantized with "),
-        (compressed("channel", TOKEN, format="nvfp4-pack-quantized"), 'format="nvfp4-pack-quantized"'),
+        (compressed("channel", TOKEN, format="nvfp4-pack-quantized"), "nvfp4-pack-quantized with weights of num_bits=8"),
+        (compressed("channel", TOKEN, format="mxfp4-pack-quantized"), 'format="mxfp4-pack-quantized"'),
+        (compressed("channel", TOKEN, format="mixed-precision"), 'format="mixed-precision"'),
+        (nvfp4_group(weights={"group_size": 32}), "group_size=32"),
+        (nvfp4_group(weights={"strategy": "group"}), 'strategy="group"'),
+        (nvfp4_group(weights={"symmetric": False}), "symmetric=false"),
+        (nvfp4_group(weights={"type": "int"}), 'type="int"'),
+        (nvfp4_group(weights={"scale_dtype": "torch.uint8"}), 'scale_dtype="torch.uint8"'),
+        (nvfp4_group(input_activations={"num_bits": 8, "type": "int"}), 'activations of num_bits=8, type="int"'),
         (compressed("channel", TOKEN, format="int-quantized"), 'format="int-quantized"'),
         (compressed("group", TOKEN), 'weights of num_bits=8, type="float", strategy="group"'),
         (compressed("channel", {**TOKEN, "strategy": "tensor"}), "strategy channel and activations of num_bits=8"),
@@ -127,6 +149,7 @@ def test_any_value_of_a_key_is_read_or_refused_in_one_line() -> None:
     config = {"model_type": "llama", **ODD, "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 64}
     group = compressed("channel", TOKEN)["config_groups"]["group_0"]
     odd: list[Any] = [{**MODELOPT, key: value} for key in (*MODELOPT, "exclude_modules", "quantization") for value in ODD_VALUES]
+    mixed = {**MODELOPT, "quant_algo": "MIXED_PRECISION", "quantized_layers": {"model": {"quant_algo": "FP8"}}}
     for value in ODD_VALUES:
         odd += [{**compressed("channel", TOKEN), key: value} for key in (*compressed("channel", TOKEN), "sparsity_config")]
         odd += [compressed("channel", TOKEN, config_groups={"g": {**group, key: value}}) for key in group]
@@ -137,6 +160,13 @@ def test_any_value_of_a_key_is_read_or_refused_in_one_line() -> None:
             keys = (*layout.config, "dynamic", "modules_in_block_to_quantize", "lm_head")
             odd += [{**layout.config, key: value} for key in keys]
             odd.append({**layout.config, "dynamic": {".*": value}})
+        odd += [{**NVFP4, key: value} for key in (*NVFP4, "group_size", "pre_quant_scale")]
+        odd += [{**mixed, key: value} for key in (*mixed, "kv_cache_scheme", "ignore")]
+        odd += [{**mixed, "quantized_layers": {"model": value}}]
+        in_nvfp4 = {"quant_algo": "NVFP4", "group_size": 16}
+        odd += [{**mixed, "quantized_layers": {"model": {**in_nvfp4, key: value}}} for key in in_nvfp4]
+        odd += [nvfp4_group(weights={key: value}) for key in nvfp4_group()["config_groups"]["group_0"]["weights"]]
+        odd += [nvfp4_group(**{key: value}) for key in nvfp4_group()["config_groups"]["group_0"] if key != "weights"]
         int4 = of_compressed_tensors(32).config
         own_group = int4["config_groups"]["group_0"]
         odd += [{**int4, key: value} for key in int4]

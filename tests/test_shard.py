@@ -17,10 +17,12 @@ from batchspec.model.quant.base import Pieces, Slices
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec, read_spec
 from batchspec.model.weights import Checkpoint, DummyWeights, expected_shapes, taken
+from tests import nvfp4_layouts
 from tests.engines import tiny_spec
 from tests.int4_layouts import of_awq, of_compressed_tensors, of_gptq
 from tests.models import make_checkpoint
 from tests.moe_models import tiny_config
+from tests.nvfp4_layouts import FP8_AND_NVFP4
 from tests.test_dense_families import OWN, TINY
 
 FP8_BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -37,7 +39,8 @@ RECURRENT_INT4 = {
 def spec_of(family: str, **changes: Any) -> ModelSpec:
     if family in ("qwen3", *OWN):
         return read_spec({**TINY, "model_type": family, **OWN.get(family, {}), **changes}, "config.json")
-    sizes = {"intermediate_size": 16, "moe_intermediate_size": 16} if family == "qwen3_moe" else {"intermediate_size": 16}
+    separate = family in ("qwen3_moe", "glm4_moe")
+    sizes = {"intermediate_size": 16, "moe_intermediate_size": 16} if separate else {"intermediate_size": 16}
     return read_spec(tiny_config(family, **{**sizes, **changes}), "config.json")
 
 
@@ -45,9 +48,11 @@ SPECS: dict[str, ModelSpec] = {
     "llama": tiny_spec(),
     "biases": tiny_spec(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, tie=True),
     **{family: spec_of(family) for family in ("gemma3_text", "olmo2", "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss")},
-    **{family: spec_of(family) for family in ("qwen3_5_text", "qwen3_next")},
+    **{family: spec_of(family) for family in ("qwen3_5_text", "qwen3_next", "glm4_moe")},
+    **{family: spec_of(family) for family in ("olmo3", "exaone4", "granitemoehybrid", "ministral3")},
     "gpt_oss mxfp4": spec_of("gpt_oss", intermediate_size=128, quantization_config={"quant_method": "mxfp4"}),
     "minimax_m2 fp8": spec_of("minimax_m2", **WIDE, quantization_config=FP8_BLOCK),
+    "glm4_moe fp8": spec_of("glm4_moe", **WIDE_QWEN, quantization_config=FP8_BLOCK),
     "qwen3_moe fp8": spec_of("qwen3_moe", **WIDE_QWEN, quantization_config=FP8_BLOCK),
     "phi3": spec_of("phi3", num_key_value_heads=2),
     "glm4": spec_of("glm4", num_key_value_heads=2, attention_bias=True),
@@ -55,10 +60,14 @@ SPECS: dict[str, ModelSpec] = {
     "qwen3_moe awq": spec_of("qwen3_moe", **INT4, moe_intermediate_size=128, quantization_config=of_awq(32).config),
     "phi3 gptq": spec_of("phi3", **{**INT4, "num_key_value_heads": 4}, quantization_config=of_gptq(32).config),
     "qwen3_5_text gptq": spec_of("qwen3_5_text", **RECURRENT_INT4, quantization_config=of_gptq(32, sym=False).config),
+    "llama nvfp4": spec_of("llama", **INT4, quantization_config=nvfp4_layouts.of_compressed_tensors()),
+    "qwen3_moe nvfp4 experts": spec_of("qwen3_moe", **INT4, moe_intermediate_size=128, quantization_config=FP8_AND_NVFP4),
+    "phi3 nvfp4": spec_of("phi3", **{**INT4, "num_key_value_heads": 4}, quantization_config=nvfp4_layouts.MODELOPT),
     # Blocks that ranks cannot have equal numbers of.
     "gpt_oss mxfp4 uneven": spec_of("gpt_oss", intermediate_size=160, quantization_config={"quant_method": "mxfp4"}),
     "qwen3_moe fp8 uneven": spec_of("qwen3_moe", **WIDE | {"moe_intermediate_size": 640}, quantization_config=FP8_BLOCK),
     "qwen3_moe gptq uneven": spec_of("qwen3_moe", **INT4, moe_intermediate_size=160, quantization_config=of_gptq(32).config),
+    "qwen3_moe nvfp4 uneven": spec_of("qwen3_moe", **INT4, moe_intermediate_size=80, quantization_config=nvfp4_layouts.MODELOPT),
     "qwen3 gptq, short group": spec_of("qwen3", **{**INT4, "intermediate_size": 272}, quantization_config=of_gptq(32).config),
     "qwen3 fp8 uneven": spec_of("qwen3", **{**WIDE, "intermediate_size": 700}, quantization_config=FP8_BLOCK),
     "phi3 fp8 uneven": spec_of("phi3", **{**WIDE_PHI, "intermediate_size": 640}, quantization_config=FP8_BLOCK),

@@ -34,6 +34,8 @@ from batchspec.model.weights import DummyWeights, taken
 from tests.engines import DEVICE, tiny_spec
 from tests.int4_layouts import of_awq, of_compressed_tensors, of_gptq
 from tests.moe_models import Noise
+from tests.nvfp4_layouts import FP8_AND_NVFP4
+from tests.nvfp4_layouts import of_compressed_tensors as nvfp4_of_compressed_tensors
 from tests.ranks import Table, ThreadCollectives, bits, on_ranks, part_of, start_ranks, whole_of
 from tests.test_fp8 import TOKEN, compressed
 from tests.test_shard import FP8_BLOCK, SPECS, WIDE_QWEN, spec_of
@@ -155,22 +157,27 @@ FORMATS: dict[str, dict[str, Any]] = {
     "mxfp4": {"quantization_config": {"quant_method": "mxfp4"}},
     "int4": {"quantization_config": of_compressed_tensors(32, symmetric=False, ignore=["re:.*in_proj_(a|b|ba)$"]).config},
     "int4 awq": {"quantization_config": of_awq(32, modules_to_not_convert=["in_proj_a", "in_proj_b", "in_proj_ba"]).config},
+    "nvfp4": {"quantization_config": nvfp4_of_compressed_tensors(ignore=["re:.*in_proj_(a|b|ba)$"])},
+    "nvfp4 experts": {"quantization_config": FP8_AND_NVFP4},
     "int4 act order": {"quantization_config": of_gptq(32, desc_act=True, dynamic={"-:.*in_proj_(a|b|ba)$": {}}).config},
 }
 
 
-DENSE, EXPERTS = ("llama", "qwen3", "phi3", "glm4", "gemma3_text", "olmo2"), ("mixtral", "qwen3_moe", "minimax_m2", "qwen3_next")
+DENSE = ("llama", "qwen3", "phi3", "glm4", "gemma3_text", "olmo2", "exaone4", "granitemoehybrid")
+EXPERTS = ("mixtral", "qwen3_moe", "minimax_m2", "qwen3_next", "glm4_moe")
 RECURRENT = ("qwen3_5_text", "qwen3_next")
 CUT = [
     *((family, form) for family in (*DENSE, "qwen3_5_text", *EXPERTS) for form in ("plain", "fp8 blocks", "fp8 rows")),
     *((family, form) for family in (*DENSE, "qwen3_5_text", *EXPERTS) for form in FORMATS if "int4" in form),
+    *((family, "nvfp4") for family in (*DENSE, "qwen3_5_text", *EXPERTS)), ("qwen3_moe", "nvfp4 experts"),
     *(("gpt_oss", form) for form in ("plain", "mxfp4") for _ in range(4)),
 ]
 INNER_SIZES = {
     "fp8 blocks": st.sampled_from([128, 512, 640, 1024, 1100]), "mxfp4": st.sampled_from([32, 96, 128, 224, 288]),
     **{form: st.sampled_from([96, 128, 160, 256, 288]) for form in FORMATS if "int4" in form},
+    **{form: st.sampled_from([16, 32, 80, 128, 240]) for form in FORMATS if "nvfp4" in form},
 }
-HEAD_DIMS = {"fp8 blocks": [4, 64, 128], **{form: [8, 32, 64] for form in FORMATS if "int4" in form}}
+HEAD_DIMS = {"fp8 blocks": [4, 64, 128], **{form: [8, 32, 64] for form in FORMATS if "int4" in form or "nvfp4" in form}}
 
 
 @settings(max_examples=60)
@@ -184,14 +191,18 @@ def test_what_plan_lets_through_every_rank_loads_and_computes(data: st.DataObjec
     shape: dict[str, Any] = {
         "num_attention_heads": 4 * data.draw(st.sampled_from([1, 2, 3])), "head_dim": head_dim, "num_hidden_layers": 1,
         "num_key_value_heads": data.draw(st.sampled_from([1, 2, 4])), "intermediate_size": inner_size,
-        "moe_intermediate_size": inner_size if family in ("qwen3_moe", "qwen3_next") else None,
+        "moe_intermediate_size": inner_size if family in ("qwen3_moe", "qwen3_next", "glm4_moe") else None,
+        "shared_intermediate_size": inner_size if family == "granitemoehybrid" else None,
+        "layer_types": ["attention"] if family == "granitemoehybrid" else None,
+        "n_group": 1 if family == "glm4_moe" else None, "topk_group": 1 if family == "glm4_moe" else None,
+        "first_k_dense_replace": 0 if family == "glm4_moe" else None,
         "shared_expert_intermediate_size": inner_size if family == "qwen3_next" else None,
-        "partial_rotary_factor": 0.5 if family in ("phi3", "glm4", *RECURRENT) else None,
+        "partial_rotary_factor": 0.5 if family in ("phi3", "glm4", "glm4_moe", *RECURRENT) else None,
         "vocab_size": data.draw(st.sampled_from([31, 33, 46])), "tie_word_embeddings": data.draw(st.booleans()),
         "num_experts" if family in ("qwen3_moe", "qwen3_next") else "num_local_experts":
             data.draw(st.sampled_from([3, 4, 7])) if family in (*EXPERTS, "gpt_oss") else None,
     }
-    if "int4" in form:
+    if "int4" in form or "nvfp4" in form:
         shape["hidden_size"] = 64
     if family in RECURRENT:
         key_heads = data.draw(st.sampled_from([2, 3, 4]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor
 from batchspec.kernels.moe.mxfp4 import dequantise_blocks
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
-from tests import upcycle
+from tests import four_bits, upcycle
+from tests.four_bit_models import FOUR_BITS
 from tests.models import make_checkpoint
 from tests.test_target import Runner, prompts
 from tests.upcycle import compare, fp8_block, fp8_channel, make, mxfp4_blocks
@@ -30,8 +32,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, "tie_word_embeddings": True}
     dense = make_checkpoint(folder / "dense", "llama", vocab=320, dtype=torch.bfloat16, **shape)
     assert [path.name for path in make(dense, folder, num_experts=5)] == [
-        "fp8_block", "fp8_channel", "int4", "gptq", "awq", "moe", "moe_fp8_block", "moe_fp8_channel", "moe_int4", "gpt_oss",
-        "gpt_oss_mxfp4",
+        "fp8_block", "fp8_channel", "int4", "gptq", "awq", "nvfp4", "nvfp4_ct", "fp8_nvfp4", "moe", "moe_fp8_block",
+        "moe_fp8_channel", "moe_int4", "moe_nvfp4", "gpt_oss", "gpt_oss_mxfp4",
     ]
     rng = np.random.default_rng(0)
     rows = [rng.integers(3, 320, 4 + i).tolist() for i in range(6)]
@@ -49,14 +51,14 @@ def test_copies_of_the_mlp_are_the_dense_model(made: Path, name: str) -> None:
     torch.testing.assert_close(logits(made / name), logits(made / "dense"), atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("quantised", "plain"), [(f"moe_{name}", name) for name in ("fp8_block", "fp8_channel", "int4")])
-def test_so_are_copies_of_the_quantised_mlp(made: Path, quantised: str, plain: str) -> None:
-    torch.testing.assert_close(logits(made / quantised), logits(made / plain), atol=2e-4, rtol=1e-4)
-    assert (logits(made / plain) - logits(made / "dense")).abs().max() > 1e-3
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "int4", "nvfp4"])
+def test_so_are_copies_of_the_quantised_mlp(made: Path, name: str) -> None:
+    torch.testing.assert_close(logits(made / f"moe_{name}"), logits(made / name), atol=2e-4, rtol=1e-4)
+    assert (logits(made / name) - logits(made / "dense")).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["int4", "gptq", "awq"])
-def test_int4_models_are_near_the_dense_one(made: Path, name: str) -> None:
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_models_of_four_bits_are_near_the_dense_one(made: Path, name: str) -> None:
     found, expected = logits(made / name), logits(made / "dense")
     assert 1e-3 < (found - expected).norm() / expected.norm() < 0.6  # of unrelated logits it is 1.4
 
@@ -98,6 +100,19 @@ def test_a_comparison_reports_the_distance_of_a_model(made: Path, capsys: pytest
     words = [str(made / "gpt_oss"), str(made / "gpt_oss_mxfp4"), str(made / "prompts.parquet"), "--rows", "3", "--tokens", "8"]
     assert upcycle.main(["compare", *words]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("mean KL ")
+
+
+def test_the_table_of_four_bit_formats_has_their_bits_and_what_they_change(
+    made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Groups of 32 with scales of 16 bits; groups of 16 with scales of 8 bits, and 32 bits for each row of 96 or 160 numbers."""
+    words = [str(made / "dense"), str(made / "prompts.parquet"), "--rows", "4", "--tokens", "6", "--formats", "int4", "nvfp4"]
+    assert four_bits.main(words) == 0
+    model, int4, nvfp4 = capsys.readouterr().out.splitlines()[-3:]
+    assert re.fullmatch(r"model: 16\.00 bits, -; tokens a round: \d\.\d\d with lookup", model)
+    changed = r"mean KL [\d.e-]+, [\d.]+% of 24 greedy tokens changed; tokens a round: \d\.\d\d with lookup"
+    assert re.fullmatch(rf"int4: 4\.50 bits, {changed}", int4)
+    assert re.fullmatch(rf"nvfp4: 4\.81 bits, {changed}", nvfp4)
 
 
 def test_a_model_with_biases_is_refused(made: Path, tmp_path: Path) -> None:

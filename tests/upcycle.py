@@ -1,4 +1,4 @@
-"""A developer's tool: makes MoE, FP8, INT4 and MXFP4 models from a dense Llama-like model, and compares their outputs.
+"""A developer's tool: makes MoE, FP8, INT4, NVFP4 and MXFP4 models from a dense Llama-like model, and compares their outputs.
 
     python -m tests.upcycle make smollm2-135m /tmp/made
     python -m tests.upcycle compare smollm2-135m /tmp/made/fp8_block prompts.parquet
@@ -9,9 +9,11 @@ fp8_block         the dense model with its projections in FP8, one scale per blo
 fp8_channel       the dense model with its projections in FP8, one scale per row (compressed-tensors)
 int4, gptq, awq   the dense model with its projections in INT4, rounded to the nearest code of groups of 32: compressed-tensors,
                   symmetric; GPTQ in act order and AWQ with zero points
+nvfp4, nvfp4_ct   the dense model with its projections in NVFP4, of ModelOpt and of compressed-tensors
+fp8_nvfp4         the same with attention in FP8, one scale per row (compressed-tensors)
 moe               a Mixtral whose experts are copies of the dense MLP, with a random router. The weights of a token's experts sum
                   to 1, so up to rounding it computes the same function as the dense model
-moe_fp8_block, moe_fp8_channel, moe_int4   moe in FP8 and in INT4 of compressed-tensors
+moe_fp8_block, moe_fp8_channel, moe_int4, moe_nvfp4   moe in FP8, in INT4 of compressed-tensors and in NVFP4 of ModelOpt
 gpt_oss           a gpt-oss with the same function up to rounding: attention sinks of weight 0, no sliding windows, a clamp that
                   no activation reaches, and an up bias of -1, because gpt-oss multiplies by up + 1. In bf16 rounding up - 1 loses
                   digits of up: compare in float32
@@ -47,11 +49,11 @@ from batchspec.model.hub import resolve_model
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.prepare import choose_device
-from tests.int4_layouts import Layout, of_awq, of_compressed_tensors, of_gptq
+from tests.four_bit_models import FOUR_BITS, PROJECTIONS, packed
+from tests.nvfp4_layouts import E2M1
 
 Tensors = dict[str, Tensor]
 BLOCK, FP8_MAX = 128, 448.0
-PROJECTIONS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 SPLITS = {".w1": ".gate_proj", ".w3": ".up_proj", ".w2": ".down_proj"}
 """Mixtral's names of an expert's projections -> Llama's names of an MLP's."""
 FP8_BLOCK: dict[str, Any] = {
@@ -68,16 +70,10 @@ FP8_CHANNEL: dict[str, Any] = {
         }
     },
 }
-INT4 = {
-    "int4": of_compressed_tensors(32, ignore=["lm_head", "re:.*gate$"]),
-    "gptq": of_gptq(32, sym=False, desc_act=True, dynamic={}),
-    "awq": of_awq(32, modules_to_not_convert=None),
-}
 MXFP4 = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
 }
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 UNREACHED = 1e4
 """The limit of gpt-oss's clamp, which no activation reaches. An attention sink with minus this logit has weight 0."""
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -100,18 +96,21 @@ def make(source: Path, out: Path, *, num_experts: int, top_k: int = 2) -> list[P
     made = [
         ("fp8_block", fp8(dense, fp8_block, "_scale_inv"), config | {"quantization_config": FP8_BLOCK}),
         ("fp8_channel", fp8(dense, fp8_channel, "_scale"), config | {"quantization_config": FP8_CHANNEL}),
-        *((name, int4(dense, layout), config | {"quantization_config": layout.config}) for name, layout in INT4.items()),
+        *((name, packed(dense, name), config | {"quantization_config": own.config}) for name, own in FOUR_BITS.items()),
         ("moe", moe, moe_config),
         ("moe_fp8_block", fp8(moe, fp8_block, "_scale_inv"), moe_config | {"quantization_config": FP8_BLOCK}),
         ("moe_fp8_channel", fp8(moe, fp8_channel, "_scale"), moe_config | {"quantization_config": FP8_CHANNEL}),
-        ("moe_int4", int4(moe, INT4["int4"]), moe_config | {"quantization_config": INT4["int4"].config}),
+        *(
+            (f"moe_{name}", packed(moe, name), moe_config | {"quantization_config": FOUR_BITS[name].config})
+            for name in ("int4", "nvfp4")
+        ),
         ("gpt_oss", oss, oss_config),
         ("gpt_oss_mxfp4", mxfp4(oss), oss_config | {"quantization_config": MXFP4}),
     ]
-    return [_write(source, out / name, tensors, values) for name, tensors, values in made]
+    return [write_model(source, out / name, tensors, values) for name, tensors, values in made]
 
 
-def _write(source: Path, folder: Path, tensors: Tensors, config: dict[str, Any]) -> Path:
+def write_model(source: Path, folder: Path, tensors: Tensors, config: dict[str, Any]) -> Path:
     folder.mkdir(parents=True)
     for name in (
         "tokenizer.json",
@@ -207,18 +206,6 @@ def fp8_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight [N, K] -> e4m3 [N, K] and scales bf16 [N, 1]; the largest number of a row becomes 448."""
     scale = (weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / FP8_MAX).bfloat16()
     return (weight / scale.float()).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
-
-
-def int4(tensors: Tensors, layout: Layout) -> Tensors:
-    """Quantise every projection of the layers except routers to INT4 in this layout."""
-    made: Tensors = {}
-    for name, tensor in tensors.items():
-        if name.endswith(PROJECTIONS):
-            stored = layout.stored(layout.codes(tensor.float()))
-            made |= {f"{name.removesuffix('weight')}{key}": value for key, value in stored.items()}
-        else:
-            made[name] = tensor
-    return made
 
 
 def mxfp4(tensors: Tensors) -> Tensors:

@@ -27,7 +27,7 @@ class ModelConfig:
     """Branch, tag or commit of a hub id. null is the default branch."""
     adapter: str | None = None
     """Folder of a LoRA adapter, as PEFT saves it, that is merged into the model's weights when they are loaded. Weights in FP8,
-    MXFP4 and INT4 stay as they are, and the adapter is added to their products. null is none."""
+    MXFP4, INT4 and NVFP4 stay as they are, and the adapter is added to their products. null is none."""
     adapters: dict[str, str] = field(default_factory=dict)
     """LoRA adapters by name, e.g. {math: FOLDER, code: FOLDER}: each row of the input names its own in the column `adapter`,
     where null is the base model. Their ranks are at most 64."""

@@ -48,7 +48,7 @@ class CheckpointPart(ABC):
         return {}
 
     def spares(self) -> Iterator[TensorSpec]:
-        """Tensors of zeros that the file may have besides these, and that are not used."""
+        """Tensors that the file may have besides these, and that are not used; biases must be zeros."""
         for prefix, block in self.blocks():
             grouped = (part for spec in block.grouped if not spec.stacked for _, _, part in expert_parts(spec))
             for part in (*projections(block), *grouped):
@@ -93,10 +93,13 @@ class CheckpointPart(ABC):
         return sum(gemm.stored * self.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in self.gemms(1))
 
 
-def formats_as_stored(part: CheckpointPart, stored: Mapping[str, StoredTensor]) -> Formats:
+def formats_as_stored(
+    part: CheckpointPart, stored: Mapping[str, StoredTensor], *, named_by: tuple[type, ...] = ()
+) -> Formats:
     """The formats of this part, where products that its file holds unquantised are plain, whatever quantization_config says.
 
-    stored  the tensors of its file, by the names that the blocks give them
+    stored    the tensors of its file, by the names that the blocks give them
+    named_by  formats whose tools name all plain modules in quantization_config: these formats stay as they are
     """
     formats, plain = part.formats, set()
     for prefix, block in part.blocks():
@@ -104,7 +107,7 @@ def formats_as_stored(part: CheckpointPart, stored: Mapping[str, StoredTensor]) 
         modules |= {experts.name: experts.of(0).parts[0].name for experts in block.grouped}
         for module, first in modules.items():
             weight = stored.get(f"{prefix}{first}.weight")
-            if weight is not None and weight.dtype in FLOATS and not isinstance(formats.of(prefix + first), Plain):
+            if weight is not None and weight.dtype in FLOATS and not isinstance(formats.of(prefix + first), (Plain, *named_by)):
                 plain.add(prefix + module)
     return replace(formats, plain_modules=(*formats.plain_modules, *sorted(plain)))
 

@@ -11,12 +11,10 @@ from torch import Tensor
 from batchspec.cache.attention import AttentionPlan
 from batchspec.cache.layout import LayerKV
 from batchspec.distributed.collectives import Collectives
-from batchspec.errors import CheckpointError
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.moe.combine import combine
 from batchspec.model.blocks.base import GroupedSpec, ProductSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
-from batchspec.model.files import listed
 from batchspec.model.fused import (
     add_norm,
     combine_norm,
@@ -28,7 +26,7 @@ from batchspec.model.fused import (
     silu_and_mul,
 )
 from batchspec.model.lora_products import LoraStacks
-from batchspec.model.quant.base import WeightFormat, Weights
+from batchspec.model.quant.base import Weights
 from batchspec.model.quant.formats import Formats
 from batchspec.model.rope import Rope
 
@@ -180,7 +178,8 @@ class PagedStore:
         if self.norm_ranks is not None and q_norm is not None and k_norm is not None:
             self.norm_ranks.norm_heads(qkv, q_norm, k_norm, eps)
             q_norm = k_norm = None
-        return rope_write(qkv, self.rope, self.kv, self.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        q = rope_write(qkv, self.rope, self.kv, self.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        return q if self.rope.query_factors is None else q.mul_(self.rope.query_factors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +205,7 @@ class LayerWeights:
     def product(self, spec: ProductSpec) -> Product:
         """Raises CheckpointError for parts of different formats, which cannot be multiplied as one matrix."""
         names = [self._prefix + part.name for part in spec.parts]
-        made = self._format(names).load(self._weights, names, bias=spec.bias)
+        made = self._formats.of_product(names).load(self._weights, names, bias=spec.bias)
         return made if self._lora is None else self._lora.adapted(self._prefix, spec, made)
 
     def vector(self, name: str) -> Tensor:
@@ -216,10 +215,4 @@ class LayerWeights:
         """Raises CheckpointError for experts of different formats."""
         own = replace(spec, name=self._prefix + spec.name)
         names = [part.name for expert in range(own.num_experts) for part in own.of(expert).parts]
-        return self._format(names).load_grouped(self._weights, own)
-
-    def _format(self, names: list[str]) -> WeightFormat:
-        first, *others = (self._formats.of(name) for name in names)
-        if any(other != first for other in others):
-            raise CheckpointError(f"{listed(names)} must have one weight format; correct quantization_config")
-        return first
+        return self._formats.of_product(names).load_grouped(self._weights, own)

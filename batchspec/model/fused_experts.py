@@ -3,25 +3,32 @@
     experts.gate_up_proj [E, 2 I, H], the gate's rows first      experts.N.gate_proj.weight, experts.N.up_proj.weight [I, H]
     experts.down_proj    [E, H, I]                               experts.N.down_proj.weight [H, I]
 
-The same for FP8 scales, `experts.gate_up_proj_scale_inv` and `experts.N.gate_proj.weight_scale_inv`. transformers 5 holds experts
-so in memory; files have either form. gpt-oss has a form of its own (`GroupedSpec.stacked`).
-Source: transformers 5, conversion_mapping.py (qwen2_moe), models/qwen3_5_moe (Qwen3_5MoeExperts).
+The same for FP8 scales, `experts.gate_up_proj_scale_inv` and `experts.N.gate_proj.weight_scale_inv`, and for the scales that
+ModelOpt names `experts.gate_up_proj_weight_scale`, `_weight_scale_2` and `_input_scale`; a scalar is every expert's.
+transformers 5 holds experts so in memory; files have either form. gpt-oss has a form of its own (`GroupedSpec.stacked`).
+Source: transformers 5, conversion_mapping.py (qwen2_moe), models/qwen3_5_moe (Qwen3_5MoeExperts); ModelOpt,
+torch/quantization/utils/core_utils.py (quantizer_attr_names).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from batchspec.model.blocks.base import GroupedSpec
+from batchspec.model.blocks.base import GroupedSpec, Projection
 from batchspec.model.checkpoint_part import CheckpointPart
 from batchspec.model.files import Entry, StoredTensor
 from batchspec.model.quant.fp8_products import BLOCK
 
 _SCALE = "_scale_inv"
+_OWN = {
+    "": "weight", _SCALE: f"weight{_SCALE}", "_weight_scale": "weight_scale", "_weight_scale_2": "weight_scale_2",
+    "_input_scale": "input_scale",
+}
+"""What follows the name of a tensor of all experts -> the name of the tensor of one projection of one expert."""
 _FUSED = {("gate_proj", "up_proj"): "gate_up_proj", ("down_proj",): "down_proj"}
 """Names of an expert's projections -> the name of the tensor that holds those of all experts."""
 
@@ -40,19 +47,27 @@ def separate_experts(
     for prefix, block in part.blocks():
         for grouped in block.grouped:
             if grouped.parts in _FUSED and not grouped.stacked:
-                for ending in ("", _SCALE):
+                for ending, own in _OWN.items():
                     name = f"{prefix}{grouped.name}.{_FUSED[grouped.parts]}{ending}"
                     if name in items and _fits(grouped, ending, shape_of(items[name])):
-                        whole, rows = found.pop(name), shape_of(items[name])[1] // len(grouped.parts)
-                        for expert in range(grouped.num_experts):
-                            for place, projection in enumerate(grouped.of(expert).parts):
-                                own = Entry(expert, slice(place * rows, (place + 1) * rows))
-                                found[f"{prefix}{projection.name}.weight{ending}"] = cut(whole, own)
+                        whole, shape = found.pop(name), shape_of(items[name])
+                        for entry, projection in _entries(grouped, shape[1] if len(shape) == 3 else 0):
+                            found[f"{prefix}{projection.name}.{own}"] = cut(whole, entry) if len(shape) == 3 else whole
     return found
+
+
+def _entries(grouped: GroupedSpec, rows: int) -> Iterator[tuple[Entry, Projection]]:
+    """Every projection of every expert, and the part of a tensor [E, rows, k] that is its own."""
+    each = rows // len(grouped.parts)
+    for expert in range(grouped.num_experts):
+        for place, projection in enumerate(grouped.of(expert).parts):
+            yield Entry(expert, slice(place * each, (place + 1) * each)), projection
 
 
 def _fits(grouped: GroupedSpec, ending: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor of this shape can be cut into those of its experts; what their shapes must be is checked later."""
+    if ending in ("_weight_scale_2", "_input_scale"):
+        return shape in ((), (1,))
     parts = len(grouped.parts)
     shared_block = ending == _SCALE and parts > 1 and grouped.part_rows % BLOCK != 0  # of the gate's last rows and up's first
     return len(shape) == 3 and shape[0] == grouped.num_experts and shape[1] % parts == 0 and not shared_block

@@ -7,7 +7,7 @@ it needs no more memory or time, and no other code knows of the adapter. Each ra
 matrices and keeps its part, so that the parts have the bits that one process computes.
 
 Adapters that cannot be merged are kept, and their part is added to the products of the model (`lora_products.py`): adapters of
-single rows, and those of weights in FP8, MXFP4 or INT4, because the sum would have to be rounded to that format.
+single rows, and those of weights in FP8, MXFP4, INT4 or NVFP4, because the sum would have to be rounded to that format.
 Source: Hu et al. 2021 (arXiv 2106.09685); rank-stabilised scale: Kalajdzievski 2023 (arXiv 2312.03732).
 """
 
@@ -145,7 +145,7 @@ def adapted(source: Weights, adapter: Adapter | None, spec: ModelSpec) -> Weight
 
 
 def _merges(module: str, spec: ModelSpec) -> bool:
-    """Whether the adapter of this module can be merged: its weight is in the model's dtype, not FP8, MXFP4 or INT4."""
+    """Whether the adapter of this module can be merged: its weight is in the model's dtype, and not quantised."""
     return module == _HEAD or isinstance(spec.formats.of(module), Plain)
 
 
@@ -160,7 +160,7 @@ def _check_kept(where: str, kept: Mapping[str, Delta]) -> None:
         module, rank = next(iter(large.items()))
         raise CheckpointError(
             f"{where}: {module} has rank {rank}, above {MAX_RANK}, the limit of adapters that cannot be merged into the weights "
-            "(model.adapters, and any adapter of FP8, MXFP4 or INT4 weights); for one adapter of bf16 weights use model.adapter, "
+            "(model.adapters, and any adapter of quantised weights); for one adapter of bf16 weights use model.adapter, "
             "or merge it with PEFT"
         )
 

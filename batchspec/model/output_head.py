@@ -41,13 +41,39 @@ class OutputHead(Protocol):
         """Whether `greedy` of these rows writes no logits, so that `allowed` must tell it which tokens may be chosen."""
 
 
-def output_head(weight: Tensor, *, ordered: bool) -> OutputHead:
-    """weight [V, H]; ordered: sums in the same order for any number of rows (decode.deterministic)."""
+def output_head(weight: Tensor, *, ordered: bool, scaling: float | None = None) -> OutputHead:
+    """weight [V, H]; ordered: sums in the same order for any number of rows (decode.deterministic); scaling: the logits are
+    divided by it."""
+    if scaling is not None:
+        return ScaledHead(output_head(weight, ordered=ordered), scaling)
     if ordered:
         return OrderedHead(weight)
     if weight.is_cuda and weight.dtype is torch.bfloat16:
         return NarrowHead(weight)
     return WideHead(weight)
+
+
+class ScaledHead:
+    """Another head whose logits are divided by a number. All choices are made among the quotients: a division may round two
+    logits to one number, and then the lower id is chosen in every way."""
+
+    def __init__(self, head: OutputHead, scaling: float) -> None:
+        self._head, self._scaling = head, scaling
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._head.logits(hidden).div_(self._scaling)
+
+    def greedy(
+        self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool, allowed: Allowed | None = None
+    ) -> None:
+        assert allowed is None
+        argmax(self.logits(hidden), out_ids=out_ids, vocab=vocab, flag_nonfinite=flag_nonfinite)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self._head.rows(ids)
+
+    def masks_in_product(self, hidden: Tensor) -> bool:
+        return False
 
 
 class WideHead:

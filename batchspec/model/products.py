@@ -15,7 +15,7 @@ _FUSED = ("linear_add", "norm_linear", "norm_swiglu")
 
 
 def products(spec: ModelSpec) -> list[Product]:
-    """The products that a model's decode rounds may use, except those of FP8, which the table does not cover."""
+    """The products that a model's decode rounds may use, except those of FP8 and NVFP4, which the table does not cover."""
     plain = spec.formats.multiplies_plain
     gemms = [(prefix + gemm.product.parts[0].name, gemm) for prefix, gemm in spec.gemms(tokens=1)]
     int4 = [(formats, gemm) for name, gemm in gemms if isinstance(formats := spec.formats.of(name), Int4)]

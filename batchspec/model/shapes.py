@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchspec.errors import ConfigError
+from batchspec.model.family_shapes import FAMILY_SHAPES
 from batchspec.model.spec import ModelSpec, load_spec
 
 COMMON: dict[str, Any] = {
@@ -86,10 +87,15 @@ _INT4: dict[str, Any] = {
     }
 }
 """As in Qwen's own INT4 checkpoints: all but the output matrix and routers in symmetric groups of 128."""
+_NVFP4: dict[str, Any] = {
+    "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "mlp.gate"]}
+}
+"""As in NVIDIA's checkpoints: all but the output matrix and routers."""
 SHAPES: dict[str, dict[str, Any]] = {
     "llama8b": _LLAMA_8B,
     "llama8b-fp8": _LLAMA_8B | _fp8(),
     "llama8b-int4": _LLAMA_8B | _INT4,
+    "llama8b-nvfp4": _LLAMA_8B | _NVFP4,
     "llama70b": _LLAMA_70B,
     "llama70b-fp8": _LLAMA_70B | _fp8(),
     "llama70b-int4": _LLAMA_70B | _INT4,
@@ -106,20 +112,22 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _QWEN3_30B,
     "qwen3-30b-a3b-fp8": _QWEN3_30B | _fp8(),
     "qwen3-30b-a3b-int4": _QWEN3_30B | _INT4,
+    "qwen3-30b-a3b-nvfp4": _QWEN3_30B | _NVFP4,
     "qwen3-235b-a22b": _QWEN3_235B,
     "qwen3-235b-a22b-fp8": _QWEN3_235B | _fp8(),
     "minimax-m2-fp8": _MINIMAX_M2 | _fp8("block_sparse_moe.gate"),
-    "qwen3.5-0.8b": _QWEN3_5 | {
-        "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
-        "num_key_value_heads": 2, "linear_num_value_heads": 16, "tie_word_embeddings": True,
-    },
     "qwen3.5-27b": _QWEN3_5 | {
         "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
         "num_key_value_heads": 4, "linear_num_value_heads": 48,
     },
+    "qwen3.5-0.8b": _QWEN3_5 | {
+        "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "linear_num_value_heads": 16, "tie_word_embeddings": True,
+    },
     "qwen3.5-35b-a3b": _QWEN3_5_35B,
     "qwen3.5-35b-a3b-fp8": _QWEN3_5_35B | _fp8("mlp.gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b"),
     "qwen3-next-80b-a3b": _QWEN3_NEXT,
+    **FAMILY_SHAPES,
 }
 DRAFT_VOCAB = {"smol135m": 16384}
 """Tokens that the head of a shape can draft, where not the usual number."""

@@ -49,7 +49,7 @@ class Target:
         self._layers = [layer.build(self._layer_weights(weights, i)) for i, layer in enumerate(spec.layers)]
         self._norm = weights.tensor(FINAL_NORM)
         head = self._embedding[spec.vocab_part] if spec.tie else weights.tensor(OUTPUT)
-        self._head = output_head(head, ordered=spec.ordered)
+        self._head = output_head(head, ordered=spec.ordered, scaling=spec.logits_scaling)
         self._ropes = list(dict.fromkeys(spec.ropes))
         self._rope_ids = [self._ropes.index(rope) for rope in spec.ropes]
         self._freqs = [rope_frequencies(rope, spec.head_dim).to(device) for rope in self._ropes]
@@ -102,7 +102,8 @@ class Target:
             rewrite(layer, spec.build(self._layer_weights(weights, i)), f"layer {i}")
         rewrite(self._norm, weights.tensor(FINAL_NORM), "the final norm")
         head = self._embedding[self.spec.vocab_part] if self.spec.tie else weights.tensor(OUTPUT)
-        rewrite(self._head, output_head(head, ordered=self.spec.ordered), "lm_head")
+        own = output_head(head, ordered=self.spec.ordered, scaling=self.spec.logits_scaling)
+        rewrite(self._head, own, "lm_head")
 
     def use_kv_scales(self, values: Tensor) -> None:
         """Set the scales, fp32 [L, 2, KVH] for all heads of the model, or overwrite their values in place, where caches read

@@ -14,8 +14,11 @@ from batchspec.model.blocks.base import FLOATS, TensorSpec
 from batchspec.model.checkpoint_part import CheckpointPart
 from batchspec.model.files import StoredTensor, listed
 from batchspec.model.kv_scales import SUFFIXES
+from batchspec.model.quant.formats import Formats
+from batchspec.model.quant.grouped import expert_parts
+from batchspec.model.wrapped import plain_name
 
-_PACKED_HEADS = ("lm_head.qweight", "lm_head.weight_packed")
+_PACKED_HEADS = ("lm_head.qweight", "lm_head.weight_packed", "lm_head.weight_scale")
 _EXPERTS = re.compile(r"\.experts\.(\d+\.)?")
 
 
@@ -34,6 +37,36 @@ def check_tensors(where: str, part: CheckpointPart, stored: Mapping[str, StoredT
     unexpected = [name for name in stored.keys() - expected.keys() if not name.endswith(ignored)]
     if problems := misfits(expected.values(), stored, unexpected):
         raise CheckpointError(f"{where}: the weights do not fit config.json: {'; '.join(problems)}")
+
+
+def check_groups(where: str, formats: Formats, names: Iterable[str]) -> None:
+    """Raises CheckpointError for a format that quantization_config gives only to modules that the files do not have.
+
+    names  of all tensors in the files
+    """
+    found: set[str] = set()
+    for name in names if formats.modules or formats.patterns else ():
+        module = plain_name(name).rpartition(".")[0]
+        while module and module not in found:
+            found.add(module)
+            module = module.rpartition(".")[0]
+    if unmatched := formats.without_modules(found):
+        raise CheckpointError(
+            f"{where}: quantization_config gives a format of its own to {listed(unmatched)}, and the files have no such module; "
+            "correct config.json, or download the files again"
+        )
+
+
+def check_products(where: str, part: CheckpointPart) -> None:
+    """Raises CheckpointError for projections that are multiplied as one matrix, or experts of a layer, in several formats."""
+    for prefix, block in part.blocks():
+        products = [product.parts for product in block.products]
+        products += [tuple(own for _, _, own in expert_parts(experts)) for experts in block.grouped]
+        for parts in products:
+            try:
+                part.formats.of_product([prefix + own.name for own in parts])
+            except CheckpointError as error:
+                raise CheckpointError(f"{where}: {error}") from None
 
 
 def misfits(expected: Iterable[TensorSpec], stored: Mapping[str, StoredTensor], unexpected: Collection[str]) -> list[str]:
@@ -107,10 +140,10 @@ def check_copies(where: str, part: CheckpointPart, names: Collection[str], read:
 
 
 def check_spares(where: str, part: CheckpointPart, names: Collection[str], read: Callable[[str], Tensor]) -> None:
-    """Raises CheckpointError for a tensor that is not used and is not zero. read: the tensor of one of `names`."""
+    """Raises CheckpointError for a bias that is not used and is not zero. read: the tensor of one of `names`."""
     if any(name.endswith(".bias") for name in names):
         for tensor in part.spares():
-            if tensor.name in names and bool(read(tensor.name).any()):
+            if tensor.role == "bias" and tensor.name in names and bool(read(tensor.name).any()):
                 raise CheckpointError(
                     f"{where}: {tensor.name} is not zero, and by config.json the model has no such bias; correct config.json"
                 )

@@ -19,10 +19,11 @@ from batchspec.model.config_values import shown
 from batchspec.model.files import LocalFiles, ModelFiles, StoredTensor, stored_tensors, weight_names
 from batchspec.model.fused_experts import EntrySlice, tensors_of
 from batchspec.model.quant.base import Pieces, Slices
-from batchspec.model.quant.int4_format import Int4
+from batchspec.model.quant.fp8 import Fp8
+from batchspec.model.quant.plain import Plain
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import ModelSpec, load_spec
-from batchspec.model.weight_checks import check_copies, check_spares, check_tensors
+from batchspec.model.weight_checks import check_copies, check_groups, check_products, check_spares, check_tensors
 from batchspec.model.weight_files import WeightFiles
 from batchspec.model.weight_sums import Summing, WeightSums
 from batchspec.process.load_progress import count_step
@@ -44,12 +45,14 @@ def judge_model(files: ModelFiles) -> ModelSpec:
     """The shape of a model whose weights a run would load: config.json and the headers of the weight files, no weight read.
 
     Its `mtp` is None if the files have no tensor of that layer, as those that transformers saves.
-    Raises CheckpointError, in one line, for all that `load_spec`, `stored_tensors` and `check_tensors` refuse.
+    Raises CheckpointError, in one line, for all that `load_spec`, `stored_tensors` and the checks here refuse.
     """
     spec = load_spec(files.folder)
     items = stored_tensors(files)
     stored = tensors_of(spec, files.where, items)
+    check_groups(files.where, spec.formats, items)
     spec = as_stored(spec, stored)
+    check_products(files.where, spec)
     check_tensors(files.where, spec, stored)
     return spec if spec.mtp is None or spec.mtp.own(files.where, items) else replace(spec, mtp=None)
 
@@ -57,10 +60,12 @@ def judge_model(files: ModelFiles) -> ModelSpec:
 def as_stored(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> ModelSpec:
     """The model with the formats in which its files hold its products. stored: its tensors, by their plain names.
 
-    Only for INT4, whose tools leave out modules that quantization_config does not name, such as GPTQModel the gates of recurrent
-    layers. Those of FP8 name them all: there a plain weight is an error.
+    Only for INT4 and NVFP4, of which tools leave out modules that quantization_config does not name, such as GPTQModel the gates
+    of recurrent layers. Those of FP8 name them all: there a plain weight is an error.
     """
-    return replace(spec, formats=formats_as_stored(spec, stored)) if isinstance(spec.formats.quantised, Int4) else spec
+    if all(isinstance(own, Plain | Fp8) for own in spec.formats.all):
+        return spec
+    return replace(spec, formats=formats_as_stored(spec, stored, named_by=(Fp8,)))
 
 
 class Checkpoint:
@@ -191,9 +196,9 @@ class DummyWeights:
     """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms 1; FP8 weights N(0, 100^2), their scales 0.0002;
     parameters of a decay in the range of real ones, so that states stay small and keep what they were given for long.
 
-    The same in every run on one kind of device. MXFP4 and INT4 weights are random bits; the scales of MXFP4 are too, in a range
-    that keeps values small. What is kept wider than the model's dtype holds numbers of that dtype, as in most checkpoints. The
-    ranks of a model have parts of one noise: each makes all of it, one tensor at a time.
+    The same in every run on one kind of device. MXFP4, INT4 and NVFP4 weights are random bits; the scales of MXFP4 are too, in a
+    range that keeps values small. What is kept wider than the model's dtype holds numbers of that dtype, as in most checkpoints.
+    The ranks of a model have parts of one noise: each makes all of it, one tensor at a time.
     """
 
     def __init__(self, part: CheckpointPart, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -222,12 +227,12 @@ class DummyWeights:
         if tensor.dtypes == ("U8",):
             low, high = _DUMMY_EXPONENTS if tensor.role == "scale" else (0, 256)
             return torch.randint(low, high, shape, dtype=torch.uint8, device=self.device, generator=self._generator)
-        if tensor.dtypes == ("F8_E4M3",):
+        if tensor.dtypes == ("F8_E4M3",) and tensor.role == "weight":
             values = torch.empty(shape, device=self.device).normal_(0.0, 100.0, generator=self._generator)
             return values.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
         if tensor.dtypes == ("I32",):
             return self._integers(tensor, shape)
-        dtype = _dtype_of(tensor, self.dtype)
+        dtype = torch.float8_e4m3fn if tensor.dtypes == ("F8_E4M3",) else _dtype_of(tensor, self.dtype)
         if tensor.role in ("norm", "scale"):
             return torch.full(shape, tensor.typical, dtype=dtype, device=self.device)
         made = torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -47,7 +47,7 @@ class WeightFormat(Protocol):
         """What a file holds for one projection: names, shapes and dtypes; the weight first, the bias last."""
 
     def spares(self, part: Projection) -> tuple[TensorSpec, ...]:
-        """Tensors of zeros that a file may have besides these, and that are not used."""
+        """Tensors that a file may have besides these, and that are not used: biases of zeros, scales of other hardware."""
 
     def nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
         """Bytes in memory of a weight [rows, k] of a model that computes in `dtype`."""

@@ -1,24 +1,30 @@
-"""quant_method compressed-tensors: FP8 weights with one scale per row, per tensor or per block of 128 x 128, or INT4 weights.
+"""quant_method compressed-tensors: FP8 (one scale per row, per tensor or per block of 128 x 128), INT4 and NVFP4 weights.
 
-`config_groups` must hold one group: one scheme for all Linear layers except those in `ignore`. It may hold no scheme at all if
-the checkpoint has plain weights and only scales of an FP8 K/V cache (`kv_cache_scheme`), which `kv_scales.py` reads.
-Source: https://github.com/vllm-project/compressed-tensors (quantization/quant_args.py, quant_config.py, utils/match.py).
+Each of `config_groups` has a scheme and targets: module names, regular expressions after "re:", or all Linear layers. A name
+comes before an expression, an expression before Linear; of several expressions that match a module, that of the first group
+decides. What `ignore` matches is plain, and so is what no group names.
+There may be no scheme at all if the checkpoint has plain weights and only scales of an FP8 K/V cache (`kv_cache_scheme`), which
+`kv_scales.py` reads.
+Source: https://github.com/vllm-project/compressed-tensors (quantization/quant_args.py, quant_config.py, utils/match.py); for the
+order of expressions vLLM, layers/quantization/compressed_tensors/utils.py (find_matched_target).
 """
 
 from __future__ import annotations
 
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.quant import pack_quantized
+from batchspec.model.quant import nvfp4_format, pack_quantized
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.formats import ALL_PLAIN, Formats, checked_pattern
 from batchspec.model.quant.fp8 import Fp8, Scales
 from batchspec.model.quant.fp8_products import BLOCK, Activations
+from batchspec.model.quant.plain import PLAIN
 from batchspec.model.wrapped import plain_name
 
 _OF_GROUP = ("weights", "input_activations", "output_activations")
 _FP8_FORMATS = ("float-quantized", "naive-quantized")
 _SCALES: dict[str, Scales] = {"channel": "row", "tensor": "tensor", "block": "block"}
-_PATTERN = "re:"
+_PATTERN, _ALL = "re:", "Linear"
+_HEAD = "lm_head"
 _INTEGERS = {"num_bits": (1, 64), "group_size": (-1, 2**20), "block_structure": (1, 2**20)}
 
 
@@ -36,32 +42,58 @@ def read_compressed_tensors(config: ConfigReader) -> Formats | str:
     quantises = any(groups.part(name).given(key) for name in names for key in _OF_GROUP)
     if config.given("kv_cache_scheme") and len(names) == len(list(groups)) and not quantises:
         return ALL_PLAIN
-    if len(names) != 1:
-        return f"compressed-tensors with {len(names)} config_groups"
-    group = groups.part(names[0])
-    if group.texts("targets") != ("Linear",):
-        return f"compressed-tensors with {group.shown('targets')}"
+    if not names:
+        return "compressed-tensors with 0 config_groups"
+    found: dict[str, WeightFormat] = {}
+    for name in names:
+        group = groups.part(name)
+        targets = group.texts("targets") or ()
+        if not targets or any(target in found or not _is_supported(target) for target in targets):
+            return f"compressed-tensors with {group.shown('targets')}"
+        scheme = _scheme(group, config)
+        if isinstance(scheme, str):
+            return scheme
+        found |= dict.fromkeys(targets, scheme)
+    return _formats(config, found)
+
+
+def _is_supported(target: str) -> bool:
+    """Whether a target names modules, or all Linear layers; other classes have no dot in their names."""
+    return target.startswith(_PATTERN) or "." in target or target in (_ALL, _HEAD)
+
+
+def _formats(config: ConfigReader, targets: dict[str, WeightFormat]) -> Formats:
+    """targets: their formats, in the order in which expressions are tried."""
+    ignored = config.texts("ignore") or ()
+    modules = {plain_name(name): own for name, own in targets.items() if name != _ALL and not name.startswith(_PATTERN)}
+    return Formats(
+        targets.get(_ALL, PLAIN),
+        tuple(plain_name(name) for name in ignored if not name.startswith(_PATTERN)),
+        tuple(_expression(config, "ignore", name) for name in ignored if name.startswith(_PATTERN)),
+        modules,
+        tuple((_expression(config, "config_groups", name), own) for name, own in targets.items() if name.startswith(_PATTERN)),
+    )
+
+
+def _expression(config: ConfigReader, key: str, name: str) -> str:
+    return checked_pattern(config, key, name.removeprefix(_PATTERN))
+
+
+def _scheme(group: ConfigReader, config: ConfigReader) -> WeightFormat | str:
+    """The weight format of a group, or a text that names what of it is not supported."""
     of_weights = group if group.given("format") else config
     form = of_weights.text("format")
-    if form not in (*_FP8_FORMATS, pack_quantized.FORMAT):
+    if form not in (*_FP8_FORMATS, pack_quantized.FORMAT, nvfp4_format.FORMAT):
         return f"compressed-tensors {of_weights.shown('format')}"
     if group.given("output_activations"):
         return f"compressed-tensors with {group.shown('output_activations')}"
     weights, inputs = group.part("weights").ranged(_INTEGERS), group.part("input_activations").ranged(_INTEGERS)
-    scheme: WeightFormat | str
     if form == pack_quantized.FORMAT:
         if group.given("input_activations"):
             return f"compressed-tensors {form} with {group.shown('input_activations')}"
-        scheme = pack_quantized.read_scheme(weights)
-    else:
-        scheme = _fp8_scheme(weights, inputs if group.given("input_activations") else None)
-    if isinstance(scheme, str):
-        return scheme
-    ignored = config.texts("ignore") or ()
-    patterns = tuple(
-        checked_pattern(config, "ignore", name.removeprefix(_PATTERN)) for name in ignored if name.startswith(_PATTERN)
-    )
-    return Formats(scheme, tuple(plain_name(name) for name in ignored if not name.startswith(_PATTERN)), patterns)
+        return pack_quantized.read_scheme(weights)
+    own_inputs = inputs if group.given("input_activations") else None
+    return nvfp4_format.read_scheme(weights, own_inputs) if form == nvfp4_format.FORMAT else _fp8_scheme(weights, own_inputs)
 
 
 def _fp8_scheme(weights: ConfigReader, inputs: ConfigReader | None) -> Fp8 | str:

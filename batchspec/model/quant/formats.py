@@ -3,47 +3,99 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from math import lcm
 
 import torch
 
-from batchspec.errors import ConfigError
+from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.blocks.base import BlockSpec, GroupedSpec, projections
 from batchspec.model.config_values import ConfigReader
+from batchspec.model.files import listed
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.int4_format import Int4
+from batchspec.model.quant.module_names import begins_with, is_in
 from batchspec.model.quant.ordered import ORDERED
 from batchspec.model.quant.plain import PLAIN, Plain
-from batchspec.model.wrapped import names_in_files
+from batchspec.model.wrapped import is_of_text
 from batchspec.tuning.policy import has_fast_experts
 
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """The weight formats of a model. Embedding, output matrix and norms are always plain."""
+    """The weight formats of a model: `of` says which one a projection has. Embedding, output matrix and norms are always plain.
+
+    What says that a module is plain comes first, then `modules`, then `patterns`, then `quantised`.
+    """
 
     quantised: WeightFormat = PLAIN
+    """The format of all projections that nothing else here names."""
     plain_modules: tuple[str, ...] = ()
     """Names of modules that are stored plain, with all modules inside them."""
     plain_patterns: tuple[str, ...] = ()
     """Regular expressions: a projection whose name begins with a match is stored plain. Those that name the language model of a
     larger model match its names in the file (`wrapped.py`)."""
+    modules: Mapping[str, WeightFormat] = field(default_factory=dict, hash=False)
+    """Full name of a module -> the format of its projections; of two modules of which one is in the other, the inner decides."""
+    patterns: tuple[tuple[str, WeightFormat], ...] = ()
+    """Regular expressions, as in `plain_patterns`, and the formats of projections that they match; the first one decides."""
     ordered: bool = False
     """Whether plain products sum in one order (decode.deterministic): the job's choice, not the checkpoint's."""
 
     def of(self, name: str) -> WeightFormat:
         """The format of the projection with this name, as in `model.layers.0.self_attn.q_proj`."""
-        path = f".{name}."
-        plain = any(f".{module}." in path for module in self.plain_modules)
-        plain = plain or self.quantised is PLAIN or any(_matches(pattern, name) for pattern in self.plain_patterns)
-        return (ORDERED if self.ordered else PLAIN) if plain else self.quantised
+        plain = is_in(self.plain_modules, name) or begins_with(self.plain_patterns, name)
+        found = PLAIN if plain else self._given(name)
+        return ORDERED if found is PLAIN and self.ordered else found
+
+    def _given(self, name: str) -> WeightFormat:
+        module = name if self.modules else ""
+        while module:
+            if module in self.modules:
+                return self.modules[module]
+            module = module.rpartition(".")[0]
+        return next((own for pattern, own in self.patterns if begins_with((pattern,), name)), self.quantised)
+
+    def of_product(self, names: Sequence[str]) -> WeightFormat:
+        """The format of projections that are multiplied as one matrix, or of all experts of a layer.
+
+        Raises CheckpointError if they have several.
+        """
+        first, *others = map(self.of, names)
+        if any(other != first for other in others):
+            raise CheckpointError(f"{listed(names)} must have one weight format; correct quantization_config")
+        return first
+
+    @property
+    def all(self) -> tuple[WeightFormat, ...]:
+        """Every format that a projection may have, once."""
+        return tuple(dict.fromkeys((self.quantised, *self.modules.values(), *(own for _, own in self.patterns))))
+
+    def without_modules(self, modules: AbstractSet[str]) -> list[str]:
+        """The names and expressions that are given a format, if none of them is the name of one of these modules or matches one;
+        of the first format of which that is so. Names of modules besides the language model do not count."""
+        for own in dict.fromkeys((*self.modules.values(), *(own for _, own in self.patterns))):
+            names = [name for name, other in self.modules.items() if other == own and is_of_text(name)]
+            patterns = tuple(pattern for pattern, other in self.patterns if other == own)
+            matched = any(begins_with(patterns, module) for module in modules)
+            if (names or patterns) and not matched and modules.isdisjoint(names):
+                return [*names, *patterns]
+        return []
+
+    def changed(self, change: Callable[[WeightFormat], WeightFormat]) -> Formats:
+        """These formats, each changed in the same way."""
+        made = {own: change(own) for own in self.all}
+        return replace(
+            self, quantised=made[self.quantised], modules={module: made[own] for module, own in self.modules.items()},
+            patterns=tuple((pattern, made[own]) for pattern, own in self.patterns),
+        )
 
     def with_experts(self, experts: Iterable[GroupedSpec]) -> Formats:
-        """These formats for a model with these grouped products: those that the quantised format does not hold are plain."""
-        plain = {spec.name for spec in experts if not self.quantised.holds(spec)}
+        """These formats for a model with these grouped products: those that a quantised format does not hold are plain."""
+        plain = {spec.name for spec in experts if not all(own.holds(spec) for own in self.all)}
         return replace(self, plain_modules=(*self.plain_modules, *sorted(plain)))
 
     def unit_of(self, block: BlockSpec, prefix: str) -> int:
@@ -60,20 +112,19 @@ class Formats:
         Raises ConfigError for fp8 if the checkpoint has no FP8 weights, or none that are made for quantised activations.
         """
         fast = has_fast_experts(device, dtype)
-        own = self.quantised
-        if activations == "fp8" or (activations == "auto" and fast and isinstance(own, Fp8) and own.made_for != "plain"):
-            return self.with_fp8_activations()
-        return replace(self, quantised=own.for_kernels()) if fast else self
+        quantises = activations == "fp8" or (activations == "auto" and fast and any(map(_quantisable, self.all)))
+        found = self.with_fp8_activations() if quantises else self
+        return found.changed(lambda own: own.for_kernels()) if fast else found
 
     @property
     def kept(self) -> str:
-        """What is kept in memory in a format of its own; empty if all is in the model's dtype."""
-        return self.quantised.kept
+        """What is kept in memory in formats of its own; empty if all is in the model's dtype."""
+        return ", ".join(dict.fromkeys(own.kept for own in self.all if own.kept))
 
     @property
     def quantises(self) -> bool:
         """Whether products quantise activations."""
-        return isinstance(self.quantised, Fp8) and self.quantised.quantises
+        return any(isinstance(own, Fp8) and own.quantises for own in self.all)
 
     def quantises_input_of(self, name: str) -> bool:
         """Whether the projection with this name quantises activations."""
@@ -91,24 +142,27 @@ class Formats:
 
     def in_one_order(self) -> Formats:
         """These formats with sums in one order. Raises ConfigError if products that are not plain have no such kernels."""
-        return replace(self, ordered=True, quantised=self.quantised.in_one_order())
+        return replace(self.changed(lambda own: own.in_one_order()), ordered=True)
 
     def with_fp8_activations(self) -> Formats:
-        """These formats with activations quantised as the checkpoint says.
+        """These formats with activations of FP8 weights quantised as the checkpoint says.
 
         Raises ConfigError if the checkpoint has no FP8 weights, or does not say how activations are quantised.
         """
-        if not isinstance(self.quantised, Fp8):
+        fp8 = [own for own in self.all if isinstance(own, Fp8)]
+        if not fp8:
             raise ConfigError("model.activations=fp8 needs a checkpoint with FP8 weights; use dtype")
-        return replace(self, quantised=self.quantised.with_activations())
+        if not any(map(_quantisable, fp8)):
+            raise ConfigError("model.activations=fp8: the checkpoint does not say how to quantise activations; use dtype")
+        return self.changed(lambda own: own.with_activations() if isinstance(own, Fp8) and _quantisable(own) else own)
+
+
+def _quantisable(own: WeightFormat) -> bool:
+    """Whether the checkpoint says how to quantise the activations that are multiplied with these weights."""
+    return isinstance(own, Fp8) and own.made_for != "plain"
 
 
 ALL_PLAIN = Formats()
-
-
-def _matches(pattern: str, name: str) -> bool:
-    names = names_in_files(name) if "language" in pattern else (name,)  # most patterns do not, and a model has 100,000 names
-    return any(re.match(pattern, own) for own in names)
 
 
 def checked_pattern(config: ConfigReader, key: str, pattern: str) -> str:

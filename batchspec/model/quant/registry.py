@@ -16,7 +16,7 @@ from batchspec.model.quant.mxfp4 import read_mxfp4
 READERS: dict[str, Callable[[ConfigReader], Formats | str]] = {
     "fp8": read_fp8,
     "compressed-tensors": read_compressed_tensors,
-    "modelopt": read_modelopt,
+    **dict.fromkeys(("modelopt", "modelopt_fp4", "modelopt_mixed"), read_modelopt),
     "mxfp4": read_mxfp4,
     "gptq": read_gptq,
     "awq": read_awq,
@@ -24,8 +24,8 @@ READERS: dict[str, Callable[[ConfigReader], Formats | str]] = {
 """quant_method -> the function that reads its `quantization_config`. It returns formats, or a text that names what of the
 configuration is not supported."""
 _BUILT = (
-    "use FP8 (blocks of 128 x 128; compressed-tensors or modelopt by row or tensor), INT4 (compressed-tensors pack-quantized, "
-    "GPTQ, AWQ gemm), gpt-oss in MXFP4, or an unquantised checkpoint"
+    "use FP8 (blocks of 128 x 128, rows, tensors), INT4 (compressed-tensors pack-quantized, GPTQ, AWQ gemm), NVFP4, gpt-oss in "
+    "MXFP4, or an unquantised checkpoint"
 )
 
 
