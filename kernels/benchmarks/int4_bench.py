@@ -7,7 +7,8 @@ Every tile is checked against plain torch. For each product and number of tokens
 the larger of bytes / 4.3 TB/s and operations / 790 TFLOP/s. Then the products of all layers are captured in one graph, each with
 a weight of its own, which the L2 cache does not hold: with the tiles of the rule, with the fastest ones, and with those that are
 fastest together: one after another, each product gets whichever of its FINALISTS makes the graph fastest. The last, short table
-has these shares. Kernels are compiled ahead by `--jobs` processes, into Triton's cache on disk.
+has these shares, and those of the last tiles without what lets a launch begin early. Kernels are compiled ahead by `--jobs`
+processes, into Triton's cache on disk.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,6 +30,8 @@ from batchspec.kernels.benchmarks.options import add_limits, json_lines, parse_o
 from batchspec.kernels.benchmarks.timing import relative_error
 from batchspec.kernels.common.graph_clock import Call, GraphClock
 from batchspec.kernels.common.int4 import Int4Weight
+from batchspec.kernels.common.pdl import set_enabled
+from batchspec.kernels.gemm import int4_linear as kernel
 from batchspec.kernels.gemm.int4_dequantise import multiply_dequantised
 from batchspec.kernels.gemm.int4_linear import int4_linear, int4_linear_reference, launch
 from batchspec.kernels.gemm.int4_tiles import candidates, int4_tile
@@ -183,8 +187,25 @@ def bench_forward(name: str, forward: Forward, tokens: int, timings: Sequence[Ti
     us_of, floor = partial(forward.us, xs), forward.floor_us(tokens)
     rule, alone = us_of([own.rule for own in timings]), us_of([own.finalists[0] for own in timings])
     chosen, together = fastest_together(us_of, [own.finalists for own in timings])
+    with no_early_reads():
+        unfetched = us_of(chosen)
+    before = set_enabled(False)
+    late = us_of(chosen)
+    set_enabled(before)
     shares = f"rule {floor / rule:>4.0%}, fastest alone {floor / alone:>4.0%}, fastest together {floor / together:>4.0%}"
-    return f"{name:<20} T={tokens:<5} floor {floor:>7.0f} us | {shares} {together:>7.0f} us | " + ", ".join(map(text_of, chosen))
+    less = f"without early reads {floor / unfetched:>4.0%}, without early starts {floor / late:>4.0%}"
+    line = f"{name:<20} T={tokens:<5} floor {floor:>7.0f} us | {shares} {together:>7.0f} us, {less} | "
+    return line + ", ".join(map(text_of, chosen))
+
+
+@contextmanager
+def no_early_reads() -> Iterator[None]:
+    """Within this block programs do not fetch weights to the L2 cache while earlier launches still run."""
+    before, kernel.FETCH_BYTES = kernel.FETCH_BYTES, 0
+    try:
+        yield
+    finally:
+        kernel.FETCH_BYTES = before
 
 
 def compile_one(task: tuple[Tile, int]) -> str:

@@ -158,7 +158,7 @@ def launch(
         pairs_of(weight.scales), None if weight.zeros is None else pairs_of(weight.zeros), bias, out, partials,
         counters(x.device) if split else None, num_tokens, n, weight.words.stride(0) // WORDS, k, x.stride(0), tile.split,
         GROUP=group, GATED=gated, TWO=in_two(tile.block_n, tile.warps, gated=gated), SPLIT=split, BLOCK_T=tile.block_m,
-        BLOCK_N=tile.block_n, FETCHED=max(1, FETCH_BYTES // (64 * height)), TMA=tma, EVEN_K=k % BLOCK == 0,
+        BLOCK_N=tile.block_n, FETCHED=FETCH_BYTES // (64 * height), TMA=tma, EVEN_K=k % BLOCK == 0,
         INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(x),
     )
 
