@@ -40,7 +40,8 @@ def multiply_in_pieces(
     """
     most = PIECE // x.shape[1]
     if sum(weight.num_rows for weight in weights) <= most:
-        return F.linear(x, torch.cat([dequantise(weight, x.dtype) for weight in weights]), bias)
+        matrices = [dequantise(weight, x.dtype) for weight in weights]
+        return F.linear(x, matrices[0] if len(matrices) == 1 else torch.cat(matrices), bias)
     outs, at, step = [], 0, max(1, most // ROWS) * ROWS
     for weight in weights:
         for first in range(0, weight.num_rows, step):
