@@ -17,11 +17,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from batchspec.errors import CheckpointError, ConfigError
+from batchspec.errors import CheckpointError
 from batchspec.kernels.common.int4 import BLOCK, CODES, ROWS, WORDS, Int4Weight, arrange, bf16_scales, dequantise, is_readable
 from batchspec.model.blocks.base import GroupedSpec, Projection, Share
 from batchspec.model.blocks.forward import GroupedProduct, Product
-from batchspec.model.quant.base import Pieces, Weights, joined_bias, shard_matrix
+from batchspec.model.quant.base import Pieces, Weights, check_size, joined_bias, shard_matrix, unordered
 from batchspec.model.quant.grouped import SeparateExperts, expert_biases, expert_parts
 from batchspec.model.quant.int4 import Int4Linear
 from batchspec.model.quant.int4_experts import ExpertWeights, Int4Experts
@@ -58,10 +58,7 @@ class Int4(SeparateExperts):
     def in_one_order(self) -> Self:
         if self.act_order or not (self.group_size is None or is_readable(self.group_size)):
             kind = "in act order" if self.act_order else f"in groups of {self.group_size}"
-            raise ConfigError(
-                f"decode.deterministic=true with INT4 weights {kind} is supported in float64 only: the library computes their "
-                "products, in no fixed order; remove it, or set model.dtype=float64"
-            )
+            raise unordered(f"INT4 weights {kind}")
         return replace(self, ordered=True)
 
     def holds(self, spec: GroupedSpec) -> bool:
@@ -119,12 +116,8 @@ class Int4(SeparateExperts):
         whole_groups  the last group may not have fewer columns
         """
         divisor = CODES if self.group_size is None or not whole_groups else self.group_size
-        for what, size, unit in (("inputs", part.k, divisor), ("outputs", part.rows, CODES if packs_rows else 1)):
-            if size % unit:
-                raise CheckpointError(
-                    f"{part.name}: {size} {what} are no multiple of {unit}, so that it cannot be in INT4 as quantization_config "
-                    "says; use a checkpoint that names it as not quantised, or one in another format"
-                )
+        check_size(part, part.k, "inputs", divisor, "INT4")
+        check_size(part, part.rows, "outputs", CODES if packs_rows else 1, "INT4")
 
     @property
     def block(self) -> int:
