@@ -10,7 +10,7 @@ import torch
 
 from batchspec.model.shapes import shape_spec
 from batchspec.model.spec import ModelSpec
-from batchspec.packing.cost import H200, Rates, calibrate, prefill_seconds, read_bytes, round_seconds
+from batchspec.packing.cost import H200, NVFP4_BYTES, Rates, calibrate, prefill_seconds, read_bytes, round_seconds
 
 BF16 = torch.bfloat16
 QUICK = replace(H200, overhead_s=0.0, layer_s=0.0)
@@ -128,3 +128,20 @@ def test_int4_experts_are_unpacked_if_tokens_choose_them() -> None:
     slow = replace(QUICK, unpack_s=1e12)
     of_experts = sum(gemm.read * gemm.size for _, gemm in spec.gemms(64) if gemm.grouped) / 1e12
     assert round_seconds(spec, slow, dtype=BF16, rows=64, context_tokens=1, tokens_per_row=1) > of_experts
+
+
+def test_nvfp4_weights_are_dequantised_in_each_pass() -> None:
+    """Before each product, for any number of tokens; at many the product then takes the arithmetic of plain weights."""
+    nvfp4, bf16 = shape_spec("llama8b-nvfp4"), shape_spec("llama8b")
+    dequantised_s = NVFP4_BYTES * 32 * 4096 * (6144 + 4096 + 3 * 14336) / QUICK.bytes_s
+    for rows in (256, 8192):
+        assert round_s(nvfp4, rows) - round_s(bf16, rows) == pytest.approx(dequantised_s, rel=1e-6)
+    assert 0.3 < (round_s(nvfp4, 1) - dequantised_s) / round_s(bf16, 1) < 0.4  # read once in their own bytes
+
+
+def test_nvfp4_experts_are_dequantised_and_multiplied_whether_tokens_choose_them_or_not() -> None:
+    nvfp4, bf16 = shape_spec("qwen3-30b-a3b-nvfp4"), shape_spec("qwen3-30b-a3b")
+    of_experts = sum(gemm.stored * gemm.size for _, gemm in nvfp4.gemms(1) if gemm.grouped)
+    assert of_experts == 48 * 128 * 3 * 768 * 2048
+    assert round_s(nvfp4, 1) > NVFP4_BYTES * of_experts / QUICK.bytes_s
+    assert prefill_s(nvfp4) - prefill_s(bf16) > 2**17 * 2.0 * of_experts * (1 - 8 / 128) / QUICK.flop_s(2**17)

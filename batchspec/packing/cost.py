@@ -12,6 +12,8 @@ weights of g with which a token is multiplied; flop_s_g the rate of their format
 have their own; MXFP4 weights are unpacked and multiplied like plain ones. INT4 weights take time to be unpacked besides, once for
 each tile of tokens: P_g max(1, T / unpack_tokens) / unpack_s is added to the arithmetic; for many tokens they are dequantised
 instead, if that takes less (`_unpacking_s`). Its rate is known of one GPU; elsewhere, and in plain torch, it is not counted.
+NVFP4 weights are dequantised in plain torch in each pass, which moves NVFP4_BYTES for each, before they are multiplied; a GPU
+does so with all experts, and multiplies each with every token. A CPU computes chosen experts alone, so it takes less.
 R rows, C_l keys of a row that layer l reads, T = R * tokens_per_row, kv bytes of K/V a token and layer, A query heads * head_dim,
 L layers. C_l is the row's context; in a layer with a window it is min(context, window + tokens_per_row - 1). S bytes of the
 states of a row in all recurrent layers: a round reads and writes them once. In prefill these layers take the arithmetic of
@@ -39,6 +41,9 @@ FP8_TOKENS = {"cpu": 64, "cuda": 2048}
 """Number of tokens of the W8A8 product that is measured: enough to be bound by arithmetic."""
 DEQUANTISED_BYTES = 4.5
 """Bytes that are moved to dequantise an INT4 weight to bf16 and to read it again."""
+NVFP4_BYTES = 33.0
+"""Bytes that are moved to dequantise an NVFP4 weight to bf16 and to read it again: counted from the operations of
+`kernels/common/nvfp4.py`, most of them in fp32, and not measured."""
 LORA_LAUNCH_S, LORA_SLOWDOWN = 3e-6, 2.0
 """Minimum seconds of a low-rank product in a CUDA graph, and its time relative to that of its bytes or operations. Fitted to
 rounds of Llama-8B on an H200 with 16 adapters of rank 16 or 64, 256 and 1,024 tokens (2026-11): within 23 percent of the 1.9 to
@@ -236,11 +241,13 @@ def _products_s(
     total_s = 0.0
     for prefix, gemm in spec.gemms(correlation * tokens):
         read_s = gemm.read * spec.gemm_bytes(prefix, gemm, dtype) / bytes_s
-        arithmetic_s = 2.0 * gemm.active * gemm.size * rounded / (fp8 if spec.multiplies_fp8(prefix, gemm) else plain)
+        dequantised = gemm.stored if spec.dequantises(prefix, gemm) else 0
+        flop_s = fp8 if spec.multiplies_fp8(prefix, gemm) else plain
+        arithmetic_s = 2.0 * (dequantised or gemm.active) * gemm.size * rounded / flop_s
         if spec.unpacks(prefix, gemm):
             tiles = max(gemm.read, gemm.active * tokens / rates.unpack_tokens)
             arithmetic_s += _unpacking_s(rates, gemm.size, tiles, dense=not gemm.grouped)
-        total_s += max(read_s, arithmetic_s)
+        total_s += max(read_s, arithmetic_s) + dequantised * gemm.size * NVFP4_BYTES / rates.bytes_s
     outputs = tokens if outputs is None else outputs
     size, rounded = spec.num_logits * spec.hidden_size, _whole_tiles(rates, outputs)
     flop_s = rates.product_flop_s(rounded, fp8=False)
