@@ -29,6 +29,7 @@ from tests.kernels.compile_cases import (
     tree,
 )
 from tests.kernels.compile_cases.cases import Case
+from tests.kernels.unpacking import assert_unpacks_to_the_bit
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (attention, distributed, drafting, gated_delta, gemm, kv_cache, lora, moe, norm_rope, rounds, sampling, train, tree)
@@ -51,6 +52,38 @@ def multiplies_e4m3_itself(name: str, ptx: str) -> None:
     assert all(re.match(r"wgmma\S*m64n\d+k32\.f32\.e4m3\.e4m3$", each) for each in found), f"{name}: {found}"
 
 
+OF_INT4 = ("int4_linear_kernel", "experts_int4_kernel")
+
+
+def multiplies_from_registers(name: str, ptx: str) -> None:
+    """Every tile of INT4 weights is an operand (M) of wgmma in registers. It is loaded from shared memory 16 bytes at a time, and
+    copied there 16 bytes at a time or by TMA."""
+    found = set(re.findall(r"(?:mma\.sync|wgmma\.mma_async)\S*", ptx))
+    assert found, name
+    assert all(re.match(r"wgmma\S*m64n\d+k16\.f32\.bf16\.bf16$", each) for each in found), f"{name}: {found}"
+    multiplied = re.findall(r"wgmma\.mma_async\S*\s*\{[^}]*\},\s*(\S)", ptx)
+    assert set(multiplied) == {"{"}, f"{name}: W is read from shared memory"
+    words = re.findall(r"ld\.shared\.v\d\.b\d+", ptx)
+    assert words.count("ld.shared.v4.b32") >= 2, f"{name}: {set(words)}"
+    copied = re.findall(r"cp\.async\.c[ag]\.shared\.global\s*\[[^\]]*\][^,]*,\s*\[[^\]]*\],\s*0x(\w+)", ptx)
+    assert "cp.async.bulk.tensor" in ptx or copied.count("10") >= 2, f"{name}: {set(copied)}"
+    assert ".local" not in ptx, f"{name}: spilled by LLVM"
+
+
+def spilled_bytes(cubin: bytes) -> int:
+    """Bytes of a thread's local memory, for registers that ptxas spilled."""
+    import tempfile
+
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        words = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    return sum(int(found) for found in re.findall(r"(?:STACK|LOCAL):(\d+)", said))
+
+
 def compile_case(name: str) -> int:
     """Bytes of its cubin."""
     from importlib import import_module
@@ -63,19 +96,30 @@ def compile_case(name: str) -> int:
     package, module, kernel, warps, arguments = CASES[name]
     function = getattr(import_module(f"batchspec.kernels.{package}.{module}"), kernel)
     arguments |= {"PDL": True} if "PDL" in function.arg_names else {}
-    signature, constants = {}, {}
+    signature, constants = dict[str, str](), dict[str, object]()
     for argument, kind in arguments.items():
-        is_type = isinstance(kind, str) and argument != "ACC"
-        signature[argument] = kind if is_type else "constexpr"
-        if not is_type:
+        if isinstance(kind, str) and argument != "ACC":
+            signature[argument] = kind
+        else:
+            signature[argument] = "constexpr"
             constants[argument] = {"fp32": tl.float32, "fp64": tl.float64}.get(str(kind), kind)
     assert list(signature) == function.arg_names, f"{name}: the kernel's arguments are {function.arg_names}"
-    source = ASTSource(fn=function, signature=signature, constexprs=constants)
+    aligned: dict[tuple[int, ...], list[list[object]]] = {}
+    if kernel in OF_INT4:  # as in launches: sizes and addresses are multiples of 16, so that loads have 16 bytes
+        sizes = (param for param in function.params if signature[param.name] != "constexpr" and not param.do_not_specialize)
+        kinds = {param.num: signature[param.name] for param in sizes}
+        places = (place for place, kind in kinds.items() if kind.startswith("*") or kind == "i32")
+        aligned = {(place,): [["tt.divisibility", 16]] for place in places}
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     if "PDL" in arguments and not arguments.get("EARLY"):
         waits_first(name, compiled.asm["ptx"])
     if kernel in ("fp8_linear_kernel", "experts_fp8_kernel"):
         multiplies_e4m3_itself(name, compiled.asm["ptx"])
+    if kernel in OF_INT4:
+        multiplies_from_registers(name, compiled.asm["ptx"])
+        assert_unpacks_to_the_bit(compiled.asm["ttgir"])
+        assert spilled_bytes(compiled.asm["cubin"]) == 0, name
     return len(compiled.asm["cubin"])
 
 
