@@ -22,7 +22,7 @@ L layers, e bytes a number:
     passes as graphs (ablation.prefill_graphs)  a pass of `graph_tokens` tokens once more, in the graphs' pool; K and V of 4 times
               as many keys; 16 MB for each of 16 graphs
 
-Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.1 + 0.9 + 2 = 8.3 GB of the 132 that one H200 has after the
+Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.1 + 1.1 + 2 = 8.5 GB of the 132 that one H200 has after the
 weights; the pages hold 900 thousand tokens, 80 rows of 8192 + 3072.
 """
 
