@@ -123,7 +123,7 @@ def test_a_rank_with_fewer_key_heads_than_ranks_has_the_one_that_its_queries_rea
     spec = tiny_spec(num_heads=8, num_kv_heads=2, head_dim=4)
     for rank in range(4):
         part = spec.sharded(Shard(rank, 4))
-        assert (part.num_heads, part.num_kv_heads, part.kv_layout(torch.float32, 16).num_kv_heads) == (2, 1, 1)
+        assert (part.num_heads, part.num_kv_heads, part.kv_layouts(torch.float32, 16)[0].num_kv_heads) == (2, 1, 1)
         slices = slices_of(part)
         assert slices is not None
         queries, keys = (slices[f"model.layers.0.self_attn.{x}_proj.weight"][0][0] for x in "qk")

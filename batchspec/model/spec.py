@@ -42,7 +42,7 @@ class ModelSpec(CheckpointPart):
     hidden_size: int
     vocab_size: int
     layers: tuple[LayerSpec, ...]
-    """The layers; those that attend all have the same numbers of query heads, K/V heads and values per head."""
+    """The layers; those that attend may differ in the numbers of heads and of values per head."""
     rms_eps: float
     """epsilon of the final norm"""
     rope: RopeSpec
@@ -80,24 +80,23 @@ class ModelSpec(CheckpointPart):
     """The layer of the checkpoint that predicts one token further, complete even if this is a part; None: it has none that
     drafts can come from."""
 
-    def __post_init__(self) -> None:
-        heads = {(a.num_heads, a.num_kv_heads, a.head_dim) for a in self.attentions}
-        assert len(heads) == 1, heads  # K/V of all layers are in one tensor, and their attention shares a plan
-
-    def kv_layout(self, dtype: torch.dtype, page_size: int) -> KVLayout:
-        """The format in which each of its layers stores K and V that are computed in `dtype`."""
-        return KVLayout(
-            dtype=dtype, fp8=self.fp8_kv, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=page_size,
-            ordered=self.ordered,
+    def kv_layouts(self, dtype: torch.dtype, page_size: int) -> tuple[KVLayout, ...]:
+        """[num_kv_layers] the format in which each layer that keeps K and V stores them, computed in `dtype`."""
+        return tuple(
+            KVLayout(
+                dtype=dtype, fp8=self.fp8_kv, num_kv_heads=own.num_kv_heads, head_dim=own.head_dim, page_size=page_size,
+                ordered=self.ordered,
+            )
+            for own in self.kv_attentions
         )
 
     def layer_states(self, dtype: torch.dtype, page_size: int, *, draft_len: int = 0) -> tuple[LayerState, ...]:
         """What each of its layers keeps of a row. draft_len: K, the maximum number of drafts that a round verifies."""
-        layout = self.kv_layout(dtype, page_size)
+        kept = dict(zip(self.kv_layers, self.kv_layouts(dtype, page_size), strict=True))
         return tuple(
-            LayerState(layout, mixer.window) if isinstance(mixer, AttentionSpec)
+            LayerState(kept.get(i), mixer.window) if isinstance(mixer, AttentionSpec)
             else LayerState(None, row=mixer.row_tensors(dtype, self.state_dtype, draft_len))
-            for mixer in (layer.mixer for layer in self.layers)
+            for i, mixer in enumerate(layer.mixer for layer in self.layers)
         )
 
     @property
@@ -111,8 +110,9 @@ class ModelSpec(CheckpointPart):
 
     def sharing_cost(self, dtype: torch.dtype, *, page_size: int, max_q: int) -> SharingCost:
         """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once."""
-        inner_size = max(attention.inner_size for attention in self.attentions)
-        return SharingCost.of(self.kv_layout(dtype, page_size), inner_size=inner_size, windows=self.windows, max_q=max_q)
+        kept = list(zip(self.kv_attentions, self.kv_layouts(dtype, page_size), strict=True))
+        own, layout = next((one for one in kept if one[0].window is None), kept[0])  # with a window they are read once per row
+        return SharingCost.of(layout, inner_size=own.inner_size, windows=self.windows, max_q=max_q)
 
     @property
     def ordered(self) -> bool:
@@ -125,17 +125,27 @@ class ModelSpec(CheckpointPart):
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """[num_kv_layers] indices of the layers that attend, and so keep K and V."""
+        """Indices of the layers that attend."""
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionSpec))
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        """[num_kv_layers]"""
+        """Those of `attention_layers`."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
 
     @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """[num_kv_layers] indices of the layers that keep K and V."""
+        return self.attention_layers
+
+    @property
+    def kv_attentions(self) -> tuple[AttentionSpec, ...]:
+        """[num_kv_layers]"""
+        return tuple(self.layers[i].attention for i in self.kv_layers)
+
+    @property
     def num_kv_layers(self) -> int:
-        return len(self.attentions)
+        return len(self.kv_layers)
 
     @property
     def is_recurrent(self) -> bool:
@@ -144,6 +154,7 @@ class ModelSpec(CheckpointPart):
 
     @property
     def num_heads(self) -> int:
+        """Of the first layer that attends, as the next two: a new draft head has as many."""
         return self.attentions[0].num_heads
 
     @property
@@ -156,12 +167,12 @@ class ModelSpec(CheckpointPart):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """[num_kv_layers] number of keys that a query of the layer attends to at most, itself included; None: all."""
+        """Of each of `attention_layers`: number of keys that a query attends to at most, itself included; None: all."""
         return tuple(attention.window for attention in self.attentions)
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """[num_kv_layers]"""
+        """Of each of `attention_layers`."""
         local = self.rope if self.local_rope is None else self.local_rope
         return tuple(self.rope if window is None else local for window in self.windows)
 

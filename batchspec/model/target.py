@@ -15,7 +15,7 @@ from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.decoder import LayerWeights, ResidualStream
-from batchspec.model.kv_scales import heads_of_part
+from batchspec.model.kv_scales import scales_of_part
 from batchspec.model.lora import Adapter, adapted
 from batchspec.model.lora_products import AdapterSource, LoraStacks
 from batchspec.model.mixer_inputs import MixerInputs, ends_of
@@ -50,14 +50,15 @@ class Target:
         self._norm = weights.tensor(FINAL_NORM)
         head = self._embedding[spec.vocab_part] if spec.tie else weights.tensor(OUTPUT)
         self._head = output_head(head, ordered=spec.ordered)
-        self._ropes = list(dict.fromkeys(spec.ropes))
-        self._rope_ids = [self._ropes.index(rope) for rope in spec.ropes]
-        self._freqs = [rope_frequencies(rope, spec.head_dim).to(device) for rope in self._ropes]
-        self.kv_scales: Tensor | None = None
-        """fp32 [L, 2 (K, V), KVH] scales of an e4m3 cache, if spec.fp8_kv (`kv_scales.py`), on a rank those of its heads. Set
-        before an engine is made: caches hold views of it."""
+        rotations = list(zip(spec.ropes, (own.head_dim for own in spec.attentions), strict=True))
+        self._ropes = list(dict.fromkeys(rotations))
+        self._rope_ids = [self._ropes.index(own) for own in rotations]
+        self._freqs = [rope_frequencies(rope, head_dim).to(device) for rope, head_dim in self._ropes]
+        self.kv_scales: tuple[Tensor, ...] | None = None
+        """For each layer that keeps K and V, fp32 [2 (K, V), KVH] scales of an e4m3 cache, if spec.fp8_kv (`kv_scales.py`), on a
+        rank those of its heads. Set before an engine is made: caches hold them."""
         self.all_kv_scales: Tensor | None = None
-        """The same for all heads of the model, on the CPU."""
+        """The same for all heads of the model, on the CPU, as `KVScales.values`."""
         self.weight_sums: WeightSums | None = None
         """Of the files that the weights came from, where `load` was asked for them."""
         self._has_experts = spec.experts is not None
@@ -105,13 +106,15 @@ class Target:
         rewrite(self._head, output_head(head, ordered=self.spec.ordered), "lm_head")
 
     def use_kv_scales(self, values: Tensor) -> None:
-        """Set the scales, fp32 [L, 2, KVH] for all heads of the model, or overwrite their values in place, where caches read
+        """Set the scales, `KVScales.values` for all heads of the model, or overwrite their values in place, where caches read
         them."""
-        self.all_kv_scales, own = values.cpu(), values[:, :, heads_of_part(self.spec)].to(self.device).contiguous()
+        self.all_kv_scales = values.cpu()
+        own = scales_of_part(values, self.spec)
         if self.kv_scales is None:
-            self.kv_scales = own
+            self.kv_scales = tuple(layer.to(self.device).contiguous() for layer in own)
         else:
-            self.kv_scales.copy_(own)
+            for kept, layer in zip(self.kv_scales, own, strict=True):
+                kept.copy_(layer)
 
     @property
     def embedding(self) -> Tensor:
@@ -157,7 +160,9 @@ class Target:
         embedded = self._embedding.index_select(0, batch.token_ids)
         embedded = embedded if self._embedding_scale is None else embedded.mul_(self._embedding_scale)
         stream = ResidualStream(embedded, self._live(batch), self.ranks)
-        ropes = [rope_of(batch.positions, freqs, rope, self.dtype) for freqs, rope in zip(self._freqs, self._ropes, strict=True)]
+        ropes = [
+            rope_of(batch.positions, freqs, rope, self.dtype) for freqs, (rope, _) in zip(self._freqs, self._ropes, strict=True)
+        ]
         aux = self._aux_buffer(stream.residual, aux_layer_ids)
         lora, last = self._lora_tokens(batch), len(self._layers) - 1
         inputs = MixerInputs(

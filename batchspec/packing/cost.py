@@ -172,7 +172,9 @@ def read_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: float, *, correlatio
 
 def kv_read_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int, context_tokens: float, tokens_per_row: float) -> float:
     """Bytes of K/V that the target reads in one round: see `round_seconds`."""
-    return rows * sum(_round_keys(spec, context_tokens, tokens_per_row)) * spec.kv_layout(dtype, 1).token_bytes
+    keys = _round_keys(spec, context_tokens, tokens_per_row)
+    layouts = spec.kv_layouts(dtype, 1)
+    return rows * sum(count * layout.token_bytes for count, layout in zip(keys, layouts, strict=True))
 
 
 def moved_state_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int) -> int:

@@ -67,7 +67,8 @@ class Executor:
         self.target, self.drafter, self.batch = target, drafter, batch
         layers = spec.layer_states(target.dtype, batch.page_size, draft_len=batch.draft_len)
         draft_layers = drafter.layer_states(batch.page_size)
-        groups = KVGroups.of(spec.windows, [layer.window for layer in draft_layers], batch.max_len)
+        kept = [layer.window for layer in layers if layer.kv is not None]
+        groups = KVGroups.of(kept, [layer.window for layer in draft_layers], batch.max_len)
         self.cache = KVCache.allocate(
             layers,
             draft_layers,
