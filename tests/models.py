@@ -65,6 +65,8 @@ def _vary(model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("bias"):
             torch.nn.init.normal_(buffer, std=0.2)
+        elif name.endswith("layer_scalar"):
+            buffer.uniform_(0.6, 1.3)
 
 
 def write_weights(folder: Path) -> Path:
@@ -129,11 +131,16 @@ def make_tokenizer(folder: Path, *, vocab: int = 320, chat_template: str = CHAT_
 _VISION: dict[str, Any] = {
     "siglip_vision_model": {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8},
     "pixtral": {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8, "head_dim": 16},
+    "gemma4_vision": {
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 8,
+    },
+    "gemma4_unified_vision": {"mm_embed_dim": 64, "output_proj_dims": 64, "mm_posemb_size": 8},
     "qwen3_5_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4},
     "qwen3_5_moe_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4},
 }
 _WRAPPED = {
     "gemma3": ("gemma3_text", "siglip_vision_model"), "mistral3": ("mistral", "pixtral"),
+    "gemma4": ("gemma4_text", "gemma4_vision"), "gemma4_unified": ("gemma4_unified_text", "gemma4_unified_vision"),
     "qwen3_5": ("qwen3_5_text", "qwen3_5_vision"), "qwen3_5_moe": ("qwen3_5_moe_text", "qwen3_5_moe_vision"),
 }
 

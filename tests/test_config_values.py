@@ -193,6 +193,8 @@ def test_a_rope_for_each_layer_type_is_refused_by_name(key: str) -> None:
 def test_keys_that_change_any_model_of_transformers_are_refused_in_every_family(family: str) -> None:
     """is_causal=false makes attention bidirectional; per_layer_config gives single layers other values of any key."""
     config = {**LLAMA, "model_type": family, "num_key_value_heads": 2}
+    if family.startswith("gemma4"):  # which reads per_layer_config
+        config |= {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0}
     for key, neutral in (("is_causal", True), ("is_causal", None), ("per_layer_config", None), ("per_layer_config", {})):
         assert ours({**config, key: neutral}) == ours(config) is not None
     changes: list[tuple[str, Any, str]] = [

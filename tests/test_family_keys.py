@@ -33,6 +33,7 @@ RECURRENT: dict[str, Any] = {
 }
 SHARED = {"num_experts": 11, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24}
 RECURRENT_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 OWN: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
@@ -48,6 +49,15 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "sliding_window": 7, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20, "rope_local_base_freq": 50.0,
         "tie_word_embeddings": False,
+    },
+    "gemma4_text": {
+        "head_dim": 12, "global_head_dim": 20, "num_global_key_value_heads": 2, "attention_k_eq_v": True, "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"], "hidden_size_per_layer_input": 0,
+        "tie_word_embeddings": False, "final_logit_softcapping": 5.0,
+    },
+    "gemma4_unified_text": {
+        "head_dim": 12, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "use_bidirectional_attention": "vision",
     },
     "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
     "olmo2": {},
@@ -71,13 +81,14 @@ VALUES: list[dict[str, Any]] = [
 ]
 REFUSED: dict[str, set[str]] = {
     "layer_types": {"llama", "qwen3_moe", "minimax_m2", "olmo2", "glm4", "mixtral", "phi3", *RECURRENT_FAMILIES},
-    "sliding_window": {"gpt_oss", "gemma3_text"},
-    "rope_parameters": {"gemma3_text"},
-    "yarn": {"gemma3_text", "phi3"},
-    "rope_scaling": {"phi3"},
+    "sliding_window": {"gpt_oss", "gemma3_text", *GEMMA4},
+    "rope_parameters": {"gemma3_text", *GEMMA4},
+    "yarn": {"gemma3_text", "phi3", *GEMMA4},
+    "rope_scaling": {"phi3", *GEMMA4},
     "decoder_sparse_step": {"qwen3_5_moe_text"},
     "num_experts_per_tok": set(FAMILIES) - {"qwen3_moe", "mixtral", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"},
     "no head_dim": {"phi3"},
+    "no hidden_size_per_layer_input": {"gemma4_text"},
 }
 """The families that refuse a config, by its title in `changed`."""
 
@@ -190,7 +201,8 @@ def test_keys_of_other_models_are_refused_by_name(family: str) -> None:
     config = {"model_type": family, **SHAPE, **USUAL, **OWN[family]}
     changes = OF_OTHER_MODELS | (OF_OTHER_MINIMAX if family == "minimax_m2" else {})
     changes |= OF_SOME_FAMILIES if family == "llama" else {}
-    read = {*config} | ({"hidden_act"} if family == "gemma3_text" else set())
+    read = {*config} | ({"hidden_act"} if family in ("gemma3_text", *GEMMA4) else set())
+    read |= {"final_logit_softcapping"} if family in GEMMA4 else set()
     changes = {key: value for key, value in changes.items() if key not in read}
     for key, value in changes.items():
         with pytest.raises(CheckpointError, match=f"not supported: {key}="):

@@ -32,6 +32,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rows, biases": ("qwen2", {**SIZES, "quantization_config": ROWS}),
     "calibrated": ("llama", {**SIZES, "quantization_config": compressed("tensor", STATIC, ignore=["lm_head"])}),
     "gelu, post norms, norms in fp32": ("gemma3_text", {**SIZES, "head_dim": 16, "quantization_config": ROWS}),
+    "gemma4, layers that scale the stream": ("gemma4_text", {
+        **SIZES, "quantization_config": ROWS, "global_head_dim": 32, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+    }),
     "down plain": ("llama", {**SIZES, "quantization_config": compressed("channel", TOKEN, ignore=["lm_head", "re:.*down_proj"])}),
 }
 WHOLE_BLOCKS: dict[str, Any] = {

@@ -18,6 +18,7 @@ from batchspec.model.shard import slices_of
 from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec, read_spec
 from batchspec.model.weights import Checkpoint, DummyWeights, expected_shapes, taken
 from tests.engines import tiny_spec
+from tests.gemma4_models import DENSE
 from tests.int4_layouts import of_awq, of_compressed_tensors, of_gptq
 from tests.models import make_checkpoint
 from tests.moe_models import tiny_config
@@ -35,6 +36,8 @@ RECURRENT_INT4 = {
 
 
 def spec_of(family: str, **changes: Any) -> ModelSpec:
+    if family == "gemma4_text":
+        return read_spec({**TINY, **DENSE, "head_dim": 4, "global_head_dim": 6, **changes, "model_type": family}, "config.json")
     if family in ("qwen3", *OWN):
         return read_spec({**TINY, "model_type": family, **OWN.get(family, {}), **changes}, "config.json")
     sizes = {"intermediate_size": 16, "moe_intermediate_size": 16} if family == "qwen3_moe" else {"intermediate_size": 16}
@@ -45,7 +48,7 @@ SPECS: dict[str, ModelSpec] = {
     "llama": tiny_spec(),
     "biases": tiny_spec(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, tie=True),
     **{family: spec_of(family) for family in ("gemma3_text", "olmo2", "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss")},
-    **{family: spec_of(family) for family in ("qwen3_5_text", "qwen3_next")},
+    **{family: spec_of(family) for family in ("qwen3_5_text", "qwen3_next", "gemma4_text")},
     "gpt_oss mxfp4": spec_of("gpt_oss", intermediate_size=128, quantization_config={"quant_method": "mxfp4"}),
     "minimax_m2 fp8": spec_of("minimax_m2", **WIDE, quantization_config=FP8_BLOCK),
     "qwen3_moe fp8": spec_of("qwen3_moe", **WIDE_QWEN, quantization_config=FP8_BLOCK),

@@ -159,7 +159,8 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-DENSE, EXPERTS = ("llama", "qwen3", "phi3", "glm4", "gemma3_text", "olmo2"), ("mixtral", "qwen3_moe", "minimax_m2", "qwen3_next")
+DENSE = ("llama", "qwen3", "phi3", "glm4", "gemma3_text", "gemma4_text", "olmo2")
+EXPERTS = ("mixtral", "qwen3_moe", "minimax_m2", "qwen3_next")
 RECURRENT = ("qwen3_5_text", "qwen3_next")
 CUT = [
     *((family, form) for family in (*DENSE, "qwen3_5_text", *EXPERTS) for form in ("plain", "fp8 blocks", "fp8 rows")),
@@ -199,6 +200,8 @@ def test_what_plan_lets_through_every_rank_loads_and_computes(data: st.DataObjec
             "linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * data.draw(st.sampled_from([1, 2])),
             "linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim, "num_hidden_layers": 2,
         }
+    if family == "gemma4_text":
+        shape |= {"num_hidden_layers": 2, "global_head_dim": 2 * head_dim}
     if family == "phi3":
         shape["hidden_size"] = head_dim * shape["num_attention_heads"]
     spec = spec_of(family, **{name: value for name, value in shape.items() if value is not None}, **FORMATS[form])

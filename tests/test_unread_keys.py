@@ -82,7 +82,8 @@ def test_all_keys_that_transformers_saves_are_known(family: str) -> None:
     from transformers import AutoConfig
 
     values = AutoConfig.for_model(family, **{key: value for key, value in LLAMA.items() if key != "model_type"}).to_dict()
-    values |= {"num_key_value_heads": 2, "sliding_window": 64 if family in ("gpt_oss", "gemma3_text") else None}
+    values |= {"num_key_value_heads": 2, "sliding_window": 64 if family == "gpt_oss" or family.startswith("gemma") else None}
+    values |= {"hidden_size_per_layer_input": 0} if family == "gemma4_text" else {}
     if "linear_num_key_heads" in values:
         values["layer_types"] = ["linear_attention", "full_attention"]
     assert read_spec(values, "config.json").unread == ()

@@ -69,8 +69,7 @@ class KVCache:
     ) -> KVCache:
         """Zeroed pages and row tensors.
 
-        layers, draft_layers  of the target and of the drafter. K/V of the drafter's layers have one layout. If it is e4m3, the
-                              scales are 1
+        layers, draft_layers  of the target and of the drafter, whose scales are 1 if its layout is e4m3
         num_pages  of each group
         num_states  entries of the target's row tensors beyond those of the slots, for states of prefixes
         scales     for each of the target's layers that keep K and V, fp32 [2 (K, V), KVH], if their layouts are e4m3
@@ -84,7 +83,7 @@ class KVCache:
         pages = {kind: iter(kv) for kind, kv in memory.items()}
         of_layers: Sequence[Tensor | None] = [None] * len(kinds) if scales is None else scales
         target_layers = tuple(LayerKV(next(pages[kind]), kind[1], own) for kind, own in zip(kinds, of_layers, strict=True))
-        draft_kv = _draft_kv(draft_layers, num_pages[groups.draft_group], device) if draft_layers else ()
+        draft_kv = tuple(_draft_kv(layer, num_pages[groups.draft_group], device) for layer in draft_layers)
         rows = tuple(
             torch.zeros((num_slots, *one.shape), dtype=one.dtype, device=device) for layer in draft_layers for one in layer.row
         )
@@ -183,12 +182,11 @@ def _target_rows(
     return tuple(tuple(part(*one) for one in own) for own in places), tuple(whole.values())
 
 
-def _draft_kv(layers: Sequence[LayerState], num_pages: int, device: torch.device) -> tuple[LayerKV, ...]:
-    layout = layers[0].layout
-    assert {layer.kv for layer in layers} == {layout}
+def _draft_kv(layer: LayerState, num_pages: int, device: torch.device) -> LayerKV:
+    layout = layer.layout
     # No output token depends on drafts: rounding with a scale of 1 can only cost acceptance.
     ones = torch.ones(2, layout.num_kv_heads, device=device) if layout.fp8 else None
-    return tuple(LayerKV(pages, layout, ones) for pages in layout.allocate(len(layers), num_pages, device))
+    return LayerKV(layout.allocate(1, num_pages, device)[0], layout, ones)
 
 
 def prefix_hashes(ids: Ids, page_size: int, lookahead: int = 0, *, salt: bytes = b"") -> list[bytes]:

@@ -181,7 +181,8 @@ class GradientStream:
     def reduced(self, values: Tensor) -> Tensor:
         return values
 
-    def add(self, values: Tensor) -> None:
+    def add(self, values: Tensor, factor: Tensor | None = None) -> None:
+        assert factor is None, "layers whose output is scaled are not trained"
         self.state = self.state + values
 
     def add_output(self, values: Tensor) -> None:
@@ -204,11 +205,15 @@ class StepAttention:
     def __init__(self, step: Step, keys: Keys, head_dim: int, *, wide: bool) -> None:
         self._step, self._keys, self._head_dim, self._wide = step, keys, head_dim, wide
 
-    def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
+    def rotate_and_store(
+        self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, v_norm: bool = False, shared_v: bool = False
+    ) -> Tensor:
         """Norm and rotate q and k, add k and v to the keys, and return q [T, NH, D], or [L, NH, D] for a mask token.
 
         qkv  q, k and v [T, heads * D], or [1, heads * D] for a mask token, which is the same at all positions
         """
+        assert not v_norm, "heads that norm V are not trained"
+        assert not shared_v, "heads whose V is what k_proj computes are not trained"
         q, k, v = (self._by_row(part) for part in qkv)
         if q_norm is not None and k_norm is not None:
             assert len(q_norm) == self._head_dim, "heads with norms over all of q and of k are not trained"

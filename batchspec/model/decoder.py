@@ -49,6 +49,13 @@ class Partial(NamedTuple):
     """[T, H]"""
 
 
+class Scaled(NamedTuple):
+    """Values [T, H] to be added, and a number [1] with which the sum is multiplied."""
+
+    values: Tensor
+    factor: Tensor
+
+
 class ResidualStream:
     """The residual stream [T, H], changed in place, and the values that the next norm adds to it in the same kernel.
 
@@ -65,7 +72,7 @@ class ResidualStream:
         ranks  set for a model that several ranks compute
         """
         self.residual, self.live, self._ranks = residual, live, ranks
-        self._pending: Tensor | Pairs | Partial | None = None
+        self._pending: Tensor | Pairs | Partial | Scaled | None = None
 
     def select(self, places: Tensor) -> ResidualStream:
         """The stream of some tokens, by their indices int64 [R]; only right after a norm."""
@@ -91,7 +98,8 @@ class ResidualStream:
                 assert self._ranks is not None
                 rows = self._ranks.add_norm_fp8(pending.values, self.residual, norm, eps, form, out_aux=out_aux)
             else:
-                rows = norm_quantised(pending, self.residual, norm, eps, form, out_aux)
+                values, factor = pending if isinstance(pending, Scaled) else (pending, None)
+                rows = norm_quantised(values, self.residual, norm, eps, form, out_aux, factor)
             out = product.of_fp8(rows)
             return silu_and_mul(out) if gated else out
         if self._pending is not None or norm is None:
@@ -110,7 +118,8 @@ class ResidualStream:
             if isinstance(pending, Partial):
                 assert self._ranks is not None
                 return reduce_norm(pending.values, self.residual, norm, eps, self._ranks, out_aux, out)
-            return add_norm(pending, self.residual, norm, eps, out_aux, out)
+            values, factor = pending if isinstance(pending, Scaled) else (pending, None)
+            return add_norm(values, self.residual, norm, eps, out_aux, out, factor)
         if out_aux is not None:
             out_aux.copy_(self.residual)
         normed = rms_norm(self.residual, norm, eps)
@@ -124,7 +133,10 @@ class ResidualStream:
                 pending = self._combined(*pending)
             elif isinstance(pending, Partial):
                 pending = self.reduced(pending.values)
-            self.residual.add_(pending)
+            values, factor = pending if isinstance(pending, Scaled) else (pending, None)
+            self.residual.add_(values)
+            if factor is not None:
+                self.residual.mul_(factor)
         if out_aux is not None:
             out_aux.copy_(self.residual)
         return self.residual
@@ -138,9 +150,9 @@ class ResidualStream:
     def reduced(self, values: Tensor) -> Tensor:
         return values if self._ranks is None else self._ranks.sum(values)
 
-    def add(self, values: Tensor) -> None:
+    def add(self, values: Tensor, factor: Tensor | None = None) -> None:
         assert self._pending is None
-        self._pending = values
+        self._pending = values if factor is None else Scaled(values, factor)
 
     def add_output(self, values: Tensor) -> None:
         assert self._pending is None
@@ -176,11 +188,15 @@ class PagedStore:
     norm_ranks: Collectives | None = None
     """The ranks that share the heads over which q and k are normed; None: this process norms alone."""
 
-    def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
+    def rotate_and_store(
+        self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, v_norm: bool = False, shared_v: bool = False
+    ) -> Tensor:
         if self.norm_ranks is not None and q_norm is not None and k_norm is not None:
             self.norm_ranks.norm_heads(qkv, q_norm, k_norm, eps)
             q_norm = k_norm = None
-        return rope_write(qkv, self.rope, self.kv, self.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        return rope_write(
+            qkv, self.rope, self.kv, self.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=eps, v_norm=v_norm, shared_v=shared_v
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ class OutputHead(Protocol):
     """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, V]"""
+        """[N, V], which nothing else holds"""
 
     def greedy(
         self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool, allowed: Allowed | None = None

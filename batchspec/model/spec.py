@@ -52,6 +52,8 @@ class ModelSpec(CheckpointPart):
     """form of the final norm"""
     embedding_scale: float | None = None
     """Factor of the embeddings, rounded to the model's dtype; None: 1."""
+    logit_cap: float | None = None
+    """Logits are cap * tanh(logit / cap); None: they are not capped."""
     tie: bool
     """Whether the output matrix is the embedding."""
     formats: Formats = ALL_PLAIN
@@ -328,6 +330,7 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
         local_rope=family.local_rope(config),
         norms=family.norms,
         embedding_scale=family.embedding_scale(config),
+        logit_cap=family.logit_cap(config),
         tie=config.flag("tie_word_embeddings"),
         formats=formats,
         mtp=None if mtp is None else replace(mtp, formats=formats),

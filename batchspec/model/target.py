@@ -14,6 +14,7 @@ from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.lora.lora_tokens import LoraTokens
+from batchspec.kernels.sampling.softcap import softcap
 from batchspec.model.decoder import LayerWeights, ResidualStream
 from batchspec.model.kv_scales import scales_of_part
 from batchspec.model.lora import Adapter, adapted
@@ -236,7 +237,10 @@ class Target:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] from `forward` -> fp32 [N, V] (fp64 for an fp64 model); on a rank only the logits of
         `spec.vocab_part`."""
-        return self._head.logits(hidden)
+        logits = self._head.logits(hidden)
+        if self.spec.logit_cap is not None:
+            softcap(logits, self.spec.logit_cap)
+        return logits
 
     @torch.inference_mode()
     def all_logits(self, hidden: Tensor) -> Tensor:
@@ -248,7 +252,8 @@ class Target:
     def greedy_sample(
         self, hidden: Tensor, vocab: int | None = None, *, flag_nonfinite: bool = False, allowed: Allowed | None = None
     ) -> Tensor:
-        """int32 [N]: the token of each row's largest logit, the lowest id among equals. On a GPU the logits are not written.
+        """int32 [N]: the token of each row's largest logit, the lowest id among equals. On a GPU the logits are not written. A
+        `logit_cap` is not computed, as it does not change their order.
 
         vocab           choose among the first `vocab` tokens; None: among all
         flag_nonfinite  NO_TOKEN if the logits hold NaN or +inf, or no finite value; otherwise NaN counts as -inf

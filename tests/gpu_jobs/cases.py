@@ -71,6 +71,8 @@ ON_GPU = (
     Setting(model="qwen3_5", dtype="float64", fp8_kv=True, adapters=True),
     Setting(model="qwen3_next", dtype="float64"),
     Setting(model="qwen3_5", adapter=True),
+    Setting(model="gemma4"),
+    Setting(model="gemma4", dtype="float64", fp8_kv=True, adapters=True),
 )
 ON_CPU = (
     Setting(model="llama", dtype="float64", adapters=True),
@@ -93,6 +95,8 @@ ON_CPU = (
     Setting(model="qwen3_5", dtype="float64", adapters=True),
     Setting(model="qwen3_next", dtype="float64", fp8_kv=True),
     Setting(model="qwen3_5", dtype="float64", fp8_kv=True, adapter=True),
+    Setting(model="gemma4", dtype="float64", fp8_kv=True, adapters=True),
+    Setting(model="gemma4", dtype="float64"),
 )
 
 

@@ -42,6 +42,14 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 40}),
     "qwen3": ("qwen3", {}),
     "gemma3": ("gemma3_text", {"sliding_window": 24, "sliding_window_pattern": 3, "query_pre_attn_scalar": 20}),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "full_attention"], "global_head_dim": 64,
+            "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 20.0,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
     "phi3": ("phi3", {"sliding_window": 33}),
     "olmo2": ("olmo2", {}),
     "glm4": ("glm4", {}),
@@ -64,7 +72,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 """Tiny random models: family and keys of config.json."""
 FORMATS = ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss", "gpt_oss_mxfp4")
 """What tests.upcycle makes, of SmolLM2 (`smol:NAME`) or of the tiny Llama (`tiny:NAME`)."""
-ADAPTED = ("smol", "llama", "odd", "mistral", "qwen3", "olmo2", "qwen3_5")
+ADAPTED = ("smol", "llama", "odd", "mistral", "qwen3", "olmo2", "qwen3_5", "gemma4")
 PROJECTIONS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 OF_RECURRENT = ["in_proj_qkv", "in_proj_z", "out_proj", "gate_proj"]
 """More projections that adapters of a model with recurrent layers change."""

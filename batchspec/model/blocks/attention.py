@@ -43,6 +43,10 @@ class AttentionSpec(NormedSpec):
     """Whether q and k are normed, each head separately, before they are rotated."""
     qk_norm_rows: bool = False
     """Whether q and k are normed, each over all of its heads together, before they are rotated."""
+    v_norm: bool = False
+    """Whether each head of v is normed, without a weight."""
+    shared_v: bool = False
+    """Whether there is no v_proj: v is what k_proj computes, before its norm and rotation."""
     sinks: bool = False
     """Whether each head has a learned logit that joins the denominator of its softmax."""
     scale: float | None = None
@@ -71,7 +75,8 @@ class AttentionSpec(NormedSpec):
 
     @property
     def qkv(self) -> ProductSpec:
-        sizes, k = {"q": self.q_rows, "k": self.kv_size, "v": self.kv_size}, self.input_size or self.hidden_size
+        sizes = {"q": self.q_rows, "k": self.kv_size} | ({} if self.shared_v else {"v": self.kv_size})
+        k = self.input_size or self.hidden_size
         if self.fused_qkv:
             return ProductSpec((Projection(f"{self.name}.qkv_proj", sum(sizes.values()), k, self.qkv_bias),))
         return ProductSpec(tuple(Projection(f"{self.name}.{x}_proj", rows, k, self.qkv_bias) for x, rows in sizes.items()))
@@ -110,7 +115,7 @@ class AttentionSpec(NormedSpec):
     @property
     def activation_size(self) -> int:
         """Values of q, k and v before and after the rotation, and the attention output; with gates q and gates once more."""
-        return 2 * self.qkv.rows + self.inner_size + (self.q_rows if self.gated else 0)
+        return 2 * (self.q_rows + 2 * self.kv_size) + self.inner_size + (self.q_rows if self.gated else 0)
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         into = ("linear", "norm_linear") if self.norms_in_kernel else ("linear",)
@@ -221,4 +226,7 @@ class Attention:
         return rotated if gate is None else torch.cat((rotated, gate), 1)
 
     def _rotated(self, qkv: Any, store: StoreKV) -> Tensor:
-        return store.rotate_and_store(qkv, q_norm=self._q_norm, k_norm=self._k_norm, eps=self.spec.eps)
+        return store.rotate_and_store(
+            qkv, q_norm=self._q_norm, k_norm=self._k_norm, eps=self.spec.eps, v_norm=self.spec.v_norm,
+            shared_v=self.spec.shared_v,
+        )

@@ -244,6 +244,8 @@ class NormedSpec:
     """name of the norm of the residual stream; None: the input is not normed"""
     post_norm: str | None = None
     """name of the norm of the block's output; None: it is not normed"""
+    out_factor: str | None = None
+    """Name of a number [1] with which the stream is multiplied after the normed output is added; None: it is not multiplied."""
     norms: NormForm = PLAIN_NORM
 
     @property
@@ -252,8 +254,9 @@ class NormedSpec:
 
     @property
     def stream_norms(self) -> tuple[TensorSpec, ...]:
-        """The weights of these norms."""
-        return tuple(self.norms.tensor(name, self.hidden_size) for name in (self.norm, self.post_norm) if name is not None)
+        """The weights of these norms, and the factor."""
+        norms = (self.norms.tensor(name, self.hidden_size) for name in (self.norm, self.post_norm) if name is not None)
+        return *norms, *(() if self.out_factor is None else (TensorSpec(self.out_factor, (1,), "scale"),))
 
     @property
     def norms_in_kernel(self) -> bool:

@@ -135,8 +135,8 @@ class Stream(Protocol):
     def reduced(self, values: Tensor) -> Tensor:
         """The outputs [T, H] of a product that is cut by rows, summed over all ranks; without ranks the values themselves."""
 
-    def add(self, values: Tensor) -> None:
-        """stream += values [T, H], the same on all ranks."""
+    def add(self, values: Tensor, factor: Tensor | None = None) -> None:
+        """stream += values [T, H], the same on all ranks; then stream *= factor [1], if it is given."""
 
     def add_output(self, values: Tensor) -> None:
         """stream += values [T, H] of a product that is cut by rows, summed over all ranks."""
@@ -156,10 +156,14 @@ class StoreKV(Protocol):
     def lora(self) -> LoraTokens | None:
         """Which tokens go through which adapter; None in a model without."""
 
-    def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
+    def rotate_and_store(
+        self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, v_norm: bool = False, shared_v: bool = False
+    ) -> Tensor:
         """The output of the product of q, k and v -> q [T, NH, D], normed and rotated; stores K, treated the same, and V.
 
         q_norm, k_norm  weights of the norm of each head [D], or of all heads at once [NH * D] and [KVH * D]; or None
+        v_norm          each head of V is normed, without a weight
+        shared_v        the product has no rows of V: it is what K is before its norm and rotation
         """
 
 

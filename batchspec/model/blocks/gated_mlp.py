@@ -108,6 +108,7 @@ class GatedMlp:
         self._spec, self._silu = spec, spec.activation == "silu"
         self._norm = None if spec.norm is None else source.vector(f"{spec.norm}.weight")
         self._post_norm = None if spec.post_norm is None else source.vector(f"{spec.post_norm}.weight")
+        self._out_factor = None if spec.out_factor is None else source.vector(spec.out_factor)
         self._gate_up, self._down = source.product(spec.gate_up), source.product(spec.down)
 
     def norms_in_product(self, stream: Stream) -> bool:
@@ -132,4 +133,4 @@ class GatedMlp:
         if self._post_norm is None:
             stream.add_output(out)
         else:
-            stream.add(rms_norm(stream.reduced(out), self._post_norm, self._spec.eps))
+            stream.add(rms_norm(stream.reduced(out), self._post_norm, self._spec.eps), self._out_factor)

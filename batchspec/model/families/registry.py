@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import Family
 from batchspec.model.families.gemma3_text import GEMMA3_TEXT
+from batchspec.model.families.gemma4 import GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
 from batchspec.model.families.glm4 import GLM4
 from batchspec.model.families.gpt_oss import GPT_OSS
 from batchspec.model.families.llama import LLAMA
@@ -36,6 +37,8 @@ FAMILIES: dict[str, Family] = {
         MINIMAX_M2,
         GPT_OSS,
         GEMMA3_TEXT,
+        GEMMA4_TEXT,
+        GEMMA4_UNIFIED_TEXT,
         PHI3,
         OLMO2,
         GLM4,
@@ -57,6 +60,8 @@ class Wrapper:
 
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text"),
+    "gemma4": Wrapper("Gemma4ForConditionalGeneration", "gemma4_text"),
+    "gemma4_unified": Wrapper("Gemma4UnifiedForConditionalGeneration", "gemma4_unified_text"),
     "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
     "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", text_varies=True),
@@ -66,9 +71,10 @@ _OF_THE_MODEL = ("tie_word_embeddings", "eos_token_id", "quantization_config", "
 _OF_IMAGES = (
     "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "image_token_index",
     "boi_token_index", "eoi_token_index", "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act",
-    "spatial_merge_size", "vision_feature_layer",
+    "spatial_merge_size", "vision_feature_layer", "audio_config", "audio_token_id", "boi_token_id", "eoi_token_id",
+    "boa_token_id", "eoa_token_id", "eoa_token_index", "vision_soft_tokens_per_image",
 )
-"""Keys that describe how images are read."""
+"""Keys that describe how images and sounds are read."""
 
 
 def family_of(config: ConfigReader) -> tuple[Family, ConfigReader]:
