@@ -60,6 +60,8 @@ def _vary(model: torch.nn.Module) -> None:
             parameter.uniform_(0.1, 8).log_()
         elif name.endswith(("norm.weight", "bias")):
             torch.nn.init.normal_(parameter, mean=float(parameter.mean()), std=0.2)
+        elif name.endswith(("norm_1.weight", "norm_2.weight", "router.scale", "per_expert_scale")):
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
         elif name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
     for name, buffer in model.named_buffers():

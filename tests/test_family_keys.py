@@ -88,7 +88,6 @@ REFUSED: dict[str, set[str]] = {
     "decoder_sparse_step": {"qwen3_5_moe_text"},
     "num_experts_per_tok": set(FAMILIES) - {"qwen3_moe", "mixtral", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"},
     "no head_dim": {"phi3"},
-    "no hidden_size_per_layer_input": {"gemma4_text"},
 }
 """The families that refuse a config, by its title in `changed`."""
 

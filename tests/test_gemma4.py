@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
@@ -17,7 +16,8 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import CheckpointError
 from batchspec.model.families.gemma4 import GEMMA4_TEXT
-from batchspec.model.files import LocalFiles
+from batchspec.model.files import LocalFiles, stored_tensors
+from batchspec.model.fused_experts import tensors_of
 from batchspec.model.rope import rope_frequencies
 from batchspec.model.shapes import shape_spec
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
@@ -28,7 +28,7 @@ from batchspec.packing.kv_memory import KVMemory
 from batchspec.records import SamplingParams
 from batchspec.tuning import policy
 from tests.engines import DEVICE, VOCAB, make_engine, packed, request
-from tests.gemma4_models import DENSE, MIXED, NO_LAYER_INPUTS
+from tests.gemma4_models import DENSE, EXPERTS, LAYER_INPUTS, MIXED, NO_LAYER_INPUTS
 from tests.models import make_checkpoint, make_wrapped
 from tests.moe_models import ids_of
 from tests.test_config_values import ODD_VALUES, ours
@@ -50,6 +50,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False, "final_logit_softcapping": None, "global_head_dim": 14,
         },
     ),
+    "experts": ("gemma4_text", {**EXPERTS, "hidden_size": 44}),
+    "layer inputs": ("gemma4_text", {**LAYER_INPUTS, "hidden_size": 44}),
+    "layer inputs, own values": (
+        "gemma4_text",
+        {
+            **LAYER_INPUTS, "hidden_size_per_layer_input": 5, "attention_k_eq_v": False, "use_double_wide_mlp": False,
+            "layer_types": [*MIXED[1:3], *MIXED[1:]], "hidden_size": 60,
+        },
+    ),
     "unified": ("gemma4_unified_text", {"hidden_size": 44, "head_dim": 10, "global_head_dim": 16, "sliding_window": 9}),
 }
 
@@ -57,15 +66,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_64_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     family, config = MODELS[name]
-    assert_like_transformers(make_checkpoint(tmp_path, family, **config))
+    options: dict[str, Any] = {"experts_implementation": "eager"} if "num_experts" in config else {}
+    assert_like_transformers(make_checkpoint(tmp_path, family, **config), **options)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_tensors_are_those_that_transformers_saves(name: str, tmp_path: Path) -> None:
     family, config = MODELS[name]
     folder = make_checkpoint(tmp_path, family, vocab=64, **config)
-    saved = {key: tuple(tensor.shape) for key, tensor in load_file(folder / "model.safetensors").items()}
-    assert expected_shapes(load_spec(folder)) == saved
+    spec, files = load_spec(folder), LocalFiles(folder)
+    saved = tensors_of(spec, files.where, stored_tensors(files))
+    assert expected_shapes(spec) == {name: tensor.shape for name, tensor in saved.items()}
 
 
 @pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
@@ -92,6 +103,15 @@ TINY: dict[str, Any] = {
 OWN: dict[str, Any] = {
     "head_dim": 4, "global_head_dim": 6, "sliding_window": 5, "layer_types": MIXED[:2], "attention_k_eq_v": True,
     "num_global_key_value_heads": 1, "final_logit_softcapping": 2.0,
+}
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "dense": {}, "experts": {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 9},
+    "layer inputs": {
+        "hidden_size_per_layer_input": 3, "vocab_size_per_layer_input": VOCAB + 2, "num_hidden_layers": 5,
+        "layer_types": [MIXED[0], *MIXED], "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+    },
 }
 
 
@@ -147,7 +167,13 @@ def test_heads_windows_and_rotations_are_those_of_transformers(family: str, chan
         ({"per_layer_config": {"1": {"head_dim": 5}}}, "head_dim 5 is odd"),
         ({"global_head_dim": 7}, "head_dim 7 is odd"),
         ({"num_global_key_value_heads": 3, "attention_k_eq_v": True}, "is not a multiple of num_key_value_heads 3"),
+        ({"enable_moe_block": True}, "num_experts is null; it must be an integer"),
+        ({**BLOCKS["experts"], "top_k_experts": 6}, "top_k_experts 6 exceeds the 5 experts"),
+        ({"num_experts": 5}, "not supported: num_experts=5"),
         ({"layer_types": ["linear_attention"] * 2}, '["linear_attention"] not supported'),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers 2 of 2 layers: those before them must have each kind of layer"),
+        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers 1 of 2 layers: those before them must have each kind of layer"),
+        ({"hidden_size_per_layer_input": 3, "vocab_size_per_layer_input": VOCAB - 1}, f"is below vocab_size {VOCAB}"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
@@ -158,7 +184,11 @@ def test_what_is_not_built_is_refused_by_name(changes: dict[str, Any], named: st
 
 @pytest.mark.parametrize(
     ("name", "weights_gb", "active", "token_bytes"),
-    [("gemma4-31b", 61.4, 30.7e9, (10 * 2 * 4 * 512, 50 * 2 * 16 * 256)), ("gemma4-31b-fp8", 32.3, 30.7e9, None)],
+    [
+        ("gemma4-31b", 61.4, 30.7e9, (10 * 2 * 4 * 512, 50 * 2 * 16 * 256)), ("gemma4-31b-fp8", 32.3, 30.7e9, None),
+        ("gemma4-26b-a4b", 50.5, 3.8e9, (5 * 2 * 2 * 512, 25 * 2 * 8 * 256)),
+        ("gemma4-e2b", 9.3, 2.3e9, (3 * 2 * 512, 12 * 2 * 256)), ("gemma4-e4b", 15.0, 4.6e9, (4 * 2 * 2 * 512, 20 * 2 * 2 * 256)),
+    ],
 )
 def test_sizes_are_the_published_ones(
     name: str, weights_gb: float, active: float, token_bytes: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
@@ -192,12 +222,13 @@ def test_any_value_of_a_key_is_read_or_refused_in_one_line() -> None:
 
 
 def tiny(**changes: Any) -> Target:
-    return Target.load(Path(), spec_of(**OWN, **changes), dtype=torch.float64, device=DEVICE, dummy=True)
+    return Target.load(Path(), spec_of(**{**OWN, **changes}), dtype=torch.float64, device=DEVICE, dummy=True)
 
 
-def test_drafts_of_any_kind_change_no_token() -> None:
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_drafts_of_any_kind_change_no_token(blocks: str) -> None:
     """Greedy rows and sampled ones, prompts longer than the windows."""
-    target = tiny()
+    target = tiny(**BLOCKS[blocks])
     head = dummy_head(dummy_spec(target.spec, draft_vocab_size=19), dtype=torch.float64, device=DEVICE)
     drafters: list[Drafter] = [
         NoDrafter(), LookupDrafter(4, min_ngram=1, max_ngram=2), ChainDrafter(head, target, 3, slots=3),

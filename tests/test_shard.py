@@ -18,7 +18,7 @@ from batchspec.model.shard import slices_of
 from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec, read_spec
 from batchspec.model.weights import Checkpoint, DummyWeights, expected_shapes, taken
 from tests.engines import tiny_spec
-from tests.gemma4_models import DENSE
+from tests.gemma4_models import DENSE, EXPERTS, LAYER_INPUTS
 from tests.int4_layouts import of_awq, of_compressed_tensors, of_gptq
 from tests.models import make_checkpoint
 from tests.moe_models import tiny_config
@@ -35,9 +35,13 @@ RECURRENT_INT4 = {
 }
 
 
+GEMMA4 = {"gemma4": DENSE, "gemma4 experts": EXPERTS, "gemma4 layer inputs": LAYER_INPUTS}
+
+
 def spec_of(family: str, **changes: Any) -> ModelSpec:
-    if family == "gemma4_text":
-        return read_spec({**TINY, **DENSE, "head_dim": 4, "global_head_dim": 6, **changes, "model_type": family}, "config.json")
+    if family in GEMMA4:
+        own = {**TINY, **GEMMA4[family], "head_dim": 4, "global_head_dim": 6, **changes, "model_type": "gemma4_text"}
+        return read_spec(own, "config.json")
     if family in ("qwen3", *OWN):
         return read_spec({**TINY, "model_type": family, **OWN.get(family, {}), **changes}, "config.json")
     sizes = {"intermediate_size": 16, "moe_intermediate_size": 16} if family == "qwen3_moe" else {"intermediate_size": 16}
@@ -48,7 +52,7 @@ SPECS: dict[str, ModelSpec] = {
     "llama": tiny_spec(),
     "biases": tiny_spec(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, tie=True),
     **{family: spec_of(family) for family in ("gemma3_text", "olmo2", "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss")},
-    **{family: spec_of(family) for family in ("qwen3_5_text", "qwen3_next", "gemma4_text")},
+    **{family: spec_of(family) for family in ("qwen3_5_text", "qwen3_next", *GEMMA4)},
     "gpt_oss mxfp4": spec_of("gpt_oss", intermediate_size=128, quantization_config={"quant_method": "mxfp4"}),
     "minimax_m2 fp8": spec_of("minimax_m2", **WIDE, quantization_config=FP8_BLOCK),
     "qwen3_moe fp8": spec_of("qwen3_moe", **WIDE_QWEN, quantization_config=FP8_BLOCK),
@@ -58,6 +62,9 @@ SPECS: dict[str, ModelSpec] = {
     "qwen3_moe awq": spec_of("qwen3_moe", **INT4, moe_intermediate_size=128, quantization_config=of_awq(32).config),
     "phi3 gptq": spec_of("phi3", **{**INT4, "num_key_value_heads": 4}, quantization_config=of_gptq(32).config),
     "qwen3_5_text gptq": spec_of("qwen3_5_text", **RECURRENT_INT4, quantization_config=of_gptq(32, sym=False).config),
+    "gemma4 layer inputs awq": spec_of(
+        "gemma4 layer inputs", **INT4, global_head_dim=64, hidden_size_per_layer_input=32, quantization_config=of_awq(32).config,
+    ),
     # Blocks that ranks cannot have equal numbers of.
     "gpt_oss mxfp4 uneven": spec_of("gpt_oss", intermediate_size=160, quantization_config={"quant_method": "mxfp4"}),
     "qwen3_moe fp8 uneven": spec_of("qwen3_moe", **WIDE | {"moe_intermediate_size": 640}, quantization_config=FP8_BLOCK),

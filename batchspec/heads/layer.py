@@ -165,6 +165,10 @@ class GradientStream:
     def __init__(self, state: Tensor, *, wide: bool) -> None:
         self.state, self._wide = state, wide
 
+    @property
+    def layer_input(self) -> Tensor:
+        raise AssertionError("layers with inputs of their own are not trained")
+
     def norms_in_product(self, product: Product, *, gated: bool) -> bool:
         return False
 
@@ -191,7 +195,10 @@ class GradientStream:
     def add_pairs(self, values: Tensor, weights: Tensor, shared: Tensor | None = None) -> None:
         if shared is not None:
             self.add(shared)
-        self.add((weights.unsqueeze(-1) * values.view(*weights.shape, -1)).sum(1).to(values.dtype))
+        self.add(self.combined(values, weights))
+
+    def combined(self, values: Tensor, weights: Tensor) -> Tensor:
+        return (weights.unsqueeze(-1) * values.view(*weights.shape, -1)).sum(1).to(values.dtype)
 
     def add_product(self, product: Product, x: Tensor, lora: LoraTokens | None, *, in_product: bool) -> None:
         self.add(product(x, lora))
@@ -220,6 +227,9 @@ class StepAttention:
             q, k = (_rms_norm(x, norm, eps, wide=self._wide) for x, norm in ((q, q_norm), (k, k_norm)))
         self._keys.add(_rotated(k, self._step.angles), v, self._step.count)
         return _rotated(q, self._step.angles).flatten(0, 1)
+
+    def rotate(self, q: Tensor, *, q_norm: Tensor | None, eps: float) -> Tensor:
+        raise AssertionError("layers without K and V of their own are not trained")
 
     def __call__(self, q: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
         """[T, NH * D]"""

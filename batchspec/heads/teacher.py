@@ -184,11 +184,13 @@ def _forward(
     pages = -(-max(lengths) // PAGE_SIZE)
     table = 1 + torch.arange(len(lengths) * pages, dtype=torch.int32, device=device).view(len(lengths), pages)
     layouts = spec.kv_layouts(target.dtype, PAGE_SIZE)
-    # A layer's K/V are not read after that layer: all layers of one shape write to the same pages.
-    memory = {layout: layout.allocate(1, 1 + len(lengths) * pages, device)[0] for layout in dict.fromkeys(layouts)}
+    # All layers of one shape write to the same pages, but for those whose K/V are read after them.
+    kept = {own.kv_of for own in spec.attentions}
+    kinds = [(layout, i if i in kept else None) for i, layout in zip(spec.kv_layers, layouts, strict=True)]
+    memory = {kind: kind[0].allocate(1, 1 + len(lengths) * pages, device)[0] for kind in dict.fromkeys(kinds)}
     scales: Sequence[Tensor | None] = [None] * len(layouts) if target.kv_scales is None else target.kv_scales
-    layers = tuple(LayerKV(memory[layout], layout, own) for layout, own in zip(layouts, scales, strict=True))
-    kept = KVCache(layers, KVGroups.single(len(layers)), (), PAGE_SIZE, (0,), **_states(target, len(lengths)))
+    layers = tuple(LayerKV(memory[kind], kind[0], own) for kind, own in zip(kinds, scales, strict=True))
+    cache = KVCache(layers, KVGroups.single(len(layers)), (), PAGE_SIZE, (0,), **_states(target, len(lengths)))
     batch = FlatBatch(
         token_ids=tokens.int(),
         row_ids=row_ids.int(),
@@ -201,7 +203,7 @@ def _forward(
         max_kv=max(lengths),
         host=HostLayout(lengths, lengths),
     )
-    return target.forward(batch, kept, aux_layer_ids)
+    return target.forward(batch, cache, aux_layer_ids)
 
 
 def _states(target: Target, num_rows: int) -> dict[str, Any]:

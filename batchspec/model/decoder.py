@@ -25,6 +25,7 @@ from batchspec.model.fused import (
     reduce_norm,
     rms_norm,
     rope_write,
+    rotated_queries,
     silu_and_mul,
 )
 from batchspec.model.lora_products import LoraStacks
@@ -63,22 +64,34 @@ class ResidualStream:
     next norm reads the stream: two exchanges per layer.
     """
 
-    __slots__ = ("_pending", "_ranks", "live", "residual")
+    __slots__ = ("_layer_inputs", "_pending", "_ranks", "layer", "live", "residual")
 
-    def __init__(self, residual: Tensor, live: Tensor | None = None, ranks: Collectives | None = None) -> None:
+    def __init__(
+        self, residual: Tensor, live: Tensor | None = None, ranks: Collectives | None = None, layer_inputs: Tensor | None = None
+    ) -> None:
         """residual [T, H]: if its rows are slices of wider ones, products do not add to them.
 
         live   bool [T] False for dead tokens, which go through no expert; None: no token is dead
         ranks  set for a model that several ranks compute
+        layer_inputs  [T, L, P] of a model whose layers have inputs of their own
         """
-        self.residual, self.live, self._ranks = residual, live, ranks
+        self.residual, self.live, self._ranks, self._layer_inputs = residual, live, ranks, layer_inputs
+        self.layer = 0
+        """Index of the layer that reads it."""
         self._pending: Tensor | Pairs | Partial | Scaled | None = None
 
     def select(self, places: Tensor) -> ResidualStream:
         """The stream of some tokens, by their indices int64 [R]; only right after a norm."""
         assert self._pending is None
-        live = None if self.live is None else self.live.index_select(0, places)
-        return ResidualStream(self.residual.index_select(0, places), live, self._ranks)
+        live, inputs = (None if own is None else own.index_select(0, places) for own in (self.live, self._layer_inputs))
+        selected = ResidualStream(self.residual.index_select(0, places), live, self._ranks, inputs)
+        selected.layer = self.layer
+        return selected
+
+    @property
+    def layer_input(self) -> Tensor:
+        assert self._layer_inputs is not None
+        return self._layer_inputs[:, self.layer]
 
     def norms_in_product(self, product: Product, *, gated: bool) -> bool:
         if self._ranks is not None:  # products must leave their outputs to be exchanged
@@ -130,7 +143,7 @@ class ResidualStream:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             if isinstance(pending, Pairs):
-                pending = self._combined(*pending)
+                pending = self.combined(*pending)
             elif isinstance(pending, Partial):
                 pending = self.reduced(pending.values)
             values, factor = pending if isinstance(pending, Scaled) else (pending, None)
@@ -141,8 +154,7 @@ class ResidualStream:
             out_aux.copy_(self.residual)
         return self.residual
 
-    def _combined(self, values: Tensor, weights: Tensor) -> Tensor:
-        """The sum of each token's pairs [T, H]."""
+    def combined(self, values: Tensor, weights: Tensor) -> Tensor:
         added = torch.empty_like(self.residual)
         combine(values, weights, out=added)
         return added
@@ -165,7 +177,7 @@ class ResidualStream:
                 self.residual.add_(shared)
             self._pending = Pairs(values, weights)
         else:
-            combined = self._combined(values, weights)
+            combined = self.combined(values, weights)
             self._pending = Partial(combined if shared is None else combined.add_(shared))
 
     def add_product(self, product: Product, x: Tensor, lora: LoraTokens | None, *, in_product: bool) -> None:
@@ -178,7 +190,7 @@ class ResidualStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedStore:
-    """Stores K and V of one layer in pages."""
+    """Stores K and V of one layer in pages, or rotates the queries of a layer that reads those of another one."""
 
     rope: Rope
     slot_mapping: Tensor
@@ -197,6 +209,9 @@ class PagedStore:
         return rope_write(
             qkv, self.rope, self.kv, self.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=eps, v_norm=v_norm, shared_v=shared_v
         )
+
+    def rotate(self, q: Tensor, *, q_norm: Tensor | None, eps: float) -> Tensor:
+        return rotated_queries(q, self.rope, head_dim=self.kv.layout.head_dim, q_norm=q_norm, eps=eps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

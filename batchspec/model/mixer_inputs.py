@@ -42,21 +42,22 @@ class MixerInputs:
 
     def __init__(
         self, spec: ModelSpec, batch: FlatBatch, cache: KVCache, ropes: list[Rope], *, lora: LoraTokens | None,
-        ranks: Collectives | None, window: int | None, sink: int,
+        ranks: Collectives | None, window: int | None, sink: int, first: int = 0,
     ) -> None:
         """
         ropes         the rotations of each layer that attends
+        first         the layer with which the pass begins
         window, sink  these layers read only their newest `window` keys and the first `sink` ones; smaller own windows apply too
         """
         self._spec, self._cache, self._lora, self._ranks = spec, cache, lora, ranks
         self._ropes = dict(zip(spec.attention_layers, ropes, strict=True))
         self._batch, self._window, self._sink = batch, window, sink
-        self._kv_ids = {layer: index for index, layer in enumerate(spec.kv_layers)}
+        self._kv_ids = spec.kv_ids
         self._group_of = cache.groups.target_layers
         self._batches = [batch.of_group(group) for group in range(cache.groups.num_groups)]
         self._plans: dict[object, AttentionPlan] = {}
         for layer in spec.attention_layers:
-            if (kind := self._kind(layer)) not in self._plans:
+            if layer >= first and (kind := self._kind(layer)) not in self._plans:
                 self._plans[kind] = self._plan(layer, self._batches[self._group(layer)])
 
     def store(self, layer: int) -> PagedStore | RecurrentStore:
@@ -78,14 +79,6 @@ class MixerInputs:
         if index is None:
             return SelectedTokens(self._lora)
         return PagedAttend(kv=self._cache.layer(index), plan=self._plans[self._kind(layer)], lora=self._lora)
-
-    def attend_at(self, layer: int, places: Tensor, lora: LoraTokens | None) -> PagedAttend | SelectedTokens:
-        """The same for each row's last token alone. places int64 [R] their flat indices; lora: their adapters."""
-        index = self._kv_ids.get(layer)
-        if index is None:
-            return SelectedTokens(lora)
-        plan = self._plan(layer, ends_of(self._batches[self._group(layer)], places))
-        return PagedAttend(kv=self._cache.layer(index), plan=plan, lora=lora)
 
     def _kind(self, layer: int) -> object:
         """What the attention of layers with one plan has in common; layers with one window are in one group."""
@@ -142,4 +135,5 @@ def ends_of(batch: FlatBatch, places: Tensor) -> FlatBatch:
         cu_seqlens_q=count,
         max_q=1,
         host=None,
+        more_groups=tuple(replace(own, slot_mapping=own.slot_mapping.index_select(0, places)) for own in batch.more_groups),
     )

@@ -16,6 +16,7 @@ from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.base import PLAIN_NORM, WHOLE, BlockSpec, NormForm, Shard, TensorSpec
 from batchspec.model.blocks.gated_delta import GatedDeltaSpec
 from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.blocks.layer_inputs import LayerInputsSpec
 from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
 from batchspec.model.config_values import ConfigReader, Json, has_file, read_json, shown
 from batchspec.model.families.registry import family_of
@@ -30,6 +31,7 @@ from batchspec.model.rope_config import RopeSpec
 from batchspec.model.unread_keys import unread_keys
 from batchspec.model.wrapped import of_text
 
+MODEL_PREFIX = "model."
 EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -52,6 +54,8 @@ class ModelSpec(CheckpointPart):
     """form of the final norm"""
     embedding_scale: float | None = None
     """Factor of the embeddings, rounded to the model's dtype; None: 1."""
+    layer_inputs: LayerInputsSpec | None = None
+    """What computes the inputs that layers have besides the stream; None: they have none."""
     logit_cap: float | None = None
     """Logits are cap * tanh(logit / cap); None: they are not capped."""
     tie: bool
@@ -138,7 +142,22 @@ class ModelSpec(CheckpointPart):
     @property
     def kv_layers(self) -> tuple[int, ...]:
         """[num_kv_layers] indices of the layers that keep K and V."""
-        return self.attention_layers
+        return tuple(i for i in self.attention_layers if self.layers[i].attention.kv_of is None)
+
+    @property
+    def kv_ids(self) -> dict[int, int]:
+        """For each of `attention_layers` the index of the K and V that it reads, among those of `kv_layers`."""
+        index = {layer: i for i, layer in enumerate(self.kv_layers)}
+        return {i: index[i if (of := self.layers[i].attention.kv_of) is None else of] for i in self.attention_layers}
+
+    @property
+    def last_kept(self) -> int:
+        """Index of the last layer that keeps something of a row: of later ones a prefill computes the last tokens alone."""
+        return max(i for i, layer in enumerate(self.layers) if not self._reads_other_kv(layer))
+
+    @staticmethod
+    def _reads_other_kv(layer: LayerSpec) -> bool:
+        return isinstance(layer.mixer, AttentionSpec) and layer.mixer.kv_of is not None
 
     @property
     def kv_attentions(self) -> tuple[AttentionSpec, ...]:
@@ -193,10 +212,7 @@ class ModelSpec(CheckpointPart):
         if shard.ranks == 1:
             return self
         units = ([self.formats.unit_of(block, layer_prefix(i)) for block in layer.blocks] for i, layer in enumerate(self.layers))
-        layers = tuple(
-            LayerSpec(layer.mixer.sharded(shard, of_mixer), layer.mlp.sharded(shard, of_mlp))
-            for layer, (of_mixer, of_mlp) in zip(self.layers, units, strict=True)
-        )
+        layers = tuple(layer.sharded(shard, own) for layer, own in zip(self.layers, units, strict=True))
         return replace(self, layers=layers, shard=shard, whole=self)
 
     @property
@@ -242,11 +258,20 @@ class ModelSpec(CheckpointPart):
     def copies(self) -> dict[str, str]:
         return {OUTPUT: EMBEDDING} if self.tie else {}
 
+    def ignores(self, name: str) -> bool:
+        """Of layers that read the K and V of another one, files may hold what would compute their own."""
+        layer, _, tensor = name.removeprefix(f"{MODEL_PREFIX}layers.").partition(".")
+        if not (layer.isdecimal() and int(layer) < self.num_layers and self._reads_other_kv(self.layers[int(layer)])):
+            return False
+        return tensor.startswith(tuple(f"{self.layers[int(layer)].attention.name}.{x}" for x in ("k_", "v_")))
+
     def slices_beside_blocks(self) -> Slices:
         found: Slices = {EMBEDDING: (), FINAL_NORM: ()}
         return found if self.tie else found | {OUTPUT: ((self.vocab_part, slice(0, self.hidden_size)),)}
 
     def blocks(self) -> Iterator[tuple[str, BlockSpec]]:
+        if self.layer_inputs is not None:
+            yield MODEL_PREFIX, self.layer_inputs
         for index, layer in enumerate(self.layers):
             for block in layer.blocks:
                 yield layer_prefix(index), block
@@ -269,7 +294,8 @@ class ModelSpec(CheckpointPart):
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights in memory, adapters included; norms and biases are too few to count."""
         rows = self.vocab_size + (0 if self.tie else self.num_logits)  # embedding and output matrix
-        return self.block_bytes(dtype) + rows * self.hidden_size * dtype.itemsize + self.lora_bytes(dtype)
+        table = 0 if self.layer_inputs is None else self.layer_inputs.table_size
+        return self.block_bytes(dtype) + (rows * self.hidden_size + table) * dtype.itemsize + self.lora_bytes(dtype)
 
     def lora_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the adapters that are not merged."""
@@ -330,6 +356,7 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
         local_rope=family.local_rope(config),
         norms=family.norms,
         embedding_scale=family.embedding_scale(config),
+        layer_inputs=family.layer_inputs(config),
         logit_cap=family.logit_cap(config),
         tie=config.flag("tie_word_embeddings"),
         formats=formats,

@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def choose(
-    logits, bias, live, tokens, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr,
-    NORM: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
+    logits, bias, factors, live, tokens, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr, NORM: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
 ):
     """Experts int32, weights fp32 and places of the tokens with indices `tokens`: three blocks [tokens, SLOTS], see `route.py`.
 
@@ -62,6 +62,8 @@ def choose(
         places = tl.sum((before & used[:, None, :]).to(tl.int32), 2)
     if NORM:
         values = values / tl.sum(tl.where(used, values, 0.0), 1)[:, None]
+    if factors is not None:
+        values = values * tl.load(factors + ids, mask=used & (ids < NUM_EXPERTS), other=0.0)
     if live is not None:
         dead = (tl.load(live + tokens, mask=tokens < num_tokens, other=0) == 0)[:, None]
         ids = tl.where(dead, NUM_EXPERTS, ids)

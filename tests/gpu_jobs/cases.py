@@ -73,6 +73,10 @@ ON_GPU = (
     Setting(model="qwen3_5", adapter=True),
     Setting(model="gemma4"),
     Setting(model="gemma4", dtype="float64", fp8_kv=True, adapters=True),
+    Setting(model="gemma4_moe"),
+    Setting(model="gemma4_moe", fp8_kv=True),
+    Setting(model="gemma4_inputs", fp8_kv=True),
+    Setting(model="gemma4_inputs", dtype="float64", adapters=True),
 )
 ON_CPU = (
     Setting(model="llama", dtype="float64", adapters=True),
@@ -97,6 +101,8 @@ ON_CPU = (
     Setting(model="qwen3_5", dtype="float64", fp8_kv=True, adapter=True),
     Setting(model="gemma4", dtype="float64", fp8_kv=True, adapters=True),
     Setting(model="gemma4", dtype="float64"),
+    Setting(model="gemma4_moe", dtype="float64", fp8_kv=True),
+    Setting(model="gemma4_inputs", dtype="float64", fp8_kv=True, adapters=True),
 )
 
 

@@ -50,6 +50,22 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size_per_layer_input": 0,
         },
     ),
+    "gemma4_moe": (
+        "gemma4_text",
+        {
+            "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2,
+            "global_head_dim": 64, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 64,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "gemma4_inputs": (
+        "gemma4_text",
+        {
+            "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2, "global_head_dim": 64, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": 320,
+        },
+    ),
     "phi3": ("phi3", {"sliding_window": 33}),
     "olmo2": ("olmo2", {}),
     "glm4": ("glm4", {}),
@@ -72,7 +88,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 """Tiny random models: family and keys of config.json."""
 FORMATS = ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss", "gpt_oss_mxfp4")
 """What tests.upcycle makes, of SmolLM2 (`smol:NAME`) or of the tiny Llama (`tiny:NAME`)."""
-ADAPTED = ("smol", "llama", "odd", "mistral", "qwen3", "olmo2", "qwen3_5", "gemma4")
+ADAPTED = ("smol", "llama", "odd", "mistral", "qwen3", "olmo2", "qwen3_5", "gemma4", "gemma4_inputs")
 PROJECTIONS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 OF_RECURRENT = ["in_proj_qkv", "in_proj_z", "out_proj", "gate_proj"]
 """More projections that adapters of a model with recurrent layers change."""

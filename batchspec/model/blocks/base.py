@@ -147,6 +147,10 @@ class Clamp:
     limit: float
 
 
+Gating = Literal["silu", "gelu_tanh"] | Clamp
+"""What comes between the two products of an expert: silu(gate) up, gelu_tanh(gate) up, or what `Clamp` says."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedSpec:
     """One matrix [rows, k] for each of E experts; a token is multiplied only with the matrices of its own experts.
@@ -191,8 +195,7 @@ class ExpertsSpec:
     parts: tuple[str, str, str] | tuple[str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of gate, up and down of each expert; or of gate-up and down of all experts, stacked, gate and up interleaved."""
     bias: bool = False
-    clamp: Clamp | None = None
-    """The variant of SwiGLU; None: plain SwiGLU."""
+    gating: Gating = "silu"
 
     @property
     def gate_up(self) -> GroupedSpec:
@@ -253,6 +256,10 @@ class NormedSpec:
         return ()
 
     @property
+    def num_sums(self) -> int:
+        return 1
+
+    @property
     def stream_norms(self) -> tuple[TensorSpec, ...]:
         """The weights of these norms, and the factor."""
         norms = (self.norms.tensor(name, self.hidden_size) for name in (self.norm, self.post_norm) if name is not None)
@@ -290,6 +297,10 @@ class BlockSpec(Protocol):
     @property
     def inner_size(self) -> int:
         """Inner width of the block: heads * head_dim, or the number of values between the MLP's two products."""
+
+    @property
+    def num_sums(self) -> int:
+        """Number of times that ranks add up their parts of its output."""
 
     @property
     def activation_size(self) -> int:

@@ -9,6 +9,7 @@ from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.base import PLAIN_NORM, NormForm
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.blocks.layer_inputs import LayerInputsSpec
 from batchspec.model.config_values import ConfigReader, Json, Ranges, short_json
 from batchspec.model.mtp import MtpSpec
 from batchspec.model.rope_config import RopeSpec, read_rope
@@ -69,6 +70,8 @@ class Family:
     """form of the final norm"""
     embedding_scale: Callable[[ConfigReader], float | None] = lambda config: None
     logit_cap: Callable[[ConfigReader], float | None] = lambda config: None
+    layer_inputs: Callable[[ConfigReader], LayerInputsSpec | None] = lambda config: None
+    """What computes the inputs that layers have besides the stream."""
     mtp: Callable[[ConfigReader, Sequence[LayerSpec]], MtpSpec | None] = lambda config, layers: None
     """The layer that predicts one token further, of a checkpoint that has one; `layers` are the model's."""
     computes: frozenset[str] = frozenset()

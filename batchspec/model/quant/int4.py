@@ -19,7 +19,7 @@ from batchspec.kernels.common.int4 import CODES, Int4Weight, dequantise
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.base import Clamp, GroupedSpec
+from batchspec.model.blocks.base import Gating, GroupedSpec
 from batchspec.model.blocks.forward import Product
 from batchspec.model.quant.grouped import PlainExperts
 
@@ -125,8 +125,8 @@ class Int4Experts(PlainExperts):
     def __init__(self, weight: StackedInt4, bias: Tensor | None) -> None:
         self.weight, self._bias, self.rows = weight, bias, weight.words.shape[1]
 
-    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor:
-        return self.plain_up(x, routing, clamp)
+    def up(self, x: Tensor, routing: Routing, gating: Gating, *, quantise: bool) -> Tensor:
+        return self.plain_up(x, routing, gating)
 
     def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
         assert isinstance(inner, Tensor)
