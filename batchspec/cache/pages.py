@@ -77,13 +77,14 @@ class KVCache:
         layouts = [layer.kv for layer in layers if layer.kv is not None]
         page_size = layouts[0].page_size
         assert {layout.page_size for layout in layouts} == {page_size}
-        assert {layer.layout.page_size for layer in draft_layers} <= {page_size}  # a row has as many pages in both
+        draft_kept = [layer for layer in draft_layers if layer.kv is not None]
+        assert {layer.layout.page_size for layer in draft_kept} <= {page_size}  # a row has as many pages in both
         kinds = list(zip(groups.target_layers, layouts, strict=True))
         memory = {kind: kind[1].allocate(count, num_pages[kind[0]], device) for kind, count in Counter(kinds).items()}
         pages = {kind: iter(kv) for kind, kv in memory.items()}
         of_layers: Sequence[Tensor | None] = [None] * len(kinds) if scales is None else scales
         target_layers = tuple(LayerKV(next(pages[kind]), kind[1], own) for kind, own in zip(kinds, of_layers, strict=True))
-        draft_kv = tuple(_draft_kv(layer, num_pages[groups.draft_group], device) for layer in draft_layers)
+        draft_kv = tuple(_draft_kv(layer, num_pages[groups.draft_group], device) for layer in draft_kept)
         rows = tuple(
             torch.zeros((num_slots, *one.shape), dtype=one.dtype, device=device) for layer in draft_layers for one in layer.row
         )

@@ -123,6 +123,11 @@ class Target:
             for kept, layer in zip(self.kv_scales, own, strict=True):
                 kept.copy_(layer)
 
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """What enters the first layer for tokens int32 [T]: [T, H]."""
+        rows = self._embedding.index_select(0, token_ids)
+        return rows if self._embedding_scale is None else rows.mul_(self._embedding_scale)
+
     @property
     def embedding(self) -> Tensor:
         """[V, H] token embeddings, for a drafter without its own."""
@@ -164,8 +169,7 @@ class Target:
         """
         if len(set(aux_layer_ids)) < len(aux_layer_ids) or not all(0 <= i <= self.spec.num_layers for i in aux_layer_ids):
             raise ValueError(f"aux_layer_ids {aux_layer_ids} must be different boundaries in 0 .. {self.spec.num_layers}")
-        embedded = self._embedding.index_select(0, batch.token_ids)
-        embedded = embedded if self._embedding_scale is None else embedded.mul_(self._embedding_scale)
+        embedded = self.embedded(batch.token_ids)
         lora, last, kept = self._lora_tokens(batch), len(self._layers) - 1, self.spec.last_kept
         layer_inputs = None if self._layer_inputs is None else self._layer_inputs(batch.token_ids, embedded, lora)
         stream = ResidualStream(embedded, self._live(batch), self.ranks, layer_inputs)

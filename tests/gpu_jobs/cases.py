@@ -250,7 +250,7 @@ def _drafter(rng: Random, group: Group) -> Keys:
     if is_dummy:
         names.remove("pard")
     names += ["tree"] * 2 if exact else []
-    names += ["mtp"] * 4 if model.is_recurrent else []
+    names += ["mtp"] * 4 if model.is_recurrent or model.assistant is not None else []
     name = rng.choice([name for name in names if not model.is_recurrent or name not in REFUSED])
     keys: Keys = {"draft": name}
     if name == "none":
@@ -262,6 +262,8 @@ def _drafter(rng: Random, group: Group) -> Keys:
         keys["draft.path"] = model.head
     if name == "parallel" and not is_dummy:
         keys["draft.path"] = model.parallel_head
+    if name == "mtp" and model.assistant is not None:
+        keys["draft.path"] = model.assistant
     if name == "pard":
         keys["draft.path"] = model.small
     if name == "window":
@@ -274,7 +276,7 @@ def _drafter(rng: Random, group: Group) -> Keys:
     if name == "tree":
         keys["draft.num_speculative_tokens"] = rng.choice([2, 3, 5])
         keys |= {"draft.tree.topk": rng.choice([2, 3, 8]), "draft.tree.nodes": rng.choice([None, 4, 6])}
-    if name in ("eagle3", "hybrid", "parallel", "mtp"):
+    if name in ("eagle3", "hybrid", "parallel") or (name == "mtp" and model.assistant is None):
         if rng.random() < 0.25:
             keys |= {"draft.window": rng.choice([3, 64]), "draft.sink_tokens": rng.choice([0, 4])}
         if rng.random() < 0.2 and not exact:

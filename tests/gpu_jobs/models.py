@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from batchspec.model.packaged import smollm2_folder
 from batchspec.model.spec import load_spec
 from tests import upcycle
+from tests.assistants import make_assistant
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint, make_tokenizer
 from tests.test_lora import make_adapter
@@ -106,6 +107,8 @@ class Model:
     small: str
     """A model with the same tokenizer (draft=pard)."""
     adapters: tuple[str, ...]
+    assistant: str | None
+    """What drafts with draft=mtp, for a model that such assistants are made for."""
     vocab: int
     is_smol: bool
     is_recurrent: bool
@@ -129,10 +132,13 @@ def make_model(name: str, folder: Path) -> Model:
     adapters: list[str] = []
     for seed in range(3) if name in ADAPTED else ():
         adapters.append(str(_once(folder, f"{key}-adapter{seed}", partial(_adapter, base, seed=seed))))
+    assistant = None
+    if name.startswith("gemma4"):
+        assistant = str(_once(folder, f"{key}-assistant", lambda to: make_assistant(to, own, text={"hidden_size": 48})))
     return Model(
         name=name, folder=own, other=_once(folder, f"{key}-other", lambda to: _changed(own, to)), head=head,
-        parallel_head=str(parallel), small=str(small), adapters=tuple(adapters), vocab=spec.vocab_size, is_smol=is_smol,
-        is_recurrent=spec.is_recurrent,
+        parallel_head=str(parallel), small=str(small), adapters=tuple(adapters), assistant=assistant,
+        vocab=spec.vocab_size, is_smol=is_smol, is_recurrent=spec.is_recurrent,
     )
 
 

@@ -61,6 +61,11 @@ class Share(NamedTuple):
     """False: W is cut by rows, and another rank adds the bias."""
 
 
+def whole_shares(products: tuple[ProductSpec, ...]) -> dict[str, Share]:
+    """All rows of each projection, on every rank."""
+    return {part.name: Share("columns", (slice(0, part.rows),)) for product in products for part in product.parts}
+
+
 def shifted(own: slice, by: int) -> slice:
     return slice(own.start + by, own.stop + by)
 

@@ -28,6 +28,7 @@ from batchspec.model.blocks.base import (
     Shard,
     Share,
     TensorSpec,
+    whole_shares,
 )
 from batchspec.model.blocks.forward import BlockSource, Stream
 from batchspec.model.fused import gelu_tanh_and_mul, rms_norm
@@ -88,7 +89,7 @@ class LayerInputsSpec:
         return self
 
     def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
-        return _whole(self.products)
+        return whole_shares(self.products)
 
     def build(self, source: BlockSource) -> LayerInputs:
         return LayerInputs(self, source)
@@ -156,7 +157,7 @@ class LayerInputSpec(NormedSpec):
         return self
 
     def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
-        return _whole(self.products)
+        return whole_shares(self.products)
 
     def build(self, source: BlockSource) -> LayerInput:
         return LayerInput(self, source)
@@ -180,8 +181,3 @@ class LayerInput:
         gate = stream.project(None, self._eps, self._gate, lora)
         inner = gelu_tanh_and_mul(torch.cat((gate, stream.layer_input), 1))
         stream.add(rms_norm(self._out(inner, lora), self._post_norm, self._eps), self._out_factor)
-
-
-def _whole(products: tuple[ProductSpec, ...]) -> dict[str, Share]:
-    """All rows of each projection, on every rank."""
-    return {part.name: Share("columns", (slice(0, part.rows),)) for product in products for part in product.parts}
