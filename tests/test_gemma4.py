@@ -186,6 +186,7 @@ def test_what_is_not_built_is_refused_by_name(changes: dict[str, Any], named: st
     ("name", "weights_gb", "active", "token_bytes"),
     [
         ("gemma4-31b", 61.4, 30.7e9, (10 * 2 * 4 * 512, 50 * 2 * 16 * 256)), ("gemma4-31b-fp8", 32.3, 30.7e9, None),
+        ("gemma4-12b", 23.9, 11.9e9, (8 * 2 * 512, 40 * 2 * 8 * 256)),
         ("gemma4-26b-a4b", 50.5, 3.8e9, (5 * 2 * 2 * 512, 25 * 2 * 8 * 256)),
         ("gemma4-e2b", 9.3, 2.3e9, (3 * 2 * 512, 12 * 2 * 256)), ("gemma4-e4b", 15.0, 4.6e9, (4 * 2 * 2 * 512, 20 * 2 * 2 * 256)),
     ],

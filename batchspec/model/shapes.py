@@ -72,6 +72,11 @@ _GEMMA4_31B: dict[str, Any] = _GEMMA4 | {
     "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60, "num_attention_heads": 32,
     "num_key_value_heads": 16, "num_global_key_value_heads": 4,
 }
+_GEMMA4_12B: dict[str, Any] = _GEMMA4 | {
+    "model_type": "gemma4_unified_text", "architectures": ["Gemma4UnifiedForCausalLM"], "hidden_size": 3840,
+    "intermediate_size": 15360, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "num_global_key_value_heads": 1,
+}
 _GEMMA4_26B: dict[str, Any] = _GEMMA4 | {
     "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_attention_heads": 16,
     "num_key_value_heads": 8, "num_global_key_value_heads": 2, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
@@ -143,6 +148,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3.5-35b-a3b": _QWEN3_5_35B,
     "qwen3.5-35b-a3b-fp8": _QWEN3_5_35B | _fp8("mlp.gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b"),
     "qwen3-next-80b-a3b": _QWEN3_NEXT,
+    "gemma4-12b": _GEMMA4_12B,
     "gemma4-31b": _GEMMA4_31B,
     "gemma4-31b-fp8": _GEMMA4_31B | _fp8(),
     "gemma4-26b-a4b": _GEMMA4_26B,
