@@ -247,9 +247,13 @@ def test_drafts_of_any_kind_change_no_token(blocks: str) -> None:
     assert accepted > 0
 
 
-def test_logits_are_capped_and_greedy_tokens_do_not_need_that() -> None:
+def test_logits_are_capped_and_tokens_are_chosen_among_capped_logits() -> None:
+    """Where the cap rounds several to one number, the lowest id is chosen."""
     target, hidden = tiny(), 40 * torch.randn(5, 24, dtype=torch.float64, device=DEVICE)
     logits = target.logits(hidden)
     assert 1.0 < logits.abs().max() < 2.0
     torch.testing.assert_close(logits, 2 * torch.tanh(hidden @ target.embedding.T / 2))
     assert torch.equal(logits.argmax(1).int(), target.greedy_sample(hidden))
+    many = target.logits(1e4 * hidden)
+    assert (many == 2.0).sum(1).min() > 1
+    assert torch.equal(many.argmax(1).int(), target.greedy_sample(1e4 * hidden))

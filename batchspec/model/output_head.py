@@ -10,6 +10,7 @@ from torch import Tensor
 from batchspec.kernels.gemm.lm_head import lm_head
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.kernels.sampling.argmax import argmax
+from batchspec.kernels.sampling.softcap import softcap
 from batchspec.model.quant.ordered import OrderedHead
 from batchspec.model.quant.plain import Linear
 from batchspec.tuning.policy import gemm_tile
@@ -41,13 +42,41 @@ class OutputHead(Protocol):
         """Whether `greedy` of these rows writes no logits, so that `allowed` must tell it which tokens may be chosen."""
 
 
-def output_head(weight: Tensor, *, ordered: bool) -> OutputHead:
-    """weight [V, H]; ordered: sums in the same order for any number of rows (decode.deterministic)."""
+def output_head(weight: Tensor, *, ordered: bool, cap: float | None = None) -> OutputHead:
+    """weight [V, H]; ordered: sums in the same order for any number of rows (decode.deterministic); cap: logits are
+    cap * tanh(logit / cap)."""
+    if cap is not None:
+        return CappedHead(output_head(weight, ordered=ordered), cap)
     if ordered:
         return OrderedHead(weight)
     if weight.is_cuda and weight.dtype is torch.bfloat16:
         return NarrowHead(weight)
     return WideHead(weight)
+
+
+class CappedHead:
+    """Another head with a soft cap. All choices are made among capped logits: the cap may round two logits to one number, and
+    then the lower id is chosen in every way."""
+
+    def __init__(self, head: OutputHead, cap: float) -> None:
+        self._head, self._cap = head, cap
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self._head.logits(hidden)
+        softcap(logits, self._cap)
+        return logits
+
+    def greedy(
+        self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool, allowed: Allowed | None = None
+    ) -> None:
+        assert allowed is None
+        argmax(self.logits(hidden), out_ids=out_ids, vocab=vocab, flag_nonfinite=flag_nonfinite)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self._head.rows(ids)
+
+    def masks_in_product(self, hidden: Tensor) -> bool:
+        return False
 
 
 class WideHead:

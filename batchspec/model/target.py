@@ -15,7 +15,6 @@ from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.kernels.sampling.softcap import softcap
 from batchspec.model.decoder import LayerWeights, ResidualStream
 from batchspec.model.kv_scales import scales_of_part
 from batchspec.model.lora import Adapter, adapted
@@ -53,7 +52,7 @@ class Target:
         self._layer_inputs = None if own is None else own.build(LayerWeights(weights, spec.formats, MODEL_PREFIX, lora))
         self._norm = weights.tensor(FINAL_NORM)
         head = self._embedding[spec.vocab_part] if spec.tie else weights.tensor(OUTPUT)
-        self._head = output_head(head, ordered=spec.ordered)
+        self._head = output_head(head, ordered=spec.ordered, cap=spec.logit_cap)
         rotations = list(zip(spec.ropes, (own.head_dim for own in spec.attentions), strict=True))
         self._ropes = list(dict.fromkeys(rotations))
         self._rope_ids = [self._ropes.index(own) for own in rotations]
@@ -110,7 +109,7 @@ class Target:
             rewrite(self._layer_inputs, inputs, "the inputs of layers")
         rewrite(self._norm, weights.tensor(FINAL_NORM), "the final norm")
         head = self._embedding[self.spec.vocab_part] if self.spec.tie else weights.tensor(OUTPUT)
-        rewrite(self._head, output_head(head, ordered=self.spec.ordered), "lm_head")
+        rewrite(self._head, output_head(head, ordered=self.spec.ordered, cap=self.spec.logit_cap), "lm_head")
 
     def use_kv_scales(self, values: Tensor) -> None:
         """Set the scales, `KVScales.values` for all heads of the model, or overwrite their values in place, where caches read
@@ -255,10 +254,7 @@ class Target:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] from `forward` -> fp32 [N, V] (fp64 for an fp64 model); on a rank only the logits of
         `spec.vocab_part`."""
-        logits = self._head.logits(hidden)
-        if self.spec.logit_cap is not None:
-            softcap(logits, self.spec.logit_cap)
-        return logits
+        return self._head.logits(hidden)
 
     @torch.inference_mode()
     def all_logits(self, hidden: Tensor) -> Tensor:
@@ -270,8 +266,8 @@ class Target:
     def greedy_sample(
         self, hidden: Tensor, vocab: int | None = None, *, flag_nonfinite: bool = False, allowed: Allowed | None = None
     ) -> Tensor:
-        """int32 [N]: the token of each row's largest logit, the lowest id among equals. On a GPU the logits are not written. A
-        `logit_cap` is not computed, as it does not change their order.
+        """int32 [N]: the token of each row's largest logit, the lowest id among equals. On a GPU the logits are not written, but
+        for those with a cap.
 
         vocab           choose among the first `vocab` tokens; None: among all
         flag_nonfinite  NO_TOKEN if the logits hold NaN or +inf, or no finite value; otherwise NaN counts as -inf
