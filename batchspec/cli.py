@@ -33,6 +33,7 @@ COMMANDS = {
         "batchspec.commands.doctor",
         "[MODEL]: what this machine has and lacks; --tune times MODEL's matrix products",
     ),
+    "families": ("batchspec.commands.families", "the model families, and what a job of each can use"),
     "report": ("batchspec.commands.report", "OUT [--by COLUMN]: write report.html again, charts of the job"),
     "inspect": ("batchspec.commands.inspect", "OUT ID [--sample N]: one request in full"),
     "export": ("batchspec.commands.export", "OUT --to FORMAT FILE, or --from-openai FILE.jsonl OUT.parquet"),
@@ -114,7 +115,7 @@ def _command(arguments: list[str]) -> int:
         close = swapped or difflib.get_close_matches(arguments[0], COMMANDS, 1)
         hint = f"did you mean {close[0]}?" if close else f"commands: {', '.join(COMMANDS)}"
         raise ConfigError(f"{arguments[0]} is not a command; {hint}")
-    lines = "\n".join(f"  {name:<8}{description}" for name, (_, description) in COMMANDS.items())
+    lines = "\n".join(f"  {name:<9}{description}" for name, (_, description) in COMMANDS.items())
     parser = ArgumentParser(
         prog="batchspec",
         usage="batchspec COMMAND ...",

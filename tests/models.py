@@ -71,6 +71,16 @@ def _vary(model: torch.nn.Module) -> None:
             buffer.uniform_(0.6, 1.3)
 
 
+def needed(family: str, num_layers: int) -> dict[str, Any]:
+    """Keys without which the config.json of a family is that of a model that is refused, as Granite's, with Mamba and experts, or
+    of one with large tables, as Gemma 4's."""
+    if family.startswith("gemma4"):
+        return {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0}
+    if family != "granitemoehybrid":
+        return {}
+    return {"layer_types": ["full_attention"] * num_layers, "num_local_experts": 0, "mamba_n_heads": 4}
+
+
 def write_weights(folder: Path) -> Path:
     """model.safetensors of zeros: the tensors that the folder's config.json asks for."""
     from safetensors.torch import save_file

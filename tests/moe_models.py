@@ -27,6 +27,10 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True, "moe_intermediate_size": 10},
     "mixtral": {"sliding_window": 9},
     "minimax_m2": {"rotary_dim": 2},
+    "glm4_moe": {
+        "num_local_experts": 6, "moe_intermediate_size": 10, "n_shared_experts": 2, "n_group": 3, "topk_group": 2,
+        "routed_scaling_factor": 1.7, "use_qk_norm": True,
+    },
     "gpt_oss": {"sliding_window": 7, "rope_theta": 1e4, "hidden_size": 20},
     "qwen3_5_text": {**_RECURRENT, "num_experts_per_tok": None},
     "qwen3_next": {**_RECURRENT, "num_experts": 6, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12},

@@ -23,14 +23,21 @@ from tests.test_fp8_block import quantised
 
 Tensors = dict[str, Tensor]
 
-SHAPE: dict[str, Any] = {
+ATTENDS: dict[str, Any] = {
     "hidden_size": 36, "head_dim": 16, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4, "max_position_embeddings": 512,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "eos_token_id": None, "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": None, "rms_norm_eps": 1e-5,
+}
+"""Of a model whose layers all attend."""
+SHAPE: dict[str, Any] = {
+    **ATTENDS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 EXPERTS: dict[str, Any] = {
     "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24,
+}
+GLM: dict[str, Any] = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "n_shared_experts": 2, "n_group": 3,
+    "topk_group": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True,
 }
 SAYS_MTP: dict[str, Any] = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
 """Keys of Qwen3.5; Qwen3-Next has none, and its files have a layer all the same."""
@@ -87,8 +94,9 @@ class Layout:
 
     family: str
     """model_type as transformers makes it, of the language model."""
+    shape: dict[str, Any] = field(default_factory=lambda: SHAPE)
     config: dict[str, Any] = field(default_factory=dict)
-    """Keys of the language model, added to those of SHAPE."""
+    """Keys of the language model, added to those of `shape`."""
     experts: bool = False
     wrapper: str | None = None
     """model_type of the model of text and images around it; None: it is alone."""
@@ -103,6 +111,7 @@ class Layout:
 
 _DENSE: dict[str, Any] = {"family": "qwen3_5_text", "added": SAYS_MTP}
 _MOE: dict[str, Any] = {"family": "qwen3_5_moe_text", "experts": True}
+_GLM: dict[str, Any] = {"family": "glm4_moe", "shape": ATTENDS}
 LAYOUTS: dict[str, Layout] = {
     "dense": Layout(**_DENSE),
     "dense, tied, biases, half of each head rotated": Layout(
@@ -142,6 +151,11 @@ LAYOUTS: dict[str, Layout] = {
     "fp8, mtp too": Layout(
         family="qwen3_next", experts=True, added=fp8_config("mtp.fc"), store=fp8, store_mtp=fp8
     ),
+    "glm": Layout(**_GLM, config=GLM),
+    "glm, no norms and biases of heads, one group, fp8": Layout(
+        **_GLM, added=fp8_config(), store=fp8, store_mtp=fp8, files=2,
+        config={**GLM, "use_qk_norm": False, "attention_bias": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
 }
 """Names of checkpoints, as tests call them."""
 
@@ -149,13 +163,15 @@ LAYOUTS: dict[str, Layout] = {
 def make_mtp_model(folder: Path, name: str, *, seed: int = 0, **config: Any) -> Path:
     """A checkpoint of LAYOUTS in `folder`; `config` overrides keys of the language model."""
     layout = LAYOUTS[name]
-    keys = {**SHAPE, **(EXPERTS if layout.experts else {}), **layout.config, **config}
+    keys = {**layout.shape, **(EXPERTS if layout.experts else {}), **layout.config, **config}
     if layout.wrapper is None:
         make_checkpoint(folder, layout.family, vocab=VOCAB, seed=seed, **keys)
     else:
         make_wrapped(folder, layout.wrapper, keys, vocab=VOCAB, seed=seed, tie_word_embeddings=False)
     tensors = load_file(folder / "model.safetensors")
-    mtp = layout.store_mtp(mtp_tensors(text_config(folder), seed=seed + 1))
+    mtp = layout.store_mtp(published(mtp_tensors(text_config(folder), seed=seed + 1), text_config(folder)))
+    if layout.family == "glm4_moe":
+        mtp |= copies_of(tensors, mtp_prefix(text_config(folder)))
     write_model(folder, layout.store(tensors), mtp, files=layout.files)
     change_config(folder, **layout.added)
     return folder
@@ -185,8 +201,41 @@ def text_config(folder: Path) -> dict[str, Any]:
 
 
 def stored_mtp(folder: Path) -> Tensors:
-    """The tensors of the MTP layer in a folder's files."""
-    return {name: tensor for name, tensor in stored(folder) if name.startswith("mtp.")}
+    """The tensors of the MTP layer in a folder's files, without the copies of others of the model."""
+    prefix = mtp_prefix(text_config(folder))
+    own = {name: tensor for name, tensor in stored(folder) if name.startswith(prefix)}
+    return {name: tensor for name, tensor in own.items() if not name.endswith(("embed_tokens.weight", "shared_head.head.weight"))}
+
+
+def mtp_prefix(config: dict[str, Any]) -> str:
+    """What the names of the layer's tensors begin with in files of this language model."""
+    return f"model.layers.{config['num_hidden_layers']}." if config["model_type"] == "glm4_moe" else "mtp."
+
+
+def copies_of(tensors: Tensors, prefix: str) -> Tensors:
+    """The embedding and the output matrix as GLM's files hold them once more, beside the MTP layer."""
+    names = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
+    return {f"{prefix}{copy}.weight": tensors[name].clone() for copy, name in names.items()}
+
+
+GLM_NAMES = {
+    "mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.",
+    "mtp.norm.": "shared_head.norm.", "mtp.layers.0.mlp.shared_expert.": "mlp.shared_experts.", "mtp.layers.0.": "",
+}
+"""Beginnings of names of a layer of Qwen -> those of GLM, after `mtp_prefix`."""
+
+
+def published(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """Tensors by the names of Qwen's files -> as the files of this language model hold them. GLM's norms multiply by their
+    weight, Qwen's by 1 + weight."""
+    if config["model_type"] != "glm4_moe":
+        return tensors
+    found = Tensors()
+    for name, tensor in tensors.items():
+        old = next(old for old in GLM_NAMES if name.startswith(old))
+        whole = tensor + 1 if name.endswith("norm.weight") or "pre_fc_norm" in name else tensor
+        found[mtp_prefix(config) + GLM_NAMES[old] + name.removeprefix(old)] = whole
+    return found
 
 
 def stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -196,12 +245,12 @@ def stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def mtp_tensors(config: dict[str, Any], *, seed: int) -> Tensors:
-    """Random fp32 tensors of a layer by their published names, experts one by one; large enough that drafts vary, and norms
+    """Random fp32 tensors of a layer by the names of Qwen's files, experts one by one; large enough that drafts vary, and norms
     that are not their usual zeros."""
     rng = torch.Generator().manual_seed(seed)
     hidden, dim = config["hidden_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    layer, found = "mtp.layers.0.", Tensors()
+    layer, found, is_glm = "mtp.layers.0.", Tensors(), config["model_type"] == "glm4_moe"
 
     def linear(name: str, rows: int, k: int, *, bias: bool = False) -> None:
         found[f"{name}.weight"] = torch.randn(rows, k, generator=rng) * (1.5 / k**0.5)
@@ -222,17 +271,22 @@ def mtp_tensors(config: dict[str, Any], *, seed: int) -> Tensors:
     for name in ("input_layernorm", "post_attention_layernorm"):
         norm(layer + name, hidden)
     bias = config["attention_bias"]
-    for name, count in (("q", 2 * heads), ("k", kv_heads), ("v", kv_heads)):
+    for name, count in (("q", (1 if is_glm else 2) * heads), ("k", kv_heads), ("v", kv_heads)):
         linear(f"{layer}self_attn.{name}_proj", count * dim, hidden, bias=bias)
-    linear(f"{layer}self_attn.o_proj", hidden, heads * dim, bias=bias)
-    for name in ("q_norm", "k_norm"):
+    linear(f"{layer}self_attn.o_proj", hidden, heads * dim, bias=bias and not is_glm)
+    for name in ("q_norm", "k_norm") if config.get("use_qk_norm", True) else ():
         norm(f"{layer}self_attn.{name}", dim)
-    if "num_experts" not in config:
+    num_experts = config.get("n_routed_experts" if is_glm else "num_experts")
+    if num_experts is None:
         mlp(f"{layer}mlp", config["intermediate_size"])
         return found
-    linear(f"{layer}mlp.gate", config["num_experts"], hidden)
-    linear(f"{layer}mlp.shared_expert_gate", 1, hidden)
-    mlp(f"{layer}mlp.shared_expert", config["shared_expert_intermediate_size"])
-    for expert in range(config["num_experts"]):
+    linear(f"{layer}mlp.gate", num_experts, hidden)
+    if is_glm:
+        found[f"{layer}mlp.gate.e_score_correction_bias"] = torch.randn(num_experts, generator=rng) * 0.2
+        mlp(f"{layer}mlp.shared_expert", config["n_shared_experts"] * config["moe_intermediate_size"])
+    else:
+        linear(f"{layer}mlp.shared_expert_gate", 1, hidden)
+        mlp(f"{layer}mlp.shared_expert", config["shared_expert_intermediate_size"])
+    for expert in range(num_experts):
         mlp(f"{layer}mlp.experts.{expert}", config["moe_intermediate_size"])
     return found

@@ -1,13 +1,14 @@
 """The MTP layer by its definition: one row, no cache, no batch, everything anew at each draft step.
 
     position p   x = fc(cat(norm(embed(token[p+1])), norm(h[p])))      h is the target's hidden state after its final norm
-                 y = a decoder layer with gated attention on x, RoPE position p
+                 y = a decoder layer on x, RoPE position p; of Qwen its attention has gates
     draft 1      argmax lm_head(norm(y)) at the last position that the target has read
     draft k+1    the same one position on, with embed(draft k) and h = norm(y) of the position before
 
-It reads none of batchspec's code for the layer: tensors by the names of a file, plain torch. RMS norms multiply by 1 + weight.
-Source: Qwen3-Next and Qwen3.5 as in transformers (`modeling_layers.MtpLayer`, models/qwen3_next, models/qwen3_5) and in vLLM
-(model_executor/models/qwen3_next_mtp.py).
+It reads none of batchspec's code for the layer: tensors by the names of a file, plain torch. RMS norms multiply by 1 + weight,
+and those of a GLM are read as the difference of their weights to 1, under the names of Qwen's.
+Source: Qwen3-Next, Qwen3.5 and GLM-4.5 as in transformers (`modeling_layers.MtpLayer`, models/qwen3_next, models/qwen3_5,
+models/glm4_moe) and in vLLM (model_executor/models/qwen3_next_mtp.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from batchspec.model.target import Target
 from tests.engines import one_pass
-from tests.mtp_checkpoints import stored, text_config
+from tests.mtp_checkpoints import GLM_NAMES, mtp_prefix, stored, text_config
 
 LAYER = "layers.0."
 BLOCK = 128
@@ -78,9 +79,12 @@ class Mtp:
 
     def _attention(self, x: Tensor) -> Tensor:
         name, dim = f"{LAYER}self_attn", self.config["head_dim"]
-        q, gate = self.linear(f"{name}.q_proj", x).unflatten(-1, (-1, 2 * dim)).split(dim, -1)  # of each head q, then its gate
+        width = self.tensors[f"{name}.q_proj.weight"].shape[0] // self.config["num_attention_heads"]
+        q, *gate = self.linear(f"{name}.q_proj", x).unflatten(-1, (-1, width)).split(dim, -1)  # of each head q, then its gate
         k, v = (self.linear(f"{name}.{part}_proj", x).unflatten(-1, (-1, dim)) for part in "kv")
-        q, k = (self._rotated(self.norm(f"{name}.{part}_norm", own)) for part, own in (("q", q), ("k", k)))
+        if f"{name}.q_norm.weight" in self.tensors:
+            q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
+        q, k = self._rotated(q), self._rotated(k)
         k, v = (own.repeat_interleave(q.shape[-2] // own.shape[-2], -2) for own in (k, v))
         place = torch.arange(x.shape[-2])
         seen = place[None] <= place[:, None]
@@ -89,7 +93,7 @@ class Mtp:
         scores = torch.einsum("...qhd,...khd->...hqk", q, k) * dim**-0.5
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         attended = torch.einsum("...hqk,...khd->...qhd", weights, v)
-        return self.linear(f"{name}.o_proj", (attended * gate.sigmoid()).flatten(-2))
+        return self.linear(f"{name}.o_proj", (attended * gate[0].sigmoid() if gate else attended).flatten(-2))
 
     def _rotated(self, x: Tensor) -> Tensor:
         """x [..., n, heads, D] at positions 0, 1, ...; only the first R numbers of each head are rotated, by angles in fp32."""
@@ -107,14 +111,31 @@ class Mtp:
 
     def _experts(self, x: Tensor) -> Tensor:
         """The most probable experts of each token and the one that all tokens go through."""
-        mlp, top_k = f"{LAYER}mlp", self.config["num_experts_per_tok"]
-        weights, ids = self.linear(f"{mlp}.gate", x).softmax(-1).topk(top_k, -1)
+        mlp, logits = f"{LAYER}mlp", self.linear(f"{LAYER}mlp.gate", x)
+        found = self._mlp(f"{mlp}.shared_expert", x)
+        if f"{mlp}.shared_expert_gate.weight" in self.tensors:
+            found = self.linear(f"{mlp}.shared_expert_gate", x).sigmoid() * found
+        scores, bias = logits.softmax(-1), self.tensors.get(f"{mlp}.gate.e_score_correction_bias")
+        choices = scores
+        if bias is not None:
+            scores = logits.sigmoid()
+            choices = self._of_best_groups(scores + bias)
+        ids = choices.topk(self.config["num_experts_per_tok"], -1).indices
+        weights = scores.gather(-1, ids)
         if self.config.get("norm_topk_prob", True):
             weights = weights / weights.sum(-1, keepdim=True)
-        found = self.linear(f"{mlp}.shared_expert_gate", x).sigmoid() * self._mlp(f"{mlp}.shared_expert", x)
-        for expert in range(self.config["num_experts"]):
+        weights = weights * self.config.get("routed_scaling_factor", 1.0)
+        for expert in range(logits.shape[-1]):
             share = (weights * (ids == expert)).sum(-1, keepdim=True)
             found = found + share * self._mlp(f"{mlp}.experts.{expert}", x)
+        return found
+
+    def _of_best_groups(self, choices: Tensor) -> Tensor:
+        """-inf for experts outside the groups whose two best experts have the largest sums."""
+        by_group = choices.unflatten(-1, (self.config["n_group"], -1))
+        sums = by_group.topk(2, -1).values.sum(-1, keepdim=True)
+        least = sums.sort(-2, descending=True).values[..., self.config["topk_group"] - 1, None, :]
+        found: Tensor = by_group.masked_fill(sums < least, -torch.inf).flatten(-2)
         return found
 
 
@@ -123,8 +144,20 @@ def read_mtp(folder: Path, dtype: torch.dtype = torch.float64) -> Mtp:
     tensors, config = _by_expert(_dequantised(dict(stored(folder)))), text_config(folder)
     tensors = {name.replace("model.language_model.", "model."): tensor.to(dtype) for name, tensor in tensors.items()}
     embedding = tensors["model.embed_tokens.weight"]
-    own = {name.removeprefix("mtp."): tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
+    prefix = mtp_prefix(config)
+    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    own = _named_as_qwen(own) if config["model_type"] == "glm4_moe" else own
     return Mtp(own, embedding, tensors.get("lm_head.weight", embedding), config)
+
+
+def _named_as_qwen(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The layer of a GLM; the copies of embedding and output matrix are left out."""
+    found = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        if not name.startswith(("embed_tokens.", "shared_head.head.")):
+            old, new = next((old, new) for old, new in GLM_NAMES.items() if name.startswith(new))
+            found[(old + name.removeprefix(new)).removeprefix("mtp.")] = tensor - 1 if "norm" in name else tensor
+    return found
 
 
 def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -78,12 +78,13 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 5, "num_experts": 5,
     "num_experts_per_tok": 2, "rotary_dim": 8, "full_attention_interval": 2, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "shared_expert_intermediate_size": 32,
+    "n_routed_experts": 5, "shared_intermediate_size": 32, "layer_types": ["attention"] * 2,
 }
 
 
 def small(name: str) -> str:
     known = {**COMMON, **SHAPES[name]}
-    return json.dumps({**known, **{key: value for key, value in SMALL.items() if key in known}})
+    return json.dumps({**known, **{key: value for key, value in SMALL.items() if known.get(key)}})
 
 
 DISTINCT = {small(name): name for name in reversed(SHAPES) if "-" in name}

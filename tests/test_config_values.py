@@ -21,6 +21,7 @@ from batchspec.model.config_values import ConfigReader, read_json, short_json, s
 from batchspec.model.families import registry
 from batchspec.model.rope import rope_frequencies
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
+from tests.models import needed
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -192,9 +193,7 @@ def test_a_rope_for_each_layer_type_is_refused_by_name(key: str) -> None:
 @pytest.mark.parametrize("family", registry.FAMILIES)
 def test_keys_that_change_any_model_of_transformers_are_refused_in_every_family(family: str) -> None:
     """is_causal=false makes attention bidirectional; per_layer_config gives single layers other values of any key."""
-    config = {**LLAMA, "model_type": family, "num_key_value_heads": 2}
-    if family.startswith("gemma4"):  # which reads per_layer_config
-        config |= {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0}
+    config = {**LLAMA, "model_type": family, "num_key_value_heads": 2, **needed(family, LLAMA["num_hidden_layers"])}
     for key, neutral in (("is_causal", True), ("is_causal", None), ("per_layer_config", None), ("per_layer_config", {})):
         assert ours({**config, key: neutral}) == ours(config) is not None
     changes: list[tuple[str, Any, str]] = [

@@ -1,9 +1,13 @@
-"""Gemma 3 text, Phi-3/4, OLMo 2 and GLM-4: logits, tokens, tensors and config keys of transformers; drafts change no token."""
+"""Dense families: logits, tokens, tensors and config keys of transformers; drafts change no token.
+
+Gemma 3 text, Phi-3/4, OLMo 2 and 3, GLM-4, EXAONE 4, Seed-OSS, SmolLM3, Granite 3 and 4, Ministral 3.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,7 @@ from batchspec.packing.admit import job_max_len
 from batchspec.packing.model_notes import model_notes
 from batchspec.records import SamplingParams
 from tests.engines import DEVICE, VOCAB, make_engine, packed, request
-from tests.models import make_checkpoint
+from tests.models import make_checkpoint, needed
 from tests.moe_models import ids_of
 from tests.test_config_values import ODD_NUMBERS, ODD_VALUES, ours
 from tests.test_target import assert_like_transformers
@@ -39,6 +43,12 @@ from tests.test_target import assert_like_transformers
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0, 3.0, 4.0, 5.5], "long_factor": [4.0] * 7}
 TWO_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, "sliding_attention": {"rope_theta": 100.0},
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+"""With an original length that the rows of tests are longer than."""
+GRANITE = {
+    "hidden_size": 72, "embedding_multiplier": 5.3, "residual_multiplier": 0.22, "attention_multiplier": 0.13,
+    "logits_scaling": 3.0,
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
@@ -58,6 +68,37 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("olmo2", {"hidden_size": 72, "attention_bias": True}),
     "glm4": ("glm4", {"hidden_size": 52, "head_dim": 20}),
+    "olmo3": (
+        "olmo3",
+        {
+            "hidden_size": 72, "sliding_window": 7, "num_hidden_layers": 4,
+            "rope_parameters": {
+                "full_attention": {**YARN, "attention_factor": 1.3, "rope_theta": 700.0},
+                "sliding_attention": {"rope_theta": 900.0},
+            },
+        },
+    ),
+    "exaone4": ("exaone4", {"hidden_size": 72, "sliding_window": 7, "sliding_window_pattern": 2}),
+    "exaone4 without windows": (
+        "exaone4", {"sliding_window": None, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "head_dim": 20},
+    ),
+    "seed_oss": ("seed_oss", {"hidden_size": 52, "head_dim": 20, "num_hidden_layers": 2}),
+    "smollm3": ("smollm3", {"hidden_size": 72, "no_rope_layer_interval": 2}),
+    "granite": ("granite", {**GRANITE, "num_hidden_layers": 2}),
+    "granite 4": (
+        "granitemoehybrid",
+        {
+            **GRANITE, "num_hidden_layers": 2, "num_local_experts": 0, "shared_intermediate_size": 44, "mamba_n_heads": 4,
+            "position_embedding_type": "rope", "layer_types": ["full_attention"] * 2,
+        },
+    ),
+    "ministral3": (
+        "ministral3",
+        {
+            "hidden_size": 52, "head_dim": 20, "num_hidden_layers": 2,
+            "rope_parameters": {**YARN, "rope_theta": 1e3, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+        },
+    ),
 }
 TINY: dict[str, Any] = {
     "hidden_size": 24, "intermediate_size": 28, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -70,6 +111,23 @@ OWN: dict[str, dict[str, Any]] = {
     "phi3": {"partial_rotary_factor": 0.7, "sliding_window": 5},
     "olmo2": {},
     "glm4": {"head_dim": 8},
+    "olmo3": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "exaone4": {"sliding_window": 5, "sliding_window_pattern": 2},
+    "seed_oss": {"head_dim": 6},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 3.0},
+    "granitemoehybrid": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 3.0,
+        "num_local_experts": 0, "shared_intermediate_size": 28, "position_embedding_type": "rope",
+        "layer_types": ["attention", "attention"], "mamba_n_heads": 4,
+    },
+    "ministral3": {
+        "head_dim": 6,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 100.0,
+            "llama_4_scaling_beta": 0.4,
+        },
+    },
 }
 
 
@@ -128,13 +186,16 @@ def test_usual_keys_and_defaults_are_those_of_transformers(family: str, changes:
     assert spec.head_dim == (getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads)
     attention = spec.layers[0].attention
     bias = getattr(made, "attention_bias", False) and family != "phi3"
-    assert (attention.qkv_bias, attention.o_bias) == (bias, bias and family != "glm4")
+    of_output = getattr(made, "attention_out_bias", bias and family != "glm4")
+    takes_bias = family not in ("exaone4", "ministral3")  # which ignore the key
+    assert (attention.qkv_bias, attention.o_bias) == (bias and takes_bias, of_output and takes_bias)
 
 
 @pytest.mark.parametrize("family", OWN)
 def test_a_file_that_names_least_is_read_with_transformers_defaults(family: str) -> None:
     kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    values = {**{key: TINY[key] for key in kept}, "max_position_embeddings": 4096}
+    values = {key: TINY[key] for key in kept} | {"hidden_size": 128, "num_attention_heads": 32, "max_position_embeddings": 4096}
+    values |= needed(family, TINY["num_hidden_layers"])
     spec, made = read_spec({"model_type": family, **values}, "config.json"), made_by_transformers(family, values)
     assert (spec.rms_eps, spec.tie, spec.num_kv_heads) == (made.rms_norm_eps, made.tie_word_embeddings, made.num_key_value_heads)
     assert spec.head_dim == (getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads)
@@ -161,6 +222,22 @@ ROPES: list[tuple[str, dict[str, Any]]] = [
     ("glm4", {"partial_rotary_factor": 1.0}),
     ("glm4", {"partial_rotary_factor": None}),
     ("glm4", {"head_dim": 8, "rope_parameters": {"partial_rotary_factor": 0.75, "rope_theta": 300.0, "rope_type": "default"}}),
+    ("olmo3", {}),
+    ("olmo3", {"rope_theta": 7e5, "rope_scaling": {**YARN, "attention_factor": 1.2}, "num_hidden_layers": 5}),
+    ("olmo3", {"rope_parameters": TWO_ROPES}),
+    ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}, "sliding_window": 5}),
+    ("exaone4", {"sliding_window_pattern": 3, "num_hidden_layers": 4}),
+    ("exaone4", {"layer_types": ["full_attention", "sliding_attention"], "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    ("smollm3", {"no_rope_layers": [0, 1]}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 5}),
+    ("smollm3", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "no_rope_layers": [1, 0, 1]}),
+    ("granitemoehybrid", OWN["granitemoehybrid"]),
+    ("granitemoehybrid", {**OWN["granitemoehybrid"], "position_embedding_type": None}),
+    ("granitemoehybrid", {**OWN["granitemoehybrid"], "position_embedding_type": "nope", "layer_types": ["full_attention"] * 2}),
+    ("ministral3", {"rope_parameters": None, "rope_theta": 100.0}),
+    ("ministral3", {"rope_parameters": None, "rope_scaling": {**YARN, "llama_4_scaling_beta": 0}}),
+    ("ministral3", {"sliding_window": 5}),
 ]
 
 
@@ -171,25 +248,28 @@ def test_rotations_and_windows_are_those_of_transformers(family: str, changes: d
 
 
 def assert_ropes_of_transformers(spec: ModelSpec, made: Any) -> None:
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
-    from transformers.models.glm4.modeling_glm4 import Glm4RotaryEmbedding
-    from transformers.models.olmo2.modeling_olmo2 import Olmo2RotaryEmbedding
-    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
-
-    kinds = getattr(made, "layer_types", None) if spec.family == "gemma3_text" else None
+    name = spec.family.removesuffix("_text")
+    module = import_module(f"transformers.models.{name}.modeling_{name}")
+    (kind_of_rope,) = (kind for title, kind in vars(module).items() if title.endswith("RotaryEmbedding"))
+    found, by_kind = kind_of_rope(made), spec.family in ("gemma3_text", "olmo3")
+    kinds = getattr(made, "layer_types", None) if by_kind or spec.family in ("exaone4", "smollm3") else None
     window = getattr(made, "sliding_window", None)
     kinds = kinds or ["full_attention" if window is None else "sliding_attention"] * spec.num_layers
     assert spec.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    if spec.family == "gemma3_text":
-        both: Any = Gemma3RotaryEmbedding(made)
-        expected = [(getattr(both, f"{kind}_inv_freq"), 1.0) for kind in kinds]
-    else:
-        found = {"phi3": Phi3RotaryEmbedding, "olmo2": Olmo2RotaryEmbedding, "glm4": Glm4RotaryEmbedding}[spec.family](made)
-        expected = [(found.inv_freq, found.attention_scaling)] * spec.num_layers
-    for rope, (freqs, factor) in zip(spec.ropes, expected, strict=True):
-        torch.testing.assert_close(rope_frequencies(rope, spec.head_dim), freqs, rtol=1e-6, atol=0)
-        assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
+    rotated = [bool(turns) for turns in getattr(made, "no_rope_layers", [1] * spec.num_layers)]
+    if spec.family == "exaone4" and window is not None:
+        rotated = [kind == "sliding_attention" for kind in kinds]
+    if spec.family == "granitemoehybrid":
+        rotated = [made.position_embedding_type == "rope"] * spec.num_layers
+    beta = getattr(made, "rope_parameters", {}).get("llama_4_scaling_beta", 0.0)
+    for rope, kind, turns in zip(spec.ropes, kinds, rotated, strict=False):
+        prefix = f"{kind}_" if by_kind else ""
+        freqs, factor = getattr(found, f"{prefix}inv_freq"), getattr(found, f"{prefix}attention_scaling")
+        torch.testing.assert_close(rope_frequencies(rope, spec.head_dim), freqs if turns else freqs * 0, rtol=1e-6, atol=0)
+        assert rope.attention_factor == pytest.approx(factor if turns else 1.0, rel=1e-12)
         assert rope.interleaved == (spec.family == "glm4")
+        assert rope.query_growth == beta
+        assert not beta or rope.original_max_len == made.rope_parameters["original_max_position_embeddings"]
 
 
 def test_longrope_ends_where_its_second_set_of_frequencies_begins() -> None:
@@ -249,12 +329,34 @@ def test_a_length_that_the_rope_limits_is_refused_with_the_reason_and_noted(valu
         ("olmo2", {"sliding_window": 5}, "sliding_window=5 in a olmo2"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
         ("glm4", {"head_dim": 6}, "rotates 3 of the 6 numbers of a head"),
+        ("olmo3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 'rope_parameters.rope_type="linear"'),
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types: 1 for 2 layers, sliding_window 4096"),
+        ("exaone4", {"sliding_window_pattern": "LLLG"}, 'sliding_window_pattern is "LLLG"; it must be an integer in 1 .. 4096'),
+        ("seed_oss", {"sliding_window": 5}, "sliding_window=5 in a seed_oss"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 numbers for 2 layers; correct it"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers is [1, 2]; it must be a list of integers in 0 .. 1"),
+        ("granite", {"layer_types": ["full_attention"] * 2}, "layer_types="),
+        ("granite", {"logits_scaling": 0}, "logits_scaling is 0; it must be a number in 1e-06 .. 1e+06"),
+        ("granitemoehybrid", {}, "num_local_experts=8"),
+        ("granitemoehybrid", {"num_local_experts": 0}, 'layer_types: ["mamba"]: Mamba layers are not supported'),
+        (
+            "granitemoehybrid", {"num_local_experts": 0, "layer_types": ["mamba", "attention"]},
+            'layer_types: ["mamba"]: Mamba layers are not supported; use a Granite without an H in its name',
+        ),
+        ("granitemoehybrid", {"num_local_experts": 0, "layer_types": ["attention"]}, "layer_types: 1 for 2 layers; correct it"),
+        ("ministral3", {"layer_types": ["full_attention"] * 2}, "layer_types="),
+        (
+            "ministral3", {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            "rope_parameters.original_max_position_embeddings is null; it must be an integer",
+        ),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("llama", {"query_pre_attn_scalar": 64}, "query_pre_attn_scalar=64"),
         ("gemma3", {}, 'model_type="gemma3" needs text_config with the keys of its language model'),
-        ("olmo3", {}, 'model_type="olmo3" is not supported'),
-        ("glm4_moe", {}, 'model_type="glm4_moe" is not supported'),
-        ("phi4mm", {}, 'model_type="phi4mm" is not supported'),
+        ("phi4mm", {}, 'model_type="phi4mm" is not supported; supported are llama, '),
+        ("deepseek_v3", {}, 'model_type="deepseek_v3" is not supported: it needs multi-head latent attention (MLA); supported'),
+        ("glm4_moe_lite", {}, 'model_type="glm4_moe_lite" is not supported: it needs multi-head latent attention (MLA)'),
+        ("nemotron_h", {}, 'model_type="nemotron_h" is not supported: it needs Mamba layers'),
+        ("muse_glimmer", {}, 'model_type="muse_glimmer" is not supported: it needs normed embeddings, norms of q and k without'),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(family: str, changes: dict[str, Any], named: str) -> None:
@@ -266,7 +368,9 @@ def test_what_is_not_built_is_refused_by_name(family: str, changes: dict[str, An
 HOSTILE = (
     *TINY, "head_dim", "sliding_window", "sliding_window_pattern", "query_pre_attn_scalar", "rope_local_base_freq", "layer_types",
     "partial_rotary_factor", "original_max_position_embeddings", "rope_scaling", "rope_parameters", "hidden_activation",
-    "attention_bias", "use_bidirectional_attention", "rms_norm_eps",
+    "attention_bias", "use_bidirectional_attention", "rms_norm_eps", "attention_out_bias", "no_rope_layers",
+    "no_rope_layer_interval", "use_sliding_window", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
+    "logits_scaling", "num_local_experts", "shared_intermediate_size", "position_embedding_type",
 )
 
 
@@ -276,6 +380,8 @@ def test_any_value_of_a_key_is_read_or_refused_in_one_line(family: str) -> None:
     odd = [{key: value} for key in HOSTILE for value in ODD_VALUES]
     odd += [{"rope_scaling": {**rope, key: value}} for key in (*rope, "attention_factor", "rope_theta") for value in ODD_NUMBERS]
     odd += [{"rope_parameters": {"full_attention": value}} for value in ODD_VALUES]
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.1}
+    odd += [{"rope_parameters": {**yarn, key: value}} for key in yarn for value in ODD_NUMBERS]
     for changes in odd:
         spec = ours({"model_type": family, **TINY, **OWN[family], **changes})
         assert spec is None or all(rope_frequencies(rope, spec.head_dim).isfinite().all() for rope in spec.ropes)
@@ -314,5 +420,7 @@ def test_drafts_of_any_kind_change_no_token(family: str) -> None:
 def test_the_tuner_times_no_kernel_that_a_family_does_not_use() -> None:
     ops = {family: {op for op, _, _ in products(tiny(family).spec)} for family in OWN}
     assert ops["gemma3_text"] == ops["olmo2"] - {"swiglu"} == {"linear", "lm_head"}
+    assert ops["olmo3"] == ops["exaone4"] == ops["olmo2"]
     assert ops["glm4"] == {"linear", "norm_linear", "swiglu", "norm_swiglu", "lm_head"}
-    assert ops["phi3"] == ops["glm4"] | {"linear_add"}
+    assert ops["granite"] == ops["granitemoehybrid"] == ops["glm4"]
+    assert ops["phi3"] == ops["seed_oss"] == ops["smollm3"] == ops["ministral3"] == ops["glm4"] | {"linear_add"}

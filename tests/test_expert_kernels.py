@@ -47,6 +47,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16, gpt_oss": ("gpt_oss", ODD),
     "fp8 blocks, qwen3_moe": ("qwen3_moe", {**WIDE, SIZE: 144, "quantization_config": FP8_BLOCKS}),
     "fp8 rows, minimax_m2": ("minimax_m2", {**WIDE, "quantization_config": compressed("channel", TOKEN)}),
+    "fp8 rows, glm4_moe, groups of experts": (
+        "glm4_moe",
+        {
+            **WIDE, SIZE: 144, "num_local_experts": 8, "n_group": 4, "first_k_dense_replace": 0,
+            "quantization_config": compressed("channel", TOKEN),
+        },
+    ),
     "fp8 tensors, calibrated, mixtral": ("mixtral", {**WIDE, "quantization_config": compressed("tensor", STATIC)}),
     "mxfp4, gpt_oss": ("gpt_oss", {**ODD, "hidden_size": 160, "intermediate_size": 96, "quantization_config": MXFP4}),
 }

@@ -52,6 +52,10 @@ def compressed(strategy: str, inputs: dict[str, Any] | None, **changes: Any) -> 
 
 
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "ignore": ["lm_head", "*.1.mlp.down*"]}
+MINISTRAL = {
+    "quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
+    "modules_to_not_convert": ["lm_head", "model.vision_tower", "layers.1.mlp.down_proj"],
+}
 LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "row, token": (compressed("channel", TOKEN), "row"),
     "tensor, token": (compressed("tensor", TOKEN), "tensor"),
@@ -59,6 +63,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "row, plain": (compressed("channel", None), "row"),
     "block, group": (compressed("block", {**TOKEN, "strategy": "group", "group_size": 128}), "block"),
     "modelopt": (MODELOPT, "tensor"),
+    "as of Ministral 3": (MINISTRAL, "tensor"),
 }
 
 
@@ -93,9 +98,11 @@ def make(
             tensor[3] = 0.0
             weight, scale = stored_as(tensor, scales)
             tensors[name] = weight.float() * spread(scale, tensor)
-            stored |= {name: weight, f"{name}_scale": scale.reshape(scalars) if scales == "tensor" else scale}
-            if layout in ("modelopt", "tensor, static"):
-                stored[name.replace("weight", "input_scale")] = torch.full(scalars, 0.03)
+            ministral = layout == "as of Ministral 3"
+            of_weight, of_input = ("_scale_inv", "activation_scale") if ministral else ("_scale", "input_scale")
+            stored |= {name: weight, f"{name}{of_weight}": scale.reshape(scalars) if scales == "tensor" else scale}
+            if layout in ("modelopt", "tensor, static") or ministral:
+                stored[name.replace("weight", of_input)] = torch.full(scalars, 0.03)
         if name.endswith("k_proj.weight"):
             stored[name.replace("k_proj.weight", "k_scale")] = torch.tensor(0.5)
             stored[name.replace("weight", "k_scale")] = torch.tensor(0.5)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from batchspec.errors import CheckpointError
 from batchspec.model.families.registry import FAMILIES
 from batchspec.model.spec import load_spec, read_spec
+from tests.models import needed
 from tests.test_family_keys import EXPERTS, GEMMA4, SHAPE, USUAL, of_transformers, our_logits
 from tests.test_family_keys import OWN as OWN_OF_FAMILIES
 
@@ -26,6 +27,7 @@ MISSING = "(missing)"
 BASE: dict[str, Any] = {
     **SHAPE, **USUAL, "hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
 }
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True},
     "mixtral": EXPERTS, "minimax_m2": {**EXPERTS, "rotary_dim": 6}, "gpt_oss": {**EXPERTS, "sliding_window": 7},
@@ -33,8 +35,11 @@ OWN: dict[str, dict[str, Any]] = {
     **{family: OWN_OF_FAMILIES[family] for family in GEMMA4},
     "mistral": {"sliding_window": 9}, "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
     "glm4": {"partial_rotary_factor": 0.5},
+    "exaone4": {"sliding_window": 5, "sliding_window_pattern": 2},
+    "granitemoehybrid": needed("granitemoehybrid", 3),
+    "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.4}},
+    "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
 }
-YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3: dict[str, Any] = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.5, 2.0, 3.0], "long_factor": [4.0] * 3}
 KINDS = ("sliding_attention", "full_attention")
@@ -71,6 +76,10 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 0.5, 1.0, 0.4, 0.6, 1), "rotary_dim": (None, 6, 4, 12, 5),
     "original_max_position_embeddings": (None, 64, 32), "hidden_act": ("silu", "swish", "gelu_pytorch_tanh"),
 }
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "embedding_multiplier": (2.5, 1), "residual_multiplier": (0.6,), "attention_multiplier": (0.3, None),
+    "logits_scaling": (1.5,),
+}
 COUNTS: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (None, 5, 4), "num_experts": (None, 5, 4), "num_experts_per_tok": (1, 5),
 }
@@ -80,6 +89,20 @@ OWN_KEYS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "mixtral": COUNTS,
     "minimax_m2": COUNTS,
+    "exaone4": {"sliding_window_pattern": (1, 3)},
+    "seed_oss": {"attention_out_bias": (True, False)},
+    "smollm3": {"no_rope_layers": (None, [1, 0, 0], [0, 1]), "no_rope_layer_interval": (1, 2, 3)},
+    "granite": FACTORS,
+    "granitemoehybrid": {
+        **FACTORS, "position_embedding_type": ("rope", None), "shared_intermediate_size": (20,), "num_experts_per_tok": (0, 2),
+        "layer_types": (None, [KINDS[1]] * 3, ["attention"] * 3, ["mamba", "attention", "attention"]),
+    },
+    "glm4_moe": {
+        "n_routed_experts": (None, 4), "num_local_experts": (None, 8), "num_experts_per_tok": (1, 5), "n_group": (2, 3, 5),
+        "topk_group": (2,), "routed_scaling_factor": (1.7,), "norm_topk_prob": (True, False), "use_qk_norm": (True, False),
+        "first_k_dense_replace": (0, 3), "n_shared_experts": (2, 0), "num_nextn_predict_layers": (None, 0, 2),
+        "scoring_func": ("sigmoid", "softmax"),
+    },
     "gpt_oss": {**COUNTS, "experts_per_token": (1, 2), "swiglu_alpha": (1.2,), "swiglu_limit": (0.8,)},
     "gemma3_text": {
         "sliding_window_pattern": (1, 3), "query_pre_attn_scalar": (7,), "rope_local_base_freq": (50.0,),

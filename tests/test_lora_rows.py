@@ -111,6 +111,9 @@ CASES: dict[str, tuple[str, dict[str, Any], Adapters]] = {
         (dict.fromkeys(("q_proj", "k_proj", "o_proj", "up_proj"), 2.0), {}),
         ({"per_layer_input_gate": 2.0, "per_layer_projection": 2.0, "per_layer_model_projection": 2.0}, {}),
     ]),
+    "granite 4, factors after products": (*MODELS["granite 4"], [
+        ({"q_proj": 2.0, "o_proj": 2.0, "input_linear": 2.0, "output_linear": 2.0}, {}), ({"output_linear": 2.0}, {}),
+    ]),
     "attention beside experts": ("mixtral", {"num_local_experts": 4}, [
         ({"q_proj": 2.0, "o_proj": 2.0}, {}), ({"k_proj": 2.0, "v_proj": 2.0}, {}),
     ]),

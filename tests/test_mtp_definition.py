@@ -31,13 +31,14 @@ def layer_of_transformers(folder: Path, mtp: Mtp) -> Layer:
     """tokens [n], hidden [n, H], first position -> what follows its last norm [n, H], in fp64."""
     from transformers import AutoConfig
     from transformers.modeling_layers import MtpLayer
+    from transformers.models.glm4_moe import modeling_glm4_moe as glm
     from transformers.models.qwen3_5 import modeling_qwen3_5 as dense
     from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as moe
     from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
     auto: Any = AutoConfig
     config = auto.from_pretrained(folder).get_text_config()
-    config.layer_types, config.num_hidden_layers = ["full_attention"], 1
+    config.layer_types, config.num_hidden_layers, config.first_k_dense_replace = ["full_attention"], 1, 0
     config._attn_implementation = config._experts_implementation = "eager"
     kind, norm, rotary = {
         "qwen3_5_text": (dense.Qwen3_5DecoderLayer, dense.Qwen3_5RMSNorm, dense.Qwen3_5TextRotaryEmbedding),
@@ -45,11 +46,14 @@ def layer_of_transformers(folder: Path, mtp: Mtp) -> Layer:
         "qwen3_next": (
             qwen3_next.Qwen3NextDecoderLayer, qwen3_next.Qwen3NextRMSNorm, qwen3_next.Qwen3NextRotaryEmbedding,
         ),
+        "glm4_moe": (glm.Glm4MoeDecoderLayer, glm.Glm4MoeRMSNorm, glm.Glm4MoeRotaryEmbedding),
     }[config.model_type]
     layer, rope = MtpLayer(config, kind, norm, 0).double().eval(), rotary(config)
     tensors = fused({f"mtp.{name}": tensor for name, tensor in mtp.tensors.items()})
-    own = {name.removeprefix("mtp."): tensor for name, tensor in tensors.items()}
-    layer.load_state_dict({_renamed(name): tensor for name, tensor in own.items()})
+    own = {_renamed(name.removeprefix("mtp.")): tensor for name, tensor in tensors.items()}
+    if config.model_type == "glm4_moe":
+        own = {name.replace("shared_expert.", "shared_experts."): x + 1 if "norm" in name else x for name, x in own.items()}
+    layer.load_state_dict(own)
 
     wide = _widened(layer.forward)
 
@@ -86,7 +90,7 @@ def test_the_layer_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(theirs(tokens, hidden, 1), theirs(tokens, hidden), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["dense", "experts, fused", "next", "wrapped"])
+@pytest.mark.parametrize("name", ["dense", "experts, fused", "next", "wrapped", "glm"])
 def test_drafts_are_those_of_a_chain_of_transformers(name: str, tmp_path: Path) -> None:
     """The model's last hidden state, the layer, the output matrix; then the layer's own output in place of the hidden state."""
     mtp = read_mtp(make_mtp_model(tmp_path, name))
@@ -127,7 +131,8 @@ def test_a_position_reads_nothing_after_it(tmp_path: Path) -> None:
 def test_files_say_that_there_is_one_layer(tmp_path: Path) -> None:
     for name, layout in LAYOUTS.items():
         folder = make_mtp_model(tmp_path / name.replace(" ", "_"), name)
-        assert text_config(folder).get("mtp_num_hidden_layers") == (None if layout.family == "qwen3_next" else 1)
+        key = "num_nextn_predict_layers" if layout.family == "glm4_moe" else "mtp_num_hidden_layers"
+        assert text_config(folder).get(key) == (None if layout.family == "qwen3_next" else 1)
         assert sum(path.stat().st_size for path in folder.iterdir()) < 600_000
 
 

@@ -86,6 +86,7 @@ MODELS: dict[str, Callable[[Path], Pair]] = {
     "experts": lambda folder: loaded(make_mtp_model(folder, "experts, fused")),
     "next": lambda folder: loaded(make_mtp_model(folder, "next")),
     "fp8": lambda folder: loaded(make_mtp_model(folder, "fp8, mtp plain and not listed")),
+    "glm": lambda folder: loaded(make_mtp_model(folder, "glm")),
     "exact": lambda folder: loaded(make_exact_model(folder)),
     "often right": lambda folder: loaded(make_exact_model(folder, noise=0.05)),
     "adapters": lambda folder: adapted("qwen3_5_text", {}),
@@ -268,7 +269,9 @@ def bits_of(done: Completion) -> list[float]:
 # --- ranks
 
 
-RANKED = ("dense", "experts, fused", "experts, one by one", "next", "wrapped", "dense, tied, biases, half of each head rotated")
+RANKED = (
+    "dense", "experts, fused", "experts, one by one", "next", "wrapped", "dense, tied, biases, half of each head rotated", "glm",
+)
 KINDS = {
     "greedy": SamplingParams(), "drawn": SamplingParams(temperature=0.9, top_k=12, top_p=0.9, repetition_penalty=1.3),
 }

@@ -17,7 +17,16 @@ from batchspec.model.weights import judge_model
 from tests.drafting import synthetic
 from tests.engines import DEVICE
 from tests.models import make_checkpoint
-from tests.mtp_checkpoints import LAYOUTS, Tensors, change_config, make_mtp_model, mtp_tensors, stored_mtp, text_config
+from tests.mtp_checkpoints import (
+    LAYOUTS,
+    Tensors,
+    change_config,
+    make_mtp_model,
+    mtp_tensors,
+    published,
+    stored_mtp,
+    text_config,
+)
 from tests.mtp_definition import read_mtp
 from tests.mtp_drafting import Model, drafter_of, drafter_spec, load_model, mixed_requests, run, wide_batch, wrong_drafts
 
@@ -56,7 +65,7 @@ def other_name(folder: Path) -> None:
     save_file(renamed(load_file(folder / "model.safetensors"), "pre_fc_norm_hidden", "hnorm"), folder / "model.safetensors")
 
 
-NO_LAYER = r"draft=mtp: .*has no MTP layer \(tensors mtp\.\*\), or none that is supported; choose draft=lookup, or draft=eagle3"
+NO_LAYER = r"draft=mtp: .*has no MTP layer in its files, or none that is supported; choose draft=lookup, or draft=eagle3"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +96,7 @@ def test_a_model_of_another_family_has_none(tmp_path: Path) -> None:
 def tuned_folder(folder: Path, model: Path, *, seed: int) -> Path:
     """A folder with an MTP layer and nothing else, in bf16."""
     folder.mkdir()
-    tensors = mtp_tensors(text_config(model), seed=seed)
+    tensors = published(mtp_tensors(text_config(model), seed=seed), text_config(model))
     save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
 

@@ -217,6 +217,12 @@ LLAMA_BYTES = 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096) * SCALED +
 QWEN_BYTES = 48 * (2 * 2048 * 4096 + 2 * 512 * 2048 + 128 * 3 * 768 * 2048) * SCALED + 2 * (2 * 151936 + 48 * 128) * 2048
 OSS_BYTES = 36 * 128 * 3 * 2880 * 2944 * 17 / 32 + 2 * (36 * (2 * 4096 + 2 * 512 + 128) + 2 * 201088) * 2880
 """MXFP4 columns are padded to a multiple of 128."""
+_GLM_ATTENTION = 2 * 12288 * 4096 + 2 * 1024 * 4096
+_GLM_SCALES = 46 * (12288 + 2 * 1024 + 4096) + (2 * 10944 + 4096) + 45 * 129 * (2 * 1408 + 4096)
+GLM_BYTES = (
+    46 * _GLM_ATTENTION + 3 * 10944 * 4096 + 45 * 129 * 3 * 1408 * 4096 + 4 * _GLM_SCALES + 2 * (2 * 151552 + 45 * 128) * 4096
+)
+"""FP8 in rows, with an fp32 scale each; one dense layer."""
 INT4_BYTES = 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096) * (1 / 2 + 2 / 128) + 2 * 2 * 128256 * 4096
 
 
@@ -226,6 +232,7 @@ INT4_BYTES = 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096) * (1 / 2 + 
         ("llama8b-fp8", "auto", "FP8 weights and activations", LLAMA_BYTES, 32 * 2 * 8 * 128 * 2),
         ("llama8b-fp8", "fp8", "FP8 weights and activations", LLAMA_BYTES, 32 * 2 * 8 * 128),
         ("qwen3-30b-a3b-fp8", "auto", "FP8 weights and activations", QWEN_BYTES, 48 * 2 * 4 * 128 * 2),
+        ("glm-4.5-air-fp8", "auto", "FP8 weights and activations", GLM_BYTES, 46 * 2 * 8 * 128 * 2),
         ("gpt-oss-120b", "auto", "MXFP4 experts", OSS_BYTES, 18 * 2 * 8 * 64 * 2),
         ("llama8b-int4", "auto", "INT4 weights", INT4_BYTES, 32 * 2 * 8 * 128 * 2),
     ],

@@ -44,7 +44,8 @@ def spec_of(family: str, **changes: Any) -> ModelSpec:
         return read_spec(own, "config.json")
     if family in ("qwen3", *OWN):
         return read_spec({**TINY, "model_type": family, **OWN.get(family, {}), **changes}, "config.json")
-    sizes = {"intermediate_size": 16, "moe_intermediate_size": 16} if family == "qwen3_moe" else {"intermediate_size": 16}
+    separate = family in ("qwen3_moe", "glm4_moe")
+    sizes = {"intermediate_size": 16, "moe_intermediate_size": 16} if separate else {"intermediate_size": 16}
     return read_spec(tiny_config(family, **{**sizes, **changes}), "config.json")
 
 
@@ -52,9 +53,11 @@ SPECS: dict[str, ModelSpec] = {
     "llama": tiny_spec(),
     "biases": tiny_spec(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, tie=True),
     **{family: spec_of(family) for family in ("gemma3_text", "olmo2", "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss")},
-    **{family: spec_of(family) for family in ("qwen3_5_text", "qwen3_next", *GEMMA4)},
+    **{family: spec_of(family) for family in ("qwen3_5_text", "qwen3_next", "glm4_moe", *GEMMA4)},
+    **{family: spec_of(family) for family in ("olmo3", "exaone4", "granitemoehybrid", "ministral3")},
     "gpt_oss mxfp4": spec_of("gpt_oss", intermediate_size=128, quantization_config={"quant_method": "mxfp4"}),
     "minimax_m2 fp8": spec_of("minimax_m2", **WIDE, quantization_config=FP8_BLOCK),
+    "glm4_moe fp8": spec_of("glm4_moe", **WIDE_QWEN, quantization_config=FP8_BLOCK),
     "qwen3_moe fp8": spec_of("qwen3_moe", **WIDE_QWEN, quantization_config=FP8_BLOCK),
     "phi3": spec_of("phi3", num_key_value_heads=2),
     "glm4": spec_of("glm4", num_key_value_heads=2, attention_bias=True),

@@ -28,6 +28,7 @@ from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import Checkpoint
 from tests.models import make_checkpoint
+from tests.mtp_checkpoints import make_mtp_model
 from tests.mtp_models import MODELS, add_mtp, checkpoint_with_mtp
 
 pytestmark = pytest.mark.second
@@ -263,6 +264,14 @@ def test_a_model_whose_family_has_no_such_layer_is_refused(made: Path, tmp_path:
     (tmp_path / "out").symlink_to(made / "out")
     said = refused(ConfigError, tmp_path, tmp_path / "t", capfd)
     assert "(llama) has no MTP layer that is supported; use draft=eagle3 or draft=parallel" in said
+
+
+def test_a_layer_whose_router_has_a_bias_is_refused(made: Path, tmp_path: Path, capfd: Any) -> None:
+    make_mtp_model(tmp_path / "model", "glm")
+    (tmp_path / "out").symlink_to(made / "out")
+    said = refused(ConfigError, tmp_path, tmp_path / "t", capfd)
+    assert "mlp.gate.e_score_correction_bias of the MTP layer of" in said
+    assert "(glm4_moe) chooses experts and has no gradient, so that layer is not trained" in said
 
 
 def test_weights_of_another_shape_are_refused_before_anything_is_loaded(made: Path, tmp_path: Path, capfd: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 from batchspec.model.families.registry import FAMILIES
 from batchspec.model.spec import read_spec
 from batchspec.model.unread_keys import unread_note
+from tests.models import needed
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -81,9 +82,10 @@ def test_keys_of_published_files_are_known(name: str) -> None:
 def test_all_keys_that_transformers_saves_are_known(family: str) -> None:
     from transformers import AutoConfig
 
-    values = AutoConfig.for_model(family, **{key: value for key, value in LLAMA.items() if key != "model_type"}).to_dict()
-    values |= {"num_key_value_heads": 2, "sliding_window": 64 if family == "gpt_oss" or family.startswith("gemma") else None}
-    values |= {"hidden_size_per_layer_input": 0} if family == "gemma4_text" else {}
+    own = {key: value for key, value in LLAMA.items() if key != "model_type"} | needed(family, LLAMA["num_hidden_layers"])
+    values = AutoConfig.for_model(family, **own).to_dict()
+    windows = ("gpt_oss", "gemma3_text", "olmo3", "exaone4", "gemma4_text", "gemma4_unified_text")
+    values |= {"num_key_value_heads": 2, "sliding_window": 64 if family in windows else None}
     if "linear_num_key_heads" in values:
         values["layer_types"] = ["linear_attention", "full_attention"]
     assert read_spec(values, "config.json").unread == ()

@@ -16,7 +16,7 @@ from batchspec.model.files import LocalFiles
 from batchspec.model.given import GivenWeights
 from batchspec.model.lora import open_adapter
 from batchspec.model.quant.formats import ALL_PLAIN
-from batchspec.model.quant.fp8_block import FP8_BLOCK
+from batchspec.model.quant.fp8_block import FP8_BLOCK, FP8_STATIC
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weight_checks import check_tensors
@@ -34,6 +34,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_5": {
         "head_dim": 24, "linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 10,
         "linear_value_head_dim": 14, "full_attention_interval": 2,
+    },
+}
+MINISTRAL: dict[str, Any] = {
+    "model_type": "ministral3", "head_dim": 12, "num_key_value_heads": 1,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
     },
 }
 Q = "model.layers.1.self_attn.q_proj"
@@ -65,9 +72,9 @@ def with_keys(folder: Path, **keys: Any) -> Path:
 
 
 @pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_the_whole_model_on_text(kind: str, tie: bool, tmp_path: Path) -> None:
-    folder, (row,) = make_wrapped(tmp_path, kind, KINDS[kind], tie_word_embeddings=tie), prompts([40])
+@pytest.mark.parametrize(("kind", "text"), [*KINDS.items(), ("mistral3", MINISTRAL)])
+def test_logits_are_those_of_the_whole_model_on_text(kind: str, text: dict[str, Any], tie: bool, tmp_path: Path) -> None:
+    folder, (row,) = make_wrapped(tmp_path, kind, text, tie_word_embeddings=tie), prompts([40])
     spec = judge_model(LocalFiles(folder))
     assert (spec.tie, spec.unread) == (tie, ())
     target = Target.load(folder, spec, dtype=torch.float32, device=CPU)
@@ -181,6 +188,23 @@ def test_keys_beside_text_config_come_before_those_in_it(text: Any, outer: Any, 
     assert (spec.tie, spec.eos_ids, spec.dtype) == expected
 
 
+def test_files_of_ministral_and_devstral_are_read() -> None:
+    """With the format of their FP8 weights, and the names of parts that text does not go through."""
+    fp8 = {
+        "quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
+        "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+    }
+    outer: dict[str, Any] = {
+        "architectures": ["Mistral3ForConditionalGeneration"], "quantization_config": fp8, "tie_word_embeddings": False,
+        "image_token_index": 10, "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2,
+        "vision_feature_layer": -1, "dtype": "bfloat16",
+    }
+    spec = wrapped("mistral3", MINISTRAL, **outer)
+    assert (spec.family, spec.unread, spec.rope.query_growth, spec.formats.of(Q)) == ("ministral3", (), 0.3, FP8_STATIC)
+    older = wrapped("mistral3", {"sliding_window": None, "rope_theta": 1e9}, **{**outer, "quantization_config": None})
+    assert (older.family, older.unread, older.windows) == ("mistral", (), (None, None))
+
+
 def test_keys_that_nothing_reads_are_named_inside_and_outside() -> None:
     assert wrapped("gemma3", {"attn_gain": 2}, tower=[1]).unread == ("text_config.attn_gain=2", "tower=[1]")
     rope = {"rope_theta": 1e4, "rope_type": "default", "gain": 3}
@@ -190,7 +214,7 @@ def test_keys_that_nothing_reads_are_named_inside_and_outside() -> None:
 @pytest.mark.parametrize(
     ("kind", "text", "outer", "said"),
     [
-        ("mistral3", {"model_type": "ministral3"}, {}, 'text_config.model_type="ministral3" is not supported'),
+        ("mistral3", {"model_type": "mistral4"}, {}, 'text_config.model_type="mistral4" is not supported: it needs multi-head'),
         ("gemma3", {}, {"architectures": ["Gemma3ForSequenceClassification"]}, "gemma3 needs Gemma3ForConditionalGeneration"),
         ("gemma3", {"head_dim": "x"}, {}, 'text_config.head_dim is "x"; it must be an integer'),
         ("gemma3", {"final_logit_softcapping": 30.0}, {}, "not supported: text_config.final_logit_softcapping=30.0"),

@@ -37,6 +37,13 @@ class MtpLayer(TrainedDrafter):
                 f"draft=mtp: by its config.json {run.model.path} ({target.family}) has no MTP layer that is supported; use "
                 "draft=eagle3 or draft=parallel"
             )
+        biases = [vector.name for vector in found.layer.mlp.vectors if vector.role == "bias"]
+        if biases:
+            raise ConfigError(
+                f"draft=mtp: {biases[0]} of the MTP layer of {run.model.path} ({target.family}) chooses experts and has no "
+                "gradient, so that layer is not trained; jobs draft with it as it is, and draft=eagle3 or draft=parallel can be "
+                "trained"
+            )
         self._mtp, self._start = plain(found), self._source(found)
         if self._start is not None:
             self.usual_lr = 1e-4

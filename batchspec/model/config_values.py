@@ -67,6 +67,12 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "query_pre_attn_scalar": (1e-3, 1e9),
     "final_logit_softcapping": (1e-3, 1e6),
     "lora_alpha": (0.0, 1e6),
+    "routed_scaling_factor": (1e-3, 1e3),
+    "embedding_multiplier": (1e-6, 1e6),
+    "residual_multiplier": (1e-6, 1e6),
+    "attention_multiplier": (1e-6, 1e6),
+    "logits_scaling": (1e-6, 1e6),
+    "llama_4_scaling_beta": (0.0, 1e3),
 }
 """key -> lowest and highest value, in a list of each; all values are finite."""
 

@@ -206,12 +206,16 @@ class PagedStore:
         if self.norm_ranks is not None and q_norm is not None and k_norm is not None:
             self.norm_ranks.norm_heads(qkv, q_norm, k_norm, eps)
             q_norm = k_norm = None
-        return rope_write(
+        q = rope_write(
             qkv, self.rope, self.kv, self.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=eps, v_norm=v_norm, shared_v=shared_v
         )
+        return self._grown(q)
 
     def rotate(self, q: Tensor, *, q_norm: Tensor | None, eps: float) -> Tensor:
-        return rotated_queries(q, self.rope, head_dim=self.kv.layout.head_dim, q_norm=q_norm, eps=eps)
+        return self._grown(rotated_queries(q, self.rope, head_dim=self.kv.layout.head_dim, q_norm=q_norm, eps=eps))
+
+    def _grown(self, q: Tensor) -> Tensor:
+        return q if self.rope.query_factors is None else q.mul_(self.rope.query_factors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

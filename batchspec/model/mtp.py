@@ -5,8 +5,8 @@
     layer                a decoder layer that attends, on x, with K/V of its own at position p
     output               norm(x);  the target's output matrix times it gives the logits of token p+2
 
-Source: DeepSeek-AI 2024, DeepSeek-V3 (arXiv 2412.19437), section 2.2; names of Qwen3-Next and Qwen3.5: vLLM,
-model_executor/models/qwen3_next_mtp.py and qwen3_5_mtp.py.
+Source: DeepSeek-AI 2024, DeepSeek-V3 (arXiv 2412.19437), section 2.2; transformers, modeling_layers.MtpLayer; names of
+Qwen3-Next and Qwen3.5: vLLM, model_executor/models/qwen3_next_mtp.py and qwen3_5_mtp.py; of GLM-4.5: glm4_moe_mtp.py.
 """
 
 from __future__ import annotations
@@ -95,6 +95,8 @@ class MtpSpec(CheckpointPart):
     prefix: str = "mtp."
     """What the names of all of its tensors in the file begin with."""
     layer_prefix: str = "mtp.layers.0."
+    copies_of_model: tuple[str, ...] = ()
+    """Modules under `prefix` that are copies of the model's embedding and output matrix. They are not read."""
     formats: Formats = ALL_PLAIN
     shard: Shard = WHOLE
     whole: MtpSpec | None = None
@@ -117,7 +119,12 @@ class MtpSpec(CheckpointPart):
         return {}
 
     def own(self, where: str, items: Mapping[str, Item]) -> dict[str, Item]:
-        return {name: item for name, item in items.items() if name.startswith(self.prefix)}
+        copies = tuple(f"{self.prefix}{module}." for module in self.copies_of_model)
+        return {name: item for name, item in items.items() if self.has(name) and not name.startswith(copies)}
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor of this name in a file belongs to the layer, or is one of the copies beside it."""
+        return name.startswith(self.prefix)
 
     def sharded(self, shard: Shard) -> MtpSpec:
         """The shape of what one rank computes. Raises ConfigError for sizes that cannot be cut."""

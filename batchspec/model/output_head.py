@@ -42,11 +42,11 @@ class OutputHead(Protocol):
         """Whether `greedy` of these rows writes no logits, so that `allowed` must tell it which tokens may be chosen."""
 
 
-def output_head(weight: Tensor, *, ordered: bool, cap: float | None = None) -> OutputHead:
-    """weight [V, H]; ordered: sums in the same order for any number of rows (decode.deterministic); cap: logits are
-    cap * tanh(logit / cap)."""
-    if cap is not None:
-        return CappedHead(output_head(weight, ordered=ordered), cap)
+def output_head(weight: Tensor, *, ordered: bool, scaling: float | None = None, cap: float | None = None) -> OutputHead:
+    """weight [V, H]; ordered: sums in the same order for any number of rows (decode.deterministic); scaling: the logits are
+    divided by it; cap: then they are cap * tanh(logit / cap)."""
+    if scaling is not None or cap is not None:
+        return ChangedHead(output_head(weight, ordered=ordered), scaling, cap)
     if ordered:
         return OrderedHead(weight)
     if weight.is_cuda and weight.dtype is torch.bfloat16:
@@ -54,16 +54,19 @@ def output_head(weight: Tensor, *, ordered: bool, cap: float | None = None) -> O
     return WideHead(weight)
 
 
-class CappedHead:
-    """Another head with a soft cap. All choices are made among capped logits: the cap may round two logits to one number, and
-    then the lower id is chosen in every way."""
+class ChangedHead:
+    """Another head whose logits are divided by a number, and then capped. All choices are made among the results: rounding may
+    make two logits one number, and then the lower id is chosen in every way."""
 
-    def __init__(self, head: OutputHead, cap: float) -> None:
-        self._head, self._cap = head, cap
+    def __init__(self, head: OutputHead, scaling: float | None, cap: float | None) -> None:
+        self._head, self._scaling, self._cap = head, scaling, cap
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self._head.logits(hidden)
-        softcap(logits, self._cap)
+        if self._scaling is not None:
+            logits.div_(self._scaling)
+        if self._cap is not None:
+            softcap(logits, self._cap)
         return logits
 
     def greedy(

@@ -4,7 +4,8 @@ Rotates dimension j with j + R/2, or 2j with 2j + 1 if pairs are interleaved, by
 dimensions; the others are not changed. Types: default (Su et al. 2021, arXiv 2104.09864), linear (position
 interpolation, arXiv 2306.15595), llama3 (Llama 3.1's config.json), yarn (arXiv 2309.00071) and proportional (Gemma 4: all of a
 head, with frequency 0 for the last pairs); all in fp32, as transformers 5 computes them (modeling_rope_utils.py), so that
-checkpoints give the same logits.
+checkpoints give the same logits. Layers without a rotation (type none) have frequencies of 0, so that they go through the same
+kernels.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def rope_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
         freqs = 1.0 / rope.theta ** (torch.arange(0, 2 * rotated, 2, dtype=torch.float32) / head_dim)
         return F.pad(freqs / rope.factor, (0, head_dim // 2 - rotated))
     freqs = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if rope.type == "none":
+        return freqs.zero_()
     if rope.type == "longrope":
         return freqs / torch.tensor(rope.divisors)
     if rope.type == "linear":
@@ -82,10 +85,24 @@ class Rope:
     """whether dimension 2j is rotated with 2j + 1; otherwise j with j + R/2"""
     angles: tuple[Tensor, Tensor] | None
     """cos and sin as from `rope_angles`; None on a GPU, whose kernel computes them"""
+    query_factors: Tensor | None = None
+    """[T, 1, 1] factors of q by its position, in the model's dtype; None: q has none"""
 
 
 def rope_of(positions: Tensor, freqs: Tensor, rope: RopeSpec, dtype: torch.dtype) -> Rope:
-    """The rotation of int64 positions [T] for heads of `dtype`; freqs of `rope_frequencies`. Launches nothing on a GPU."""
+    """The rotation of int64 positions [T] for heads of `dtype`; freqs of `rope_frequencies`. Launches nothing on a GPU, unless q
+    grows with its position."""
     factor = rope.attention_factor
     angles = None if positions.is_cuda else rope_angles(positions, freqs, factor, dtype)
-    return Rope(positions=positions, freqs=freqs, attention_factor=factor, interleaved=rope.interleaved, angles=angles)
+    return Rope(
+        positions=positions, freqs=freqs, attention_factor=factor, interleaved=rope.interleaved, angles=angles,
+        query_factors=query_factors(positions, rope, dtype),
+    )
+
+
+def query_factors(positions: Tensor, rope: RopeSpec, dtype: torch.dtype) -> Tensor | None:
+    """[T, 1, 1] 1 + query_growth * ln(1 + floor(position / original_max_len)), computed in fp32; None: all are 1."""
+    if not rope.query_growth:
+        return None
+    lengths = positions.div(rope.original_max_len, rounding_mode="floor").float()
+    return lengths.add_(1.0).log_().mul_(rope.query_growth).add_(1.0).to(dtype)[:, None, None]

@@ -18,7 +18,7 @@ class RopeSpec:
     """Rotary position embedding. The fields after `theta` apply to the types that their docstrings name."""
 
     type: str
-    """default, linear, llama3, yarn, longrope or proportional."""
+    """default, linear, llama3, yarn, longrope or proportional; or none, which rotates nothing."""
     theta: float
     factor: float = 1.0
     """linear, llama3, yarn, proportional: factor by which the context is longer than the original one."""
@@ -44,6 +44,8 @@ class RopeSpec:
     """Whether dimension 2j is rotated with 2j + 1; otherwise j with j + half of the rotated ones."""
     divisors: tuple[float, ...] = ()
     """longrope: the divisor of each frequency."""
+    query_growth: float = 0.0
+    """q at position p is multiplied by 1 + query_growth * ln(1 + floor(p / original_max_len)); 0: it is not."""
     rotated_share: float = 1.0
     """proportional: share of the pairs of a head that are rotated; value j is paired with j + half of the head even so."""
 
@@ -79,7 +81,10 @@ class RopeSpec:
         """The rotary embedding for a new draft head: one that every reader of heads supports."""
         if self.type in ("longrope", "proportional"):
             return RopeSpec(type="default", theta=self.theta)
-        return replace(self, rotary_dim=None, interleaved=False)
+        return replace(self, rotary_dim=None, interleaved=False, query_growth=0.0)
+
+
+NO_ROPE = RopeSpec(type="none", theta=USUAL_THETA)
 
 
 def read_rope(config: ConfigReader, max_len: int | None, *, head_dim: int | None = None, sections: bool = False) -> RopeSpec:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchspec.errors import ConfigError
+from batchspec.model.family_shapes import FAMILY_SHAPES
 from batchspec.model.spec import ModelSpec, load_spec
 
 COMMON: dict[str, Any] = {
@@ -137,13 +138,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-235b-a22b": _QWEN3_235B,
     "qwen3-235b-a22b-fp8": _QWEN3_235B | _fp8(),
     "minimax-m2-fp8": _MINIMAX_M2 | _fp8("block_sparse_moe.gate"),
-    "qwen3.5-0.8b": _QWEN3_5 | {
-        "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
-        "num_key_value_heads": 2, "linear_num_value_heads": 16, "tie_word_embeddings": True,
-    },
     "qwen3.5-27b": _QWEN3_5 | {
         "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
         "num_key_value_heads": 4, "linear_num_value_heads": 48,
+    },
+    "qwen3.5-0.8b": _QWEN3_5 | {
+        "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "linear_num_value_heads": 16, "tie_word_embeddings": True,
     },
     "qwen3.5-35b-a3b": _QWEN3_5_35B,
     "qwen3.5-35b-a3b-fp8": _QWEN3_5_35B | _fp8("mlp.gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b"),
@@ -154,6 +155,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma4-26b-a4b": _GEMMA4_26B,
     "gemma4-e4b": _GEMMA4_E4B,
     "gemma4-e2b": _GEMMA4_E2B,
+    **FAMILY_SHAPES,
 }
 DRAFT_VOCAB = {"smol135m": 16384}
 """Tokens that the head of a shape can draft, where not the usual number."""

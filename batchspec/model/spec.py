@@ -27,7 +27,7 @@ from batchspec.model.quant.base import Slices
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.modelopt import CONFIG_FILE, of_file
 from batchspec.model.quant.registry import read_formats
-from batchspec.model.rope_config import RopeSpec
+from batchspec.model.rope_config import NO_ROPE, RopeSpec
 from batchspec.model.unread_keys import unread_keys
 from batchspec.model.wrapped import of_text
 
@@ -54,6 +54,8 @@ class ModelSpec(CheckpointPart):
     """form of the final norm"""
     embedding_scale: float | None = None
     """Factor of the embeddings, rounded to the model's dtype; None: 1."""
+    logits_scaling: float | None = None
+    """Divisor of the logits; None: 1."""
     layer_inputs: LayerInputsSpec | None = None
     """What computes the inputs that layers have besides the stream; None: they have none."""
     logit_cap: float | None = None
@@ -195,7 +197,8 @@ class ModelSpec(CheckpointPart):
     def ropes(self) -> tuple[RopeSpec, ...]:
         """Of each of `attention_layers`."""
         local = self.rope if self.local_rope is None else self.local_rope
-        return tuple(self.rope if window is None else local for window in self.windows)
+        ropes = (self.rope if attention.window is None else local for attention in self.attentions)
+        return tuple(rope if own.rotated else NO_ROPE for rope, own in zip(ropes, self.attentions, strict=True))
 
     @property
     def intermediate_size(self) -> int:
@@ -253,7 +256,7 @@ class ModelSpec(CheckpointPart):
 
     def own(self, where: str, items: Mapping[str, Item]) -> dict[str, Item]:
         found = of_text(where, items)
-        return found if self.mtp is None else {name: found[name] for name in found.keys() - self.mtp.own(where, found).keys()}
+        return found if self.mtp is None else {name: item for name, item in found.items() if not self.mtp.has(name)}
 
     def copies(self) -> dict[str, str]:
         return {OUTPUT: EMBEDDING} if self.tie else {}
@@ -358,6 +361,7 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
         embedding_scale=family.embedding_scale(config),
         layer_inputs=family.layer_inputs(config),
         logit_cap=family.logit_cap(config),
+        logits_scaling=family.logits_scaling(config),
         tie=config.flag("tie_word_embeddings"),
         formats=formats,
         mtp=None if mtp is None else replace(mtp, formats=formats),

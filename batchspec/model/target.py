@@ -20,7 +20,7 @@ from batchspec.model.kv_scales import scales_of_part
 from batchspec.model.lora import Adapter, adapted
 from batchspec.model.lora_products import AdapterSource, LoraStacks
 from batchspec.model.mixer_inputs import MixerInputs, ends_of
-from batchspec.model.output_head import Allowed, output_head
+from batchspec.model.output_head import Allowed, OutputHead, output_head
 from batchspec.model.quant.base import Weights
 from batchspec.model.rewrite import rewrite
 from batchspec.model.rope import rope_frequencies, rope_of
@@ -52,7 +52,7 @@ class Target:
         self._layer_inputs = None if own is None else own.build(LayerWeights(weights, spec.formats, MODEL_PREFIX, lora))
         self._norm = weights.tensor(FINAL_NORM)
         head = self._embedding[spec.vocab_part] if spec.tie else weights.tensor(OUTPUT)
-        self._head = output_head(head, ordered=spec.ordered, cap=spec.logit_cap)
+        self._head = self._output_head(head)
         rotations = list(zip(spec.ropes, (own.head_dim for own in spec.attentions), strict=True))
         self._ropes = list(dict.fromkeys(rotations))
         self._rope_ids = [self._ropes.index(own) for own in rotations]
@@ -109,7 +109,7 @@ class Target:
             rewrite(self._layer_inputs, inputs, "the inputs of layers")
         rewrite(self._norm, weights.tensor(FINAL_NORM), "the final norm")
         head = self._embedding[self.spec.vocab_part] if self.spec.tie else weights.tensor(OUTPUT)
-        rewrite(self._head, output_head(head, ordered=self.spec.ordered, cap=self.spec.logit_cap), "lm_head")
+        rewrite(self._head, self._output_head(head), "lm_head")
 
     def use_kv_scales(self, values: Tensor) -> None:
         """Set the scales, `KVScales.values` for all heads of the model, or overwrite their values in place, where caches read
@@ -121,6 +121,9 @@ class Target:
         else:
             for kept, layer in zip(self.kv_scales, own, strict=True):
                 kept.copy_(layer)
+
+    def _output_head(self, weight: Tensor) -> OutputHead:
+        return output_head(weight, ordered=self.spec.ordered, scaling=self.spec.logits_scaling, cap=self.spec.logit_cap)
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """What enters the first layer for tokens int32 [T]: [T, H]."""

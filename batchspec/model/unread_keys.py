@@ -43,6 +43,10 @@ _OF_FAMILIES = frozenset({
     "mlp_intermediate_size", "shared_moe_mode", "layernorm_linear_attention_alpha", "layernorm_linear_attention_beta",
     "mamba_ssm_dtype",  # of states in memory, which are in fp32 whatever it says
     "mrope_interleaved",  # of positions of images
+    "no_rope_layer_interval",  # SmolLM3 with no_rope_layers
+    "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand", "mamba_chunk_size",
+    "mamba_conv_bias", "mamba_proj_bias", "time_step_limit",  # Granite 4 without Mamba layers
+    "normalization_function", "init_method",
     "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",  # layers whose tensors are not read (`wrapped.py`)
     "mtp_transformer_layers", "num_mtp_modules", "use_mtp", "num_nextn_predict_layers",  # layers that are in no file, or refused
 })

@@ -7,9 +7,47 @@ import triton.language as tl
 
 
 @triton.jit
+def ordered(number):
+    """An int32 that sorts like the fp32 number; -0 and 0 give the same."""
+    bits = (number + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def number_of(key):
+    """The fp32 number of an int32 from `ordered`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def in_best_groups(
+    key, lane, LEAST: tl.constexpr, NUM_EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, LANES: tl.constexpr
+):
+    """key [tokens, LANES] of `ordered` scores, with LEAST for experts outside the best groups; see `route.py`."""
+    group = (lane // (NUM_EXPERTS // GROUPS))[None, :]
+    score = tl.zeros(key.shape, tl.float32)
+    for g in tl.static_range(GROUPS):
+        own = tl.where(group == g, key, LEAST)
+        best = tl.max(own, 1)
+        first = tl.min(tl.where(own == best[:, None], lane[None, :], LANES), 1)
+        second = tl.max(tl.where(lane[None, :] == first[:, None], LEAST, own), 1)
+        score = tl.where(group == g, (number_of(best) + number_of(second))[:, None], score)
+    rest = tl.where((lane < NUM_EXPERTS)[None, :], ordered(score), LEAST)
+    kept = tl.zeros(key.shape, tl.int1)
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.max(rest, 1)
+        first = tl.min(tl.where(rest == best[:, None], group, LANES), 1)
+        chosen = group == first[:, None]
+        kept |= chosen
+        rest = tl.where(chosen, LEAST, rest)
+    return tl.where(kept, key, LEAST)
+
+
+@triton.jit
 def choose(
     logits, bias, factors, live, tokens, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr, NORM: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
+    SIGMOID: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    LANES: tl.constexpr, SLOTS: tl.constexpr,
 ):
     """Experts int32, weights fp32 and places of the tokens with indices `tokens`: three blocks [tokens, SLOTS], see `route.py`.
 
@@ -32,8 +70,9 @@ def choose(
         choice = score
         if bias is not None:
             choice += tl.load(bias + lane, mask=lane < NUM_EXPERTS, other=0.0)[None, :]
-    bits = (choice + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 is 0
-    key = tl.where((lane < NUM_EXPERTS)[None, :], bits ^ ((bits >> 31) & 0x7FFFFFFF), LEAST)
+    key = tl.where((lane < NUM_EXPERTS)[None, :], ordered(choice), LEAST)
+    if GROUPS > 1:
+        key = in_best_groups(key, lane, LEAST, NUM_EXPERTS, GROUPS, TOP_GROUPS, LANES)
     ids = tl.zeros([tokens.shape[0], SLOTS], tl.int32)
     values = tl.zeros([tokens.shape[0], SLOTS], tl.float32)
     for s in tl.static_range(TOP_K):
@@ -43,7 +82,7 @@ def choose(
         if bias is not None:
             value = tl.sum(tl.where(chosen, score, 0.0), 1)
         else:
-            value = (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+            value = number_of(best)
         at = (slot == s)[None, :]
         ids = tl.where(at, first[:, None], ids)
         values = tl.where(at, value[:, None], values)
@@ -62,6 +101,8 @@ def choose(
         places = tl.sum((before & used[:, None, :]).to(tl.int32), 2)
     if NORM:
         values = values / tl.sum(tl.where(used, values, 0.0), 1)[:, None]
+    if SCALE != 1.0:
+        values = values * SCALE
     if factors is not None:
         values = values * tl.load(factors + ids, mask=used & (ids < NUM_EXPERTS), other=0.0)
     if live is not None:

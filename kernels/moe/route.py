@@ -3,6 +3,9 @@
     softmax   experts: the k largest logits. Weights: softmax over all E experts; with norm_topk over the k chosen ones, which
               equals the softmax over all divided by the sum of the k
     sigmoid   s = 1 / (1 + exp(-logit)). Experts: the k largest s + bias. Weights: s; with norm_topk divided by their sum
+    groups    with sigmoid: experts are chosen from the best of G groups of E / G neighbours; the score of a group is the sum of
+              its two largest s + bias, and of groups with equal scores the first is better
+    scale     a factor of all weights
 
 With factors, one for each expert, the weights are multiplied by them in the end.
 
@@ -81,13 +84,15 @@ def write_units(
 @triton.jit(do_not_specialize=["num_tokens"])
 def route_kernel(
     logits, bias, factors, live, out_ids, out_weights, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+    SIGMOID: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):
     """Chooses experts; `list_kernel` makes the lists afterwards."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     await_earlier(PDL)
     ids, weights, slots = choose(
-        logits, bias, factors, live, tokens, num_tokens, stride, NUM_EXPERTS, TOP_K, SIGMOID, NORM, LANES, SLOTS
+        logits, bias, factors, live, tokens, num_tokens, stride, NUM_EXPERTS, TOP_K, SIGMOID, NORM, SCALE, GROUPS, TOP_GROUPS,
+        LANES, SLOTS
     )
     pairs = tokens.to(tl.int64)[:, None] * TOP_K + slots
     used = (tokens < num_tokens)[:, None] & (tl.arange(0, SLOTS) < TOP_K)[None, :]
@@ -117,15 +122,17 @@ def list_kernel(
 
 
 def route(
-    logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, bias: Tensor | None = None,
-    factors: Tensor | None = None, unit_pairs: int, live: Tensor | None = None, out_num_read: Tensor | None = None,
-    rows_of: Tensor | None = None, interpret: bool = False,
+    logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, scale: float = 1.0,
+    groups: tuple[int, int] = (1, 1), bias: Tensor | None = None, factors: Tensor | None = None, unit_pairs: int,
+    live: Tensor | None = None, out_num_read: Tensor | None = None, rows_of: Tensor | None = None, interpret: bool = False,
 ) -> Routing:
     """Experts, weights and the work list of T tokens; see the module's docstring.
 
     logits        fp32 or bf16 [T, E], E up to 512 (on a CPU also fp64)  rows may be slices of wider rows
     top_k         number of experts per token, up to 16
     norm_topk     the weights of a token are made to sum to 1
+    scale         factor of the weights
+    groups        number of groups of experts, and of the best ones, from which a token's experts are chosen; with softmax (1, 1)
     bias          fp32 [E], added to the sigmoid scores to choose experts, not to the weights; None with softmax
     factors       fp32 [E] or None: the weights of each expert are multiplied by its factor
     unit_pairs    maximum number of pairs of a unit: the tile over pairs (block_t) of the grouped products
@@ -143,6 +150,7 @@ def route(
             f"route: top_k is {top_k} of {num_experts} experts; must be 1 to {MAX_TOP_K} and at most the number of experts, "
             f"which is at most {MAX_EXPERTS}"
         )
+    _check_groups(groups, num_experts, top_k, scoring)
     if bias is not None:
         check("route: bias", bias, (num_experts,), torch.float32)
         if scoring != "sigmoid":
@@ -157,7 +165,8 @@ def route(
         check("route: rows_of", rows_of, (num_tokens, rows_of.shape[1]), *FLOATS, rows=True)
     if not (logits.is_cuda or interpret):
         found = route_reference(
-            logits, top_k, scoring=scoring, norm_topk=norm_topk, bias=bias, factors=factors, unit_pairs=unit_pairs, live=live
+            logits, top_k, scoring=scoring, norm_topk=norm_topk, scale=scale, groups=groups, bias=bias, factors=factors,
+            unit_pairs=unit_pairs, live=live,
         )
         if out_num_read is not None:
             out_num_read.copy_(num_read(found))
@@ -177,14 +186,15 @@ def route(
     live = None if live is None else live.view(torch.uint8)
     if few:
         launch_few(
-            logits, rows_of, bias, factors, live, routing, out_num_read, sigmoid=scoring == "sigmoid", norm_topk=norm_topk
+            logits, rows_of, bias, factors, live, routing, out_num_read, sigmoid=scoring == "sigmoid", norm_topk=norm_topk,
+            scale=scale, groups=groups,
         )
         return routing
     sizes = {"NUM_EXPERTS": num_experts, "LANES": max(16, triton.next_power_of_2(num_experts))}
     route_kernel[(triton.cdiv(num_tokens, TOKENS),)](
         logits, bias, factors, live, routing.expert_ids, routing.weights, num_tokens, logits.stride(0),
-        TOP_K=top_k, SIGMOID=scoring == "sigmoid", NORM=norm_topk, TOKENS=TOKENS, SLOTS=triton.next_power_of_2(top_k),
-        num_warps=TOKENS, **sizes, **launch_args(logits),
+        TOP_K=top_k, SIGMOID=scoring == "sigmoid", NORM=norm_topk, SCALE=scale, GROUPS=groups[0], TOP_GROUPS=groups[1],
+        TOKENS=TOKENS, SLOTS=triton.next_power_of_2(top_k), num_warps=TOKENS, **sizes, **launch_args(logits),
     )
     list_kernel[(num_experts if live is None else num_experts + 1,)](
         routing.expert_ids, routing.pairs, routing.places, routing.offsets, routing.units, out_num_read, num_pairs, num_units,
@@ -194,14 +204,15 @@ def route(
 
 
 def route_reference(
-    logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, bias: Tensor | None = None,
-    factors: Tensor | None = None, unit_pairs: int, live: Tensor | None = None,
+    logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, scale: float = 1.0,
+    groups: tuple[int, int] = (1, 1), bias: Tensor | None = None, factors: Tensor | None = None, unit_pairs: int,
+    live: Tensor | None = None,
 ) -> Routing:
     """`route` in plain torch, without limits on E and k; computed in fp32, or in fp64 if the logits are fp64."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     wide = wide.masked_fill(wide.isnan(), float("-inf"))
     scores = wide.sigmoid() if scoring == "sigmoid" else wide
-    choices = scores if bias is None else scores + bias
+    choices = _in_best_groups(scores if bias is None else scores + bias, *groups)
     ids = torch.sort(choices, dim=-1, descending=True, stable=True).indices[:, :top_k]
     if bias is not None:
         ids = ids.sort(-1).values
@@ -213,12 +224,36 @@ def route_reference(
         weights = weights / weights.sum(-1, keepdim=True)
     elif scoring == "softmax":
         weights = weights / scores.sum(-1, keepdim=True)
+    weights = weights * scale
     if factors is not None:
         weights = weights * factors[ids]
     if live is not None:
         dead = ~live[:, None]
         ids, weights = ids.masked_fill(dead, logits.shape[1]), weights.masked_fill(dead, 0.0)
     return lists_reference(ids, weights, logits.shape[1], unit_pairs)
+
+
+def _check_groups(groups: tuple[int, int], num_experts: int, top_k: int, scoring: Scoring) -> None:
+    count, best = groups
+    if groups == (1, 1):
+        return
+    size = num_experts // max(count, 1)
+    if scoring != "sigmoid" or not 1 <= best <= count or num_experts % count or size < 2 or top_k > best * size:
+        raise ValueError(
+            f"route: the best {best} of {count} groups of {num_experts} experts, for {top_k} experts per token with {scoring}; "
+            "groups need sigmoid, equal sizes of two or more, and enough experts in the best ones"
+        )
+
+
+def _in_best_groups(choices: Tensor, count: int, best: int) -> Tensor:
+    """choices [T, E], with -inf for experts outside the best groups."""
+    if count == 1:
+        return choices
+    by_group = choices.unflatten(1, (count, -1))
+    order = torch.sort(by_group.topk(2, -1).values.sum(-1), dim=-1, descending=True, stable=True).indices
+    kept = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, :best], True)
+    found: Tensor = by_group.masked_fill(~kept[:, :, None], float("-inf")).flatten(1)
+    return found
 
 
 def lists_reference(expert_ids: Tensor, weights: Tensor, num_experts: int, unit_pairs: int) -> Routing:

@@ -71,6 +71,16 @@ ON_GPU = (
     Setting(model="qwen3_5", dtype="float64", fp8_kv=True, adapters=True),
     Setting(model="qwen3_next", dtype="float64"),
     Setting(model="qwen3_5", adapter=True),
+    Setting(model="glm4_moe"),
+    Setting(model="olmo3"),
+    Setting(model="exaone4", adapter=True),
+    Setting(model="seed_oss", fp8_kv=True),
+    Setting(model="smollm3"),
+    Setting(model="granite", dtype="float64", adapters=True),
+    Setting(model="granite4"),
+    Setting(model="ministral3"),
+    Setting(model="glm4_moe", dtype="float64", fp8_kv=True),
+    Setting(model="granite", fp8_kv=True),
     Setting(model="gemma4"),
     Setting(model="gemma4", dtype="float64", fp8_kv=True, adapters=True),
     Setting(model="gemma4_moe"),
@@ -99,6 +109,14 @@ ON_CPU = (
     Setting(model="qwen3_5", dtype="float64", adapters=True),
     Setting(model="qwen3_next", dtype="float64", fp8_kv=True),
     Setting(model="qwen3_5", dtype="float64", fp8_kv=True, adapter=True),
+    Setting(model="glm4_moe", dtype="float64"),
+    Setting(model="granite", dtype="float64", adapters=True),
+    Setting(model="exaone4", dtype="float64", fp8_kv=True),
+    Setting(model="ministral3", dtype="float64"),
+    Setting(model="olmo3", dtype="float64"),
+    Setting(model="granite4", dtype="float64"),
+    Setting(model="smollm3", dtype="float64"),
+    Setting(model="seed_oss", dtype="float64"),
     Setting(model="gemma4", dtype="float64", fp8_kv=True, adapters=True),
     Setting(model="gemma4", dtype="float64"),
     Setting(model="gemma4_moe", dtype="float64", fp8_kv=True),
@@ -250,7 +268,7 @@ def _drafter(rng: Random, group: Group) -> Keys:
     if is_dummy:
         names.remove("pard")
     names += ["tree"] * 2 if exact else []
-    names += ["mtp"] * 4 if model.is_recurrent or model.assistant is not None else []
+    names += ["mtp"] * 4 if model.has_mtp or model.assistant is not None else []
     name = rng.choice([name for name in names if not model.is_recurrent or name not in REFUSED])
     keys: Keys = {"draft": name}
     if name == "none":

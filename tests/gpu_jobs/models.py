@@ -20,7 +20,7 @@ from batchspec.model.spec import load_spec
 from tests import upcycle
 from tests.assistants import make_assistant
 from tests.heads import random_tensors, tiny_design, write_head
-from tests.models import make_checkpoint, make_tokenizer
+from tests.models import make_checkpoint, make_tokenizer, needed
 from tests.test_lora import make_adapter
 
 SHIPPED_HEAD = "pkg://smollm2-135m-eagle3"
@@ -33,6 +33,9 @@ _EXPERTS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
 _RECURRENT: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 32,
     "full_attention_interval": 2,
+}
+_FACTORS: dict[str, Any] = {
+    "embedding_multiplier": 2.0, "residual_multiplier": 0.6, "attention_multiplier": 0.2, "logits_scaling": 0.5,
 }
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -77,6 +80,31 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": ("gpt_oss", {**_EXPERTS, "sliding_window": 32}),
     "minimax_m2": ("minimax_m2", {**_EXPERTS, "rotary_dim": 16}),
+    "olmo3": ("olmo3", {"sliding_window": 24, "num_hidden_layers": 4}),
+    "exaone4": ("exaone4", {"sliding_window": 32, "sliding_window_pattern": 2}),
+    "seed_oss": ("seed_oss", {}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "granite": ("granite", _FACTORS),
+    "granite4": (
+        "granitemoehybrid",
+        {**_FACTORS, "shared_intermediate_size": 160, "position_embedding_type": "rope", **needed("granitemoehybrid", 3)},
+    ),
+    "ministral3": (
+        "ministral3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 100, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.2,
+            },
+        },
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "n_group": 4, "topk_group": 2,
+            "routed_scaling_factor": 1.5, "attention_bias": True, "use_qk_norm": True,
+        },
+    ),
     "qwen3_5": ("qwen3_5_text", {**_RECURRENT, "num_hidden_layers": 5}),
     "qwen3_next": (
         "qwen3_next",
@@ -89,7 +117,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 """Tiny random models: family and keys of config.json."""
 FORMATS = ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss", "gpt_oss_mxfp4")
 """What tests.upcycle makes, of SmolLM2 (`smol:NAME`) or of the tiny Llama (`tiny:NAME`)."""
-ADAPTED = ("smol", "llama", "odd", "mistral", "qwen3", "olmo2", "qwen3_5", "gemma4", "gemma4_inputs")
+ADAPTED = ("smol", "llama", "odd", "mistral", "qwen3", "olmo2", "qwen3_5", "exaone4", "granite", "gemma4", "gemma4_inputs")
 PROJECTIONS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 OF_RECURRENT = ["in_proj_qkv", "in_proj_z", "out_proj", "gate_proj"]
 """More projections that adapters of a model with recurrent layers change."""
@@ -112,6 +140,7 @@ class Model:
     vocab: int
     is_smol: bool
     is_recurrent: bool
+    has_mtp: bool
 
 
 def make_model(name: str, folder: Path) -> Model:
@@ -138,7 +167,7 @@ def make_model(name: str, folder: Path) -> Model:
     return Model(
         name=name, folder=own, other=_once(folder, f"{key}-other", lambda to: _changed(own, to)), head=head,
         parallel_head=str(parallel), small=str(small), adapters=tuple(adapters), assistant=assistant,
-        vocab=spec.vocab_size, is_smol=is_smol, is_recurrent=spec.is_recurrent,
+        vocab=spec.vocab_size, is_smol=is_smol, is_recurrent=spec.is_recurrent, has_mtp=spec.mtp is not None,
     )
 
 
@@ -172,8 +201,9 @@ def _tiny(name: str, folder: Path) -> None:
     make_tokenizer(make_checkpoint(folder, family, dtype=torch.float64, **{**_SHAPE, **keys}))
     if (mtp := load_spec(folder).mtp) is not None:
         noise, tensors = torch.Generator().manual_seed(2), load_file(folder / "model.safetensors")
-        for tensor in mtp.tensors():  # norms hold the difference to 1
-            tensors[tensor.name] = 0.1 * torch.randn(tensor.shape, generator=noise, dtype=torch.float64)
+        for tensor in mtp.tensors():
+            own = 0.1 * torch.randn(tensor.shape, generator=noise, dtype=torch.float64)
+            tensors[tensor.name] = own + 1 - tensor.offset if tensor.role == "norm" else own
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 

@@ -71,6 +71,45 @@ def test_weights_are_multiplied_by_the_factors_of_their_experts_in_the_end(
     assert_same(found, route_reference(logits, 3, norm_topk=True, factors=factors, unit_pairs=8, live=live))
 
 
+@pytest.mark.parametrize("tokens", [13, 140])
+@pytest.mark.parametrize(("experts", "groups", "top_k"), [(12, (4, 2), 5), (20, (2, 1), 3), (15, (5, 5), 4), (40, (8, 3), 8)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_experts_of_the_best_groups(
+    biased: bool, experts: int, groups: tuple[int, int], top_k: int, tokens: int, interpret: bool, device: torch.device
+) -> None:
+    """By hand: a group's score is the sum of its two largest; no expert of another group is chosen. The weights are scaled."""
+    logits = torch.randn(tokens, experts, device=device)
+    bias = torch.randn(experts, device=device) if biased else None
+    call: dict[str, Any] = {"scoring": "sigmoid", "norm_topk": True, "scale": 2.5, "bias": bias, "unit_pairs": 8}
+    found = route(logits, top_k, groups=groups, interpret=interpret, **call)
+    assert_same(found, route_reference(logits, top_k, groups=groups, **call))
+    torch.testing.assert_close(found.weights.sum(1), torch.full((tokens,), 2.5, device=device))
+    count, best = groups
+    size, choices = experts // count, logits.sigmoid() if bias is None else logits.sigmoid() + bias
+    for row, ids in zip(choices.tolist(), found.expert_ids.tolist(), strict=True):
+        scores = [sum(sorted(row[g * size : (g + 1) * size])[-2:]) for g in range(count)]
+        kept = sorted(range(count), key=lambda g: -scores[g])[:best]
+        allowed = sorted((expert for g in kept for expert in range(g * size, (g + 1) * size)), key=lambda expert: -row[expert])
+        assert sorted(ids) == sorted(allowed[:top_k])
+
+
+def test_the_first_of_equal_groups_is_the_better_one(interpret: bool, device: torch.device) -> None:
+    logits = torch.zeros(3, 12, device=device)
+    logits[1, 10], logits[2, 4:8], logits[2, 9:] = -1.0, torch.nan, torch.nan
+    call: dict[str, Any] = {"scoring": "sigmoid", "norm_topk": False, "unit_pairs": 8, "groups": (3, 2)}
+    found = route(logits, 4, interpret=interpret, **call)
+    assert found.expert_ids.tolist() == [[0, 1, 2, 3]] * 3
+    assert_same(found, route_reference(logits, 4, **call))
+
+
+@pytest.mark.parametrize(
+    ("scoring", "groups"), [("softmax", (2, 1)), *(("sigmoid", groups) for groups in ((3, 1), (4, 5), (8, 8), (4, 1)))]
+)
+def test_groups_that_cannot_be_are_refused(scoring: Scoring, groups: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="groups need sigmoid, equal sizes of two or more"):
+        route(torch.zeros(4, 8), 3, scoring=scoring, norm_topk=True, groups=groups, unit_pairs=8)
+
+
 @pytest.mark.parametrize("tokens", [3, 150])
 def test_the_lowest_id_wins_ties(tokens: int, interpret: bool, device: torch.device) -> None:
     logits = torch.zeros(tokens, 7, device=device)

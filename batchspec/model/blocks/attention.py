@@ -23,6 +23,7 @@ from batchspec.model.blocks.base import (
     shifted,
 )
 from batchspec.model.blocks.forward import Attend, BlockSource, Product, StoreKV, Stream
+from batchspec.model.blocks.scaled import scaled_product
 from batchspec.model.fused import rms_norm, sigmoid_gated
 
 
@@ -43,6 +44,8 @@ class AttentionSpec(NormedSpec):
     """Whether q and k are normed, each head separately, before they are rotated."""
     qk_norm_rows: bool = False
     """Whether q and k are normed, each over all of its heads together, before they are rotated."""
+    rotated: bool = True
+    """Whether q and k are rotated by their positions."""
     v_norm: bool = False
     """Whether each head of v is normed, without a weight."""
     shared_v: bool = False
@@ -177,7 +180,7 @@ class Attention:
         self._q_norm = source.vector(f"{spec.name}.q_norm.weight") if spec.has_qk_norms else None
         self._k_norm = source.vector(f"{spec.name}.k_norm.weight") if spec.has_qk_norms and spec.kv_of is None else None
         self._sinks = source.vector(f"{spec.name}.sinks") if spec.sinks else None
-        self._out = source.product(spec.out)
+        self._out = scaled_product(source.product(spec.out), spec.out_scale)
 
     @property
     def norm(self) -> Tensor:

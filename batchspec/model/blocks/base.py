@@ -252,6 +252,8 @@ class NormedSpec:
     """name of the norm of the residual stream; None: the input is not normed"""
     post_norm: str | None = None
     """name of the norm of the block's output; None: it is not normed"""
+    out_scale: float | None = None
+    """Factor of the block's output, before it is normed or added to the stream; None: 1."""
     out_factor: str | None = None
     """Name of a number [1] with which the stream is multiplied after the normed output is added; None: it is not multiplied."""
     norms: NormForm = PLAIN_NORM
@@ -276,8 +278,9 @@ class NormedSpec:
         return self.norm is not None and self.norms == PLAIN_NORM
 
     def gemm_of_output(self, product: ProductSpec) -> Gemm:
-        """The block's last product. A kernel can add it to the stream unless its output is normed first."""
-        return Gemm(product=product, ops=("linear", "linear_add") if self.post_norm is None else ("linear",))
+        """The block's last product. A kernel can add it to the stream unless its output is normed or multiplied first."""
+        added = self.post_norm is None and self.out_scale is None
+        return Gemm(product=product, ops=("linear", "linear_add") if added else ("linear",))
 
 
 class BlockSpec(Protocol):

@@ -20,6 +20,7 @@ from batchspec.model.blocks.base import (
     shifted,
 )
 from batchspec.model.blocks.forward import BlockSource, Stream
+from batchspec.model.blocks.scaled import scaled_product
 from batchspec.model.fused import activation_quantised, gelu_tanh_and_mul, rms_norm
 
 
@@ -30,21 +31,20 @@ class GatedMlpSpec(NormedSpec):
     inner_size: int
     bias: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
-    fused_gate_up: bool = False
-    """Whether the file holds gate and up as one projection, `gate_up_proj`, their rows one after another."""
+    parts: tuple[str, str, str] | tuple[str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of gate, up and down; or of gate-up, which the file holds as one projection, the gate's rows first, and of down."""
     name: str = "mlp"
     norm: str | None = "post_attention_layernorm"
 
     @property
     def gate_up(self) -> ProductSpec:
-        if self.fused_gate_up:
-            return ProductSpec((Projection(f"{self.name}.gate_up_proj", 2 * self.inner_size, self.hidden_size, self.bias),))
-        names = (f"{self.name}.gate_proj", f"{self.name}.up_proj")
-        return ProductSpec(tuple(Projection(name, self.inner_size, self.hidden_size, self.bias) for name in names))
+        *into, _ = self.parts
+        rows = 2 * self.inner_size // len(into)
+        return ProductSpec(tuple(Projection(f"{self.name}.{part}", rows, self.hidden_size, self.bias) for part in into))
 
     @property
     def down(self) -> ProductSpec:
-        return ProductSpec((Projection(f"{self.name}.down_proj", self.hidden_size, self.inner_size, self.bias),))
+        return ProductSpec((Projection(f"{self.name}.{self.parts[-1]}", self.hidden_size, self.inner_size, self.bias),))
 
     @property
     def products(self) -> tuple[ProductSpec, ...]:
@@ -74,10 +74,10 @@ class GatedMlpSpec(NormedSpec):
 
     def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
         inner = self._inner(shard, unit)
-        into, both = Share("columns", (inner,)), Share("columns", (inner, shifted(inner, self.inner_size)))
-        out = Share("rows", (inner,), shard.rank == 0)
-        names = {"gate_proj": into, "up_proj": into, "gate_up_proj": both, "down_proj": out}
-        return {f"{self.name}.{name}": share for name, share in names.items()}
+        *into, down = self.parts
+        ranges = (inner,) if len(into) == 2 else (inner, shifted(inner, self.inner_size))
+        shares = dict.fromkeys(into, Share("columns", ranges)) | {down: Share("rows", (inner,), shard.rank == 0)}
+        return {f"{self.name}.{part}": share for part, share in shares.items()}
 
     def build(self, source: BlockSource) -> GatedMlp:
         return GatedMlp(self, source)
@@ -88,6 +88,7 @@ class GatedProducts:
 
     def __init__(self, spec: GatedMlpSpec, source: BlockSource) -> None:
         assert spec.activation == "silu"
+        assert spec.out_scale is None
         self._gate_up, self._down = source.product(spec.gate_up), source.product(spec.down)
 
     def __call__(self, x: Tensor, lora: LoraTokens | None) -> Tensor:
@@ -109,7 +110,8 @@ class GatedMlp:
         self._norm = None if spec.norm is None else source.vector(f"{spec.norm}.weight")
         self._post_norm = None if spec.post_norm is None else source.vector(f"{spec.post_norm}.weight")
         self._out_factor = None if spec.out_factor is None else source.vector(spec.out_factor)
-        self._gate_up, self._down = source.product(spec.gate_up), source.product(spec.down)
+        self._gate_up = source.product(spec.gate_up)
+        self._down = scaled_product(source.product(spec.down), spec.out_scale)
 
     def norms_in_product(self, stream: Stream) -> bool:
         return self._spec.norms_in_kernel and stream.norms_in_product(self._gate_up, gated=self._silu)

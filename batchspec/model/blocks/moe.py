@@ -4,7 +4,8 @@
     logits = x Wr' + b                                in fp32, or fp64 in a model of fp64; Wr [E, H] is the router's matrix
     ids, weights = route(logits)                      k of E experts per token, `kernels/moe/route.py`
     stream += sum over the k slots, in order, of weight * down_e(act(gate_e(x), up_e(x))), e the expert of the slot
-    stream += sigmoid(x g') down_s(silu(gate_s(x)) * up_s(x))    where there is a shared expert s, which all tokens go through
+    stream += sigmoid(x g') down_s(silu(gate_s(x)) * up_s(x))    where there is a shared expert s, which all tokens go through;
+                                                                 if it has no gate, without the sigmoid
 
 The experts of a layer are two grouped products (`forward.GroupedProduct`), each in its weight format. The next norm of the stream
 computes the sum over the slots and adds it (`Stream.add_pairs`). The gate g of the shared expert is one more row of the router's
@@ -57,6 +58,11 @@ class RouterSpec:
     bias: bool = False
     selection_bias: str | None = None
     """Name of a vector [E] that is added to the sigmoid scores when experts are chosen, but not to their weights."""
+    scale: float = 1.0
+    """Factor of the weights."""
+    groups: tuple[int, int] = (1, 1)
+    """Number of groups of neighbouring experts, and how many of them, the best by their sigmoid scores, a token's experts are
+    chosen from."""
     factors: str | None = None
     """Name of a vector [E] with which the weights of the experts are multiplied in the end."""
     input_scale: str | None = None
@@ -66,12 +72,14 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExpert:
-    """The shape of an expert that every token goes through, and of its gate. Its products come before those of the others."""
+    """The shape of an expert that every token goes through, and of its gate, if it has one. Its products come before those of the
+    others."""
 
     mlp: GatedMlpSpec
     """Its input and output are not normed."""
-    gate: str
-    """Name of the matrix [1, H] of its gate in the checkpoint, without `.weight`; no weight format changes it."""
+    gate: str | None
+    """Name of the matrix [1, H] of its gate in the checkpoint, without `.weight`; no weight format changes it. None: it has no
+    gate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +115,7 @@ class MoeSpec:
         biases = [f"{router.name}.bias"] if router.bias else []
         biases += [router.selection_bias] if router.selection_bias else []
         scales = {router.factors: num_experts, router.input_scale: self.hidden_size}
-        matrices = {router.name: num_experts} | ({} if self.shared is None else {self.shared.gate: 1})
+        matrices = {router.name: num_experts} | dict.fromkeys(self.gates, 1)
         return (
             self.norms.tensor(self.norm, self.hidden_size),
             *(TensorSpec(f"{name}.weight", (rows, self.hidden_size), "weight", wide=True) for name, rows in matrices.items()),
@@ -118,6 +126,11 @@ class MoeSpec:
     @property
     def num_sums(self) -> int:
         return 1
+
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """The name of the shared expert's gate, if there is one."""
+        return () if self.shared is None or self.shared.gate is None else (self.shared.gate,)
 
     @property
     def inner_size(self) -> int:
@@ -176,8 +189,7 @@ class Moe:
     def __init__(self, spec: MoeSpec, source: BlockSource) -> None:
         self._spec, router = spec, spec.router
         self._norm = source.vector(f"{spec.norm}.weight")
-        matrices = [router.name] if spec.shared is None else [router.name, spec.shared.gate]
-        self._router = _narrowed(torch.cat([source.vector(f"{name}.weight") for name in matrices]))
+        self._router = _narrowed(torch.cat([source.vector(f"{name}.weight") for name in (router.name, *spec.gates)]))
         self._bias = source.vector(f"{router.name}.bias") if router.bias else None
         self._selection_bias = source.vector(router.selection_bias) if router.selection_bias else None
         self._factors = source.vector(router.factors) if router.factors else None
@@ -199,7 +211,9 @@ class Moe:
         x = stream.normed(self._norm, self._spec.eps)
         of_router = x if self._router_norm is None else stream.normed(self._router_norm, self._spec.eps)
         routing, gate = self._route(x, of_router, stream.live)
-        shared = None if self._shared is None else sigmoid_gated(self._shared(x, lora), gate)
+        shared = None if self._shared is None else self._shared(x, lora)
+        if shared is not None and self._spec.gates:
+            shared = sigmoid_gated(shared, gate)
         inner = self._gate_up.up(x, routing, self._spec.experts.gating, quantise=self._down.reads_groups)
         return self._down.down(inner, routing), routing.weights, shared
 
@@ -212,8 +226,8 @@ class Moe:
         router, num_experts = self._spec.router, self._spec.experts.num_experts
         unit_pairs = expert_unit_pairs(x.shape[0], router.top_k, num_experts, self._gate_up.weight_dtype)
         how: dict[str, Any] = {
-            "scoring": router.scoring, "norm_topk": router.norm_topk, "bias": self._selection_bias, "factors": self._factors,
-            "unit_pairs": unit_pairs, "live": live,
+            "scoring": router.scoring, "norm_topk": router.norm_topk, "scale": router.scale, "groups": router.groups,
+            "bias": self._selection_bias, "factors": self._factors, "unit_pairs": unit_pairs, "live": live,
         }
         has_kernels = has_fast_experts(x.device, x.dtype) and num_experts <= MAX_EXPERTS and router.top_k <= MAX_TOP_K
         if has_kernels and not x.requires_grad:  # gradients flow through plain torch only

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.base import PLAIN_NORM, NormForm
@@ -54,6 +54,10 @@ class Family:
     """model_type of config.json."""
     architecture: str
     """The only supported entry of `architectures`."""
+    models: str
+    """The published models of this family, for README and `batchspec families`."""
+    example: str
+    """Hub id of one of them to begin with."""
     layers: Callable[[ConfigReader], tuple[LayerSpec, ...]]
     """The blocks of every layer. Raises CheckpointError for malformed values."""
     defaults: Json = field(default_factory=dict)
@@ -69,6 +73,7 @@ class Family:
     norms: NormForm = PLAIN_NORM
     """form of the final norm"""
     embedding_scale: Callable[[ConfigReader], float | None] = lambda config: None
+    logits_scaling: Callable[[ConfigReader], float | None] = lambda config: None
     logit_cap: Callable[[ConfigReader], float | None] = lambda config: None
     layer_inputs: Callable[[ConfigReader], LayerInputsSpec | None] = lambda config: None
     """What computes the inputs that layers have besides the stream."""
@@ -124,19 +129,51 @@ def read_mlp(config: ConfigReader, *, bias: bool = False) -> GatedMlpSpec:
     )
 
 
+def read_post_normed(config: ConfigReader, attentions: Sequence[AttentionSpec], norms: NormForm) -> tuple[LayerSpec, ...]:
+    """Layers of dense MLPs in which the output of each block is normed, not its input: OLMo 2 and 3, EXAONE 4."""
+    mlp = replace(read_mlp(config), norm=None, post_norm="post_feedforward_layernorm", norms=norms)
+    normed = [replace(own, norm=None, post_norm="post_attention_layernorm", norms=norms) for own in attentions]
+    return dense_layers(normed, mlp)
+
+
 def dense_layers(attentions: Sequence[AttentionSpec], mlp: GatedMlpSpec) -> tuple[LayerSpec, ...]:
     """The same gated MLP in every layer."""
     return tuple(LayerSpec(attention, mlp) for attention in attentions)
 
 
-def read_num_experts(config: ConfigReader) -> tuple[int, int]:
-    """Number of experts in a layer, and per token. Files have num_experts or num_local_experts; transformers 5 saves the
-    second."""
-    key = "num_local_experts" if config.given("num_local_experts") else "num_experts"
+def read_num_experts(config: ConfigReader, key: str = "num_experts") -> tuple[int, int]:
+    """Number of experts in a layer, and per token. Files have `key` or num_local_experts, which transformers 5 knows for all
+    families and saves for some."""
+    key = "num_local_experts" if config.given("num_local_experts") else key
     num_experts, top_k = config.integer(key), config.integer("num_experts_per_tok")
     if top_k > num_experts:
         raise config.refusal(f"num_experts_per_tok {top_k} exceeds the {num_experts} experts; correct it")
     return num_experts, top_k
+
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+"""The layer types of layers with a window and without one."""
+
+
+def rope_of_kind(config: ConfigReader, kind: str) -> ConfigReader:
+    """The part of config.json about the rotary embedding of layers of one kind, where a family gives LOCAL and GLOBAL layers one
+    each: of GLOBAL ones `rope_scaling` comes first. Only `rope_type` names a type, as transformers reads it."""
+    rope = config.part("rope_parameters").part(kind).filled({"rope_type": "default"})
+    return config.part("rope_scaling").over(rope) if kind == GLOBAL else rope
+
+
+def refuses_other_ropes(config: ConfigReader) -> list[str]:
+    """`Family.refuses` for such a family: names in rope_parameters that transformers ignores."""
+    ropes = config.part("rope_parameters")
+    return [ropes.shown(key) for key in ropes if key not in (LOCAL, GLOBAL)]
+
+
+def windows_in_turn(config: ConfigReader, every: int) -> ConfigReader:
+    """The config with layer_types, if it has none: each `every`-th layer attends to all keys, the others have a window."""
+    if config.given("layer_types"):
+        return config
+    kinds = [LOCAL if (i + 1) % every else GLOBAL for i in range(config.integer("num_hidden_layers"))]
+    return config.replaced(layer_types=kinds)
 
 
 def refuses_windows(config: ConfigReader) -> list[str]:

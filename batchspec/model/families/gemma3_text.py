@@ -13,19 +13,25 @@ from dataclasses import replace
 from batchspec.model.blocks.base import NormForm
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.families.base import Family, dense_layers, read_attentions, read_mlp
+from batchspec.model.families.base import (
+    GLOBAL,
+    LOCAL,
+    Family,
+    dense_layers,
+    read_attentions,
+    read_mlp,
+    refuses_other_ropes,
+    rope_of_kind,
+    windows_in_turn,
+)
 from batchspec.model.rope_config import RopeSpec, read_part, read_theta, rope_kind
 
 _NORMS = NormForm(offset=1.0, wide=True)
 _GELU = "gelu_pytorch_tanh"
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
-    if not config.given("layer_types"):
-        pattern = config.integer("sliding_window_pattern")
-        kinds = [_LOCAL if (i + 1) % pattern else _GLOBAL for i in range(config.integer("num_hidden_layers"))]
-        config = config.replaced(layer_types=kinds)
+    config = windows_in_turn(config, config.integer("sliding_window_pattern"))
     attentions = [
         replace(
             attention,
@@ -46,18 +52,13 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 
 
 def _global_rope(config: ConfigReader) -> RopeSpec:
-    rope = config.part("rope_scaling").over(_part(config, _GLOBAL))
+    rope = rope_of_kind(config, GLOBAL)
     return _rope(config, rope, read_theta(config, rope, usual=1_000_000.0))
 
 
 def _local_rope(config: ConfigReader) -> RopeSpec:
-    rope = _part(config, _LOCAL)
+    rope = rope_of_kind(config, LOCAL)
     return _rope(config, rope, read_theta(config, rope, key="rope_local_base_freq"))
-
-
-def _part(config: ConfigReader, kind: str) -> ConfigReader:
-    """The rope_parameters of layers of this kind. Only `rope_type` names a type, as transformers reads it."""
-    return config.part("rope_parameters").part(kind).filled({"rope_type": "default"})
 
 
 def _rope(config: ConfigReader, rope: ConfigReader, theta: float) -> RopeSpec:
@@ -69,14 +70,14 @@ def _rope(config: ConfigReader, rope: ConfigReader, theta: float) -> RopeSpec:
 def _refuses(config: ConfigReader) -> list[str]:
     found = [config.shown("use_bidirectional_attention")] if config.flag("use_bidirectional_attention") else []
     found += [config.shown("hidden_activation")] if config.text("hidden_activation", _GELU) != _GELU else []
-    # This family names rotary embeddings by kind of layer; other names would be ignored.
-    ropes = config.part("rope_parameters")
-    return found + [ropes.shown(key) for key in ropes if key not in (_LOCAL, _GLOBAL)]
+    return found + refuses_other_ropes(config)
 
 
 GEMMA3_TEXT = Family(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
+    models="Gemma 3",
+    example="google/gemma-3-27b-it",
     layers=_layers,
     defaults={
         "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096, "sliding_window_pattern": 6,

@@ -213,6 +213,8 @@ def _refuses(config: ConfigReader) -> list[str]:
 GEMMA4_TEXT = Family(
     name="gemma4_text",
     architecture="Gemma4ForCausalLM",
+    models="Gemma 4",
+    example="google/gemma-4-31B-it",
     layers=_layers,
     defaults={
         "head_dim": 256, "num_key_value_heads": 4, "num_attention_heads": 8, "sliding_window": 512, "global_head_dim": 512,
@@ -239,6 +241,8 @@ GEMMA4_UNIFIED_TEXT = replace(
     GEMMA4_TEXT,
     name="gemma4_unified_text",
     architecture="Gemma4UnifiedForCausalLM",
+    models="Gemma 4 12B",
+    example="google/gemma-4-12B-it",
     defaults={
         **GEMMA4_TEXT.defaults, "sliding_window": 1024, "max_position_embeddings": 262_144, "hidden_size_per_layer_input": 0,
     },

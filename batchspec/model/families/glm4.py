@@ -18,7 +18,8 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
         replace(attention, post_norm="post_self_attn_layernorm")
         for attention in read_attentions(config, qkv_bias=config.flag("attention_bias", True))
     ]
-    return dense_layers(attentions, replace(read_mlp(config), fused_gate_up=True, post_norm="post_mlp_layernorm"))
+    mlp = replace(read_mlp(config), parts=("gate_up_proj", "down_proj"), post_norm="post_mlp_layernorm")
+    return dense_layers(attentions, mlp)
 
 
 def _rope(config: ConfigReader) -> RopeSpec:
@@ -28,6 +29,8 @@ def _rope(config: ConfigReader) -> RopeSpec:
 GLM4 = Family(
     name="glm4",
     architecture="Glm4ForCausalLM",
+    models="GLM-4-0414",
+    example="zai-org/GLM-4-32B-0414",
     layers=_layers,
     defaults={"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5},
     rope=_rope,

@@ -53,6 +53,8 @@ def _rope(config: ConfigReader) -> RopeSpec:
 GPT_OSS = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
+    models="gpt-oss",
+    example="openai/gpt-oss-20b",
     layers=_layers,
     defaults={
         "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "num_local_experts": 128, "num_experts_per_tok": 4,

@@ -12,4 +12,11 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     return dense_layers(attentions, read_mlp(config, bias=config.flag("mlp_bias")))
 
 
-LLAMA = Family(name="llama", architecture="LlamaForCausalLM", layers=_layers, refuses=refuses_windows)
+LLAMA = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    models="Llama 2 and 3, SmolLM2",
+    example="meta-llama/Llama-3.1-8B-Instruct",
+    layers=_layers,
+    refuses=refuses_windows,
+)

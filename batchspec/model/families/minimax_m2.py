@@ -69,6 +69,8 @@ def _refuses(config: ConfigReader) -> list[str]:
 MINIMAX_M2 = Family(
     name="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
+    models="MiniMax-M2",
+    example="MiniMaxAI/MiniMax-M2",
     layers=_layers,
     defaults={
         "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8, "rope_theta": 5e6,

@@ -31,6 +31,8 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 MIXTRAL = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
+    models="Mixtral",
+    example="mistralai/Mixtral-8x7B-Instruct-v0.1",
     layers=_layers,
     defaults={
         "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e6,

@@ -27,7 +27,7 @@ from batchspec.model.rope_config import RopeSpec, read_rotary_dim, read_theta, r
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     attentions = [replace(attention, fused_qkv=True) for attention in read_attentions(config)]
-    return dense_layers(attentions, replace(read_mlp(config), fused_gate_up=True))
+    return dense_layers(attentions, replace(read_mlp(config), parts=("gate_up_proj", "down_proj")))
 
 
 def _rope(config: ConfigReader) -> RopeSpec:
@@ -62,6 +62,8 @@ def _longrope(config: ConfigReader, rope: ConfigReader) -> RopeSpec:
 PHI3 = Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
+    models="Phi-3 and 4",
+    example="microsoft/phi-4",
     layers=_layers,
     defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     rope=_rope,

@@ -14,6 +14,8 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 QWEN2 = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
+    models="Qwen2 and 2.5",
+    example="Qwen/Qwen2.5-7B-Instruct",
     layers=_layers,
     defaults={"num_key_value_heads": 32, "sliding_window": 4096},
     window_switch=True,

@@ -15,6 +15,8 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 QWEN3 = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
+    models="Qwen3",
+    example="Qwen/Qwen3-8B",
     layers=_layers,
     defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
     computes=frozenset({"use_qk_norm"}),

@@ -43,6 +43,8 @@ def _moe_refuses(config: ConfigReader) -> list[str]:
 QWEN3_5 = Family(
     name="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
+    models="Qwen3.5 to 3.8",
+    example="Qwen/Qwen3.5-27B",
     layers=_dense_layers,
     defaults={**DEFAULTS, "num_key_value_heads": 4},
     integers=INTEGERS,
@@ -55,6 +57,8 @@ QWEN3_5 = Family(
 QWEN3_5_MOE = Family(
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
+    models="Qwen3.5 to 3.8 MoE",
+    example="Qwen/Qwen3.5-35B-A3B",
     layers=_moe_layers,
     defaults={
         **DEFAULTS, "num_key_value_heads": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,

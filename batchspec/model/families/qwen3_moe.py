@@ -48,6 +48,8 @@ def _refuses(config: ConfigReader) -> list[str]:
 QWEN3_MOE = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
+    models="Qwen3-MoE and Qwen3-Coder",
+    example="Qwen/Qwen3-30B-A3B-FP8",
     layers=_layers,
     defaults={
         "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,

@@ -145,6 +145,8 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 QWEN3_NEXT = Family(
     name="qwen3_next",
     architecture="Qwen3NextForCausalLM",
+    models="Qwen3-Next",
+    example="Qwen/Qwen3-Next-80B-A3B-Instruct",
     layers=_layers,
     defaults={
         **DEFAULTS, "num_key_value_heads": 2, "intermediate_size": 5632, "decoder_sparse_step": 1, "moe_intermediate_size": 512,

@@ -6,21 +6,26 @@ from dataclasses import dataclass
 
 from batchspec.model.config_values import ConfigReader, Json, short_json
 from batchspec.model.families.base import Family
+from batchspec.model.families.exaone4 import EXAONE4
 from batchspec.model.families.gemma3_text import GEMMA3_TEXT
 from batchspec.model.families.gemma4 import GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
 from batchspec.model.families.glm4 import GLM4
+from batchspec.model.families.glm4_moe import GLM4_MOE
 from batchspec.model.families.gpt_oss import GPT_OSS
+from batchspec.model.families.granite import GRANITE, GRANITE_HYBRID
 from batchspec.model.families.llama import LLAMA
 from batchspec.model.families.minimax_m2 import MINIMAX_M2
-from batchspec.model.families.mistral import MISTRAL
+from batchspec.model.families.mistral import MINISTRAL3, MISTRAL
 from batchspec.model.families.mixtral import MIXTRAL
-from batchspec.model.families.olmo2 import OLMO2
+from batchspec.model.families.olmo2 import OLMO2, OLMO3
 from batchspec.model.families.phi3 import PHI3
 from batchspec.model.families.qwen2 import QWEN2
 from batchspec.model.families.qwen3 import QWEN3
 from batchspec.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from batchspec.model.families.qwen3_moe import QWEN3_MOE
 from batchspec.model.families.qwen3_next import QWEN3_NEXT
+from batchspec.model.families.seed_oss import SEED_OSS
+from batchspec.model.families.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -28,11 +33,12 @@ FAMILIES: dict[str, Family] = {
         LLAMA,
         QWEN2,
         QWEN3,
-        MISTRAL,
         QWEN3_MOE,
         QWEN3_NEXT,
         QWEN3_5,
         QWEN3_5_MOE,
+        MISTRAL,
+        MINISTRAL3,
         MIXTRAL,
         MINIMAX_M2,
         GPT_OSS,
@@ -41,9 +47,34 @@ FAMILIES: dict[str, Family] = {
         GEMMA4_UNIFIED_TEXT,
         PHI3,
         OLMO2,
+        OLMO3,
         GLM4,
+        GLM4_MOE,
+        SEED_OSS,
+        SMOLLM3,
+        GRANITE,
+        GRANITE_HYBRID,
+        EXAONE4,
     )
 }
+
+
+NEEDED: dict[str, tuple[str, ...]] = {
+    "multi-head latent attention (MLA)": (
+        "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm4_moe_lite", "glm_moe_dsa", "mistral4",
+        "mistral_large4", "minicpm3", "longcat_flash",
+    ),
+    "compressed sparse attention": ("deepseek_v4",),
+    "Mamba layers": (
+        "mamba", "mamba2", "falcon_mamba", "falcon_h1", "bamba", "jamba", "zamba", "zamba2", "nemotron_h", "nemotron_h_omni",
+    ),
+    "Kimi delta attention": ("kimi_linear", "bailing_hybrid", "glm5_next"),
+    "short convolutions": ("lfm2", "lfm2_moe", "lfm3"),
+    "attention in chunks": ("llama4", "llama4_text"),
+    "normed embeddings, norms of q and k without weights, and gates that a projection of their own computes, all of which no "
+    "other family has": ("muse_glimmer", "muse_glimmer_text"),
+}
+"""What models need that is not built -> their model_types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +128,11 @@ def family_of(config: ConfigReader) -> tuple[Family, ConfigReader]:
         config = _text_config(config, wrapper)
     family = FAMILIES.get(config.text("model_type"))
     if family is None:
-        raise config.refusal(f"{config.shown('model_type')} is not supported; supported are {', '.join((*FAMILIES, *WRAPPERS))}")
+        kind = config.text("model_type")
+        why = next((f": it needs {needed}" for needed, kinds in NEEDED.items() if kind in kinds), "")
+        raise config.refusal(
+            f"{config.shown('model_type')} is not supported{why}; supported are {', '.join((*FAMILIES, *WRAPPERS))}"
+        )
     _check_class(config, family.architecture)
     return family, config
 

@@ -2,7 +2,7 @@
 
     NAME.weight         e4m3 [N, K]
     NAME.weight_scale   [ceil(N / 128), ceil(K / 128)], [N, 1] or [1], of any floating-point dtype; some name it weight_scale_inv
-    NAME.input_scale    [1], the scale of the activations, if they were calibrated
+    NAME.input_scale    [1], the scale of the activations, if they were calibrated; some name it activation_scale
 
 There are two ways to multiply. Either the weight is converted to the model's dtype at load, and activations are read as they are.
 Or the weight stays e4m3, and activations are quantised as the checkpoint says (W8A8, `fp8_products.py`). `Formats.on` chooses.
@@ -40,6 +40,7 @@ class Fp8(SeparateExperts):
     made_for: Activations
     """How activations must be quantised for this checkpoint; plain: not at all."""
     scale_name: str = "weight_scale"
+    input_scale_name: str = "input_scale"
     quantises: bool = False
     """True: weights stay e4m3, and products quantise activations as `made_for` says. False: weights are converted at load."""
     ordered: bool = False
@@ -71,7 +72,7 @@ class Fp8(SeparateExperts):
         shape, *others = shapes[self.scales]
         weight = TensorSpec(f"{part.name}.weight", (part.rows, part.k), "weight", ("F8_E4M3",))
         scale = TensorSpec(f"{part.name}.{self.scale_name}", shape, "scale", others=tuple(others), typical=_DUMMY_SCALE)
-        inputs = TensorSpec(f"{part.name}.input_scale", (1,), "scale", others=((),), typical=_DUMMY_INPUT_SCALE)
+        inputs = TensorSpec(f"{part.name}.{self.input_scale_name}", (1,), "scale", others=((),), typical=_DUMMY_INPUT_SCALE)
         return weight, scale, *((inputs,) if self.made_for == "static" else ()), *bias_of(part)
 
     def holds(self, spec: GroupedSpec) -> bool:
@@ -121,7 +122,7 @@ class Fp8(SeparateExperts):
         }
         own = {f"{part.name}.weight": pieces, f"{part.name}.{self.scale_name}": scale[self.scales]}
         if self.made_for == "static":
-            own[f"{part.name}.input_scale"] = ()
+            own[f"{part.name}.{self.input_scale_name}"] = ()
         return own | shard_bias(part, share)
 
     def _part(self, weights: Weights, name: str) -> Fp8Weight:
@@ -130,9 +131,8 @@ class Fp8(SeparateExperts):
             scale = scale.reshape(-1).expand(values.shape[0]).contiguous()
         input_scale = None
         if self.quantises and self.made_for == "static":
-            input_scale = float(weights.stored(f"{name}.input_scale"))
+            own = f"{name}.{self.input_scale_name}"
+            input_scale = float(weights.stored(own))
             if not 0 < input_scale < float("inf"):
-                raise CheckpointError(
-                    f"{name}.input_scale is {input_scale:g}; it must be positive and finite: calibrate the checkpoint again"
-                )
+                raise CheckpointError(f"{own} is {input_scale:g}; it must be positive and finite: calibrate the checkpoint again")
         return Fp8Weight(values, scale, input_scale)

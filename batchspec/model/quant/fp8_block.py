@@ -1,5 +1,8 @@
 """quant_method fp8: blocks of 128 x 128 with scales `NAME.weight_scale_inv`. Values are multiplied by them, despite the name.
 
+Or, where weight_block_size is null and activation_scheme static (Ministral 3, Devstral 2), one scale a weight and one for its
+input, `NAME.activation_scale`.
+
 Modules that stay plain are listed, by name or as regular expressions, in modules_to_not_convert; older files of MiniMax list them
 in ignored_layers.
 Source: DeepSeek-V3 (arXiv 2412.19437, section 3.3); transformers, quantizers/quantizer_finegrained_fp8.py, quantizers_utils.py.
@@ -14,6 +17,7 @@ from batchspec.model.quant.fp8_products import BLOCK
 from batchspec.model.wrapped import plain_name
 
 FP8_BLOCK = Fp8("block", "group", "weight_scale_inv")
+FP8_STATIC = Fp8("tensor", "static", "weight_scale_inv", "activation_scale")
 _END = r"(?:(?<=\.)|(?=\.|$))"
 """A match ends where a part of a name ends: `layers.1` matches layers.1.mlp, not layers.11.mlp."""
 
@@ -21,14 +25,17 @@ _END = r"(?:(?<=\.)|(?=\.|$))"
 def read_fp8(config: ConfigReader) -> Formats | str:
     """`quantization_config` -> formats, or a text that names what of it is not supported."""
     blocks = config.ranged({"weight_block_size": (1, 2**20)}).integers("weight_block_size")
-    if blocks != (BLOCK, BLOCK):
+    scheme = config.text("activation_scheme", "dynamic")
+    static = blocks is None and scheme == "static"
+    if blocks != (BLOCK, BLOCK) and not static:
         return f"fp8 with {config.shown('weight_block_size')}"
     if config.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         return f"fp8 with {config.shown('fmt')}"
-    if config.text("activation_scheme", "dynamic") != "dynamic":
+    if scheme != "dynamic" and not static:
         return f"fp8 in blocks with {config.shown('activation_scheme')}"
     if config.text("scale_fmt", "float") != "float":
         return f"fp8 with {config.shown('scale_fmt')}"
     key = "modules_to_not_convert" if config.given("modules_to_not_convert") else "ignored_layers"
     names = tuple(map(plain_name, config.texts(key) or ()))
-    return Formats(FP8_BLOCK, names, tuple(checked_pattern(config, key, f"(?:{name}){_END}") for name in names))
+    own = FP8_STATIC if static else FP8_BLOCK
+    return Formats(own, names, tuple(checked_pattern(config, key, f"(?:{name}){_END}") for name in names))

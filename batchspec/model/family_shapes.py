@@ -1,0 +1,132 @@
+"""config.json of a published model of each family, for `shapes.py`: the keys that decide its shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_GLM_4_5_AIR: dict[str, Any] = {
+    "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "hidden_size": 4096, "intermediate_size": 10944,
+    "moe_intermediate_size": 1408, "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+    "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "n_group": 1,
+    "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True, "use_qk_norm": False, "attention_bias": True,
+    "partial_rotary_factor": 0.5, "rope_theta": 1000000.0, "num_nextn_predict_layers": 1, "vocab_size": 151552,
+}
+_GLM_4_6: dict[str, Any] = _GLM_4_5_AIR | {
+    "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 92,
+    "n_routed_experts": 160, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "use_qk_norm": True,
+    "max_position_embeddings": 202752,
+}
+_FP8_TOKENS: dict[str, Any] = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "float"}
+_FP8_ROWS: dict[str, Any] = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors", "format": "float-quantized",
+        "ignore": ["lm_head", "re:.*eh_proj", "re:.*mlp\\.gate$"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"], "input_activations": _FP8_TOKENS,
+                "weights": {**_FP8_TOKENS, "dynamic": False, "strategy": "channel"},
+            }
+        },
+    }
+}
+"""FP8 weights with a scale for each row, as in GLM's own FP8 checkpoints."""
+_GRANITE: dict[str, Any] = {
+    "num_hidden_layers": 40, "num_key_value_heads": 8, "rope_theta": 10000000.0, "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22, "tie_word_embeddings": True,
+}
+
+FAMILY_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-7b": {
+        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    },
+    "mistral-small-24b": {
+        "model_type": "mistral", "architectures": ["MistralForCausalLM"], "hidden_size": 5120, "intermediate_size": 32768,
+        "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072,
+        "sliding_window": None, "rope_theta": 1000000000.0,
+    },
+    "ministral3-8b": {
+        "model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 34, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "vocab_size": 32000, "max_position_embeddings": 32768, "rope_theta": 1000000.0,
+    },
+    "gemma3-27b": {
+        "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_size": 5376, "intermediate_size": 21504,
+        "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128,
+        "query_pre_attn_scalar": 168, "sliding_window": 1024, "sliding_window_pattern": 6, "vocab_size": 262208,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "tie_word_embeddings": True,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "hidden_act": None, "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "phi4-14b": {
+        "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "hidden_size": 5120, "intermediate_size": 17920,
+        "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 10, "vocab_size": 100352,
+        "max_position_embeddings": 16384, "rope_theta": 250000.0,
+    },
+    "olmo2-7b": {
+        "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 100352,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 500000.0,
+    },
+    "olmo3-32b": {
+        "model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "hidden_size": 5120, "intermediate_size": 27648,
+        "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 100278,
+        "sliding_window": 4096, "max_position_embeddings": 65536, "rms_norm_eps": 1e-6, "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0, "beta_slow": 1.0,
+            "attention_factor": 1.2079441541679836,
+        },
+    },
+    "glm4-32b": {
+        "model_type": "glm4", "architectures": ["Glm4ForCausalLM"], "hidden_size": 6144, "intermediate_size": 23040,
+        "num_hidden_layers": 61, "num_attention_heads": 48, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151552,
+        "attention_bias": False, "partial_rotary_factor": 0.5, "max_position_embeddings": 32768, "rope_theta": 10000.0,
+    },
+    "glm-4.5-air": _GLM_4_5_AIR,
+    "glm-4.5-air-fp8": _GLM_4_5_AIR | _FP8_ROWS,
+    "glm-4.6-fp8": _GLM_4_6 | _FP8_ROWS,
+    "seed-oss-36b": {
+        "model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"], "hidden_size": 5120, "intermediate_size": 27648,
+        "num_hidden_layers": 64, "num_attention_heads": 80, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 155136,
+        "attention_bias": True, "attention_out_bias": False, "max_position_embeddings": 524288, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000000.0,
+    },
+    "smollm3-3b": {
+        "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "hidden_size": 2048, "intermediate_size": 11008,
+        "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 128256,
+        "no_rope_layer_interval": 4, "max_position_embeddings": 65536, "rms_norm_eps": 1e-6, "rope_theta": 5000000.0,
+        "tie_word_embeddings": True,
+    },
+    "granite3-8b": _GRANITE | {
+        "model_type": "granite", "architectures": ["GraniteForCausalLM"], "hidden_size": 4096, "intermediate_size": 12800,
+        "num_attention_heads": 32, "attention_multiplier": 0.0078125, "logits_scaling": 16.0, "vocab_size": 49159,
+    },
+    "granite4-micro": _GRANITE | {
+        "model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"], "hidden_size": 2560,
+        "shared_intermediate_size": 8192, "num_attention_heads": 40, "attention_multiplier": 0.015625, "logits_scaling": 10.0,
+        "num_local_experts": 0, "layer_types": ["attention"] * 40, "position_embedding_type": "rope", "vocab_size": 100352,
+    },
+    "exaone4-32b": {
+        "model_type": "exaone4", "architectures": ["Exaone4ForCausalLM"], "hidden_size": 5120, "intermediate_size": 27392,
+        "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 102400,
+        "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 1000000.0, "rope_scaling": _LLAMA3_ROPE,
+    },
+}
