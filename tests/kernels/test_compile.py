@@ -31,6 +31,8 @@ from tests.kernels.compile_cases import (
 from tests.kernels.compile_cases.cases import Case
 
 ROOT = Path(__file__).parents[2]
+SHARED_BYTES = 227 << 10
+"""Shared memory that a program may have on a GPU of the Hopper generation."""
 PACKAGES = (attention, distributed, drafting, gated_delta, gemm, kv_cache, lora, moe, norm_rope, rounds, sampling, train, tree)
 CASES: dict[str, Case] = {name: case for package in PACKAGES for name, case in package.CASES.items()}
 SELDOM = {name for package in PACKAGES for name in package.CASES.seldom}
@@ -60,7 +62,7 @@ def compile_case(name: str) -> int:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    package, module, kernel, warps, arguments = CASES[name]
+    package, module, kernel, warps, arguments, stages = CASES[name]
     function = getattr(import_module(f"batchspec.kernels.{package}.{module}"), kernel)
     arguments |= {"PDL": True} if "PDL" in function.arg_names else {}
     signature, constants = {}, {}
@@ -70,8 +72,15 @@ def compile_case(name: str) -> int:
         if not is_type:
             constants[argument] = {"fp32": tl.float32, "fp64": tl.float64}.get(str(kind), kind)
     assert list(signature) == function.arg_names, f"{name}: the kernel's arguments are {function.arg_names}"
-    source = ASTSource(fn=function, signature=signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    attributes, options = {}, {"num_warps": warps}
+    if stages is not None:
+        kinds = enumerate((argument, str(kind)) for argument, kind in signature.items())
+        aligned = [i for i, (argument, kind) in kinds if kind.startswith("*") or "stride" in argument]
+        attributes, options["num_stages"] = {(i,): [["tt.divisibility", 16]] for i in aligned}, stages
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    if stages is not None:
+        assert compiled.metadata.shared <= SHARED_BYTES, f"{name}: {compiled.metadata.shared} bytes of shared memory"
     if "PDL" in arguments and not arguments.get("EARLY"):
         waits_first(name, compiled.asm["ptx"])
     if kernel in ("fp8_linear_kernel", "experts_fp8_kernel"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.base import Clamp
+from batchspec.model.blocks.base import Gating
 from batchspec.model.quant.grouped import PlainExperts
 
 PIECE = 1 << 22
@@ -34,8 +34,8 @@ class DequantisedExperts(PlainExperts):
 
     reads_rows = reads_groups = False
 
-    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor:
-        return self.plain_up(x, routing, clamp)
+    def up(self, x: Tensor, routing: Routing, gating: Gating, *, quantise: bool) -> Tensor:
+        return self.plain_up(x, routing, gating)
 
     def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
         assert isinstance(inner, Tensor)
