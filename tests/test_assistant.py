@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,89 +15,27 @@ import torch
 from safetensors.torch import load_file
 
 from batchspec import run as batchspec_run
-from batchspec.config.draft_schema import DraftConfig
-from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.distributed.collectives import Collectives
-from batchspec.draft.assistant import AssistantDrafter, AssistantDrafterSpec
+from batchspec.draft.assistant import AssistantDrafter
 from batchspec.draft.assistant_head import Assistant
 from batchspec.draft.none import NoDrafter
-from batchspec.draft.spec import DrafterSpec, open_drafter
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.blocks.base import Shard
 from batchspec.model.files import LocalFiles
 from batchspec.model.kv_calibration import calibrate
-from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
 from batchspec.packing.kv_memory import KVMemory
 from batchspec.records import Request, SamplingParams
-from tests.assistants import make_assistant
+from tests.assistants import CLUSTERS, SIZE, load_pair, make_assistant, make_target, opened, reference_logits
 from tests.drafting import Proposals, Recording, synthetic
 from tests.engines import DEVICE
-from tests.gemma4_models import DENSE, EXPERTS, LAYER_INPUTS
-from tests.models import make_checkpoint, make_tokenizer
+from tests.models import make_tokenizer
 from tests.mtp_drafting import Ran, mixed_requests, run, trusting, wide_batch
 from tests.ranks import start_ranks
 
 BF16 = torch.bfloat16
-SIZE = 32
-"""Number of tokens: 8 clusters of 4."""
-TARGETS: dict[str, dict[str, Any]] = {
-    "dense": DENSE, "experts": EXPERTS, "late layers": LAYER_INPUTS | {"vocab_size_per_layer_input": SIZE},
-    "own values": {**DENSE, "attention_k_eq_v": False, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-}
-CLUSTERS: dict[str, Any] = {"use_ordered_embeddings": True, "num_centroids": 8, "centroid_intermediate_top_k": 3}
-
-
-def make_target(folder: Path, name: str, **changes: Any) -> Path:
-    config = {**TARGETS[name], "num_hidden_layers": len(TARGETS[name]["layer_types"]), **changes}
-    return make_checkpoint(folder, "gemma4_text", vocab=SIZE, dtype=torch.float64, **config)
-
-
-def opened(target: Path, assistant: Path, **draft: Any) -> tuple[ModelSpec, AssistantDrafterSpec]:
-    spec = judge_model(LocalFiles(target))
-    config = RunConfig(
-        model=ModelConfig(path=str(target)),
-        draft=DraftConfig(**{"name": "mtp", "num_speculative_tokens": 3, "path": str(assistant), **draft}),
-    )
-    found = open_drafter(config, spec)
-    assert isinstance(found, AssistantDrafterSpec)
-    return spec, found
-
-
 class Recorded(Recording, AssistantDrafter):
     """Keeps what it proposed."""
-
-
-def reference(target: Path, assistant: Path) -> Callable[[tuple[int, ...], int], list[int]]:
-    """transformers' classes: tokens of a row, and a number of drafts -> the most probable ones."""
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM
-    options = {"dtype": torch.float64, "attn_implementation": "eager"}
-    whole, small = (auto.from_pretrained(folder, **options).eval() for folder in (target, assistant))
-    if hasattr(whole, "set_experts_implementation"):
-        whole.set_experts_implementation("eager")
-    window = whole.config.sliding_window
-
-    @torch.inference_mode()
-    def drafts(row: tuple[int, ...], count: int) -> list[int]:
-        out = whole(
-            torch.tensor([row[:-1]]), output_hidden_states=True, return_shared_kv_states=True, use_cache=False
-        )
-        kept = {
-            kind: tuple(own[:, :, -window:] if kind == "sliding_attention" else own for own in pair)
-            for kind, pair in out.shared_kv_states.items()
-        }
-        hidden, newest, found = out.hidden_states[-1][:, -1:], torch.tensor([row[-1:]]), list[int]()
-        for _ in range(count):
-            joined = torch.cat((whole.get_input_embeddings()(newest), hidden), -1)
-            step = small(inputs_embeds=joined, position_ids=torch.tensor([[len(row) - 1]]), shared_kv_states=kept)
-            newest, hidden = step.logits.argmax(-1), step.last_hidden_state
-            found.append(int(newest))
-        return found
-
-    return drafts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,16 +51,11 @@ class Pair:
 
 
 def loaded(target: Path, assistant: Path, ranks: Collectives | None = None, *, fp8_kv: bool = False) -> Pair:
-    spec, own = opened(target, assistant)
-    drafter: DrafterSpec[Assistant] = own
-    if ranks is not None:
-        shard = Shard(ranks.rank, ranks.ranks)
-        spec, drafter = spec.sharded(shard), own.of_rank(shard)
-    model = Target.load(target, spec, dtype=torch.float64, device=DEVICE, ranks=ranks)
+    model, weights = load_pair(target, assistant, ranks)
     if fp8_kv:
         model.use_kv_scales(calibrate(model, [[3, 1, 4, 1, 5, 9, 2, 6]]).values)
-        model.spec = spec.with_fp8_kv()
-    return Pair(model, drafter.load(dtype=torch.float64, device=DEVICE))
+        model.spec = model.spec.with_fp8_kv()
+    return Pair(model, weights)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +67,7 @@ def test_drafts_are_those_of_transformers_and_tokens_those_of_the_model(
     """Of rows whose drafts are accepted at random, and by the model; rows are longer than the window."""
     target = make_target(tmp_path / "target", name)
     assistant = make_assistant(tmp_path / "assistant", target, **config)
-    pair, drafts_of = loaded(target, assistant), reference(target, assistant)
+    pair, logits_of = loaded(target, assistant), reference_logits(target, assistant)
     requests = mixed_requests(cap=16)
     ways: tuple[dict[str, Any], ...] = ({"options": synthetic(3)}, {})
     for options in ways:
@@ -142,7 +75,7 @@ def test_drafts_are_those_of_transformers_and_tokens_those_of_the_model(
         assert len(seen) > 20
         assert len({token for _, drafts in seen for token in drafts}) > SIZE // 4
         for row, drafts in seen:
-            assert drafts == drafts_of(row, len(drafts)), row
+            assert drafts == [int(logits.argmax()) for logits in logits_of(row, drafts)], row
     assert ran.tokens == pair.run(requests, 0)[0].tokens
 
 
