@@ -73,6 +73,7 @@ SPECS: dict[str, ModelSpec] = {
     "gemma4 layer inputs awq": spec_of(
         "gemma4 layer inputs", **INT4, global_head_dim=64, hidden_size_per_layer_input=32, quantization_config=of_awq(32).config,
     ),
+    "gemma4 nvfp4": spec_of("gemma4", **INT4, global_head_dim=64, quantization_config=nvfp4_layouts.of_compressed_tensors()),
     # Blocks that ranks cannot have equal numbers of.
     "gpt_oss mxfp4 uneven": spec_of("gpt_oss", intermediate_size=160, quantization_config={"quant_method": "mxfp4"}),
     "qwen3_moe fp8 uneven": spec_of("qwen3_moe", **WIDE | {"moe_intermediate_size": 640}, quantization_config=FP8_BLOCK),
