@@ -32,6 +32,8 @@ from tests.kernels.compile_cases.cases import Case
 from tests.kernels.unpacking import assert_unpacks_to_the_bit
 
 ROOT = Path(__file__).parents[2]
+SHARED_BYTES = 227 << 10
+"""Shared memory that a program may have on a GPU of the Hopper generation."""
 PACKAGES = (attention, distributed, drafting, gated_delta, gemm, kv_cache, lora, moe, norm_rope, rounds, sampling, train, tree)
 CASES: dict[str, Case] = {name: case for package in PACKAGES for name, case in package.CASES.items()}
 SELDOM = {name for package in PACKAGES for name in package.CASES.seldom}
@@ -93,7 +95,7 @@ def compile_case(name: str) -> int:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    package, module, kernel, warps, arguments = CASES[name]
+    package, module, kernel, warps, arguments, stages = CASES[name]
     function = getattr(import_module(f"batchspec.kernels.{package}.{module}"), kernel)
     arguments |= {"PDL": True} if "PDL" in function.arg_names else {}
     signature, constants = dict[str, str](), dict[str, object]()
@@ -104,14 +106,20 @@ def compile_case(name: str) -> int:
             signature[argument] = "constexpr"
             constants[argument] = {"fp32": tl.float32, "fp64": tl.float64}.get(str(kind), kind)
     assert list(signature) == function.arg_names, f"{name}: the kernel's arguments are {function.arg_names}"
-    aligned: dict[tuple[int, ...], list[list[object]]] = {}
+    aligned, options = list[int](), {"num_warps": warps}
     if kernel in OF_INT4:  # as in launches: sizes and addresses are multiples of 16, so that loads have 16 bytes
         sizes = (param for param in function.params if signature[param.name] != "constexpr" and not param.do_not_specialize)
         kinds = {param.num: signature[param.name] for param in sizes}
-        places = (place for place, kind in kinds.items() if kind.startswith("*") or kind == "i32")
-        aligned = {(place,): [["tt.divisibility", 16]] for place in places}
-    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+        aligned = [place for place, kind in kinds.items() if kind.startswith("*") or kind == "i32"]
+    elif stages is not None:
+        aligned = [i for i, (own, kind) in enumerate(signature.items()) if kind.startswith("*") or "stride" in own]
+        options["num_stages"] = stages
+    source = ASTSource(
+        fn=function, signature=signature, constexprs=constants, attrs={(place,): [["tt.divisibility", 16]] for place in aligned}
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    if stages is not None:
+        assert compiled.metadata.shared <= SHARED_BYTES, f"{name}: {compiled.metadata.shared} bytes of shared memory"
     if "PDL" in arguments and not arguments.get("EARLY"):
         waits_first(name, compiled.asm["ptx"])
     if kernel in ("fp8_linear_kernel", "experts_fp8_kernel"):
