@@ -17,7 +17,7 @@ from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.ordered import ORDERED
 from batchspec.model.quant.plain import PLAIN, Plain
 from batchspec.model.wrapped import names_in_files
-from batchspec.tuning.policy import has_fast_experts
+from batchspec.tuning.policy import has_fast_experts, has_fast_fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,10 @@ class Formats:
                      here, because weights that are converted instead take twice the memory
         Raises ConfigError for fp8 if the checkpoint has no FP8 weights, or none that are made for quantised activations.
         """
-        fast = has_fast_experts(device, dtype)
-        own = self.quantised
+        own, fast = self.quantised, has_fast_fp8(device, dtype)
         if activations == "fp8" or (activations == "auto" and fast and isinstance(own, Fp8) and own.made_for != "plain"):
             return self.with_fp8_activations()
-        return replace(self, quantised=own.for_kernels()) if fast else self
+        return replace(self, quantised=own.for_kernels()) if has_fast_experts(device, dtype) else self
 
     @property
     def kept(self) -> str:

@@ -94,7 +94,7 @@ ROW_BYTES = 16
 
 def tile_of(routing: Routing, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
     """How a product with weights of this dtype is cut for the pairs of a routing."""
-    return expert_tile(routing.unit_pairs, len(routing.units), gated=gated, dtype=dtype)
+    return expert_tile(routing.unit_pairs, len(routing.units), routing.units.device, gated=gated, dtype=dtype)
 
 
 def rows_in_order(x: Tensor, routing: Routing) -> Tensor:
