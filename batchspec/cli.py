@@ -21,7 +21,10 @@ Found = TypeVar("Found")
 
 COMMANDS = {
     "run": ("batchspec.run", "run a job: Hydra overrides, e.g. +job=demo"),
-    "plan": ("batchspec.commands.plan", "what a run would do, without running it: the overrides of run, --full for every row"),
+    "plan": (
+        "batchspec.commands.plan",
+        "what a run would do, without running it: the overrides of run, --full for every row, --card NAME for another card",
+    ),
     "status": ("batchspec.commands.status", "OUT [--watch] [--json]: progress of a job over all of its runs"),
     "stats": ("batchspec.commands.stats", "OUT [--by COLUMN] [--json]: is the data good; speed and acceptance"),
     "verify": (
@@ -31,7 +34,7 @@ COMMANDS = {
     "bench": ("batchspec.bench.command", "OUT.jsonl NAME --shape SHAPE ...: measure speed with random weights"),
     "doctor": (
         "batchspec.commands.doctor",
-        "[MODEL]: what this machine has and lacks; --tune times MODEL's matrix products",
+        "[MODEL]: what this machine has and lacks, or a card (--card); --tune times MODEL's matrix products",
     ),
     "report": ("batchspec.commands.report", "OUT [--by COLUMN]: write report.html again, charts of the job"),
     "inspect": ("batchspec.commands.inspect", "OUT ID [--sample N]: one request in full"),

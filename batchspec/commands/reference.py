@@ -38,7 +38,8 @@ PLAN_HELP = """\
 Predict what a run would do, without running it: rows, bad rows, lengths, shape, memory, seconds.
 Takes the arguments of `batchspec run`.
 
-  --full   read every row, not a sample of 10,000"""
+  --full        read every row, not a sample of 10,000
+  --card NAME   plan for this card, as A100-80GB or L40S, on a machine without it: computed, not measured"""
 SUBMIT_HELP = """\
 Submit a job as a Slurm array. Takes the arguments of `batchspec run`; the keys of `cluster` describe the array.
 
