@@ -13,9 +13,10 @@ from typing import TypeVar
 
 from batchspec import __version__
 from batchspec.console import terminal
-from batchspec.console.arguments import ArgumentParser
+from batchspec.console.arguments import ArgumentParser, asks_for_help
 from batchspec.console.text import MESSAGE_CHARS, one_line
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
+from batchspec.process.bytecode import keep_bytecode
 
 Found = TypeVar("Found")
 
@@ -53,6 +54,10 @@ COMMANDS = {
 
 TAKE_KEYS = ("run", "plan", "submit", "train")
 """Commands that take keys: their help lists them, and is shown without the imports of the command."""
+
+
+IMPORT_TORCH = ("plan", "verify", "bench", "doctor", "probe", "train")
+"""Commands that import torch; `run` sees to its bytecode itself."""
 
 
 def guarded(command: Callable[[], int]) -> int:
@@ -102,13 +107,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: list[str]) -> int:
-    if arguments and arguments[0] in TAKE_KEYS:
-        from batchspec.commands.reference import asks_for_help, help_text
+    if arguments and arguments[0] in TAKE_KEYS and asks_for_help(arguments[1:]):
+        from batchspec.commands.reference import help_text
 
-        if asks_for_help(arguments[1:]):
-            terminal.show(help_text(arguments[0]))
-            return 0
+        terminal.show(help_text(arguments[0]))
+        return 0
     if arguments and arguments[0] in COMMANDS:
+        if arguments[0] in IMPORT_TORCH:
+            keep_bytecode()
         module, _ = COMMANDS[arguments[0]]
         code: int = importlib.import_module(module).main(arguments[1:])
         return code

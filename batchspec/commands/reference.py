@@ -63,11 +63,6 @@ Keys that few jobs set. Those of `ablation` switch optimisations off one by one,
 depends on them.""".replace("\n", " ")
 
 
-def asks_for_help(words: Iterable[str]) -> bool:
-    """Whether the arguments of a command ask for its help."""
-    return bool({"-h", "--help"} & set(words))
-
-
 def help_text(command: str, *, width: int | None = None) -> str:
     """The help of a command that takes keys. width: columns of a line; None: those of the terminal."""
     columns = width or min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
