@@ -1,4 +1,4 @@
-"""Products with FP8 weights and activations (W8A8): in bf16 on Hopper or newer Triton kernels and the library, else plain torch.
+"""Products with FP8 weights and activations (W8A8): in bf16 on Ada or newer Triton kernels and the library, else plain torch.
 
     q = x / s, clamped to -448 .. 448, rounded to e4m3 (to nearest even). The checkpoint says how the scale s is found:
         token   one per row: max(largest |x| of the row, 1e-10) / 448
@@ -98,7 +98,7 @@ def pieces(parts: Sequence[Fp8Weight]) -> list[Piece]:
 class Fp8Linear(Product):
     """x [T, K] -> y + bias [T, N] in x's dtype, y as in the module's docstring.
 
-    x is quantised once for all parts; with calibrated scales once for each different one. In bf16 on Hopper or newer a product is
+    x is quantised once for all parts; with calibrated scales once for each different one. In bf16 on Ada or newer a product is
     the library's or a Triton kernel (`tuning.policy.fp8_tile`); elsewhere it is plain torch.
 
     dtype    of x

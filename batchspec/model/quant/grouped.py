@@ -1,4 +1,4 @@
-"""The grouped products of a layer's experts: Triton kernels in bf16 on Hopper or newer, plain torch elsewhere; and their loading.
+"""The grouped products of a layer's experts: Triton kernels in bf16 on a GPU, plain torch elsewhere; and their loading.
 
 T tokens, E experts, k experts per token, P = T * k pairs (token, slot) (`kernels/moe/units.py`), H the hidden size, I the number
 of values between the two products of an expert.
