@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.graph_clock import MAX_COPIES, Call, GraphClock
 from batchspec.kernels.gemm.activation import silu_and_mul
 from batchspec.kernels.gemm.linear import launch, norm_reference, num_sms
@@ -138,7 +139,7 @@ class Trial:
         library = self.library(x, out)
         library_us = self._clock.us(library)
         times: dict[Tile, float] = {}
-        for tile in candidates(self.op, tokens, self.rows, self.k, num_sms(self.device)):
+        for tile in candidates(self.op, tokens, self.rows, self.k, card_of(self.device)):
             try:
                 times[tile] = self._clock.us(self.calls(tile, x, out))
             except Exception as failure:
@@ -163,7 +164,7 @@ def compile_ahead(trial: Trial, token_counts: Iterable[int]) -> None:
     todo: dict[tuple[Any, ...], Call] = {}
     for tokens in token_counts:
         x, out = trial.inputs(tokens)
-        for tile in candidates(trial.op, tokens, trial.rows, trial.k, num_sms(trial.device)):
+        for tile in candidates(trial.op, tokens, trial.rows, trial.k, card_of(trial.device)):
             n = trial.rows // 2 if trial.gated else trial.rows
             split = tile.work(tokens, n, trial.k, num_sms(trial.device)).split
             todo[(*tile[:6], split)] = trial.calls(tile, x, out, compile_only=True)[0]
