@@ -33,7 +33,9 @@ from batchspec.draft.mtp import MtpDrafter
 from batchspec.draft.mtp_head import MtpShape, dummy_mtp
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.loop.engine import Engine
+from batchspec.engine.rounds.draft_lengths import DraftLengths
 from batchspec.engine.rounds.graphs import Graphs
+from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.step import RoundShape
 from batchspec.kernels.common import pdl
 from batchspec.kernels.common.card import Card, assumed
@@ -142,7 +144,7 @@ def engine_of(recipe: Recipe) -> tuple[Engine, int]:
             drafter = MtpDrafter(dummy_mtp(shape, dtype=BF16, device=CPU), target, NUM_DRAFTS, slots=max(ROWS))
         case _:
             drafter = LookupDrafter(NUM_DRAFTS, min_ngram=1, max_ngram=2)
-    return make_engine(target, drafter, batch, device=CPU), NUM_DRAFTS
+    return make_engine(target, drafter, batch, device=CPU, options=RoundOptions(row_lengths=True)), NUM_DRAFTS
 
 
 def dry_runs(recipe: Recipe) -> list[str]:
@@ -152,7 +154,8 @@ def dry_runs(recipe: Recipe) -> list[str]:
         executor, mode = engine.executor, SamplingMode(random=recipe.random)
         executor.rows.live.zero_()
         executor.rows.provide(mode)
-        shapes = [RoundShape(rows, drafts, mode) for rows in ROWS for drafts in (0, most)]
+        lengths = DraftLengths(most, (0, most), row_lengths=executor.round.chances is not None)
+        shapes = [RoundShape(rows, k, mode, mean_len=mean_len) for rows in ROWS for k, mean_len in lengths.widths(rows)]
         return [ended for launch in executor.launches(mode, shapes) if (ended := dry_run(launch, CPU))]
 
 

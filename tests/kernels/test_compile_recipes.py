@@ -19,6 +19,8 @@ from tests.kernels.recipe_launches import RECIPES, runs_on
 ROOT, PROGRAM = Path(__file__).parents[2], Path(__file__).with_name("recipe_launches.py")
 MOST_SPILLED = 640
 """Bytes of a thread's stack. On Hopper the kernels of all recipes take at most 48, on cards that multiply from registers more."""
+OF_DRAFT_LENGTHS = {"allocate_drafts_kernel", "learn_acceptance_kernel", "prepare_ragged_inputs_kernel"}
+"""Kernels of rounds that verify more drafts of one row than of another."""
 
 
 def marks(architecture: int, name: str) -> list[pytest.MarkDecorator]:
@@ -45,5 +47,6 @@ def test_what_a_job_launches_compiles_and_fits(architecture: int, name: str, tmp
     card = card_for(architecture)
     used = [usage_of(json.loads(path.with_suffix(".json").read_text()), path) for path in tmp_path.glob("*/*.cubin")]
     assert len(used) == last["compiled"] > 20
+    assert {usage.kernel for usage in used} >= OF_DRAFT_LENGTHS
     assert [misfit for usage in used if (misfit := usage.misfit(card))] == []
     assert [usage for usage in used if usage.spilled_bytes > MOST_SPILLED] == []
