@@ -11,6 +11,7 @@ from batchspec.batch.flat_batch import FlatBatch, HostLayout
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.model.target import Target
+from tests.int4_layouts import of_compressed_tensors, of_gptq
 from tests.moe_models import Strong, tiny_spec
 from tests.test_expert_kernels import FP8_BLOCKS, MXFP4, STATIC
 from tests.test_fp8 import TOKEN, compressed
@@ -22,6 +23,9 @@ FORMATS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "FP8 by tensors, calibrated": ("llama", {"quantization_config": compressed("tensor", STATIC)}, False),
     "experts in FP8 by blocks": ("qwen3_moe", {"norm_topk_prob": True, "quantization_config": FP8_BLOCKS}, False),
     "experts in FP8 by channels": ("minimax_m2", {"quantization_config": compressed("channel", TOKEN)}, False),
+    "INT4 in groups of 32": ("llama", {"quantization_config": of_gptq(32, sym=False).config}, False),
+    "INT4 by channels, K/V in FP8": ("llama", {"quantization_config": of_compressed_tensors(-1).config}, True),
+    "experts in INT4": ("qwen3_moe", {"norm_topk_prob": True, "quantization_config": of_gptq(64).config}, False),
     "experts in MXFP4, windows, sinks, K/V in FP8": ("gpt_oss", {"quantization_config": MXFP4}, True),
 }
 """Family, changes of its config, and whether K and V are e4m3."""

@@ -69,6 +69,18 @@ def test_acceptance_is_counted_as_row_by_row(rounds: list[tuple[int, list[int]]]
     assert lengths.scores(ROWS, 0) == pytest.approx(expected(list(kept / tried), [1.0] * 5), rel=1e-12)
 
 
+def test_a_row_that_waits_after_a_right_draft_has_rejected_none() -> None:
+    """Of 1,000 rows all drafts are right, and every second one waits after its second: its log counts one draft as accepted."""
+    lengths = DraftLengths(3, choices=(0, 1, 2, 3))
+    for k in range(4):
+        lengths.set_base(ROWS, k, 1.0)
+    waits = np.arange(1000) % 2 == 0
+    lengths.observe(3, np.where(waits, 1, 3).astype(np.int32), waits)
+    tried = PRIOR_ROWS + np.array([1000, 1000, 500])
+    kept = PRIOR_RATE * PRIOR_ROWS + np.array([1000, 1000, 500])
+    assert lengths.scores(ROWS, 0) == pytest.approx(expected(list(kept / tried), [1.0] * 4), rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("rates", "costs", "best"),
     [

@@ -341,6 +341,8 @@ def test_a_small_model_drafts_with_every_length_and_is_loaded_once(tmp_path: Pat
         (["o", "n", "--opt", "argmx=false"], "--opt argmx=false must be NAME=true or NAME=false"),
         (["o", "n", "--opt", "sharing=false"], "needs --samples above 1"),
         (["o", "n", "--accept", ".1,.2"], "non-increasing"),
+        (["o", "n", "--accept", ".2;.2,.1"], "as long as those of other kinds"),
+        (["o", "n", "--accept", "no-such-output"], "no-such-output is neither numbers, as .6,.28,.12, nor Parquet"),
         (["o", "n", "--rounds", "0"], "--rounds 0 must be at least 1"),
         (["o", "n", "--rounds", "5", "--k", "auto"], "give numbers to --k, not auto"),
         (["o", "n", "--rounds", "5", "--requests", "9"], "leave out --model, --requests and --samples"),

@@ -23,20 +23,27 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.executor import NUM_PROBES, _longest
 from batchspec.engine.prefill.passes import prefill_chunk, rehearsal
+from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.step import RoundShape, Segment
 from batchspec.kernels.common.dry_run import dry_run, is_dry
 from batchspec.kernels.gated_delta import chunk_products, convolve, delta_chunks, delta_steps, gated_norm
+from batchspec.kernels.gemm import int4_tiles
 from batchspec.model.blocks.base import NormForm
 from batchspec.model.quant import plain
 from batchspec.model.target import Target
 from tests.engines import make_engine, packed
+from tests.int4_layouts import of_gptq
 from tests.moe_models import Strong, tiny_spec
 from tests.recurrent import LoudNoise, hybrid_spec, mtp_of
 from tests.stand_in_gpu import stand_in_gpu
 from tests.test_expert_kernels import CASES, CPU, VOCAB, made
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; test_gpu_compiled_ahead.py runs on a GPU")
-F32 = torch.float32
+F32, BF16 = torch.float32, torch.bfloat16
+INT4: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 96, "quantization_config": of_gptq(32).config}
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    **CASES, "int4, qwen3_moe": ("qwen3_moe", {**INT4, "moe_intermediate_size": 96}), "int4, llama": ("llama", INT4),
+}
 
 
 def kind(value: object) -> object:
@@ -104,21 +111,26 @@ GREEDY, SAMPLED = SamplingMode(), SamplingMode(random=True)
         ("fp8 blocks, qwen3_moe", "head", GREEDY),
         ("fp8 blocks, qwen3_moe", "mtp", GREEDY),
         ("bf16, mixtral", "mtp", SAMPLED),
+        ("int4, qwen3_moe", "lookup", GREEDY),
+        ("int4, llama", "head", GREEDY),
     ],
 )
 def test_all_variants_of_kernels_are_compiled_ahead_and_nothing_else_happens(
     name: str, drafter: str, mode: SamplingMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model has four layers. A dry run runs one layer of each kind, and the last layer."""
-    family, changes = CASES[name]
+    (family, changes), dtype = FORMATS[name], BF16 if name.startswith("int4") else F32
     monkeypatch.setattr(plain, "_can_pack", lambda weight: False)  # a GPU packs no weights for oneDNN
-    with stand_in_gpu(F32):
-        target = made(tiny_spec(family, **changes, num_hidden_layers=4).on(CPU, F32), F32, Strong)
+    monkeypatch.setattr(int4_tiles, "MOST_TOKENS", 16)  # prefill dequantises
+    with stand_in_gpu(dtype):
+        target = made(tiny_spec(family, **changes, num_hidden_layers=4).on(CPU, dtype), dtype, Strong)
         batch = packed(2, draft_len=3, prefill_tokens=18, max_len=20)
-        engine = make_engine(target, drafter_of(drafter, target), batch, device=CPU)
+        options = RoundOptions(row_lengths=True)
+        engine = make_engine(target, drafter_of(drafter, target), batch, device=CPU, options=options)
         executor = engine.executor
-        lengths = {0, executor.drafter.max_len}
-        shapes = [RoundShape(num_rows, k, mode) for num_rows in (1, 2) for k in lengths]
+        longest = executor.drafter.max_len
+        shapes = [RoundShape(num_rows, k, mode) for num_rows in (1, 2) for k in {0, longest}]
+        shapes += [RoundShape(2, longest, mode, mean_len=0.5)] if longest else []
         executor.rows.live.zero_()
         executor.rows.provide(mode)
         launches = executor.launches(mode, shapes)

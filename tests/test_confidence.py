@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.mtp import MtpDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
@@ -316,6 +317,26 @@ def matched(prefix: Sequence[int], most: int) -> int:
         if any(list(prefix[at : at + count]) == newest for at in range(len(prefix) - count)):
             return count
     return 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("name", ["chain", "parallel"])
+def test_a_hybrid_says_which_of_both_drafted_and_how_sure_that_one_is(name: str, sampled: bool, tmp_path: Path) -> None:
+    """Numbers after those of the head are lengths of the lookup's match."""
+    case = CASES[name](tmp_path)
+    head: Any = case.drafter
+    drafter = HybridDrafter(head, lookup(K, 3, 0), slots=SLOTS, device=DEVICE)
+    assert drafter.prior_chances == (*head.prior_chances, *drafter.lookup.prior_chances)
+    found = proposals_of(replace(case, drafter=drafter), sampled=sampled)
+    first = len(head.prior_chances)
+    copied = [one for one in found if one.bins[0] >= first]
+    drafted = [one for one in found if one.bins[0] < first]
+    assert min(len(copied), len(drafted)) > 10
+    for one in copied:
+        assert one.bins == (first + matched(one.prefix, 3),) * len(one.drafts)
+    wrong = [one for one in drafted if one.bins != expected_bins(one, case.logits_of)]
+    assert not wrong, f"{len(wrong)} of {len(drafted)}"
 
 
 def test_the_confidence_of_a_lookup_is_the_length_of_its_match() -> None:

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from batchspec.commands.families import Row, main, row_of
+from batchspec.model.blocks.base import projections
+from batchspec.model.checkpoint_part import block_tensors
 from batchspec.model.families.registry import FAMILIES
+from batchspec.model.quant.plain import PLAIN
 from batchspec.model.shapes import COMMON, SHAPES, shape_spec
 from batchspec.model.spec import read_spec
 
@@ -35,16 +38,31 @@ def test_the_table_has_a_line_of_each_family(capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
-        ("llama", ("bf16, FP8, INT4", "all", "1, 2, 4, 8")),
+        ("llama", ("bf16, FP8, INT4, NVFP4", "all", "1, 2, 4, 8")),
         ("gpt_oss", ("bf16, MXFP4", "all", "1, 2, 4, 8")),
-        ("qwen3_next", ("bf16, FP8, INT4", "no window, no trees, mtp", "1, 2, 4, 8")),
-        ("phi3", ("bf16, FP8, INT4", "all", "1, 2")),
-        ("glm4_moe", ("bf16, FP8, INT4", "all, mtp", "1, 2, 4, 8")),
+        ("qwen3_next", ("bf16, FP8, INT4, NVFP4", "no window, no trees, mtp", "1, 2, 4, 8")),
+        ("phi3", ("bf16, FP8, INT4, NVFP4", "all", "1, 2")),
+        ("glm4_moe", ("bf16, FP8, INT4, NVFP4", "all, mtp", "1, 2, 4, 8")),
     ],
 )
 def test_facts_are_those_of_the_shape(family: str, expected: tuple[str, str, str]) -> None:
     found: Row = row_of(FAMILIES[family])
     assert (found.weights, found.drafters, found.gpus) == expected
+
+
+@pytest.mark.parametrize("name", ["FP8", "INT4", "NVFP4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_listed_format_can_hold_all_products(family: str, name: str) -> None:
+    """As the sizes of the published model are; of a family without it, at least its experts are plain."""
+    found = row_of(FAMILIES[family])
+    quantised = SHAPES[f"llama8b-{name.lower()}"]["quantization_config"]
+    spec = read_spec({**COMMON, **SHAPES[found.shape], "quantization_config": quantised}, "config.json")
+    plain = []
+    for prefix, block in spec.blocks():
+        list(block_tensors(block, prefix, spec.formats))  # raises CheckpointError for sizes that the format cannot hold
+        parts = [part.name for part in projections(block)] + [grouped.of(0).parts[0].name for grouped in block.grouped]
+        plain += [prefix + part for part in parts if spec.formats.of(prefix + part) is PLAIN]
+    assert (name in found.weights.split(", ")) == (not plain)
 
 
 NUMBERS = {

@@ -10,7 +10,7 @@ import torch
 
 from batchspec.model.shapes import shape_spec
 from batchspec.model.spec import ModelSpec
-from batchspec.packing.cost import Rates, calibrate, prefill_seconds, read_bytes, round_seconds
+from batchspec.packing.cost import NVFP4_BYTES, Rates, calibrate, prefill_seconds, read_bytes, round_seconds
 from tests.stand_ins import H200
 
 BF16 = torch.bfloat16
@@ -99,3 +99,50 @@ def test_w8a8_products_are_measured_where_a_model_has_them() -> None:
     device = torch.device("cpu")
     assert 0 < calibrate(device, torch.float32, fp8=True).fp8_speedup < 1
     assert calibrate(device, torch.float32).fp8_speedup == 1
+
+
+def test_int4_weights_are_unpacked_once_for_each_tile_of_tokens() -> None:
+    """At few tokens while they are read, at a tile's tokens besides the arithmetic, at many dequantised once."""
+    int4, bf16 = shape_spec("llama8b-int4"), shape_spec("llama8b")
+    size = sum(gemm.size for prefix, gemm in int4.gemms(1) if int4.unpacks(prefix, gemm))
+    assert size == 32 * 4096 * (6144 + 4096 + 3 * 14336)
+    quick, slow = (replace(QUICK, unpack_s=rate) for rate in (float("inf"), size / 1e-3))
+
+    def seconds(spec: ModelSpec, tokens: int, rates: Rates) -> float:
+        return round_seconds(spec, rates, dtype=BF16, rows=tokens, context_tokens=1, tokens_per_row=1)
+
+    assert seconds(int4, 1, quick) == seconds(int4, 1, slow)
+    assert 0.3 < seconds(int4, 1, slow) / seconds(bf16, 1, slow) < 0.4  # the output matrix is plain
+    for tokens, tiles in ((128, 1), (256, 2), (512, 4)):
+        assert seconds(int4, tokens, slow) - seconds(int4, tokens, quick) == pytest.approx(1e-3 * tiles, rel=1e-6)
+        assert seconds(int4, tokens, quick) == pytest.approx(seconds(bf16, tokens, quick), rel=0.3)
+    dequantised_s = 4.5 * size / QUICK.bytes_s
+    assert seconds(int4, 8192, slow) - seconds(bf16, 8192, slow) == pytest.approx(dequantised_s, rel=1e-6)
+
+
+def test_int4_experts_are_unpacked_if_tokens_choose_them() -> None:
+    spec = shape_spec("qwen3-30b-a3b-int4")
+    (prefix, experts), *_ = [(prefix, gemm) for prefix, gemm in spec.gemms(64) if gemm.grouped]
+    assert spec.unpacks(prefix, experts)
+    dense = shape_spec("qwen3-30b-a3b")
+    assert round_s(spec, 64) < 0.4 * round_s(dense, 64)
+    slow = replace(QUICK, unpack_s=1e12)
+    of_experts = sum(gemm.read * gemm.size for _, gemm in spec.gemms(64) if gemm.grouped) / 1e12
+    assert round_seconds(spec, slow, dtype=BF16, rows=64, context_tokens=1, tokens_per_row=1) > of_experts
+
+
+def test_nvfp4_weights_are_dequantised_in_each_pass() -> None:
+    """Before each product, for any number of tokens; at many the product then takes the arithmetic of plain weights."""
+    nvfp4, bf16 = shape_spec("llama8b-nvfp4"), shape_spec("llama8b")
+    dequantised_s = NVFP4_BYTES * 32 * 4096 * (6144 + 4096 + 3 * 14336) / QUICK.bytes_s
+    for rows in (256, 8192):
+        assert round_s(nvfp4, rows) - round_s(bf16, rows) == pytest.approx(dequantised_s, rel=1e-6)
+    assert 0.3 < (round_s(nvfp4, 1) - dequantised_s) / round_s(bf16, 1) < 0.4  # read once in their own bytes
+
+
+def test_nvfp4_experts_are_dequantised_and_multiplied_whether_tokens_choose_them_or_not() -> None:
+    nvfp4, bf16 = shape_spec("qwen3-30b-a3b-nvfp4"), shape_spec("qwen3-30b-a3b")
+    of_experts = sum(gemm.stored * gemm.size for _, gemm in nvfp4.gemms(1) if gemm.grouped)
+    assert of_experts == 48 * 128 * 3 * 768 * 2048
+    assert round_s(nvfp4, 1) > NVFP4_BYTES * of_experts / QUICK.bytes_s
+    assert prefill_s(nvfp4) - prefill_s(bf16) > 2**17 * 2.0 * of_experts * (1 - 8 / 128) / QUICK.flop_s(2**17)

@@ -18,6 +18,7 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.loop.engine import Engine
+from batchspec.engine.rounds.draft_chances import DraftChances
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request
 from tests.engines import DEVICE, make_engine, packed, plain_tokens, request, tiny_target
@@ -99,6 +100,43 @@ def test_what_was_learnt_of_both_is_kept_for_rows_that_follow() -> None:
     assert len(list(engine.run(iter([request(0, [5, 6], cap=1)])))) == 1
     assert torch.equal(drafter._head_odds, known[0])
     assert torch.equal(drafter._lookup_odds, known[1])
+
+
+@pytest.mark.parametrize("copies_are_right", [True, False])
+def test_places_go_to_the_rows_whose_source_proved_right(copies_are_right: bool) -> None:
+    """Two rows with the head's drafts and two with the lookup's, in the same positions; one of both is always right."""
+    drafter = hybrid(ChainDrafter, head_len=3, max_len=3)
+    chances = DraftChances(drafter, SLOTS, DEVICE)
+    live, bins = torch.ones(SLOTS, dtype=torch.int32), len(drafter.head.prior_chances)
+    is_copied = torch.tensor([False, True, False, True])
+    chances.confidence[:] = torch.where(is_copied, bins + 2, 20)[:, None]
+    right = 3 * (is_copied == copies_are_right).int()
+    log = torch.zeros(SLOTS, 8, dtype=torch.int32)
+    log[:, 0], log[:, 1], log[:, 2] = right, 3, right + 1
+    for _ in range(20):
+        chances.learn(log)
+    verified = torch.full((SLOTS,), 3, dtype=torch.int32)
+    chances.allocate(live, verified, width=3, num_positions=SLOTS + 6)
+    assert verified.tolist() == right.tolist()
+    assert {number: one.accepted for number, one in chances.calibration().items() if one.accepted} == (
+        {bins + 2 if copies_are_right else 20: 20 * 2 * 3}
+    )
+
+
+@pytest.mark.parametrize("kind", [ChainDrafter, ParallelDrafter])
+@pytest.mark.parametrize("lengths", [4, 5])
+def test_rows_with_draft_lengths_of_their_own_have_the_tokens_of_no_drafts(
+    kind: type[ChainDrafter] | type[ParallelDrafter], lengths: int
+) -> None:
+    drafter, requests = hybrid(kind), jobs(8)
+    engine = make_engine(tiny_target(), drafter, packed(SLOTS, draft_len=5), device=DEVICE, lengths=lengths)
+    done = {one.row_index: one.token_ids for one in engine.run(iter(requests))}
+    for one in requests:
+        assert done[one.row_index].tolist() == plain_tokens(tiny_target(), one)  # type: ignore[union-attr]
+    head_rounds, look_rounds, *_ = drafter.counts.tolist()
+    assert min(head_rounds, look_rounds) > 0
+    bins = len(drafter.head.prior_chances)
+    assert {number < bins for number in engine.calibration()} == {True, False}
 
 
 def test_more_drafts_than_the_head_gives_come_from_the_lookup_alone() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,12 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
-from batchspec.kernels.common.int4 import Int4Weight, dequantise, pack, unpack
+from batchspec.kernels.common.int4 import ROWS, arrange, bf16_scales, dequantise, is_readable, pack, unpack
 from batchspec.model.blocks.base import GroupedSpec, Projection
 from batchspec.model.blocks.forward import Product
 from batchspec.model.quant.awq import Awq
 from batchspec.model.quant.gptq import Gptq
-from batchspec.model.quant.int4 import Int4Linear, joined, rows_of
+from batchspec.model.quant.int4 import Int4Linear, joined
 from batchspec.model.quant.int4_format import Int4
 from batchspec.model.quant.pack_quantized import PackQuantized
 from batchspec.model.spec import read_spec
@@ -70,32 +72,77 @@ def test_words_hold_any_codes(rows: int, count: int, seed: int) -> None:
     assert torch.equal(unpack(words.t()), unpack(words.t().contiguous()))
 
 
-def random_weight(
-    rows: int, k: int, group_size: int, *, zeros: bool, groups: bool, dtype: torch.dtype = torch.float16
-) -> Int4Weight:
-    count = -(-k // group_size)
-    index = torch.randint(0, count, (k,), dtype=torch.int32) if groups else None
-    z = torch.randint(0, 16, (rows, count), dtype=torch.uint8) if zeros else None
-    words = pack(torch.randint(0, 16, (rows, k), dtype=torch.uint8))
-    return Int4Weight(words, (torch.rand(rows, count) + 0.01).to(dtype), z, group_size, index)
+class Numbers:
+    """A random weight number by number: codes q uint8 [N, K], zero points z uint8 [N, G], scales s [N, G], and the group of each
+    column."""
+
+    def __init__(
+        self, rows: int, k: int, group_size: int, *, zeros: bool, order: str, dtype: torch.dtype = torch.float16
+    ) -> None:
+        count = -(-k // group_size)
+        self.q = torch.randint(0, 16, (rows, k), dtype=torch.uint8)
+        self.z = torch.randint(0, 16, (rows, count), dtype=torch.uint8) if zeros else torch.full((rows, count), 8)
+        self.s = (torch.rand(rows, count) + 0.01).to(dtype)
+        in_order = torch.arange(k) // group_size
+        self.groups = {"": in_order, "act order": in_order[torch.randperm(k)], "any": torch.randint(0, count, (k,))}[order]
+        given = self.groups.int() if order else None
+        self.weight = arrange(pack(self.q), self.s, self.z if zeros else None, group_size, given)
+
+    def matrix(self) -> Tensor:
+        """fp64 [N, K] by the definition."""
+        return (self.q.double() - self.z[:, self.groups].double()) * self.s[:, self.groups].double()
 
 
-@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("order", ["", "act order", "any"])
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize(("k", "group_size"), [(96, 32), (200, 64), (40, 40), (24, 128)])
-def test_each_number_is_that_of_the_definition_rounded_once(k: int, group_size: int, zeros: bool, groups: bool) -> None:
-    """Of fp16 and bf16 scales fp32 holds every number exactly; the last group may be short."""
+@pytest.mark.parametrize(("rows", "k", "group_size"), [(5, 96, 32), (33, 200, 64), (16, 40, 40), (7, 24, 128), (20, 320, 24)])
+def test_each_number_is_that_of_the_definition_rounded_once(
+    rows: int, k: int, group_size: int, zeros: bool, order: str
+) -> None:
+    """Of fp16 and bf16 scales fp32 holds every number exactly; the last group may be short. Slices of rows too."""
     for dtype in (torch.float16, torch.bfloat16):
-        weight = random_weight(5, k, group_size, zeros=zeros, groups=groups, dtype=dtype)
-        codes, expected = unpack(weight.words), torch.empty(5, k, dtype=torch.float64)
-        for n in range(5):
-            for i in range(k):
-                g = i // group_size if weight.groups is None else int(weight.groups[i])
-                z = 8 if weight.zeros is None else int(weight.zeros[n, g])
-                expected[n, i] = (int(codes[n, i]) - z) * float(weight.scales[n, g])
+        numbers = Numbers(rows, k, group_size, zeros=zeros, order=order, dtype=dtype)
+        weight, expected = numbers.weight, numbers.matrix()
         assert torch.equal(dequantise(weight, torch.float64), expected)
         assert torch.equal(dequantise(weight, torch.float32).double(), expected)
         assert torch.equal(dequantise(weight, torch.bfloat16), expected.bfloat16())
+        for own in (slice(0, rows - 2), slice(ROWS, rows)):
+            if own.start < rows:
+                assert torch.equal(dequantise(weight.rows(own), torch.float64), expected[own])
+
+
+def test_the_order_in_memory_is_that_of_the_docstring() -> None:
+    """Number by number, for the words of a block and the scales of 16 rows."""
+    weight = Numbers(32, 256, 128, zeros=True, order="").weight
+    codes = unpack(pack(torch.randint(0, 16, (32, 256), dtype=torch.uint8)))
+    words = arrange(pack(codes), weight.scales.t()[:, :2].contiguous(), None, 128).words
+    for block, rows, h, thread, i, half in ((0, 0, 0, 0, 0, 0), (1, 1, 1, 17, 2, 1), (0, 1, 0, 31, 3, 0), (1, 0, 1, 5, 1, 1)):
+        word = int(words[block, rows, h * 256 + thread * 8 + i * 2 + half]) & 0xFFFF
+        row, j = rows * 16 + h * 8 + thread // 4, 2 * (thread % 4) + 8 * i + half
+        assert [word >> 4 * part & 15 for part in range(4)] == [int(codes[row, block * 128 + 32 * part + j]) for part in range(4)]
+    scales = torch.arange(32.0)[:, None].expand(32, 2).contiguous()
+    own = arrange(pack(codes), scales, None, 128)
+    assert own.scales[1].tolist() == [16 * block + i + 8 * h for block in (0, 1) for i in range(8) for h in (0, 1)]
+
+
+def test_which_groups_the_kernels_read() -> None:
+    def group(k: int, size: int, order: str = "") -> int | None:
+        return Numbers(8, k, size, zeros=False, order=order).weight.kernel_group
+
+    assert [group(256, size) for size in (32, 64, 128, 256, 512)] == [32, 64, 128, 0, 0]
+    assert [group(264, size) for size in (16, 24, 96, 264)] == [None, None, None, 0]
+    assert group(512, 256) == 256
+    assert (group(256, 32, "act order"), group(256, 32, "any")) == (32, None)
+    assert [size for size in (8, 16, 32, 48, 64, 96, 128, 256, 320, 384) if is_readable(size)] == [32, 64, 128, 256, 384]
+
+
+def test_scales_of_a_model_of_bf16() -> None:
+    """Rounded to it; the kernels read no exponent outside of a range."""
+    found = bf16_scales(torch.tensor([[1 / 3, -0.1, 0.0, 1e-40, 7.97]]))
+    assert found.tolist() == [[*torch.tensor([1 / 3, -0.1]).bfloat16().tolist(), 2.0**-100, 2.0**-100, 7.96875]]
+    for wrong in (7.99, 8.0, -9.0, torch.inf, torch.nan):
+        with pytest.raises(ValueError, match=r"a scale of .*; below 8 is supported"):
+            bf16_scales(torch.tensor([[0.1, wrong]]))
 
 
 def check_product(product: Product, matrix: Tensor, x: Tensor, bias: Tensor) -> None:
@@ -109,23 +156,28 @@ def check_product(product: Product, matrix: Tensor, x: Tensor, bias: Tensor) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("groups", [False, True])
-def test_a_product_is_that_of_the_dequantised_rows_of_all_parts(groups: bool, dtype: torch.dtype) -> None:
-    parts = [random_weight(rows, 96, 32, zeros=True, groups=groups) for rows in (24, 8, 40)]
-    x, bias = torch.randn(7, 96, dtype=dtype), torch.randn(72, dtype=dtype)
+@pytest.mark.parametrize("order", ["", "act order"])
+def test_a_product_is_that_of_the_dequantised_rows_of_all_parts(order: str, dtype: torch.dtype) -> None:
+    parts = [Numbers(rows, 96, 32, zeros=True, order=order).weight for rows in (32, 16, 40)]
+    x, bias = torch.randn(7, 96, dtype=dtype), torch.randn(88, dtype=dtype)
     product = Int4Linear(parts, bias)
-    assert len(product.weights) == (3 if groups else 1)  # parts with groups of their own are not one matrix
+    assert len(product.weights) == (3 if order else 1)  # parts with orders of their own are not one matrix
     check_product(product, torch.cat([dequantise(part, dtype) for part in parts]), x, bias)
+    for first in (32, 48, 64):  # without copies
+        torch.testing.assert_close(product.rows_from(first)(x, None), product(x)[:, first:])
 
 
 def test_parts_of_one_division_of_the_columns_are_one_weight() -> None:
-    one, other = (random_weight(8, 64, 32, zeros=False, groups=True) for _ in range(2))
-    same = Int4Weight(other.words, other.scales, None, 32, one.groups)
+    """If the rows of each begin at a multiple of 16."""
+    one, other = (Numbers(16, 64, 32, zeros=False, order="act order").weight for _ in range(2))
+    same = replace(other, columns=one.columns)
     assert len(joined([one, same])) == 1
     assert len(joined([one, other])) == 2
-    assert len(joined([one, random_weight(8, 64, 32, zeros=False, groups=False)])) == 2
+    plain, short = (Numbers(rows, 64, 32, zeros=False, order="").weight for rows in (16, 8))
+    assert len(joined([one, plain])) == 2
+    assert len(joined([plain, short])) == 1
+    assert len(joined([short, plain])) == 2
     (whole,) = joined([one, same])
-    assert [part.num_rows for part in rows_of([whole, other], slice(5, 20))] == [11, 4]
     assert torch.equal(dequantise(whole, torch.float64), torch.cat([dequantise(x, torch.float64) for x in (one, same)]))
 
 
@@ -152,7 +204,7 @@ def test_what_the_packages_packed_is_what_they_dequantise_it_to(name: str) -> No
     specs = {tensor.name.removeprefix("p."): tensor for tensor in layout.tensors(Projection("p", *expected.shape))}
     assert {key: tuple(value.shape) for key, value in own.items()} == {key: tensor.shape for key, tensor in specs.items()}
     weight = layout.weight(Stored(own), "p")
-    assert (weight.groups is not None) == ("act order" in name)
+    assert (weight.columns is not None) == ("act order" in name)
     assert (weight.zeros is None) == layout.symmetric
     assert torch.equal(dequantise(weight, expected.dtype), expected)
 
@@ -174,6 +226,7 @@ def test_a_layout_is_read_as_it_was_packed(name: str, rows: int, k: int) -> None
     held = weight.words.nbytes + weight.scales.nbytes + (0 if weight.zeros is None else weight.zeros.nbytes)
     assert held == found.nbytes(rows, k, torch.bfloat16) == found.expert_nbytes(rows, k, torch.bfloat16)
     assert weight.words.is_contiguous()
+    assert weight.kernel_group == found.kernel_group(k)
     assert weight.scales.dtype is layout.dtype
 
 
@@ -191,7 +244,7 @@ def test_an_index_of_minus_ones_means_columns_in_order() -> None:
     codes = of_compressed_tensors(32).codes(torch.randn(16, 64))
     stored = {**layout.stored(codes), "weight_g_idx": torch.full((64,), -1, dtype=torch.int32)}
     weight = format_of(layout).weight(Stored(stored), "p")
-    assert weight.groups is None
+    assert weight.columns is None
     assert torch.equal(dequantise(weight, torch.float64), codes.matrix())
 
 
@@ -213,5 +266,6 @@ def test_dummy_weights_have_the_usual_size_and_valid_groups(layout: Layout) -> N
     spec = tiny_spec("llama", hidden_size=64, intermediate_size=96, head_dim=16, quantization_config=layout.config)
     weights = DummyWeights(spec, dtype=torch.bfloat16, device=CPU)
     found = format_of(layout).weight(weights, "model.layers.0.mlp.down_proj")
-    assert (found.groups is not None) == layout.act_order
+    assert (found.columns is not None) == layout.act_order
+    assert found.kernel_group == 32
     assert 0.01 < float(dequantise(found, torch.float32).std()) < 0.04

@@ -90,9 +90,9 @@ def test_fused_projections_and_recurrent_layers_too(family: str, config: dict[st
 
 
 def test_large_matrices_are_dequantised_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces divide projections that are multiplied as one matrix, and their biases, anywhere."""
+    """Pieces of 16 rows divide projections that are multiplied as one matrix, and their biases."""
     folder, plain = make(tmp_path, LAYOUTS["gptq, act order"], attention_bias=True)
-    monkeypatch.setattr(dequantised, "PIECE", 192 * 7)
+    monkeypatch.setattr(dequantised, "PIECE", 192 * 16)
     torch.testing.assert_close(logits(load(folder)), logits(load(plain)), atol=1e-9, rtol=1e-9)
 
 
@@ -314,9 +314,12 @@ def test_fused_experts_in_int4_are_refused(tmp_path: Path) -> None:
     assert "the file holds the experts of a layer in one tensor" in changed(folder, fuse)
 
 
-def test_sums_in_one_order_are_refused() -> None:
-    spec = tiny_spec("llama", hidden_size=64, intermediate_size=96, quantization_config=of_gptq(32).config)
-    with pytest.raises(ConfigError, match=r"decode\.deterministic=true with INT4 weights is supported in float64 only"):
+@pytest.mark.parametrize(
+    ("layout", "said"), [(of_gptq(32, desc_act=True), "in act order"), (of_compressed_tensors(48), "in groups of 48")]
+)
+def test_sums_in_one_order_are_refused_where_no_kernel_computes_them(layout: Layout, said: str) -> None:
+    spec = tiny_spec("llama", hidden_size=96, intermediate_size=96, quantization_config=layout.config)
+    with pytest.raises(ConfigError, match=rf"deterministic=true with INT4 weights {said} is supported in float64 only"):
         spec.in_one_order()
 
 

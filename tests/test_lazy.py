@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -26,10 +27,13 @@ from batchspec.engine.features.lazy_places import LazyPlaces
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.prefill.passes import prefill_chunk
 from batchspec.engine.rounds.graphs import Graphs
+from batchspec.engine.rounds.results import PendingResult, RoundLog
 from batchspec.engine.rounds.round import RoundResult
 from batchspec.engine.slots import expected_pages
+from batchspec.engine.slots.launch import Launch
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import RoundShape, ScheduledStep, Segment
+from batchspec.kernels.rounds.accept import WAITING
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
 from batchspec.structured import expand_process, lazy_dfa
 from batchspec.structured.channels import state_after_header
@@ -77,11 +81,13 @@ def run(
         return {done.row_index: done for done in engine.run(iter(requests))}
 
 
-def engine_of(expanding: Expanding, *, drafter: Drafter | None = None, **shape: Any) -> Engine:
+def engine_of(
+    expanding: Expanding, *, drafter: Drafter | None = None, lengths: int | None = None, **shape: Any
+) -> Engine:
     drafter = drafter or ALL["none"]()
     return make_engine(
         tiny_target(window=5), drafter, packed(SLOTS, draft_len=drafter.max_len, **shape), device=DEVICE,
-        vocabulary=VOCABULARY, expanding=expanding, automata_capacity=AutomataCapacity(
+        vocabulary=VOCABULARY, expanding=expanding, lengths=lengths, automata_capacity=AutomataCapacity(
             num_tokens=VOCAB, table_words=1 << 14, masks_bytes=1 << 12, lazy_words=1 << 14,
         ),
     )
@@ -175,6 +181,31 @@ def test_drafts_that_are_all_right_or_all_forbidden(right: bool) -> None:
         assert out.token_ids is not None
         emitted = out.stats.num_prefills + out.stats.num_accepted + out.stats.num_rounds
         assert emitted - out.stats.num_discarded == len(out.token_ids)
+
+
+def test_rounds_learn_that_drafts_before_a_wait_were_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows whose drafts are all right wait at nearly every state. A wait is no rejection, for the device and for the host."""
+    monkeypatch.setattr(expand_process, "MAX_AHEAD", 0)
+    ruled = [
+        (following(request(i, [i, 7], cap=14, sampling=SAMPLINGS[i % 2]), grammar), grammar) for i, grammar in enumerate(GRAMMARS)
+    ]
+    outputs = {req.seed: grammar_tokens(req, grammar) for req, grammar in ruled}
+    engine = engine_of(ExpandLate(0, most_polls=3), drafter=ForcedDrafter(4, outputs, right=True, fixed_len=True), lengths=4)
+    heard, learn = list[RoundLog](), engine.planner.learn
+
+    def noted(launch: Launch, result: PendingResult, log: RoundLog) -> None:
+        heard.append(log)
+        learn(launch, result, log)
+
+    monkeypatch.setattr(engine.planner, "learn", noted)
+    done = {one.row_index: one for one in engine.run(iter([req for req, _ in ruled]))}
+    assert tokens(done) == {req.row_index: outputs[req.seed] for req, _ in ruled}
+    (known,) = engine.calibration().values()
+    assert known.accepted == known.drafts > 30
+    assert sum(int(log.after_draft.sum()) for log in heard) > 10
+    for log in heard:
+        chose_last = (log.num_kept > 0) & ~log.after_draft & np.isin(log.finish, (0, WAITING))
+        assert (log.accepted_len == log.draft_len)[chose_last].all()
 
 
 def test_states_are_asked_for_once_and_serve_all_rows_and_later_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,13 +185,14 @@ def test_the_memory_is_stated_before_anything_is_loaded(job: RunConfig, monkeypa
 
 
 def test_what_a_draft_head_keeps_of_each_row_besides_k_and_v_is_stated(job: RunConfig) -> None:
-    """Of each slot an EAGLE-3 head keeps a token's id in 4 bytes and a hidden state of 32 numbers in fp32."""
+    """Of each slot an EAGLE-3 head keeps its next draft and the confidence in it, 4 bytes each, and a hidden state of 32
+    numbers in fp32."""
     write(job, prompt=["x" * 10, "y" * 24])
     assert "states of rows" not in planned(job).text()
     job.model.load_format, job.draft.name = "dummy", "eagle3"
     made = planned(job)
     assert made.batch is not None
-    assert f" K/V + {made.batch.num_slots * (4 + 32 * 4)} B states of rows = " in made.text()
+    assert f" K/V + {made.batch.num_slots * (4 + 4 + 32 * 4)} B states of rows = " in made.text()
 
 
 def test_what_recurrent_layers_keep_of_each_row_is_stated(job: RunConfig) -> None:

@@ -72,7 +72,7 @@ def test_what_one_h200_holds_back_is_the_sum_of_its_parts() -> None:
     held = reserve_bytes(
         LLAMA_8B, dtype=torch.bfloat16, slots=92, num_buckets=11, draft_len=3, prefill_tokens=16_384, max_len=11_264
     )
-    a_pass, a_round, logits, attention, state, graphs, fixed = 4.530e9, 0.102e9, 0.566e9, 0.135e9, 0.052e9, 0.880e9, 2e9
+    a_pass, a_round, logits, attention, state, graphs, fixed = 4.530e9, 0.102e9, 0.566e9, 0.135e9, 0.052e9, 1.072e9, 2e9
     assert held == pytest.approx(a_pass + a_round + logits + attention + state + graphs + fixed, abs=2e6)
 
 

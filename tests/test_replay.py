@@ -66,13 +66,14 @@ def recorded(one: Scenario, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, 
 
 
 def any_times(engine: Engine, clock: random.Random) -> DraftLengths:
-    """What chooses the widths of rounds by times that `clock` makes up."""
+    """What chooses the widths of rounds by times that `clock` makes up, those that verify a part being quicker."""
     round_ = engine.executor.round
     lengths = DraftLengths(engine.drafter.max_len, choices=round_.draft_lens, row_lengths=round_.chances is not None)
     for num_rows in engine.batch.row_buckets:
         for width in lengths.widths(num_rows):
             for prepare_next in (False, True):
-                lengths.times.set_base(num_rows, width, clock.uniform(0.5, 2.0), prepare_next=prepare_next)
+                seconds = clock.uniform(0.5, 2.0) * (1.0 if width.mean_len is None else 0.8)
+                lengths.times.set_base(num_rows, width, seconds, prepare_next=prepare_next)
     return lengths
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -25,14 +24,14 @@ from batchspec.engine.prefill.passes import rehearsal, rehearse
 from batchspec.engine.rounds.draft_lengths import candidates
 from batchspec.engine.rounds.graphs import GRAPH_DTYPES
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
-from batchspec.engine.rounds.results import PendingResult
+from batchspec.engine.rounds.results import PendingResult, RoundLog
 from batchspec.engine.rounds.round import RoundOptions, RoundResult
 from batchspec.engine.slots.launch import Launch
 from batchspec.engine.step import RoundShape, RoundWidth, Segment
 from batchspec.kernels.attention.settings import work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.packed_batch import ExpectedRows, PackedBatch
-from batchspec.packing.memory import GRAPH_BYTES, MOST_LENGTHS, reserve_bytes
+from batchspec.packing.memory import GRAPH_BYTES, MOST_LENGTHS, MOST_PARTIAL_BUCKETS, MOST_PARTS, reserve_bytes
 from batchspec.packing.planner import Demand, row_buckets
 from batchspec.tuning.cards import known_card
 from tests.engines import DEVICE, make_engine, packed, request, tiny_target
@@ -42,6 +41,42 @@ BASE = {(0, False): 1.0, (0, True): 1.25, (1, True): 1.5}
 """Seconds of a round over all slots, dead rows, by draft length and whether it prepares a draft for the next one."""
 ATTENTION = 0.5
 MODE = SamplingMode(random=True)
+
+
+class StandInGraphs:
+    """Notes which graphs are captured."""
+
+    warm_up_s, each_s = 0.25, 0.07
+
+    def __init__(self, batch: PackedBatch, base: Any, *, captures: bool) -> None:
+        self._batch, self._base, self.captures = batch, base, captures
+        self.prepared: list[RoundShape] = []
+        """Those that there are."""
+        self.num_ever = 0
+
+    def prepare(self, shapes: Iterable[RoundShape]) -> None:
+        for shape in shapes:
+            if shape not in self.prepared:
+                self.prepared.append(shape)
+                self.num_ever += 1
+
+    def forget(self, shapes: Iterable[RoundShape]) -> None:
+        for shape in shapes:
+            self.prepared.remove(shape)
+
+    @property
+    def num_captured(self) -> int:
+        return len(self.prepared)
+
+    @property
+    def capture_s(self) -> float:
+        return self.each_s * self.num_ever
+
+    def seconds(self, shape: RoundShape) -> float:
+        assert shape in self.prepared
+        base = self._base
+        taken: float = base(shape) if callable(base) else base[shape.draft_len, shape.prepare_next]
+        return taken * shape.num_rows / self._batch.num_slots
 
 
 def planner(
@@ -54,19 +89,25 @@ def planner(
     dtype: torch.dtype = torch.float32,
     kv_windows: tuple[tuple[int | None, ...], tuple[int | None, ...]] = ((None, None), ()),
     pass_bytes: int = 0,
+    row_lengths: bool = False,
+    ranks: object = None,
 ) -> RoundPlanner:
     """Of rounds that take what `base` says, in proportion to their rows. An earlier run has left rows alive.
 
+    base        by draft length and whether the next draft is prepared, or a function of the shape
     kv_windows  of the layers of target and drafter
     pass_bytes  of `SharingCost`, whose pages have one byte here
+    row_lengths  rounds may verify a part of their drafts
     """
     layers = [SimpleNamespace(window=window) for window in kv_windows[1]]
     drafter = SimpleNamespace(max_len=max_len, layer_states=lambda page_size: layers)
     executor: Any = SimpleNamespace(
         _prefill_pass=lambda *_: None,
-        target=SimpleNamespace(spec=SimpleNamespace(windows=kv_windows[0], experts=None)),
+        target=SimpleNamespace(spec=SimpleNamespace(windows=kv_windows[0], experts=None), ranks=ranks),
         drafter=drafter,
-        round=SimpleNamespace(drafter=drafter, draft_lens=draft_lens, nodes=None, chances=None, options=RoundOptions()),
+        round=SimpleNamespace(
+            drafter=drafter, draft_lens=draft_lens, nodes=None, chances=object() if row_lengths else None, options=RoundOptions()
+        ),
         rows=SimpleNamespace(live=torch.ones(batch.num_slots, dtype=torch.int32), move=lambda *_: None, provide=lambda *_: None),
         batch=batch,
         sharing=SharingCost(page_bytes=1, row_bytes=0, pass_bytes=pass_bytes),
@@ -76,23 +117,8 @@ def planner(
     executor._move_row = lambda: None
     executor.compile_ahead = lambda *_: False
     executor.rehearse = MethodType(Executor.rehearse, executor)
-    prepared: list[RoundShape] = []
-
-    def seconds(shape: RoundShape) -> float:
-        assert shape in prepared
-        taken: float = base[shape.draft_len, shape.prepare_next] * shape.num_rows / batch.num_slots
-        return taken
-
-    graphs: Any = SimpleNamespace(
-        warm_up_s=0.25,
-        capture_s=0.5,
-        num_captured=7,
-        captures=dtype in GRAPH_DTYPES,
-        prepared=prepared,
-        prepare=prepared.extend,
-        seconds=seconds,
-    )
-    executor.graphs = graphs
+    executor.round.verify_all = lambda: setattr(executor.round, "chances", None)
+    executor.graphs = StandInGraphs(batch, base, captures=dtype in GRAPH_DTYPES)
     return RoundPlanner(executor, batch, adaptive=adaptive)
 
 
@@ -104,6 +130,13 @@ def chosen(planner: RoundPlanner, num_rows: int, owners: Any, num_tokens: Any) -
 def arrived(at: float) -> PendingResult:
     event: Any = at
     return PendingResult(RoundResult(torch.empty((0, 5), dtype=torch.int32)), arrived=event)
+
+
+def accepting(num_rows: int, accepted: int) -> RoundLog:
+    """The log of live rows that accept so many drafts each."""
+    log = np.full((num_rows, accepted + 5), 7, np.int32)
+    log[:, :4] = accepted, accepted, accepted + 1, 0
+    return RoundLog.of(log)
 
 
 @pytest.mark.parametrize("accepted", [0, 1])
@@ -119,7 +152,7 @@ def test_every_kind_of_round_is_charged_with_what_such_rounds_take(accepted: int
     for _ in range(100):
         launch = chosen(one, 4, np.array([0, 1, -1, 3]), np.array([300, 300, 5000, 400]))
         now += BASE[launch.width.draft_len, launch.prepare_next] + ATTENTION
-        one.learn(launch, arrived(now), np.full(3, min(accepted, launch.width.draft_len), np.int32))
+        one.learn(launch, arrived(now), accepting(3, min(accepted, launch.width.draft_len)))
         seen.add((launch.width.draft_len, launch.prepare_next))
     assert seen == (set(BASE) if accepted == 0 else {(0, True), (1, True)})
     assert one._lengths is not None
@@ -263,7 +296,9 @@ def test_memory_is_kept_for_all_graphs_of_usual_rows_and_for_those_that_longer_r
         slots, row_buckets=row_buckets(slots), max_len=max_len, longest_row=longest_row, draft_len=draft_len, page_size=16,
         longest_prompt=longest_prompt,
     )
-    one: Any = planner(batch, draft_len, draft_lens=candidates(draft_len), base=defaultdict(lambda: 1.0))
+    one: Any = planner(
+        batch, draft_len, draft_lens=candidates(draft_len), base=lambda shape: 1 + shape.width.verified, row_lengths=True
+    )
     one._executor.sharing = spec.sharing_cost(torch.bfloat16, page_size=16, max_q=draft_len + 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
@@ -280,7 +315,7 @@ def test_memory_is_kept_for_all_graphs_of_usual_rows_and_for_those_that_longer_r
     }
     held, without = (reserve_bytes(spec, num_buckets=count, **common) for count in (len(batch.row_buckets), 0))
     assert held - without >= GRAPH_BYTES * len(usual | longer)
-    once = GRAPH_BYTES * len(batch.row_buckets) * (MOST_LENGTHS + 1)
+    once = GRAPH_BYTES * (len(batch.row_buckets) * (MOST_LENGTHS + 1) + MOST_PARTIAL_BUCKETS * MOST_PARTS)
     if longest_row in (None, max_len):  # all rows are as prepared: not twice as much
         assert held - without <= once * (2 if shared else 1)
         assert longer == usual
@@ -329,7 +364,7 @@ def test_rounds_of_few_rows_are_left_out_where_the_last_rows_end_before_they_wou
     they could pay after two rounds, and never after one."""
     monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     one: Any = planner(packed(4), 1)
-    one._executor.graphs.num_captured, one._executor.graphs.capture_s = 3, 0.45
+    one._executor.graphs.each_s = 0.15
     one.prepare(MODE, most_rounds=most_rounds)
     assert one.row_buckets == buckets
     prepared = [(shape.num_rows, shape.draft_len, shape.prepare_next) for shape in one._executor.graphs.prepared]
@@ -357,7 +392,7 @@ def test_a_result_speaks_of_the_round_that_it_came_from_however_many_were_launch
     now = 0.0
     for k, launch in zip(lens, launched, strict=True):
         now += BASE[k, True] / 2 + ATTENTION * (1 + k)
-        one.learn(launch, arrived(now), np.full(16, k, np.int32))
+        one.learn(launch, arrived(now), accepting(16, k))
     tokens, seconds = np.array([1.0, 1 + (0.7 * 32 + 32) / (32 + 32)]), np.array([1.0 / 2 + ATTENTION, 1.5 / 2 + 2 * ATTENTION])
     assert one._lengths.scores(2, 1000) == pytest.approx(tokens / seconds, rel=0.002)
 
@@ -418,7 +453,7 @@ def test_the_time_between_two_runs_is_not_the_time_of_a_round(monkeypatch: pytes
     assert one._refills is not None
     timed = list[float]()
     monkeypatch.setattr(one._lengths, "timed", lambda rows, draft_len, context, seconds, **_: timed.append(seconds))
-    log = np.zeros(4, np.int32)
+    log = accepting(4, 0)
     for at, restarts in ((1.0, False), (3.0, False), (10.0, True), (14.0, False)):
         if restarts:
             one.restart()

@@ -71,7 +71,7 @@ class Simulated:
                 right = (rng.random((self.num_rows, draft_len)) < chance[:, :draft_len]).cumprod(1).sum(1)
                 taken = np.minimum(right, verified.numpy()).astype(np.int32)
                 log = torch.zeros(self.num_rows, draft_len + 5, dtype=torch.int32)
-                log[:, 0], log[:, 1] = torch.from_numpy(taken), verified
+                log[:, 0], log[:, 1], log[:, 2] = torch.from_numpy(taken), verified, torch.from_numpy(taken + 1)
                 self.chances.learn(log)
                 lengths.observe_levels(levels.numpy(), self.num_rows)
             if width.mean_len is None:

@@ -15,7 +15,7 @@ from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
-from batchspec.engine.rounds.results import Ints, PendingResult, RoundLog
+from batchspec.engine.rounds.results import PendingResult, RoundLog
 from batchspec.engine.slots.launch import Launch
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
@@ -66,18 +66,18 @@ class Rounds:
         """Note each round of this engine from now on."""
         learn = engine.planner.learn
 
-        def noted(launch: Launch, result: PendingResult, accepted_len: Ints) -> None:
+        def noted(launch: Launch, result: PendingResult, log: RoundLog) -> None:
             if not launch.is_prefill:
-                log, table = result.result.log.numpy(), engine.slots
+                lines, table = result.result.log.numpy(), engine.slots
                 slots, own = result.rows_of(launch.owners, table.owner)
                 left = (table.max_tokens - table.num_tokens - 1)[slots]
                 offered = int(left.clip(0, launch.width.draft_len).sum())
-                self.launches.append((launch, RoundLog.of(log[log[:, 0] >= 0]), offered))
+                self.launches.append((launch, RoundLog.of(lines[lines[:, 0] >= 0]), offered))
                 for slot, verified, accepted in zip(slots, own.draft_len.tolist(), own.accepted_len.tolist(), strict=True):
                     state = table.requests[slot]
                     assert state is not None
                     self.by_row[state.request.request_id].append((verified, accepted))
-            learn(launch, result, accepted_len)
+            learn(launch, result, log)
 
         engine.planner.learn = noted  # type: ignore[method-assign]
 

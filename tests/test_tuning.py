@@ -17,6 +17,7 @@ from batchspec.draft.weights import dummy_spec
 from batchspec.engine.ranks.messages import Load, decode, encode
 from batchspec.errors import ConfigError
 from batchspec.kernels.gemm import autotune as trial
+from batchspec.kernels.gemm import int4_trial
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model.products import products
 from batchspec.model.quant.plain import Linear
@@ -30,6 +31,7 @@ from tests.stand_ins import dense_spec
 
 GPU = "NVIDIA H200"
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+INT4_TILE = Tile(16, 32, 128, 2, 4, False)
 TILE, OTHER = Tile(64, 128, 64, 4, 4, True), Tile(64, 64, 64, 3, 4, False, 2)
 
 
@@ -186,6 +188,27 @@ def test_tuning_stores_the_fastest_correct_tile(
     assert gemm_tile(op, 6, 64, 32, CUDA) == wins
 
 
+@pytest.mark.parametrize(("op", "wins"), covering(["int4_linear_g32", "int4_swiglu_g0"], [INT4_TILE, None]))
+def test_int4_products_are_tuned_against_dequantising_the_weight(
+    op: str, wins: Tile | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also for numbers of tokens beyond which the library is always faster."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU runs trials itself")
+    monkeypatch.setattr(trial, "GraphClock", FakeClock)
+    monkeypatch.setattr(trial, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(int4_trial, "candidates", lambda *_, gated: [INT4_TILE, INT4_TILE._replace(tma=True, split=2)])
+    monkeypatch.setattr(int4_trial, "MAX_COPIES", 2)
+    monkeypatch.setattr(int4_trial.Int4Trial, "more_tokens", (18,))
+    monkeypatch.setattr(FakeClock, "wins", wins)
+    entries = tune([(op, 64, 160)], CPU, token_counts=(5,))
+    assert [(e["op"], e["tokens"], e["tile"] and Tile(**e["tile"])) for e in entries] == [(op, 5, wins), (op, 18, wins)]
+    assert "WRONG" not in capsys.readouterr().out
+    save(entries, GPU)
+    assert tuning.is_measured(op, 64, 160, CUDA)
+    assert gemm_tile(op, 17, 64, 160, CUDA) == wins
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_a_wrong_or_failing_tile_is_never_chosen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     wrong, right, failing = Tile(16, 32, 16, 2, 4, True), Tile(16, 32, 32, 2, 4, False), Tile(16, 16, 16, 2, 4, False)
@@ -213,9 +236,11 @@ def test_a_linear_map_on_a_gpu_is_cut_as_tuned() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("op", ["linear", "linear_add", "swiglu", "norm_linear", "norm_swiglu", "lm_head"])
+@pytest.mark.parametrize(
+    "op", ["linear", "linear_add", "swiglu", "norm_linear", "norm_swiglu", "lm_head", "int4_linear_g64", "int4_swiglu_g0"]
+)
 def test_a_real_trial_finds_a_correct_tile(op: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(tune([(op, 960, 576)], CUDA, token_counts=(64, 200))) == 2
+    assert len(tune([(op, 960, 576)], CUDA, token_counts=(64, 200))) == (4 if op.startswith("int4") else 2)
     out = capsys.readouterr().out
     assert "WRONG" not in out
     assert "Error" not in out

@@ -16,6 +16,7 @@ from batchspec.commands.plan_text import Plan
 from batchspec.commands.planning import plan
 from batchspec.config.schema import RunConfig
 from batchspec.engine.loop import executor as executor_module
+from batchspec.engine.step import RoundWidth
 from batchspec.packing.cost import kv_read_bytes, prefill_seconds, round_seconds
 from tests.engines import packed
 from tests.models import write_weights
@@ -128,9 +129,9 @@ def test_k_is_chosen_by_the_keys_that_the_layers_read(
     assert one._lengths is not None
     asked: list[int] = []
 
-    def choose(num_rows: int, context_tokens: int, **_: Any) -> tuple[int, bool]:
+    def choose(num_rows: int, context_tokens: int, **_: Any) -> tuple[RoundWidth, bool]:
         asked.append(context_tokens)
-        return 1, True
+        return RoundWidth(1), True
 
     monkeypatch.setattr(one._lengths, "choose", choose)
     launch = chosen(one, 3, np.array([0, -1, 2]), np.array([30, 5000, 900]))

@@ -1,6 +1,6 @@
 """`batchspec bench`: speeds and costs, measured. Nothing else imports this package.
 
-command.py     the command; arguments.py: its command line
+command.py     the command; arguments.py: its command line; acceptance.py: `--accept`
 workloads.py   models and prompts; schemas.py: `--schemas`
 engines.py     configurations; variants.py: which take turns; phases.py: progress
 rounds.py      `--rounds`: single rounds

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from batchspec.bench import rounds
+from batchspec.bench.acceptance import read_accept
 from batchspec.bench.engines import DRAFTS, OPTIONS, TREE, parse_options
 from batchspec.config.checks import MAX_ADAPTERS
 from batchspec.config.values import violation
@@ -53,7 +54,8 @@ def parse(argv: list[str], description: str | None = None) -> argparse.Namespace
         help="rows follow so many distinct schemas, one each; 0: none. A variant for each number: --schemas 0 100",
     )
     add("--accept", default="", help=(
-        "synthetic acceptance by position, unconditional: .6,.28,.12; cut to each --k. Of rows of two kinds: .9,.8,.7;.3,.1,.03"
+        "synthetic acceptance by position, unconditional: .6,.28,.12; cut to each --k. Of rows of two kinds: .9,.8,.7;.3,.1,.03. "
+        "Of each row of a finished job with drafts: its output.dir, or one of its Parquet files"
     ))
     add("--window", type=int, help="newest keys that the head reads (all without it), or the drafting model")
     add("--corpus-tokens", type=int, default=0, help="lookup, hybrid: newest tokens of ended rows that drafts are copied from")
@@ -79,7 +81,7 @@ def parse(argv: list[str], description: str | None = None) -> argparse.Namespace
     add("--runs", type=int, default=1, help="turns; ratios are medians over them")
     add("--profile", metavar="FILE", help="append a table of the kernels of some rounds of each variant (needs a GPU; of rank 0)")
     args = parser.parse_args(argv)
-    args.accept = [[float(rate) for rate in kind.split(",")] for kind in args.accept.split(";")] if args.accept else None
+    args.accept_given, args.accept = args.accept, read_accept(args.accept) if args.accept else None
     args.opt = [parse_options(text) for text in args.opt]
     _check(args)
     return args
@@ -104,12 +106,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--topk {args.topk} must be at least 2 for a tree; --draft eagle3 is a chain")
     if any(k is not None and k < (0 if args.rounds else 1) for k in args.k):
         raise ConfigError("--k counts from 1, with --rounds from 0; --draft none is the variant without drafts")
-    for kind in args.accept or ():
-        if kind != sorted(kind, reverse=True) or len(kind) != len(args.accept[0]):
-            raise ConfigError(
-                f"--accept {kind} must be non-increasing, because a draft token is accepted only after accepted ones, and as "
-                "long as those of other kinds of rows"
-            )
     if any(violation("decode.temperature", heat) for heat in args.temperature):
         raise ConfigError(f"--temperature {args.temperature} must be in 0 .. 100; 0 is greedy")
     if any(number < 0 for number in args.schemas):

@@ -150,7 +150,8 @@ def _head(args: argparse.Namespace, argv: Sequence[str], variant: str, device: t
     name, ranks = torch.cuda.get_device_name() if device.type == "cuda" else "cpu", args.tensor_parallel
     return {
         "name": args.name, "variant": variant, "device": name if ranks == 1 else f"{ranks} x {name}", "ranks": ranks,
-        "shape": args.model or args.shape, "dtype": args.dtype, "batch": args.batch, "accept": args.accept,
+        "shape": args.model or args.shape, "dtype": args.dtype, "batch": args.batch,
+        "accept": args.accept_given or None,
         "command": shlex.join(["batchspec", "bench", *argv]), "versions": versions(),
     }
 

@@ -66,7 +66,7 @@ def row_of(family: Family) -> Row:
 def weights_of(spec: ModelSpec) -> tuple[str, ...]:
     """The formats in which a checkpoint may hold all of its products: experts of a layer in one tensor are plain or in MXFP4."""
     stacked = any(grouped.stacked for layer in spec.layers for grouped in layer.mlp.grouped)
-    return ("bf16", "MXFP4") if stacked else ("bf16", "FP8", "INT4")
+    return ("bf16", "MXFP4") if stacked else ("bf16", "FP8", "INT4", "NVFP4")
 
 
 def ranks_of(spec: ModelSpec) -> Iterator[int]:

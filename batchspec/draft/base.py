@@ -47,10 +47,10 @@ class Drafter(Protocol):
     """How the rows of the current pass or round are sampled, set before its calls, if drafts are to use the noise of the
     target's draws; None: drafts are argmaxes."""
     confidence: Tensor | None
-    """int32 [slots, max_len] where `propose` writes how sure it is of each draft of a chain, as a number below CONFIDENCE_BINS.
+    """int32 [slots, max_len] where `propose` writes how sure it is of each draft of a chain, as an index of `prior_chances`.
     What a number is worth is measured, by position. None: nobody asks."""
     prior_chances: tuple[float, ...]
-    """[CONFIDENCE_BINS] chance that a draft of each confidence is accepted, as long as nothing was measured."""
+    """Chance that a draft of each confidence is accepted, as long as nothing was measured. Their number is a power of two."""
 
     @property
     def shape(self) -> ChainShape | TreeShape:

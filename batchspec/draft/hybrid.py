@@ -1,7 +1,9 @@
 """A head and a lookup together: each row verifies whichever proposal is expected to have more tokens accepted.
 
 Both propose in every round. `kernels/drafting/select_drafts.py` describes how they are compared and what is learnt from the
-result. The head's catch-up always runs, so that its K/V is the same as if it drafted alone.
+result. The confidence in a draft is the head's own, or a number after those of the head for each length of the lookup's match: so
+rounds measure what drafts of the two are worth apart from each other. The head's catch-up always runs, so that its K/V is the
+same as if it drafted alone.
 Source: the better of n-grams and a head, as an oracle, in "specdecode-bench" (arXiv 2601.11580); the rule is batchspec's own.
 Legend: R rows, K draft_len.
 """
@@ -20,7 +22,7 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.layer_state import LayerState
 from batchspec.cache.pages import KVCache
-from batchspec.draft.base import DrafterBase, DrafterUpdate
+from batchspec.draft.base import DrafterUpdate
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.corpus import corpus_bytes
 from batchspec.draft.eagle3 import Eagle3DrafterSpec, build_chain
@@ -43,12 +45,12 @@ class HybridDrafter:
 
     name = "hybrid"
     fixed_len = False
-    confidence: Tensor | None = None
-    prior_chances = DrafterBase.prior_chances
 
     def __init__(self, head: ChainDrafter | ParallelDrafter, lookup: LookupDrafter, *, slots: int, device: torch.device) -> None:
         """max_len is the larger of the two; a round with fewer drafts asks both for as many."""
         self.head, self.lookup = head, lookup
+        self.prior_chances = (*head.prior_chances, *lookup.prior_chances)
+        self._confidence: Tensor | None = None
         self.max_len = width = max(head.max_len, lookup.max_len)
         self.aux_layer_ids = head.aux_layer_ids
         zeros = partial(zeros_on, device)
@@ -76,6 +78,16 @@ class HybridDrafter:
     def mode(self, mode: SamplingMode | None) -> None:
         self.head.mode = mode
 
+    @property
+    def confidence(self) -> Tensor | None:
+        return self._confidence
+
+    @confidence.setter
+    def confidence(self, confidence: Tensor | None) -> None:
+        """The head writes its own to a buffer, and `propose` that of the chosen drafts."""
+        self._confidence = confidence
+        self.head.confidence = None if confidence is None else torch.zeros_like(confidence[:, : self.head.max_len])
+
     def layer_states(self, page_size: int) -> tuple[LayerState, ...]:
         return self.head.layer_states(page_size)
 
@@ -93,6 +105,8 @@ class HybridDrafter:
         select_drafts(
             head_ids, lookup_ids, lookup_len, match_len, self._head_odds, self._lookup_odds, rows.live,
             out_draft_ids=draft_ids, out_draft_len=draft_len, out_picked=picked,
+            head_confidence=_part(self.head.confidence, head_ids), out_confidence=_part(self._confidence, draft_ids),
+            head_bins=len(self.head.prior_chances), lookup_bins=len(self.lookup.prior_chances),
         )
 
     @torch.inference_mode()
@@ -134,6 +148,11 @@ class HybridDrafter:
 
     def refresh(self, update: DrafterUpdate) -> None:
         self.lookup.refresh(update)
+
+
+def _part(confidence: Tensor | None, drafts: Tensor) -> Tensor | None:
+    """The confidence in these drafts [R, K], of buffers for all slots and the largest K."""
+    return None if confidence is None else confidence[: drafts.shape[0], : drafts.shape[1]]
 
 
 class HybridDrafterSpec(Eagle3DrafterSpec):

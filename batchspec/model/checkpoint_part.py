@@ -84,6 +84,14 @@ class CheckpointPart(ABC):
         dtype."""
         return self.formats.quantises_input_of(prefix + gemm.product.parts[0].name)
 
+    def unpacks(self, prefix: str, gemm: Gemm) -> bool:
+        """Whether this product unpacks INT4 weights, which takes time besides its arithmetic."""
+        return self.formats.unpacks(prefix + gemm.product.parts[0].name)
+
+    def dequantises(self, prefix: str, gemm: Gemm) -> bool:
+        """Whether this product dequantises NVFP4 weights in plain torch, of experts all, and multiplies each with every token."""
+        return self.formats.dequantises(prefix + gemm.product.parts[0].name)
+
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Bytes in memory of the weights of all blocks; norms and biases are too few to count."""
         return sum(gemm.stored * self.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in self.gemms(1))

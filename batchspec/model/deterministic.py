@@ -6,9 +6,11 @@ import torch
 
 from batchspec.errors import ConfigError
 from batchspec.kernels.common.card import card_of
+from batchspec.kernels.common.int4 import ROWS
 from batchspec.kernels.moe.route import MAX_EXPERTS, MAX_TOP_K
 from batchspec.model.blocks.moe import MoeSpec
 from batchspec.model.quant.grouped import ROW_BYTES
+from batchspec.model.quant.int4_format import Int4
 from batchspec.model.spec import ModelSpec
 from batchspec.tuning.policy import has_same_bits_in_all_tiles
 
@@ -36,9 +38,9 @@ def in_one_order(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, o
             f"{card_of(device).name}; remove it, or set model.dtype=float64"
         )
     _check_rows(spec, asked)
-    for _, block in spec.blocks():
+    for prefix, block in spec.blocks():
         if isinstance(block, MoeSpec):
-            _check_experts(block, asked)
+            _check_experts(spec, prefix, block, asked)
     return spec.in_one_order()
 
 
@@ -53,14 +55,22 @@ def _check_rows(spec: ModelSpec, asked: str) -> None:
             )
 
 
-def _check_experts(block: MoeSpec, asked: str) -> None:
+def _check_experts(spec: ModelSpec, prefix: str, block: MoeSpec, asked: str) -> None:
     """Raises ConfigError for experts that no kernel of batchspec computes."""
-    odd = [grouped.k for grouped in block.grouped if grouped.k * torch.bfloat16.itemsize % ROW_BYTES]
-    many = block.experts.num_experts > MAX_EXPERTS or block.router.top_k > MAX_TOP_K
-    if odd or many:
-        layer = f"{block.experts.num_experts} experts with {block.router.top_k} a token"
-        what = f"experts with rows of {odd[0]} numbers" if odd else layer
-        raise ConfigError(f"{asked}: {what} are computed by the library, in no fixed order; remove it")
+    found = [
+        f"experts with rows of {grouped.k} numbers"
+        for grouped in block.grouped
+        if grouped.k * torch.bfloat16.itemsize % ROW_BYTES
+    ]
+    found += [
+        f"INT4 experts with {grouped.part_rows} outputs"
+        for grouped in block.grouped
+        if grouped.part_rows % ROWS and isinstance(spec.formats.of(prefix + grouped.of(0).parts[0].name), Int4)
+    ]
+    if block.experts.num_experts > MAX_EXPERTS or block.router.top_k > MAX_TOP_K:
+        found.append(f"{block.experts.num_experts} experts with {block.router.top_k} a token")
+    if found:
+        raise ConfigError(f"{asked}: {found[0]} are computed by the library, in no fixed order; remove it")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -242,7 +242,9 @@ class DummyWeights:
 
     def _integers(self, tensor: TensorSpec, shape: tuple[int, ...]) -> Tensor:
         """Words of random bits, or an index."""
-        if tensor.role == "index" and tensor.between is None:
-            return torch.arange(*shape, dtype=torch.int32, device=self.device) // int(tensor.typical)
-        low, high = (-(2**31), 2**31) if tensor.between is None else (int(limit) for limit in tensor.between)
-        return torch.randint(low, high, shape, dtype=torch.int32, device=self.device, generator=self._generator)
+        if tensor.role == "index":
+            index = torch.arange(*shape, dtype=torch.int32, device=self.device) // int(tensor.typical)
+            if not tensor.shuffled:
+                return index
+            return index[torch.rand(shape, device=self.device, generator=self._generator).argsort()]
+        return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=self.device, generator=self._generator)

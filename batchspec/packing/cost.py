@@ -9,12 +9,16 @@ or by arithmetic, whichever is slower:
 
 g runs over the products of all layers and the output matrix. W_g(T) bytes of the weights of g that are read, in their format; P_g
 weights of g with which a token is multiplied; flop_s_g the rate of their format: FP8 weights with quantised activations (W8A8)
-have their own; MXFP4 weights are unpacked and multiplied like plain ones, and so are INT4 ones, whose dequantisation in plain
-torch is not counted. R rows, C_l keys of a row that layer l reads, T = R * tokens_per_row, kv bytes of K/V a token and layer, A
-query heads * head_dim, L layers. C_l is the row's context; in a layer with a window it is min(context, window + tokens_per_row -
-1). S bytes of the states of a row in all recurrent layers: a round reads and
-writes them once. In prefill these layers take the arithmetic of `GatedDeltaSpec.prefill_flop` for each token. LoRA adapters of
-rows add two products of their own to each product (`_adapters_s`).
+have their own; MXFP4 weights are unpacked and multiplied like plain ones. INT4 weights take time to be unpacked besides, once for
+each tile of tokens: P_g max(1, T / unpack_tokens) / unpack_s is added to the arithmetic; for many tokens they are dequantised
+instead, if that takes less (`_unpacking_s`). The rate is known of an H200 and of assumed cards
+(`card_rates`); elsewhere, and in plain torch, it is not counted.
+NVFP4 weights are dequantised in plain torch in each pass, which moves NVFP4_BYTES for each, before they are multiplied; a GPU
+does so with all experts, and multiplies each with every token. A CPU computes chosen experts alone, so it takes less.
+R rows, C_l keys of a row that layer l reads, T = R * tokens_per_row, kv bytes of K/V a token and layer, A query heads * head_dim,
+L layers. C_l is the row's context; in a layer with a window it is min(context, window + tokens_per_row - 1). S bytes of the
+states of a row in all recurrent layers: a round reads and writes them once. In prefill these layers take the arithmetic of
+`GatedDeltaSpec.prefill_flop` for each token. LoRA adapters of rows add two products of their own to each product (`_adapters_s`).
 """
 
 from __future__ import annotations
@@ -38,6 +42,11 @@ from batchspec.tuning.cards import KnownCard, entry_of
 CALIBRATED_TOKENS = (8, 32, 128, 256)
 FP8_TOKENS = {"cpu": 64, "cuda": 2048}
 """Number of tokens of the W8A8 product that is measured: enough to be bound by arithmetic."""
+DEQUANTISED_BYTES = 4.5
+"""Bytes that are moved to dequantise an INT4 weight to bf16 and to read it again."""
+NVFP4_BYTES = 33.0
+"""Bytes that are moved to dequantise an NVFP4 weight to bf16 and to read it again: counted from the operations of
+`kernels/common/nvfp4.py`, most of them in fp32, and not measured."""
 LORA_LAUNCH_S, LORA_SLOWDOWN = 3e-6, 2.0
 """Minimum seconds of a low-rank product in a CUDA graph, and its time relative to that of its bytes or operations. Fitted to
 rounds of Llama-8B on an H200 with 16 adapters of rank 16 or 64, 256 and 1,024 tokens (2026-11): within 23 percent of the 1.9 to
@@ -64,6 +73,10 @@ class Rates:
     """Tokens in a product's tile: above two tiles, the number of tokens is rounded up to a multiple of it."""
     fp8_speedup: float = 1.0
     """flop/s of W8A8 products of many tokens divided by those of plain products."""
+    unpack_s: float = float("inf")
+    """INT4 weights that are unpacked in a second."""
+    unpack_tokens: int = 128
+    """Number of tokens for which a weight is unpacked once."""
 
     def weight_bytes_s(self, dtype: torch.dtype) -> float:
         """Bytes/s at which products of few tokens read weights of `dtype`: the rate of the first measurement."""
@@ -92,8 +105,8 @@ of `card_rates` lies within 12 % of the flop/s measured at 64 to 512 tokens."""
 FP8_SHARE = 0.65
 """The speedup of W8A8 products by that of a data sheet: 1.3 of 2 on an H200."""
 COMPUTED_TOKENS = (64, 128, 192, 256, 384, 512, 1024, 2048, 4096)
-LAUNCH_S, LAYER_S, TILE = 1e-4, 1.9e-5, 128
-"""Those of an H200, for all cards."""
+LAUNCH_S, LAYER_S, TILE, UNPACK_S = 1e-4, 1.9e-5, 128, 9e10
+"""Those of an H200, for all cards; UNPACK_S: INT4 weights that an SM unpacks in a second."""
 
 
 def device_rates(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> Rates:
@@ -112,6 +125,7 @@ def card_rates(known: KnownCard) -> Rates:
 
     Measured: one H200, Llama-3.1-8B shape, cuBLAS, 2026-11: 64 rows x 1, 2, 3, 4, 6, 8 tokens. fp8_speedup lies between what was
     measured at 8,192 tokens and more: 1.5 for the dense products of Llama-8B, 0.9 to 1.0 for the experts of Qwen3-30B-A3B.
+    unpack_s is an estimate: 300 instructions of four warps for 128 x 128 weights (`kernels/gemm/int4_steps.py`).
     """
     card = known.card
     if known.rates is not None:
@@ -122,6 +136,7 @@ def card_rates(known: KnownCard) -> Rates:
         name=f"{card.name}, computed, not measured", bytes_s=bytes_s,
         gemm=tuple((tokens, 1 / (1 / (tokens * bytes_s) + 1 / flop_s)) for tokens in COMPUTED_TOKENS), overhead_s=LAUNCH_S,
         layer_s=LAYER_S, tile=TILE, fp8_speedup=max(1.0, FP8_SHARE * card.fp8_flop_s / card.flop_s),
+        unpack_s=UNPACK_S * card.num_sms,
     )
 
 
@@ -248,12 +263,25 @@ def _products_s(
     total_s = 0.0
     for prefix, gemm in spec.gemms(correlation * tokens):
         read_s = gemm.read * spec.gemm_bytes(prefix, gemm, dtype) / bytes_s
-        total_s += max(read_s, 2.0 * gemm.active * gemm.size * rounded / (fp8 if spec.multiplies_fp8(prefix, gemm) else plain))
+        dequantised = gemm.stored if spec.dequantises(prefix, gemm) else 0
+        flop_s = fp8 if spec.multiplies_fp8(prefix, gemm) else plain
+        arithmetic_s = 2.0 * (dequantised or gemm.active) * gemm.size * rounded / flop_s
+        if spec.unpacks(prefix, gemm):
+            tiles = max(gemm.read, gemm.active * tokens / rates.unpack_tokens)
+            arithmetic_s += _unpacking_s(rates, gemm.size, tiles, dense=not gemm.grouped)
+        total_s += max(read_s, arithmetic_s) + dequantised * gemm.size * NVFP4_BYTES / rates.bytes_s
     outputs = tokens if outputs is None else outputs
     size, rounded = spec.num_logits * spec.hidden_size, _whole_tiles(rates, outputs)
     flop_s = rates.product_flop_s(rounded, fp8=False)
     total_s += max(min(1.0, outputs) * size * dtype.itemsize / bytes_s, 2.0 * size * rounded / flop_s)
     return max(total_s, spec.num_layers * rates.layer_s) + _adapters_s(spec, rates, dtype, tokens)
+
+
+def _unpacking_s(rates: Rates, size: int, tiles: float, *, dense: bool) -> float:
+    """Seconds in which `size` INT4 weights are unpacked in each of these tiles of tokens, besides the arithmetic; or, of a dense
+    product, dequantised once to memory, if that takes less."""
+    unpacked_s = size * tiles / rates.unpack_s
+    return min(unpacked_s, size * DEQUANTISED_BYTES / rates.bytes_s) if dense else unpacked_s
 
 
 def _adapters_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float) -> float:

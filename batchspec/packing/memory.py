@@ -11,7 +11,8 @@ L layers, e bytes a number:
     attention 4 S NH (D + 2) for each (row, 512 keys): partial results, merged by log-sum-exp; two more for each row
               that may share a prefix
     state     R (5 max_len + 4 V): token buffers, page table, counts of tokens for penalties
-    graphs    16 MB for each row bucket and draft length, at most 13 of these, and 0 twice: the next round may draft or not. Twice
+    graphs    16 MB for each row bucket and draft length, at most 13 of these, and 0 twice: the next round may draft or not; for
+              each of at most 3 row buckets and 6 numbers of drafts that are verified on average, from 12 slots on. Twice
               as many if rows may be longer than those surveyed: their graphs are captured when the first such row comes. All of
               them twice if rows share prefixes, samples of a row too, and it may pay to read them once
               (`cache/sharing_cost.py`); as `shared_tokens` the longest surveyed prompt counts
@@ -21,7 +22,7 @@ L layers, e bytes a number:
     passes as graphs (ablation.prefill_graphs)  a pass of `graph_tokens` tokens once more, in the graphs' pool; K and V of 4 times
               as many keys; 16 MB for each of 16 graphs
 
-Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.1 + 0.9 + 2 = 8.3 GB of the 132 that one H200 has after the
+Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.1 + 1.1 + 2 = 8.5 GB of the 132 that one H200 has after the
 weights; the pages hold 900 thousand tokens, 80 rows of 8192 + 3072.
 """
 
@@ -37,6 +38,9 @@ FIXED_BYTES = 2 * 10**9
 PREFILL_EXCHANGE_BYTES = 1 << 27
 GRAPH_BYTES = 16 * 10**6
 MOST_LENGTHS = 13
+MOST_PARTS, MOST_PARTIAL_BUCKETS, LEAST_PARTIAL_ROWS = 6, 3, 12
+"""Graphs of rounds that verify a part of their drafts (`engine/rounds/draft_lengths.py`): at most so many for each of so many row
+buckets, none for fewer slots."""
 ODD_BLOCKS = 1.5
 LOGIT_COPIES = 3
 CHUNK_TOKENS, SHARED_CHUNKS = 512, 2
@@ -73,7 +77,10 @@ def reserve_bytes(
     chunks = slots * (-(-max_len // CHUNK_TOKENS) + (SHARED_CHUNKS if shares else 0))
     partials = 4 * chunks * (draft_len + 1) * max(a.inner_size + 2 * a.num_heads for a in spec.attentions)
     state = slots * (5 * max_len + 4 * spec.vocab_size)
-    graphs = GRAPH_BYTES * num_buckets * (min(draft_len + 1, MOST_LENGTHS) + 1)
+    num_graphs = num_buckets * (min(draft_len + 1, MOST_LENGTHS) + 1)
+    if draft_len and slots >= LEAST_PARTIAL_ROWS:
+        num_graphs += min(num_buckets, MOST_PARTIAL_BUCKETS) * min(draft_len + 1, MOST_PARTS)
+    graphs = GRAPH_BYTES * num_graphs
     if longest_row is not None and longest_row < max_len:
         graphs *= 2
     if shares:

@@ -16,13 +16,13 @@ import torch
 from batchspec.kernels.attention.settings import ordered_work_shape, work_shape
 from batchspec.kernels.attention.work_list import WorkShape
 from batchspec.kernels.common.card import card_of
-from batchspec.kernels.gemm import fp8_tiles, lm_head, ordered_tiles, scaled_mm
+from batchspec.kernels.gemm import fp8_tiles, int4_tiles, lm_head, ordered_tiles, scaled_mm
 from batchspec.kernels.gemm.fp8_tiles import Fp8Tile
 from batchspec.kernels.gemm.ordered import MIN_BLOCK_M
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.kernels.moe import tiles
 from batchspec.kernels.moe.tiles import ExpertTile
-from batchspec.tuning.table import measured_tile
+from batchspec.tuning.table import is_measured, measured_tile
 
 
 def gemm_tile(op: str, tokens: int, rows: int, k: int, device: torch.device) -> Tile | None:
@@ -99,13 +99,30 @@ def ordered_fp8_tile(tokens: int) -> Fp8Tile:
     return fp8_tiles.ordered_fp8_tile(tokens)
 
 
+def int4_tile(tokens: int, rows: int, k: int, group: int, device: torch.device, *, gated: bool) -> Tile | None:
+    """The tile of a dense product with an INT4 weight [rows, k] in groups of so many columns (0: one of a row), gated of its
+    SwiGLU; None: dequantise the weight, and multiply by the library.
+
+    The choice that measured fastest for this product, if it was measured on this GPU; otherwise an estimate.
+    """
+    op = int4_tiles.op_of(group, gated=gated)
+    if is_measured(op, rows, k, device):
+        return measured_tile(op, tokens, rows, k, device)
+    return int4_tiles.int4_tile(tokens, rows, k, card_of(device), gated=gated)
+
+
+def ordered_int4_tile(tokens: int, *, gated: bool = False) -> Tile:
+    """The tile of a dense INT4 product whose bits depend on a token's row and the weight alone, for this many tokens."""
+    return int4_tiles.ordered_int4_tile(tokens, gated=gated)
+
+
 def expert_unit_pairs(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype | None = None) -> int:
     """Number of pairs in a unit of the grouped products of this many tokens."""
     return tiles.unit_pairs_of(tokens, top_k, num_experts, dtype)
 
 
 def expert_tile(unit_pairs: int, num_units: int, device: torch.device, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
-    """The tile of a grouped product of at most `num_units` units, with weights of this dtype (uint8: MXFP4).
+    """The tile of a grouped product of at most `num_units` units, with weights of this dtype (uint8: MXFP4, int32: INT4).
 
     No choice changes the bits of a token.
     """

@@ -18,18 +18,20 @@ from typing import Any
 import torch
 
 from batchspec.errors import ConfigError
-from batchspec.kernels.gemm.autotune import run_trials
+from batchspec.kernels.gemm.autotune import Trial, run_trials
+from batchspec.kernels.gemm.int4_trial import Int4Trial
 from batchspec.kernels.gemm.tiles import Tile
 
 TOKEN_COUNTS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 1024)
 Product = tuple[str, int, int]
-"""op, rows of the weight, K; ops: linear, linear_add, swiglu, norm_linear, norm_swiglu, lm_head (batchspec.kernels)."""
+"""op, rows of the weight, K; ops: linear, linear_add, swiglu, norm_linear, norm_swiglu, lm_head (batchspec.kernels), and those of
+INT4 weights (`batchspec.kernels.gemm.int4_tiles.op_of`)."""
 Table = dict[Product, list[tuple[int, Tile | None]]]
 """Choices for a product by number of tokens, ascending; None if the library was fastest."""
 
 
 def measured_tile(op: str, tokens: int, rows: int, k: int, device: torch.device) -> Tile | None:
-    """The tile measured fastest for `op` with a bf16 weight [rows, k] on this device, or None: the library.
+    """The tile measured fastest for `op` with a weight [rows, k] on this device, or None: the library.
 
     It is that of the next larger number of tokens in the table; None beyond the largest, for an unknown product and on a CPU.
     Raises ConfigError if a table is invalid.
@@ -39,6 +41,11 @@ def measured_tile(op: str, tokens: int, rows: int, k: int, device: torch.device)
     choices = _table_of(device).get((op, rows, k), ())
     place = bisect_left(choices, tokens, key=lambda choice: choice[0])
     return choices[place][1] if place < len(choices) else None
+
+
+def is_measured(op: str, rows: int, k: int, device: torch.device) -> bool:
+    """Whether the table for this device has the product, so that None of `measured_tile` means that the library was faster."""
+    return device.type == "cuda" and (op, rows, k) in _table_of(device)
 
 
 def tuned_products(device: torch.device) -> frozenset[Product]:
@@ -68,8 +75,12 @@ def tune(shapes: Iterable[Product], device: torch.device, *, token_counts: Seque
 
     Returns the table's entries for `save`. Takes about ten seconds a product on an H200. Needs a GPU that does nothing else.
     """
-    results = run_trials(shapes, token_counts, device)
+    results = run_trials(shapes, token_counts, device, _trial_of)
     return [_entry(result.as_json()) for result in results]
+
+
+def _trial_of(op: str, rows: int, k: int, device: torch.device) -> Trial:
+    return (Int4Trial if op.startswith("int4") else Trial)(op, rows, k, device)
 
 
 def save(entries: Sequence[dict[str, Any]], gpu: str, path: Path | None = None) -> Path:

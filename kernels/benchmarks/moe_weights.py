@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.common.e4m3 import E4M3
-from batchspec.kernels.moe import experts_fp8, experts_mxfp4, experts_plain
+from batchspec.kernels.common.int4 import BLOCK, ROWS, WORDS, dequantise
+from batchspec.kernels.moe import experts_fp8, experts_int4, experts_mxfp4, experts_plain
 from batchspec.kernels.moe.experts_fp8 import Fp8Weight
+from batchspec.kernels.moe.experts_int4 import StackedInt4
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.mxfp4 import Mxfp4Weight, dequantise_mxfp4, mxfp4_shapes
 from batchspec.kernels.moe.quantise import quantise_rows
@@ -18,7 +20,10 @@ from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing
 
-FORMATS = ("bf16", "fp8", "mxfp4")
+FORMATS = ("bf16", "fp8", "mxfp4", "int4")
+
+INT4_GROUP = 128
+"""Columns that share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +42,12 @@ class MoeShape:
 MODELS = {
     "gpt-oss-120b": MoeShape(128, 4, 2880, 2880, Gate(7.0), True, ("mxfp4", "bf16")),
     "gpt-oss-20b": MoeShape(32, 4, 2880, 2880, Gate(7.0), True, ("mxfp4",)),
-    "qwen3-30b": MoeShape(128, 8, 2048, 768),
+    "qwen3-30b": MoeShape(128, 8, 2048, 768, formats=("bf16", "fp8", "int4")),
     "minimax-m2": MoeShape(256, 8, 3072, 1536, formats=("fp8",)),
 }
+
+
+KERNELS = {"bf16": experts_plain, "fp8": experts_fp8, "mxfp4": experts_mxfp4, "int4": experts_int4}
 
 
 @dataclass(slots=True)
@@ -53,7 +61,7 @@ class Product:
     bias: Tensor | None
     device: torch.device
     wide: Tensor | None
-    """MXFP4 weights dequantised, bf16"""
+    """MXFP4 and INT4 weights dequantised, bf16"""
 
     @property
     def rows(self) -> int:
@@ -65,7 +73,7 @@ class Product:
 
     @property
     def dtype(self) -> torch.dtype:
-        return {"bf16": torch.bfloat16, "fp8": E4M3, "mxfp4": torch.uint8}[self.form]
+        return {"bf16": torch.bfloat16, "fp8": E4M3, "mxfp4": torch.uint8, "int4": torch.int32}[self.form]
 
     @property
     def flop_s(self) -> float:
@@ -79,7 +87,7 @@ class Product:
     @property
     def expert_bytes(self) -> float:
         parts = (self.weight,) if isinstance(self.weight, Tensor) else self.weight
-        return sum(part.nbytes for part in parts) / self.shape.experts
+        return sum(part.nbytes for part in parts if isinstance(part, Tensor)) / self.shape.experts
 
     def inputs(self, tokens: int) -> Tensor:
         """bf16 rows of tokens; of the second product, of pairs in pair order."""
@@ -99,7 +107,7 @@ class Product:
 
     def run(self, rows: Any, routing: Routing, tile: ExpertTile, out: Tensor, **how: bool) -> None:
         """how: `by_token` and `compile_only` of the kernels' `launch`."""
-        module: Any = {"bf16": experts_plain, "fp8": experts_fp8, "mxfp4": experts_mxfp4}[self.form]
+        module: Any = KERNELS[self.form]
         gate = self.shape.gate if self.gated else None
         module.launch("moe_bench", rows, self.weight, self.bias, routing, tile, out, gate=gate, **how)
 
@@ -120,18 +128,24 @@ class Product:
 
 
 def make_products(shape: MoeShape, form: str, device: torch.device, *, only_shapes: bool = False) -> tuple[Product, Product]:
-    """Both products of a layer. only_shapes: the weights may have any values, and there is no reference for MXFP4."""
+    """Both products of a layer. only_shapes: the weights may have any values, and there is no reference for MXFP4 and INT4."""
     products = []
     for gated, rows, k in ((True, 2 * shape.width, shape.hidden), (False, shape.hidden, shape.width)):
         bias = torch.randn(shape.experts, rows, device=device).bfloat16() if shape.bias else None
         weight = _random_weight(form, shape.experts, rows, k, gated, device)
         wide = None
-        if form == "mxfp4" and not only_shapes:
+        if form in ("mxfp4", "int4") and not only_shapes:
             wide = torch.empty(shape.experts, rows, k, dtype=torch.bfloat16, device=device)
             for expert, own in enumerate(wide):  # one by one: the intermediate numbers take far more memory
-                own.copy_(dequantise_mxfp4(Mxfp4Weight(weight.words[expert], weight.scales[expert]), k, torch.bfloat16))
+                own.copy_(_dequantised(weight, expert, k))
         products.append(Product(shape, form, gated, weight, bias, device, wide))
     return products[0], products[1]
+
+
+def _dequantised(weight: Mxfp4Weight | StackedInt4, expert: int, k: int) -> Tensor:
+    if isinstance(weight, StackedInt4):
+        return dequantise(weight.expert(expert), torch.bfloat16)
+    return dequantise_mxfp4(Mxfp4Weight(weight.words[expert], weight.scales[expert]), k, torch.bfloat16)
 
 
 def _random_weight(form: str, num_experts: int, rows: int, k: int, gated: bool, device: torch.device) -> Any:
@@ -144,6 +158,11 @@ def _random_weight(form: str, num_experts: int, rows: int, k: int, gated: bool, 
         blocks = 2 * -(-rows // 256) if gated else -(-rows // 128)
         scales = torch.rand(num_experts, blocks, -(-k // 128), device=device) + 0.5
         return Fp8Weight(values, scales * (0.01 * k**-0.5))
+    if form == "int4":
+        size = (num_experts, -(-k // BLOCK), rows // ROWS, ROWS * WORDS)
+        words = torch.randint(-(2**15), 2**15, size, dtype=torch.int16, device=device)
+        scales = (torch.rand(num_experts, -(-k // INT4_GROUP), rows, device=device) + 0.5) * (k**-0.5 / 4.6)
+        return StackedInt4(words, scales.bfloat16(), None, k, INT4_GROUP if k > INT4_GROUP else 0)
     words_shape, scales_shape = mxfp4_shapes(rows, k)
     words = torch.randint(0, 256, (num_experts, *words_shape), dtype=torch.uint8, device=device)
     exponents = torch.randint(118 + 126, 124 + 126, (num_experts, *scales_shape), dtype=torch.uint8, device=device)

@@ -2,8 +2,17 @@
 
     W[n, k] = (q[n, k] - z[n, g]) * s[n, g]     q and z in 0 .. 15, g the group of column k
 
-Computed in fp32, in a model of fp64 in fp64, and rounded once to the model's dtype. If s is fp16 or bf16, as in published
-checkpoints, the product is exact before that: q - z has 4 bits and a sign.
+Computed in fp32, in a model of fp64 in fp64, and rounded once to the model's dtype. In a model of bf16 scales are bf16: those of
+a file in fp16 are rounded to it at load, as by other engines.
+
+The order in memory is that in which the kernels read (`kernels/gemm/int4_steps.py`). Blocks of 128 columns lie one after another,
+so a tile of rows is contiguous. The 128 codes of a row are 32 words of 16 bits; word j holds columns j, 32 + j, 64 + j and 96 + j
+of the block, the first in its lowest bits. So code i of all words is one block of 32 columns, and a tile of words is unpacked to
+the operand of a tensor core without moving a number between registers. Of 16 rows, thread l of a warp needs words 2 (l % 4) + 8 i
+and the next ones (i = 0 .. 3) of rows l / 4 and 8 + l / 4: its 16 bytes of the first row follow those of thread l - 1, and the
+second rows of all threads come after the first ones. Scales and zero points of 16 rows are in the order 0, 8, 1, 9, .. 7, 15:
+those of the two rows of a thread make 32 bits. Rows are padded to a multiple of 16, and columns to one of 128, which are
+multiplied by zeros.
 """
 
 from __future__ import annotations
@@ -11,54 +20,83 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 CODES = 8
-"""Number of codes q in a word."""
+"""Number of codes in a word of a checkpoint, 32 bits."""
+BLOCK = 128
+"""Columns of a block."""
+WORDS = 32
+"""Words of a block of a row."""
+ROWS = 16
+"""Number of rows whose words and scales are interleaved. Slices of rows begin at multiples of it."""
 MIDDLE = 8
 """The zero point of symmetric weights."""
+LARGEST_SCALE = 8.0
+"""Limit of the scales in a model of bf16: the kernels multiply subnormal numbers by scale * 2^125."""
+SMALLEST_SCALE = 2.0**-100
+"""Smaller scales in a model of bf16, such as 0, become this: the kernels compute their exponents as integers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Weight:
-    """See the module's docstring. It takes K / 2 + 2 G or 3 G bytes a row."""
+    """See the module's docstring. N' is N rounded up to a multiple of 16; scales past N are unspecified."""
 
     words: Tensor
-    """int32 [N, K / 8] q, eight in a word; that of the lowest k is in the lowest bits"""
+    """int16 [ceil(K / 128), N' / 16, 512] codes; contiguous but in its first dimension"""
     scales: Tensor
-    """[N, G] s, in the floating-point dtype of the file"""
+    """[G, N'] s; contiguous but in its first dimension. Groups of 32 or 64 columns: those of whole blocks, also past K"""
     zeros: Tensor | None
-    """uint8 [N, G] z; None: all are 8"""
+    """int16 [G, N'] z; None: all are 8"""
+    num_rows: int
+    """N"""
+    k: int
     group_size: int
     """Number of columns of a group; the last one may have fewer."""
+    columns: Tensor | None = None
+    """int32 [K] the column of the projection that is stored as each column, in act order; None: they are stored in order."""
     groups: Tensor | None = None
-    """int32 [K] the group of each column; None: that of column k is k // group_size."""
+    """int32 [K] the group of each column; None: that of column k is k // group_size. With it no kernel reads the weight."""
 
     @property
-    def num_rows(self) -> int:
-        return self.words.shape[0]
+    def kernel_group(self) -> int | None:
+        """The size of the groups as the kernels take it, 0 if a row is one group; None if they cannot read them."""
+        if self.groups is not None:
+            return None
+        if self.scales.shape[0] == 1:
+            return 0
+        return self.group_size if is_readable(self.group_size) else None
 
     def rows(self, own: slice) -> Int4Weight:
-        """Some rows of it, without copies."""
-        return replace(
-            self, words=self.words[own], scales=self.scales[own], zeros=None if self.zeros is None else self.zeros[own]
-        )
+        """Some rows of it, without copies. The first one must be a multiple of 16."""
+        assert own.start % ROWS == 0
+        blocks = slice(own.start // ROWS, -(-own.stop // ROWS))
+        rows = slice(own.start, blocks.stop * ROWS)
+        zeros = None if self.zeros is None else self.zeros[:, rows]
+        words, scales = self.words[:, blocks], self.scales[:, rows]
+        return replace(self, words=words, scales=scales, zeros=zeros, num_rows=own.stop - own.start)
 
-    def has_groups_of(self, other: Int4Weight) -> bool:
+    def has_columns_of(self, other: Int4Weight) -> bool:
         """Whether both divide their columns in the same way. Synchronises on a GPU."""
-        if self.groups is None or other.groups is None:
-            return self.groups is other.groups and self.group_size == other.group_size
-        return torch.equal(self.groups, other.groups)
+        pairs = ((self.columns, other.columns), (self.groups, other.groups))
+        same = all(one is two if one is None or two is None else torch.equal(one, two) for one, two in pairs)
+        return same and self.group_size == other.group_size
+
+
+def is_readable(group_size: int) -> bool:
+    """Whether the kernels read groups of so many columns, several in a row."""
+    return group_size in (32, 64) or group_size % BLOCK == 0
 
 
 def unpack(words: Tensor) -> Tensor:
-    """words int32 [..., W] -> codes uint8 [..., 8 W]."""
+    """words int32 [..., W] of a checkpoint -> codes uint8 [..., 8 W]."""
     octets = _in_rows(words).view(torch.uint8)
     return torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
 
 
 def pack(codes: Tensor) -> Tensor:
-    """codes uint8 [..., 8 W], all below 16 -> words int32 [..., W]."""
+    """codes uint8 [..., 8 W], all below 16 -> words int32 [..., W]; those of the lowest columns are in the lowest bits."""
     return _in_rows(codes[..., 0::2] | codes[..., 1::2] << 4).view(torch.int32)
 
 
@@ -67,16 +105,74 @@ def _in_rows(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def arrange(
+    words: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, groups: Tensor | None = None
+) -> Int4Weight:
+    """The form in memory of a weight.
+
+    words   int32 [N, K / 8] as `pack` gives them
+    scales  [N, G], zeros uint8 [N, G] or None
+    groups  int32 [K] the group of each column in act order; None: they are in order. Synchronises on a GPU if it is given
+
+    Temporaries take about three times the memory of the words; in act order sixteen times.
+    """
+    k, columns = words.shape[1] * CODES, None
+    if groups is not None:
+        in_order = torch.arange(k, device=groups.device) // group_size
+        order = groups.argsort(stable=True)
+        if torch.equal(groups[order].long(), in_order):
+            columns, groups = order.int(), None
+            words = pack(unpack(words).index_select(1, order))
+    own = _padded(scales, group_size, k, groups), None if zeros is None else _padded(zeros.short(), group_size, k, groups)
+    return Int4Weight(_interleaved(words), own[0], own[1], len(words), k, group_size, columns, groups)
+
+
+def _interleaved(words: Tensor) -> Tensor:
+    """int32 [N, K / 8] -> int16 [ceil(K / 128), N' / 16, 512]."""
+    octets = _in_rows(words).view(torch.uint8)  # columns 2 b and 2 b + 1 in octet b
+    octets = F.pad(octets, (0, -octets.shape[1] % (BLOCK // 2), 0, -octets.shape[0] % ROWS)).unflatten(1, (-1, 2, 2, WORDS // 2))
+    low, high = octets[:, :, :, 0], octets[:, :, :, 1]  # [N', blocks, octet of a word, 16] of the columns in its low nibble
+    found = torch.stack(((low & 15) | (high << 4), (low >> 4) | (high & 0xF0)), -1)  # [N', blocks, octet of a word, 16, 2]
+    found = found.unflatten(3, (4, 4)).unflatten(0, (-1, 2, 8))  # [N' / 16, 2, 8, blocks, octet of a word, 4, thread, 2]
+    in_order: Tensor = found.permute(3, 0, 1, 2, 6, 5, 7, 4).contiguous().view(torch.int16).flatten(2)
+    return in_order
+
+
+def _padded(values: Tensor, group_size: int, k: int, groups: Tensor | None) -> Tensor:
+    """Of scales or zero points [N, G] those in memory: [G, N']; small groups up to the end of a block."""
+    missing = 0
+    if groups is None and group_size < BLOCK and BLOCK % group_size == 0 and values.shape[1] > 1:
+        missing = -(-k // BLOCK) * (BLOCK // group_size) - values.shape[1]
+    values = F.pad(values.t(), (0, -values.shape[0] % ROWS, 0, missing))
+    in_order: Tensor = values.unflatten(1, (-1, 2, ROWS // 2)).transpose(2, 3).flatten(1)
+    return in_order
+
+
+def bf16_scales(scales: Tensor) -> Tensor:
+    """Scales of a file as a model of bf16 has them. Raises ValueError if one is not below 8 in size. Synchronises on a GPU."""
+    rounded = scales.to(torch.bfloat16, copy=True)
+    sizes = rounded.abs()
+    largest = float(sizes.amax())
+    if not largest < LARGEST_SCALE:
+        raise ValueError(f"a scale of {largest:g}; below {LARGEST_SCALE:g} is supported")
+    return rounded.masked_fill_(sizes < SMALLEST_SCALE, SMALLEST_SCALE)
+
+
 def dequantise(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
-    """[N, K] in a model's dtype. Does not synchronise. Temporaries take about 9 bytes for each number."""
+    """[N, K] in a model's dtype, columns in the order of the projection. Does not synchronise. Temporaries take about 9 bytes
+    for each number."""
     wide = torch.promote_types(dtype, torch.float32)
-    codes = unpack(weight.words).to(wide)
+    octets = weight.words.contiguous().view(torch.uint8).unflatten(2, (2, 8, 4, 4, 2, 2))
+    parts = torch.stack((octets & 15, octets >> 4), -1)  # [blocks, N' / 16, 2, 8, thread, 4, 2, octet of a word, nibble]
+    codes = parts.permute(1, 2, 3, 0, 7, 8, 5, 4, 6).flatten(3).flatten(0, 2)[: weight.num_rows, : weight.k].to(wide)
     codes -= MIDDLE if weight.zeros is None else _of_columns(weight, weight.zeros.to(wide))
-    return codes.mul_(_of_columns(weight, weight.scales.to(wide))).to(dtype)
+    stored = codes.mul_(_of_columns(weight, weight.scales.to(wide))).to(dtype)
+    return stored if weight.columns is None else torch.empty_like(stored).index_copy_(1, weight.columns.long(), stored)
 
 
 def _of_columns(weight: Int4Weight, values: Tensor) -> Tensor:
-    """Values [N, G] of groups -> [N, K] of columns."""
+    """Values [G, N'] of groups -> [N, K] of columns."""
+    values = values.unflatten(1, (-1, ROWS // 2, 2)).transpose(2, 3).flatten(1)[:, : weight.num_rows].t()
     if weight.groups is not None:
         return values.index_select(1, weight.groups)
-    return values.repeat_interleave(weight.group_size, 1)[:, : weight.words.shape[1] * CODES]
+    return values.repeat_interleave(weight.group_size, 1)[:, : weight.k]

@@ -1,4 +1,5 @@
-"""For each row and round, choose the drafts of a head or of a lookup: those with more expected accepted tokens.
+"""For each row and round, choose the drafts of a head or of a lookup: those with more expected accepted tokens. The confidence in
+each chosen draft says from which of them it is.
 
     select_drafts      E = p + p^2 + .. + p^n for n draft tokens, each accepted with probability p if those before it were;
                        the lookup is chosen if its E is larger. p = accepted / tried over the whole job, measured separately
@@ -39,7 +40,8 @@ BLOCK = 64
 @triton.jit(do_not_specialize=["head_width", "width"])
 def select_drafts_kernel(
     head_ids, lookup_ids, lookup_len, match_len, head_counts, lookup_counts, live, draft_ids, draft_len, picked, head_stride,
-    lookup_stride, draft_stride, head_width, width, LANES: tl.constexpr,
+    lookup_stride, draft_stride, head_width, width, head_confidence, confidence, head_confidence_stride, confidence_stride,
+    HEAD_BINS: tl.constexpr, LOOKUP_BINS: tl.constexpr, LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(lookup_len + row)
@@ -59,6 +61,10 @@ def select_drafts_kernel(
     tl.store(draft_ids + row * draft_stride + lane, tl.where(from_lookup, lookup_drafts, head_drafts), mask=lane < width)
     tl.store(draft_len + row, tl.where(tl.load(live + row) != 0, tl.where(from_lookup, count, head_width), 0))
     tl.store(picked + row, from_lookup.to(tl.int32))
+    if confidence is not None:
+        of_head = tl.load(head_confidence + row * head_confidence_stride + lane, mask=lane < head_width, other=HEAD_BINS)
+        of_lookup = HEAD_BINS + tl.minimum(match, LOOKUP_BINS - 1)
+        tl.store(confidence + row * confidence_stride + lane, tl.where(from_lookup, of_lookup, of_head), mask=lane < width)
 
 
 @triton.jit
@@ -134,7 +140,8 @@ def update_acceptance_kernel(
 def select_drafts(
     head_ids: Tensor, lookup_ids: Tensor, lookup_len: Tensor, match_len: Tensor, head_counts: Tensor, lookup_counts: Tensor,
     live: Tensor,
-    *, out_draft_ids: Tensor, out_draft_len: Tensor, out_picked: Tensor, interpret: bool = False,
+    *, out_draft_ids: Tensor, out_draft_len: Tensor, out_picked: Tensor, head_confidence: Tensor | None = None,
+    out_confidence: Tensor | None = None, head_bins: int = 0, lookup_bins: int = 1, interpret: bool = False,
 ) -> None:
     """Write the proposal of each row with the larger expected number of accepted tokens; the head's in a tie.
 
@@ -145,6 +152,10 @@ def select_drafts(
     live           int32 [R]     0: nothing is proposed
     out_draft_ids  int32 [R, K], out_draft_len int32 [R]
     out_picked     int32 [R]     0: the head's drafts, 1: the lookup's
+    head_confidence  int32 [R, KH] bin of each of the head's drafts, 0..head_bins-1; None: no confidence is written
+    out_confidence   int32 [R, K]  head_confidence of the head's drafts, head_bins + match_len of the lookup's, at most
+                                   head_bins + lookup_bins - 1; head_bins after the head's drafts, where a constraint may append
+                                   tokens that it forces, as after a lookup without a match
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
@@ -157,13 +168,23 @@ def select_drafts(
     each = {"lookup_len": lookup_len, "match_len": match_len, "live": live}
     for name, tensor in (each | {"out_draft_len": out_draft_len, "out_picked": out_picked}).items():
         check(f"select_drafts: {name}", tensor, (num_rows,), torch.int32)
+    if head_confidence is not None and out_confidence is not None:
+        check("select_drafts: head_confidence", head_confidence, (num_rows, head_width), torch.int32, rows=True)
+        check("select_drafts: out_confidence", out_confidence, (num_rows, width), torch.int32, rows=True)
+    elif head_confidence is not None or out_confidence is not None:
+        raise ValueError("select_drafts: head_confidence and out_confidence come together; give both or none")
     inputs = (head_ids, lookup_ids, lookup_len, match_len, head_counts, lookup_counts, live)
     if not (live.is_cuda or interpret):
-        select_drafts_reference(*inputs, out_draft_ids=out_draft_ids, out_draft_len=out_draft_len, out_picked=out_picked)
+        select_drafts_reference(
+            *inputs, out_draft_ids=out_draft_ids, out_draft_len=out_draft_len, out_picked=out_picked,
+            head_confidence=head_confidence, out_confidence=out_confidence, head_bins=head_bins, lookup_bins=lookup_bins,
+        )
     elif num_rows:
         select_drafts_kernel[(num_rows,)](
             *inputs, out_draft_ids, out_draft_len, out_picked, head_ids.stride(0), lookup_ids.stride(0), out_draft_ids.stride(0),
-            head_width, width, LANES=max(2, triton.next_power_of_2(width)), num_warps=1,
+            head_width, width, head_confidence, out_confidence, 0 if head_confidence is None else head_confidence.stride(0),
+            0 if out_confidence is None else out_confidence.stride(0), HEAD_BINS=head_bins, LOOKUP_BINS=lookup_bins,
+            LANES=max(2, triton.next_power_of_2(width)), num_warps=1,
         )
 
 
@@ -213,7 +234,8 @@ def update_acceptance(
 def select_drafts_reference(
     head_ids: Tensor, lookup_ids: Tensor, lookup_len: Tensor, match_len: Tensor, head_counts: Tensor, lookup_counts: Tensor,
     live: Tensor,
-    *, out_draft_ids: Tensor, out_draft_len: Tensor, out_picked: Tensor,
+    *, out_draft_ids: Tensor, out_draft_len: Tensor, out_picked: Tensor, head_confidence: Tensor | None = None,
+    out_confidence: Tensor | None = None, head_bins: int = 0, lookup_bins: int = 1,
 ) -> None:
     """The same in plain torch."""
     width, head_width = lookup_ids.shape[1], head_ids.shape[1]
@@ -224,6 +246,11 @@ def select_drafts_reference(
     out_draft_ids.copy_(torch.where(from_lookup[:, None], lookup_ids, head_drafts))
     out_draft_len.copy_(torch.where(from_lookup, lookup_len, head_width) * (live != 0))
     out_picked.copy_(from_lookup)
+    if head_confidence is not None and out_confidence is not None:
+        of_head = torch.full_like(out_confidence, head_bins)
+        of_head[:, :head_width] = head_confidence
+        of_lookup = head_bins + match_len.clamp(max=lookup_bins - 1)
+        out_confidence.copy_(torch.where(from_lookup[:, None], of_lookup[:, None], of_head))
 
 
 def _expected(counts: Tensor, count: Tensor | int, max_len: int) -> Tensor:

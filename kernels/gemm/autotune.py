@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -59,16 +59,37 @@ class Result(NamedTuple):
 
 
 class Trial:
-    """One op with random weights [copies, rows, k] on a GPU, for any number of tokens."""
+    """One op with random weights on a GPU, for any number of tokens. The weights of this class are plain: [copies, rows, k]."""
+
+    more_tokens: tuple[int, ...] = ()
+    """Numbers of tokens that are timed besides those of all products."""
 
     def __init__(self, op: str, rows: int, k: int, device: torch.device) -> None:
         self.op, self.rows, self.k = op, rows, k
-        self.gated = op.endswith("swiglu")
-        copies = min(MAX_COPIES, -(-COPIES_BYTES // (rows * k * DTYPE.itemsize)))
-        self.weights = torch.empty(copies, rows, k, dtype=DTYPE, device=device).normal_(std=k**-0.5)
-        self.device = self.weights.device  # includes the device index
+        self.gated = "swiglu" in op
         self.norm = torch.rand(k, device=device).add_(0.5).to(DTYPE)
+        self.device = self.norm.device  # includes the device index
+        self.weights: Sequence[Any] = self.make_weights()
         self._clock = GraphClock(self.device)
+
+    def make_weights(self) -> Sequence[Any]:
+        """As many weights as the L2 cache does not hold."""
+        copies = min(MAX_COPIES, -(-COPIES_BYTES // (self.rows * self.k * DTYPE.itemsize)))
+        return list(torch.empty(copies, self.rows, self.k, dtype=DTYPE, device=self.device).normal_(std=self.k**-0.5))
+
+    def candidates(self, tokens: int) -> list[Tile]:
+        return candidates(self.op, tokens, self.rows, self.k, card_of(self.device))
+
+    def kernel_of(self, tile: Tile, tokens: int) -> tuple[Any, ...]:
+        """Tiles with equal ones are computed by one compiled kernel. It does not depend on tokens, rows or the number of splits.
+        """
+        n = self.rows // 2 if self.gated else self.rows
+        return *tile[:6], tile.work(tokens, n, self.k, num_sms(self.device)).split
+
+    def matrix(self) -> Tensor:
+        """The first weight in fp32."""
+        wide: Tensor = self.weights[0].float()
+        return wide
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor]:
         """x [T, K], and the output tensor: [T, N], or for lm_head ids [T]."""
@@ -127,7 +148,7 @@ class Trial:
     def _wide(self, x: Tensor, start: Tensor) -> Tensor:
         """The result in fp32, products with fp32 inputs (not TF32, which is off unless someone turned it on)."""
         wide = norm_reference(x, self.norm, EPS).float() if self.op.startswith("norm") else x.float()
-        y = wide @ self.weights[0].float().t()
+        y = wide @ self.matrix().t()
         if self.gated:
             gate, up = y.chunk(2, dim=-1)
             y = F.silu(gate) * up
@@ -139,7 +160,7 @@ class Trial:
         library = self.library(x, out)
         library_us = self._clock.us(library)
         times: dict[Tile, float] = {}
-        for tile in candidates(self.op, tokens, self.rows, self.k, card_of(self.device)):
+        for tile in self.candidates(tokens):
             try:
                 times[tile] = self._clock.us(self.calls(tile, x, out))
             except Exception as failure:
@@ -160,14 +181,12 @@ class Trial:
 
 
 def compile_ahead(trial: Trial, token_counts: Iterable[int]) -> None:
-    """Compile the kernels of all candidates in parallel. A kernel does not depend on tokens, rows or the number of splits."""
+    """Compile the kernels of all candidates in parallel."""
     todo: dict[tuple[Any, ...], Call] = {}
     for tokens in token_counts:
         x, out = trial.inputs(tokens)
-        for tile in candidates(trial.op, tokens, trial.rows, trial.k, card_of(trial.device)):
-            n = trial.rows // 2 if trial.gated else trial.rows
-            split = tile.work(tokens, n, trial.k, num_sms(trial.device)).split
-            todo[(*tile[:6], split)] = trial.calls(tile, x, out, compile_only=True)[0]
+        for tile in trial.candidates(tokens):
+            todo[trial.kernel_of(tile, tokens)] = trial.calls(tile, x, out, compile_only=True)[0]
     counters(trial.device)  # allocate them before the threads start
 
     def continue_on_error(call: Call) -> None:
@@ -181,16 +200,20 @@ def compile_ahead(trial: Trial, token_counts: Iterable[int]) -> None:
         list(pool.map(continue_on_error, todo.values()))
 
 
-def run_trials(products: Iterable[tuple[str, int, int]], token_counts: Sequence[int], device: torch.device) -> list[Result]:
-    """Time all products (op, weight rows, K) and print a line for each."""
+def run_trials(
+    products: Iterable[tuple[str, int, int]], token_counts: Sequence[int], device: torch.device,
+    trial_of: Callable[[str, int, int, torch.device], Trial] = Trial,
+) -> list[Result]:
+    """Time all products (op, weight rows, K), each by a trial, and print a line for each."""
     results: list[Result] = []
     print(f"{'product':<44} {'library us':>11} {'TFLOP/s':>8} {'tile us':>9} {'TFLOP/s':>8} {'ratio':>6} {'error':>8}  tile")
     for op, rows, k in products:
         begin = time.perf_counter()
-        trial = Trial(op, rows, k, device)
-        compile_ahead(trial, token_counts)
+        trial = trial_of(op, rows, k, device)
+        counts = (*token_counts, *trial.more_tokens)
+        compile_ahead(trial, counts)
         compiled_s = time.perf_counter() - begin
-        for tokens in token_counts:
+        for tokens in counts:
             result = trial.run(tokens)
             results.append(result)
             print(_row(result), flush=True)

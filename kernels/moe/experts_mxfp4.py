@@ -18,22 +18,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.moe.blocks import add_bias_and_gate, blocks_of, check_launch, store_rows
+from batchspec.kernels.moe.blocks import blocks_of, check_launch
 from batchspec.kernels.moe.experts_plain import experts_plain_down_reference, experts_plain_up_reference
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.mxfp4 import BLOCK, Mxfp4Weight, dequantise_mxfp4, mxfp4_shapes
 from batchspec.kernels.moe.mxfp4_steps import load_columns, load_scales, load_words, unpack_block
+from batchspec.kernels.moe.packed_tiles import FIRST_ROWS, HEIGHT_OF, JOINED_BELOW, MORE_ROWS, in_two, store_sums, wait_for
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing, program_place
-
-
-@triton.jit
-def wait_for(acc):
-    """acc unchanged, but only once its wgmma has finished.
-
-    If a wgmma were still running at the end of the loop's body, ptxas would wait after every single wgmma (its warning C7515).
-    """
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -86,29 +78,6 @@ def multiply(
     if MORE:
         store_sums(acc_more, up_more, bias, out, pairs, expert, begin + BLOCK_T, count - BLOCK_T, first, n, SCATTER, GATED, LIMIT,
                    ALPHA, TWO, MORE, BLOCK_N)
-
-
-@triton.jit
-def store_sums(
-    acc, up, bias, out, pairs, expert, begin, count, first, n, SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr, TWO: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    """Add bias, apply the gate and store. Of a plain product, `up` is the second half of the rows if TWO. Of a gated one, the
-    rows of up follow those of the gate in `acc` unless TWO.
-    """
-    if TWO and not GATED:
-        acc = tl.join(acc, up).permute(2, 0, 1).reshape(BLOCK_N, BLOCK_T)
-    elif GATED and not TWO:
-        acc, up = tl.split(acc.reshape(2, BLOCK_N, BLOCK_T).permute(1, 2, 0))
-    acc = add_bias_and_gate(acc, up, bias, expert, first, n, GATED, LIMIT, ALPHA, BLOCK_N)
-    store_rows(acc, out, pairs, begin, count, first, n, SCATTER, BLOCK_T, BLOCK_N)
-
-
-# The heights of a tile; rows of the first and the second block of each, and the next lower height where JOINED are used.
-HEIGHT_OF = tl.constexpr((16, 32, 48, 64, 80, 96, 128, 256))
-FIRST_ROWS = tl.constexpr((16, 32, 32, 64, 64, 64, 128, 256))
-MORE_ROWS = tl.constexpr((0, 0, 16, 0, 16, 32, 0, 0))
-JOINED_BELOW = tl.constexpr((0, 16, 32, 48, 64, 80, 96, 128))
 
 
 @triton.jit(do_not_specialize=["num_units", "num_rows"])
@@ -192,7 +161,6 @@ def launch(
     if bias is not None:
         check(f"{kernel}: bias", bias, (num_experts, w_rows), torch.bfloat16, torch.float32)
     check_launch(kernel, routing, tile, num_experts)
-    two = tile.block_n >= (32 * tile.warps if gate is None else 64)
     if tile.block_k != BLOCK:
         raise ValueError(f"{kernel}: block_k is {tile.block_k}; must be {BLOCK}")
     if not len(routing.units):
@@ -210,7 +178,7 @@ def launch(
         *blocks_of(x, tile, tma), w, weight.scales.view(torch.int32), bias, routing.pairs, routing.units, out,
         len(routing.units), num_pairs, n, k,
         SCATTER=gate is None, GATED=gate is not None, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,
-        TWO=two, LOW=tile.low, BLOCK_T=tile.block_t, JOINED=tile.joined,
+        TWO=in_two(tile.block_n, tile.warps, gated=gate is not None), LOW=tile.low, BLOCK_T=tile.block_t, JOINED=tile.joined,
         BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma, INTERPRETED=not x.is_cuda,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **launch_args(x),
     )

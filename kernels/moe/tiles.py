@@ -28,7 +28,7 @@ class ExpertTile(NamedTuple):
     """Rows of W, a multiple of 64. A gated product reads as many of the gate and as many of up; with MXFP4 weights it may have
     32, which make one block of 64 rows. If it is below 16 * warps, the warps divide the pairs among them too."""
     block_k: int
-    """Columns of W per step of the loop over K. MXFP4: 128."""
+    """Columns of W per step of the loop over K. MXFP4 and INT4: 128."""
     stages: int
     """Steps of that loop that are loaded ahead (Triton's num_stages)."""
     warps: int
@@ -40,7 +40,7 @@ class ExpertTile(NamedTuple):
     low: int = 16
     """The narrowest tile over pairs, one of `heights` up to block_t. A unit uses the narrowest one that holds its pairs."""
     joined: bool = False
-    """MXFP4 only: use the heights of `JOINED` too."""
+    """MXFP4 and INT4 only: use the heights of `JOINED` too."""
     registers: int | None = None
     """MXFP4 only: limit of a thread's registers (Triton's maxnreg), to let more programs share an SM; None: no limit."""
     turned: bool = False
@@ -61,7 +61,7 @@ def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dt
 
     That is the mean number of pairs plus two standard deviations, as if each token chose its experts independently.
 
-    dtype  of the weights, as in `expert_tile`. Wide tiles gain little if the instructions that unpack weights (MXFP4) or scale
+    dtype  of the weights, as in `expert_tile`. Wide tiles gain little if the instructions that unpack weights (`PACKED`) or scale
            sums (FP8) take long: two units of 64 pairs then take less time than one of 128, except with very many pairs
     """
     mean = num_tokens * top_k / num_experts
@@ -69,7 +69,7 @@ def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dt
     pairs = max(16, 1 << (int(mean + 2 * deviation) - 1).bit_length())
     if dtype == torch.float8_e4m3fn:
         return 128 if mean >= MANY_FP8_PAIRS else min(64, pairs)
-    if dtype == torch.uint8:
+    if dtype in PACKED:
         if mean >= MANY_EXPERT_PAIRS:
             return min(128, pairs)
         wide = 48 <= mean < 100 or (mean >= 48 and num_tokens * top_k >= MANY_LAYER_PAIRS)
@@ -87,6 +87,8 @@ def gathers(unit_pairs: int, dtype: torch.dtype) -> bool:
     return unit_pairs <= GATHERED_PAIRS.get(dtype, 0)
 
 
+PACKED = (torch.uint8, torch.int32)
+"""dtypes of weights that are unpacked in registers: MXFP4 and INT4."""
 GATHERED_PAIRS = {torch.bfloat16: 64, torch.float32: 64, torch.float8_e4m3fn: 32}
 """Maximum number of pairs of a unit at which programs gather rows, by dtype of the weights. Only tests use fp32."""
 MANY_EXPERT_PAIRS = 256
@@ -102,7 +104,7 @@ FEW_UNITS = 8
 
 
 def expert_tile(unit_pairs: int, num_units: int, card: Card, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
-    """A good tile for at most `num_units` units of `unit_pairs` pairs and weights of this dtype (uint8: MXFP4)."""
+    """A good tile for at most `num_units` units of `unit_pairs` pairs and weights of this dtype (uint8: MXFP4, int32: INT4)."""
     return fitted(_measured_tile(unit_pairs, num_units, gated=gated, dtype=dtype), card, gated=gated, dtype=dtype)
 
 
@@ -119,6 +121,8 @@ def _measured_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch
     FP8 tiles with `turned` were timed on Qwen3-30B-A3B at 512 to 16,384 tokens, and on MiniMax-M2 at 1,024 and 4,096. Three
     programs of 64 pairs, or two of 128 pairs and eight warps, share a multiprocessor; one program of twice the rows of W takes
     longer.
+    INT4 was not measured: it has the tiles of MXFP4, whose kernel loads and computes the same blocks. Its programs of 32 pairs
+    need fewer than 128 registers without a limit.
     """
     if dtype == torch.float32:
         return ExpertTile(unit_pairs, 64, 32, 2, 4, False)
@@ -128,12 +132,12 @@ def _measured_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch
         if unit_pairs == 64:
             return ExpertTile(64, 64 if gated else 128, 128, 3, 4, turned=True)
         return ExpertTile(unit_pairs, 64 if gated else 128, 128, 3, 8, low=unit_pairs, turned=True)
-    if dtype == torch.uint8:
+    if dtype in PACKED:
         if unit_pairs == 128:
             return ExpertTile(unit_pairs, 64, 128, 2, 4, low=32) if gated else ExpertTile(unit_pairs, 128, 128, 2, 8, low=128)
         if unit_pairs == 16 and num_units <= FEW_UNITS:
             return ExpertTile(16, 64, 128, 6, 4)
-        joined, registers = unit_pairs > 64, 128 if unit_pairs == 32 else None
+        joined, registers = unit_pairs > 64, 128 if unit_pairs == 32 and dtype == torch.uint8 else None
         return ExpertTile(
             unit_pairs, 64 if gated else 128, 128, 3, 4, low=32 if joined else 16, joined=joined, registers=registers
         )
@@ -152,6 +156,7 @@ MXFP4 = (
     (64, 128, 2, 4), (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 3, 4), (128, 128, 4, 4), (128, 128, 2, 8),
     (128, 128, 3, 8), (128, 128, 4, 8), (256, 128, 2, 8), (256, 128, 3, 8), (256, 128, 4, 8),
 )
+OTHERS = {torch.float8_e4m3fn: FP8, torch.uint8: MXFP4, torch.int32: MXFP4}
 
 
 def candidates(
@@ -164,13 +169,13 @@ def candidates(
     mean = num_tokens * top_k / num_experts
     height = min(128, max(16, 1 << (max(1, round(mean)) - 1).bit_length()))  # the power of two that holds the mean
     heights = {height, min(256, 2 * height), max(16, height // 2)}
-    if dtype == torch.uint8:
+    if dtype in PACKED:
         heights |= {own for own in JOINED if height <= 2 * own and own <= 2 * height}
     for block_t in sorted(heights):
         lows = {16 if block_t <= 64 else 32} | ({block_t} if block_t in HEIGHTS else set())
-        for block_n, block_k, stages, warps in {torch.float8_e4m3fn: FP8, torch.uint8: MXFP4}.get(dtype, PLAIN):
+        for block_n, block_k, stages, warps in OTHERS.get(dtype, PLAIN):
             for low in sorted(lows):
-                joined = dtype == torch.uint8 and low < block_t and block_t > 32
+                joined = dtype in PACKED and low < block_t and block_t > 32
                 tile = ExpertTile(block_t, block_n, block_k, stages, warps, card.has_tma, low=low, joined=joined)
                 others = []
                 if dtype == torch.uint8:
@@ -200,6 +205,6 @@ def fitted(tile: ExpertTile, card: Card, *, gated: bool, dtype: torch.dtype) -> 
 
 def stage_bytes(tile: ExpertTile, *, gated: bool, dtype: torch.dtype) -> int:
     """Bytes of the weights and tokens that a program loads in a step of the loop over K. dtype: of the weights."""
-    width = 17 / 32 if dtype == torch.uint8 else dtype.itemsize
+    width = 17 / 32 if dtype in PACKED else dtype.itemsize
     weights = tile.block_n * (2 if gated else 1) * tile.block_k * width
     return round(weights + tile.block_t * tile.block_k * (1 if dtype == torch.float8_e4m3fn else 2))

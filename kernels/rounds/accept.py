@@ -6,7 +6,8 @@ y_j is the target's own choice after the last committed token and j draft tokens
 
 A choice of NO_TOKEN (logits that are not finite) accepts no draft token and is never kept: the row ends there, FAILED, with the
 tokens before it. A choice of WAIT (its mask is not known yet) ends the round for the row: the last accepted draft token counts
-as the token after the others, and a row without one takes no part in the round.
+as the token after the others, and a row without one takes no part in the round. The log says so (WAITING_AFTER_DRAFT), for those
+who count right drafts.
 
 Lossless if y is a draw from the target's distribution that depends only on prefix and position, whatever the drafter (Leviathan
 et al. 2023, arXiv 2211.17192; coupled noise instead of rejection). With `rates`, acceptance is simulated for benchmarks: draft
@@ -33,6 +34,8 @@ STOPPED, FULL, FAILED = 1, 2, 3
 """How a row ends: with a stop id, at its limit, or because the target's logits are not finite."""
 WAITING = 4
 """The row has not ended; it waits for the host (`sampling/waiting.py`)."""
+WAITING_AFTER_DRAFT = 5
+"""The same, and its newest token is a draft that the target chose too: one more than `accepted_len` says were right."""
 WAIT = -2
 """The token id of a choice that cannot be made yet."""
 
@@ -42,7 +45,7 @@ def accept_kernel(
     draft_ids, draft_len, target_ids, cu_seqlens_q, stop_ids, limit, rates, keys,
     tokens, num_tokens, live, finish, out_accepted_len, out_log, draft_stride, token_stride, max_tokens,
     num_kinds, K: tl.constexpr, NUM_STOPS: tl.constexpr, LANES: tl.constexpr, STOP_LANES: tl.constexpr, WAIT_ID: tl.constexpr,
-    PDL: tl.constexpr,
+    AFTER_DRAFT: tl.constexpr, PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
@@ -62,7 +65,8 @@ def accept_kernel(
     else:
         agrees = (drafts == emitted) & (emitted >= 0)
     accepted = tl.min(tl.where(agrees & (lane < length), LANES, lane), 0)
-    accepted -= tl.max(((lane == accepted) & has_choice & (emitted == WAIT_ID)).to(tl.int32), 0)
+    waits = tl.max(((lane == accepted) & has_choice & (emitted == WAIT_ID)).to(tl.int32), 0)
+    accepted -= waits
     if rates is not None:
         emitted = tl.where(lane < accepted, drafts, emitted)
 
@@ -91,7 +95,7 @@ def accept_kernel(
     tl.store(log, logged)
     tl.store(log + 1, length)
     tl.store(log + 2, tl.where(alive, kept, 0))
-    tl.store(log + 3, tl.where(alive, ending, 0))
+    tl.store(log + 3, tl.where(alive, tl.where((waits > 0) & (kept > 0) & (ending == 0), AFTER_DRAFT, ending), 0))
     tl.store(log + 4 + lane, tl.where(lane <= logged, emitted, -1), mask=lane <= K)
 
 
@@ -130,7 +134,8 @@ def accept(
     finish            int32 [R]        out, live rows only: 0 running, 1 a stop id was kept, 2 limit reached, 3 no choice
     out_accepted_len  int32 [R]        a; 0 for dead rows
     out_log           int32 [R, K+5]   a, draft_len, kept, finish, the emitted tokens, then -1; dead rows: -1, 0, 0, 0, -1 ...;
-                                       the same for live rows that take no part, except draft_len
+                                       the same for live rows that take no part, except draft_len. Here finish is
+                                       WAITING_AFTER_DRAFT if the round ended before a WAIT and the row did not end
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
@@ -167,7 +172,8 @@ def accept(
             tokens, num_tokens, live, finish, out_accepted_len, out_log,
             draft_ids.stride(0), tokens.stride(0), tokens.shape[1], 1 if rates is None else rates.shape[0],
             K=width, NUM_STOPS=num_stops, LANES=max(2, triton.next_power_of_2(width + 1)),
-            STOP_LANES=max(2, triton.next_power_of_2(num_stops)), WAIT_ID=WAIT, num_warps=1, **launch_args(draft_ids),
+            STOP_LANES=max(2, triton.next_power_of_2(num_stops)), WAIT_ID=WAIT, AFTER_DRAFT=WAITING_AFTER_DRAFT, num_warps=1,
+            **launch_args(draft_ids),
         )
 
 
@@ -200,7 +206,8 @@ def accept_reference(
     else:
         agrees = uniform_reference(keys[:, None], num_tokens[:, None] + lane[:width]) < rates[keys % rates.shape[0]]
     accepted = (agrees & (lane[:width] < draft_len[:, None])).cumprod(1).sum(1)
-    accepted -= (emitted.gather(1, accepted[:, None])[:, 0] == WAIT).long()
+    waits = emitted.gather(1, accepted[:, None])[:, 0] == WAIT
+    accepted -= waits.long()
     if rates is not None:
         emitted[:, :width] = torch.where(lane[:width] < accepted[:, None], draft_ids, emitted[:, :width])
 
@@ -225,7 +232,7 @@ def accept_reference(
     out_log[:, 0] = torch.where(alive, accepted, -1)
     out_log[:, 1] = torch.where(alive, draft_len, 0)
     out_log[:, 2] = torch.where(alive, kept, 0)
-    out_log[:, 3] = torch.where(alive, ending, 0)
+    out_log[:, 3] = torch.where(alive, torch.where(waits & (kept > 0) & (ending == 0), WAITING_AFTER_DRAFT, ending), 0)
     out_log[:, 4:] = torch.where(alive[:, None] & (lane <= accepted[:, None]), emitted, -1)
 
 

@@ -1,6 +1,7 @@
 """How often drafts of each position and confidence are accepted, learnt from each round, one launch.
 
 A draft that was verified counts if all drafts before it were accepted: others were compared with tokens that follow another text.
+It does not count after the row's end, nor where the target made no choice (`accept`).
 
     tried, accepted = what they were * 2^(-n / half_life) + the n drafts of this round, and those of them that were accepted
     cost            = -32 log2((accepted + weight * prior) / (tried + weight)), rounded and at most 255
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.rounds.accept import WAITING_AFTER_DRAFT
 from batchspec.kernels.rounds.allocate_drafts import LEVELS, PER_HALF
 
 ROWS = 128
@@ -31,7 +33,8 @@ ROWS = 128
 @triton.jit
 def learn_acceptance_kernel(
     confidence, log, prior, tried, accepted, costs, totals, num_rows, num_cells, confidence_stride, log_stride, weight, decay,
-    BINS: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, PER_HALF: tl.constexpr, PDL: tl.constexpr,
+    BINS: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, PER_HALF: tl.constexpr, AFTER_DRAFT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     position = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -41,9 +44,12 @@ def learn_acceptance_kernel(
     for first in range(0, num_rows, ROWS):
         row = first + tl.arange(0, ROWS)
         is_row = row < num_rows
-        right = tl.load(log + row * log_stride, mask=is_row, other=-1)
-        length = tl.load(log + row * log_stride + 1, mask=is_row, other=0)
-        counts = (right >= position) & (position < length)
+        line = log + row * log_stride
+        right = tl.load(line, mask=is_row, other=-1)
+        length = tl.load(line + 1, mask=is_row, other=0)
+        decided = tl.minimum(length, tl.load(line + 2, mask=is_row, other=0))
+        right += (tl.load(line + 3, mask=is_row, other=0) == AFTER_DRAFT).to(tl.int32)
+        counts = (right >= position) & (position < decided)
         own = tl.load(confidence + row * confidence_stride + position, mask=counts, other=-1)
         hit = own[:, None] == bins[None, :]
         count += tl.sum(hit.to(tl.float32), 0)
@@ -99,7 +105,8 @@ def learn_acceptance(
     elif num_rows and width:
         learn_acceptance_kernel[(width,)](
             confidence, log, prior, tried, accepted, costs, totals, num_rows, costs.numel(), confidence.stride(0), log.stride(0),
-            weight, 1 / half_life, BINS=bins, ROWS=ROWS, LEVELS=LEVELS, PER_HALF=PER_HALF, num_warps=4, **launch_args(confidence),
+            weight, 1 / half_life, BINS=bins, ROWS=ROWS, LEVELS=LEVELS, PER_HALF=PER_HALF,
+            AFTER_DRAFT=WAITING_AFTER_DRAFT, num_warps=4, **launch_args(confidence),
         )
 
 
@@ -109,9 +116,10 @@ def learn_acceptance_reference(
 ) -> None:
     """The same in plain torch."""
     width, bins = confidence.shape[1], costs.shape[1]
-    right, length = log[:, :1], log[:, 1:2]
+    right = log[:, :1] + (log[:, 3:4] == WAITING_AFTER_DRAFT)
+    decided = torch.minimum(log[:, 1:2], log[:, 2:3])
     position = torch.arange(width, device=log.device)
-    counts = (right >= position) & (position < length)
+    counts = (right >= position) & (position < decided)
     hit = (confidence[:, :, None] == torch.arange(bins, device=log.device)) & counts[:, :, None]
     count, kept = hit.sum(0), (hit & (right > position)[:, :, None]).sum(0)
     chance = torch.exp2(costs[:width] / -PER_HALF)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.common.checks import check
-from batchspec.kernels.rounds.accept import WAIT, WAITING
+from batchspec.kernels.rounds.accept import WAIT, WAITING, WAITING_AFTER_DRAFT
 from batchspec.kernels.sampling.token_walk import check_drafts, check_tables, state_before, states_before_reference
 
 NOT_EXPANDED = -3
@@ -76,7 +76,8 @@ def mark_waiting_reference(
 
 @triton.jit
 def park_waiting_kernel(
-    states, tables, live, log, log_stride, LANES: tl.constexpr, num_rows, WAITING: tl.constexpr, NOT_EXPANDED: tl.constexpr
+    states, tables, live, log, log_stride, LANES: tl.constexpr, num_rows, WAITING: tl.constexpr, AFTER_DRAFT: tl.constexpr,
+    NOT_EXPANDED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     there = row < num_rows
@@ -84,7 +85,8 @@ def park_waiting_kernel(
     parked = there & (state > 0) & (tl.load(live + row, mask=there, other=0) != 0)
     parked = parked & (tl.load(tables + state + 1, mask=parked, other=0) == NOT_EXPANDED)
     tl.store(live + row, 0, mask=parked)
-    tl.store(log + row * log_stride + 3, WAITING, mask=parked)
+    is_marked = tl.load(log + row * log_stride + 3, mask=parked, other=0) == AFTER_DRAFT
+    tl.store(log + row * log_stride + 3, WAITING, mask=parked & (is_marked == 0))
     took_part = tl.load(log + row * log_stride, mask=parked, other=0) >= 0
     tl.store(log + row * log_stride, 0, mask=parked & (took_part == 0))
 
@@ -94,8 +96,8 @@ def park_waiting(states: Tensor, tables: Tensor, *, live: Tensor, log: Tensor, i
 
     states  int32 [R]     indices in `tables` int32 [N] of the states after the committed tokens
     live    int32 [R]     in: the rows that take part and have not ended; out: 0 for those that wait
-    log     int32 [R, L]  as in `accept`: `finish` of those that wait becomes WAITING. The line of one that took no part becomes
-            that of one that accepts and keeps nothing, which the host reads
+    log     int32 [R, L]  as in `accept`: `finish` of those that wait becomes WAITING unless it is WAITING_AFTER_DRAFT. The line
+            of one that took no part becomes that of one that accepts and keeps nothing, which the host reads
     Does not synchronise on a GPU. Raises ValueError for other shapes or dtypes.
     """
     (num_rows,) = states.shape
@@ -108,8 +110,8 @@ def park_waiting(states: Tensor, tables: Tensor, *, live: Tensor, log: Tensor, i
     elif num_rows:
         lanes = 128
         park_waiting_kernel[(triton.cdiv(num_rows, lanes),)](
-            states, tables, live, log, log.stride(0), LANES=lanes, num_rows=num_rows, WAITING=WAITING, NOT_EXPANDED=NOT_EXPANDED,
-            num_warps=4,
+            states, tables, live, log, log.stride(0), LANES=lanes, num_rows=num_rows, WAITING=WAITING,
+            AFTER_DRAFT=WAITING_AFTER_DRAFT, NOT_EXPANDED=NOT_EXPANDED, num_warps=4,
         )
 
 
@@ -117,5 +119,5 @@ def park_waiting_reference(states: Tensor, tables: Tensor, *, live: Tensor, log:
     """The same in plain torch."""
     parked = (states > 0) & (live != 0) & (tables[torch.where(states > 0, states + 1, 0).long()] == NOT_EXPANDED)
     live.masked_fill_(parked, 0)
-    log[:, 3].masked_fill_(parked, WAITING)
+    log[:, 3].masked_fill_(parked & (log[:, 3] != WAITING_AFTER_DRAFT), WAITING)
     log[:, 0].masked_fill_(parked & (log[:, 0] < 0), 0)

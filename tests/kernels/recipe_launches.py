@@ -33,7 +33,7 @@ from batchspec.draft.mtp import MtpDrafter
 from batchspec.draft.mtp_head import MtpShape, dummy_mtp
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.loop.engine import Engine
-from batchspec.engine.rounds.draft_lengths import DraftLengths
+from batchspec.engine.rounds.draft_lengths import partial_widths
 from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.step import RoundShape
@@ -74,6 +74,8 @@ RECIPES = {
     "llama8b-fp8-kv": Recipe("llama8b-fp8", "lookup", fp8_kv=True),
     "qwen3-30b-a3b": Recipe("qwen3-30b-a3b", "head"),
     "qwen3-30b-a3b-fp8": Recipe("qwen3-30b-a3b-fp8", "lookup"),
+    "llama8b-int4": Recipe("llama8b-int4", "head"),
+    "qwen3-30b-a3b-int4": Recipe("qwen3-30b-a3b-int4", "lookup"),
     "gpt-oss-20b": Recipe("gpt-oss-20b", "head"),
     "qwen3.5-35b-a3b": Recipe("qwen3.5-35b-a3b", "mtp", random=True),
     "smol135m": Recipe("smol135m", "head"),
@@ -154,8 +156,8 @@ def dry_runs(recipe: Recipe) -> list[str]:
         executor, mode = engine.executor, SamplingMode(random=recipe.random)
         executor.rows.live.zero_()
         executor.rows.provide(mode)
-        lengths = DraftLengths(most, (0, most), row_lengths=executor.round.chances is not None)
-        shapes = [RoundShape(rows, k, mode, mean_len=mean_len) for rows in ROWS for k, mean_len in lengths.widths(rows)]
+        shapes = [RoundShape(rows, drafts, mode) for rows in ROWS for drafts in (0, most)]
+        shapes += [RoundShape(max(ROWS), most, mode, mean_len=mean_len) for _, mean_len in partial_widths((0, most))]
         return [ended for launch in executor.launches(mode, shapes) if (ended := dry_run(launch, CPU))]
 
 

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,7 @@ from tests.kernels.compile_cases import (
     tree,
 )
 from tests.kernels.compile_cases.cases import Case
+from tests.kernels.unpacking import assert_unpacks_to_the_bit
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (attention, distributed, drafting, gated_delta, gemm, kv_cache, lora, moe, norm_rope, rounds, sampling, train, tree)
@@ -55,6 +57,33 @@ def multiplies_e4m3_itself(name: str, ptx: str) -> None:
     assert all(re.match(r"wgmma\S*m64n\d+k32\.f32\.e4m3\.e4m3$", each) for each in found), f"{name}: {found}"
 
 
+OF_INT4 = ("int4_linear_kernel", "experts_int4_kernel")
+
+
+def multiplies_from_registers(name: str, ptx: str) -> None:
+    """Every tile of INT4 weights is an operand (M) of wgmma in registers. It is loaded from shared memory 16 bytes at a time, and
+    copied there 16 bytes at a time or by TMA."""
+    found = set(re.findall(r"(?:mma\.sync|wgmma\.mma_async)\S*", ptx))
+    assert found, name
+    assert all(re.match(r"wgmma\S*m64n\d+k16\.f32\.bf16\.bf16$", each) for each in found), f"{name}: {found}"
+    multiplied = re.findall(r"wgmma\.mma_async\S*\s*\{[^}]*\},\s*(\S)", ptx)
+    assert set(multiplied) == {"{"}, f"{name}: W is read from shared memory"
+    words = re.findall(r"ld\.shared\.v\d\.b\d+", ptx)
+    assert words.count("ld.shared.v4.b32") >= 2, f"{name}: {set(words)}"
+    copied = re.findall(r"cp\.async\.c[ag]\.shared\.global\s*\[[^\]]*\][^,]*,\s*\[[^\]]*\],\s*0x(\w+)", ptx)
+    assert "cp.async.bulk.tensor" in ptx or copied.count("10") >= 2, f"{name}: {set(copied)}"
+    assert ".local" not in ptx, f"{name}: spilled by LLVM"
+
+
+def multiples_of_16(function: Any, signature: dict[str, str]) -> dict[tuple[int, ...], list[list[object]]]:
+    """What launches of INT4 products say of their arguments: sizes and addresses are multiples of 16, so that loads have 16
+    bytes."""
+    sizes = (param for param in function.params if signature[param.name] != "constexpr" and not param.do_not_specialize)
+    kinds = {param.num: signature[param.name] for param in sizes}
+    places = (place for place, kind in kinds.items() if kind.startswith("*") or kind == "i32")
+    return {(place,): [["tt.divisibility", 16]] for place in places}
+
+
 def compile_case(name: str, architecture: int) -> str:
     """Why the compiled kernel does not fit the architecture's card; empty if it does."""
     from importlib import import_module
@@ -70,21 +99,29 @@ def compile_case(name: str, architecture: int) -> str:
     package, module, kernel, warps, arguments, stages = case
     function = getattr(import_module(f"batchspec.kernels.{package}.{module}"), kernel)
     arguments |= {"PDL": card.overlaps_launches} if "PDL" in function.arg_names else {}
-    signature, constants = {}, {}
+    signature, constants = dict[str, str](), dict[str, object]()
     for argument, kind in arguments.items():
-        is_type = isinstance(kind, str) and argument != "ACC"
-        signature[argument] = kind if is_type else "constexpr"
-        if not is_type:
+        if isinstance(kind, str) and argument != "ACC":
+            signature[argument] = kind
+        else:
+            signature[argument] = "constexpr"
             constants[argument] = {"fp32": tl.float32, "fp64": tl.float64}.get(str(kind), kind)
     assert list(signature) == function.arg_names, f"{name}: the kernel's arguments are {function.arg_names}"
-    source = ASTSource(fn=function, signature=signature, constexprs=constants)
+    aligned = multiples_of_16(function, signature) if kernel in OF_INT4 else {}
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": warps, "num_stages": stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     if arguments.get("PDL") and not arguments.get("EARLY"):
         waits_first(name, compiled.asm["ptx"])
     if architecture == 90 and kernel in ("fp8_linear_kernel", "experts_fp8_kernel"):
         multiplies_e4m3_itself(name, compiled.asm["ptx"])
-    return usage_of_bytes(compiled.metadata._asdict(), compiled.asm["cubin"]).misfit(card)
+    usage = usage_of_bytes(compiled.metadata._asdict(), compiled.asm["cubin"])
+    if kernel in OF_INT4:
+        assert_unpacks_to_the_bit(compiled.asm["ttgir"])
+        if architecture == 90:
+            multiplies_from_registers(name, compiled.asm["ptx"])
+            assert usage.spilled_bytes == 0, name
+    return usage.misfit(card)
 
 
 def compile_what_is_asked_for() -> None:

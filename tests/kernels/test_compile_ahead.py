@@ -57,7 +57,8 @@ def bad():
     bad_kernel[(1,)](x, BLOCK=16)
 logits, ids = torch.zeros(2, 64), torch.zeros(2, dtype=torch.int32)
 def argmax(block):
-    argmax_kernel[(2,)](logits, None, ids, None, 64, 1, 64, FLAG=False, ACC=tl.float32, BLOCK=block, PDL=False, num_warps=4)
+    argmax_kernel[(2,)](logits, None, ids, None, None, None, 64, 1, 0, 64, FLAG=False, ACC=tl.float32, BLOCK=block, PDL=False,
+                        num_warps=4)
 def script():
     SCRIPT_BODY
 script()
@@ -226,6 +227,27 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_compiling_ahead(name: str, scripts: dict[str, Path]) -> None:
     error = scripts[name].with_suffix(".py.error")
     assert scripts[name].with_suffix(".py.code").read_text() == "0", error.read_text() if error.exists() else "it died"
+
+
+IMPORT_ALL = """
+import sys
+from importlib import import_module
+from batchspec.kernels.common.compile_process import _WithoutTorch
+sys.meta_path.insert(0, _WithoutTorch())
+for name in sys.argv[1:]:
+    import_module(name)
+assert type(sys.modules["torch"]).__name__ == "_AnyModule"
+"""
+
+
+@pytest.mark.second
+def test_processes_can_import_the_modules_of_all_kernels() -> None:
+    """They import no torch."""
+    files = [path for path in sorted((ROOT / "kernels").glob("*/*.py")) if "_kernel(" in path.read_text()]
+    names = [f"batchspec.kernels.{path.parent.name}.{path.stem}" for path in files if path.parent.name != "benchmarks"]
+    assert "batchspec.kernels.rounds.allocate_drafts" in names
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", IMPORT_ALL, *names], env=env, check=True)
 
 
 AT_ONCE = """

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchspec.kernels.rounds.accept import FAILED, STOPPED, WAITING, WAITING_AFTER_DRAFT
 from batchspec.kernels.rounds.allocate_drafts import PER_HALF
 from batchspec.kernels.rounds.learn_acceptance import learn_acceptance
 
@@ -15,13 +18,14 @@ BINS = 8
 
 
 def learnt(
-    confidence: list[list[int]], log: list[tuple[int, int]], device: torch.device, interpret: bool, *, rounds: int = 1,
+    confidence: list[list[int]], log: Sequence[tuple[int, ...]], device: torch.device, interpret: bool, *, rounds: int = 1,
     half_life: float = 1e9,
 ) -> dict[str, Tensor]:
-    """Tables after rounds whose rows accepted and verified these numbers of drafts."""
+    """Tables after rounds whose rows accepted and verified these numbers of drafts; then the numbers of
+    tokens kept and how the rows ended, if they do not just go on."""
     width = len(confidence[0])
     lines = torch.zeros(len(log), width + 5, dtype=torch.int32, device=device)
-    lines[:, :2] = torch.tensor(log, dtype=torch.int32)
+    lines[:, :4] = torch.tensor([line if len(line) == 4 else (*line, line[0] + 1, 0) for line in log])
     table = {name: torch.zeros(width + 1, BINS, device=device) for name in ("tried", "accepted")}
     table["costs"] = torch.full((width + 1, BINS), 2 * PER_HALF, dtype=torch.int32, device=device)
     table["totals"] = torch.zeros(3, width + 1, BINS, dtype=torch.float64, device=device)
@@ -40,6 +44,24 @@ def test_a_draft_counts_if_those_before_it_were_accepted(device: torch.device, i
     tried[1, 2], accepted[1, 2] = 1, 1  # of row 1 the first was rejected, row 2 verified one, row 3 took no part
     assert torch.equal(found["tried"], tried)
     assert torch.equal(found["accepted"], accepted)
+
+
+def test_the_last_draft_before_a_row_waits_was_accepted(device: torch.device, interpret: bool) -> None:
+    """Its token is the round's last one; the draft after it met no choice of the target."""
+    found = learnt([[1, 2, 3], [1, 2, 3]], [(1, 3, 2, WAITING_AFTER_DRAFT), (1, 3, 2, WAITING)], device, interpret)
+    tried, accepted = torch.zeros(4, BINS), torch.zeros(4, BINS)
+    tried[0, 1], accepted[0, 1] = 2, 2
+    tried[1, 2], accepted[1, 2] = 2, 1
+    assert torch.equal(found["tried"], tried)
+    assert torch.equal(found["accepted"], accepted)
+
+
+def test_drafts_after_the_end_of_a_row_say_nothing(device: torch.device, interpret: bool) -> None:
+    """A stop id as the first draft; a position where the target had no choice."""
+    found = learnt([[1, 2], [1, 2]], [(2, 2, 1, STOPPED), (1, 2, 1, FAILED)], device, interpret)
+    for name in ("tried", "accepted"):
+        assert found[name][0, 1] == 2
+        assert found[name].sum() == 2
 
 
 def test_costs_are_the_measured_chances_and_before_that_the_prior(device: torch.device, interpret: bool) -> None:

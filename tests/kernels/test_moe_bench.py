@@ -32,7 +32,10 @@ def test_products_agree_with_their_references(form: str, device: torch.device) -
 
 
 def _nbytes(form: str, rows: int, k: int) -> float:
-    return {"bf16": 2 * rows * k, "fp8": rows * k + 4 * (rows // 128) * (k // 128), "mxfp4": rows * k * 17 / 32}[form]
+    blocks = (rows // 128) * (k // 128)
+    return {
+        "bf16": 2 * rows * k, "fp8": rows * k + 4 * blocks, "mxfp4": rows * k * 17 / 32, "int4": rows * k * 33 / 64
+    }[form]
 
 
 def test_a_wrong_weight_is_found(device: torch.device) -> None:

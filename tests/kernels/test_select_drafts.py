@@ -65,6 +65,33 @@ def test_dead_rows_propose_nothing(interpret: bool, device: torch.device) -> Non
     assert pick([0.5], [0.9], [4, 4], [0, 0], interpret, device, live=[0, 1])[1] == [0, 4]
 
 
+def test_the_confidence_says_who_drafted(interpret: bool, device: torch.device) -> None:
+    """The head has 8 bins and the lookup 4. Row 0 takes the lookup's drafts, row 1 the head's, row 2 those of a longer match."""
+    wide = torch.full((3, 6), POISON, dtype=torch.int32, device=device)
+    rates = floats([[1, 2]] * 8, device)
+    head_rates = rates.clone()
+    head_rates[[2, 7], 0] = 1e-3
+    own = ints([[POISON, 5, 6]] * 3, device)[:, 1:]
+    select_drafts(
+        ints([[10, 11]] * 3, device), ints([[20, 21, 22, 23]] * 3, device), ints([4, 0, 4], device), ints([2, 0, 7], device),
+        head_rates, rates, ints([1] * 3, device), out_draft_ids=torch.zeros_like(wide[:, :4]),
+        out_draft_len=ints([0] * 3, device), out_picked=ints([0] * 3, device), head_confidence=own,
+        out_confidence=wide[:, 1:5], head_bins=8, lookup_bins=4,
+        interpret=interpret,
+    )
+    assert wide[:, 1:5].tolist() == [[10] * 4, [5, 6, 8, 8], [11] * 4]
+    assert (wide[:, [0, 5]] == POISON).all()
+
+
+def test_confidence_of_one_side_alone_is_refused(device: torch.device) -> None:
+    one, rates = ints([[1]], device), floats([[1, 2]], device)
+    with pytest.raises(ValueError, match="head_confidence and out_confidence come together"):
+        select_drafts(
+            one, one, one[0], one[0], rates, rates, one[0], out_draft_ids=one.clone(), out_draft_len=one[0].clone(),
+            out_picked=one[0].clone(), out_confidence=one.clone(),
+        )
+
+
 @settings(max_examples=50)
 @given(data=st.data())
 def test_no_other_choice_has_a_higher_expectation(data: st.DataObject, interpret: bool, device: torch.device) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from batchspec.automata.lazy_automaton import NOT_EXPANDED
 from batchspec.automata.token_automaton import FORCED, NEXT, NUM_SYMBOLS
-from batchspec.kernels.rounds.accept import WAIT, WAITING
+from batchspec.kernels.rounds.accept import WAIT, WAITING, WAITING_AFTER_DRAFT
 from batchspec.kernels.sampling import waiting as waiting_module
 from batchspec.kernels.sampling.waiting import mark_waiting, park_waiting
 from tests.automata import VOCABULARY
@@ -78,6 +78,14 @@ def test_rows_that_end_where_there_is_no_mask_are_parked(interpret: bool, device
     assert live.tolist() == [0, 1, 1, 0, 0] * 40
     assert log[:, 3].tolist() == [WAITING, 9, 9, 9, WAITING] * 40
     assert not log[:, [0, 1, 2, 4, 5, 6]].any()
+
+
+def test_a_row_that_is_parked_after_a_right_draft_stays_marked(interpret: bool, device: torch.device) -> None:
+    log = ints([[0, 2, 1, WAITING_AFTER_DRAFT, 7], [0, 2, 1, 0, 7]], device)
+    park_waiting(
+        ints([place(0), place(0)], device), tables(device)["tables"], live=ints([1, 1], device), log=log, interpret=interpret
+    )
+    assert log[:, 3].tolist() == [WAITING_AFTER_DRAFT, WAITING]
 
 
 def test_the_host_learns_of_a_row_that_is_parked_before_it_took_part(interpret: bool, device: torch.device) -> None:

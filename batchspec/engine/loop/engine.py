@@ -233,7 +233,7 @@ class Engine:
         if not self.executor.round.options.decodes:
             self.totals.tokens += sum(segment.end - segment.begin for segment in launch.segments)
         self.totals.live_rows = self.slots.num_live
-        self.planner.learn(launch, result, log.accepted_len)
+        self.planner.learn(launch, result, log)
         if self.planner.experts is not None:
             self.totals.expert_correlation = self.planner.experts.correlation
         now = time.perf_counter()

@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.groups import most_keys
 from batchspec.engine.loop.executor import Executor
+from batchspec.engine.loop.partial_rounds import PartialRounds
 from batchspec.engine.loop.refill_times import RefillTimes
 from batchspec.engine.loop.round_clock import RoundClock
+from batchspec.engine.loop.round_timer import RoundTimer
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.draft_lengths import DraftLengths
 from batchspec.engine.rounds.expert_reads import ExpertReads, counted
-from batchspec.engine.rounds.results import Ints, PendingResult
+from batchspec.engine.rounds.results import PendingResult, RoundLog
 from batchspec.engine.slots.launch import Launch
 from batchspec.engine.step import NO_DRAFTS, RoundShape, RoundWidth
 from batchspec.packed_batch import ExpectedRows, PackedBatch
@@ -61,19 +63,22 @@ class RoundPlanner:
         self.experts = None if experts is None else ExpertReads(*experts, expert_correlation)
         """The model of how many experts rounds read; None for a target without experts."""
         self._num_rounds = 0
-        self._lengths = None
+        self._lengths: DraftLengths | None = None
+        self._partial: PartialRounds | None = None
         if adaptive and executor.graphs.captures and executor.round.options.decodes:
             self._lengths = DraftLengths(
                 self._max_len, executor.round.draft_lens, self.experts, executor.round.nodes,
                 row_lengths=executor.round.chances is not None,
             )
+        self._timer = RoundTimer(executor, self._lengths, self.experts)
+        if self._lengths is not None and executor.round.chances is not None:
+            self._partial = PartialRounds(executor, self._lengths, self._timer)
         self.usual_kv = None if executor.round.nodes is not None else usual_kv(batch)
         """Rounds are prepared for rows of at most this many tokens; None: of any number. A tree's plan does not depend on it."""
         self.row_buckets = batch.row_buckets
         """Row counts with which rounds may run: those that `prepare` did not leave out."""
         self._clock = RoundClock()
         self._refills: RefillTimes | None = None
-        self._round_s: dict[RoundWidth, float] = {}
         self._width = NO_DRAFTS
 
     @property
@@ -87,22 +92,30 @@ class RoundPlanner:
         """Run a prefill; capture the graphs of every row bucket and draft length for `mode`; time them. No row may be live.
 
         shared       also capture the graphs of rows with shared prefixes, if the longest prompt is long enough for them
-        most_rounds  after the job's last row began, its rows end within this many rounds; None: unknown. Row buckets smaller than
-                     all slots serve only these rounds: they are left out if preparing them takes longer than they would save
-        expected     also capture the prefill passes that these rows will most likely need (`PrefillGraphs.prepare`)
+        most_rounds  after the job's last row began, its rows end within this many rounds; None: unknown, the rows may come more
+                     than once. Row buckets smaller than all slots serve only these rounds: they are left out if preparing them
+                     takes longer than they would save
+        expected     also capture the prefill passes that these rows will most likely need (`PrefillGraphs.prepare`); if the
+                     job has few rounds, none that verify a part of their drafts (`PartialRounds`)
         Returns the cost of prefill passes in seconds; None if rounds are not CUDA graphs (CPU, float64): then nothing is timed.
         """
         batch, graphs, shapes = self._batch, self._executor.graphs, self._shapes(mode)
         most_pages = (batch.longest_prompt or batch.max_len) // batch.page_size
         shared = shared and self._executor.sharing.may_pay(batch.num_slots, most_pages)
         variants = [*shapes, *(replace(shape, shared=True) for shape in shapes if shared)]
+        plain, partial = RoundShape(batch.num_slots, self._max_len, mode, max_kv=self.usual_kv), self._partial
         started = time.perf_counter()
-        ahead = self._executor.compile_ahead(mode, variants)
+        ahead = self._executor.compile_ahead(mode, [*variants, *(partial.shapes(plain, batch.row_buckets) if partial else ())])
         began = time.perf_counter()
         cost = self._executor.rehearse(mode)
         rehearsed = time.perf_counter()
         if not self._executor.round.options.decodes:  # there are no rounds
             return cost
+        if partial is not None:
+            num_rounds = None
+            if expected is not None and most_rounds is not None:
+                num_rounds = expected.num_rows * expected.output_tokens / batch.num_slots
+            partial.decide(plain, batch.row_buckets, num_rounds=num_rounds)
         graphs.prepare(shape for shape in variants if shape.num_rows == batch.num_slots)
         if most_rounds is not None and self._ends_before_smaller_rounds_pay(most_rounds, shapes):
             self.row_buckets = (batch.num_slots,)
@@ -112,7 +125,10 @@ class RoundPlanner:
         if cost is None:
             return None
         self._refills = None if cost.replay is None else RefillTimes(cost, batch.num_slots)
-        self._time_all(shapes, mode)
+        self._timer.time_all(shapes, replace(plain, draft_len=0, prepare_next=False))
+        self._width = shapes[-1].width
+        if partial is not None:
+            partial.prepare(plain, self.row_buckets, shared=shared)
         timed = time.perf_counter()
         passes = 0 if expected is None else self._executor.prepare_passes(expected, mode, round_s=self.round_s)
         self.seconds = {
@@ -124,15 +140,14 @@ class RoundPlanner:
         return cost
 
     def _shapes(self, mode: SamplingMode) -> list[RoundShape]:
-        """The rounds of every row bucket and draft length that may be chosen, without shared prefixes."""
+        """The rounds of every row bucket and draft length that may be chosen, without shared prefixes, and that verify all
+        drafts."""
         lengths = self._lengths
         return [
-            RoundShape(
-                num_rows, width.draft_len, mode, prepare_next=prepare_next, max_kv=self.usual_kv, mean_len=width.mean_len
-            )
+            RoundShape(num_rows, draft_len, mode, prepare_next=prepare_next, max_kv=self.usual_kv)
             for num_rows in self._batch.row_buckets
-            for width in ([RoundWidth(self._max_len)] if lengths is None else lengths.widths(num_rows))
-            for prepare_next in ((True,) if width.draft_len or lengths is None else (True, False))
+            for draft_len in ((self._max_len,) if lengths is None else lengths.choices)
+            for prepare_next in ((True,) if draft_len or lengths is None else (True, False))
         ]
 
     def _ends_before_smaller_rounds_pay(self, most_rounds: int, shapes: Sequence[RoundShape]) -> bool:
@@ -147,44 +162,12 @@ class RoundPlanner:
         prepare_s = 2 * graphs.capture_s / graphs.num_captured * (len(shapes) - len(whole))
         return most_rounds * min(graphs.seconds(shape) for shape in whole) < prepare_s
 
-    def _time_all(self, shapes: Sequence[RoundShape], mode: SamplingMode) -> None:
-        """Time rounds over dead rows; of a target with experts also what reading an expert costs."""
-        if self.experts is None:
-            self._time(shapes)
-            return
-        with self._executor.dead_tokens_routed():
-            if self._lengths is not None:
-                shape = RoundShape(self._batch.num_slots, 0, mode, prepare_next=False, max_kv=self.usual_kv)
-                self._time_experts(self.experts, shape)
-            with self._executor.different_tokens():
-                self._time(shapes)
-
-    def _time(self, shapes: Sequence[RoundShape]) -> None:
-        """Time rounds over dead rows, and count the experts that they read."""
-        for shape in shapes:
-            whole = shape.num_rows == self._batch.num_slots and shape.prepare_next
-            seconds = self._executor.graphs.seconds(shape) if whole or self._lengths is not None else 0.0
-            if whole:
-                self._width, self._round_s[shape.width] = shape.width, seconds
-            if self._lengths is not None:
-                self._lengths.times.set_base(shape.num_rows, shape.width, seconds, prepare_next=shape.prepare_next)
-                if self.experts is not None:
-                    self.experts.set_base(shape.num_rows, shape.width, self._executor.experts_read())
-
-    def _time_experts(self, experts: ExpertReads, shape: RoundShape) -> None:
-        """Time one round twice: over rows with equal tokens, which choose equal experts, and over rows with different tokens."""
-        graphs, executor = self._executor.graphs, self._executor
-        same_s, same = graphs.seconds(shape), executor.experts_read().mean()
-        with executor.different_tokens():
-            many_s, many = graphs.seconds(shape), executor.experts_read().mean()
-        experts.set_cost(many_s - same_s, float(many - same))
-
     @property
     def round_s(self) -> float:
         """Seconds of a round over all slots with the newest round's width: measured in the run once two such rounds have
         followed each other, before that as timed by `prepare`, without attention; 1 if nothing is timed."""
         measured = {} if self._refills is None else self._refills.round_s
-        return measured.get(self._width) or self._round_s.get(self._width, 1.0)
+        return measured.get(self._width) or self._timer.round_s.get(self._width, 1.0)
 
     @property
     def refill_s(self) -> float | None:
@@ -226,8 +209,8 @@ class RoundPlanner:
             total += num_layers * int(keys.sum())
         return total // self._windows.total()
 
-    def learn(self, launch: Launch, result: PendingResult, accepted_len: Ints) -> None:
-        """Learn from the result of a round or prefill pass; accepted_len int32 [rows] of the round."""
+    def learn(self, launch: Launch, result: PendingResult, log: RoundLog) -> None:
+        """Learn from the result of a round or prefill pass; `log` has the lines of its live rows."""
         if launch.counts_experts and self.experts is not None and result.result.experts_read is not None:
             self.experts.observe(result.result.experts_read.numpy(), self._live_tokens(launch, result))
         took = self._clock.add(launch, result)
@@ -236,17 +219,18 @@ class RoundPlanner:
         if self._lengths is None:
             return
         if not launch.is_prefill:
-            self._observe(self._lengths, launch, result, accepted_len)
+            self._observe(self._lengths, launch, result, log)
         if took is not None and not took.num_prefilled:
             self._lengths.timed(
                 launch.num_rows, launch.width, launch.context_tokens, took.seconds, prepare_next=launch.prepare_next,
                 live_rows=launch.live_rows,
             )
 
-    def _observe(self, lengths: DraftLengths, launch: Launch, result: PendingResult, accepted_len: Ints) -> None:
+    def _observe(self, lengths: DraftLengths, launch: Launch, result: PendingResult, log: RoundLog) -> None:
         """Note the acceptance of a round. Rows that verified fewer drafts than others say nothing of what others would accept."""
         if launch.width.mean_len is None:
-            lengths.observe(launch.width.draft_len, accepted_len)
+            took_part = log.num_kept > 0
+            lengths.observe(launch.width.draft_len, log.accepted_len[took_part], log.after_draft[took_part])
         if (levels := result.result.levels) is not None:
             lengths.observe_levels(levels.numpy(), int((result.result.log.numpy()[:, 0] >= 0).sum()))
 

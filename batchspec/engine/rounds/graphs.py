@@ -58,6 +58,11 @@ class Graphs:
             if self.captures and shape not in self._graphs:
                 self._capture(shape)
 
+    def forget(self, shapes: Iterable[RoundShape]) -> None:
+        """Drop graphs: a round of these shapes is captured anew."""
+        for shape in shapes:
+            self._graphs.pop(shape, None)
+
     def launches(self, shapes: Iterable[RoundShape]) -> list[Callable[[], object]]:
         """Functions that launch each of these rounds kernel by kernel, in the order of `prepare`."""
         return [partial(self._run, shape) for shape in largest_first(shapes)]

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from batchspec.engine.rounds.round import RoundResult
+from batchspec.kernels.rounds.accept import WAITING, WAITING_AFTER_DRAFT
 
 Moment = float | torch.cuda.Event
 """Seconds of the host's clock, or an event of the device."""
@@ -19,12 +20,13 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class RoundLog:
-    """One line per row: views of the log that the kernel `accept` writes.
+    """One line per row, of the log that the kernel `accept` writes.
 
     accepted_len  int32 [n] draft tokens that the row accepted
     draft_len     int32 [n] draft tokens that were verified
     num_kept      int32 [n] committed tokens: accepted_len + 1, less those after a stop id or a failure
     finish        int32 [n] 0 running, else STOPPED, FULL, FAILED or WAITING of `kernels/rounds/accept.py`
+    after_draft   bool [n] the row waits, and its last token is a draft that the target chose too, beside those accepted
     tokens        int32 [n, S] the emitted tokens, -1 after them
     """
 
@@ -32,16 +34,21 @@ class RoundLog:
     draft_len: Ints
     num_kept: Ints
     finish: Ints
+    after_draft: NDArray[np.bool_]
     tokens: Ints
 
     @staticmethod
     def of(log: Ints) -> RoundLog:
         """log int32 [n, 4+S], columns as in `accept`."""
-        return RoundLog(log[:, 0], log[:, 1], log[:, 2], log[:, 3], log[:, 4:])
+        finish = log[:, 3]
+        return RoundLog(
+            log[:, 0], log[:, 1], log[:, 2], np.minimum(finish, WAITING), finish == WAITING_AFTER_DRAFT, log[:, 4:]
+        )
 
     def __getitem__(self, lines: NDArray[np.bool_]) -> RoundLog:
         return RoundLog(
-            self.accepted_len[lines], self.draft_len[lines], self.num_kept[lines], self.finish[lines], self.tokens[lines]
+            self.accepted_len[lines], self.draft_len[lines], self.num_kept[lines], self.finish[lines], self.after_draft[lines],
+            self.tokens[lines],
         )
 
 

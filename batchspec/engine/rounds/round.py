@@ -187,6 +187,10 @@ class Round:
         self.drafter.catch_up(own_batch, aux_hidden_states, accepted_len, rows, self.cache, prepare_next=prepare_next)
         return result
 
+    def verify_all(self) -> None:
+        """From now on rows verify all their drafts, and nothing is learnt of these. Graphs that were captured before still do."""
+        self.chances = self.drafter.confidence = None
+
     def rates(self, draft_len: int) -> Tensor | None:
         """float32 [N, K] rates of simulated acceptance; None without drafts, or if none is simulated."""
         return None if self.simulated is None else self.simulated.rates(draft_len)

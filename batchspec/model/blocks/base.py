@@ -87,8 +87,10 @@ class TensorSpec:
     """Other shapes in which the file may hold the same values."""
     typical: float = 1.0
     """Among dummy weights the value of a scale, or of an index how often each value comes, one after another."""
+    shuffled: bool = False
+    """Whether the values of an index among dummy weights come in any order."""
     between: tuple[float, float] | None = None
-    """Range of the values among dummy weights, of an index without the last; None: they are as its role says."""
+    """Range of the values among dummy weights; None: they are as its role says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,15 +48,15 @@ class Awq(Int4):
         )
 
     def weight(self, weights: Weights, name: str) -> Int4Weight:
-        stored, scales = weights.stored(f"{name}.qweight"), weights.stored(f"{name}.scales").t().contiguous()
+        stored, scales = weights.stored(f"{name}.qweight"), weights.stored(f"{name}.scales").t()
         words = torch.cat([pack(_in_order(some).t()) for some in stored.split(_WORDS, 1)])
-        zeros: Tensor | None = _in_order(weights.stored(f"{name}.qzeros")).t().contiguous()
+        zeros: Tensor | None = _in_order(weights.stored(f"{name}.qzeros")).t()
         if self.symmetric:
             assert zeros is not None
             if bool((zeros != MIDDLE).any()):
                 raise CheckpointError(f"{name}.qzeros has zero points besides 8, and zero_point is false; set zero_point=true")
             zeros = None
-        return Int4Weight(words, scales, zeros, self.group_size or stored.shape[0])
+        return self.arranged(weights, name, words, scales, zeros)
 
     def shard(self, part: Projection, share: Share) -> Slices:
         name, pieces = part.name, self.cut(part, share, packs_rows=True)

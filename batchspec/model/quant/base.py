@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from batchspec.errors import ConfigError
+from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.blocks.base import GroupedSpec, Projection, Share, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
 
@@ -95,6 +95,26 @@ class WeightFormat(Protocol):
 def bias_of(part: Projection) -> tuple[TensorSpec, ...]:
     """The bias of a projection; every format stores it in the same way."""
     return (TensorSpec(f"{part.name}.bias", (part.rows,), "bias"),) if part.bias else ()
+
+
+def check_size(part: Projection, size: int, what: str, unit: int, kind: str) -> None:
+    """Raises CheckpointError for a projection that no file can hold in this kind of weights.
+
+    size  its number of `what`, inputs or outputs, which must be a multiple of `unit`
+    """
+    if size % unit:
+        raise CheckpointError(
+            f"{part.name}: {size} {what} are no multiple of {unit}, so that it cannot be in {kind} as quantization_config says; "
+            "use a checkpoint that names it as not quantised, or one in another format"
+        )
+
+
+def unordered(weights: str) -> ConfigError:
+    """The error of decode.deterministic with weights, as in "NVFP4 weights", that the library multiplies."""
+    return ConfigError(
+        f"decode.deterministic=true with {weights} is supported in float64 only: the library computes their products, in no "
+        "fixed order; remove it, or set model.dtype=float64"
+    )
 
 
 def check_blocks(name: str, size: int, ranges: Sequence[slice], block: int) -> None:

@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.kernels.moe.quantise import Fp8Rows
-from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.base import Clamp
-from batchspec.model.quant.grouped import PlainExperts
+from batchspec.kernels.common.int4 import ROWS
 
 PIECE = 1 << 22
 """Maximum number of weights that are dequantised at once; they take about 50 MB in bf16."""
 
 
-def multiply_in_pieces(x: Tensor, num_rows: int, matrix: Callable[[slice], Tensor], bias: Tensor | None) -> Tensor:
-    """x [T, K] -> x W' + b, [T, num_rows]. Does not synchronise.
+class Packed(Protocol):
+    """A weight [N, K] of four bits a number."""
 
-    matrix  a range of the rows of W, dequantised to the dtype of x
+    @property
+    def num_rows(self) -> int:
+        """N"""
+
+    def rows(self, own: slice) -> Self:
+        """Some rows of it, without copies. The first one is a multiple of 16."""
+
+
+Weight = TypeVar("Weight", bound=Packed)
+
+
+def multiply_in_pieces(
+    x: Tensor, weights: Sequence[Weight], dequantise: Callable[[Weight, torch.dtype], Tensor], bias: Tensor | None
+) -> Tensor:
+    """x [T, K] -> x W' + b, [T, N]; W is that of all weights, their rows one after another. Does not synchronise.
+
+    dequantise  (weight, dtype) -> [rows of the weight, K]
+
+    One product if the weights have at most PIECE numbers, with the bits of the dequantised model.
     """
-    step, outs = max(1, PIECE // x.shape[1]), []
-    for first in range(0, num_rows, step):
-        own = slice(first, min(first + step, num_rows))
-        outs.append(F.linear(x, matrix(own), None if bias is None else bias[own]))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
-
-
-class DequantisedExperts(PlainExperts):
-    """A GroupedProduct that only the reference computes."""
-
-    reads_rows = reads_groups = False
-
-    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor:
-        return self.plain_up(x, routing, clamp)
-
-    def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
-        assert isinstance(inner, Tensor)
-        return self.plain_down(inner, routing)
+    most = PIECE // x.shape[1]
+    if sum(weight.num_rows for weight in weights) <= most:
+        matrices = [dequantise(weight, x.dtype) for weight in weights]
+        return F.linear(x, matrices[0] if len(matrices) == 1 else torch.cat(matrices), bias)
+    outs, at, step = [], 0, max(1, most // ROWS) * ROWS
+    for weight in weights:
+        for first in range(0, weight.num_rows, step):
+            part = weight.rows(slice(first, min(first + step, weight.num_rows)))
+            outs.append(F.linear(x, dequantise(part, x.dtype), None if bias is None else bias[at : at + part.num_rows]))
+            at += part.num_rows
+    return torch.cat(outs, -1)

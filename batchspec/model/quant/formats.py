@@ -16,7 +16,9 @@ from batchspec.model.config_values import ConfigReader
 from batchspec.model.files import listed
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.fp8 import Fp8
+from batchspec.model.quant.int4_format import Int4
 from batchspec.model.quant.module_names import begins_with, is_in
+from batchspec.model.quant.nvfp4_format import Nvfp4
 from batchspec.model.quant.ordered import ORDERED
 from batchspec.model.quant.plain import PLAIN, Plain
 from batchspec.model.wrapped import is_of_text
@@ -131,6 +133,14 @@ class Formats:
         """Whether the projection with this name quantises activations."""
         own = self.of(name)
         return isinstance(own, Fp8) and own.quantises
+
+    def unpacks(self, name: str) -> bool:
+        """Whether products of the projection with this name unpack INT4 weights."""
+        return isinstance(self.of(name), Int4)
+
+    def dequantises(self, name: str) -> bool:
+        """Whether products of the projection with this name dequantise their weight in plain torch at each call: NVFP4."""
+        return isinstance(self.of(name), Nvfp4)
 
     def multiplies_plain(self, name: str) -> bool:
         """Whether the projection with this name is a product of weights in the model's dtype."""

@@ -39,12 +39,12 @@ class Gptq(Int4):
     def tensors(self, part: Projection) -> tuple[TensorSpec, ...]:
         self.check(part, packs_rows=True, whole_groups=False)
         name, groups = part.name, self.num_groups(part.k)
-        of_index = {"between": (0.0, float(groups))} if self.act_order else {"typical": float(self.group_size or part.k)}
+        often = float(self.group_size or part.k)
         return (
             TensorSpec(f"{name}.qweight", (part.k // CODES, part.rows), "weight", ("I32",)),
             TensorSpec(f"{name}.qzeros", (groups, part.rows // CODES), "weight", ("I32",)),
             TensorSpec(f"{name}.scales", (groups, part.rows), "scale", typical=TYPICAL_SCALE),
-            TensorSpec(f"{name}.g_idx", (part.k,), "index", ("I32",), **of_index),
+            TensorSpec(f"{name}.g_idx", (part.k,), "index", ("I32",), typical=often, shuffled=self.act_order),
             *bias_of(part),
         )
 
@@ -52,13 +52,13 @@ class Gptq(Int4):
         return () if part.bias else (TensorSpec(f"{part.name}.bias", (part.rows,), "bias"),)
 
     def weight(self, weights: Weights, name: str) -> Int4Weight:
-        words, scales = (weights.stored(f"{name}.{x}").t().contiguous() for x in ("qweight", "scales"))
+        words, scales = (weights.stored(f"{name}.{x}").t() for x in ("qweight", "scales"))
         groups = self.groups_of(weights.stored(f"{name}.g_idx"), scales.shape[1], f"{name}.g_idx")
         zeros = None
         if not self.symmetric:
             stored = weights.stored(f"{name}.qzeros")
-            zeros = unpack(stored + _ONES if self.minus_one else stored).t().contiguous()
-        return Int4Weight(words, scales, zeros, self.group_size or words.shape[1] * CODES, groups)
+            zeros = unpack(stored + _ONES if self.minus_one else stored).t()
+        return self.arranged(weights, name, words, scales, zeros, groups)
 
     def shard(self, part: Projection, share: Share) -> Slices:
         name, pieces = part.name, self.cut(part, share, packs_rows=True)

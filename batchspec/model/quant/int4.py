@@ -1,121 +1,102 @@
-"""Products with INT4 weights (W4A16), on any device in plain torch: weights stay packed, and each call dequantises them.
+"""Products with INT4 weights (W4A16), which stay packed: in bf16 on a GPU Triton kernels, elsewhere plain torch.
 
     y = x W' + b     W [N, K] as `kernels/common/int4.py` defines it, in the dtype of x
 
-So the result is that of the model with dequantised weights; in fp64 it has the same bits, unless a matrix is multiplied in pieces
-(`dequantised.py`).
+So the result is that of the model with dequantised weights, up to the order of sums; in fp64 it has the same bits, unless a
+matrix is multiplied in pieces (`dequantised.py`). Kernels unpack weights in registers (`kernels/gemm/int4_linear.py`). For many
+tokens weights are dequantised piece by piece, and the library multiplies; `tuning.policy.int4_tile` says for how many. Plain
+torch does that for any number. It also computes products with groups that kernels do not read: of other sizes than 32, 64 and
+whole blocks of 128, and in act order those of which a rank holds parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from batchspec.errors import CheckpointError
-from batchspec.kernels.common.int4 import CODES, Int4Weight, dequantise
+from batchspec.kernels.common.int4 import ROWS, Int4Weight, dequantise
+from batchspec.kernels.gemm.int4_dequantise import multiply_dequantised
+from batchspec.kernels.gemm.int4_linear import int4_linear, int4_swiglu
+from batchspec.kernels.gemm.tiles import Tile
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.model.blocks.base import GroupedSpec
 from batchspec.model.blocks.forward import Product
-from batchspec.model.quant.dequantised import DequantisedExperts, multiply_in_pieces
+from batchspec.model.quant.dequantised import multiply_in_pieces
+from batchspec.tuning.policy import has_fast_experts, int4_tile, ordered_int4_tile
 
 
 class Int4Linear(Product):
-    """x [T, K] -> x @ W.T + bias [T, N]; W is that of all parts, their rows one after another."""
+    """x [T, K] -> x @ W.T + bias [T, N]; W is that of all parts, their rows one after another.
 
-    def __init__(self, parts: Sequence[Int4Weight], bias: Tensor | None = None) -> None:
-        self.weights, self._bias = joined(parts), bias
+    ordered  a token's bits do not depend on the number of tokens (decode.deterministic), so the library's product is never used
+    """
+
+    def __init__(self, parts: Sequence[Int4Weight], bias: Tensor | None = None, *, ordered: bool = False) -> None:
+        self.weights, self._bias, self._ordered = joined(parts), bias, ordered
 
     def __call__(self, x: Tensor, lora: LoraTokens | None = None) -> Tensor:
-        return multiply(x, self.weights, self._bias)
+        if not all(is_fast(weight, x.dtype) for weight in self.weights):
+            return multiply_in_pieces(x, self.weights, dequantise, self._bias)
+        outs, first = [], 0
+        for weight in self.weights:
+            bias = None if self._bias is None else self._bias[first : first + weight.num_rows]
+            tile, rows, interpret = self._tile(x, weight, gated=False), in_order_of(x, weight), not x.is_cuda
+            if tile is None:
+                outs.append(multiply_dequantised(rows, weight, bias, interpret=interpret))
+            else:
+                outs.append(int4_linear(rows, weight, bias, tile=tile, interpret=interpret))
+            first += weight.num_rows
+        return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+
+    def swiglu(self, x: Tensor, lora: LoraTokens | None) -> Tensor:
+        weight = self.weights[0]
+        if len(self.weights) == 1 and is_fast(weight, x.dtype) and weight.num_rows % (2 * ROWS) == 0:
+            tile = self._tile(x, weight, gated=True)
+            if tile is not None and weight.words.is_contiguous():
+                return int4_swiglu(in_order_of(x, weight), weight, self._bias, tile=tile, interpret=not x.is_cuda)
+        return super().swiglu(x, lora)
+
+    def _tile(self, x: Tensor, weight: Int4Weight, *, gated: bool) -> Tile | None:
+        if self._ordered:
+            return ordered_int4_tile(len(x), gated=gated)
+        group = weight.kernel_group
+        assert group is not None
+        return int4_tile(len(x), weight.num_rows, weight.k, group, x.device, gated=gated)
 
     def rows_from(self, first: int) -> Product:
-        rows = slice(first, sum(weight.num_rows for weight in self.weights))
-        return Int4Linear(rows_of(self.weights, rows), None if self._bias is None else self._bias[first:])
+        """Without copies if `first` is a multiple of 16 in its weight."""
+        at, own = 0, []
+        for weight in self.weights:
+            start = max(first - at, 0)
+            if start < weight.num_rows:
+                if start % ROWS:
+                    return super().rows_from(first)
+                own.append(weight.rows(slice(start, weight.num_rows)))
+            at += weight.num_rows
+        return Int4Linear(own, None if self._bias is None else self._bias[first:], ordered=self._ordered)
 
 
-def multiply(x: Tensor, weights: Sequence[Int4Weight], bias: Tensor | None) -> Tensor:
-    """x [T, K] -> [T, rows of all weights]. Does not synchronise."""
-
-    def matrix(own: slice) -> Tensor:
-        return torch.cat([dequantise(part, x.dtype) for part in rows_of(weights, own)])
-
-    return multiply_in_pieces(x, sum(weight.num_rows for weight in weights), matrix, bias)
+def is_fast(weight: Int4Weight, dtype: torch.dtype) -> bool:
+    """Whether kernels multiply activations of this dtype, the model's, with this weight."""
+    return has_fast_experts(weight.words.device, dtype) and weight.kernel_group is not None
 
 
-def rows_of(weights: Iterable[Int4Weight], own: slice) -> list[Int4Weight]:
-    """The weights of a range of the rows of all, which lie one after another; without copies."""
-    found, at = [], 0
-    for weight in weights:
-        part = slice(max(own.start - at, 0), min(own.stop - at, weight.num_rows))
-        if part.start < part.stop:
-            found.append(weight.rows(part))
-        at += weight.num_rows
-    return found
+def in_order_of(x: Tensor, weight: Int4Weight) -> Tensor:
+    """x [T, K], columns in the order of the weight in memory."""
+    return x if weight.columns is None else x.index_select(1, weight.columns)
 
 
 def joined(parts: Sequence[Int4Weight]) -> tuple[Int4Weight, ...]:
-    """The parts as one weight, if all divide their columns in the same way; otherwise as they are."""
+    """The parts as one weight, if all divide their columns in the same way and their rows can follow each other; otherwise as
+    they are."""
     first, *others = parts
-    if not others or not all(first.has_groups_of(part) for part in others):
+    whole = all(part.num_rows % ROWS == 0 for part in parts[:-1])
+    if not others or not whole or not all(first.has_columns_of(part) for part in others):
         return tuple(parts)
     zeros = [part.zeros for part in parts if part.zeros is not None]
     assert len(zeros) in (0, len(parts))
-    words, scales = torch.cat([part.words for part in parts]), torch.cat([part.scales for part in parts])
-    return (replace(first, words=words, scales=scales, zeros=torch.cat(zeros) if zeros else None),)
-
-
-class StackedInt4:
-    """The weights of all experts of a grouped product, in one allocation that is filled one projection at a time."""
-
-    def __init__(self, spec: GroupedSpec, like: Int4Weight, *, act_order: bool) -> None:
-        """like: the weight of one projection. act_order: each projection has groups of its own."""
-
-        def empty(one: Tensor) -> Tensor:
-            return one.new_empty((spec.num_experts, spec.rows, one.shape[1]))
-
-        self.words, self.scales = empty(like.words), empty(like.scales)
-        self.zeros = None if like.zeros is None else empty(like.zeros)
-        self.group_size, self._part_rows, device = like.group_size, spec.part_rows, like.words.device
-        shape = (spec.num_experts, len(spec.parts), like.words.shape[1] * CODES)
-        self.groups = torch.empty(shape, dtype=torch.int32, device=device) if act_order else None
-
-    def put(self, expert: int, rows: slice, name: str, part: Int4Weight) -> None:
-        """Copy a projection of this name. rows: its rows in the matrix of its expert. Raises CheckpointError for scales of
-        another dtype than those of the first one."""
-        if part.scales.dtype != self.scales.dtype:
-            dtypes = f"{part.scales.dtype}, and those of other experts {self.scales.dtype}"
-            raise CheckpointError(f"{name}: its scales are {dtypes}; give those of all experts of a layer one dtype")
-        self.words[expert, rows].copy_(part.words)
-        self.scales[expert, rows].copy_(part.scales)
-        if self.zeros is not None:
-            assert part.zeros is not None
-            self.zeros[expert, rows].copy_(part.zeros)
-        if self.groups is not None:
-            columns = torch.arange(self.groups.shape[2], device=self.groups.device)
-            own = columns // self.group_size if part.groups is None else part.groups
-            self.groups[expert, rows.start // self._part_rows].copy_(own)
-
-    def of(self, expert: int) -> list[Int4Weight]:
-        """The weight of an expert, without copies; with groups of their own one for each of its projections."""
-        zeros = None if self.zeros is None else self.zeros[expert]
-        whole = Int4Weight(self.words[expert], self.scales[expert], zeros, self.group_size)
-        if self.groups is None:
-            return [whole]
-        starts = range(0, whole.num_rows, self._part_rows)
-        parts = zip((whole.rows(slice(at, at + self._part_rows)) for at in starts), self.groups[expert], strict=True)
-        return [replace(part, groups=own) for part, own in parts]
-
-
-class Int4Experts(DequantisedExperts):
-    """A GroupedProduct with INT4 weights."""
-
-    weight_dtype = torch.int32
-
-    def __init__(self, weight: StackedInt4, bias: Tensor | None) -> None:
-        self.weight, self._bias, self.rows = weight, bias, weight.words.shape[1]
-
-    def product(self, expert: int, x: Tensor) -> Tensor:
-        return multiply(x, self.weight.of(expert), None if self._bias is None else self._bias[expert])
+    words, scales = torch.cat([part.words for part in parts], 1), torch.cat([part.scales for part in parts], 1)
+    num_rows = sum(part.num_rows for part in parts)
+    return (replace(first, words=words, scales=scales, zeros=torch.cat(zeros, 1) if zeros else None, num_rows=num_rows),)

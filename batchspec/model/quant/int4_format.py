@@ -10,20 +10,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from batchspec.errors import CheckpointError, ConfigError
-from batchspec.kernels.common.int4 import CODES, Int4Weight, dequantise
+from batchspec.errors import CheckpointError
+from batchspec.kernels.common.int4 import BLOCK, CODES, ROWS, WORDS, Int4Weight, arrange, bf16_scales, dequantise, is_readable
 from batchspec.model.blocks.base import GroupedSpec, Projection, Share
 from batchspec.model.blocks.forward import GroupedProduct, Product
-from batchspec.model.quant.base import Pieces, Weights, joined_bias, shard_matrix
+from batchspec.model.quant.base import Pieces, Weights, check_size, joined_bias, shard_matrix, unordered
 from batchspec.model.quant.grouped import SeparateExperts, expert_biases, expert_parts
-from batchspec.model.quant.int4 import Int4Experts, Int4Linear, StackedInt4
+from batchspec.model.quant.int4 import Int4Linear
+from batchspec.model.quant.int4_experts import ExpertWeights, Int4Experts
 
 TYPICAL_SCALE = 4e-3
 """Of dummy weights: their standard deviation is then 0.02."""
@@ -40,6 +41,8 @@ class Int4(SeparateExperts):
     """Whether all zero points are 8."""
     act_order: bool = False
     """Whether the file says which group each column is in (`desc_act`, `actorder`)."""
+    ordered: bool = False
+    """Whether products sum in one order (decode.deterministic). The caller checks that kernels compute them."""
 
     @abstractmethod
     def weight(self, weights: Weights, name: str) -> Int4Weight:
@@ -53,33 +56,55 @@ class Int4(SeparateExperts):
         return self
 
     def in_one_order(self) -> Self:
-        raise ConfigError(
-            "decode.deterministic=true with INT4 weights is supported in float64 only: the library computes their products, in "
-            "no fixed order; remove it, or set model.dtype=float64"
-        )
+        if self.act_order or not (self.group_size is None or is_readable(self.group_size)):
+            kind = "in act order" if self.act_order else f"in groups of {self.group_size}"
+            raise unordered(f"INT4 weights {kind}")
+        return replace(self, ordered=True)
 
     def holds(self, spec: GroupedSpec) -> bool:
         return not spec.stacked  # quantisers convert modules, but stacked experts are parameters
 
     def nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
-        """Without the groups of act-order weights, 4 bytes a column."""
-        return rows * (k // 2 + self.num_groups(k) * (_SCALE_BYTES + (not self.symmetric)))
+        """Without the order of the columns of act-order weights, 4 bytes a column."""
+        blocks, rows, size = -(-k // BLOCK), -(-rows // ROWS) * ROWS, self.group_size or k
+        groups = blocks * (BLOCK // size) if size < BLOCK and BLOCK % size == 0 and size < k else self.num_groups(k)
+        return rows * (2 * blocks * WORDS + groups * _SCALE_BYTES * (1 if self.symmetric else 2))
+
+    def arranged(
+        self, weights: Weights, name: str, words: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None = None
+    ) -> Int4Weight:
+        """The form in memory of the projection of this name; see `arrange`. In a model of bf16 its scales are rounded to bf16.
+
+        Raises CheckpointError for scales that the kernels cannot read.
+        """
+        if weights.dtype is torch.bfloat16:
+            try:
+                scales = bf16_scales(scales)
+            except ValueError as error:
+                raise CheckpointError(f"{name}: {error} in bf16; set model.dtype=float32, or quantise again") from None
+        return arrange(words, scales, zeros, self.group_size or words.shape[1] * CODES, groups)
 
     def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
         parts = [self.weight(weights, name) for name in names]
-        return Int4Linear(parts, joined_bias(weights, names) if bias else None)
+        return Int4Linear(parts, joined_bias(weights, names) if bias else None, ordered=self.ordered)
 
     def matrix(self, weights: Weights, name: str) -> Tensor:
         return dequantise(self.weight(weights, name), weights.dtype)
 
     def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedProduct:
-        stacked: StackedInt4 | None = None
-        for expert, place, part in expert_parts(spec):
+        stacked: ExpertWeights | None = None
+        for expert, rows, part in expert_parts(spec):
             own = self.weight(weights, part.name)
-            stacked = StackedInt4(spec, own, act_order=self.act_order) if stacked is None else stacked
-            stacked.put(expert, place, part.name, own)
+            stacked = ExpertWeights(spec, own, act_order=self.act_order) if stacked is None else stacked
+            stacked.put(expert, rows.start // spec.part_rows, part.name, own)
         assert stacked is not None
-        return Int4Experts(stacked, expert_biases(weights, spec))
+        return Int4Experts(stacked, expert_biases(weights, spec), spec.rows, weights.dtype)
+
+    def kernel_group(self, k: int) -> int | None:
+        """The size of the groups of a row of k columns as the kernels take it (`Int4Weight.kernel_group`)."""
+        if self.num_groups(k) == 1:
+            return 0
+        return self.group_size if self.group_size is not None and is_readable(self.group_size) else None
 
     def num_groups(self, k: int) -> int:
         return 1 if self.group_size is None else -(-k // self.group_size)
@@ -91,12 +116,8 @@ class Int4(SeparateExperts):
         whole_groups  the last group may not have fewer columns
         """
         divisor = CODES if self.group_size is None or not whole_groups else self.group_size
-        for what, size, unit in (("inputs", part.k, divisor), ("outputs", part.rows, CODES if packs_rows else 1)):
-            if size % unit:
-                raise CheckpointError(
-                    f"{part.name}: {size} {what} are no multiple of {unit}, so that it cannot be in INT4 as quantization_config "
-                    "says; use a checkpoint that names it as not quantised, or one in another format"
-                )
+        check_size(part, part.k, "inputs", divisor, "INT4")
+        check_size(part, part.rows, "outputs", CODES if packs_rows else 1, "INT4")
 
     @property
     def block(self) -> int:
@@ -114,7 +135,7 @@ class Int4(SeparateExperts):
         return slice(columns.start // self.group_size, -(-columns.stop // self.group_size))
 
     def groups_of(self, index: Tensor, num_groups: int, name: str) -> Tensor | None:
-        """The groups of columns as `Int4Weight` has them, from a tensor of this name.
+        """The groups of columns as `arrange` takes them, from a tensor of this name.
 
         index       [K] the group of each column of the part that this process holds
         num_groups  that it holds

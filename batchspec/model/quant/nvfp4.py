@@ -17,9 +17,12 @@ from torch import Tensor
 from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.common.nvfp4 import GROUP, Nvfp4Weight, dequantise, joined
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.model.blocks.base import GroupedSpec
+from batchspec.kernels.moe.quantise import Fp8Rows
+from batchspec.kernels.moe.units import Routing
+from batchspec.model.blocks.base import Clamp, GroupedSpec
 from batchspec.model.blocks.forward import Product
-from batchspec.model.quant.dequantised import DequantisedExperts, multiply_in_pieces
+from batchspec.model.quant.dequantised import multiply_in_pieces
+from batchspec.model.quant.grouped import PlainExperts
 
 
 class Nvfp4Linear(Product):
@@ -29,16 +32,11 @@ class Nvfp4Linear(Product):
         self.weight, self._bias = joined(parts), bias
 
     def __call__(self, x: Tensor, lora: LoraTokens | None = None) -> Tensor:
-        return multiply(x, self.weight, self._bias)
+        return multiply_in_pieces(x, [self.weight], dequantise, self._bias)
 
     def rows_from(self, first: int) -> Product:
         rows = slice(first, self.weight.num_rows)
         return Nvfp4Linear([self.weight.rows(rows)], None if self._bias is None else self._bias[rows])
-
-
-def multiply(x: Tensor, weight: Nvfp4Weight, bias: Tensor | None) -> Tensor:
-    """x [T, K] -> [T, N]. Does not synchronise."""
-    return multiply_in_pieces(x, weight.num_rows, lambda own: dequantise(weight.rows(own), x.dtype), bias)
 
 
 class StackedNvfp4:
@@ -61,13 +59,21 @@ class StackedNvfp4:
         return Nvfp4Weight(self.codes[expert], self.scales[expert], self.row_scales[expert], self.divides)
 
 
-class Nvfp4Experts(DequantisedExperts):
+class Nvfp4Experts(PlainExperts):
     """A GroupedProduct with NVFP4 weights."""
 
     weight_dtype = torch.float4_e2m1fn_x2
+    reads_rows = reads_groups = False
 
     def __init__(self, weight: StackedNvfp4, bias: Tensor | None) -> None:
         self.weight, self._bias, self.rows = weight, bias, weight.codes.shape[1]
 
+    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor:
+        return self.plain_up(x, routing, clamp)
+
+    def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
+        assert isinstance(inner, Tensor)
+        return self.plain_down(inner, routing)
+
     def product(self, expert: int, x: Tensor) -> Tensor:
-        return multiply(x, self.weight.of(expert), None if self._bias is None else self._bias[expert])
+        return multiply_in_pieces(x, [self.weight.of(expert)], dequantise, None if self._bias is None else self._bias[expert])

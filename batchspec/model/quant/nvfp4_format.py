@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchspec.errors import CheckpointError, ConfigError
+from batchspec.errors import CheckpointError
 from batchspec.kernels.common.nvfp4 import GROUP, Nvfp4Weight, dequantise
 from batchspec.model.blocks.base import GroupedSpec, Projection, Share, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.quant.base import Slices, Weights, bias_of, joined_bias, shard_bias, shard_matrix
+from batchspec.model.quant.base import Slices, Weights, bias_of, check_size, joined_bias, shard_bias, shard_matrix, unordered
 from batchspec.model.quant.grouped import SeparateExperts, expert_biases, expert_parts
 from batchspec.model.quant.nvfp4 import Nvfp4Experts, Nvfp4Linear, StackedNvfp4
 
@@ -55,20 +55,13 @@ class Nvfp4(SeparateExperts):
         return self
 
     def in_one_order(self) -> Nvfp4:
-        raise ConfigError(
-            "decode.deterministic=true with NVFP4 weights is supported in float64 only: the library computes their products, in "
-            "no fixed order; remove it, or set model.dtype=float64"
-        )
+        raise unordered(self.kept)
 
     def holds(self, spec: GroupedSpec) -> bool:
         return not spec.stacked  # quantisers convert modules, but stacked experts are parameters
 
     def tensors(self, part: Projection) -> tuple[TensorSpec, ...]:
-        if part.k % GROUP:
-            raise CheckpointError(
-                f"{part.name}: {part.k} inputs are no multiple of {GROUP}, so that it cannot be in NVFP4 as quantization_config "
-                "says; use a checkpoint that names it as not quantised, or one in another format"
-            )
+        check_size(part, part.k, "inputs", GROUP, "NVFP4")
         typical = 1 / _TYPICAL if self.divides else _TYPICAL
         return (
             TensorSpec(f"{part.name}.{self.codes}", (part.rows, part.k // 2), "weight", ("U8",)),

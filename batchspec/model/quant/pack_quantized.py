@@ -39,19 +39,20 @@ class PackQuantized(Int4):
         if not self.symmetric:
             found.append(TensorSpec(f"{name}.weight_zero_point", (rows // CODES, groups), "weight", ("I32",)))
         if self.act_order:
-            found.append(TensorSpec(f"{name}.weight_g_idx", (part.k,), "index", ("I32",), between=(0, groups)))
+            often = float(self.group_size or part.k)
+            found.append(TensorSpec(f"{name}.weight_g_idx", (part.k,), "index", ("I32",), typical=often, shuffled=True))
         return *found, *bias_of(part)
 
     def weight(self, weights: Weights, name: str) -> Int4Weight:
         words, scales = weights.stored(f"{name}.weight_packed"), weights.stored(f"{name}.weight_scale")
         zeros, groups, of_columns = None, None, f"{name}.weight_g_idx"
         if not self.symmetric:
-            zeros = unpack(weights.stored(f"{name}.weight_zero_point").t()).t().contiguous()
+            zeros = unpack(weights.stored(f"{name}.weight_zero_point").t()).t()
         if self.act_order:
             index = weights.stored(of_columns)
             in_order = bool((index == -1).all())
             groups = None if in_order else self.groups_of(index, scales.shape[1], of_columns)
-        return Int4Weight(words, scales, zeros, self.group_size or words.shape[1] * CODES, groups)
+        return self.arranged(weights, name, words, scales, zeros, groups)
 
     def shard(self, part: Projection, share: Share) -> Slices:
         name, pieces = part.name, self.cut(part, share, packs_rows=not self.symmetric)

@@ -37,9 +37,11 @@ for _match in (None, PI32):
 case("corpus_lookup_kernel", "corpus_lookup", 1, tokens=PI32, num_tokens=PI32, live=PI32, which=PI32, table=PI64, corpus=PI32,
      draft_ids=PI32, draft_len=PI32, match_len=PI32, stride_row=I32, draft_stride=I32, max_draft_len=I32, growth=I32, width=I32,
      num_entries=I32, corpus_len=I32, LENGTHS=0b1010100, MAX_NGRAM=6, PAST_LANES=8, LANES=8)
-case("select_drafts_kernel", "select_drafts", 1, head_ids=PI32, lookup_ids=PI32, lookup_len=PI32, match_len=PI32,
-     head_counts=PF32, lookup_counts=PF32, live=PI32, draft_ids=PI32, draft_len=PI32, picked=PI32, head_stride=I32,
-     lookup_stride=I32, draft_stride=I32, head_width=I32, width=I32, LANES=8)
+for _confidence in (None, PI32):
+    case(f"select_drafts_kernel confidence {_confidence}", "select_drafts", 1, head_ids=PI32, lookup_ids=PI32, lookup_len=PI32,
+         match_len=PI32, head_counts=PF32, lookup_counts=PF32, live=PI32, draft_ids=PI32, draft_len=PI32, picked=PI32,
+         head_stride=I32, lookup_stride=I32, draft_stride=I32, head_width=I32, width=I32, head_confidence=_confidence,
+         confidence=_confidence, head_confidence_stride=I32, confidence_stride=I32, HEAD_BINS=32, LOOKUP_BINS=32, LANES=8)
 case("update_acceptance_kernel", "select_drafts", 4, tokens=PI32, num_tokens=PI32, live=PI32, accepted_len=PI32, head_ids=PI32,
      lookup_ids=PI32, lookup_len=PI32, match_len=PI32, picked=PI32, head_prior=PF32, lookup_prior=PF32, head_counts=PF32,
      lookup_counts=PF32, totals=PI64, num_rows=I32, token_stride=I32, head_stride=I32, lookup_stride=I32, head_width=I32,

@@ -1,0 +1,108 @@
+"""Grouped products of experts with INT4 weights: Triton kernels in bf16 on a GPU, plain torch elsewhere.
+
+The kernels read experts whose columns are in order, in groups as for dense products, and whose projections have a multiple of 16
+rows. Plain torch computes the others, one expert after another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from batchspec.errors import CheckpointError
+from batchspec.kernels.common.int4 import ROWS, Int4Weight, dequantise
+from batchspec.kernels.moe.experts_int4 import StackedInt4, experts_int4_down, experts_int4_up
+from batchspec.kernels.moe.quantise import Fp8Rows
+from batchspec.kernels.moe.units import Routing
+from batchspec.model.blocks.base import Clamp, GroupedSpec
+from batchspec.model.quant.dequantised import multiply_in_pieces
+from batchspec.model.quant.grouped import PlainExperts, gate_of, rows_in_order, tile_of
+from batchspec.tuning.policy import has_fast_experts
+
+
+class ExpertWeights:
+    """The weights of all experts of a grouped product, in one allocation that is filled one projection at a time.
+
+    The rows of each projection begin at a multiple of 16.
+    """
+
+    def __init__(self, spec: GroupedSpec, like: Int4Weight, *, act_order: bool) -> None:
+        """like: the weight of one projection. act_order: each projection has an order of columns, or groups, of its own."""
+        self._parts, self._like, self._blocks = len(spec.parts), like, like.words.shape[1]
+
+        def empty(one: Tensor) -> Tensor:
+            rows = self._parts * one.shape[1]
+            return one.new_empty((spec.num_experts, one.shape[0], rows, *one.shape[2:]))
+
+        self.words, self.scales = empty(like.words), empty(like.scales)
+        self.zeros = None if like.zeros is None else empty(like.zeros)
+        self._own: dict[tuple[int, int], Int4Weight] | None = {} if act_order else None
+
+    def put(self, expert: int, place: int, name: str, part: Int4Weight) -> None:
+        """Copy a projection of this name, number `place` of its expert. Raises CheckpointError for scales of another dtype than
+        those of the first one."""
+        if part.scales.dtype != self.scales.dtype:
+            dtypes = f"{part.scales.dtype}, and those of other experts {self.scales.dtype}"
+            raise CheckpointError(f"{name}: its scales are {dtypes}; give those of all experts of a layer one dtype")
+        own = self._part(expert, place, part)
+        own.words.copy_(part.words)
+        own.scales.copy_(part.scales)
+        if own.zeros is not None:
+            assert part.zeros is not None
+            own.zeros.copy_(part.zeros)
+        if self._own is not None:
+            self._own[expert, place] = own
+
+    def of(self, expert: int) -> list[Int4Weight]:
+        """The weights of an expert's projections, without copies."""
+        own = self._own
+        return [self._part(expert, place, self._like) if own is None else own[expert, place] for place in range(self._parts)]
+
+    def _part(self, expert: int, place: int, like: Int4Weight) -> Int4Weight:
+        """The weight of a projection whose columns are those of `like`."""
+        blocks = slice(place * self._blocks, (place + 1) * self._blocks)
+        rows = slice(blocks.start * ROWS, blocks.stop * ROWS)
+        zeros = None if self.zeros is None else self.zeros[expert, :, rows]
+        return replace(like, words=self.words[expert, :, blocks], scales=self.scales[expert, :, rows], zeros=zeros)
+
+    def for_kernels(self) -> StackedInt4 | None:
+        """What the kernels read; None if they cannot read these weights."""
+        group = None if self._own is not None else self._like.kernel_group
+        if group is None or self._like.num_rows % ROWS:
+            return None
+        return StackedInt4(self.words, self.scales, self.zeros, self._like.k, group)
+
+
+class Int4Experts(PlainExperts):
+    """A GroupedProduct with INT4 weights, in a model of this dtype."""
+
+    weight_dtype = torch.int32
+    reads_groups = False
+
+    def __init__(self, weight: ExpertWeights, bias: Tensor | None, rows: int, dtype: torch.dtype) -> None:
+        self.weight, self._bias, self.rows = weight, bias, rows
+        self._stacked = weight.for_kernels() if has_fast_experts(weight.words.device, dtype) else None
+
+    @property
+    def reads_rows(self) -> bool:
+        return self._stacked is not None
+
+    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor:
+        if self._stacked is None:
+            return self.plain_up(x, routing, clamp)
+        tile, rows = tile_of(routing, gated=True, dtype=self.weight_dtype), rows_in_order(x, routing)
+        return experts_int4_up(
+            rows, self._stacked, self._bias, routing, tile=tile, gate=gate_of(clamp), interpret=not x.is_cuda
+        )
+
+    def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
+        assert isinstance(inner, Tensor)
+        if self._stacked is None:
+            return self.plain_down(inner, routing)
+        tile = tile_of(routing, gated=False, dtype=self.weight_dtype)
+        return experts_int4_down(inner, self._stacked, self._bias, routing, tile=tile, interpret=not inner.is_cuda)
+
+    def product(self, expert: int, x: Tensor) -> Tensor:
+        return multiply_in_pieces(x, self.weight.of(expert), dequantise, None if self._bias is None else self._bias[expert])

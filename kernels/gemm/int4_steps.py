@@ -1,0 +1,235 @@
+"""What a program of the products with INT4 weights computes: the sums over K of a tile (`int4_linear.py`, `moe/experts_int4.py`).
+
+Rows of W are the side M of the tensor cores' products, which is at least 64, and tokens the side N: few tokens waste nothing.
+Each block of 128 columns of W (`common/int4.py`) is unpacked in registers, from which the tensor cores read it. What they read is
+
+    w = (q - z) * s, rounded once to bf16
+
+as in a dequantised weight; here all numbers are smaller by 2^8, which `SIZE` makes up for. A code of four bits, masked out of a
+word and read as bf16, is subnormal: bits 3 to 0 are q * 2^-133, bits 7 to 4 q * 2^-129. Multiplied by s * 2^125 or s * 2^121,
+both of which bf16 holds for s below 8, it is q * s * 2^-8. With z = 8, -8 s * 2^-8 is a number of bf16 too, so that one fused
+multiplication and addition rounds once. Other zero points are subtracted first, which is exact. So eight numbers take four masks,
+one shift and four multiplications, with zero points four more; scales change by additions to their exponents.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from batchspec.kernels.moe.packed_tiles import wait_for
+
+SIZE = tl.constexpr(256.0)
+LOW_SCALE, HIGH_SCALE = tl.constexpr(0x3E803E80), tl.constexpr(0x3C803C80)
+"""Added to the bits of two scales: times 2^125 and 2^121."""
+SIGNS, OFFSET = tl.constexpr(-0x7FFF8000), tl.constexpr(0x02800280)
+"""The bits of two scales are turned by the first and lowered by the second: times -2^-5."""
+
+
+@triton.jit
+def load_tokens(
+    x, begin, at, num_rows, k, stride, BLOCK_T: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """128 columns of rows of x, transposed: [128, BLOCK_T], columns past k 0. Rows past the last one are unspecified."""
+    if TMA:
+        tokens = x.load([begin, at])
+    else:
+        row = tl.minimum(begin + tl.arange(0, BLOCK_T), num_rows - 1).to(tl.int64)
+        column = at + tl.arange(0, 128)
+        places = x + row[:, None] * stride + column[None, :]
+        if EVEN_K:
+            tokens = tl.load(places)
+        else:
+            tokens = tl.load(places, mask=column[None, :] < k, other=0.0)
+    tokens = tl.trans(tokens)
+    return tokens.to(tl.float32) if INTERPRETED else tokens
+
+
+@triton.jit
+def load_words(w, block, first, n, w_rows, GATED: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
+    """Words of the rows from `first` on of a block of columns: [BLOCK_N, 32]; GATED: of gate and up, [2 * BLOCK_N, 32].
+
+    block: counted over all experts. w: a pointer, or with TMA a descriptor of [blocks * w_rows, 32], if GATED of
+    [blocks * 2, rows of the gate, 32]. Rows past the last one are unspecified.
+    """
+    ALL: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    if TMA and GATED:
+        words = w.load([block * 2, first, 0]).reshape(ALL, 32)
+    elif TMA:
+        words = w.load([block * w_rows + first, 0])
+    else:
+        lane = tl.arange(0, ALL)
+        row = tl.minimum(first + lane % BLOCK_N, tl.cdiv(n, 16) * 16 - 1) + lane // BLOCK_N * n
+        words = tl.load(w + block.to(tl.int64) * w_rows * 32 + (row * 32)[:, None] + tl.arange(0, 32)[None, :])
+    # 16 rows: [rows 0 or 8, row, thread, i, word]. In the order of the numbers: [.., .., i, thread, word]
+    return words.reshape(ALL // 16, 2, 8, 4, 4, 2).permute(0, 1, 2, 4, 3, 5).reshape(ALL, 32)
+
+
+@triton.jit
+def load_pairs(source, first, n, last, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """int32 [BLOCK_N / 2]: scales or zero points of two rows each, from row `first` on; GATED: [BLOCK_N], those of up follow.
+
+    source: those of a group
+    last: the last pair
+    """
+    HALF: tl.constexpr = BLOCK_N // 2
+    lane = tl.arange(0, BLOCK_N if GATED else HALF)
+    pair = first // 2 + (lane % HALF + lane // HALF * (n // 2) if GATED else lane)
+    return tl.load(source + tl.minimum(pair, last))
+
+
+@triton.jit
+def of_rows(pairs, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """int32 [ROWS / 2] of two rows each -> int32 [ROWS], the 16 bits of a row twice. No number moves between threads."""
+    if INTERPRETED:
+        low, high = pairs & 0xFFFF, (pairs >> 16) & 0xFFFF
+        low, high = low | (low << 16), high | (high << 16)
+    else:
+        low = tl.inline_asm_elementwise(
+            "{ .reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {l, l}; }", "=r,r", [pairs], dtype=tl.int32, is_pure=True, pack=1
+        )
+        high = tl.inline_asm_elementwise(
+            "{ .reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, h}; }", "=r,r", [pairs], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return tl.join(low, high).reshape(ROWS // 16, 8, 2).permute(0, 2, 1).reshape(ROWS)
+
+
+@triton.jit
+def unpack_part(words, scale_pairs, zero_pairs, PART: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Columns PART * 32 to PART * 32 + 31 of a block, w * 2^-8: bf16 [ROWS, 32]; fp32 in Triton's interpreter.
+
+    words  int16 [ROWS, 32]; scale_pairs, zero_pairs (or None) int32 [ROWS / 2] of the group of these columns
+    """
+    if INTERPRETED:
+        code = ((words.to(tl.int32) >> (4 * PART)) & 15).to(tl.float32)
+        scale = (of_rows(scale_pairs, ROWS, True) & -0x10000).to(tl.float32, bitcast=True)
+        zero = tl.full([ROWS], 8, tl.int32) if zero_pairs is None else of_rows(zero_pairs, ROWS, True) & 15
+        exact = ((code - zero.to(tl.float32)[:, None]) * scale[:, None]).to(tl.int32, bitcast=True)
+        return ((exact + 0x7FFF + ((exact >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True) / 256
+    scale = of_rows(scale_pairs + (LOW_SCALE if PART % 2 == 0 else HIGH_SCALE), ROWS, False)
+    if zero_pairs is None:
+        shift = of_rows((scale_pairs ^ SIGNS) - OFFSET, ROWS, False)
+    else:
+        shift = of_rows(zero_pairs if PART % 2 == 0 else zero_pairs << 4, ROWS, False)
+    scale = tl.broadcast_to(scale[:, None], words.shape)
+    shift = tl.broadcast_to(shift[:, None], words.shape)
+    # Each instruction works on two words. PTX names: $1 words, $2 scale, $4 what is added or subtracted.
+    MASK: tl.constexpr = "0x000F000F" if PART % 2 == 0 else "0x00F000F0"
+    PLACE: tl.constexpr = "" if PART < 2 else "shr.u32 v, $1, 8; "
+    SOURCE: tl.constexpr = "$1" if PART < 2 else "v"
+    ADD: tl.constexpr = "fma.rn.bf16x2 $0, v, $2, $4; }"
+    # v - zero, then v * scale - 0: only Hopper's PTX has subtractions and multiplications. -1 and -0 are in o and z.
+    SUBTRACT: tl.constexpr = "fma.rn.bf16x2 v, $4, o, v; fma.rn.bf16x2 $0, v, $2, z; }"
+    REGISTERS: tl.constexpr = "v" if zero_pairs is None else "v, o, z"
+    CONSTANTS: tl.constexpr = "" if zero_pairs is None else "mov.b32 o, 0xBF80BF80; mov.b32 z, 0x80008000; "
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 " + REGISTERS + "; " + CONSTANTS + PLACE + "and.b32 v, " + SOURCE + ", " + MASK + "; "
+        + (ADD if zero_pairs is None else SUBTRACT),
+        "=r,r,r,r,r,r", [words, scale, shift], dtype=tl.bfloat16, is_pure=True, pack=2,
+    )
+
+
+@triton.jit
+def unpack_block(words, scales, zeros, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The 128 columns of each row: [ROWS, 128]. Joining moves no number between registers.
+
+    scales, zeros: for each of the four parts the pairs of its group, or None for zeros
+    """
+    zero = unpack_part(words, scales[0], zeros[0], 0, ROWS, INTERPRETED)
+    one = unpack_part(words, scales[1], zeros[1], 1, ROWS, INTERPRETED)
+    two = unpack_part(words, scales[2], zeros[2], 2, ROWS, INTERPRETED)
+    three = unpack_part(words, scales[3], zeros[3], 3, ROWS, INTERPRETED)
+    parts = tl.join(tl.join(zero, two), tl.join(one, three))  # [ROWS, 32, two bits of the part: high, low]
+    return parts.permute(0, 2, 3, 1).reshape(ROWS, 128)
+
+
+@triton.jit
+def load_parts(source, block, stride, first, n, last, GROUP: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The pairs of the groups of the four parts of a block of columns: a tuple of four, the same several times in large groups.
+
+    stride: pairs of a group. GROUP: its columns; 0: a row is one group
+    """
+    if GROUP == 32:
+        own = source + block * 4 * stride
+        a = load_pairs(own, first, n, last, GATED, BLOCK_N)
+        b = load_pairs(own + stride, first, n, last, GATED, BLOCK_N)
+        c = load_pairs(own + 2 * stride, first, n, last, GATED, BLOCK_N)
+        d = load_pairs(own + 3 * stride, first, n, last, GATED, BLOCK_N)
+        found = (a, b, c, d)
+    elif GROUP == 64:
+        own = source + block * 2 * stride
+        a = load_pairs(own, first, n, last, GATED, BLOCK_N)
+        b = load_pairs(own + stride, first, n, last, GATED, BLOCK_N)
+        found = (a, a, b, b)
+    else:
+        group = block // (GROUP // 128) if GROUP else block * 0
+        a = load_pairs(source + group * stride, first, n, last, GATED, BLOCK_N)
+        found = (a, a, a, a)
+    return found
+
+
+@triton.jit
+def halves_of(parts, ROWS: tl.constexpr):
+    """The pairs of 2 * ROWS rows, of each part of a block -> those of the first and of the second half of the rows."""
+    a, a2 = tl.split(parts[0].reshape(2, ROWS // 2).permute(1, 0))
+    b, b2 = tl.split(parts[1].reshape(2, ROWS // 2).permute(1, 0))
+    c, c2 = tl.split(parts[2].reshape(2, ROWS // 2).permute(1, 0))
+    d, d2 = tl.split(parts[3].reshape(2, ROWS // 2).permute(1, 0))
+    return (a, b, c, d), (a2, b2, c2, d2)
+
+
+@triton.jit
+def sum_blocks(
+    x, x_more, w, scales, zeros, expert, begin, first, num_rows, n, w_rows, k, stride_x, num_groups, start, stop,
+    GROUP: tl.constexpr, GATED: tl.constexpr, TWO: tl.constexpr, BLOCK_T: tl.constexpr, MORE: tl.constexpr,
+    BLOCK_N: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr,
+):
+    """Sums over blocks start to stop of K of a tile of BLOCK_N rows of W (GATED: and as many of up) by BLOCK_T rows of x, and by
+    the MORE rows after them, times 2^-8: acc, up, acc_more, up_more.
+
+    TWO: as two products of half the tile, gate and up in a gated one. The tensor cores run the first while the second's words
+    are unpacked: Triton does not wait for a sum that only the next step of the loop uses, and the wait for the other covers both.
+    Otherwise as one product of all rows, in acc.
+    MORE: a further product of the same unpacked weights, as a tile of Triton has a power of two of rows; 0: none.
+    """
+    num_blocks = tl.cdiv(k, 128)
+    stride, last = w_rows // 2, tl.cdiv(2 * n if GATED else n, 16) * 8 - 1
+    ALL: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    ROWS: tl.constexpr = ALL // 2 if TWO else ALL
+    acc = tl.zeros([ROWS, BLOCK_T], tl.float32)
+    up = tl.zeros([ROWS, BLOCK_T], tl.float32)
+    acc_more = tl.zeros([ROWS, max(MORE, 1)], tl.float32)
+    up_more = tl.zeros([ROWS, max(MORE, 1)], tl.float32)
+    own_group = (expert * num_groups).to(tl.int64) * stride
+    for block in range(start, stop):
+        at = block * 128
+        tokens = load_tokens(x, begin, at, num_rows, k, stride_x, BLOCK_T, TMA, EVEN_K, INTERPRETED)
+        if MORE:
+            more = load_tokens(x_more, begin + BLOCK_T, at, num_rows, k, stride_x, MORE, TMA, EVEN_K, INTERPRETED)
+        s = load_parts(scales + own_group, block, stride, first, n, last, GROUP, GATED, BLOCK_N)
+        z = (None, None, None, None)
+        if zeros is not None:
+            z = load_parts(zeros + own_group, block, stride, first, n, last, GROUP, GATED, BLOCK_N)
+        words = load_words(w, expert * num_blocks + block, first, n, w_rows, GATED, BLOCK_N, TMA)
+        if TWO:
+            a, b = tl.split(words.reshape(2, ROWS, 32).permute(1, 2, 0))
+            s, s2 = halves_of(s, ROWS)
+            z2 = z
+            if zeros is not None:
+                z, z2 = halves_of(z, ROWS)
+            values = unpack_block(a, s, z, ROWS, INTERPRETED)
+            acc = tl.dot(values, tokens, acc, input_precision="ieee")
+            if MORE:
+                acc_more = tl.dot(values, more, acc_more, input_precision="ieee")
+            values = unpack_block(b, s2, z2, ROWS, INTERPRETED)
+            if MORE:
+                up_more = tl.dot(values, more, up_more, input_precision="ieee")
+            up = tl.dot(values, tokens, up, input_precision="ieee")
+            up = up if INTERPRETED else wait_for(up)
+        else:
+            values = unpack_block(words, s, z, ROWS, INTERPRETED)
+            if MORE:
+                acc_more = tl.dot(values, more, acc_more, input_precision="ieee")
+            acc = tl.dot(values, tokens, acc, input_precision="ieee")
+            acc = acc if INTERPRETED else wait_for(acc)
+    return acc, up, acc_more, up_more

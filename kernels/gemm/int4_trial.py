@@ -1,0 +1,59 @@
+"""Autotune of dense products with INT4 weights: tiles of our kernel against dequantising the weight for the library's product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from batchspec.kernels.common.card import card_of
+from batchspec.kernels.common.graph_clock import MAX_COPIES, Call
+from batchspec.kernels.common.int4 import Int4Weight, arrange, dequantise
+from batchspec.kernels.gemm.activation import silu_and_mul
+from batchspec.kernels.gemm.autotune import COPIES_BYTES, Trial
+from batchspec.kernels.gemm.int4_dequantise import multiply_dequantised
+from batchspec.kernels.gemm.int4_linear import launch
+from batchspec.kernels.gemm.int4_tiles import candidates, group_of
+from batchspec.kernels.gemm.tiles import Tile
+
+
+def random_int4(rows: int, k: int, group: int, device: torch.device) -> Int4Weight:
+    """Symmetric weights of about the size k^-0.5. group: columns of a group, 0: all of a row."""
+    size = group or k
+    words = torch.randint(-(2**31), 2**31, (rows, k // 8), device=device).int()
+    scales = (torch.rand(rows, -(-k // size), device=device) + 0.5) * (k**-0.5 / 4.6)
+    return arrange(words, scales.bfloat16(), None, size)
+
+
+class Int4Trial(Trial):
+    """One op of `int4_tiles.op_of`. Zero points of their own, which take a few more instructions, are not timed."""
+
+    more_tokens = (2048, 4096)
+
+    def make_weights(self) -> Sequence[Any]:
+        copies = min(MAX_COPIES, -(-COPIES_BYTES // (self.rows * self.k // 2)))
+        return [random_int4(self.rows, self.k, group_of(self.op), self.device) for _ in range(copies)]
+
+    def candidates(self, tokens: int) -> list[Tile]:
+        return candidates(tokens, self.rows, self.k, card_of(self.device), gated=self.gated)
+
+    def kernel_of(self, tile: Tile, tokens: int) -> tuple[Any, ...]:
+        return *tile[:6], tile.split > 1
+
+    def calls(self, tile: Tile, x: Tensor, out: Tensor, *, compile_only: bool = False) -> list[Call]:
+        options: dict[str, Any] = {"out": out, "tile": tile, "gated": self.gated, "compile_only": compile_only}
+        return [partial(launch, x, w, None, **options) for w in self.weights]
+
+    def library(self, x: Tensor, out: Tensor) -> list[Call]:
+        def run(w: Int4Weight) -> None:
+            y = multiply_dequantised(x, w, interpret=not x.is_cuda)
+            if self.gated:
+                silu_and_mul(y, out=out)
+
+        return [partial(run, w) for w in self.weights]
+
+    def matrix(self) -> Tensor:
+        return dequantise(self.weights[0], torch.bfloat16).float()

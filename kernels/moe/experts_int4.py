@@ -1,0 +1,183 @@
+"""Grouped products of experts with INT4 weights: 4-bit codes become bf16 in registers, from which the tensor cores read them.
+
+Weights are rounded once to bf16, as `dequantise` gives them (`common/int4.py`). Formula, work list, order of rows and order of
+sums are those of `experts_plain.py`, so the result equals that of `experts_plain.py` with dequantised weights. The loop over K
+is that of the dense product (`gemm/int4_steps.py`), units of pairs and their tiles are those of `experts_mxfp4.py`.
+Bound by memory (the weights of the experts that have tokens); the instructions that unpack weights take two thirds as long.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.int4 import BLOCK, ROWS, WORDS, Int4Weight, dequantise
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.gemm.int4_linear import pairs_of, words_operand
+from batchspec.kernels.gemm.int4_steps import SIZE, sum_blocks
+from batchspec.kernels.moe.blocks import blocks_of, check_launch
+from batchspec.kernels.moe.experts_plain import experts_plain_down_reference, experts_plain_up_reference
+from batchspec.kernels.moe.gate import SWIGLU, Gate
+from batchspec.kernels.moe.packed_tiles import FIRST_ROWS, HEIGHT_OF, JOINED_BELOW, MORE_ROWS, in_two, store_sums
+from batchspec.kernels.moe.tiles import ExpertTile
+from batchspec.kernels.moe.units import Routing, program_place
+
+
+class StackedInt4(NamedTuple):
+    """The weights [N, K] of E experts, with the same groups of columns (`Int4Weight`)."""
+
+    words: Tensor
+    """int16 [E, ceil(K / 128), N / 16, 512], contiguous"""
+    scales: Tensor
+    """bf16 [E, G, N], contiguous"""
+    zeros: Tensor | None
+    """int16 [E, G, N], contiguous; None: all zero points are 8"""
+    k: int
+    group: int
+    """The size of the groups as kernels take it (`Int4Weight.kernel_group`)."""
+
+    @property
+    def num_rows(self) -> int:
+        """N, a multiple of 16; of a gated product those of each half are."""
+        return self.scales.shape[2]
+
+    def expert(self, index: int) -> Int4Weight:
+        """The weight of an expert, without copies."""
+        zeros = None if self.zeros is None else self.zeros[index]
+        return Int4Weight(self.words[index], self.scales[index], zeros, self.num_rows, self.k, self.group or self.k)
+
+
+@triton.jit
+def multiply(
+    x, x_more, w, scales, zeros, bias, pairs, out, expert, begin, count, first, num_rows, n, k, num_groups,
+    SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr,
+    BLOCK_T: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x and the MORE rows after them."""
+    acc, up, acc_more, up_more = sum_blocks(
+        x, x_more, w, scales, zeros, expert, begin, first, num_rows, n, 2 * n if GATED else n, k, k, num_groups, 0,
+        tl.cdiv(k, 128), GROUP, GATED, TWO, BLOCK_T, MORE, BLOCK_N, TMA, EVEN_K, INTERPRETED,
+    )
+    store_sums(acc * SIZE, up * SIZE, bias, out, pairs, expert, begin, count, first, n, SCATTER, GATED, LIMIT, ALPHA, TWO,
+               BLOCK_T, BLOCK_N)
+    if MORE:
+        store_sums(acc_more * SIZE, up_more * SIZE, bias, out, pairs, expert, begin + BLOCK_T, count - BLOCK_T, first, n, SCATTER,
+                   GATED, LIMIT, ALPHA, TWO, MORE, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["num_units", "num_rows"])
+def experts_int4_kernel(
+    x16, x32, x64, x128, x256, w, scales, zeros, bias, pairs, units, out, num_units, num_rows, n, k, num_groups,
+    SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr,
+    LOW: tl.constexpr, BLOCK_T: tl.constexpr, JOINED: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
+    TMA: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+):
+    """x16 to x256: x [num_rows, k] with blocks of that many rows, None if no height of the tile needs it. w: see `load_words`.
+
+    num_groups: of a row. JOINED: units of up to 48, 80 and 96 pairs run as 32 + 16, 64 + 16 and 64 + 32.
+    """
+    unit, tile = program_place(num_units, tl.cdiv(n, BLOCK_N), UNITS)
+    first = tile * BLOCK_N
+    await_earlier(PDL)
+    expert = tl.load(units + unit * 4)
+    begin = tl.load(units + unit * 4 + 1)
+    count = tl.load(units + unit * 4 + 2)
+    blocks = ((x16, None), (x32, None), (x32, x16), (x64, None), (x64, x16), (x64, x32), (x128, None), (x256, None))
+    for step in tl.static_range(8):  # unrolled
+        if (JOINED or MORE_ROWS[step] == 0) and HEIGHT_OF[step] >= LOW and HEIGHT_OF[step] <= BLOCK_T:
+            below = JOINED_BELOW[step] if JOINED else HEIGHT_OF[step] // 2
+            if (count > (below if HEIGHT_OF[step] > LOW else 0)) & (count <= HEIGHT_OF[step]):
+                multiply(blocks[step][0], blocks[step][1], w, scales, zeros, bias, pairs, out, expert, begin, count, first,
+                         num_rows, n, k, num_groups, SCATTER, GATED, LIMIT, ALPHA, GROUP, TWO, FIRST_ROWS[step],
+                         MORE_ROWS[step], BLOCK_N, TMA, EVEN_K, INTERPRETED)
+
+
+def experts_int4_up(
+    x: Tensor, weight: StackedInt4, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, gate: Gate = SWIGLU,
+    out: Tensor | None = None, interpret: bool = False,
+) -> Tensor:
+    """The gated first product of each pair.
+
+    x        bf16 [P, H], on a CPU any float dtype, in the order of the list of pairs
+    weight   of a matrix [E, 2I, H], gate rows before up rows, I a multiple of 16; scales as for `int4_linear`
+    bias     bf16 or fp32 [E, 2I], or None
+    routing  from `route` with unit_pairs=tile.block_t
+    tile     block_k is 128
+    out      bf16 or fp32 [P, I], contiguous; None: a new tensor of x's dtype
+
+    Returns out, in the order of the list. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    """
+    out = x.new_empty(len(x), weight.num_rows // 2) if out is None else out
+    if x.is_cuda or interpret:
+        launch("experts_int4_up", x, weight, bias, routing, tile, out, gate=gate)
+        return out
+    return out.copy_(experts_plain_up_reference(x, dequantised(weight, x.dtype), bias, routing, gate=gate))
+
+
+def experts_int4_down(
+    h: Tensor, weight: StackedInt4, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, out: Tensor | None = None,
+    interpret: bool = False,
+) -> Tensor:
+    """The second product of each pair: h [P, I] in the order of the list, weight of a matrix [E, H, I] -> [P, H] in pair order.
+
+    See `experts_int4_up`.
+    """
+    out = h.new_empty(len(h), weight.num_rows) if out is None else out
+    if h.is_cuda or interpret:
+        launch("experts_int4_down", h, weight, bias, routing, tile, out)
+        return out
+    return out.copy_(experts_plain_down_reference(h, dequantised(weight, h.dtype), bias, routing))
+
+
+def dequantised(weight: StackedInt4, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[E, N, K], rounded to bf16 as the kernel does."""
+    own = [dequantise(weight.expert(expert), torch.bfloat16) for expert in range(len(weight.words))]
+    return torch.stack(own).to(dtype)
+
+
+def launch(
+    kernel: str, x: Tensor, weight: StackedInt4, bias: Tensor | None, routing: Routing, tile: ExpertTile, out: Tensor, *,
+    gate: Gate | None = None, compile_only: bool = False,
+) -> None:
+    """Check the arguments and start the kernel, unless `compile_only`."""
+    num_pairs, (num_experts, num_groups, w_rows), k = routing.expert_ids.numel(), weight.scales.shape, weight.k
+    gated = gate is not None
+    n = w_rows // 2 if gated else w_rows
+    check(f"{kernel}: x", x, (num_pairs, k), torch.bfloat16)
+    check(f"{kernel}: words", weight.words, (num_experts, -(-k // BLOCK), w_rows // ROWS, ROWS * WORDS), torch.int16)
+    check(f"{kernel}: scales", weight.scales, (num_experts, num_groups, w_rows), torch.bfloat16)
+    if weight.zeros is not None:
+        check(f"{kernel}: zeros", weight.zeros, (num_experts, num_groups, w_rows), torch.int16)
+    check(f"{kernel}: out", out, (num_pairs, n), torch.bfloat16, torch.float32)
+    if bias is not None:
+        check(f"{kernel}: bias", bias, (num_experts, w_rows), torch.bfloat16, torch.float32)
+    check_launch(kernel, routing, tile, num_experts)
+    if tile.block_k != BLOCK or n % ROWS:
+        raise ValueError(f"{kernel}: block_k is {tile.block_k} and {n} outputs; must be {BLOCK} and a multiple of {ROWS}")
+    if not len(routing.units):
+        return
+    tma = tile.tma and x.data_ptr() % 16 == 0 and k % 8 == 0
+    grid = (len(routing.units) * triton.cdiv(n, tile.block_n),)
+    start = partial(experts_int4_kernel.warmup, grid=grid) if compile_only else experts_int4_kernel[grid]
+    start(
+        *blocks_of(x, tile, tma), words_operand(weight.words, n, tile.block_n, gated=gated) if tma else weight.words,
+        pairs_of(weight.scales), None if weight.zeros is None else pairs_of(weight.zeros), bias, routing.pairs, routing.units,
+        out, len(routing.units), num_pairs, n, k, num_groups,
+        SCATTER=not gated, GATED=gated, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha, GROUP=weight.group,
+        TWO=in_two(tile.block_n, tile.warps, gated=gated), LOW=tile.low, BLOCK_T=tile.block_t, JOINED=tile.joined,
+        BLOCK_N=tile.block_n, UNITS=tile.group, TMA=tma, EVEN_K=k % BLOCK == 0, INTERPRETED=not x.is_cuda,
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **launch_args(x),
+    )
+
+
+if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.moe_bench import main
+
+    main()

@@ -1,0 +1,76 @@
+"""Executes the instructions with which the compiled INT4 kernels unpack words, number by number: no CPU has them, and Triton's
+interpreter takes another way."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchspec.kernels.gemm.int4_steps import HIGH_SCALE, LOW_SCALE, OFFSET, SIGNS
+
+Words = NDArray[np.uint32]
+Bits = NDArray[np.uint16]
+COUNT = 20000
+
+
+def assert_unpacks_to_the_bit(ttgir: str) -> None:
+    """Random words, scales of every exponent that is allowed, and zero points, in both halves of a word."""
+    programs = re.findall(r'elementwise_inline_asm "([^"]*bf16x2[^"]*)"', ttgir)[:4]
+    assert len(programs) == 4
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 2**32, COUNT).astype(np.uint32)
+    bits = rng.integers(27 << 7, 130 << 7, COUNT) | rng.integers(0, 2, COUNT) << 15
+    scale, pairs = _number(bits.astype(np.uint16)), bits | bits << 16
+    given = all(program.count("fma") == 2 for program in programs)
+    zeros = rng.integers(0, 16, COUNT) if given else np.full(COUNT, 8)
+    for part, program in enumerate(programs):
+        factor = pairs + int(LOW_SCALE if part % 2 == 0 else HIGH_SCALE)
+        shift = (zeros | zeros << 16) << 4 * (part % 2) if given else (pairs ^ (int(SIGNS) & 0xFFFFFFFF)) - int(OFFSET)
+        found = _halves(_run(program, words, factor.astype(np.uint32), shift.astype(np.uint32)))
+        for half, own in enumerate(_halves(words)):
+            exact = ((own >> 4 * part & 15).astype(np.float64) - zeros) * scale
+            assert np.array_equal(_number(found[half]) * 256, _number(_rounded(exact))), program
+
+
+def _run(program: str, words: Words, factor: Words, shift: Words) -> Words:
+    """The output of a program of PTX instructions, whose inputs are those of `unpack_part`."""
+    registers: dict[str, Words] = {"$1": words, "$2": factor, "$4": shift}
+
+    def value(name: str) -> Words:
+        return registers[name] if name in registers else np.uint32(int(name, 0)) * np.ones_like(words)
+
+    for line in program.strip("{} ").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        target, *inputs = [word.strip() for word in rest.split(",")]
+        if name == "and.b32":
+            registers[target] = value(inputs[0]) & value(inputs[1])
+        elif name == "mov.b32":
+            registers[target] = value(inputs[0])
+        elif name == "shr.u32":
+            registers[target] = value(inputs[0]) >> value(inputs[1])
+        elif name == "fma.rn.bf16x2":
+            triples = zip(*(map(_number, _halves(value(one))) for one in inputs), strict=True)
+            low, high = (_rounded(x * y + z).astype(np.uint32) for x, y, z in triples)
+            registers[target] = low | high << np.uint32(16)
+        else:
+            assert name in ("", ".reg"), line
+    return registers["$0"]
+
+
+def _halves(words: Words) -> tuple[Bits, Bits]:
+    return words.astype(np.uint16), (words >> np.uint32(16)).astype(np.uint16)
+
+
+def _number(bits: Bits) -> NDArray[np.float64]:
+    """The numbers of these bits of bf16."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+
+
+def _rounded(exact: NDArray[np.float64]) -> Bits:
+    """To the nearest number of bf16, of two the even one; subnormal ones too."""
+    exponent = np.maximum(np.frexp(exact)[1] - 1, -126)
+    steps = np.rint(np.ldexp(exact, 7 - exponent))
+    found: Bits = (np.ldexp(steps, exponent - 7).astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    return found
