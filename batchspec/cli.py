@@ -13,15 +13,19 @@ from typing import TypeVar
 
 from batchspec import __version__
 from batchspec.console import terminal
-from batchspec.console.arguments import ArgumentParser
+from batchspec.console.arguments import ArgumentParser, asks_for_help
 from batchspec.console.text import MESSAGE_CHARS, one_line
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
+from batchspec.process.bytecode import keep_bytecode
 
 Found = TypeVar("Found")
 
 COMMANDS = {
     "run": ("batchspec.run", "run a job: Hydra overrides, e.g. +job=demo"),
-    "plan": ("batchspec.commands.plan", "what a run would do, without running it: the overrides of run, --full for every row"),
+    "plan": (
+        "batchspec.commands.plan",
+        "what a run would do, without running it: the overrides of run, --full for every row, --card NAME for another card",
+    ),
     "status": ("batchspec.commands.status", "OUT [--watch] [--json]: progress of a job over all of its runs"),
     "stats": ("batchspec.commands.stats", "OUT [--by COLUMN] [--json]: is the data good; speed and acceptance"),
     "verify": (
@@ -31,7 +35,7 @@ COMMANDS = {
     "bench": ("batchspec.bench.command", "OUT.jsonl NAME --shape SHAPE ...: measure speed with random weights"),
     "doctor": (
         "batchspec.commands.doctor",
-        "[MODEL]: what this machine has and lacks; --tune times MODEL's matrix products",
+        "[MODEL]: what this machine has and lacks, or a card (--card); --tune times MODEL's matrix products",
     ),
     "families": ("batchspec.commands.families", "the model families, and what a job of each can use"),
     "report": ("batchspec.commands.report", "OUT [--by COLUMN]: write report.html again, charts of the job"),
@@ -51,6 +55,10 @@ COMMANDS = {
 
 TAKE_KEYS = ("run", "plan", "submit", "train")
 """Commands that take keys: their help lists them, and is shown without the imports of the command."""
+
+
+IMPORT_TORCH = ("plan", "verify", "bench", "doctor", "families", "probe", "train")
+"""Commands that import torch; `run` sees to its bytecode itself."""
 
 
 def guarded(command: Callable[[], int]) -> int:
@@ -100,13 +108,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: list[str]) -> int:
-    if arguments and arguments[0] in TAKE_KEYS:
-        from batchspec.commands.reference import asks_for_help, help_text
+    if arguments and arguments[0] in TAKE_KEYS and asks_for_help(arguments[1:]):
+        from batchspec.commands.reference import help_text
 
-        if asks_for_help(arguments[1:]):
-            terminal.show(help_text(arguments[0]))
-            return 0
+        terminal.show(help_text(arguments[0]))
+        return 0
     if arguments and arguments[0] in COMMANDS:
+        if arguments[0] in IMPORT_TORCH:
+            keep_bytecode()
         module, _ = COMMANDS[arguments[0]]
         code: int = importlib.import_module(module).main(arguments[1:])
         return code

@@ -20,6 +20,7 @@ from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.distributed.group import Group
 from batchspec.draft.spec import DrafterSpec, open_drafter
 from batchspec.errors import CheckpointError, ConfigError
+from batchspec.kernels.common.card import assumed_card, card_of
 from batchspec.model.blocks.base import Shard
 from batchspec.model.config_values import has_file
 from batchspec.model.deterministic import in_one_order
@@ -51,6 +52,7 @@ from batchspec.process.load_progress import count_step
 from batchspec.process.out_of_memory import admitting_rows
 from batchspec.records import Completion, Request
 from batchspec.runstate.manifest import default_shard_rows
+from batchspec.tuning.cards import check_card
 
 SURVEY_ROWS = 512
 """Number of rows that are surveyed to choose the shape of the batch."""
@@ -274,10 +276,18 @@ def check_cut(config: RunConfig, spec: ModelSpec, drafter: DrafterSpec[Any]) -> 
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of `device=NAME`; auto is a GPU if torch sees one. Raises ConfigError for a GPU that it does not see."""
-    if name == "cuda" and not torch.cuda.is_available():
+    """The device of `device=NAME`; auto is a GPU if torch sees one, or if a card is assumed.
+
+    Raises ConfigError for a GPU that torch does not see, and for one that is not supported.
+    """
+    has_gpu = assumed_card() is not None or torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
         raise ConfigError("device=cuda: torch sees no GPU on this machine; use device=auto or cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if name == "cpu" or not has_gpu:
+        return torch.device("cpu")
+    device = torch.device("cuda")
+    check_card(card_of(device))
+    return device
 
 
 def open_tokenizer(folder: Path, config: RunConfig, columns: ColumnMap) -> Tokenizer | None:

@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchspec.console import terminal
+from batchspec.console.arguments import asks_for_help
 from batchspec.errors import Interrupted
+from batchspec.process.bytecode import keep_bytecode
 from batchspec.process.early_start import begin_compiler_hash, begin_context, one_gpu
 from batchspec.process.garbage import imports_frozen, no_garbage_collection
 
@@ -22,12 +24,13 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job that Hydra's command line describes; returns the exit code (see errors.py)."""
-    from batchspec.commands.reference import asks_for_help, help_text
-
     overrides = sys.argv[1:] if argv is None else argv
     if asks_for_help(overrides):
+        from batchspec.commands.reference import help_text
+
         terminal.show(help_text("run"))
         return 0
+    keep_bytecode()
     from batchspec.config.compose import launch
 
     return launch(run, overrides, require=("model.path", "input.path", "output.dir"))

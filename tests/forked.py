@@ -22,6 +22,7 @@ import pytest
 from batchspec.packing import cost
 from tests.programs import become_program, program_words, run_program
 from tests.runs import fork_context, make_jobs_quick, put
+from tests.stand_ins import H200
 
 
 def run_python(
@@ -52,7 +53,7 @@ def _child(words: list[str], environ: dict[str, str], cwd: str, out: Path, err: 
         os.dup2(handle, number)
         os.close(handle)
     make_jobs_quick(pytest.MonkeyPatch())
-    put(cost, "calibrate", lambda *_, **__: cost.H200)
+    put(cost, "calibrate", lambda *_, **__: H200)
     code = run_program(words)
     with suppress(OSError):
         sys.stdout.flush()

@@ -29,7 +29,6 @@ from batchspec.config.compose import compose
 from batchspec.config.schema import RunConfig
 from batchspec.errors import BatchspecError
 from batchspec.load import build
-from batchspec.packing.cost import H200
 from batchspec.runner import conclude, decode_shards, run_shards
 from batchspec.runstate import claims, job_state
 from batchspec.runstate.claims import Claims
@@ -37,6 +36,7 @@ from batchspec.storage.open_store import open_store
 from batchspec.supervise import poison_rows
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import put
+from tests.stand_ins import H200
 
 ROWS, SHARD_ROWS = 12, 2
 SHARDS = ROWS // SHARD_ROWS

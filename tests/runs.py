@@ -41,6 +41,7 @@ from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise import poison_rows
 from tests.models import make_checkpoint, make_tokenizer
 from tests.programs import ForkedPopen
+from tests.stand_ins import H200
 
 Patch = Callable[[], None]
 
@@ -167,7 +168,7 @@ def _child(arguments: list[str], log: Path, patch: Patch, environ: dict[str, str
     os.dup2(handle, 2)
     poison_rows.COOLDOWN_S = 0.1  # ten seconds in earnest
     make_jobs_quick(pytest.MonkeyPatch())
-    put(cost, "calibrate", lambda *_, **__: cost.H200)
+    put(cost, "calibrate", lambda *_, **__: H200)
     put(rank_processes, "Popen", ForkedPopen)
     patch()
     code = run.main(arguments)

@@ -48,7 +48,7 @@ def stand_in_gpu(*dtypes: torch.dtype) -> Iterator[Counter[str]]:
     mm, attend = torch.mm, TorchPlan.attend
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.GridExecutor, "__call__", interpreted)
-        patch.setattr(policy, "is_hopper", lambda device: True)
+        patch.setattr(policy, "has_kernels", lambda device: True)
         patch.setattr(policy, "FAST_DTYPES", dtypes)
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
         patch.setattr(torch, "mm", product)

@@ -23,6 +23,7 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.executor import NUM_PROBES, _longest
 from batchspec.engine.prefill.passes import prefill_chunk, rehearsal
+from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.step import RoundShape, Segment
 from batchspec.kernels.common.dry_run import dry_run, is_dry
 from batchspec.kernels.gated_delta import chunk_products, convolve, delta_chunks, delta_steps, gated_norm
@@ -124,10 +125,12 @@ def test_all_variants_of_kernels_are_compiled_ahead_and_nothing_else_happens(
     with stand_in_gpu(dtype):
         target = made(tiny_spec(family, **changes, num_hidden_layers=4).on(CPU, dtype), dtype, Strong)
         batch = packed(2, draft_len=3, prefill_tokens=18, max_len=20)
-        engine = make_engine(target, drafter_of(drafter, target), batch, device=CPU)
+        options = RoundOptions(row_lengths=True)
+        engine = make_engine(target, drafter_of(drafter, target), batch, device=CPU, options=options)
         executor = engine.executor
-        lengths = {0, executor.drafter.max_len}
-        shapes = [RoundShape(num_rows, k, mode) for num_rows in (1, 2) for k in lengths]
+        longest = executor.drafter.max_len
+        shapes = [RoundShape(num_rows, k, mode) for num_rows in (1, 2) for k in {0, longest}]
+        shapes += [RoundShape(2, longest, mode, mean_len=0.5)] if longest else []
         executor.rows.live.zero_()
         executor.rows.provide(mode)
         launches = executor.launches(mode, shapes)

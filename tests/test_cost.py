@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from batchspec.packing import cost
 from batchspec.packing.cost import (
-    H200,
     calibrate,
     device_rates,
     kv_read_bytes,
@@ -17,7 +16,7 @@ from batchspec.packing.cost import (
     prefill_seconds,
     round_seconds,
 )
-from tests.stand_ins import LLAMA_8B
+from tests.stand_ins import H200, LLAMA_8B
 
 BF16 = torch.bfloat16
 

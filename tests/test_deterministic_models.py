@@ -17,6 +17,7 @@ from batchspec.config.checks import check
 from batchspec.config.compose import compose
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
+from batchspec.kernels.common import card
 from batchspec.kernels.gemm.fp8_tiles import Fp8Tile
 from batchspec.kernels.gemm.ordered_tiles import MIN_SEGMENT, SEGMENT_UNIT, ordered_tile, segments_of
 from batchspec.kernels.gemm.tiles import Tile
@@ -30,10 +31,10 @@ from batchspec.model.quant.plain import PLAIN
 from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.model.weights import DummyWeights
-from batchspec.packing.cost import H200
 from batchspec.tuning import policy
+from batchspec.tuning.cards import known_card
 from tests.models import make_checkpoint, make_tokenizer
-from tests.stand_ins import LLAMA_8B
+from tests.stand_ins import H200, LLAMA_8B
 from tests.test_job import arguments, prompts
 
 pytestmark = pytest.mark.second
@@ -88,8 +89,8 @@ def test_devices_and_dtypes_without_it_are_refused_and_float64_needs_none(monkey
     with pytest.raises(ConfigError, match=r"on a GPU is supported with model.dtype=bfloat16 only, and it is float32"):
         in_one_order(LLAMA_8B, CUDA, torch.float32)
     monkeypatch.setattr(deterministic, "has_same_bits_in_all_tiles", lambda device: False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    with pytest.raises(ConfigError, match=r"Hopper generation \(compute capability 9.0\), and this is Some GPU"):
+    monkeypatch.setattr(deterministic, "card_of", lambda device: known_card("A100-80GB").card)
+    with pytest.raises(ConfigError, match=r"Hopper generation \(compute capability 9.0\), and this is A100-80GB"):
         in_one_order(LLAMA_8B, CUDA, torch.bfloat16)
     assert in_one_order(LLAMA_8B, CPU, torch.bfloat16, on_this_machine=False).ordered  # another machine will run it
 
@@ -125,7 +126,7 @@ def test_fp8_rows_that_no_kernel_reads_are_refused(hopper: None) -> None:
 
 def test_an_ordered_fp8_product_never_uses_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tile is that of `ordered_fp8_tile`."""
-    monkeypatch.setattr(fp8_products, "has_fast_experts", lambda device, dtype: True)
+    monkeypatch.setattr(fp8_products, "has_fast_fp8", lambda device, dtype: True)
     monkeypatch.setattr(fp8_products, "has_scaled_mm", lambda device, dtype, *, blocked: True)
     monkeypatch.setattr(fp8_products, "library_scales", lambda scales, rows, k: scales)
     tiles: list[Fp8Tile] = []
@@ -268,7 +269,7 @@ def test_plan_refuses_it_on_a_cpu_and_warns_of_its_cost_on_a_gpu(
     for module in (plan_text, memory):
         monkeypatch.setattr(module, "free_memory", lambda device, weights=0: free - weights)
     monkeypatch.setattr(prepare, "choose_device", lambda name: CUDA)
-    monkeypatch.setattr(policy, "is_hopper", lambda device: True)
+    monkeypatch.setattr(card, "_read", lambda device: known_card("H200").card)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
     monkeypatch.setattr(plan_command, "device_rates", lambda *_, **__: H200)
     monkeypatch.setattr(plan_command, "visible_gpus", lambda: ["0"])

@@ -15,6 +15,7 @@ from batchspec import cli
 from batchspec.commands import doctor
 from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_spec
+from batchspec.kernels.common import card
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model.products import products
 from batchspec.model.shapes import shape_spec
@@ -33,15 +34,18 @@ def entry(product: Product, tokens: int = 64) -> dict[str, Any]:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine with an unknown GPU, FlashInfer and an empty cache folder."""
-    card = SimpleNamespace(name=GPU, major=9, minor=0, total_memory=150_000_000_000)
+    monkeypatch.setattr(card, "_read", card._read.__wrapped__)  # which would keep what a test says of a device
+    properties = SimpleNamespace(
+        name=GPU, major=9, minor=0, multi_processor_count=132, shared_memory_per_multiprocessor=228 << 10,
+        L2_cache_size=50 << 20, total_memory=150_000_000_000,
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in (
-        ("is_available", True), ("current_device", 0), ("get_device_name", GPU), ("get_device_properties", card),
+        ("is_available", True), ("current_device", 0), ("get_device_name", GPU), ("get_device_properties", properties),
         ("mem_get_info", (148_000_000_000, 150_000_000_000)),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(doctor, "flashinfer", lambda: object())
-    monkeypatch.setattr(doctor, "supported", lambda device: True)
     tuning.forget_tables()
 
 
@@ -91,7 +95,7 @@ def test_an_unknown_card_is_named_with_what_it_costs(capsys: pytest.CaptureFixtu
 @pytest.mark.usefixtures("gpu")
 def test_what_is_missing_is_named_with_what_it_costs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "flashinfer", lambda: None)
-    monkeypatch.setattr(doctor, "supported", lambda device: False)
+    torch.cuda.get_device_properties(0).major = 8
     assert cli.main(["doctor"]) == 0
     said = capsys.readouterr().out
     assert "by torch, slower above 2,048 keys: FlashInfer is missing; pip install 'flashinfer-python>=0.6.13'" in said

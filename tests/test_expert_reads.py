@@ -23,9 +23,10 @@ from batchspec.engine.rounds.expert_reads import HALF_LIFE, ExpertReads, counted
 from batchspec.engine.step import RoundShape, RoundWidth
 from batchspec.kernels.moe.route import num_read, route, route_reference
 from batchspec.model.target import Target
-from batchspec.packing.cost import H200, read_bytes, round_seconds
+from batchspec.packing.cost import read_bytes, round_seconds
 from tests.engines import DEVICE, make_engine, packed, request, tiny_target
 from tests.moe_models import tiny_moe, tiny_spec
+from tests.stand_ins import H200
 
 SHAPES = ((128, 4), (128, 8), (32, 4), (6, 2))
 

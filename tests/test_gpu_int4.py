@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.kernels.common import pdl
+from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.int4 import Int4Weight, dequantise
 from batchspec.kernels.gemm.int4_dequantise import int4_dequantise, multiply_dequantised
 from batchspec.kernels.gemm.int4_linear import int4_linear, int4_swiglu
@@ -54,7 +55,7 @@ def test_every_tile_that_the_tuner_times_is_right_and_the_same_each_time(rows: i
     """One in three of them. Outputs are poisoned. Weights that were not rounded to bf16 would differ by 2e-3."""
     weight, x = int4_weight(rows, k, 128, GPU), noise(tokens, k)
     expected = in_fp64(x, weight)
-    for tile in candidates(tokens, rows, k, 132)[::3]:
+    for tile in candidates(tokens, rows, k, card_of(GPU))[::3]:
         outs = [torch.full((tokens, rows), torch.nan, device=GPU) for _ in range(2)]
         for out in outs:
             int4_linear(x, weight, tile=tile, out=out)
@@ -66,7 +67,7 @@ def test_every_tile_that_the_tuner_times_is_right_and_the_same_each_time(rows: i
 @pytest.mark.parametrize("tokens", [1, 16, 64, 256])
 def test_swiglu_is_that_of_its_rounded_product(tokens: int, zeros: bool) -> None:
     weight, x = int4_weight(2 * 1408, 2048, 128, GPU, zeros=zeros), noise(tokens, 2048)
-    for tile in candidates(tokens, 2 * 1408, 2048, 132, gated=True)[::5]:
+    for tile in candidates(tokens, 2 * 1408, 2048, card_of(GPU), gated=True)[::5]:
         gate, up = int4_linear(x, weight, tile=tile._replace(block_n=2 * tile.block_n)).chunk(2, -1)
         assert_near(int4_swiglu(x, weight, tile=tile), F.silu(gate.float()) * up.float(), 6e-3)
 

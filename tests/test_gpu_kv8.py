@@ -30,6 +30,7 @@ from batchspec.kernels.attention.settings import work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.verify_attention import verify_attention, verify_attention_reference
 from batchspec.kernels.attention.work_list import SharedPrefixes
+from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.e4m3 import from_e4m3, movable, to_e4m3
 from batchspec.kernels.kv_cache.kv_gather import kv_gather, kv_gather_reference
 from batchspec.kernels.norm_rope.rope_write import rope_write
@@ -118,7 +119,7 @@ def test_attention_equals_its_reference_at_real_sizes(
         cu_seqlens, kv_len, positions, shared=shared,
         shape=work_shape(
             num_rows=rows, max_q=max_q, max_kv=max(lengths), num_heads=heads, kv_heads=kv_heads, head_dim=dim, page_size=16,
-            dtype=dtype, fp8=True, num_sms=torch.cuda.get_device_properties(GPU).multi_processor_count, window=window,
+            dtype=dtype, fp8=True, card=card_of(GPU), window=window,
         ),
     )
     out, partials = torch.full_like(q, float("nan")), partials_of(work, dim)

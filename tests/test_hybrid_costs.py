@@ -14,9 +14,10 @@ from batchspec.kernels.gated_delta.chunk_products import CHUNK
 from batchspec.model.blocks.base import Shard
 from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.packed_batch import PackedBatch
-from batchspec.packing.cost import H200, prefill_seconds, round_seconds
+from batchspec.packing.cost import prefill_seconds, round_seconds
 from batchspec.packing.kv_memory import KVMemory, kv_bytes, row_tensor_bytes
 from batchspec.packing.planner import MORE_ROWS, Demand, choose_batch, forecast, held_back_bytes
+from tests.stand_ins import H200
 from tests.test_hybrid_families import TEXT_35B
 
 GPU, BF16 = torch.device("cuda"), torch.bfloat16

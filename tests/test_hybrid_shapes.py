@@ -19,15 +19,17 @@ from batchspec.bench.workloads import make_workload
 from batchspec.commands import plan_text, planning
 from batchspec.config.compose import compose
 from batchspec.errors import ConfigError
+from batchspec.kernels.common import card
 from batchspec.load import memory
 from batchspec.model.blocks.gated_delta import A_LOGS, DT_BIASES
 from batchspec.model.products import products
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.shapes import COMMON, SHAPES, shape_spec
 from batchspec.model.weights import DummyWeights
-from batchspec.packing.cost import H200, num_multiplied
+from batchspec.packing.cost import num_multiplied
 from batchspec.tuning import policy
-from tests.stand_ins import ByteTokenizer
+from batchspec.tuning.cards import known_card
+from tests.stand_ins import H200, ByteTokenizer
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
@@ -45,7 +47,7 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 def test_sizes_are_the_published_ones(
     name: str, weights_gb: float, active: float, state_mb: float, token_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, "is_hopper", lambda device: True)
+    monkeypatch.setattr(policy, "has_kernels", lambda device: True)
     spec = shape_spec(name).on(CPU, BF16)
     assert spec.unread == ()
     assert spec.weight_bytes(BF16) == pytest.approx(weights_gb * 1e9, rel=0.01)
@@ -127,7 +129,7 @@ def test_the_recipe_of_a_35b_is_planned_for_one_h200(tmp_path: Path, monkeypatch
         monkeypatch.setattr(module, "free_memory", lambda device, weights=0: free - weights)
     monkeypatch.setattr(prepare, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    monkeypatch.setattr(policy, "is_hopper", lambda device: True)
+    monkeypatch.setattr(card, "_read", lambda device: known_card("H200").card)
     monkeypatch.setattr(planning, "device_rates", lambda *_, **__: H200)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**COMMON, **SHAPES["qwen3.5-35b-a3b"]}))
@@ -155,6 +157,6 @@ def test_doctor_tunes_the_products_of_recurrent_layers(monkeypatch: pytest.Monke
     for name in ("qwen3.5-35b-a3b", "qwen3-next-80b-a3b"):
         assert products(shape_spec(name))[:4] == of_layer
     assert [("linear", rows, 5120) in products(shape_spec("qwen3.5-27b")) for rows in (16_384, 96, 14_336)] == [True] * 3
-    monkeypatch.setattr(policy, "is_hopper", lambda device: True)
+    monkeypatch.setattr(policy, "has_kernels", lambda device: True)
     fp8 = shape_spec("qwen3.5-35b-a3b-fp8").on(CPU, BF16)
     assert products(fp8) == [("linear", 64, 2048), ("lm_head", 248_320, 2048)]

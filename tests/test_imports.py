@@ -30,7 +30,7 @@ EVERYONE = {
 
 # Package (or top module) -> what of batchspec it may import, besides itself and what everyone may.
 MAY_IMPORT: dict[str, set[str]] = {
-    "run": {"config", "commands.reference", "job", "cli", "cluster", "supervise.watchdog"},
+    "run": {"config", "console.arguments", "commands.reference", "job", "cli", "cluster", "supervise.watchdog"},
     "process": {"kernels.common.compiler_hash"},
     "cli": {"console", "commands"},
     "__main__": {"cli"},
@@ -82,6 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "supervise.watchdog",
     },
     "load": {
+        "kernels.common.card",
         "batch.automata",
         "batch.sampling_mode",
         "distributed.group",
@@ -104,6 +105,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model",
         "packing",
         "runstate.manifest",
+        "kernels.common.card",
+        "tuning.cards",
     },
     "cluster": {
         "cli",
@@ -190,7 +193,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cache.layer_state",
         "cache.pages",
         "runstate.journal",
+        "tuning.cards",
         "tuning.exchange",
+        "kernels.common.card",
     },
     # No entry of another package lists these two: nothing imports what only measures or trains.
     "bench": {

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchspec.kernels.common.card import INTERPRETER
 from batchspec.kernels.common.int4 import dequantise
 from batchspec.kernels.gemm import int4_tiles
 from batchspec.kernels.gemm.int4_tiles import op_of
@@ -115,7 +116,8 @@ def test_a_tuned_product_has_the_choice_that_measured_fastest(monkeypatch: pytes
     assert policy.int4_tile(9, 64, 256, 128, CPU, gated=False) == tile
     assert policy.int4_tile(9, 64, 256, 128, CPU, gated=True) is None
     for group, rows in ((64, 64), (128, 80)):
-        assert policy.int4_tile(9, rows, 256, group, CPU, gated=True) == int4_tiles.int4_tile(9, rows, 256, 1, gated=True)
+        rule = int4_tiles.int4_tile(9, rows, 256, INTERPRETER, gated=True)
+        assert policy.int4_tile(9, rows, 256, group, CPU, gated=True) == rule
 
 
 def test_the_products_that_are_worth_timing() -> None:

@@ -20,9 +20,10 @@ from batchspec.model.files import LocalFiles
 from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
-from batchspec.packing.cost import H200, kv_read_bytes, prefill_seconds
+from batchspec.packing.cost import kv_read_bytes, prefill_seconds
 from batchspec.packing.kv_memory import KVMemory
 from tests.models import write_weights
+from tests.stand_ins import H200
 from tests.test_gemma4 import BLOCKS, OWN, TINY
 from tests.test_target import Runner
 from tests.test_target import run as logits_of

@@ -39,13 +39,14 @@ from batchspec.model.shard import part_of
 from batchspec.model.single_row import forward_row
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
-from batchspec.packing.cost import H200, read_bytes, round_seconds
+from batchspec.packing.cost import read_bytes, round_seconds
 from batchspec.packing.memory import reserve_bytes
 from batchspec.prepare import open_model
 from tests.gemma4_models import DENSE, LAYER_INPUTS
 from tests.models import make_checkpoint, make_tokenizer
 from tests.ranks import on_ranks
 from tests.runs import make_jobs_quick
+from tests.stand_ins import H200
 from tests.test_dense_families import MODELS
 from tests.test_fp8_block import make_fp8
 from tests.test_lora import CPU, OF_RECURRENT, RECURRENT, make_adapter, products

@@ -214,10 +214,10 @@ def test_bytes_and_what_is_kept_are_those_of_each_format(tmp_path: Path) -> None
 
 
 def test_activations_are_quantised_where_the_checkpoint_says_how_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Hopper; elsewhere FP8 weights are converted unless model.activations=fp8."""
+    """On Ada and newer; elsewhere FP8 weights are converted unless model.activations=fp8."""
     weight_only = group(FP8, "re:.*gate$", input_activations=None)
     own = formats(compressed(group(FP8, "re:.*self_attn.*"), group(NVFP4, "re:.*experts.*"), weight_only, ignore=[]))
-    monkeypatch.setattr(policy, "is_hopper", lambda device: True)
+    monkeypatch.setattr(policy, "has_kernels", lambda device: True)
     for found in (own.on(CPU, torch.bfloat16, "auto"), own.on(CPU, torch.float32, "fp8")):
         asked = {name: found.quantises_input_of(name) for name in (Q, UP, "model.layers.0.mlp.gate")}
         assert asked == {Q: True, UP: False, "model.layers.0.mlp.gate": False}

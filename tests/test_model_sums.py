@@ -18,8 +18,9 @@ from batchspec.model.shapes import shape_spec
 from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights, expected_shapes
-from batchspec.packing.cost import H200, num_multiplied, prefill_seconds, round_seconds
+from batchspec.packing.cost import num_multiplied, prefill_seconds, round_seconds
 from batchspec.packing.memory import reserve_bytes
+from tests.stand_ins import H200
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 SMALL: dict[str, Any] = {

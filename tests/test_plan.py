@@ -22,17 +22,17 @@ from batchspec.commands.planning import plan
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.schema import RunConfig
 from batchspec.errors import CapacityError, ConfigError, InputError, StorageError
+from batchspec.kernels.common import card
 from batchspec.load import memory
 from batchspec.model.generation_config import read_generation
 from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.model.spec import read_spec
-from batchspec.packing.cost import H200
 from batchspec.packing.memory import prefill_graph_bytes, reserve_bytes
 from batchspec.packing.model_notes import model_notes, sampling_advice
 from batchspec.storage.local_store import LocalStore
-from batchspec.tuning import policy
+from batchspec.tuning.cards import known_card
 from tests.models import write_weights
-from tests.stand_ins import ByteTokenizer
+from tests.stand_ins import H200, ByteTokenizer
 
 MODEL = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -254,7 +254,7 @@ def test_the_memory_of_quantised_models_on_a_gpu(
     monkeypatch.setattr(prepare, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(prepare, "check_fp8_kv", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    monkeypatch.setattr(policy, "is_hopper", lambda device: True)
+    monkeypatch.setattr(card, "_read", lambda device: known_card("H200").card)
     monkeypatch.setattr(planning, "device_rates", lambda *_, **__: H200)
     (Path(str(job.model.path)) / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
     job.model.load_format, job.cache.dtype, job.packing.max_num_seqs = "dummy", cache, 64
@@ -289,7 +289,7 @@ def test_pages_leave_memory_for_the_graphs_of_prefill(job: RunConfig, monkeypatc
         monkeypatch.setattr(module, "free_memory", lambda device, weights=0: free - weights)
     monkeypatch.setattr(prepare, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    monkeypatch.setattr(policy, "is_hopper", lambda device: True)
+    monkeypatch.setattr(card, "_read", lambda device: known_card("H200").card)
     monkeypatch.setattr(planning, "device_rates", lambda *_, **__: H200)
     (Path(str(job.model.path)) / "config.json").write_text(json.dumps(COMMON | SHAPES["llama8b-fp8"]))
     job.model.load_format, job.draft.name = "dummy", "none"

@@ -25,17 +25,18 @@ from batchspec.engine.rounds.draft_lengths import candidates
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
 from batchspec.packed_batch import PackedBatch
-from batchspec.packing import planner
-from batchspec.packing.cost import H200, Rates, kv_read_bytes
+from batchspec.packing import device_memory
+from batchspec.packing.cost import Rates, kv_read_bytes
+from batchspec.packing.device_memory import free_memory
 from batchspec.packing.kv_memory import KVMemory, kv_bytes
 from batchspec.packing.memory import MOST_LENGTHS, reserve_bytes
 from batchspec.packing.order import order_requests
-from batchspec.packing.planner import Demand, choose_batch, forecast, free_memory, row_buckets
+from batchspec.packing.planner import Demand, choose_batch, forecast, row_buckets
 from batchspec.packing.survey import Survey
 from batchspec.process import cgroup
 from batchspec.records import Request, SamplingParams
 from tests.engines import uneven_target
-from tests.stand_ins import LLAMA_8B, small_spec
+from tests.stand_ins import H200, LLAMA_8B, small_spec
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 MOST_RESERVE = 20 * 10**9
@@ -230,9 +231,9 @@ def test_a_control_group_s_limit_counts_if_it_is_below_the_machine_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """Of the process's own group, and of each one around it."""
-    monkeypatch.setattr(planner, "Path", lambda path: tmp_path / path.lstrip("/"))
+    monkeypatch.setattr(device_memory, "Path", lambda path: tmp_path / path.lstrip("/"))
     found = partial(cgroup.free_memory_of_cgroups, tmp_path / "sys/fs/cgroup", tmp_path / "proc/self")
-    monkeypatch.setattr(planner, "free_memory_of_cgroups", found)
+    monkeypatch.setattr(device_memory, "free_memory_of_cgroups", found)
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 5000000 kB\n")
     assert free_memory(CPU) == 5_000_000 * 1024

@@ -27,7 +27,7 @@ from batchspec.model.blocks.base import WHOLE, Shard
 from batchspec.model.shapes import shape_spec
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.packed_batch import PackedBatch
-from batchspec.packing.cost import H200, num_multiplied, read_bytes, round_seconds
+from batchspec.packing.cost import num_multiplied, read_bytes, round_seconds
 from batchspec.packing.exchange import exchange_seconds, sum_seconds
 from batchspec.packing.planner import Demand, Forecast, choose_batch, forecast
 from batchspec.packing.replicas import GpuLayout, best, gpu_layouts
@@ -35,7 +35,7 @@ from batchspec.prepare import open_model
 from batchspec.process.child_process import python_command
 from batchspec.tuning import exchange as tuning
 from tests.heads import random_tensors, tiny_design, write_head
-from tests.stand_ins import LLAMA_8B, small_spec
+from tests.stand_ins import H200, LLAMA_8B, small_spec
 from tests.test_plan import MODEL, planned, write
 from tests.test_plan import job as job  # a fixture
 from tests.test_shard import FP8_BLOCK

@@ -33,6 +33,7 @@ from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.packed_batch import ExpectedRows, PackedBatch
 from batchspec.packing.memory import GRAPH_BYTES, MOST_LENGTHS, MOST_PARTIAL_BUCKETS, MOST_PARTS, reserve_bytes
 from batchspec.packing.planner import Demand, row_buckets
+from batchspec.tuning.cards import known_card
 from tests.engines import DEVICE, make_engine, packed, request, tiny_target
 from tests.stand_ins import small_spec
 
@@ -339,7 +340,7 @@ def test_memory_is_kept_for_the_partial_results_of_prefixes_that_are_read_once(
         return
     shape = work_shape(
         num_rows=slots, max_q=draft_len + 1, max_kv=max_len, num_heads=num_heads, kv_heads=kv_heads, head_dim=128, page_size=16,
-        dtype=torch.bfloat16, num_sms=132,
+        dtype=torch.bfloat16, card=known_card("H200").card,
     )
     tables, rows = PrefixGroupTables(slots, 16, torch.device("cpu")), torch.zeros(slots + 1, dtype=torch.int32)
     batch = rows, rows[1:], torch.zeros(slots * (draft_len + 1), dtype=torch.int64)

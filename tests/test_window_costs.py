@@ -17,10 +17,10 @@ from batchspec.commands.planning import plan
 from batchspec.config.schema import RunConfig
 from batchspec.engine.loop import executor as executor_module
 from batchspec.engine.step import RoundWidth
-from batchspec.packing.cost import H200, kv_read_bytes, prefill_seconds, round_seconds
+from batchspec.packing.cost import kv_read_bytes, prefill_seconds, round_seconds
 from tests.engines import packed
 from tests.models import write_weights
-from tests.stand_ins import ByteTokenizer, small_spec
+from tests.stand_ins import H200, ByteTokenizer, small_spec
 from tests.test_round_planner import MODE, chosen, planner
 
 BF16 = torch.bfloat16

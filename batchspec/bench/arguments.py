@@ -16,6 +16,7 @@ from batchspec.console.arguments import ArgumentParser
 from batchspec.errors import ConfigError
 from batchspec.model.lora_shape import MAX_RANK
 from batchspec.model.shapes import SHAPES
+from batchspec.prepare import choose_device
 
 
 def parse(argv: list[str], description: str | None = None) -> argparse.Namespace:
@@ -87,7 +88,7 @@ def parse(argv: list[str], description: str | None = None) -> argparse.Namespace
 
 
 def device_of(args: argparse.Namespace) -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
+    return choose_device("cpu" if args.device == "cpu" else "auto")
 
 
 def _draft_len(text: str) -> int | None:

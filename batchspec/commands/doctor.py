@@ -1,5 +1,5 @@
 """`batchspec doctor`: print what this machine offers for a job, and what it lacks; `--tune` times a model's matrix products on
-its GPU."""
+its GPU; `--card` tells the same of a card of the table, without the machine."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from batchspec import __version__
 from batchspec.cache.flash import SHORT, flashinfer
+from batchspec.commands.card_text import about, launches, paths
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.draft.head import products as head_products
@@ -19,18 +20,23 @@ from batchspec.draft.mtp_head import products as mtp_products
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB
 from batchspec.draft.weights import dummy_spec, open_head
 from batchspec.errors import ConfigError
-from batchspec.kernels.common.pdl import supported
+from batchspec.kernels.common.card import assumed, card_of
 from batchspec.model.hub import find_model
 from batchspec.model.products import products
 from batchspec.model.shapes import DRAFT_VOCAB, SHAPES, shape_spec
-from batchspec.model.spec import load_spec
-from batchspec.packing.planner import free_memory
+from batchspec.model.spec import ModelSpec, load_spec
+from batchspec.packing.device_memory import free_memory
+from batchspec.tuning.cards import KnownCard, check_card, known_card
 from batchspec.tuning.table import Product, save, tune, tuned_products
 
 
 def main(argv: list[str]) -> int:
-    """Print the findings, or tune. Raises ConfigError for --tune without a GPU, CheckpointError if MODEL is not a model."""
+    """Print the findings, or tune. Raises ConfigError for --tune without a GPU and for an unknown or unsupported card,
+    CheckpointError if MODEL is not a model."""
     args = _parse(argv)
+    if args.card is not None:
+        terminal.show("\n".join(_report_card(args, known_card(args.card))))
+        return 0
     wanted = [] if args.model is None else _products(args)
     if not torch.cuda.is_available():
         if args.tune:
@@ -55,11 +61,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("model", metavar="MODEL", nargs="?", help=f"folder, hub id, config.json or one of {', '.join(SHAPES)} (with a head)")
     add("--draft-path", metavar="HEAD", help="folder or hub id of an EAGLE-3 head trained for MODEL")
     add("--tune", action="store_true", help="time the matrix products of MODEL and HEAD, about 10 s each; needs an idle GPU")
+    add("--card", metavar="NAME", help="tell of this card instead, as A100-80GB or L40S; a wrong name lists all")
     add("--out", type=Path, metavar="FILE", help="--tune: table to add the results to, instead of the one in your cache folder")
     args = parser.parse_args(argv)
     for given, name in ((args.tune, "--tune"), (args.draft_path, "--draft-path")):
         if given and args.model is None:
             raise ConfigError(f"doctor {name} needs MODEL: a folder, a hub id, a config.json or one of {', '.join(SHAPES)}")
+    if args.card is not None and args.tune:
+        raise ConfigError(f"doctor --tune times products on this machine's GPU, not on a {args.card}; remove --card or --tune")
     if args.out and not args.tune:
         raise ConfigError(f"doctor --out {args.out} is only written by --tune; add --tune or remove --out")
     return args
@@ -78,8 +87,7 @@ def versions() -> dict[str, str]:
 
 def _products(args: argparse.Namespace) -> list[Product]:
     known = args.model in SHAPES
-    a_shape = known or Path(args.model).is_file()
-    spec = shape_spec(args.model) if a_shape else load_spec(find_model(args.model, key="MODEL").folder)
+    spec = _spec(args.model)
     if torch.cuda.is_available():
         spec = spec.on(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
     head = None
@@ -91,12 +99,31 @@ def _products(args: argparse.Namespace) -> list[Product]:
     return list(dict.fromkeys([*products(spec), *of_head, *of_mtp]))
 
 
+def _spec(model: str) -> ModelSpec:
+    a_shape = model in SHAPES or Path(model).is_file()
+    return shape_spec(model) if a_shape else load_spec(find_model(model, key="MODEL").folder)
+
+
+def _report_card(args: argparse.Namespace, known: KnownCard) -> list[str]:
+    check_card(known.card)
+    lines = [f"card      {about(known)}", *(f"{label:<9} {line}" for label, line in paths(known))]
+    if args.model is not None:
+        with assumed(known.card):
+            spec = _spec(args.model).on(torch.device("cuda"), torch.bfloat16)
+            weights, free = spec.weight_bytes(torch.bfloat16), free_memory(torch.device("cuda"))
+        kept = f" ({spec.formats.kept}, the rest bfloat16)" if spec.formats.kept else " in bfloat16"
+        fits, gb = weights < free, abs(free - weights) / 1e9
+        left = f"{gb:,.1f} GB are left" if fits else f"{gb:,.1f} GB too many for the card"
+        more = f"`batchspec plan --card {known.card.name}` tells slots and times"
+        lines.append(f"model     {args.model}: weights of {weights / 1e9:,.2f} GB{kept}; {left}; {more}")
+    return [*lines, "computed, not measured"]
+
+
 def _report(args: argparse.Namespace, device: torch.device, wanted: list[Product]) -> list[str]:
-    card = torch.cuda.get_device_properties(device)
-    tuned = tuned_products(device)
+    card, tuned = card_of(device), tuned_products(device)
     lines = [
-        f"card      {card.name}, compute capability {card.major}.{card.minor}, {free_memory(device) / 1e9:,.1f} GB free of "
-        f"{card.total_memory / 1e9:,.1f} GB",
+        f"card      {card.name}, compute capability {card.capability[0]}.{card.capability[1]}, "
+        f"{free_memory(device) / 1e9:,.1f} GB free of {card.memory_bytes / 1e9:,.1f} GB",
         f"versions  python {platform.python_version()}, " + ", ".join(f"{name} {found}" for name, found in versions().items()),
         f"prefill   attention by torch up to {SHORT:,} keys a row, by FlashInfer above"
         if flashinfer() is not None
@@ -106,8 +133,8 @@ def _report(args: argparse.Namespace, device: torch.device, wanted: list[Product
         if tuned
         else "products  none tuned for this card: all by cuBLAS, none fused; batchspec doctor --tune MODEL times them",
     ]
-    if not supported(device):
-        lines.append("launches  one after another, which slows small models: overlap needs Hopper or newer and Triton 3.4")
+    if not card.overlaps_launches:
+        lines.append(f"launches  {launches(card)}")
     if wanted:
         missing = [f"{op} {rows}x{k}" for op, rows, k in wanted if (op, rows, k) not in tuned]
         how = "by cuBLAS, in INT4 by estimate" if any(name.startswith("int4") for name in missing) else "by cuBLAS"

@@ -1,4 +1,7 @@
-"""`batchspec plan +job=demo`: what a run would do, without running it. It reads only the headers of the weights."""
+"""`batchspec plan +job=demo`: what a run would do, without running it. It reads only the headers of the weights.
+
+`--card NAME` plans for another card than this machine has, which may have none.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,34 @@ from collections.abc import Sequence
 from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig
 from batchspec.console import terminal
+from batchspec.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Hydra overrides as for `run`, and `--full` to tokenise every row; returns the exit code."""
-    full = "--full" in argv
-    overrides = [item for item in argv if item != "--full"]
+    """Hydra overrides as for `run`, `--full` to tokenise every row, `--card NAME`; returns the exit code."""
+    try:
+        card, words = taken(argv)
+    except ConfigError as error:
+        terminal.fail(error)
+        return error.exit_code
+    full = "--full" in words
+    overrides = [item for item in words if item != "--full"]
 
     def show(config: RunConfig) -> None:
-        from batchspec.commands.planning import plan  # imports torch, so only after the checks of `launch`
+        from batchspec.commands.planning import plan, plan_for  # imports torch, so only after the checks of `launch`
 
-        terminal.show(plan(config, full=full).text())
+        made = plan(config, full=full) if card is None else plan_for(card, config, full=full)
+        terminal.show(made.text())
 
     return launch(show, overrides, require=("model.path", "input.path"))
+
+
+def taken(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of `--card NAME` or `--card=NAME`, or None; and the other words. Raises ConfigError without a name."""
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--card=") else (word,))]
+    if "--card" not in words:
+        return None, words
+    place = words.index("--card")
+    if place + 1 == len(words) or "=" in words[place + 1] or words[place + 1].startswith("-"):
+        raise ConfigError("--card needs the name of a card, as in --card A100-80GB; a wrong name lists all")
+    return words[place + 1], words[:place] + words[place + 2 :]

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 
+from batchspec.commands.card_text import about, fp8_weights, launches, paths
 from batchspec.console.text import MESSAGE_CHARS, counted, one_line
+from batchspec.kernels.common.card import assumed
 from batchspec.load.memory import automata_bytes, padded_prefill_bytes
+from batchspec.model.quant.fp8 import Fp8
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import Rates, num_multiplied
+from batchspec.packing.device_memory import free_memory
 from batchspec.packing.kv_memory import kv_bytes, row_tensor_bytes
-from batchspec.packing.planner import Forecast, free_memory, held_back_bytes
+from batchspec.packing.planner import Forecast, held_back_bytes
 from batchspec.packing.predict import SHORT_TOKENS
 from batchspec.packing.replicas import GpuLayout, best
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, notes
 from batchspec.records import Ids
+from batchspec.tuning.cards import KnownCard
 
 COST = "0 to 5 % of decoding in bf16 and 18 % in FP8 (8B) on an H200, long prefill in bf16 not measured"
 """The cost of decode.deterministic, see jobs/resume.md, "The same tokens in bf16 too"."""
@@ -38,13 +44,16 @@ class Plan:
     """Ways to divide the GPUs of this machine, if it has several."""
     output: str = ""
     """What a run would find in output.dir; empty if it would begin a job."""
+    card: KnownCard | None = None
+    """The card for which the job is planned, if not for this machine's."""
     lacks_gpu: bool = False
     """Whether the job is for a GPU and this machine has none: neither shape nor times are known, nor what is in output.dir."""
 
     def text(self) -> str:
-        return "\n".join(
-            [*self._input(), *self._lengths(), *self._thinking(), *self._structured(), *self._shape(), *self._gpus()]
-        )
+        with nullcontext() if self.card is None else assumed(self.card.card):
+            return "\n".join(
+                [*self._input(), *self._lengths(), *self._thinking(), *self._structured(), *self._shape(), *self._gpus()]
+            )
 
     def _input(self) -> list[str]:
         files, rows, read = self.job.source.files, self.job.source.num_rows, self.survey.num_rows
@@ -128,6 +137,7 @@ class Plan:
         total_s = ahead.prefill_s + ahead.decode_s
         kept = f"({spec.formats.kept}, the rest {dtype})" if spec.formats.kept else f"in {dtype}"
         return [
+            *self._card(),
             f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights a token, "
             f"{_bytes(spec.weight_bytes(job.dtype))} {kept} on {job.device.type}",
             *_notes(job),
@@ -144,7 +154,18 @@ class Plan:
             *([f"deterministic  bf16 sums of one order; these times leave out its cost: {COST}"] if spec.ordered else []),
             f"together     {_duration(total_s)}, {tokens:,.0f} {kind} tokens, {tokens / total_s:,.0f} tok/s",
             f"assumed      {assumed}no common prefixes; device: {self.rates.name}",
+            *(["computed     not measured: slots, memory and times follow from the card's sizes and rates"] if self.card else []),
         ]
+
+    def _card(self) -> list[str]:
+        """The card of --card, and by which paths this job runs on it."""
+        if self.card is None:
+            return []
+        card, formats = self.card.card, self.job.spec.formats
+        ways = [fp8_weights(card)] if isinstance(formats.quantised, Fp8) else []
+        ways += [f"FP8 K/V {dict(paths(self.card))['FP8 K/V']}"] if self.job.spec.fp8_kv else []
+        ways += [f"products {dict(paths(self.card))['products']}", f"launches {launches(card)}"]
+        return [f"card         {about(self.card)}", f"paths        {'; '.join(ways)}"]
 
     def _drafter(self) -> list[str]:
         """What draft=auto took, and why."""

@@ -13,6 +13,7 @@ from batchspec.config.schema import RunConfig
 from batchspec.console.text import counted
 from batchspec.distributed.group import check_reach
 from batchspec.errors import ConfigError, OutputError, StorageError
+from batchspec.kernels.common.card import assumed, assumed_card
 from batchspec.load.memory import check_memory, plan_batch
 from batchspec.model.blocks.base import Shard
 from batchspec.model.shard import part_of
@@ -28,6 +29,7 @@ from batchspec.process.out_of_memory import admitting_rows
 from batchspec.report.push import check_push_key
 from batchspec.runner.opened_output import check_target, open_output
 from batchspec.runstate.generations import Generation
+from batchspec.tuning.cards import check_card, known_card
 from batchspec.tuning.cpu_threads import limit_threads
 
 SAMPLE_ROWS = 10_000
@@ -70,21 +72,24 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     Raises InputError, CheckpointError, ConfigError or CapacityError as the run would.
     """
     check_push_key(config.output)
-    lacks_gpu = config.device == "cuda" and not torch.cuda.is_available()
+    card = assumed_card()
+    lacks_gpu = card is None and config.device == "cuda" and not torch.cuda.is_available()
     job = open_job(config, tokenizer=tokenizer, fetch=False, on_this_machine=not lacks_gpu)
     if lacks_gpu:  # whether output.dir has the same job depends on dtypes that the GPU determines
         survey = survey_rows(job, full=full)
         demand = survey.demand(job.source.num_rows, job.admission.max_len)
         return Plan(job=job, survey=survey, num_completions=demand.num_completions, lacks_gpu=True)
-    check_target(job)
-    state = state_of_output(job)
+    state = ""
+    if card is None:  # what the output holds is compared by the machine of the run
+        check_target(job)
+        state = state_of_output(job)
     survey = survey_rows(job, full=full)
     demand = survey.demand(job.source.num_rows, job.admission.max_len)
     if job.device.type == "cpu":
         limit_threads()  # as the run does, whose products are measured here
     rates = device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)
     batch, ahead = None, None
-    num_gpus = len(visible_gpus()) if job.device.type == "cuda" else 1
+    num_gpus = len(visible_gpus()) if job.device.type == "cuda" and card is None else 1
     found = layouts_of(job, survey, rates, num_gpus) if num_gpus > 1 and demand.num_completions else []
     ranks = best(found).ranks if found and config.cluster.tensor_parallel == AUTO else config.cluster.tensor_parallel
     if demand.num_completions:
@@ -98,8 +103,18 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
         )
     return Plan(
         job=job, survey=survey, rates=rates, num_completions=demand.num_completions, batch=batch, forecast=ahead, layouts=found,
-        output=state,
+        output=state, card=None if card is None else known_card(card.name),
     )
+
+
+def plan_for(name: str, config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = False) -> Plan:
+    """`plan` for a card of the table, whatever this machine has. Raises ConfigError for an unknown name and for device=cpu."""
+    known = known_card(name)
+    if config.device == "cpu":
+        raise ConfigError(f"--card {known.card.name} plans for a GPU, and the job has device=cpu; remove one")
+    check_card(known.card)
+    with assumed(known.card):
+        return plan(config, tokenizer=tokenizer, full=full)
 
 
 def state_of_output(job: Job) -> str:

@@ -38,7 +38,8 @@ PLAN_HELP = """\
 Predict what a run would do, without running it: rows, bad rows, lengths, shape, memory, seconds.
 Takes the arguments of `batchspec run`.
 
-  --full   read every row, not a sample of 10,000"""
+  --full        read every row, not a sample of 10,000
+  --card NAME   plan for this card, as A100-80GB or L40S, on a machine without it: computed, not measured"""
 SUBMIT_HELP = """\
 Submit a job as a Slurm array. Takes the arguments of `batchspec run`; the keys of `cluster` describe the array.
 
@@ -60,11 +61,6 @@ ADVANCED = "advanced"
 ABOUT_ADVANCED = """\
 Keys that few jobs set. Those of `ablation` switch optimisations off one by one, to measure what each is worth: no output token
 depends on them.""".replace("\n", " ")
-
-
-def asks_for_help(words: Iterable[str]) -> bool:
-    """Whether the arguments of a command ask for its help."""
-    return bool({"-h", "--help"} & set(words))
 
 
 def help_text(command: str, *, width: int | None = None) -> str:

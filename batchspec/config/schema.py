@@ -35,7 +35,7 @@ class ModelConfig:
     """Data type of weights, activations and K/V. auto is the checkpoint's own, or float32 on a CPU without fast bfloat16."""
     activations: str = "auto"
     """For FP8 checkpoints: whether products quantise activations. fp8: yes, as the checkpoint says (W8A8), by fast kernels in
-    bfloat16 on Hopper GPUs and newer, and by plain PyTorch elsewhere, which is slow. dtype: no, activations stay, and weights are
+    bfloat16 on Ada GPUs and newer, and by plain PyTorch elsewhere, which is slow. dtype: no, activations stay, and weights are
     converted to model.dtype at load, which takes twice the memory. auto is fp8 where it is fast and the checkpoint quantises
     activations, else dtype."""
     max_len: int | None = None

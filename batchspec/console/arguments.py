@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from batchspec.errors import ConfigError
@@ -29,3 +29,8 @@ class ArgumentParser(argparse.ArgumentParser):
             if (value := getattr(args, name)) != self.get_default(name):
                 shown = "" if value is True else f" {','.join(value) if isinstance(value, list) else value}"
                 self.error(f"--{name.replace('_', '-')}{shown} {why}; remove it")
+
+
+def asks_for_help(words: Iterable[str]) -> bool:
+    """Whether the arguments of a command ask for its help."""
+    return bool({"-h", "--help"} & set(words))

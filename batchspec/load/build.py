@@ -18,6 +18,7 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.ranks.lead import Lead
 from batchspec.engine.ranks.messages import Build, Calibrate, Load, Scales
 from batchspec.engine.rounds.round import RoundOptions
+from batchspec.kernels.common.card import card_of
 from batchspec.load.memory import check_memory, plan_batch
 from batchspec.model.kv_calibration import give_scales
 from batchspec.model.lora import adapted
@@ -43,8 +44,8 @@ def device_facts(device: torch.device) -> str:
     """The facts that determine how a kernel is launched: the kind of device, and the software versions."""
     kind = "cpu"
     if device.type == "cuda":
-        own = torch.cuda.get_device_properties(device)
-        kind = f"{own.name} with {own.multi_processor_count} SMs"
+        card = card_of(device)
+        kind = f"{card.name} with {card.num_sms} SMs"
     return f"{kind}, torch {torch.__version__}"
 
 

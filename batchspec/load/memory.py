@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from batchspec.batch.automata import AutomataCapacity
@@ -11,16 +9,16 @@ from batchspec.distributed.group import Group
 from batchspec.errors import CapacityError
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import Rates
+from batchspec.packing.device_memory import free_memory, total_memory
 from batchspec.packing.memory import graph_tokens, prefill_graph_bytes
-from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, choose_batch, free_memory
+from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, choose_batch
 from batchspec.prepare import Job, JobModel
 
 
 def check_memory(job: JobModel) -> None:
     """Raises CapacityError for weights that exceed the device's whole memory."""
     weights = weight_bytes(job)
-    on_gpu = job.device.type == "cuda"
-    memory = torch.cuda.mem_get_info(job.device)[1] if on_gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    on_gpu, memory = job.device.type == "cuda", total_memory(job.device)
     if weights > memory:
         raise CapacityError(
             f"model.path={job.config.model.path}: the weights take {weights / 1e9:,.1f} GB as {job.dtype}, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from batchspec.errors import ConfigError
+from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.int4 import ROWS
 from batchspec.kernels.moe.route import MAX_EXPERTS, MAX_TOP_K
 from batchspec.model.blocks.moe import MoeSpec
@@ -34,7 +35,7 @@ def in_one_order(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, o
     if on_this_machine and not has_same_bits_in_all_tiles(device):
         raise ConfigError(
             f"{asked} is supported only on GPUs of the Hopper generation (compute capability 9.0), and this is "
-            f"{torch.cuda.get_device_name(device)}; remove it, or set model.dtype=float64"
+            f"{card_of(device).name}; remove it, or set model.dtype=float64"
         )
     _check_rows(spec, asked)
     for prefix, block in spec.blocks():

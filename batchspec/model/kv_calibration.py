@@ -28,6 +28,7 @@ from torch import Tensor
 
 from batchspec.distributed.collectives import Collectives
 from batchspec.errors import CheckpointError, ConfigError
+from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.e4m3 import LARGEST
 from batchspec.model.blocks.base import Shard
 from batchspec.model.calibration_texts import TEXTS
@@ -60,11 +61,11 @@ class Encoder(Protocol):
 
 def check_e4m3(device: torch.device, key: str = "cache.dtype") -> None:
     """Raises ConfigError for a GPU without e4m3 if `key` asks for it."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        major, minor = torch.cuda.get_device_capability(device)
+    card = card_of(device)
+    if not card.has_e4m3:
+        major, minor = card.capability
         raise ConfigError(
-            f"{key}=fp8 needs a GPU of compute capability 8.9 or newer, {torch.cuda.get_device_name(device)} has "
-            f"{major}.{minor}; use {key}=auto"
+            f"{key}=fp8 needs a GPU of compute capability 8.9 or newer, {card.name} has {major}.{minor}; use {key}=auto"
         )
 
 

@@ -17,7 +17,8 @@ SHRINKS = {"NFC": 4, "NFD": 3, "ByteLevel": 1, "Prepend": 1}
 """Normaliser -> maximum number of bytes that become one byte, rounded up: U+1FEF (3 bytes) becomes a grave accent (1 byte), and
 NFC reaches 3.5 if such letters are also composed."""
 _PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}
-_WHITE_SPACE = bytes({byte for i in range(0x10000) if (char := chr(i)).isspace() for byte in char.encode()})
+_LAST_SPACE = 0x3000
+_WHITE_SPACE = bytes({byte for i in range(_LAST_SPACE + 1) if (char := chr(i)).isspace() for byte in char.encode()})
 
 
 class LongText(ValueError):

@@ -20,6 +20,6 @@ The shape:
   survey.py           lengths of the first rows
   planner.py          slots, pages, row buckets; the forecast
   cost.py             seconds of rounds and prefill; exchange.py: of exchanges between ranks
-  memory.py           GPU memory that must stay free; kv_memory.py: K/V pages in the rest
+  memory.py           GPU memory that must stay free; kv_memory.py: K/V pages in the rest; device_memory.py: what is free
   replicas.py         copies of the model, or one cut over several GPUs
 """

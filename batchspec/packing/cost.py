@@ -11,7 +11,8 @@ g runs over the products of all layers and the output matrix. W_g(T) bytes of th
 weights of g with which a token is multiplied; flop_s_g the rate of their format: FP8 weights with quantised activations (W8A8)
 have their own; MXFP4 weights are unpacked and multiplied like plain ones. INT4 weights take time to be unpacked besides, once for
 each tile of tokens: P_g max(1, T / unpack_tokens) / unpack_s is added to the arithmetic; for many tokens they are dequantised
-instead, if that takes less (`_unpacking_s`). Its rate is known of one GPU; elsewhere, and in plain torch, it is not counted.
+instead, if that takes less (`_unpacking_s`). The rate is known of an H200 and of assumed cards
+(`card_rates`); elsewhere, and in plain torch, it is not counted.
 NVFP4 weights are dequantised in plain torch in each pass, which moves NVFP4_BYTES for each, before they are multiplied; a GPU
 does so with all experts, and multiplies each with every token. A CPU computes chosen experts alone, so it takes less.
 R rows, C_l keys of a row that layer l reads, T = R * tokens_per_row, kv bytes of K/V a token and layer, A query heads * head_dim,
@@ -32,9 +33,11 @@ import torch
 from torch import Tensor
 
 from batchspec.cache.groups import most_keys
+from batchspec.kernels.common.card import assumed_card, card_of
 from batchspec.model.quant.fp8_products import product_of_ones
 from batchspec.model.spec import ModelSpec, layer_prefix
 from batchspec.packing.exchange import exchange_seconds
+from batchspec.tuning.cards import KnownCard, entry_of
 
 CALIBRATED_TOKENS = (8, 32, 128, 256)
 FP8_TOKENS = {"cpu": 64, "cuda": 2048}
@@ -96,26 +99,45 @@ class Rates:
         return float(np.interp(tokens, [point for point, _ in self.gemm], [value for _, value in self.gemm]))
 
 
-# One H200, Llama-3.1-8B shape in bf16, cuBLAS, measured 2026-11: 64 rows x 1, 2, 3, 4, 6, 8 tokens. fp8_speedup lies between what
-# was measured at 8,192 tokens and more: 1.5 for the dense products of Llama-8B, 0.9 to 1.0 for the experts of Qwen3-30B-A3B.
-# unpack_s is an estimate: 300 instructions of four warps for 128 x 128 weights (`kernels/gemm/int4_steps.py`).
-H200 = Rates(
-    name="NVIDIA H200",
-    bytes_s=4.3e12,
-    gemm=((64, 200e12), (128, 365e12), (192, 456e12), (256, 512e12), (384, 565e12), (512, 582e12)),
-    overhead_s=1e-4,
-    layer_s=1.9e-5,
-    tile=128,
-    fp8_speedup=1.3,
-    unpack_s=1.2e13,
-)
+WEIGHT_SHARE, FLOP_SHARE = 0.9, 0.8
+"""Shares of a data sheet's bandwidth and arithmetic that products reach. On an H200 reads reach 4.3 of 4.8 TB/s, and the formula
+of `card_rates` lies within 12 % of the flop/s measured at 64 to 512 tokens."""
+FP8_SHARE = 0.65
+"""The speedup of W8A8 products by that of a data sheet: 1.3 of 2 on an H200."""
+COMPUTED_TOKENS = (64, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+LAUNCH_S, LAYER_S, TILE, UNPACK_S = 1e-4, 1.9e-5, 128, 9e10
+"""Those of an H200, for all cards; UNPACK_S: INT4 weights that an SM unpacks in a second."""
 
 
 def device_rates(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> Rates:
-    """Stored rates for a known GPU in bf16; otherwise measured, in well under a second. fp8: W8A8 products too."""
-    if device.type == "cuda" and dtype is torch.bfloat16 and "H200" in torch.cuda.get_device_name(device):
-        return H200
+    """In bf16 the rates of a GPU that the table knows as measured, and those of an assumed card; otherwise measured, in well
+    under a second. fp8: W8A8 products too."""
+    if device.type == "cuda" and dtype is torch.bfloat16:
+        known = entry_of(card_of(device).name)
+        if known is not None and (known.rates is not None or assumed_card() is not None):
+            return card_rates(known)
     return calibrate(device, dtype, fp8=fp8)
+
+
+def card_rates(known: KnownCard) -> Rates:
+    """The measured rates of a card in bf16, or computed ones: a product takes the time of reading the weight once, plus that of
+    its arithmetic.
+
+    Measured: one H200, Llama-3.1-8B shape, cuBLAS, 2026-11: 64 rows x 1, 2, 3, 4, 6, 8 tokens. fp8_speedup lies between what was
+    measured at 8,192 tokens and more: 1.5 for the dense products of Llama-8B, 0.9 to 1.0 for the experts of Qwen3-30B-A3B.
+    unpack_s is an estimate: 300 instructions of four warps for 128 x 128 weights (`kernels/gemm/int4_steps.py`).
+    """
+    card = known.card
+    if known.rates is not None:
+        points = tuple((tokens, rate) for tokens, rate in known.rates["gemm"])
+        return Rates(name=known.gpus[0], **{**known.rates, "gemm": points})
+    bytes_s, flop_s = WEIGHT_SHARE * card.bytes_s, FLOP_SHARE * card.flop_s
+    return Rates(
+        name=f"{card.name}, computed, not measured", bytes_s=bytes_s,
+        gemm=tuple((tokens, 1 / (1 / (tokens * bytes_s) + 1 / flop_s)) for tokens in COMPUTED_TOKENS), overhead_s=LAUNCH_S,
+        layer_s=LAYER_S, tile=TILE, fp8_speedup=max(1.0, FP8_SHARE * card.fp8_flop_s / card.flop_s),
+        unpack_s=UNPACK_S * card.num_sms,
+    )
 
 
 def calibrate(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> Rates:

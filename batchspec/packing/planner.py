@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -16,9 +15,9 @@ from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
 from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, PREFIX_STATES, RECURRENT_CHUNK, PackedBatch
 from batchspec.packing.cost import Rates, kv_read_bytes, moved_state_bytes, prefill_seconds, read_bytes, round_seconds
+from batchspec.packing.device_memory import CPU_SHARE
 from batchspec.packing.kv_memory import KVMemory
 from batchspec.packing.memory import graph_tokens, reserve_bytes
-from batchspec.process.cgroup import free_memory_of_cgroups
 
 PAGE_SIZE = 16
 CPU_SLOTS = 16
@@ -31,8 +30,6 @@ GOOD_ENOUGH = 0.98
 """The smallest batch within 2 % of the best predicted tokens/s is chosen: fewer rows finish sooner and need less memory."""
 MORE_ROWS = 0.05
 """Maximum pages that the rows of all slots may need beyond those that there are, as a share of these."""
-CPU_SHARE = 0.6
-"""Share of the host's free memory that may be used; other programs need the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,31 +181,6 @@ def held_back_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, dem
         prefill_tokens=min(batch.prefill_tokens, batch.num_slots * batch.max_len), max_len=batch.max_len,
         longest_row=batch.longest_row, shared_tokens=demand.shared_tokens, scores=demand.scores,
     )
-
-
-def free_memory(device: torch.device, *, weights: int = 0) -> int:
-    """Bytes that are free on the device, minus `weights` bytes that are still to be loaded."""
-    if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = _free_host_memory()
-    return max(0, free - weights)
-
-
-def host_share() -> float:
-    """Bytes of main memory that the pages of jobs on the CPU may take together."""
-    return CPU_SHARE * _free_host_memory()
-
-
-def _free_host_memory() -> int:
-    """MemAvailable of /proc/meminfo, or less if the limit of a control group is lower."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return 4 * 10**9  # not Linux: a low guess, which packing.memory_gb overrides
-    left = free_memory_of_cgroups()
-    return free if left is None else min(free, left)
 
 
 def row_buckets(slots: int) -> tuple[int, ...]:

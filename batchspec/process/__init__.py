@@ -1,5 +1,6 @@
 """This process, its children and the machine that they share. Everyone may import it.
 
+bytecode.py        keeps Python's bytecode where it would not be kept
 cgroup.py          what the control groups allow
 child_process.py   starts Python programs that end with the run
 early_start.py     begins slow work while modules are imported

@@ -26,7 +26,7 @@ def take_seat(config: RunConfig, seat: Seat, when_parent_ends: Callable[[], obje
     faulthandler.enable()
     act_when_parent_ends(when_parent_ends)
     if seat.sharing > 1 and config.packing.memory_gb is None:
-        from batchspec.packing.planner import host_share
+        from batchspec.packing.device_memory import host_share
 
         config.packing.memory_gb = host_share() / seat.sharing / 1e9
 

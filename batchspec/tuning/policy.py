@@ -15,6 +15,7 @@ import torch
 
 from batchspec.kernels.attention.settings import ordered_work_shape, work_shape
 from batchspec.kernels.attention.work_list import WorkShape
+from batchspec.kernels.common.card import card_of
 from batchspec.kernels.gemm import fp8_tiles, int4_tiles, lm_head, ordered_tiles, scaled_mm
 from batchspec.kernels.gemm.fp8_tiles import Fp8Tile
 from batchspec.kernels.gemm.ordered import MIN_BLOCK_M
@@ -62,17 +63,21 @@ FAST_DTYPES = (torch.bfloat16,)
 
 
 def has_fast_experts(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of experts and FP8 products of a model in `dtype` run as kernels: in bf16 on Hopper and newer.
+    """Whether products of experts of a model in `dtype` run as kernels: in bf16 on every GPU, with FP8 weights `has_fast_fp8`.
 
     Elsewhere they are plain torch. On a CPU callers interpret the kernels; only tests make this true there.
     """
-    return dtype in FAST_DTYPES and is_hopper(device)
+    return dtype in FAST_DTYPES and has_kernels(device)
 
 
-@cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether the device is of the Hopper generation or newer."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def has_fast_fp8(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether FP8 products of a model in `dtype` run as kernels: in bf16 on a GPU that multiplies e4m3."""
+    return has_fast_experts(device, dtype) and card_of(device).has_e4m3
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels run on the device."""
+    return device.type == "cuda"
 
 
 @cache
@@ -86,7 +91,7 @@ def has_scaled_mm(device: torch.device, dtype: torch.dtype, *, blocked: bool) ->
 
 def fp8_tile(tokens: int, rows: int, k: int, device: torch.device, *, library: bool) -> Fp8Tile | None:
     """The tile of a dense product with an FP8 weight [rows, k]; None: the library, which must support it, computes it."""
-    return fp8_tiles.fp8_tile(tokens, rows, k, _num_sms(device), library=library)
+    return fp8_tiles.fp8_tile(tokens, rows, k, card_of(device), library=library)
 
 
 def ordered_fp8_tile(tokens: int) -> Fp8Tile:
@@ -103,7 +108,7 @@ def int4_tile(tokens: int, rows: int, k: int, group: int, device: torch.device, 
     op = int4_tiles.op_of(group, gated=gated)
     if is_measured(op, rows, k, device):
         return measured_tile(op, tokens, rows, k, device)
-    return int4_tiles.int4_tile(tokens, rows, k, _num_sms(device), gated=gated)
+    return int4_tiles.int4_tile(tokens, rows, k, card_of(device), gated=gated)
 
 
 def ordered_int4_tile(tokens: int, *, gated: bool = False) -> Tile:
@@ -116,12 +121,12 @@ def expert_unit_pairs(tokens: int, top_k: int, num_experts: int, dtype: torch.dt
     return tiles.unit_pairs_of(tokens, top_k, num_experts, dtype)
 
 
-def expert_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
+def expert_tile(unit_pairs: int, num_units: int, device: torch.device, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
     """The tile of a grouped product of at most `num_units` units, with weights of this dtype (uint8: MXFP4, int32: INT4).
 
     No choice changes the bits of a token.
     """
-    return tiles.expert_tile(unit_pairs, num_units, gated=gated, dtype=dtype)
+    return tiles.expert_tile(unit_pairs, num_units, card_of(device), gated=gated, dtype=dtype)
 
 
 def gathers_rows(unit_pairs: int, dtype: torch.dtype) -> bool:
@@ -139,7 +144,7 @@ def attention_shape(
     """Tiles of verify attention and how its keys are split, for rows of at most max_q queries and max_kv keys."""
     return work_shape(
         num_rows=num_rows, max_q=max_q, max_kv=max_kv, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim,
-        page_size=page_size, dtype=dtype, fp8=fp8, num_sms=_num_sms(device), window=window or 0, sink=sink,
+        page_size=page_size, dtype=dtype, fp8=fp8, card=card_of(device), window=window or 0, sink=sink,
     )
 
 
@@ -150,16 +155,10 @@ def ordered_attention_shape(
     """Tiles of `ordered_attention`; its keys are split at the same positions in every batch."""
     return ordered_work_shape(
         num_rows=num_rows, max_q=max_q, max_kv=max_kv, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim,
-        page_size=page_size, num_sms=_num_sms(device), window=window or 0,
+        page_size=page_size, num_sms=card_of(device).num_sms, window=window or 0,
     )
 
 
-@cache
 def has_same_bits_in_all_tiles(device: torch.device) -> bool:
-    """Whether tensor cores give a row the same bits in tiles of any size: measured only on the Hopper generation."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
-@cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    """See `Card`; False on a CPU."""
+    return device.type == "cuda" and card_of(device).has_same_bits_in_all_tiles

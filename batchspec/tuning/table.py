@@ -50,7 +50,12 @@ def is_measured(op: str, rows: int, k: int, device: torch.device) -> bool:
 
 def tuned_products(device: torch.device) -> frozenset[Product]:
     """The products in the tables for this GPU. Raises ConfigError if a table is invalid."""
-    return frozenset(_table(torch.cuda.get_device_name(device)))
+    return tuned_of(torch.cuda.get_device_name(device))
+
+
+def tuned_of(gpu: str) -> frozenset[Product]:
+    """The same by what torch calls a GPU."""
+    return frozenset(_table(gpu))
 
 
 def table_in_use(device: torch.device) -> Table:

@@ -23,6 +23,7 @@ from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.tile import lanes_of, write_lines, zero_tokens
 from batchspec.kernels.attention.verify_attention import verify_attention, verify_attention_reference
 from batchspec.kernels.attention.work_list import AttentionWork
+from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.common.pdl import await_earlier, launch_args
@@ -183,10 +184,10 @@ def main() -> None:
     """Compare the times with those of `verify_attention` on the same rows."""
     bench = Bench("ordered_attention")
     shapes = ((64, 1, 8448), (64, 4, 8448), (256, 1, 1280), (256, 4, 1280), (4, 4, 8448)) if bench.on_gpu else ((2, 1, 64),)
+    card = card_of(bench.device)
     for rows, queries, keys in shapes:
         common: dict[str, Any] = {
             "num_rows": rows, "max_q": queries, "max_kv": keys, "num_heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16,
-            "num_sms": torch.cuda.get_device_properties(bench.device).multi_processor_count if bench.on_gpu else 1,
         }
         pages = triton.cdiv(keys, 16)
         kv = torch.randn(2, rows * pages, 16, 8, 128, device=bench.device).bfloat16()
@@ -196,8 +197,8 @@ def main() -> None:
         starts = torch.arange(0, rows * queries + 1, queries, dtype=torch.int32, device=bench.device)
         positions = (keys - queries + torch.arange(queries, device=bench.device)).repeat(rows)
         out = torch.empty_like(q)
-        ways = (("", ordered_attention, ordered_work_shape(**common)),
-                ("verify_attention ", verify_attention, work_shape(**common, dtype=q.dtype)))
+        ways = (("", ordered_attention, ordered_work_shape(**common, num_sms=card.num_sms)),
+                ("verify_attention ", verify_attention, work_shape(**common, dtype=q.dtype, card=card)))
         for name, attend, shape in ways:
             work = split_kv_schedule(starts, lengths, positions, shape=shape)
             call = partial(attend, q, kv, table, positions, work, partials_of(work, 128), scale=0.1, out=out)

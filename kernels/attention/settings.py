@@ -6,12 +6,13 @@ settings and others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from batchspec.kernels.attention.ordered_step import PART, block_of
 from batchspec.kernels.attention.work_list import WorkShape
+from batchspec.kernels.common.card import BARRIER_BYTES, Card
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_QUERIES = 64
@@ -30,8 +31,30 @@ class Config:
     per_sm: int = 3
 
 
-def config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
-    """The fastest measured settings for a head size and a number of (query, head) pairs in a tile; `main` times others too.
+MEASURED_SHARED = 228 << 10
+"""Shared memory of an SM of the cards for which `per_sm` holds."""
+
+
+def config_of(head_dim: int, tile: int, dtype: torch.dtype, card: Card, *, fp8: bool = False) -> Config:
+    """Settings for a head size and a number of (query, head) pairs in a tile: the fastest measured ones, with as many stages and
+    programs as fit into the card's shared memory.
+
+    dtype  of the queries
+    fp8    K and V are in e4m3
+    """
+    config = (_fp8_config_of if fp8 else _plain_config_of)(head_dim, tile, dtype)
+    width = max(16, 1 << (head_dim - 1).bit_length())
+    stage_bytes = 2 * config.block * width * (1 if fp8 else dtype.itemsize)
+    other_bytes = tile * (width + config.block) * dtype.itemsize  # queries, and weights of a block of keys
+    stages = card.stages_that_fit(config.num_stages, stage_bytes, other_bytes)
+    if stages == config.num_stages and card.sm_shared_bytes >= MEASURED_SHARED:
+        return config
+    most = card.sm_shared_bytes // (stages * stage_bytes + other_bytes + BARRIER_BYTES)
+    return replace(config, num_stages=stages, per_sm=max(1, min(config.per_sm, most)))
+
+
+def _plain_config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
+    """The fastest settings on an H200; `main` of verify_attention times others too.
 
     per_sm follows from the registers and the shared memory that Triton 3.9 uses for these kernels on sm_90.
     """
@@ -48,14 +71,14 @@ def config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
     return Config(64, 4, 3, {16: 6, 32: 5}.get(tile, 3))
 
 
-def fp8_config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
+def _fp8_config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
     """The same over e4m3 K/V, `dtype` that of the queries; not measured yet.
 
     Chosen for the fewest instructions per key that Triton 3.6 generates; per_sm follows from the registers. With heads of 64 and
     a tile of 32, Triton gives every warp all keys, so that with more than two warps the conversions of keys would be repeated.
     """
     if dtype == torch.float32:
-        return config_of(head_dim, tile, dtype)
+        return _plain_config_of(head_dim, tile, dtype)
     if head_dim > 256:
         return Config(32, 4, 3, 2) if tile <= 16 else Config(32, 8, 2, 1)
     if head_dim > 128:
@@ -81,22 +104,20 @@ def work_shape(
     head_dim: int,
     page_size: int,
     dtype: torch.dtype,
-    num_sms: int,
+    card: Card,
     window: int = 0,
     sink: int = 0,
     fp8: bool = False,
 ) -> WorkShape:
-    """How to split the work of such a batch on a GPU with `num_sms` multiprocessors. dtype is that of the queries; fp8: K/V in
-    e4m3."""
+    """How to split the work of such a batch on a card. dtype is that of the queries; fp8: K/V in e4m3."""
     lanes = max_q * (num_heads // kv_heads)
     tile, group_tile = tile_of(head_dim, lanes, dtype), tile_of(head_dim, min(num_rows, SAMPLES) * lanes, dtype)
-    choose = fp8_config_of if fp8 else config_of
-    config, group_config = choose(head_dim, tile, dtype), choose(head_dim, group_tile, dtype)
+    config, group_config = (config_of(head_dim, own, dtype, card, fp8=fp8) for own in (tile, group_tile))
     return WorkShape(
         max_q=max_q, max_kv=max_kv, kv_heads=kv_heads, heads_per_kv=num_heads // kv_heads, page_size=page_size,
         window=window, sink=sink if window else 0, tile=tile, block=config.block,
-        group_tile=group_tile, group_block=group_config.block, programs=num_sms * config.per_sm,
-        group_programs=num_sms * group_config.per_sm,
+        group_tile=group_tile, group_block=group_config.block, programs=card.num_sms * config.per_sm,
+        group_programs=card.num_sms * group_config.per_sm,
     )
 
 

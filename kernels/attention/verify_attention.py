@@ -18,6 +18,7 @@ inference"); prefixes of a group read once: Juravsky et al. 2024 ("Hydragen", ar
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import triton
@@ -26,10 +27,11 @@ from torch import Tensor
 
 from batchspec.kernels.attention.e4m3_step import attend_block, narrowed
 from batchspec.kernels.attention.merge_states import Partials, merge_states
-from batchspec.kernels.attention.settings import DTYPES, Config, config_of, fp8_config_of
+from batchspec.kernels.attention.settings import DTYPES, Config, config_of
 from batchspec.kernels.attention.softmax_step import page_of
 from batchspec.kernels.attention.tile import lanes_of, write_lines, zero_tokens
 from batchspec.kernels.attention.work_list import AttentionWork
+from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.e4m3 import E4M3, movable
 from batchspec.kernels.common.pdl import await_earlier, launch_args
@@ -218,7 +220,7 @@ def verify_attention(
         "DIM": max(16 if scales is None else 32, triton.next_power_of_2(head_dim)),
     }
 
-    args, choose = launch_args(q), config_of if scales is None else fp8_config_of
+    args, choose = launch_args(q), partial(config_of, dtype=q.dtype, card=card_of(q.device), fp8=scales is not None)
 
     def launch(items: Tensor, kind: int, tile: int, block: int, choice: Config) -> None:
         row_order = work.shared.row_order if kind and work.shared else work.cu_seqlens_q
@@ -232,9 +234,9 @@ def verify_attention(
         )
 
     if len(work.group_items):
-        choice = group_config or choose(head_dim, shape.group_tile, q.dtype)
+        choice = group_config or choose(head_dim, shape.group_tile)
         launch(work.group_items, 1, shape.group_tile, shape.group_block, choice)
-    launch(work.items, 0, shape.tile, shape.block, config or choose(head_dim, shape.tile, q.dtype))
+    launch(work.items, 0, shape.tile, shape.block, config or choose(head_dim, shape.tile))
     if work.num_lines:
         merge_states(
             partials.out, partials.lse, work.row_parts, work.cu_seqlens_q, max_q=shape.max_q, out=out, sink_logits=sink_logits,

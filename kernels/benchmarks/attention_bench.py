@@ -25,6 +25,7 @@ from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.verify_attention import verify_attention, verify_attention_reference
 from batchspec.kernels.attention.work_list import AttentionWork, SharedPrefixes, WorkShape
 from batchspec.kernels.benchmarks.timing import graph_us
+from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.e4m3 import to_e4m3
 
 PAGE_SIZE, DTYPE = 16, torch.bfloat16
@@ -125,7 +126,7 @@ def make_inputs(
     shape = work_shape(
         num_rows=rows, max_q=max_q, max_kv=max(lengths), num_heads=model.num_heads, kv_heads=model.kv_heads,
         head_dim=model.head_dim, page_size=PAGE_SIZE, dtype=DTYPE, fp8=fp8,
-        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        card=card_of(device),
     )
     unique = sum(lengths) - (rows - rows // samples) * prefix
     ints = partial(torch.tensor, dtype=torch.int32, device=device)
@@ -146,7 +147,7 @@ def settings(inputs: Inputs) -> Iterator[tuple[str, WorkShape, dict[str, Config]
     """Settings to try for a shape: the default first, then other configurations, then other splits of the work."""
     shape = inputs.shape
     yield "default", shape, {}
-    sms = torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
+    sms = card_of(inputs.q.device).num_sms
     if inputs.shared is not None:
         for tile, config in GROUP_CONFIGS:
             name = f"group tile {tile} {describe(config)}"

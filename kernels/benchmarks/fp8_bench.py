@@ -24,12 +24,12 @@ from torch import Tensor
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.options import add_limits, json_lines, parse_on_gpu, parser_of
 from batchspec.kernels.benchmarks.timing import relative_error
+from batchspec.kernels.common.card import Card, card_of
 from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.common.graph_clock import Call, GraphClock
 from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_linear_reference, launch
 from batchspec.kernels.gemm.fp8_tiles import Fp8Tile, candidates, fp8_tile
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, quantise_tokens
-from batchspec.kernels.gemm.linear import num_sms
 from batchspec.kernels.gemm.scaled_mm import library_scales, scaled_mm
 
 TOKENS = (1, 16, 32, 64, 128, 256)
@@ -93,7 +93,7 @@ def time_product(
     (rows, k), device = product.weights[0].shape, product.scales.device
     x = tokens_of(num_tokens, k, device, blocked=product.blocked)
     wanted = fp8_linear_reference(x, product.weights[0], product.scales)
-    name, sms = f"T={num_tokens} {rows}x{k}", num_sms(device)
+    name, card = f"T={num_tokens} {rows}x{k}", card_of(device)
 
     def us_of(label: str, calls: list[Call], tile: Fp8Tile | None) -> float:
         us = float("inf")
@@ -108,9 +108,9 @@ def time_product(
         return us
 
     library = us_of("library", product.librarys(x), None) if product.library is not None else float("inf")
-    tiles = candidates(num_tokens, rows, k, sms)
+    tiles = candidates(num_tokens, rows, k, card)
     times = {tile: us_of(text_of(tile), product.ours(x, tile), tile) for tile in tiles}
-    own = fp8_tile(num_tokens, rows, k, sms, library=product.library is not None)
+    own = fp8_tile(num_tokens, rows, k, card, library=product.library is not None)
     best = min(times, key=times.__getitem__)
     parts = [f"{name:<22} library {library:>6.1f}", f"rule {times[tiles[0]]:>6.1f} {text_of(tiles[0]):<16}"]
     for split in sorted({tile.split for tile in tiles}):
@@ -140,17 +140,17 @@ def compile_one(task: tuple[Fp8Tile, bool]) -> str:
     return ""
 
 
-def kernels_of(products: Iterable[tuple[int, int]], token_counts: Iterable[int], sms: int) -> list[Fp8Tile]:
+def kernels_of(products: Iterable[tuple[int, int]], token_counts: Iterable[int], card: Card) -> list[Fp8Tile]:
     """One tile for each kernel to compile: all splits share a kernel."""
     counts = list(token_counts)
-    tiles = (tile for rows, k in products for tokens in counts for tile in candidates(tokens, rows, k, sms))
+    tiles = (tile for rows, k in products for tokens in counts for tile in candidates(tokens, rows, k, card))
     return list(dict.fromkeys(tile._replace(split=min(tile.split, 2)) for tile in tiles))
 
 
 def bench(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
     begin, device, blocked = time.monotonic(), torch.device("cuda"), not arguments.rows
     shapes = dict.fromkeys(shape for model in arguments.models for shape in MODELS[model])
-    tiles = kernels_of(shapes, arguments.tokens, num_sms(device))
+    tiles = kernels_of(shapes, arguments.tokens, card_of(device))
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
         for failure in pool.imap_unordered(compile_one, [(tile, blocked) for tile in tiles]):
             if failure:

@@ -28,6 +28,7 @@ from torch import Tensor
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.options import add_limits, json_lines, parse_on_gpu, parser_of
 from batchspec.kernels.benchmarks.timing import relative_error
+from batchspec.kernels.common.card import Card, card_of
 from batchspec.kernels.common.graph_clock import Call, GraphClock
 from batchspec.kernels.common.int4 import Int4Weight
 from batchspec.kernels.common.pdl import set_enabled
@@ -36,7 +37,6 @@ from batchspec.kernels.gemm.int4_dequantise import multiply_dequantised
 from batchspec.kernels.gemm.int4_linear import int4_linear, int4_linear_reference, launch
 from batchspec.kernels.gemm.int4_tiles import candidates, int4_tile
 from batchspec.kernels.gemm.int4_trial import random_int4
-from batchspec.kernels.gemm.linear import num_sms
 from batchspec.kernels.gemm.tiles import Tile
 
 TOKENS = (1, 16, 64, 256, 1024)
@@ -95,9 +95,9 @@ def time_product(
     """Every tile that is right; the library too. weights: copies."""
     (rows, k), device = (weights[0].num_rows, weights[0].k), weights[0].words.device
     x, found = torch.randn(tokens, k, device=device).bfloat16(), Timings()
-    wanted, sms, name = int4_linear_reference(x, weights[0]), num_sms(device), f"T={tokens} {rows}x{k}"
-    found.rule = int4_tile(tokens, rows, k, sms)
-    for tile in (None, *candidates(tokens, rows, k, sms)):
+    wanted, card, name = int4_linear_reference(x, weights[0]), card_of(device), f"T={tokens} {rows}x{k}"
+    found.rule = int4_tile(tokens, rows, k, card)
+    for tile in (None, *candidates(tokens, rows, k, card)):
         with continue_on_error(f"{name} {text_of(tile)}"):
             calls = [call_of(x, weight, tile) for weight in weights]
             error = relative_error(calls[0](), wanted)
@@ -220,16 +220,16 @@ def compile_one(task: tuple[Tile, int]) -> str:
     return ""
 
 
-def kernels_of(products: Iterable[tuple[int, int]], token_counts: Sequence[int], sms: int) -> list[Tile]:
+def kernels_of(products: Iterable[tuple[int, int]], token_counts: Sequence[int], card: Card) -> list[Tile]:
     """One tile for each kernel to compile: all splits share a kernel."""
-    tiles = (tile for rows, k in products for tokens in token_counts for tile in candidates(tokens, rows, k, sms))
+    tiles = (tile for rows, k in products for tokens in token_counts for tile in candidates(tokens, rows, k, card))
     return list(dict.fromkeys(tile._replace(split=min(tile.split, 2)) for tile in tiles))
 
 
 def bench(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
     begin, device, group = time.monotonic(), torch.device("cuda"), arguments.group
     shapes = dict.fromkeys(shape for model in arguments.models for shape in MODELS[model].products)
-    tiles = kernels_of(shapes, arguments.tokens, num_sms(device))
+    tiles = kernels_of(shapes, arguments.tokens, card_of(device))
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
         for failure in pool.imap_unordered(compile_one, [(tile, group) for tile in tiles]):
             if failure:

@@ -25,6 +25,7 @@ from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.moe_weights import FORMATS, MODELS, MoeShape, Product, make_products
 from batchspec.kernels.benchmarks.options import add_limits, json_lines, parse_on_gpu, parser_of
 from batchspec.kernels.benchmarks.timing import relative_error
+from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.graph_clock import Call, GraphClock
 from batchspec.kernels.moe.combine import combine_norm, combine_norm_reference
 from batchspec.kernels.moe.quantise import quantise_rows
@@ -80,13 +81,13 @@ def routing_of(shape: MoeShape, ids: Tensor, unit_pairs: int) -> Routing:
 
 def tiles_of(product: Product, tokens: int, sweep: bool) -> list[ExpertTile]:
     shape = product.shape
-    found = candidates(tokens, shape.top_k, shape.experts, gated=product.gated, dtype=product.dtype)
+    found = candidates(tokens, shape.top_k, shape.experts, card_of(product.device), gated=product.gated, dtype=product.dtype)
     return found if sweep else found[:1]
 
 
 def alone_tile(product: Product) -> ExpertTile:
     """A tile for a few tokens, other than that of many."""
-    return expert_tile(16, 1, gated=product.gated, dtype=product.dtype)
+    return expert_tile(16, 1, card_of(product.device), gated=product.gated, dtype=product.dtype)
 
 
 def bench_case(name: str, product: Product, tokens: int, sweep: bool, clock: GraphClock) -> list[Timing]:

@@ -21,12 +21,12 @@ Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronizati
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from batchspec.kernels.common.card import card_of
 
 _enabled = True
 
@@ -45,11 +45,9 @@ def launch_args(tensor: Tensor) -> dict[str, bool]:
     return {"PDL": False}
 
 
-@cache
 def supported(device: torch.device) -> bool:
-    """Whether the device is a Hopper GPU or newer and Triton has the launch option (from 3.4 on)."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0) and version >= (3, 4)
+    """Whether the device is a Hopper GPU or newer."""
+    return device.type == "cuda" and card_of(device).overlaps_launches
 
 
 @triton.jit

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.graph_clock import MAX_COPIES, Call, GraphClock
 from batchspec.kernels.gemm.activation import silu_and_mul
 from batchspec.kernels.gemm.linear import launch, norm_reference, num_sms
@@ -77,7 +78,7 @@ class Trial:
         return list(torch.empty(copies, self.rows, self.k, dtype=DTYPE, device=self.device).normal_(std=self.k**-0.5))
 
     def candidates(self, tokens: int) -> list[Tile]:
-        return candidates(self.op, tokens, self.rows, self.k, num_sms(self.device))
+        return candidates(self.op, tokens, self.rows, self.k, card_of(self.device))
 
     def kernel_of(self, tile: Tile, tokens: int) -> tuple[Any, ...]:
         """Tiles with equal ones are computed by one compiled kernel. It does not depend on tokens, rows or the number of splits.

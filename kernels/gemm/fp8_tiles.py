@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from batchspec.kernels.common.card import Card
+
 
 class Fp8Tile(NamedTuple):
     """Tile sizes and launch settings: a program sums a tile of block_n rows of W by block_t tokens over a part of K."""
@@ -30,10 +32,23 @@ MIN_BLOCKS = 8
 """Minimum number of blocks of 128 of K in a part of a split: with fewer, summing the parts takes longer than the product."""
 
 
-def fp8_tile(num_tokens: int, rows: int, k: int, num_sms: int, *, library: bool) -> Fp8Tile | None:
+def fp8_tile(num_tokens: int, rows: int, k: int, card: Card, *, library: bool) -> Fp8Tile | None:
     """A good tile for x [num_tokens, k] with W [rows, k]; None: the library's product (`scaled_mm.py`).
 
     library  whether the library can multiply them
+    """
+    tile = _measured_tile(num_tokens, rows, k, card.num_sms, library=library)
+    return None if tile is None else fitted(tile, card)
+
+
+def fitted(tile: Fp8Tile, card: Card) -> Fp8Tile:
+    """The tile with as many stages as fit into the card's shared memory, and with the kind of loads that the card has."""
+    stages = card.stages_that_fit(tile.stages, (tile.block_t + tile.block_n) * BLOCK)
+    return tile._replace(stages=stages, tma=tile.tma and card.has_tma)
+
+
+def _measured_tile(num_tokens: int, rows: int, k: int, num_sms: int, *, library: bool) -> Fp8Tile | None:
+    """The tile on an H200.
 
     Measured on one H200 on 2026-11-22, torch 2.11, block scales, with `python -m batchspec.kernels.gemm.fp8_linear`: ten products
     of Llama-8B, half of Llama-70B and Qwen3-30B at 1 to 256 tokens. The library does not divide K, so it takes 14 us for
@@ -65,6 +80,8 @@ def ordered_fp8_tile(num_tokens: int) -> Fp8Tile:
     return Fp8Tile(64, 64, 5, 4) if num_tokens <= 64 else Fp8Tile(128, 64, 4, 4)
 
 
+BLOCK = 128
+"""Columns of K that a step loads."""
 SPLITS = (1, 2, 4, 8)
 CUTS = ((64, 4, 4), (64, 6, 4), (128, 3, 4), (128, 4, 4), (128, 4, 8))
 """Values of (block_n, stages, warps) worth timing."""
@@ -72,10 +89,10 @@ THREAD_SUMS = 64
 """Maximum number of sums of a tile in one thread. It also holds as many of one block of K: with 128 each, registers spill."""
 
 
-def candidates(num_tokens: int, rows: int, k: int, num_sms: int) -> list[Fp8Tile]:
-    """Tiles worth timing on a GPU like an H100; first the one that `fp8_tile` chooses without a library."""
+def candidates(num_tokens: int, rows: int, k: int, card: Card) -> list[Fp8Tile]:
+    """Tiles worth timing on this card; first the one that `fp8_tile` chooses without a library."""
     heights = sorted({_height(num_tokens, 64), _height(num_tokens, 128)})
-    rule = fp8_tile(num_tokens, rows, k, num_sms, library=False)
+    rule = fp8_tile(num_tokens, rows, k, card, library=False)
     assert rule is not None
     found = [rule]
     for block_t in heights:
@@ -84,8 +101,8 @@ def candidates(num_tokens: int, rows: int, k: int, num_sms: int) -> list[Fp8Tile
                 continue
             num_tiles = -(-num_tokens // block_t) * -(-rows // block_n)
             for split in SPLITS:
-                if split == 1 or (num_tiles * split <= 4 * num_sms and -(-k // 128) // split >= 2):
-                    found.append(Fp8Tile(block_t, block_n, stages, warps, split))
+                if split == 1 or (num_tiles * split <= 4 * card.num_sms and -(-k // 128) // split >= 2):
+                    found.append(fitted(Fp8Tile(block_t, block_n, stages, warps, split), card))
     return list(dict.fromkeys(found))
 
 

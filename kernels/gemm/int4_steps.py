@@ -118,9 +118,13 @@ def unpack_part(words, scale_pairs, zero_pairs, PART: tl.constexpr, ROWS: tl.con
     PLACE: tl.constexpr = "" if PART < 2 else "shr.u32 v, $1, 8; "
     SOURCE: tl.constexpr = "$1" if PART < 2 else "v"
     ADD: tl.constexpr = "fma.rn.bf16x2 $0, v, $2, $4; }"
-    SUBTRACT: tl.constexpr = "sub.rn.bf16x2 v, v, $4; mul.rn.bf16x2 $0, v, $2; }"
+    # v - zero, then v * scale - 0: only Hopper's PTX has subtractions and multiplications. -1 and -0 are in o and z.
+    SUBTRACT: tl.constexpr = "fma.rn.bf16x2 v, $4, o, v; fma.rn.bf16x2 $0, v, $2, z; }"
+    REGISTERS: tl.constexpr = "v" if zero_pairs is None else "v, o, z"
+    CONSTANTS: tl.constexpr = "" if zero_pairs is None else "mov.b32 o, 0xBF80BF80; mov.b32 z, 0x80008000; "
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 v; " + PLACE + "and.b32 v, " + SOURCE + ", " + MASK + "; " + (ADD if zero_pairs is None else SUBTRACT),
+        "{ .reg .b32 " + REGISTERS + "; " + CONSTANTS + PLACE + "and.b32 v, " + SOURCE + ", " + MASK + "; "
+        + (ADD if zero_pairs is None else SUBTRACT),
         "=r,r,r,r,r,r", [words, scale, shift], dtype=tl.bfloat16, is_pure=True, pack=2,
     )
 

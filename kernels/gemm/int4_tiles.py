@@ -6,8 +6,9 @@ measured on a GPU yet: the rule is an estimate from the compiled kernels (regist
 
 from __future__ import annotations
 
+from batchspec.kernels.common.card import Card
 from batchspec.kernels.common.int4 import BLOCK
-from batchspec.kernels.gemm.tiles import SHARED_BYTES, Tile
+from batchspec.kernels.gemm.tiles import Tile
 
 MOST_TOKENS = 1024
 """Beyond this many tokens the weight is dequantised and the library multiplies, where the tuner has not measured it. By estimate:
@@ -36,7 +37,7 @@ def group_of(op: str) -> int:
     return int(op.rpartition("_g")[2])
 
 
-def int4_tile(num_tokens: int, rows: int, k: int, num_sms: int, *, gated: bool = False) -> Tile | None:
+def int4_tile(num_tokens: int, rows: int, k: int, card: Card, *, gated: bool = False) -> Tile | None:
     """A good tile, by estimate, for x [num_tokens, k] with W [rows, k]; None: dequantise W, then the library's product.
 
     Few tokens: 128 rows of W a program, so that x is read from the L2 cache half as often as W; K is split until two programs run
@@ -48,14 +49,12 @@ def int4_tile(num_tokens: int, rows: int, k: int, num_sms: int, *, gated: bool =
     height = height_of(num_tokens)
     n = rows // 2 if gated else rows
     if height <= 32:
-        base, programs = Tile(height, 128, BLOCK, 4, 4, False), 2 * num_sms
-    elif height == 64:
-        base, programs = Tile(64, 128, BLOCK, 3, 8, True), 2 * num_sms
+        base = Tile(height, 128, BLOCK, 4, 4, False)
     else:
-        base, programs = Tile(128, 128, BLOCK, 3, 8, True), 2 * num_sms
-    base = _of_outputs(base, gated=gated)
+        base = Tile(min(height, 128), 128, BLOCK, 3, 8, True)
+    base = fitted(_of_outputs(base, gated=gated), card, gated=gated)
     num_tiles = -(-num_tokens // base.block_m) * -(-n // base.block_n)
-    most = min(programs / num_tiles, -(-k // BLOCK) / MIN_BLOCKS)
+    most = min(2 * card.num_sms / num_tiles, -(-k // BLOCK) / MIN_BLOCKS)
     return base._replace(split=max(split for split in SPLITS if split == 1 or split <= most))
 
 
@@ -69,30 +68,37 @@ def ordered_int4_tile(num_tokens: int, *, gated: bool = False) -> Tile:
     return _of_outputs(base, gated=gated)
 
 
-def candidates(num_tokens: int, rows: int, k: int, num_sms: int, *, gated: bool = False) -> list[Tile]:
-    """Tiles worth timing on a GPU like an H200; first the one that `int4_tile` chooses, if it does."""
-    rule = int4_tile(num_tokens, rows, k, num_sms, gated=gated)
+def candidates(num_tokens: int, rows: int, k: int, card: Card, *, gated: bool = False) -> list[Tile]:
+    """Tiles worth timing on this card; first the one that `int4_tile` chooses, if it does."""
+    rule = int4_tile(num_tokens, rows, k, card, gated=gated)
     found = [] if rule is None else [rule]
     n = rows // 2 if gated else rows
     for height in HEIGHTS:
         if not height_of(num_tokens) // 2 <= height <= max(16, height_of(num_tokens)):
             continue
+        loads = (False, True) if height <= 64 and card.has_tma else (card.has_tma,)
         for block_n, stages, warps in CUTS[height]:
-            for tma in (False, True) if height <= 64 else (True,):
+            for tma in loads:
                 tile = _of_outputs(Tile(height, block_n, BLOCK, stages, warps, tma), gated=gated)
                 num_tiles = -(-num_tokens // height) * -(-n // tile.block_n)
                 for split in SPLITS:
-                    few = num_tiles * split <= 4 * num_sms and -(-k // BLOCK) // split >= MIN_BLOCKS
-                    if fits(tile, gated=gated) and (split == 1 or few):
+                    few = num_tiles * split <= 4 * card.num_sms and -(-k // BLOCK) // split >= MIN_BLOCKS
+                    if fits(tile, card, gated=gated) and (split == 1 or few):
                         found.append(tile._replace(split=split))
     return list(dict.fromkeys(found))
 
 
-def fits(tile: Tile, *, gated: bool) -> bool:
-    """Whether the blocks of a tile fit into shared memory and its sums into registers."""
+def fits(tile: Tile, card: Card, *, gated: bool) -> bool:
+    """Whether the blocks of a tile fit into the card's shared memory and its sums into registers."""
     rows = tile.block_n * (2 if gated else 1)
-    shared = (rows * (BLOCK // 2 + 4) + tile.block_m * BLOCK * 2) * tile.stages
-    return shared <= SHARED_BYTES and rows * tile.block_m // (32 * tile.warps) <= 128
+    return fitted(tile, card, gated=gated) == tile and rows * tile.block_m // (32 * tile.warps) <= 128
+
+
+def fitted(tile: Tile, card: Card, *, gated: bool) -> Tile:
+    """The tile with as many stages as fit into the card's shared memory, and with the kind of loads that the card has."""
+    rows = tile.block_n * (2 if gated else 1)
+    stages = card.stages_that_fit(tile.stages, rows * (BLOCK // 2 + 4) + tile.block_m * BLOCK * 2)
+    return tile._replace(stages=stages, tma=tile.tma and card.has_tma)
 
 
 def height_of(num_tokens: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.graph_clock import MAX_COPIES, Call
 from batchspec.kernels.common.int4 import Int4Weight, arrange, dequantise
 from batchspec.kernels.gemm.activation import silu_and_mul
@@ -16,7 +17,6 @@ from batchspec.kernels.gemm.autotune import COPIES_BYTES, Trial
 from batchspec.kernels.gemm.int4_dequantise import multiply_dequantised
 from batchspec.kernels.gemm.int4_linear import launch
 from batchspec.kernels.gemm.int4_tiles import candidates, group_of
-from batchspec.kernels.gemm.linear import num_sms
 from batchspec.kernels.gemm.tiles import Tile
 
 
@@ -38,7 +38,7 @@ class Int4Trial(Trial):
         return [random_int4(self.rows, self.k, group_of(self.op), self.device) for _ in range(copies)]
 
     def candidates(self, tokens: int) -> list[Tile]:
-        return candidates(tokens, self.rows, self.k, num_sms(self.device), gated=self.gated)
+        return candidates(tokens, self.rows, self.k, card_of(self.device), gated=self.gated)
 
     def kernel_of(self, tile: Tile, tokens: int) -> tuple[Any, ...]:
         return *tile[:6], tile.split > 1

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.gemm.operands import DTYPES, operands, read_block
@@ -218,9 +219,7 @@ def launch(
 
 
 def num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETED_SMS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return INTERPRETED_SMS if device.type != "cuda" else card_of(device).num_sms
 
 
 def norm_reference(x: Tensor, norm: Tensor, eps: float) -> Tensor:

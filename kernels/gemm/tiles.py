@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from batchspec.kernels.common.card import Card
+
 
 class Work(NamedTuple):
     """A product as a list of units (one K block of one output tile each), of which every program gets an equal, contiguous
@@ -69,23 +71,24 @@ WHOLE = ("norm_linear", "norm_swiglu", "lm_head")
 NORM_MAX_K = 2048
 """Maximum K of a fused norm. It loads x through registers once for each column of tiles, which pays only for small products,
 where launches cost more."""
-SHARED_BYTES, REGISTERS = 227 << 10, 1 << 16
 
 
-def candidates(op: str, tokens: int, rows: int, k: int, num_sms: int) -> list[Tile]:
-    """Tile choices that are worth timing for `op` with `tokens` tokens and a bf16 weight [rows, k], on a GPU like an H100."""
+def candidates(op: str, tokens: int, rows: int, k: int, card: Card) -> list[Tile]:
+    """Tile choices that are worth timing for `op` with `tokens` tokens and a bf16 weight [rows, k] on this card."""
     if op.startswith("norm") and k > NORM_MAX_K:
         return []
     gated = op.endswith("swiglu")
     n = rows // 2 if gated else rows
     found: dict[Tile, float] = {}
+    num_sms = card.num_sms
     for block_m, block_n, block_k, stages, warps in BLOCKS[op]:
         if block_m > max(64, 1 << (tokens - 1).bit_length()):
             continue
-        shared = (block_m + block_n * (2 if gated else 1)) * block_k * 2 * stages
+        stage_bytes = (block_m + block_n * (2 if gated else 1)) * block_k * 2
+        stages = card.stages_that_fit(stages, stage_bytes)
         registers = 32 * warps * (128 if block_m * block_n * (2 if gated else 1) // (32 * warps) <= 64 else 256)
-        resident = num_sms * max(1, min(SHARED_BYTES // shared, REGISTERS // registers))
-        base = Tile(block_m, block_n, block_k, stages, warps, True)
+        resident = num_sms * max(1, min(card.block_shared_bytes // (stage_bytes * stages), card.sm_registers // registers))
+        base = Tile(block_m, block_n, block_k, stages, warps, card.has_tma)
         for cut, fill in _cuts(base, tokens, n, k, num_sms, resident, whole=op in WHOLE):
             found[cut] = fill
             found[cut._replace(tma=False)] = fill

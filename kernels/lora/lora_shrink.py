@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.gemm.operands import DTYPES
@@ -116,10 +117,12 @@ def launch(
         return out
     grid = (num_tiles, parts, splits)
     start = partial(lora_shrink_kernel.warmup, grid=grid) if compile_only else lora_shrink_kernel[grid]
+    stages = 4 if x.dtype is torch.bfloat16 else 2
     start(
         x, a, scales, tokens.order, tokens.tiles, out, num_tokens, steps, k, x.stride(0),
         PARTS=parts, RANK=rank, BLOCK_T=tokens.block, BLOCK_K=block_k, EVEN=k % (block_k * MOST_SPLITS) == 0,
-        INTERPRETED=not x.is_cuda, num_warps=4, num_stages=4 if x.dtype is torch.bfloat16 else 2, **launch_args(x),
+        INTERPRETED=not x.is_cuda, num_warps=4,
+        num_stages=card_of(x.device).stages_that_fit(stages, (tokens.block + rank) * block_k * x.itemsize), **launch_args(x),
     )
     return out
 

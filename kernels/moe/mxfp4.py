@@ -117,6 +117,7 @@ def unpack(words, scales, PART: tl.constexpr, INTERPRETED: tl.constexpr):
         exponent = (scales >> (8 * PART)) & 0xFF
         y = (bits << 16).to(tl.float32, bitcast=True) * (exponent << 23).to(tl.float32, bitcast=True)[:, None]
     else:  # each instruction works on two words
+        # v * scale - 0 in place of v * scale, which only Hopper's PTX has: ptxas makes the same instruction of both.
         # Bytes 0 and 2, or 1 and 3, to the exponent bits of the two halves; the multiplication reads one half of it twice.
         both = (scales << 7 if PART % 2 == 0 else scales >> 1) & 0x7F807F80
         if PART < 2:
@@ -132,23 +133,25 @@ def unpack(words, scales, PART: tl.constexpr, INTERPRETED: tl.constexpr):
         scale = tl.broadcast_to(scale[:, None], words.shape)
         if PART == 0:
             y = tl.inline_asm_elementwise(
-                "{ .reg .b32 v; and.b32 v, $1, 0x81C081C0; mul.rn.bf16x2 $0, v, $2; }",
+                "{ .reg .b32 v, z; and.b32 v, $1, 0x81C081C0; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, v, $2, z; }",
                 "=r,r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
             )
         elif PART == 1:
             y = tl.inline_asm_elementwise(
-                "{ .reg .b32 v; shl.b32 v, $1, 3; and.b32 v, v, 0x81C081C0; mul.rn.bf16x2 $0, v, $2; }",
+                """{ .reg .b32 v, z; shl.b32 v, $1, 3; and.b32 v, v, 0x81C081C0;
+                mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, v, $2, z; }""",
                 "=r,r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
             )
         elif PART == 2:
             y = tl.inline_asm_elementwise(
-                "{ .reg .b32 v; shl.b32 v, $1, 6; and.b32 v, v, 0x81C081C0; mul.rn.bf16x2 $0, v, $2; }",
+                """{ .reg .b32 v, z; shl.b32 v, $1, 6; and.b32 v, v, 0x81C081C0;
+                mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, v, $2, z; }""",
                 "=r,r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
             )
         else:
             y = tl.inline_asm_elementwise(
-                """{ .reg .b32 v; shr.u32 v, $1, 7; and.b32 v, v, 0x00D800D8; mul.lo.u32 v, v, 2081;
-                and.b32 v, v, 0x81C081C0; mul.rn.bf16x2 $0, v, $2; }""",
+                """{ .reg .b32 v, z; shr.u32 v, $1, 7; and.b32 v, v, 0x00D800D8; mul.lo.u32 v, v, 2081;
+                and.b32 v, v, 0x81C081C0; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, v, $2, z; }""",
                 "=r,r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
             )
     return y

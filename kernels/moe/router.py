@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.fetch import fetch_to_l2
 from batchspec.kernels.common.pdl import await_earlier, launch_args
@@ -138,13 +139,14 @@ def router_logits(
     wide = x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16
     block_t, block_e = (16 if num_tiles <= ONE_WAVE else 32, 16) if few else (32, 64)
     part_k = PART_K_WIDE if wide else PART_K
+    stage_bytes = part_k * (PARTS if few else 2) * (block_t * x.itemsize + block_e * weight.itemsize)
     rounds = triton.cdiv(k, PARTS * part_k * (1 if wide or not x.is_cuda else 2))
     if num_tokens:
         router_kernel[(triton.cdiv(num_tokens, block_t) * triton.cdiv(num_experts, block_e),)](
             x, weight, bias, out, num_tokens, rounds, x.stride(0), NUM_EXPERTS=num_experts, K=k,
             BLOCK_T=block_t, BLOCK_E=block_e, PARTS=PARTS, PART_K=part_k, FEW=few, WIDE=wide,
             AHEAD=ahead and few and k * weight.itemsize % 16 == 0 and weight.data_ptr() % 16 == 0, INTERPRETED=not x.is_cuda,
-            num_warps=8 if few else 4, num_stages=4, **launch_args(x),
+            num_warps=8 if few else 4, num_stages=card_of(x.device).stages_that_fit(4, stage_bytes), **launch_args(x),
         )
     return out
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from batchspec.kernels.common.card import Card
 from batchspec.kernels.moe.units import max_units
 
 HEIGHTS = (16, 32, 64, 128, 256)
@@ -102,10 +103,15 @@ FEW_UNITS = 8
 """Number of units up to which more steps are loaded ahead: with few programs, the bytes in flight limit the bandwidth."""
 
 
-def expert_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
-    """A good tile for at most `num_units` units of `unit_pairs` pairs and weights of this dtype (uint8: MXFP4, int32: INT4).
+def expert_tile(unit_pairs: int, num_units: int, card: Card, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
+    """A good tile for at most `num_units` units of `unit_pairs` pairs and weights of this dtype (uint8: MXFP4, int32: INT4)."""
+    return fitted(_measured_tile(unit_pairs, num_units, gated=gated, dtype=dtype), card, gated=gated, dtype=dtype)
 
-    Measured on one H200 on 2026-11-22 with `batchspec.kernels.benchmarks.moe_bench --sweep`: MXFP4 on gpt-oss-20b (32 experts)
+
+def _measured_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
+    """The tile on an H200.
+
+    Measured on one on 2026-11-22 with `batchspec.kernels.benchmarks.moe_bench --sweep`: MXFP4 on gpt-oss-20b (32 experts)
     and gpt-oss-120b (128), bf16 and FP8 on Qwen3-30B-A3B (128), each at 16, 64, 256, 512, 1,024 and 4,096 tokens, 0.5 to 512
     pairs an expert. The two products of a layer together take at most 2 % longer than with the fastest tiles of each. Between
     these points the units grow with the mean number of pairs (`unit_pairs_of`). With 128 registers a thread, four programs of
@@ -151,13 +157,15 @@ MXFP4 = (
     (128, 128, 3, 8), (128, 128, 4, 8), (256, 128, 2, 8), (256, 128, 3, 8), (256, 128, 4, 8),
 )
 OTHERS = {torch.float8_e4m3fn: FP8, torch.uint8: MXFP4, torch.int32: MXFP4}
-SHARED_BYTES = 227 << 10  # of an SM that one program can use (H100)
 
 
-def candidates(num_tokens: int, top_k: int, num_experts: int, *, gated: bool, dtype: torch.dtype) -> list[ExpertTile]:
-    """Tiles worth timing on a GPU like an H100, first the one that `expert_tile` chooses."""
+def candidates(
+    num_tokens: int, top_k: int, num_experts: int, card: Card, *, gated: bool, dtype: torch.dtype
+) -> list[ExpertTile]:
+    """Tiles worth timing on this card, first the one that `expert_tile` chooses."""
     unit_pairs = unit_pairs_of(num_tokens, top_k, num_experts, dtype)
-    found = [expert_tile(unit_pairs, max_units(num_tokens, top_k, num_experts, unit_pairs), gated=gated, dtype=dtype)]
+    num_units = max_units(num_tokens, top_k, num_experts, unit_pairs)
+    found = [expert_tile(unit_pairs, num_units, card, gated=gated, dtype=dtype)]
     mean = num_tokens * top_k / num_experts
     height = min(128, max(16, 1 << (max(1, round(mean)) - 1).bit_length()))  # the power of two that holds the mean
     heights = {height, min(256, 2 * height), max(16, height // 2)}
@@ -168,23 +176,35 @@ def candidates(num_tokens: int, top_k: int, num_experts: int, *, gated: bool, dt
         for block_n, block_k, stages, warps in OTHERS.get(dtype, PLAIN):
             for low in sorted(lows):
                 joined = dtype in PACKED and low < block_t and block_t > 32
-                tile = ExpertTile(block_t, block_n, block_k, stages, warps, low=low, joined=joined)
+                tile = ExpertTile(block_t, block_n, block_k, stages, warps, card.has_tma, low=low, joined=joined)
                 others = []
                 if dtype == torch.uint8:
                     others = [tile._replace(registers=128)]
                 elif dtype == torch.float8_e4m3fn and block_t >= 64:
                     others = [tile._replace(turned=True, block_n=block_n if gated else 2 * block_n)]
-                found += [own for own in (tile, *others) if fits(own, gated=gated, dtype=dtype)]
+                found += [own for own in (tile, *others) if fits(own, card, gated=gated, dtype=dtype)]
     return list(dict.fromkeys(found))
 
 
-def fits(tile: ExpertTile, *, gated: bool, dtype: torch.dtype) -> bool:
-    """Whether a tile fits into shared memory and its sums into registers."""
-    fp8, width = dtype == torch.float8_e4m3fn, 17 / 32 if dtype in PACKED else dtype.itemsize
-    weights = tile.block_n * (2 if gated else 1) * tile.block_k * width
-    shared = (weights + tile.block_t * tile.block_k * (1 if fp8 else 2)) * tile.stages + 2048
+def fits(tile: ExpertTile, card: Card, *, gated: bool, dtype: torch.dtype) -> bool:
+    """Whether a tile fits into the card's shared memory and its sums into registers."""
+    fp8 = dtype == torch.float8_e4m3fn
     sums = tile.block_n * tile.block_t * (2 if gated else 1) // (32 * tile.warps)  # fp32 registers per thread
     if fp8:  # sums of one block of K and total sums
         sums = sums * 3 // 2
     most_rows = 256 if tile.turned and not gated else 128
-    return shared <= SHARED_BYTES and sums <= (192 if fp8 else 128) and not (fp8 and tile.block_n > most_rows)
+    fitting = fitted(tile, card, gated=gated, dtype=dtype) == tile and sums <= (192 if fp8 else 128)
+    return fitting and not (fp8 and tile.block_n > most_rows)
+
+
+def fitted(tile: ExpertTile, card: Card, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
+    """The tile with as many stages as fit into the card's shared memory, and with the kind of loads that the card has."""
+    stages = card.stages_that_fit(tile.stages, stage_bytes(tile, gated=gated, dtype=dtype))
+    return tile._replace(stages=stages, tma=tile.tma and card.has_tma)
+
+
+def stage_bytes(tile: ExpertTile, *, gated: bool, dtype: torch.dtype) -> int:
+    """Bytes of the weights and tokens that a program loads in a step of the loop over K. dtype: of the weights."""
+    width = 17 / 32 if dtype in PACKED else dtype.itemsize
+    weights = tile.block_n * (2 if gated else 1) * tile.block_k * width
+    return round(weights + tile.block_t * tile.block_k * (1 if dtype == torch.float8_e4m3fn else 2))

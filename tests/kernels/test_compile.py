@@ -1,4 +1,7 @@
-"""Every kernel compiles for sm_90 on a machine without a GPU, in the variants that the wrappers launch."""
+"""Every kernel compiles on a machine without a GPU, in the variants that the wrappers launch, and fits the card.
+
+A run compiles for one architecture (`architectures.chosen`): by default sm_90, in CI in rotation. `-m cards` compiles for all.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.kernels.architectures import CARDS, CHOICE, card_for, chosen, usage_of_bytes
 from tests.kernels.compile_cases import (
     attention,
     distributed,
@@ -32,8 +37,6 @@ from tests.kernels.compile_cases.cases import Case
 from tests.kernels.unpacking import assert_unpacks_to_the_bit
 
 ROOT = Path(__file__).parents[2]
-SHARED_BYTES = 227 << 10
-"""Shared memory that a program may have on a GPU of the Hopper generation."""
 PACKAGES = (attention, distributed, drafting, gated_delta, gemm, kv_cache, lora, moe, norm_rope, rounds, sampling, train, tree)
 CASES: dict[str, Case] = {name: case for package in PACKAGES for name, case in package.CASES.items()}
 SELDOM = {name for package in PACKAGES for name in package.CASES.seldom}
@@ -72,22 +75,18 @@ def multiplies_from_registers(name: str, ptx: str) -> None:
     assert ".local" not in ptx, f"{name}: spilled by LLVM"
 
 
-def spilled_bytes(cubin: bytes) -> int:
-    """Bytes of a thread's local memory, for registers that ptxas spilled."""
-    import tempfile
+def multiples_of_16(function: Any, signature: dict[str, str], *, sizes: bool) -> list[int]:
+    """Places of the arguments that launches know to be multiples of 16, so that loads have 16 bytes and are pipelined.
 
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        words = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    return sum(int(found) for found in re.findall(r"(?:STACK|LOCAL):(\d+)", said))
+    sizes  all integers are, as in INT4 products; otherwise strides alone
+    """
+    own = {param.num: param.name for param in function.params if not param.do_not_specialize}
+    kinds = {place: (name, signature[name]) for place, name in own.items() if signature[name] != "constexpr"}
+    return [i for i, (name, kind) in kinds.items() if kind.startswith("*") or (kind == "i32" if sizes else "stride" in name)]
 
 
-def compile_case(name: str) -> int:
-    """Bytes of its cubin."""
+def compile_case(name: str, architecture: int) -> str:
+    """Why the compiled kernel does not fit the architecture's card; empty if it does."""
     from importlib import import_module
 
     import triton
@@ -95,9 +94,12 @@ def compile_case(name: str) -> int:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    package, module, kernel, warps, arguments, stages = CASES[name]
+    card = card_for(architecture)
+    case = CASES[name].on(card)
+    assert case is not None
+    package, module, kernel, warps, arguments, stages, aligned = case
     function = getattr(import_module(f"batchspec.kernels.{package}.{module}"), kernel)
-    arguments |= {"PDL": True} if "PDL" in function.arg_names else {}
+    arguments |= {"PDL": card.overlaps_launches} if "PDL" in function.arg_names else {}
     signature, constants = dict[str, str](), dict[str, object]()
     for argument, kind in arguments.items():
         if isinstance(kind, str) and argument != "ACC":
@@ -106,36 +108,31 @@ def compile_case(name: str) -> int:
             signature[argument] = "constexpr"
             constants[argument] = {"fp32": tl.float32, "fp64": tl.float64}.get(str(kind), kind)
     assert list(signature) == function.arg_names, f"{name}: the kernel's arguments are {function.arg_names}"
-    aligned, options = list[int](), {"num_warps": warps}
-    if kernel in OF_INT4:  # as in launches: sizes and addresses are multiples of 16, so that loads have 16 bytes
-        sizes = (param for param in function.params if signature[param.name] != "constexpr" and not param.do_not_specialize)
-        kinds = {param.num: signature[param.name] for param in sizes}
-        aligned = [place for place, kind in kinds.items() if kind.startswith("*") or kind == "i32"]
-    elif stages is not None:
-        aligned = [i for i, (own, kind) in enumerate(signature.items()) if kind.startswith("*") or "stride" in own]
-        options["num_stages"] = stages
-    source = ASTSource(
-        fn=function, signature=signature, constexprs=constants, attrs={(place,): [["tt.divisibility", 16]] for place in aligned}
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    if stages is not None:
-        assert compiled.metadata.shared <= SHARED_BYTES, f"{name}: {compiled.metadata.shared} bytes of shared memory"
-    if "PDL" in arguments and not arguments.get("EARLY"):
+    is_int4 = kernel in OF_INT4
+    multiples = multiples_of_16(function, signature, sizes=is_int4) if is_int4 or aligned else []
+    attributes = {(place,): [["tt.divisibility", 16]] for place in multiples}
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": warps, "num_stages": stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    if arguments.get("PDL") and not arguments.get("EARLY"):
         waits_first(name, compiled.asm["ptx"])
-    if kernel in ("fp8_linear_kernel", "experts_fp8_kernel"):
+    if architecture == 90 and kernel in ("fp8_linear_kernel", "experts_fp8_kernel"):
         multiplies_e4m3_itself(name, compiled.asm["ptx"])
-    if kernel in OF_INT4:
-        multiplies_from_registers(name, compiled.asm["ptx"])
+    usage = usage_of_bytes(compiled.metadata._asdict(), compiled.asm["cubin"])
+    if is_int4:
         assert_unpacks_to_the_bit(compiled.asm["ttgir"])
-        assert spilled_bytes(compiled.asm["cubin"]) == 0, name
-    return len(compiled.asm["cubin"])
+        if architecture == 90:
+            multiplies_from_registers(name, compiled.asm["ptx"])
+            assert usage.spilled_bytes == 0, name
+    return usage.misfit(card)
 
 
 def compile_what_is_asked_for() -> None:
-    """The program: for each name that is read, a line with the bytes of its cubin, or with its error as a JSON string."""
+    """The program: for each architecture and name that are read, a line with what is wrong, as a JSON string."""
     for line in sys.stdin:
+        architecture, _, name = line.rstrip("\n").partition(" ")
         try:
-            said: int | str = compile_case(line.rstrip("\n"))
+            said = compile_case(name, int(architecture))
         except Exception:
             said = traceback.format_exc()
         print(json.dumps(said), flush=True)
@@ -173,18 +170,54 @@ FIRST = set({CASES[name].kernel: name for name in reversed(CASES) if not seldom(
 """One variant of each kernel."""
 
 
-def tier(name: str) -> Sequence[pytest.MarkDecorator]:
-    return [pytest.mark.slow] if seldom(name) else [] if name in FIRST else [pytest.mark.second]
+def marks(name: str, architecture: int) -> list[pytest.MarkDecorator]:
+    """A tier of the tests, and `cards`, which asks for all architectures."""
+    if seldom(name):
+        return [pytest.mark.slow]
+    tier = [pytest.mark.slow] if architecture != chosen() else [] if name in FIRST else [pytest.mark.second]
+    return [*tier, pytest.mark.cards]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=tier(name)) for name in CASES])
-def test_kernel_compiles_for_hopper(name: str, compiler: subprocess.Popen[str]) -> None:
+VARIANTS = [
+    pytest.param(name, architecture, marks=marks(name, architecture), id=f"{name}, sm_{architecture}")
+    for architecture in CARDS for name, case in CASES.items()
+    if case.on(card_for(architecture)) and not (architecture != chosen() and seldom(name))
+]
+
+
+@pytest.mark.parametrize(("name", "architecture"), VARIANTS)
+def test_kernel_compiles_and_fits(name: str, architecture: int, compiler: subprocess.Popen[str]) -> None:
     assert compiler.stdin is not None
     assert compiler.stdout is not None
-    print(name, file=compiler.stdin, flush=True)
-    said = json.loads(compiler.stdout.readline())
-    assert isinstance(said, int), said
-    assert said > 1000
+    print(architecture, name, file=compiler.stdin, flush=True)
+    assert json.loads(compiler.stdout.readline()) == ""
+
+
+REFUSED = {"ordered_kernel", "ordered_attention_kernel", "ordered_prefill_kernel"}
+"""Of decode.deterministic, which other cards than Hopper's refuse."""
+REFUSED_WITHOUT_E4M3 = {
+    "experts_fp8_kernel", "fp8_linear_kernel", "kv_gather_kernel", "quantise_kernel", "quantise_tokens_kernel", "norm_fp8_kernel",
+    "combine_fp8_kernel",
+}
+
+
+@pytest.mark.parametrize("architecture", CARDS)
+def test_only_kernels_that_a_card_refuses_are_left_out_for_it(architecture: int) -> None:
+    card = card_for(architecture)
+    own = {case.kernel for case in CASES.values() if case.on(card)}
+    left_out = {case.kernel for case in CASES.values()} - own
+    refused = set() if card.has_same_bits_in_all_tiles else REFUSED
+    assert left_out == refused | (set() if card.has_e4m3 else REFUSED_WITHOUT_E4M3)
+
+
+def test_the_rotation_visits_every_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for place in range(1000, 1010):
+        monkeypatch.setenv(CHOICE, str(place))
+        seen.append(chosen())
+    assert set(seen) == set(CARDS)
+    monkeypatch.setenv(CHOICE, "120")
+    assert chosen() == 120
 
 
 def test_every_kernel_is_compiled_every_time() -> None:

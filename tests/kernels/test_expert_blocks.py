@@ -10,6 +10,7 @@ import torch
 
 from batchspec.kernels.benchmarks.moe_weights import FORMATS, MoeShape, Product, make_products
 from batchspec.kernels.benchmarks.timing import relative_error
+from batchspec.kernels.common.card import INTERPRETER
 from batchspec.kernels.moe.experts_fp8 import Fp8Weight, experts_fp8_up, experts_fp8_up_quantised
 from batchspec.kernels.moe.gate import Gate
 from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows, quantise_rows_reference
@@ -144,7 +145,7 @@ def test_default_tiles_of_few_and_many_tokens_agree_in_every_bit(form: str, devi
         x, outs = product.inputs(30), []
         for unit_pairs in (16, 64):
             routing = routing_of(30, SHAPE.experts, SHAPE.top_k, SPREADS[1], unit_pairs, device)
-            tile = expert_tile(unit_pairs, len(routing.units), gated=product.gated, dtype=product.dtype)
+            tile = expert_tile(unit_pairs, len(routing.units), INTERPRETER, gated=product.gated, dtype=product.dtype)
             if device.type == "cpu" and form == "bf16":  # tensor cores add up 16 columns at a time, the interpreter a whole block
                 tile = tile._replace(block_k=64)
             outs.append(product.result(x, routing, tile))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from batchspec.kernels.common.card import INTERPRETER
 from batchspec.kernels.moe.experts_int4 import StackedInt4, dequantised, experts_int4_down, experts_int4_up
 from batchspec.kernels.moe.experts_plain import experts_plain_down_reference, experts_plain_up_reference
 from batchspec.kernels.moe.gate import SWIGLU, Gate
@@ -74,7 +75,7 @@ def test_other_tiles_give_the_same_bits(interpret: bool, device: torch.device) -
     x, h = (x.round(), h.round()) if interpret else (x, h)  # see above
     up, down = (_exact(stacked_int4(experts, rows, k, 0, device)) for rows, k in ((2 * width, hidden), (hidden, width)))
     routing, found = routing_of(tokens, experts, 2, SPREADS[0], 16, device), []
-    usual = [expert_tile(16, FEW_UNITS + 1, gated=gated, dtype=torch.int32) for gated in (True, False)]
+    usual = [expert_tile(16, FEW_UNITS + 1, INTERPRETER, gated=gated, dtype=torch.int32) for gated in (True, False)]
     for tiles in (usual, (ExpertTile(16, 32, 128, 3, 4), ExpertTile(16, 64, 128, 3, 4)), (ExpertTile(16, 64, 128, 3, 8),) * 2):
         out = torch.full((len(x), width), torch.nan, device=device)
         experts_int4_up(x, up, None, routing, tile=tiles[0], out=out, interpret=interpret)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchspec.kernels.common.card import INTERPRETER
 from batchspec.kernels.moe.experts_mxfp4 import experts_mxfp4_down, experts_mxfp4_up
 from batchspec.kernels.moe.experts_plain import experts_plain_down_reference, experts_plain_up_reference
 from batchspec.kernels.moe.gate import SWIGLU, Gate
@@ -120,7 +121,7 @@ def test_other_tiles_give_the_same_bits(hidden: int, interpret: bool, device: to
     )
     bias = noise(experts, 2 * width, dtype=torch.bfloat16, device=device)
     routing, found = routing_of(tokens, experts, 2, SPREADS[0], 16, device), []
-    usual = [expert_tile(16, FEW_UNITS + 1, gated=gated, dtype=torch.uint8) for gated in (True, False)]
+    usual = [expert_tile(16, FEW_UNITS + 1, INTERPRETER, gated=gated, dtype=torch.uint8) for gated in (True, False)]
     narrow = ExpertTile(16, 32, 128, 3, 4), ExpertTile(16, 64, 128, 3, 4)
     for tiles in (usual, narrow, [tile._replace(registers=128) for tile in usual]):
         out = torch.full((len(x), width), torch.nan, device=device)

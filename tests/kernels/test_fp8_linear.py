@@ -8,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchspec.kernels.common.card import INTERPRETER, Card
 from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_linear_reference
 from batchspec.kernels.gemm.fp8_tiles import Fp8Tile, candidates, fp8_tile, ordered_fp8_tile
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, quantise_tokens
 from batchspec.kernels.gemm.split_k import counters
+from batchspec.tuning.cards import known_card
 from tests.interpreter import dots_of_one_order
 from tests.kernels.covering import covering
 from tests.kernels.moe_cases import assert_near, fp8_tolerance, noise
@@ -114,19 +116,22 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
         fp8_linear(many, *short, tile=TILE._replace(split=2), interpret=True)
 
 
-SHAPES = st.tuples(st.integers(1, 600), st.integers(1, 60000), st.integers(1, 30000), st.sampled_from([1, 114, 132]))
+CARDS = [INTERPRETER, *(known_card(name).card for name in ("L40S", "H100-PCIe", "H200", "RTX-5090"))]
+SHAPES = st.tuples(st.integers(1, 600), st.integers(1, 60000), st.integers(1, 30000), st.sampled_from(CARDS))
 
 
 @given(shape=SHAPES, library=st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_the_rule_gives_tiles_that_the_kernel_takes(shape: tuple[int, int, int, int], library: bool) -> None:
+def test_the_rule_gives_tiles_that_the_kernel_takes(shape: tuple[int, int, int, Card], library: bool) -> None:
     tile = fp8_tile(*shape, library=library)
-    tokens, rows, k, _ = shape
+    tokens, rows, k, card = shape
     assert tile is not None or (library and tokens > 32)
     assert tile is None or not library or tokens <= 128
     for own in [tile] if tile else []:
         assert own.block_t in (16, 32, 64, 128)
         assert own.block_n in (64, 128)
+        assert own.stages >= 2
+        assert own.tma == card.has_tma
         assert own.split == 1 or own.split <= -(-k // 128) // 8
         assert own.split == 1 or -(-tokens // own.block_t) * -(-rows // own.block_n) <= 8192
     every = candidates(*shape)
@@ -139,7 +144,7 @@ def test_the_rule_gives_tiles_that_the_kernel_takes(shape: tuple[int, int, int, 
     ("rows", "k", "programs"), [(4096, 14336, 256), (6144, 4096, 192), (28672, 4096, 224), (2048, 4096, 128)]
 )
 def test_the_rule_fills_an_h200_at_few_tokens(rows: int, k: int, programs: int) -> None:
-    tile = fp8_tile(32, rows, k, 132, library=True)
+    tile = fp8_tile(32, rows, k, known_card("H200").card, library=True)
     assert tile is not None
     assert -(-rows // tile.block_n) * tile.split == programs
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchspec.kernels.common.card import INTERPRETER, Card
 from batchspec.kernels.common.int4 import Int4Weight, arrange, dequantise, pack
 from batchspec.kernels.gemm import int4_dequantise as dequantising
 from batchspec.kernels.gemm.int4_dequantise import int4_dequantise, multiply_dequantised
@@ -18,6 +19,7 @@ from batchspec.kernels.gemm.int4_linear import int4_linear, int4_linear_referenc
 from batchspec.kernels.gemm.int4_tiles import MOST_TOKENS, candidates, fits, int4_tile, ordered_int4_tile
 from batchspec.kernels.gemm.split_k import counters
 from batchspec.kernels.gemm.tiles import Tile
+from batchspec.tuning.cards import known_card, known_cards
 from tests.interpreter import dots_of_one_order
 from tests.kernels.covering import covering
 from tests.kernels.int4_cases import GROUPS, int4_weight
@@ -165,13 +167,14 @@ def test_large_weights_are_dequantised_in_pieces(monkeypatch: pytest.MonkeyPatch
 # --- tiles
 
 
-SHAPES = st.tuples(st.integers(1, 1200), st.integers(2, 60000), st.integers(1, 30000), st.sampled_from([1, 114, 132]))
+CARDS = [INTERPRETER, *(known.card for known in known_cards() if known.card.computes_bf16)]
+SHAPES = st.tuples(st.integers(1, 1200), st.integers(2, 60000), st.integers(1, 30000), st.sampled_from(CARDS))
 
 
 @given(shape=SHAPES, gated=st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_the_rule_gives_tiles_that_the_kernel_takes(shape: tuple[int, int, int, int], gated: bool) -> None:
-    tokens, _, k, _ = shape
+def test_the_rule_gives_tiles_that_the_kernel_takes(shape: tuple[int, int, int, Card], gated: bool) -> None:
+    tokens, _, k, card = shape
     rule, every = int4_tile(*shape, gated=gated), candidates(*shape, gated=gated)
     assert (rule is None) == (tokens > MOST_TOKENS)
     assert every[0] == rule or rule is None
@@ -179,7 +182,9 @@ def test_the_rule_gives_tiles_that_the_kernel_takes(shape: tuple[int, int, int, 
     for tile in every:
         assert (tile.block_k, tile.per_sm) == (128, 0)
         assert tile.block_n % 16 == 0
-        assert fits(tile, gated=gated)
+        assert fits(tile, card, gated=gated)
+        assert tile.stages >= 2
+        assert card.has_tma or not tile.tma
         assert tile.split == 1 or tile.split <= -(-k // 128) // 4
 
 
@@ -189,7 +194,7 @@ def test_the_rule_gives_tiles_that_the_kernel_takes(shape: tuple[int, int, int, 
 )
 def test_the_rule_fills_an_h200(rows: int, k: int, tokens: int, programs: int) -> None:
     """With two programs on each of its 132 multiprocessors at most."""
-    tile = int4_tile(tokens, rows, k, 132)
+    tile = int4_tile(tokens, rows, k, known_card("H200").card)
     assert tile is not None
     assert -(-rows // tile.block_n) * -(-tokens // tile.block_m) * tile.split == programs
 

@@ -19,7 +19,8 @@ from batchspec.kernels.gemm.linear import (
     swiglu_reference,
 )
 from batchspec.kernels.gemm.split_k import counters
-from batchspec.kernels.gemm.tiles import BLOCKS, SHARED_BYTES, WHOLE, Tile, candidates
+from batchspec.kernels.gemm.tiles import BLOCKS, WHOLE, Tile, candidates
+from batchspec.tuning.cards import known_card
 from tests.kernels.covering import covering
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -175,11 +176,12 @@ def test_wrong_arguments_are_refused() -> None:
 @pytest.mark.parametrize("tokens", [1, 64, 192, 256, 1024])
 @pytest.mark.parametrize(("rows", "k"), [(6144, 4096), (28672, 4096), (4096, 14336), (960, 576), (3072, 576), (576, 1536)])
 def test_candidates_fit_the_op_and_the_gpu(op: str, tokens: int, rows: int, k: int) -> None:
-    tiles = candidates(op, tokens, rows, k, 132)
+    card = known_card("H200").card
+    tiles = candidates(op, tokens, rows, k, card)
     assert len(tiles) == len(set(tiles))
     assert bool(tiles) == (not op.startswith("norm") or k <= 2048)
     gated = op.endswith("swiglu")
     for tile in tiles:
-        assert (tile.block_m + tile.block_n * (1 + gated)) * tile.block_k * 2 * tile.stages <= SHARED_BYTES
+        assert (tile.block_m + tile.block_n * (1 + gated)) * tile.block_k * 2 * tile.stages <= card.block_shared_bytes
         assert not (op in WHOLE and tile.work(tokens, rows // (1 + gated), k, 132).split)
         assert tile._replace(tma=not tile.tma) in tiles

@@ -12,6 +12,7 @@ from batchspec.kernels.benchmarks import moe_bench
 from batchspec.kernels.benchmarks.moe_bench import COLUMNS, Timing, check_tile, report, spread_ids, tiles_of
 from batchspec.kernels.benchmarks.moe_weights import FORMATS, MODELS, MoeShape, make_products
 from batchspec.kernels.benchmarks.timing import relative_error
+from batchspec.kernels.common.card import INTERPRETER
 from batchspec.kernels.moe.gate import Gate
 from batchspec.kernels.moe.tiles import ExpertTile, expert_tile
 from tests.kernels.moe_cases import SPREADS, routing_of
@@ -24,7 +25,7 @@ TILE = ExpertTile(16, 64, 64, 2, 4)
 def test_products_agree_with_their_references(form: str, device: torch.device) -> None:
     for product in make_products(SHAPE, form, device):
         routing, x = routing_of(5, 4, 2, SPREADS[0], 16, device), product.inputs(5)
-        tile = expert_tile(16, len(routing.units), gated=product.gated, dtype=product.dtype)
+        tile = expert_tile(16, len(routing.units), INTERPRETER, gated=product.gated, dtype=product.dtype)
         found = product.result(x, routing, tile)
         assert relative_error(found, product.reference(x, routing)) < 2 * product.tolerance  # the interpreter cuts bf16 off
         assert product.expert_bytes * SHAPE.experts == pytest.approx(_nbytes(form, product.rows, product.k) * SHAPE.experts)

@@ -15,6 +15,7 @@ from triton.runtime import interpreter
 from batchspec.kernels.attention.settings import work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.work_list import AttentionWork, WorkShape
+from batchspec.tuning.cards import known_card
 from tests.kernels.attention_cases import PAGE_SIZE, make_case, share
 
 
@@ -34,7 +35,7 @@ def equal_work(shape: WorkShape, lengths: list[int], max_q: int = 1) -> Attentio
 def h200(num_rows: int, max_kv: int, max_q: int = 1) -> WorkShape:
     return work_shape(
         num_rows=num_rows, max_q=max_q, max_kv=max_kv, num_heads=32, kv_heads=8, head_dim=128, page_size=16,
-        dtype=torch.bfloat16, num_sms=132,
+        dtype=torch.bfloat16, card=known_card("H200").card,
     )
 
 

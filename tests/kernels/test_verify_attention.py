@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.kernels.attention.merge_states import partials_of
-from batchspec.kernels.attention.settings import config_of, fp8_config_of, tile_of
+from batchspec.kernels.attention.settings import config_of, tile_of
 from batchspec.kernels.attention.verify_attention import verify_attention
+from batchspec.kernels.common.card import INTERPRETER
 from tests.kernels.attention_cases import PAGE_SIZE, Case, make_case, share
 from tests.kernels.covering import covering
 
@@ -261,8 +262,8 @@ def test_settings_exist_for_every_shape(head_dim: int, dtype: torch.dtype) -> No
     for lanes in (1, 12, 32, 64, 1024):
         tile = tile_of(head_dim, lanes, dtype)
         assert tile in (16, 32, 64, 128)
-        for choose in (config_of, fp8_config_of):
-            assert choose(head_dim, tile, dtype).block in (16, 32, 64, 128)
+        for fp8 in (False, True):
+            assert config_of(head_dim, tile, dtype, INTERPRETER, fp8=fp8).block in (16, 32, 64, 128)
         assert tile * head_dim <= 16384  # its sums stay in registers
 
 

@@ -35,6 +35,7 @@ from batchspec.engine.step import RoundShape, ScheduledRound, ScheduledStep
 from batchspec.kernels.common.compile_ahead import compile_ahead
 from batchspec.model.target import Target
 from batchspec.packed_batch import PREFIX_STATES, RECURRENT_CHUNK, ExpectedRows, PackedBatch
+from batchspec.process.child_process import python_command
 
 NUM_PROBES = 3
 """Number of launches that `compile_ahead` tries first. If Triton's cache on disk has all their kernels, it tries no others."""
@@ -187,7 +188,7 @@ class Executor:
         return 0 if self.prefill_graphs is None else self.prefill_graphs.prepare(expected, mode, round_s=round_s)
 
     def compile_ahead(self, mode: SamplingMode, shapes: Sequence[RoundShape]) -> bool:
-        """Compile the kernels of `rehearse` and of these rounds, several at a time; no kernel is launched.
+        """Compile the kernels of `rehearse` and of these rounds, several at a time, in processes; no kernel is launched.
 
         Returns whether any was compiled: none is if rounds are not CUDA graphs, or if the first NUM_PROBES launches find their
         kernels in Triton's cache on disk.
@@ -195,7 +196,8 @@ class Executor:
         if not self.graphs.captures:
             return False
         self.rows.provide(mode)
-        return compile_ahead(self.launches(mode, shapes), self.rows.live.device, num_probes=NUM_PROBES)
+        command = python_command("-m", "batchspec.kernels.common.compile_process")
+        return compile_ahead(self.launches(mode, shapes), self.rows.live.device, num_probes=NUM_PROBES, command=command)
 
     def launches(self, mode: SamplingMode, shapes: Sequence[RoundShape]) -> list[Callable[[], object]]:
         """Functions that launch each pass of `rehearse`, and each of these rounds kernel by kernel.

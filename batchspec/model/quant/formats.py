@@ -22,7 +22,7 @@ from batchspec.model.quant.nvfp4_format import Nvfp4
 from batchspec.model.quant.ordered import ORDERED
 from batchspec.model.quant.plain import PLAIN, Plain
 from batchspec.model.wrapped import is_of_text
-from batchspec.tuning.policy import has_fast_experts
+from batchspec.tuning.policy import has_fast_experts, has_fast_fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +114,10 @@ class Formats:
                      here, because weights that are converted instead take twice the memory
         Raises ConfigError for fp8 if the checkpoint has no FP8 weights, or none that are made for quantised activations.
         """
-        fast = has_fast_experts(device, dtype)
+        fast = has_fast_fp8(device, dtype)
         quantises = activations == "fp8" or (activations == "auto" and fast and any(map(_quantisable, self.all)))
         found = self.with_fp8_activations() if quantises else self
-        return found.changed(lambda own: own.for_kernels()) if fast else found
+        return found.changed(lambda own: own.for_kernels()) if has_fast_experts(device, dtype) else found
 
     @property
     def kept(self) -> str:

@@ -1,4 +1,4 @@
-"""Products with FP8 weights and activations (W8A8): in bf16 on Hopper or newer Triton kernels and the library, else plain torch.
+"""Products with FP8 weights and activations (W8A8): in bf16 on Ada or newer Triton kernels and the library, else plain torch.
 
     q = x / s, clamped to -448 .. 448, rounded to e4m3 (to nearest even). The checkpoint says how the scale s is found:
         token   one per row: max(largest |x| of the row, 1e-10) / 448
@@ -33,7 +33,7 @@ from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Gating, GroupedSpec
 from batchspec.model.blocks.forward import Product
 from batchspec.model.quant.grouped import ROW_BYTES, PlainExperts, gate_of, tile_of
-from batchspec.tuning.policy import fp8_tile, gathers_rows, has_fast_experts, has_scaled_mm, ordered_fp8_tile
+from batchspec.tuning.policy import fp8_tile, gathers_rows, has_fast_fp8, has_scaled_mm, ordered_fp8_tile
 
 BLOCK = 128
 
@@ -98,7 +98,7 @@ def pieces(parts: Sequence[Fp8Weight]) -> list[Piece]:
 class Fp8Linear(Product):
     """x [T, K] -> y + bias [T, N] in x's dtype, y as in the module's docstring.
 
-    x is quantised once for all parts; with calibrated scales once for each different one. In bf16 on Hopper or newer a product is
+    x is quantised once for all parts; with calibrated scales once for each different one. In bf16 on Ada or newer a product is
     the library's or a Triton kernel (`tuning.policy.fp8_tile`); elsewhere it is plain torch.
 
     dtype    of x
@@ -112,7 +112,7 @@ class Fp8Linear(Product):
         self._values, self._scales = torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts])
         self._bias, self._dtype, self._pieces, self._ordered = bias, dtype, pieces(parts), ordered
         self._forms = {piece.input_scale: form_of(activations, piece.input_scale) for piece in self._pieces}
-        self._fast = has_fast_experts(self._values.device, dtype) and self._values.shape[1] % ROW_BYTES == 0
+        self._fast = has_fast_fp8(self._values.device, dtype) and self._values.shape[1] % ROW_BYTES == 0
         self._library = [self._library_scales(piece) for piece in self._pieces]
 
     def _library_scales(self, piece: Piece) -> Tensor | None:
@@ -201,7 +201,7 @@ class Fp8Experts(PlainExperts):
     ) -> None:
         self.weight, self._bias, self._gated = kernels.Fp8Weight(weight.values, weight.scales), bias, weight.gated
         self._activations, self._input_scale, self._dtype, self.rows = activations, input_scale, dtype, weight.values.shape[1]
-        self._fast = has_fast_experts(weight.values.device, dtype) and weight.values.shape[2] % ROW_BYTES == 0
+        self._fast = has_fast_fp8(weight.values.device, dtype) and weight.values.shape[2] % ROW_BYTES == 0
 
     @property
     def reads_groups(self) -> bool:
@@ -249,6 +249,6 @@ def quantised(x: Tensor, activations: Activations, input_scale: float | None = N
     Does not synchronise.
     """
     form = form_of(activations, input_scale)
-    if has_fast_experts(x.device, x.dtype) and x.shape[1] % ROW_BYTES == 0:
+    if has_fast_fp8(x.device, x.dtype) and x.shape[1] % ROW_BYTES == 0:
         return quantise_rows(x, routing, whole=form.whole, scale=form.scale, interpret=not x.is_cuda)
     return quantise_rows_reference(x, routing, whole=form.whole, scale=form.scale)

@@ -1,4 +1,4 @@
-"""The grouped products of a layer's experts: Triton kernels in bf16 on Hopper or newer, plain torch elsewhere; and their loading.
+"""The grouped products of a layer's experts: Triton kernels in bf16 on a GPU, plain torch elsewhere; and their loading.
 
 T tokens, E experts, k experts per token, P = T * k pairs (token, slot) (`kernels/moe/units.py`), H the hidden size, I the number
 of values between the two products of an expert.
@@ -93,7 +93,7 @@ ROW_BYTES = 16
 
 def tile_of(routing: Routing, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
     """How a product with weights of this dtype is cut for the pairs of a routing."""
-    return expert_tile(routing.unit_pairs, len(routing.units), gated=gated, dtype=dtype)
+    return expert_tile(routing.unit_pairs, len(routing.units), routing.units.device, gated=gated, dtype=dtype)
 
 
 def rows_in_order(x: Tensor, routing: Routing) -> Tensor:

@@ -1,4 +1,4 @@
-"""Products with INT4 weights (W4A16), which stay packed: in bf16 on Hopper or newer Triton kernels, elsewhere plain torch.
+"""Products with INT4 weights (W4A16), which stay packed: in bf16 on a GPU Triton kernels, elsewhere plain torch.
 
     y = x W' + b     W [N, K] as `kernels/common/int4.py` defines it, in the dtype of x
 

@@ -1,4 +1,4 @@
-"""Grouped products of experts with INT4 weights: Triton kernels in bf16 on Hopper or newer, plain torch elsewhere.
+"""Grouped products of experts with INT4 weights: Triton kernels in bf16 on a GPU, plain torch elsewhere.
 
 The kernels read experts whose columns are in order, in groups as for dense products, and whose projections have a multiple of 16
 rows. Plain torch computes the others, one expert after another.

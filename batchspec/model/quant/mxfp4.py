@@ -1,4 +1,4 @@
-"""MXFP4 experts of gpt-oss. In bf16 on Hopper or newer they stay MXFP4; elsewhere loading converts them to the model's dtype.
+"""MXFP4 experts of gpt-oss. In bf16 on a GPU they stay MXFP4; elsewhere loading converts them to the model's dtype.
 
 A file holds `NAME_blocks` u8 [E, N, K / 32, 16], two values per byte, low half first, and `NAME_scales` u8 [E, N, K / 32].
 A value is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 (negative if bit 3 is set) times 2^(scale - 127). bf16 holds it exactly, so

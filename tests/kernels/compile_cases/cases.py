@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from batchspec.kernels.common.card import Card
+
 I32, I64, PI32, PI64, PF32 = "i32", "i64", "*i32", "*i64", "*fp32"
 
 
@@ -16,9 +18,22 @@ class Case(NamedTuple):
     warps: int
     arguments: dict[str, object]
     """In the kernel's order: the type of each, or the value of a constant."""
-    stages: int | None = None
-    """Pipeline stages of a launch whose shared memory is checked: pointers and strides are then multiples of 16, as tensors have
-    them, because only such loads are pipelined. None: not checked."""
+    stages: int = 3
+    """Of the pipelines of its loops."""
+    aligned: bool = False
+    """Whether pointers and strides are multiples of 16, as in launches: only such loads are pipelined, and take shared memory."""
+
+    def on(self, card: Card) -> Case | None:
+        """The case as it is launched on a card: where it has no loads by descriptor, by pointers. None: not launched there."""
+        e4m3 = "fp8e4nv" in str(self.arguments) or self.arguments.get("kv") == "*u8"
+        if (e4m3 and not card.has_e4m3) or (self.module in ORDERED and not card.has_same_bits_in_all_tiles):
+            return None
+        own = dict(self.arguments)
+        if not card.has_tma:
+            own = {name: pointer(kind) if isinstance(kind, str) else kind for name, kind in own.items()}
+            own |= {"TMA": False} if "TMA" in own else {}
+        own |= {"EARLY": own["EARLY"] and card.overlaps_launches} if "EARLY" in own else {}
+        return self._replace(arguments=own)
 
 
 class Cases(dict[str, Case]):
@@ -33,4 +48,13 @@ class Cases(dict[str, Case]):
     def add(self, name: str, module: str, warps: int, *, stages: Any = None, **arguments: object) -> None:
         """A case of the kernel that `name` begins with, in kernels/PACKAGE/`module`.py."""
         assert name not in self, name
-        self[name] = Case(self.package, module, name.split(" ")[0], warps, arguments, stages)
+        self[name] = Case(self.package, module, name.split(" ")[0], warps, arguments, stages or 3, stages is not None)
+
+
+ORDERED = ("ordered", "ordered_attention", "ordered_prefill")
+"""Modules of decode.deterministic, which needs the same bits in all tiles."""
+
+
+def pointer(kind: str) -> str:
+    """tensordesc<bf16[64, 128]> -> *bf16"""
+    return f"*{kind.partition('<')[2].partition('[')[0]}" if kind.startswith("tensordesc<") else kind

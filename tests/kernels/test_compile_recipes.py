@@ -1,0 +1,52 @@
+"""What a job launches on each card compiles without a GPU and fits the card, with the tiles that the policy gives for it.
+
+A run compiles one recipe for one architecture, in CI in rotation; `-m cards` compiles all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.architectures import CARDS, ROTATION, card_for, chosen, turn, usage_of
+from tests.kernels.recipe_launches import RECIPES, runs_on
+
+ROOT, PROGRAM = Path(__file__).parents[2], Path(__file__).with_name("recipe_launches.py")
+MOST_SPILLED = 640
+"""Bytes of a thread's stack. On Hopper the kernels of all recipes take at most 48, on cards that multiply from registers more."""
+OF_DRAFT_LENGTHS = {"allocate_drafts_kernel", "learn_acceptance_kernel", "prepare_ragged_inputs_kernel"}
+"""Kernels of rounds that verify more drafts of one row than of another."""
+
+
+def marks(architecture: int, name: str) -> list[pytest.MarkDecorator]:
+    own = [recipe for recipe in RECIPES if runs_on(recipe, card_for(architecture))]
+    now = architecture == chosen() and name == own[turn() // len(ROTATION) % len(own)]
+    return [pytest.mark.second if now else pytest.mark.slow, pytest.mark.cards]
+
+
+PAIRS = [
+    pytest.param(architecture, name, marks=marks(architecture, name), id=f"{name}, {card}")
+    for architecture, card in CARDS.items() for name in RECIPES if runs_on(name, card_for(architecture))
+]
+
+
+@pytest.mark.parametrize(("architecture", "name"), PAIRS)
+def test_what_a_job_launches_compiles_and_fits(architecture: int, name: str, tmp_path: Path) -> None:
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DISABLE_LINE_INFO": "1", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, str(PROGRAM), CARDS[architecture], name]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *ended, last = (json.loads(line) for line in done.stdout.splitlines())
+    assert ended == []
+    card = card_for(architecture)
+    used = [usage_of(json.loads(path.with_suffix(".json").read_text()), path) for path in tmp_path.glob("*/*.cubin")]
+    assert len(used) == last["compiled"] > 20
+    assert {usage.kernel for usage in used} >= OF_DRAFT_LENGTHS
+    assert [misfit for usage in used if (misfit := usage.misfit(card))] == []
+    assert [usage for usage in used if usage.spilled_bytes > MOST_SPILLED] == []
