@@ -34,6 +34,14 @@ def test_an_ablation_changes_no_token(name: str) -> None:
     assert all(tokens == found[0] for tokens in found)
 
 
+@pytest.mark.parametrize("name", ["none", "eagle3", "tree"])
+def test_an_engine_without_ablations_has_the_fast_paths(name: str) -> None:
+    drafter = DRAFTERS[name]()
+    round_ = make_engine(tiny_target(), drafter, packed(SLOTS, draft_len=drafter.max_len), device=DEVICE).executor.round
+    assert round_.is_uniform
+    assert type(round_.vocabulary) is Vocabulary
+
+
 @pytest.mark.parametrize("name", ["none", "tree"])
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_ranks_without_argmax_choose_the_tokens_of_one_process_with_it(

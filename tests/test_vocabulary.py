@@ -229,6 +229,18 @@ def test_other_families_decode_on_four_ranks(family: str) -> None:
             assert done.token_ids.tolist() == expected_ids(expected[key]), key
 
 
+def test_ranks_reserve_room_for_what_a_round_of_all_slots_exchanges() -> None:
+    spec, asked = tiny_spec(5), list[int]()
+
+    def reserved(ranks: Collectives) -> None:
+        ranks.reserve = asked.append  # type: ignore[method-assign]
+        target = part_of(spec, ranks, Loud)
+        make_engine(target, drafter("eagle3", target), packed(3, draft_len=7), device=DEVICE)
+
+    on_ranks(2, reserved)
+    assert asked == [3 * (7 + 1) * spec.hidden_size * torch.float64.itemsize] * 2
+
+
 def expected_ids(done: Completion) -> list[int]:
     assert done.token_ids is not None
     return [int(token) for token in done.token_ids]
