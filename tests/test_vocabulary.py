@@ -229,11 +229,11 @@ def test_other_families_decode_on_four_ranks(family: str) -> None:
             assert done.token_ids.tolist() == expected_ids(expected[key]), key
 
 
-def test_ranks_reserve_room_for_what_a_round_of_all_slots_exchanges() -> None:
+def test_ranks_reserve_room_for_what_a_round_of_all_slots_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, asked = tiny_spec(5), list[int]()
 
     def reserved(ranks: Collectives) -> None:
-        ranks.reserve = asked.append  # type: ignore[method-assign]
+        monkeypatch.setattr(ranks, "reserve", asked.append)
         target = part_of(spec, ranks, Loud)
         make_engine(target, drafter("eagle3", target), packed(3, draft_len=7), device=DEVICE)
 
