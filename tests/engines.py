@@ -70,8 +70,19 @@ def in_e4m3(target: Target) -> Target:
     twin.spec = spec.with_fp8_kv()
     shape = (spec.num_layers, 2, spec.num_kv_heads)
     count = torch.arange(spec.num_layers * 2 * spec.num_kv_heads, device=DEVICE)
-    twin.kv_scales = (1.5e-4 * (1 + 0.17 * count)).view(shape)
+    twin.kv_scales = None  # not those of `target`
+    twin.use_kv_scales((1.5e-4 * (1 + 0.17 * count)).view(shape))
     return twin
+
+
+@cache
+def uneven_target(window: int, fp8_kv: bool = False) -> Target:
+    """Of four layers two read all keys, and have one K/V head of 6 numbers; the others have a window, and two heads of 4."""
+    spec = tiny_spec(windows=(window, None, window, None))
+    wide = [replace(layer, mixer=replace(layer.attention, num_kv_heads=1, head_dim=6)) for layer in spec.layers]
+    layers = tuple(own if layer.attention.window is None else layer for layer, own in zip(spec.layers, wide, strict=True))
+    target = Target.load(Path(), replace(spec, layers=layers), dtype=torch.float64, device=DEVICE, dummy=True)
+    return in_e4m3(target) if fp8_kv else target
 
 
 def request(

@@ -60,15 +60,22 @@ def _vary(model: torch.nn.Module) -> None:
             parameter.uniform_(0.1, 8).log_()
         elif name.endswith(("norm.weight", "bias")):
             torch.nn.init.normal_(parameter, mean=float(parameter.mean()), std=0.2)
+        elif name.endswith(("norm_1.weight", "norm_2.weight", "router.scale", "per_expert_scale")):
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
         elif name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
     for name, buffer in model.named_buffers():
         if name.endswith("bias"):
             torch.nn.init.normal_(buffer, std=0.2)
+        elif name.endswith("layer_scalar"):
+            buffer.uniform_(0.6, 1.3)
 
 
 def needed(family: str, num_layers: int) -> dict[str, Any]:
-    """Keys without which the config.json of a family is that of a model that is refused: Granite's, with Mamba and experts."""
+    """Keys without which the config.json of a family is that of a model that is refused, as Granite's, with Mamba and experts, or
+    of one with large tables, as Gemma 4's."""
+    if family.startswith("gemma4"):
+        return {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0}
     if family != "granitemoehybrid":
         return {}
     return {"layer_types": ["full_attention"] * num_layers, "num_local_experts": 0, "mamba_n_heads": 4}
@@ -136,11 +143,16 @@ def make_tokenizer(folder: Path, *, vocab: int = 320, chat_template: str = CHAT_
 _VISION: dict[str, Any] = {
     "siglip_vision_model": {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8},
     "pixtral": {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8, "head_dim": 16},
+    "gemma4_vision": {
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 8,
+    },
+    "gemma4_unified_vision": {"mm_embed_dim": 64, "output_proj_dims": 64, "mm_posemb_size": 8},
     "qwen3_5_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4},
     "qwen3_5_moe_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4},
 }
 _WRAPPED = {
     "gemma3": ("gemma3_text", "siglip_vision_model"), "mistral3": ("mistral", "pixtral"),
+    "gemma4": ("gemma4_text", "gemma4_vision"), "gemma4_unified": ("gemma4_unified_text", "gemma4_unified_vision"),
     "qwen3_5": ("qwen3_5_text", "qwen3_5_vision"), "qwen3_5_moe": ("qwen3_5_moe_text", "qwen3_5_moe_vision"),
 }
 

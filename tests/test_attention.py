@@ -400,4 +400,4 @@ def test_bounds_are_used_if_a_gpu_s_attention_reads_no_work_list() -> None:
     kinds = {dtype: replace(layout, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
     assert [plans_by_bounds(own, 64) for own in kinds.values()] == [False, True, True, True]
     assert [plans_by_bounds(own, 65) for own in kinds.values()] == [False, False, True, True]
-    assert not plans_by_bounds(replace(layout, dtype=torch.bfloat16, head_dim=264), 65)
+    assert not plans_by_bounds(replace(layout, dtype=torch.bfloat16, head_dim=520), 65)

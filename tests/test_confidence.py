@@ -21,6 +21,7 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
+from batchspec.draft.assistant import AssistantDrafter
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.hybrid import HybridDrafter
@@ -34,6 +35,7 @@ from batchspec.kernels.sampling.sample import gumbel_reference
 from batchspec.model.target import Target
 from batchspec.records import Request, SamplingParams
 from tests import mtp_definition
+from tests.assistants import CLUSTERS, SIZE, load_pair, make_assistant, make_target, reference_logits
 from tests.drafting import written_head
 from tests.eagle_reference import Choose, Design, reference_drafts, reference_parallel_drafts, target_ids
 from tests.engines import DEVICE, VOCAB, full_logits, make_engine, one_pass, packed, request, tiny_spec, tiny_target
@@ -95,7 +97,7 @@ def expected_bins(proposal: Proposal, logits_of: LogitsOf) -> tuple[int, ...]:
         changed = logits.cpu()
         if proposal.temperature:
             position = torch.tensor([len(proposal.prefix) + place])
-            noise = gumbel_reference(torch.tensor([proposal.key]), position, VOCAB)[0]
+            noise = gumbel_reference(torch.tensor([proposal.key]), position, max(columns) + 1)[0]
             changed = changed / proposal.temperature + noise[list(columns)]
         tokens.append(columns[int(changed.argmax())])
         found.append(bin_of(changed))
@@ -244,6 +246,15 @@ def mtp_case(model: Model) -> Case:
     return Case(model.target, MtpDrafter(model.weights, model.target, K, slots=SLOTS), logits_of)
 
 
+def assistant(folder: Path, **config: Any) -> Case:
+    """It reads K and V of layers that have a window and of layers that read all keys."""
+    target = make_target(folder / "target", "own values")
+    own = make_assistant(folder / "assistant", target, **config)
+    (model, weights), logits = load_pair(target, own), reference_logits(target, own)
+    drafter = AssistantDrafter(weights, model, K, slots=SLOTS)
+    return Case(model, drafter, lambda proposal: (logits(proposal.prefix, proposal.drafts), range(SIZE)))
+
+
 CASES: dict[str, Callable[[Path], Case]] = {
     "chain": chain,
     "chain, general": partial(chain, uniform_slots=False, dead_positions=False, argmax=False),
@@ -252,6 +263,8 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "pard chain": partial(pard, masks=False),
     "window": window,
     "mtp": mtp,
+    "assistant": assistant,
+    "assistant, clusters": partial(assistant, **CLUSTERS),
 }
 
 

@@ -33,6 +33,7 @@ RECURRENT: dict[str, Any] = {
 }
 SHARED = {"num_experts": 11, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24}
 RECURRENT_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 FACTORS = {"embedding_multiplier": 2.5, "residual_multiplier": 0.6, "attention_multiplier": 0.3, "logits_scaling": 1.5}
 OWN: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -49,6 +50,15 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "sliding_window": 7, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20, "rope_local_base_freq": 50.0,
         "tie_word_embeddings": False,
+    },
+    "gemma4_text": {
+        "head_dim": 12, "global_head_dim": 20, "num_global_key_value_heads": 2, "attention_k_eq_v": True, "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"], "hidden_size_per_layer_input": 0,
+        "tie_word_embeddings": False, "final_logit_softcapping": 5.0,
+    },
+    "gemma4_unified_text": {
+        "head_dim": 12, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "use_bidirectional_attention": "vision",
     },
     "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
     "olmo2": {},
@@ -95,10 +105,10 @@ REFUSED: dict[str, set[str]] = {
         "llama", "qwen3_moe", "minimax_m2", "olmo2", "glm4", "glm4_moe", "mixtral", "phi3", "seed_oss", "granite",
         "granitemoehybrid", "ministral3", *RECURRENT_FAMILIES,
     },
-    "sliding_window": {"gpt_oss", "gemma3_text", "olmo3"},
-    "rope_parameters": {"gemma3_text", "olmo3"},
-    "yarn": {"gemma3_text", "phi3", "olmo3"},
-    "rope_scaling": {"phi3"},
+    "sliding_window": {"gpt_oss", "gemma3_text", "olmo3", *GEMMA4},
+    "rope_parameters": {"gemma3_text", "olmo3", *GEMMA4},
+    "yarn": {"gemma3_text", "phi3", "olmo3", *GEMMA4},
+    "rope_scaling": {"phi3", *GEMMA4},
     "decoder_sparse_step": {"qwen3_5_moe_text"},
     "num_experts_per_tok": set(FAMILIES) - {
         "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "glm4_moe", "granitemoehybrid",
@@ -223,7 +233,8 @@ def test_keys_of_other_models_are_refused_by_name(family: str) -> None:
     config = {"model_type": family, **SHAPE, **USUAL, **OWN[family]}
     changes = OF_OTHER_MODELS | (OF_OTHER_MINIMAX if family == "minimax_m2" else {})
     changes |= OF_SOME_FAMILIES if family == "llama" else {}
-    read = {*config} | ({"hidden_act"} if family == "gemma3_text" else set())
+    read = {*config} | ({"hidden_act"} if family in ("gemma3_text", *GEMMA4) else set())
+    read |= {"final_logit_softcapping"} if family in GEMMA4 else set()
     changes = {key: value for key, value in changes.items() if key not in read}
     for key, value in changes.items():
         with pytest.raises(CheckpointError, match=f"not supported: {key}="):

@@ -26,6 +26,7 @@ from batchspec.model.target import Target
 from batchspec.records import Request, SamplingParams
 from tests.automata import EOS, VOCABULARY, automaton
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request
+from tests.gemma4_models import LAYER_INPUTS
 from tests.int4_layouts import of_compressed_tensors
 from tests.models import needed
 from tests.moe_models import Strong
@@ -50,6 +51,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 3, "topk_group": 2,
         "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True,
+    },
+    "gemma4_text": {
+        **LAYER_INPUTS, "global_head_dim": 32, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB,
+        "sliding_window": 4,
     },
 }
 IGNORED = ["lm_head", "re:.*mlp.gate$"]

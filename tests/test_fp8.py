@@ -30,6 +30,7 @@ from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
 from batchspec.prepare import Job, open_job
 from batchspec.runner.identity import job_fingerprint
+from tests.gemma4_models import DENSE, LAYER_INPUTS
 from tests.models import make_checkpoint, make_tokenizer
 from tests.moe_models import Strong, tiny_spec
 from tests.runs import make_prompts
@@ -93,7 +94,7 @@ def make(
     tensors, stored = load_file(plain / "model.safetensors"), {}
     for name, tensor in list(tensors.items()):
         stored[name] = tensor
-        if name.endswith("_proj.weight") and "layers.1.mlp.down" not in name:
+        if name.endswith(("_proj.weight", "_projection.weight", "_gate.weight")) and "layers.1.mlp.down" not in name:
             tensor[3] = 0.0
             weight, scale = stored_as(tensor, scales)
             tensors[name] = weight.float() * spread(scale, tensor)
@@ -127,7 +128,13 @@ def test_a_checkpoint_is_the_model_of_its_dequantised_weights(layout: str, scala
     assert torch.equal(logits(fp8), logits(plain))
 
 
-@pytest.mark.parametrize(("family", "config"), [("glm4", {"head_dim": 36}), ("gemma3_text", {"head_dim": 34})])
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("glm4", {"head_dim": 36}), ("gemma3_text", {"head_dim": 34}), ("gemma4_text", DENSE),
+        ("gemma4_text", LAYER_INPUTS),
+    ],
+)
 def test_fused_projections_and_norms_of_other_families_too(family: str, config: dict[str, Any], tmp_path: Path) -> None:
     fp8, plain = make(tmp_path, "row, token", family=family, **config)
     assert torch.equal(logits(fp8), logits(plain))

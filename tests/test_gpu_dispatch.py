@@ -20,7 +20,7 @@ from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.kernels.moe import router, tiles
-from batchspec.model.blocks.base import Clamp
+from batchspec.model.blocks.base import Gating
 from batchspec.model.quant.fp8_products import Fp8Experts
 from batchspec.model.quant.grouped import PlainExperts
 from batchspec.model.spec import ModelSpec
@@ -66,8 +66,8 @@ def inner_in_bf16(*, kernels: bool) -> Iterator[None]:
     """
     plain_up = PlainExperts.plain_up
 
-    def truncated(self: PlainExperts, x: Tensor, routing: Any, clamp: Clamp | None) -> Tensor:
-        return (plain_up(self, x, routing, clamp).view(torch.int32) & -65536).view(torch.float32)
+    def truncated(self: PlainExperts, x: Tensor, routing: Any, gating: Gating) -> Tensor:
+        return (plain_up(self, x, routing, gating).view(torch.int32) & -65536).view(torch.float32)
 
     with pytest.MonkeyPatch.context() as patch:
         if kernels:

@@ -162,7 +162,7 @@ def test_prefill_attends_to_what_the_pages_hold(plan: Any, window: int | None) -
 @cache
 def fp8_target(dtype: torch.dtype = torch.float32, windows: tuple[int | None, ...] = MIXED) -> Target:
     own = copy(windowed_target("cuda", windows, dtype))
-    own.kv_scales = calibrate(own, calibration_prompts(None, VOCAB)).values.to(GPU)
+    own.use_kv_scales(calibrate(own, calibration_prompts(None, VOCAB)).values)
     own.spec = own.spec.with_fp8_kv()
     return own
 
@@ -216,11 +216,12 @@ def test_captured_rounds_use_scales_that_are_set_later() -> None:
     def decode_with(before: float, after: float) -> list[Completion]:
         own = copy(fp8_target())
         assert own.kv_scales is not None
-        own.kv_scales = own.kv_scales * before
+        own.kv_scales = tuple(scales * before for scales in own.kv_scales)
         engine = make_engine(own, NoDrafter(), shape(4), device=GPU)
         list(engine.run(iter([replace(one, stop=()) for one in asked[:4]])))
         engine.pools.forget()
-        own.kv_scales.mul_(after)
+        for scales in own.kv_scales:
+            scales.mul_(after)
         return list(engine.run(iter([replace(one, stop=()) for one in asked])))
 
     assert tokens(decode_with(64.0, 1 / 64)) == tokens(decode_with(1.0, 1.0))

@@ -20,7 +20,8 @@ from batchspec.errors import CheckpointError
 from batchspec.model.families.registry import FAMILIES
 from batchspec.model.spec import load_spec, read_spec
 from tests.models import needed
-from tests.test_family_keys import EXPERTS, SHAPE, USUAL, of_transformers, our_logits
+from tests.test_family_keys import EXPERTS, GEMMA4, SHAPE, USUAL, of_transformers, our_logits
+from tests.test_family_keys import OWN as OWN_OF_FAMILIES
 
 MISSING = "(missing)"
 BASE: dict[str, Any] = {
@@ -31,6 +32,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True},
     "mixtral": EXPERTS, "minimax_m2": {**EXPERTS, "rotary_dim": 6}, "gpt_oss": {**EXPERTS, "sliding_window": 7},
     "gemma3_text": {"sliding_window": 7, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20},
+    **{family: OWN_OF_FAMILIES[family] for family in GEMMA4},
     "mistral": {"sliding_window": 9}, "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
     "glm4": {"partial_rotary_factor": 0.5},
     "exaone4": {"sliding_window": 5, "sliding_window_pattern": 2},
@@ -52,6 +54,20 @@ ROPES: tuple[Any, ...] = (
     {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, "sliding_attention": {"rope_theta": 100.0}},
     {"sliding_attention": {"rope_type": "linear", "factor": 4.0}},
 )
+GEMMA4_ROPES: tuple[Any, ...] = (
+    {"full_attention": {"rope_type": "proportional", "rope_theta": 90.0}, "sliding_attention": {"rope_theta": 30.0}},
+    {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 90.0, "partial_rotary_factor": 0.6, "factor": 3.0},
+        "sliding_attention": {"rope_type": "linear", "rope_theta": 30.0, "factor": 2.0},
+    },
+    {"full_attention": {"rope_type": "default", "rope_theta": 90.0}},
+)
+GEMMA4_KEYS: dict[str, tuple[Any, ...]] = {
+    "global_head_dim": (8, 14, MISSING), "num_global_key_value_heads": (None, 1, 4), "attention_k_eq_v": (None, True, False),
+    "per_layer_config": (None, {}, {"1": {"head_dim": 8}}, {"2": {"num_key_value_heads": 1, "head_dim": 6}}),
+    "final_logit_softcapping": (None, 2.0), "use_bidirectional_attention": (None, "vision", "all"),
+    "rope_parameters": (None, *GEMMA4_ROPES),
+}
 KEYS: dict[str, tuple[Any, ...]] = {
     "head_dim": (None, 8, 10), "num_key_value_heads": (None, 1, 4), "rms_norm_eps": (None, 1e-2), "rope_theta": (None, 50.0),
     "rope_parameters": ROPES, "rope_scaling": ROPES, "tie_word_embeddings": (None, True, False),
@@ -92,6 +108,7 @@ OWN_KEYS: dict[str, dict[str, tuple[Any, ...]]] = {
         "sliding_window_pattern": (1, 3), "query_pre_attn_scalar": (7,), "rope_local_base_freq": (50.0,),
         "hidden_activation": ("gelu_pytorch_tanh", "silu"),
     },
+    **dict.fromkeys(GEMMA4, GEMMA4_KEYS),
 }
 
 

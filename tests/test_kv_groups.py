@@ -35,14 +35,25 @@ from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request, SamplingParams
 from tests.drafting import synthetic
-from tests.engines import DEVICE, VOCAB, in_e4m3, make_engine, packed, plain_tokens, request, tiny_spec, tiny_target
+from tests.engines import (
+    DEVICE,
+    VOCAB,
+    in_e4m3,
+    make_engine,
+    packed,
+    plain_tokens,
+    request,
+    tiny_spec,
+    tiny_target,
+    uneven_target,
+)
 from tests.freed_pages import poison_freed_pages
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.kernels.covering import covering
 
 pytestmark = pytest.mark.second
 
-WINDOW = 7
+WINDOW, LONG = 7, 200
 SLIDING, MIXED, TWO_WINDOWS = (WINDOW, WINDOW), (None, WINDOW), (WINDOW, 3)
 
 
@@ -275,6 +286,30 @@ def test_rows_move_with_their_pages_when_the_batch_is_compacted(poisoned: list[E
     poisoned.append(make_engine(target, make_drafter("chain", target, tmp_path, 4), batch, device=DEVICE))
     assert run(poisoned[0], requests) == expected(target, requests)
     assert poisoned[0].scheduler.num_rows == 1
+
+
+@cache
+def expected_of_uneven(window: int, fp8_kv: bool) -> dict[str, list[int]]:
+    target = uneven_target(window, fp8_kv)
+    return {one.request_id: plain_tokens(target, one) for one in long_requests(sampling=SamplingParams(temperature=0.6))}
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "fp8_kv"),
+    covering(["none", "chain", "tree", "parallel", "window", "lookup"], [WINDOW, LONG], [False, True]),
+)
+def test_layers_may_differ_in_the_shape_of_their_keys(
+    name: str, window: int, fp8_kv: bool, poisoned: list[Engine], tmp_path: Path
+) -> None:
+    """In groups of their own, and in one group where no row outgrows the window."""
+    target, requests = uneven_target(window, fp8_kv), long_requests(sampling=SamplingParams(temperature=0.6))
+    batch = batch_of(draft_len=0 if name == "none" else 8, page_size=2, run_ahead=1)
+    engine = make_engine(target, make_drafter(name, target, tmp_path, 3), batch, device=DEVICE)
+    poisoned.append(engine)
+    assert run(engine, requests) == expected_of_uneven(window, fp8_kv)
+    cache = engine.executor.cache
+    assert [(kv.pages.shape[3:], kv.layout.head_dim) for kv in cache.layers[:2]] == [((2, 4), 4), ((1, 6), 6)]
+    assert [group for group, _ in cache.target_kv] == [1 if window == WINDOW else 0, 0]
 
 
 def test_a_window_that_no_row_outgrows_is_none() -> None:

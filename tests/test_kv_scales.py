@@ -33,7 +33,7 @@ from batchspec.prepare import open_job
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.run_folder import KV_SCALES
 from batchspec.tuning.cards import known_card
-from tests.engines import DEVICE, VOCAB, full_logits, in_e4m3, tiny_target
+from tests.engines import DEVICE, VOCAB, full_logits, in_e4m3, tiny_target, uneven_target
 from tests.models import make_checkpoint, make_tokenizer
 from tests.stand_ins import LLAMA_8B
 
@@ -61,25 +61,25 @@ def names(model: Path, k: str, v: str) -> dict[str, Any]:
 
 def test_a_layout_counts_one_byte_a_number() -> None:
     plain, fp8 = (LLAMA_8B if kind == "plain" else LLAMA_8B.with_fp8_kv() for kind in ("plain", "fp8"))
-    assert fp8.kv_layout(torch.bfloat16, 16) == KVLayout(
+    assert fp8.kv_layouts(torch.bfloat16, 16)[0] == KVLayout(
         dtype=torch.bfloat16, fp8=True, num_kv_heads=8, head_dim=128, page_size=16
     )
-    assert 2 * fp8.kv_layout(torch.bfloat16, 16).page_bytes == plain.kv_layout(torch.bfloat16, 16).page_bytes
+    assert 2 * fp8.kv_layouts(torch.bfloat16, 16)[0].page_bytes == plain.kv_layouts(torch.bfloat16, 16)[0].page_bytes
     read = [kv_read_bytes(spec, dtype=torch.bfloat16, rows=8, context_tokens=100, tokens_per_row=4) for spec in (plain, fp8)]
     assert read[0] == 2 * read[1]
     sizes = {"page_size": 16, "max_len": 512, "max_tokens": 512, "lookahead": 4, "pass_tokens": 512}
     memory = [KVMemory.of(spec, torch.bfloat16, (), **sizes) for spec in (plain, fp8)]
     assert memory[1].rows(10**10, 400) >= 1.9 * memory[0].rows(10**10, 400)
-    head = (LayerState(plain.kv_layout(torch.bfloat16, 16)),)  # a drafter's layer keeps its own layout
+    head = (LayerState(plain.kv_layouts(torch.bfloat16, 16)[0]),)  # a drafter's layer keeps its own layout
     assert KVMemory.of(fp8, torch.bfloat16, head, **sizes).page_bytes == (34 * memory[1].page_bytes[0] // 32,)
-    assert fp8.kv_layout(torch.bfloat16, 16).allocate(1, 2, torch.device("cpu")).dtype is torch.float8_e4m3fn
+    assert fp8.kv_layouts(torch.bfloat16, 16)[0].allocate(1, 2, torch.device("cpu")).dtype is torch.float8_e4m3fn
 
 
 def test_a_head_s_own_layers_may_be_in_e4m3_alone() -> None:
     """Their scales are 1; the target's layers are what its own layout says."""
     plain = KVLayout(dtype=torch.bfloat16, num_kv_heads=2, head_dim=8, page_size=4)
     for layout in (plain, replace(plain, fp8=True)):
-        scales = torch.full((1, 2, 2), 0.5) if layout.fp8 else None
+        scales = [torch.full((2, 2), 0.5)] if layout.fp8 else None
         cache = KVCache.allocate(
             [LayerState(layout)], [LayerState(replace(plain, fp8=True))] * 2, groups=KVGroups.single(1), num_pages=(3,),
             device=torch.device("cpu"), scales=scales,
@@ -144,12 +144,24 @@ def test_calibration_leaves_a_margin_over_the_largest_number_of_each_head() -> N
     assert torch.equal(scales, again)
     assert bool((calibrate(target, iter([[1]])).values <= scales).all())
     quantised = in_e4m3(target)
-    quantised.kv_scales = scales
+    quantised.use_kv_scales(scales)
     near = (full_logits(quantised, list(range(20))) - full_logits(target, list(range(20)))).abs().max()
-    quantised.kv_scales = scales / 2**10  # everything saturates
+    quantised.use_kv_scales(scales / 2**10)  # everything saturates
     far = (full_logits(quantised, list(range(20))) - full_logits(target, list(range(20)))).abs().max()
     assert 0 < near < far / 3
     assert MARGIN >= 2**0.5  # what a rotation may add
+
+
+def test_layers_with_fewer_heads_than_others_have_scales_of_their_own_alone() -> None:
+    target = uneven_target(5)
+    scales = calibrate(target, iter([[1, 2, 3, 4, 5] * 6]))
+    assert scales.values.shape == (4, 2, 2)
+    assert scales.values[1::2, :, 1].eq(1).all()
+    quantised = in_e4m3(target)
+    quantised.use_kv_scales(scales.values)
+    assert quantised.kv_scales is not None
+    assert [tuple(own.shape) for own in quantised.kv_scales] == [(2, 2), (2, 1), (2, 2), (2, 1)]
+    assert torch.equal(KVScales.from_json(scales.to_json(), target.spec, "here").values, scales.values)
 
 
 def test_numbers_that_are_not_finite_hide_no_others_from_calibration() -> None:

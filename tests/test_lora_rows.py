@@ -42,6 +42,7 @@ from batchspec.model.target import Target
 from batchspec.packing.cost import read_bytes, round_seconds
 from batchspec.packing.memory import reserve_bytes
 from batchspec.prepare import open_model
+from tests.gemma4_models import DENSE, LAYER_INPUTS
 from tests.models import make_checkpoint, make_tokenizer
 from tests.ranks import on_ranks
 from tests.runs import make_jobs_quick
@@ -104,6 +105,13 @@ CASES: dict[str, tuple[str, dict[str, Any], Adapters]] = {
         ({"qkv_proj": 2.0, "gate_up_proj": 2.0}, {}), ({"o_proj": 2.0, "down_proj": 2.0}, {"r": 64, "lora_alpha": 128}),
     ]),
     "gemma3, norms after products": (*MODELS["gemma3"], [(dict.fromkeys(ALL, 2.0), {}), ({"gate_proj": 2.0}, {})]),
+    "gemma4, layers with and without v_proj": ("gemma4_text", DENSE, [
+        (dict.fromkeys(("q_proj", "k_proj", "o_proj", "up_proj", "down_proj"), 2.0), {}), ({"k_proj": 2.0, "gate_proj": 2.0}, {}),
+    ]),
+    "gemma4, late layers with queries alone and products of layer inputs": ("gemma4_text", LAYER_INPUTS, [
+        (dict.fromkeys(("q_proj", "k_proj", "o_proj", "up_proj"), 2.0), {}),
+        ({"per_layer_input_gate": 2.0, "per_layer_projection": 2.0, "per_layer_model_projection": 2.0}, {}),
+    ]),
     "granite 4, factors after products": (*MODELS["granite 4"], [
         ({"q_proj": 2.0, "o_proj": 2.0, "input_linear": 2.0, "output_linear": 2.0}, {}), ({"output_linear": 2.0}, {}),
     ]),

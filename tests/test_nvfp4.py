@@ -157,7 +157,7 @@ def test_so_do_gate_and_up_of_each_expert(layout: Nvfp4) -> None:
     loaded = layout.load_grouped(Stored(stored), spec)
     x, ids = torch.randn(5, 32, dtype=torch.float64), torch.tensor([[2, 0], [0, 1], [1, 0], [0, 2], [2, 1]])
     routing = lists_reference(ids, torch.ones(5, 2), 3, 16)
-    found = loaded.up(x, routing, None, quantise=False)
+    found = loaded.up(x, routing, "silu", quantise=False)
     gate, up = (torch.stack([matrices[f"e.{expert}.{part}"] for expert in range(3)]) for part in ("w1", "w3"))
     rows = x.repeat_interleave(2, 0).unsqueeze(2)
     expected = torch.nn.functional.silu(gate[ids.flatten()] @ rows) * (up[ids.flatten()] @ rows)

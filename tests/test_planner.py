@@ -26,7 +26,7 @@ from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing import device_memory
-from batchspec.packing.cost import Rates
+from batchspec.packing.cost import Rates, kv_read_bytes
 from batchspec.packing.device_memory import free_memory
 from batchspec.packing.kv_memory import KVMemory, kv_bytes
 from batchspec.packing.memory import MOST_LENGTHS, reserve_bytes
@@ -35,13 +35,14 @@ from batchspec.packing.planner import Demand, choose_batch, forecast, row_bucket
 from batchspec.packing.survey import Survey
 from batchspec.process import cgroup
 from batchspec.records import Request, SamplingParams
+from tests.engines import uneven_target
 from tests.stand_ins import H200, LLAMA_8B, small_spec
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 MOST_RESERVE = 20 * 10**9
 SLOW = Rates(name="slow", bytes_s=1e9, gemm=((1, 1e9), (256, 1e11)), overhead_s=1e-3)
 REASONING = Demand(num_completions=10_000, prompt_tokens=8192, output_tokens=1500, max_tokens=11_264)
-LLAMA_PAGE = LLAMA_8B.num_layers * LLAMA_8B.kv_layout(torch.bfloat16, 16).page_bytes
+LLAMA_PAGE = LLAMA_8B.num_layers * LLAMA_8B.kv_layouts(torch.bfloat16, 16)[0].page_bytes
 
 
 def on_gpu(
@@ -163,7 +164,7 @@ def test_one_h200_holds_75_rows_of_llama_8b_at_their_full_length() -> None:
     free = 143_771 * 2**20 - 18_500_000_000  # what the card has, less weights, a one-layer head and the driver's own
     for output in (1063, 1536):
         job = Demand(num_completions=192, prompt_tokens=8192, output_tokens=output, max_tokens=11_264)
-        batch = on_gpu(job, free_bytes=free, draft_layers=(LayerState(LLAMA_8B.kv_layout(torch.bfloat16, 16)),))
+        batch = on_gpu(job, free_bytes=free, draft_layers=(LayerState(LLAMA_8B.kv_layouts(torch.bfloat16, 16)[0]),))
         assert batch.num_pages >= 75 * 704 + 1
         assert batch.num_slots in (88, 96)
 
@@ -198,7 +199,7 @@ def test_a_small_model_runs_a_thousand_short_rows_beside_its_logits() -> None:
     gsm8k = Demand(num_completions=1319, prompt_tokens=150, output_tokens=128, max_tokens=700)
     batch = choose_batch(
         PackingConfig(), smol, H200, gsm8k, device=GPU, dtype=torch.bfloat16, draft_len=3,
-        draft_layers=(LayerState(smol.kv_layout(torch.bfloat16, 16)),), free_bytes=140 * 10**9,
+        draft_layers=(LayerState(smol.kv_layouts(torch.bfloat16, 16)[0]),), free_bytes=140 * 10**9,
     )
     assert batch.num_slots == 1024
     assert batch.num_pages == 1024 * 44 + 1
@@ -221,7 +222,7 @@ def test_a_cpu_runs_at_most_sixteen_rows_one_round_at_a_time() -> None:
 
 def test_a_cpu_leaves_part_of_its_memory_to_others() -> None:
     batch = on_cpu(Demand(num_completions=10**6, prompt_tokens=4000, output_tokens=4000, max_tokens=500_000))
-    taken = batch.num_pages * 2 * small_spec().kv_layout(torch.float32, 16).page_bytes
+    taken = batch.num_pages * 2 * small_spec().kv_layouts(torch.float32, 16)[0].page_bytes
     assert 0.59e9 < taken <= 0.6e9
 
 
@@ -418,10 +419,19 @@ def memory_of(spec: ModelSpec, *, max_tokens: int, lookahead: int = 4, drafts: S
 def test_a_row_needs_the_pages_of_its_window_and_all_of_them_where_layers_read_all_keys() -> None:
     """1,000 tokens are 63 pages; a window of 100 spans at most 8 with what is not committed yet, wherever in a page it begins."""
     full, sliding, mixed = (windowed(*windows) for windows in ((None, None), (100, 100), (None, 100)))
-    layer = full.kv_layout(torch.float32, 16).page_bytes
+    layer = full.kv_layouts(torch.float32, 16)[0].page_bytes
     found = [memory_of(spec, max_tokens=1000).row_bytes(1000) for spec in (full, sliding, mixed)]
     assert found == [2 * 63 * layer, 2 * 8 * layer, (63 + 8) * layer]
     assert memory_of(sliding, max_tokens=1000).row_bytes(40) == 2 * 3 * layer
+
+
+def test_each_layer_takes_the_bytes_of_its_own_keys() -> None:
+    """A page of 16 tokens in fp32: of a layer with a window 2 * 2 heads of 4, of the others 2 * 1 head of 6."""
+    spec = uneven_target(100).spec
+    assert memory_of(spec, max_tokens=1000).page_bytes == (2 * 16 * 2 * 6 * 4, 2 * 16 * 2 * 2 * 4 * 4)
+    assert memory_of(spec, max_tokens=100).page_bytes == (2 * 16 * 4 * (2 * 6 + 2 * 2 * 4),)
+    read = kv_read_bytes(spec, dtype=torch.float32, rows=3, context_tokens=500, tokens_per_row=1)
+    assert read == 3 * 2 * (500 * 2 * 6 + 100 * 2 * 2 * 4) * 4
 
 
 def test_rows_fit_next_to_the_scratch_pages_and_a_prefill_pass() -> None:

@@ -99,7 +99,7 @@ def test_the_experts_of_a_file_that_names_each_lie_in_one_allocation_and_are_cut
     loaded = PLAIN.load_grouped(Stored(stored), spec)
     x, ids = torch.randn(5, 6), torch.tensor([[2, 0], [0, 1], [1, 0], [0, 2], [2, 1]])
     routing = lists_reference(ids, torch.ones(5, 2), 3, 16)
-    found = loaded.up(x, routing, None, quantise=False)
+    found = loaded.up(x, routing, "silu", quantise=False)
     assert isinstance(found, torch.Tensor)
     gate, up = (torch.stack([stored[f"experts.{e}.{part}.weight"] for e in range(3)]) for part in ("w1", "w3"))
     rows = x.repeat_interleave(2, 0).unsqueeze(2)

@@ -19,6 +19,7 @@ from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec, read_s
 from batchspec.model.weights import Checkpoint, DummyWeights, expected_shapes, taken
 from tests import nvfp4_layouts
 from tests.engines import tiny_spec
+from tests.gemma4_models import DENSE, EXPERTS, LAYER_INPUTS
 from tests.int4_layouts import of_awq, of_compressed_tensors, of_gptq
 from tests.models import make_checkpoint
 from tests.moe_models import tiny_config
@@ -36,7 +37,13 @@ RECURRENT_INT4 = {
 }
 
 
+GEMMA4 = {"gemma4": DENSE, "gemma4 experts": EXPERTS, "gemma4 layer inputs": LAYER_INPUTS}
+
+
 def spec_of(family: str, **changes: Any) -> ModelSpec:
+    if family in GEMMA4:
+        own = {**TINY, **GEMMA4[family], "head_dim": 4, "global_head_dim": 6, **changes, "model_type": "gemma4_text"}
+        return read_spec(own, "config.json")
     if family in ("qwen3", *OWN):
         return read_spec({**TINY, "model_type": family, **OWN.get(family, {}), **changes}, "config.json")
     separate = family in ("qwen3_moe", "glm4_moe")
@@ -48,7 +55,7 @@ SPECS: dict[str, ModelSpec] = {
     "llama": tiny_spec(),
     "biases": tiny_spec(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, tie=True),
     **{family: spec_of(family) for family in ("gemma3_text", "olmo2", "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss")},
-    **{family: spec_of(family) for family in ("qwen3_5_text", "qwen3_next", "glm4_moe")},
+    **{family: spec_of(family) for family in ("qwen3_5_text", "qwen3_next", "glm4_moe", *GEMMA4)},
     **{family: spec_of(family) for family in ("olmo3", "exaone4", "granitemoehybrid", "ministral3")},
     "gpt_oss mxfp4": spec_of("gpt_oss", intermediate_size=128, quantization_config={"quant_method": "mxfp4"}),
     "minimax_m2 fp8": spec_of("minimax_m2", **WIDE, quantization_config=FP8_BLOCK),
@@ -63,6 +70,10 @@ SPECS: dict[str, ModelSpec] = {
     "llama nvfp4": spec_of("llama", **INT4, quantization_config=nvfp4_layouts.of_compressed_tensors()),
     "qwen3_moe nvfp4 experts": spec_of("qwen3_moe", **INT4, moe_intermediate_size=128, quantization_config=FP8_AND_NVFP4),
     "phi3 nvfp4": spec_of("phi3", **{**INT4, "num_key_value_heads": 4}, quantization_config=nvfp4_layouts.MODELOPT),
+    "gemma4 layer inputs awq": spec_of(
+        "gemma4 layer inputs", **INT4, global_head_dim=64, hidden_size_per_layer_input=32, quantization_config=of_awq(32).config,
+    ),
+    "gemma4 nvfp4": spec_of("gemma4", **INT4, global_head_dim=64, quantization_config=nvfp4_layouts.of_compressed_tensors()),
     # Blocks that ranks cannot have equal numbers of.
     "gpt_oss mxfp4 uneven": spec_of("gpt_oss", intermediate_size=160, quantization_config={"quant_method": "mxfp4"}),
     "qwen3_moe fp8 uneven": spec_of("qwen3_moe", **WIDE | {"moe_intermediate_size": 640}, quantization_config=FP8_BLOCK),
@@ -132,7 +143,7 @@ def test_a_rank_with_fewer_key_heads_than_ranks_has_the_one_that_its_queries_rea
     spec = tiny_spec(num_heads=8, num_kv_heads=2, head_dim=4)
     for rank in range(4):
         part = spec.sharded(Shard(rank, 4))
-        assert (part.num_heads, part.num_kv_heads, part.kv_layout(torch.float32, 16).num_kv_heads) == (2, 1, 1)
+        assert (part.num_heads, part.num_kv_heads, part.kv_layouts(torch.float32, 16)[0].num_kv_heads) == (2, 1, 1)
         slices = slices_of(part)
         assert slices is not None
         queries, keys = (slices[f"model.layers.0.self_attn.{x}_proj.weight"][0][0] for x in "qk")

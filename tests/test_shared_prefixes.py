@@ -72,7 +72,7 @@ def tokens(
 
     def poison(pool: PagePool, count: int) -> list[int]:
         pages = take(pool, count)
-        kv = engine.executor.cache.target_kv[0]
+        ((_, kv),) = engine.executor.cache.target_kv
         kv[:, 0, pages], kv[:, 1, pages] = float("nan"), min(1e4, torch.finfo(kv.dtype).max)  # what a row that failed leaves
         return pages
 

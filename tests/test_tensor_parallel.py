@@ -163,8 +163,9 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-DENSE = ("llama", "qwen3", "phi3", "glm4", "gemma3_text", "olmo2", "exaone4", "granitemoehybrid")
-EXPERTS = ("mixtral", "qwen3_moe", "minimax_m2", "qwen3_next", "glm4_moe")
+DENSE = ("llama", "qwen3", "phi3", "glm4", "gemma3_text", "gemma4", "olmo2", "exaone4", "granitemoehybrid")
+EXPERTS = ("mixtral", "qwen3_moe", "minimax_m2", "qwen3_next", "glm4_moe", "gemma4 experts")
+MOE_SIZED = ("qwen3_moe", "qwen3_next", "glm4_moe", "gemma4 experts")
 RECURRENT = ("qwen3_5_text", "qwen3_next")
 CUT = [
     *((family, form) for family in (*DENSE, "qwen3_5_text", *EXPERTS) for form in ("plain", "fp8 blocks", "fp8 rows")),
@@ -191,7 +192,7 @@ def test_what_plan_lets_through_every_rank_loads_and_computes(data: st.DataObjec
     shape: dict[str, Any] = {
         "num_attention_heads": 4 * data.draw(st.sampled_from([1, 2, 3])), "head_dim": head_dim, "num_hidden_layers": 1,
         "num_key_value_heads": data.draw(st.sampled_from([1, 2, 4])), "intermediate_size": inner_size,
-        "moe_intermediate_size": inner_size if family in ("qwen3_moe", "qwen3_next", "glm4_moe") else None,
+        "moe_intermediate_size": inner_size if family in MOE_SIZED else None,
         "shared_intermediate_size": inner_size if family == "granitemoehybrid" else None,
         "layer_types": ["attention"] if family == "granitemoehybrid" else None,
         "n_group": 1 if family == "glm4_moe" else None, "topk_group": 1 if family == "glm4_moe" else None,
@@ -199,7 +200,7 @@ def test_what_plan_lets_through_every_rank_loads_and_computes(data: st.DataObjec
         "shared_expert_intermediate_size": inner_size if family == "qwen3_next" else None,
         "partial_rotary_factor": 0.5 if family in ("phi3", "glm4", "glm4_moe", *RECURRENT) else None,
         "vocab_size": data.draw(st.sampled_from([31, 33, 46])), "tie_word_embeddings": data.draw(st.booleans()),
-        "num_experts" if family in ("qwen3_moe", "qwen3_next") else "num_local_experts":
+        "num_experts" if family in MOE_SIZED and family != "glm4_moe" else "num_local_experts":
             data.draw(st.sampled_from([3, 4, 7])) if family in (*EXPERTS, "gpt_oss") else None,
     }
     if "int4" in form or "nvfp4" in form:
@@ -210,6 +211,8 @@ def test_what_plan_lets_through_every_rank_loads_and_computes(data: st.DataObjec
             "linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * data.draw(st.sampled_from([1, 2])),
             "linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim, "num_hidden_layers": 2,
         }
+    if family.startswith("gemma4"):
+        shape |= {"num_hidden_layers": 2, "global_head_dim": 2 * head_dim}
     if family == "phi3":
         shape["hidden_size"] = head_dim * shape["num_attention_heads"]
     spec = spec_of(family, **{name: value for name, value in shape.items() if value is not None}, **FORMATS[form])

@@ -213,9 +213,9 @@ def test_kv_of_what_is_committed_is_that_of_a_forward_from_the_start(
             ids = tuple(rows.tokens[slot, :count].tolist())
             places = torch.arange(count)
             kept[ids] = []
-            for group, (table, kv) in enumerate(zip(rows.page_tables, self.cache.target_kv, strict=True)):
+            for group, kv in self.cache.target_kv:
                 layers = [i for i, own in enumerate(self.cache.groups.target_layers) if own == group]
-                pages = table[slot, places // self.cache.page_size].long()
+                pages = rows.page_tables[group][slot, places // self.cache.page_size].long()
                 held = pages != SCRATCH_PAGE  # a page that the window has passed is given back
                 kept[ids].append((layers, held, kv[:, :, pages, places % self.cache.page_size].clone()))
             moved.append(int(result.log[slot, 0]))
@@ -256,7 +256,8 @@ def kv_from_the_start(ids: tuple[int, ...]) -> Tensor:
         max_kv=count,
     )
     TARGET().forward(batch, cache)
-    return cache.target_kv[0][:, :, 1]
+    ((_, kv),) = cache.target_kv
+    return kv[:, :, 1]
 
 
 def test_a_round_emits_the_path_that_the_target_draws(tmp_path: Path) -> None:

@@ -216,7 +216,10 @@ def test_an_engine_of_ranks_emits_the_same_tokens(name: str, kind: str) -> None:
             assert done.stats.histogram == one.stats.histogram
 
 
-@pytest.mark.parametrize("family", ["minimax_m2", "gpt_oss", "qwen3_moe", "olmo2", "gemma3_text", "phi3", "gpt_oss mxfp4 uneven"])
+@pytest.mark.parametrize(
+    "family",
+    ["minimax_m2", "gpt_oss", "qwen3_moe", "olmo2", "gemma4 experts", "gemma4 layer inputs", "phi3", "gpt_oss mxfp4 uneven"],
+)
 def test_other_families_decode_on_four_ranks(family: str) -> None:
     spec = SPECS[family]
     expected = completions(whole_of(spec, Loud), "eagle3", "drawn")

@@ -27,6 +27,7 @@ from batchspec.load import memory
 from batchspec.model.spec import load_spec
 from batchspec.packing import planner
 from batchspec.packing.predict import LengthPredictor
+from tests.gemma4_models import DENSE
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint, make_tokenizer
 from tests.test_target import oracle
@@ -66,6 +67,14 @@ MODELS = {
     "gemma3, two rotations": Model(
         family="gemma3_text",
         config={"sliding_window": 21, "sliding_window_pattern": 3, "head_dim": 18, "query_pre_attn_scalar": 20},
+        windows=(None, 21),
+    ),
+    "gemma4": Model(
+        family="gemma4_text",
+        config={
+            **DENSE, "sliding_window": 21, "num_hidden_layers": 3, "layer_types": MIXED[:2] + MIXED[1:2],
+            "final_logit_softcapping": 8.0,
+        },
         windows=(None, 21),
     ),
     "phi3, 21": Model(family="phi3", config={"sliding_window": 21, "partial_rotary_factor": 0.75}, windows=(21,)),
@@ -138,6 +147,9 @@ JOBS = [
     ("qwen2, later layers", "always right", 62),
     ("qwen3, layer types", "lookup", 62),
     ("gemma3, two rotations", "head", 62),
+    ("gemma4", "head", 62),
+    ("gemma4", "always right", 62),
+    ("gemma4", "tree in e4m3", 62),
     ("phi3, 21", "lookup", 62),
     ("olmo2", "lookup", 62),
     ("glm4", "always right", 62),

@@ -1,5 +1,6 @@
 """Prefill attention on a GPU: FlashInfer (FA3 on Hopper) for long rows, planned on the host, which knows all lengths; torch's own
-FlashAttention 2 for short rows, for passes of which the host knows only bounds, and if FlashInfer is not installed."""
+FlashAttention 2 for short rows, for passes of which the host knows only bounds, and if FlashInfer is not installed; a kernel of
+batchspec's for heads that neither supports."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.cache.layout import KVLayout, LayerKV
+from batchspec.kernels.attention.ragged_prefill import ragged_prefill
 from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 
@@ -27,7 +29,9 @@ SHORT = 2048
 """A pass whose longest row has at most this many keys uses torch's attention. It takes 1.5 to 1.9 times as long as FlashInfer's
 (8 rows of 2,048, 32 heads of 128, H200: 0.97 ms a layer instead of 0.53, of about 12 ms in total), but FlashInfer compiles for a
 minute and a half when it is first used with a head size on a machine."""
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512
+_FLASH_HEAD_DIM = 256
+"""Largest head size of torch's attention."""
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 """Those for which FlashInfer has kernels on every card: `prefill_sm90.cuh` of 0.6.13 allows no other."""
 log = logging.getLogger(__name__)
@@ -87,8 +91,8 @@ def _flashinfer_compiles(device: torch.device, dtype: torch.dtype, head_dim: int
 
 
 class VarlenPlan:
-    """torch's FlashAttention 2 over concatenated rows of any length. Before torch 2.12 its public function does not support
-    grouped K/V heads, so the internal operator is called.
+    """torch's FlashAttention 2, or `ragged_prefill` for larger heads, over concatenated rows of any length. Before torch 2.12 the
+    public function of the former does not support grouped K/V heads, so the internal operator is called.
 
     It reads lengths on the device and bounds on the host: with `max_keys` a CUDA graph can hold it. Its output for padding after
     the last row is undefined.
@@ -108,6 +112,13 @@ class VarlenPlan:
         """As `AttentionPlan.attend`; only for the positions of the batch."""
         assert positions is None
         k, v = kv.read_slots(self._key_slots)
+        if kv.layout.head_dim > _FLASH_HEAD_DIM:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            ragged_prefill(
+                q, k, v, self._cu_seqlens_q, self._cu_seqlens_k, scale=scale, max_q=self._longest[0], out=out,
+                window=self._window + 1, sink_logits=sink_logits,
+            )
+            return out
         out, lse = torch.ops.aten._flash_attention_forward(
             q, k, v, self._cu_seqlens_q, self._cu_seqlens_k, *self._longest, 0.0, True, False,
             scale=scale, window_size_left=self._window, window_size_right=0,
@@ -125,33 +136,40 @@ class FlashPlan:
 
     def __init__(self, batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int | None) -> None:
         assert batch.host is not None
-        layout = kv.layout
-        self._key_slots = _key_slots(batch, sum(batch.host.kv_len), layout.page_size)
-        self._wrapper = _ring(kv.pages.device).take()
-        self._wrapper.plan(
-            _cu_seqlens(batch.host.q_len),
-            _cu_seqlens(batch.host.kv_len),
-            num_heads,
-            layout.num_kv_heads,
-            layout.head_dim,
-            causal=True,
-            window_left=-1 if window is None else window - 1,
-            q_data_type=layout.dtype,
-            kv_data_type=layout.dtype,
-        )
+        self._host, self._num_heads, self._window = batch.host, num_heads, window
+        self._key_slots = _key_slots(batch, sum(batch.host.kv_len), kv.layout.page_size)
+        self._scale: float | None = None
 
     def attend(
         self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None, sink_logits: Tensor | None = None
     ) -> Tensor:
-        """As `AttentionPlan.attend`; only for the positions of the batch."""
+        """As `AttentionPlan.attend`; only for the positions of the batch. The scores of all layers have one scale."""
         assert positions is None
-        assert math.isclose(scale, q.shape[-1] ** -0.5), scale
+        if self._scale is None:
+            self._plan(kv, scale)
+        assert scale == self._scale, (scale, self._scale)
         out = torch.empty_like(q)
         if sink_logits is None:
             self._wrapper.run(q, *kv.read_slots(self._key_slots), out=out)
             return out
         _, lse = self._wrapper.run(q, *kv.read_slots(self._key_slots), out=out, return_lse=True)
         return _with_sinks(out, lse * math.log(2), sink_logits)
+
+    def _plan(self, kv: LayerKV, scale: float) -> None:
+        layout, self._scale = kv.layout, scale
+        self._wrapper = _ring(kv.pages.device).take()
+        self._wrapper.plan(
+            _cu_seqlens(self._host.q_len),
+            _cu_seqlens(self._host.kv_len),
+            self._num_heads,
+            layout.num_kv_heads,
+            layout.head_dim,
+            causal=True,
+            window_left=-1 if self._window is None else self._window - 1,
+            sm_scale=scale,
+            q_data_type=layout.dtype,
+            kv_data_type=layout.dtype,
+        )
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:

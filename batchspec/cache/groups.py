@@ -3,6 +3,8 @@
 Layers that read all keys are one group, and the layers of each sliding window are another. Each group has its own page pool and
 page tables, so a row keeps only the pages that the window covers. A model whose layers all have the same window has one group.
 
+Layers of one group may differ in the shape of their K and V: a page has a part of its own for each layer.
+
 Groups do not share memory: their pages hold different layers and differ in size. The planner sizes each group's pool by the pages
 that the rows of the batch need in it (`packing.kv_memory`).
 """
@@ -53,10 +55,6 @@ class KVGroups:
     @property
     def num_groups(self) -> int:
         return len(self.windows)
-
-    def num_target_layers(self, group: int) -> int:
-        """Number of the target's layers in a group."""
-        return self.target_layers.count(group)
 
     def max_columns(self, group: int, num_tokens: int, page_size: int, lookahead: int) -> int:
         """Maximum number of pages of a decoding row with `num_tokens` tokens, the last `lookahead` of them uncommitted."""

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -59,3 +60,8 @@ class LayerState:
     def row_bytes(self) -> int:
         """Bytes of a row besides its pages, however many tokens it has."""
         return sum(tensor.nbytes for tensor in self.row)
+
+
+def windows_of(layers: Iterable[LayerState]) -> list[int | None]:
+    """Of the layers that keep K and V."""
+    return [layer.window for layer in layers if layer.kv is not None]

@@ -104,13 +104,16 @@ class LayerKV:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
+        v_norm: bool = False,
+        shared_v: bool = False,
     ) -> Tensor:
         """Returns q [T, NH, D], normed and rotated, and writes K, normed and rotated, and V to the slots. One launch: see the
         kernel `rope_write`."""
-        num_heads = qkv.shape[1] // self.layout.head_dim - 2 * self.layout.num_kv_heads
+        num_heads = qkv.shape[1] // self.layout.head_dim - (1 if shared_v else 2) * self.layout.num_kv_heads
         out_q = qkv.new_empty(qkv.shape[0], num_heads, self.layout.head_dim)
         rope_write(
             qkv, positions, freqs, self.pages, slot_mapping, attention_factor=attention_factor, out_q=out_q,
-            interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps, scales=self.scales,
+            interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps, v_norm=v_norm, shared_v=shared_v,
+            scales=self.scales,
         )
         return out_q

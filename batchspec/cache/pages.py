@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -16,7 +16,7 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.upload import upload
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.layer_state import LayerState, RowTensor
-from batchspec.cache.layout import KVLayout, LayerKV
+from batchspec.cache.layout import LayerKV
 from batchspec.errors import CapacityError
 from batchspec.kernels.kv_cache.kv_move import kv_move
 from batchspec.kernels.rounds.move_rows import move_rows
@@ -38,8 +38,9 @@ class KVCache:
     layers: tuple[LayerKV, ...]
     """K and V of the target's layers that keep them, then the drafter's."""
     groups: KVGroups
-    target_kv: tuple[Tensor, ...]
-    """For each group, the K/V of its target layers [layers, 2 (K, V), P, page_size, KVH, D]; `layers` are views of it."""
+    target_kv: tuple[tuple[int, Tensor], ...]
+    """K/V of the target's layers: of those with one layout in one group, the group and [layers, 2 (K, V), P, page_size, KVH, D].
+    `layers` are views of it."""
     page_size: int
     """Tokens."""
     table_ids: tuple[int, ...]
@@ -64,48 +65,38 @@ class KVCache:
         num_slots: int = 1,
         num_states: int = 0,
         device: torch.device,
-        scales: Tensor | None = None,
+        scales: Sequence[Tensor] | None = None,
     ) -> KVCache:
         """Zeroed pages and row tensors.
 
-        layers, draft_layers  of the target and of the drafter. The K/V of each have one layout. If it is e4m3, the drafter's
-                              scales are 1
+        layers, draft_layers  of the target and of the drafter, whose scales are 1 if its layout is e4m3
         num_pages  of each group
         num_states  entries of the target's row tensors beyond those of the slots, for states of prefixes
-        scales     fp32 [target layers, 2 (K, V), KVH] of an e4m3 layout of the target
+        scales     for each of the target's layers that keep K and V, fp32 [2 (K, V), KVH], if their layouts are e4m3
         """
-        layout = next(layer.layout for layer in layers if layer.kv is not None)
-        assert {layer.kv for layer in layers} <= {layout, None}
-        assert {layer.layout.page_size for layer in draft_layers} <= {layout.page_size}  # a row has as many pages in both
-        target_kv = tuple(
-            layout.allocate(groups.num_target_layers(group), count, device) for group, count in enumerate(num_pages)
-        )
-        draft_kv = _draft_kv(draft_layers, num_pages[groups.draft_group], device) if draft_layers else ()
+        layouts = [layer.kv for layer in layers if layer.kv is not None]
+        page_size = layouts[0].page_size
+        assert {layout.page_size for layout in layouts} == {page_size}
+        draft_kept = [layer for layer in draft_layers if layer.kv is not None]
+        assert {layer.layout.page_size for layer in draft_kept} <= {page_size}  # a row has as many pages in both
+        kinds = list(zip(groups.target_layers, layouts, strict=True))
+        memory = {kind: kind[1].allocate(count, num_pages[kind[0]], device) for kind, count in Counter(kinds).items()}
+        pages = {kind: iter(kv) for kind, kv in memory.items()}
+        of_layers: Sequence[Tensor | None] = [None] * len(kinds) if scales is None else scales
+        target_layers = tuple(LayerKV(next(pages[kind]), kind[1], own) for kind, own in zip(kinds, of_layers, strict=True))
+        draft_kv = tuple(_draft_kv(layer, num_pages[groups.draft_group], device) for layer in draft_kept)
         rows = tuple(
             torch.zeros((num_slots, *one.shape), dtype=one.dtype, device=device) for layer in draft_layers for one in layer.row
         )
-        cache = replace(cls.of(layout, groups, target_kv, draft_kv, scales), draft_rows=rows)
+        target_kv = tuple((group, kv) for (group, _), kv in memory.items())
+        cache = cls(
+            (*target_layers, *draft_kv), groups, target_kv, page_size, tuple(range(groups.num_groups)), draft_rows=rows
+        )
         if not any(layer.row for layer in layers):
             return cache
         target_rows, moved = _target_rows(layers, num_slots + num_states, device)
         num_folded = torch.zeros(num_slots + num_states, dtype=torch.int32, device=device)
         return replace(cache, target_rows=target_rows, num_folded=num_folded, states=(*moved, num_folded.unsqueeze(1)))
-
-    @classmethod
-    def of(
-        cls,
-        layout: KVLayout,
-        groups: KVGroups,
-        target_kv: tuple[Tensor, ...],
-        draft_layers: tuple[LayerKV, ...] = (),
-        scales: Tensor | None = None,
-    ) -> KVCache:
-        """A cache over memory that is already allocated."""
-        by_group, of_layers = [iter(kv) for kv in target_kv], [None] * len(groups.target_layers) if scales is None else scales
-        target_layers = tuple(
-            LayerKV(next(by_group[group]), layout, own) for group, own in zip(groups.target_layers, of_layers, strict=True)
-        )
-        return cls((*target_layers, *draft_layers), groups, target_kv, layout.page_size, tuple(range(groups.num_groups)))
 
     def layer(self, index: int) -> LayerKV:
         """K and V of a layer by its index among those that keep them: the target's are 0 .. L-1, the drafter's follow."""
@@ -160,14 +151,14 @@ class KVCache:
             write_rows(tensor, slot_ids, kv_len, value)
 
     def move_accepted(self, nodes: FlatBatch, path: Tensor, chain: FlatBatch, accepted_len: Tensor) -> None:
-        """Move the target's K/V of accepted tree nodes to the slots that a chain would use, one launch a group: see `kv_move`.
+        """Move the target's K/V of accepted tree nodes to the slots that a chain would use, one launch for each of `target_kv`:
+        see `kv_move`.
 
         path          int32 [R, D+1] node of each level
         accepted_len  int32 [R]
         """
-        for group, kv in enumerate(self.target_kv):
-            if len(kv):
-                kv_move(kv, nodes.of_group(group).slot_mapping, path, chain.of_group(group).slot_mapping, accepted_len)
+        for group, kv in self.target_kv:
+            kv_move(kv, nodes.of_group(group).slot_mapping, path, chain.of_group(group).slot_mapping, accepted_len)
 
 
 def _target_rows(
@@ -192,12 +183,11 @@ def _target_rows(
     return tuple(tuple(part(*one) for one in own) for own in places), tuple(whole.values())
 
 
-def _draft_kv(layers: Sequence[LayerState], num_pages: int, device: torch.device) -> tuple[LayerKV, ...]:
-    layout = layers[0].layout
-    assert {layer.kv for layer in layers} == {layout}
+def _draft_kv(layer: LayerState, num_pages: int, device: torch.device) -> LayerKV:
+    layout = layer.layout
     # No output token depends on drafts: rounding with a scale of 1 can only cost acceptance.
     ones = torch.ones(2, layout.num_kv_heads, device=device) if layout.fp8 else None
-    return tuple(LayerKV(pages, layout, ones) for pages in layout.allocate(len(layers), num_pages, device))
+    return LayerKV(layout.allocate(1, num_pages, device)[0], layout, ones)
 
 
 def prefix_hashes(ids: Ids, page_size: int, lookahead: int = 0, *, salt: bytes = b"") -> list[bytes]:

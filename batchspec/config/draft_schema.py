@@ -41,8 +41,9 @@ class DraftConfig:
     """Benchmarks only: accept draft position j with this probability, whatever the tokens. The probabilities are unconditional
     and must not increase. Those of several kinds of rows, which rows take in turn, follow each other: 2 K numbers for two."""
     path: str | None = None
-    """Folder or hub id of the draft head (eagle3, hybrid), small draft model (pard) or tuned MTP layer (mtp). null is the layer
-    of the model's own checkpoint (mtp); for a head it is allowed only with model.load_format=dummy, which makes a random one."""
+    """Folder or hub id of the draft head (eagle3, hybrid), small draft model (pard), tuned MTP layer or assistant (mtp). null
+    is the layer of the model's own checkpoint (mtp); for a head it is allowed only with model.load_format=dummy, which makes a
+    random one."""
     vocab_size: int | None = None
     """Number of tokens that drafts are chosen from: the most frequent ones of the prompts and outputs that have ended. null is
     all of them. Fewer make a draft step cheaper, which reads one row of the output matrix for each."""

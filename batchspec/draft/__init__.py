@@ -6,7 +6,7 @@ shapes.py      what a round verifies of a row: a chain or a tree
 none.py        no drafter
 lookup.py      n-grams of the same row; corpus.py: of finished rows
 eagle3.py      an EAGLE-3 or P-EAGLE head: chain.py, tree.py, parallel.py
-mtp.py         the MTP layer of the model's own checkpoint
+mtp.py         the MTP layer of the model's own checkpoint; assistant.py: a small model that reads the target's K and V
 hybrid.py      a head and a lookup together
 pard.py        a small language model
 window.py      the target itself, with a window
@@ -19,4 +19,5 @@ Heads:
   formats.py       config.json of a published one; layouts.py: its two layouts
   shard.py         the part of it that a rank holds
   mtp_head.py      an MTP layer as a head; frequent_tokens.py: a smaller vocabulary for it
+  assistant_head.py  the weights of an assistant, and its network
 """

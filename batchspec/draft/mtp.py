@@ -1,6 +1,7 @@
 """draft=mtp: the model drafts with the MTP layer of its own checkpoint, or with one that was tuned on other text (draft.path).
 
-A chain of any length: the layer is applied again to its own output (`chain.py`).
+A chain of any length: the layer is applied again to its own output (`chain.py`). With the folder of an assistant in draft.path,
+that drafts (`assistant.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from batchspec.cache.layer_state import LayerState
 from batchspec.config.schema import RunConfig
+from batchspec.draft.assistant import AssistantDrafterSpec
 from batchspec.draft.base import DrafterUpdate
 from batchspec.draft.bound_head import head_states
 from batchspec.draft.chain import ChainDrafter
@@ -23,6 +25,7 @@ from batchspec.draft.frequent_tokens import FrequentTokens
 from batchspec.draft.mtp_head import Mtp, MtpHead, MtpShape, dummy_mtp, load_mtp, open_mtp
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
 from batchspec.errors import ConfigError
+from batchspec.model.assistant import is_assistant
 from batchspec.model.blocks.base import Shard
 from batchspec.model.files import ModelFiles
 from batchspec.model.hub import find_model
@@ -66,13 +69,20 @@ class MtpDrafterSpec(DrafterSpec[Mtp]):
         super().__init__(config, target, draft_vocab=draft_vocab)
         self.checkpoint = MtpShape.of(target, self._open(target))
 
+    @classmethod
+    def of(cls, config: RunConfig, target: ModelSpec, *, draft_vocab: int) -> DrafterSpec[Any]:
+        path = config.draft.path
+        if path is not None and is_assistant(find_model(path, key="draft.path").folder):
+            return AssistantDrafterSpec(config, target, draft_vocab=draft_vocab)
+        return cls(config, target, draft_vocab=draft_vocab)
+
     def _open(self, target: ModelSpec) -> MtpSpec:
         model, tuned = self.config.model, self.config.draft.path is not None
         found = load_spec(find_model(model.path or "", model.revision).folder).mtp if tuned else target.mtp
         if found is None:
             raise ConfigError(
                 f"draft=mtp: {model.path} has no MTP layer in its files, or none that is supported; choose draft=lookup, or "
-                "draft=eagle3 with a head made for the model"
+                "draft=eagle3 with a head made for the model, or set draft.path to an assistant made for it, as Gemma 4 has"
             )
         spec = replace(found, formats=target.formats)
         return spec if self._dummy else open_mtp(self._files, spec)

@@ -51,6 +51,11 @@ class DrafterSpec(ABC, Generic[W]):
         """
         self.config, self.target = config, target
 
+    @classmethod
+    def of(cls, config: RunConfig, target: ModelSpec, *, draft_vocab: int) -> DrafterSpec[Any]:
+        """The drafter that the config asks for by this name. Default: one of this class."""
+        return cls(config, target, draft_vocab=draft_vocab)
+
     def of_rank(self, shard: Shard) -> DrafterSpec[W]:
         """The part of the drafter that one of the ranks that compute the target together holds. Default: every rank has all of
         it.
@@ -100,9 +105,9 @@ def open_drafter(config: RunConfig, target: ModelSpec, *, draft_vocab: int = DEF
     """The drafter named draft.name, checked for `target`; see `DrafterSpec`."""
     module = importlib.import_module(f"batchspec.draft.{config.draft.name}")
     kind: type[DrafterSpec[Any]] = module.SPEC
-    made = kind(config, target, draft_vocab=draft_vocab)
+    made = kind.of(config, target, draft_vocab=draft_vocab)
     is_tree = isinstance(made.shape, TreeShape)
-    if target.is_recurrent and (kind.runs_target or is_tree):
+    if target.is_recurrent and (made.runs_target or is_tree):
         raise ConfigError(
             f"draft={'tree' if is_tree else config.draft.name}: {target.family} has recurrent layers, which keep one state of a "
             "row: only chains can be verified, and the model itself cannot draft them; choose none, lookup, eagle3, hybrid, "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from batchspec.heads.fused import SwiGLU
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing, rows_by_expert
-from batchspec.model.blocks.base import Clamp
+from batchspec.model.blocks.base import Gating
 
 
 class DifferentiableExperts:
@@ -30,9 +30,9 @@ class DifferentiableExperts:
     def weight_dtype(self) -> torch.dtype:
         return next(self._parts[0][0].parameters()).dtype
 
-    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor:
+    def up(self, x: Tensor, routing: Routing, gating: Gating, *, quantise: bool) -> Tensor:
         """x [T, H] -> silu(gate) * up of each pair [P, I], in the order of the list of pairs."""
-        assert clamp is None, "experts with a limit are not trained"
+        assert gating == "silu", "experts with another function than SwiGLU are not trained"
         rows = x.index_select(0, routing.pairs.long() // routing.expert_ids.shape[1])
         out: Tensor = SwiGLU.apply(*self._products(rows, routing))  # type: ignore[no-untyped-call]
         return out

@@ -165,6 +165,10 @@ class GradientStream:
     def __init__(self, state: Tensor, *, wide: bool) -> None:
         self.state, self._wide = state, wide
 
+    @property
+    def layer_input(self) -> Tensor:
+        raise AssertionError("layers with inputs of their own are not trained")
+
     def norms_in_product(self, product: Product, *, gated: bool) -> bool:
         return False
 
@@ -181,7 +185,8 @@ class GradientStream:
     def reduced(self, values: Tensor) -> Tensor:
         return values
 
-    def add(self, values: Tensor) -> None:
+    def add(self, values: Tensor, factor: Tensor | None = None) -> None:
+        assert factor is None, "layers whose output is scaled are not trained"
         self.state = self.state + values
 
     def add_output(self, values: Tensor) -> None:
@@ -190,7 +195,10 @@ class GradientStream:
     def add_pairs(self, values: Tensor, weights: Tensor, shared: Tensor | None = None) -> None:
         if shared is not None:
             self.add(shared)
-        self.add((weights.unsqueeze(-1) * values.view(*weights.shape, -1)).sum(1).to(values.dtype))
+        self.add(self.combined(values, weights))
+
+    def combined(self, values: Tensor, weights: Tensor) -> Tensor:
+        return (weights.unsqueeze(-1) * values.view(*weights.shape, -1)).sum(1).to(values.dtype)
 
     def add_product(self, product: Product, x: Tensor, lora: LoraTokens | None, *, in_product: bool) -> None:
         self.add(product(x, lora))
@@ -204,17 +212,24 @@ class StepAttention:
     def __init__(self, step: Step, keys: Keys, head_dim: int, *, wide: bool) -> None:
         self._step, self._keys, self._head_dim, self._wide = step, keys, head_dim, wide
 
-    def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
+    def rotate_and_store(
+        self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, v_norm: bool = False, shared_v: bool = False
+    ) -> Tensor:
         """Norm and rotate q and k, add k and v to the keys, and return q [T, NH, D], or [L, NH, D] for a mask token.
 
         qkv  q, k and v [T, heads * D], or [1, heads * D] for a mask token, which is the same at all positions
         """
+        assert not v_norm, "heads that norm V are not trained"
+        assert not shared_v, "heads whose V is what k_proj computes are not trained"
         q, k, v = (self._by_row(part) for part in qkv)
         if q_norm is not None and k_norm is not None:
             assert len(q_norm) == self._head_dim, "heads with norms over all of q and of k are not trained"
             q, k = (_rms_norm(x, norm, eps, wide=self._wide) for x, norm in ((q, q_norm), (k, k_norm)))
         self._keys.add(_rotated(k, self._step.angles), v, self._step.count)
         return _rotated(q, self._step.angles).flatten(0, 1)
+
+    def rotate(self, q: Tensor, *, q_norm: Tensor | None, eps: float) -> Tensor:
+        raise AssertionError("layers without K and V of their own are not trained")
 
     def __call__(self, q: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
         """[T, NH * D]"""

@@ -8,7 +8,7 @@ states * H.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from batchspec.batch.flat_batch import FlatBatch, HostLayout
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.layer_state import RowTensor
+from batchspec.cache.layout import LayerKV
 from batchspec.cache.pages import KVCache
 from batchspec.heads.data import Row
 from batchspec.model.target import Target
@@ -182,12 +183,14 @@ def _forward(
     spec, device = target.spec, target.device
     pages = -(-max(lengths) // PAGE_SIZE)
     table = 1 + torch.arange(len(lengths) * pages, dtype=torch.int32, device=device).view(len(lengths), pages)
-    layout = spec.kv_layout(target.dtype, PAGE_SIZE)
-    kv = layout.allocate(1, 1 + len(lengths) * pages, device)
-    # A layer's K/V are not read after that layer: all layers write to the same pages.
-    layers = kv.expand(spec.num_kv_layers, *kv.shape[1:])
-    kept = KVCache.of(layout, KVGroups.single(spec.num_kv_layers), (layers,), scales=target.kv_scales)
-    kept = replace(kept, **_states(target, len(lengths)))
+    layouts = spec.kv_layouts(target.dtype, PAGE_SIZE)
+    # All layers of one shape write to the same pages, but for those whose K/V are read after them.
+    kept = {own.kv_of for own in spec.attentions}
+    kinds = [(layout, i if i in kept else None) for i, layout in zip(spec.kv_layers, layouts, strict=True)]
+    memory = {kind: kind[0].allocate(1, 1 + len(lengths) * pages, device)[0] for kind in dict.fromkeys(kinds)}
+    scales: Sequence[Tensor | None] = [None] * len(layouts) if target.kv_scales is None else target.kv_scales
+    layers = tuple(LayerKV(memory[kind], kind[0], own) for kind, own in zip(kinds, scales, strict=True))
+    cache = KVCache(layers, KVGroups.single(len(layers)), (), PAGE_SIZE, (0,), **_states(target, len(lengths)))
     batch = FlatBatch(
         token_ids=tokens.int(),
         row_ids=row_ids.int(),
@@ -200,7 +203,7 @@ def _forward(
         max_kv=max(lengths),
         host=HostLayout(lengths, lengths),
     )
-    return target.forward(batch, kept, aux_layer_ids)
+    return target.forward(batch, cache, aux_layer_ids)
 
 
 def _states(target: Target, num_rows: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ families/ has one file a model family, blocks/ the parts of a decoder layer, qua
 From config to weights:
   spec.py               config.json -> ModelSpec; config_values.py: checked values; rope_config.py: rotary embedding
   checkpoint_part.py    what is loaded by itself: the model, or its MTP layer
-  mtp.py                the layer that predicts one token further
+  mtp.py                the layer that predicts one token further; assistant.py: a small model that reads another one's K and V
   shapes.py             configs of known models by name, to measure and tune without a checkpoint; family_shapes.py: more
   unread_keys.py        keys of config.json that nothing reads; generation_config.py: recommended sampling
   files.py              the files of a checkpoint; weight_files.py: digests of them; hub.py, packaged.py: where they come from

@@ -47,6 +47,10 @@ class CheckpointPart(ABC):
         """Tensors that the file may have besides these: each must be equal to the one that is named here."""
         return {}
 
+    def ignores(self, name: str) -> bool:
+        """Whether the file may have a tensor of this name, with any values, that nothing reads."""
+        return False
+
     def spares(self) -> Iterator[TensorSpec]:
         """Tensors that the file may have besides these, and that are not used; biases must be zeros."""
         for prefix, block in self.blocks():

@@ -65,6 +65,7 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "short_factor": (1e-3, 1e6),
     "rope_local_base_freq": (1.01, 1e15),
     "query_pre_attn_scalar": (1e-3, 1e9),
+    "final_logit_softcapping": (1e-3, 1e6),
     "lora_alpha": (0.0, 1e6),
     "routed_scaling_factor": (1e-3, 1e3),
     "embedding_multiplier": (1e-6, 1e6),

@@ -23,6 +23,7 @@ from batchspec.model.fused import (
     reduce_norm,
     rms_norm,
     rope_write,
+    rotated_queries,
     silu_and_mul,
 )
 from batchspec.model.lora_products import LoraStacks
@@ -47,6 +48,13 @@ class Partial(NamedTuple):
     """[T, H]"""
 
 
+class Scaled(NamedTuple):
+    """Values [T, H] to be added, and a number [1] with which the sum is multiplied."""
+
+    values: Tensor
+    factor: Tensor
+
+
 class ResidualStream:
     """The residual stream [T, H], changed in place, and the values that the next norm adds to it in the same kernel.
 
@@ -54,22 +62,34 @@ class ResidualStream:
     next norm reads the stream: two exchanges per layer.
     """
 
-    __slots__ = ("_pending", "_ranks", "live", "residual")
+    __slots__ = ("_layer_inputs", "_pending", "_ranks", "layer", "live", "residual")
 
-    def __init__(self, residual: Tensor, live: Tensor | None = None, ranks: Collectives | None = None) -> None:
+    def __init__(
+        self, residual: Tensor, live: Tensor | None = None, ranks: Collectives | None = None, layer_inputs: Tensor | None = None
+    ) -> None:
         """residual [T, H]: if its rows are slices of wider ones, products do not add to them.
 
         live   bool [T] False for dead tokens, which go through no expert; None: no token is dead
         ranks  set for a model that several ranks compute
+        layer_inputs  [T, L, P] of a model whose layers have inputs of their own
         """
-        self.residual, self.live, self._ranks = residual, live, ranks
-        self._pending: Tensor | Pairs | Partial | None = None
+        self.residual, self.live, self._ranks, self._layer_inputs = residual, live, ranks, layer_inputs
+        self.layer = 0
+        """Index of the layer that reads it."""
+        self._pending: Tensor | Pairs | Partial | Scaled | None = None
 
     def select(self, places: Tensor) -> ResidualStream:
         """The stream of some tokens, by their indices int64 [R]; only right after a norm."""
         assert self._pending is None
-        live = None if self.live is None else self.live.index_select(0, places)
-        return ResidualStream(self.residual.index_select(0, places), live, self._ranks)
+        live, inputs = (None if own is None else own.index_select(0, places) for own in (self.live, self._layer_inputs))
+        selected = ResidualStream(self.residual.index_select(0, places), live, self._ranks, inputs)
+        selected.layer = self.layer
+        return selected
+
+    @property
+    def layer_input(self) -> Tensor:
+        assert self._layer_inputs is not None
+        return self._layer_inputs[:, self.layer]
 
     def norms_in_product(self, product: Product, *, gated: bool) -> bool:
         if self._ranks is not None:  # products must leave their outputs to be exchanged
@@ -89,7 +109,8 @@ class ResidualStream:
                 assert self._ranks is not None
                 rows = self._ranks.add_norm_fp8(pending.values, self.residual, norm, eps, form, out_aux=out_aux)
             else:
-                rows = norm_quantised(pending, self.residual, norm, eps, form, out_aux)
+                values, factor = pending if isinstance(pending, Scaled) else (pending, None)
+                rows = norm_quantised(values, self.residual, norm, eps, form, out_aux, factor)
             out = product.of_fp8(rows)
             return silu_and_mul(out) if gated else out
         if self._pending is not None or norm is None:
@@ -108,7 +129,8 @@ class ResidualStream:
             if isinstance(pending, Partial):
                 assert self._ranks is not None
                 return reduce_norm(pending.values, self.residual, norm, eps, self._ranks, out_aux, out)
-            return add_norm(pending, self.residual, norm, eps, out_aux, out)
+            values, factor = pending if isinstance(pending, Scaled) else (pending, None)
+            return add_norm(values, self.residual, norm, eps, out_aux, out, factor)
         if out_aux is not None:
             out_aux.copy_(self.residual)
         normed = rms_norm(self.residual, norm, eps)
@@ -119,16 +141,18 @@ class ResidualStream:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             if isinstance(pending, Pairs):
-                pending = self._combined(*pending)
+                pending = self.combined(*pending)
             elif isinstance(pending, Partial):
                 pending = self.reduced(pending.values)
-            self.residual.add_(pending)
+            values, factor = pending if isinstance(pending, Scaled) else (pending, None)
+            self.residual.add_(values)
+            if factor is not None:
+                self.residual.mul_(factor)
         if out_aux is not None:
             out_aux.copy_(self.residual)
         return self.residual
 
-    def _combined(self, values: Tensor, weights: Tensor) -> Tensor:
-        """The sum of each token's pairs [T, H]."""
+    def combined(self, values: Tensor, weights: Tensor) -> Tensor:
         added = torch.empty_like(self.residual)
         combine(values, weights, out=added)
         return added
@@ -136,9 +160,9 @@ class ResidualStream:
     def reduced(self, values: Tensor) -> Tensor:
         return values if self._ranks is None else self._ranks.sum(values)
 
-    def add(self, values: Tensor) -> None:
+    def add(self, values: Tensor, factor: Tensor | None = None) -> None:
         assert self._pending is None
-        self._pending = values
+        self._pending = values if factor is None else Scaled(values, factor)
 
     def add_output(self, values: Tensor) -> None:
         assert self._pending is None
@@ -151,7 +175,7 @@ class ResidualStream:
                 self.residual.add_(shared)
             self._pending = Pairs(values, weights)
         else:
-            combined = self._combined(values, weights)
+            combined = self.combined(values, weights)
             self._pending = Partial(combined if shared is None else combined.add_(shared))
 
     def add_product(self, product: Product, x: Tensor, lora: LoraTokens | None, *, in_product: bool) -> None:
@@ -164,7 +188,7 @@ class ResidualStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedStore:
-    """Stores K and V of one layer in pages."""
+    """Stores K and V of one layer in pages, or rotates the queries of a layer that reads those of another one."""
 
     rope: Rope
     slot_mapping: Tensor
@@ -174,11 +198,21 @@ class PagedStore:
     norm_ranks: Collectives | None = None
     """The ranks that share the heads over which q and k are normed; None: this process norms alone."""
 
-    def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
+    def rotate_and_store(
+        self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, v_norm: bool = False, shared_v: bool = False
+    ) -> Tensor:
         if self.norm_ranks is not None and q_norm is not None and k_norm is not None:
             self.norm_ranks.norm_heads(qkv, q_norm, k_norm, eps)
             q_norm = k_norm = None
-        q = rope_write(qkv, self.rope, self.kv, self.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        q = rope_write(
+            qkv, self.rope, self.kv, self.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=eps, v_norm=v_norm, shared_v=shared_v
+        )
+        return self._grown(q)
+
+    def rotate(self, q: Tensor, *, q_norm: Tensor | None, eps: float) -> Tensor:
+        return self._grown(rotated_queries(q, self.rope, head_dim=self.kv.layout.head_dim, q_norm=q_norm, eps=eps))
+
+    def _grown(self, q: Tensor) -> Tensor:
         return q if self.rope.query_factors is None else q.mul_(self.rope.query_factors)
 
 

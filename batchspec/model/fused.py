@@ -14,6 +14,7 @@ from batchspec.kernels.moe import combine
 from batchspec.kernels.moe.combine_fp8 import combine_fp8
 from batchspec.kernels.norm_rope import norm
 from batchspec.kernels.norm_rope.norm_fp8 import norm_fp8
+from batchspec.kernels.norm_rope.rope_write import rotate_queries
 from batchspec.model.rope import Rope
 from batchspec.tuning.policy import has_fast_experts
 
@@ -29,24 +30,33 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         norm.rms_norm(hidden.reshape(-1, hidden.shape[-1]), weight, eps, out=out.view(-1, hidden.shape[-1]))
         return out
-    wide = hidden.float() if hidden.dtype in (torch.bfloat16, torch.float16) else hidden
-    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().mul_(1 / weight.shape[0]).add_(eps).rsqrt_()
-    normed = wide * scale if wide is hidden else wide.mul_(scale)
+    normed = _normed(hidden, eps)
     return normed.to(hidden.dtype).mul_(weight) if weight.dtype is hidden.dtype else normed.mul_(weight).to(hidden.dtype)
 
 
+def _normed(hidden: Tensor, eps: float) -> Tensor:
+    """hidden / sqrt(mean(hidden^2) + eps) over the last dimension, in fp32 or wider."""
+    wide = hidden.float() if hidden.dtype in (torch.bfloat16, torch.float16) else hidden
+    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().mul_(1 / hidden.shape[-1]).add_(eps).rsqrt_()
+    return wide * scale if wide is hidden else wide.mul_(scale)
+
+
 def add_norm(
-    hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, out_aux: Tensor | None = None, out: Tensor | None = None
+    hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, out_aux: Tensor | None = None, out: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> Tensor:
     """Add hidden [T, H] to residual [T, H] in place, copy the sum to out_aux if given, and return its rms_norm [T, H].
 
-    out  where the norm goes, or None for a new tensor
+    out     where the norm goes, or None for a new tensor
+    factor  [1]: the sum is multiplied by it; None: 1
     """
     if hidden.is_cuda:
         out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if out is None else out
-        norm.add_norm(hidden, residual, weight, eps, out=out, out_aux=out_aux)
+        norm.add_norm(hidden, residual, weight, eps, out=out, out_aux=out_aux, factor=factor)
         return out
     residual.add_(hidden)
+    if factor is not None:
+        residual.mul_(factor)
     if out_aux is not None:
         out_aux.copy_(residual)
     normed = rms_norm(residual, weight, eps)
@@ -54,7 +64,8 @@ def add_norm(
 
 
 def norm_quantised(
-    hidden: Tensor | None, residual: Tensor, weight: Tensor, eps: float, form: Fp8Form, out_aux: Tensor | None = None
+    hidden: Tensor | None, residual: Tensor, weight: Tensor, eps: float, form: Fp8Form, out_aux: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> Fp8Tokens:
     """`add_norm` of hidden, or if that is None the `rms_norm` of residual, quantised in the form that a product reads; bf16 or
     fp32.
@@ -63,7 +74,7 @@ def norm_quantised(
     """
     interpret = not residual.is_cuda
     if hidden is not None:
-        return norm_fp8(hidden, residual, weight, eps, form, out_aux=out_aux, interpret=interpret)
+        return norm_fp8(hidden, residual, weight, eps, form, out_aux=out_aux, factor=factor, interpret=interpret)
     if out_aux is not None:
         out_aux.copy_(residual)
     return norm_fp8(residual, None, weight, eps, form, interpret=interpret)
@@ -159,13 +170,16 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 
 
 def rope_write(
-    qkv: Tensor, at: Rope, kv: LayerKV, slot_mapping: Tensor, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
+    qkv: Tensor, at: Rope, kv: LayerKV, slot_mapping: Tensor, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    v_norm: bool = False, shared_v: bool = False,
 ) -> Tensor:
     """q normed and rotated, from the fused product; K, treated the same, and V are written to their pages.
 
-    qkv             [T, (NH + 2 * KVH) * D]
+    qkv             [T, (NH + 2 * KVH) * D], with shared_v [T, (NH + KVH) * D]
     kv              this layer's, written at the slots int64 [T]
     q_norm, k_norm  weights of the norm of each head [D], or of all heads at once [NH * D] and [KVH * D]; or None
+    v_norm          each head of V is normed, without a weight
+    shared_v        V is what K is before its norm and rotation
     Returns q [T, NH, D].
     """
     num_kv_heads, head_dim = kv.layout.num_kv_heads, kv.layout.head_dim
@@ -175,16 +189,31 @@ def rope_write(
     if at.angles is None:
         return kv.rope_write(
             qkv, at.positions, at.freqs, slot_mapping, attention_factor=at.attention_factor, interleaved=at.interleaved,
-            q_norm=q_norm, k_norm=k_norm, eps=eps,
+            q_norm=q_norm, k_norm=k_norm, eps=eps, v_norm=v_norm, shared_v=shared_v,
         )
     heads = qkv.view(qkv.shape[0], -1, head_dim)
-    num_heads = heads.shape[1] - 2 * num_kv_heads
-    qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+    qk, v = heads if shared_v else heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+    num_heads = qk.shape[1] - num_kv_heads
+    if v_norm:
+        v = _normed(v, eps).to(v.dtype)
     if q_norm is not None and k_norm is not None:
         qk = torch.cat((rms_norm(qk[:, :num_heads], q_norm, eps), rms_norm(qk[:, num_heads:], k_norm, eps)), 1)
     qk = rotate(qk, *at.angles, interleaved=at.interleaved)
     kv.write(qk[:, num_heads:], v, slot_mapping)
     return qk[:, :num_heads]
+
+
+def rotated_queries(q: Tensor, at: Rope, *, head_dim: int, q_norm: Tensor | None, eps: float) -> Tensor:
+    """q [T, NH * D] -> [T, NH, D], normed and rotated, of a layer that keeps no K and V. q_norm [D] of each head, or None."""
+    heads = q.view(q.shape[0], -1, head_dim)
+    if at.angles is None:
+        out = torch.empty_like(heads)
+        rotate_queries(
+            q, at.positions, at.freqs, attention_factor=at.attention_factor, out_q=out, interleaved=at.interleaved,
+            q_norm=q_norm, eps=eps,
+        )
+        return out
+    return rotate(heads if q_norm is None else rms_norm(heads, q_norm, eps), *at.angles, interleaved=at.interleaved)
 
 
 def _norm_rows(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.distributed.collectives import Collectives
@@ -122,7 +123,7 @@ def calibrate(target: Target, prompts: Iterable[list[int]]) -> KVScales:
     All ranks of a target have the same result, for all heads.
     """
     spec = target.spec
-    largest = torch.zeros(spec.num_kv_layers, 2, spec.num_kv_heads, dtype=torch.float64)
+    largest = [torch.zeros(2, own.num_kv_heads, dtype=torch.float64) for own in spec.kv_attentions]
     adapters = range(1) if spec.lora is None else spec.lora.numbers
     for ids, adapter in product(prompts, adapters):
         _, cache = forward_row(target, ids[: spec.max_len], fp8=False, kv_only=True, adapter=adapter)
@@ -130,16 +131,22 @@ def calibrate(target: Target, prompts: Iterable[list[int]]) -> KVScales:
         for layer, kv in enumerate(cache.layers):
             found = kv.pages.double().abs().nan_to_num(0.0, posinf=0.0).amax((1, 2, 4)).cpu()
             largest[layer] = torch.maximum(largest[layer], found)
-    if target.ranks is not None:
-        largest = _of_all_heads(largest, spec, target.ranks)
-    exponent = torch.where(largest > 0, MARGIN * largest / LARGEST, 1.0).log2().ceil()
+    found = padded_heads(largest) if target.ranks is None else _of_all_heads(padded_heads(largest), spec, target.ranks)
+    exponent = torch.where(found > 0, MARGIN * found / LARGEST, 1.0).log2().ceil()
     return KVScales(exponent.clamp(-100, 100).exp2().float())
+
+
+def padded_heads(layers: Sequence[Tensor]) -> Tensor:
+    """[L, 2, KVH] of the values [2, heads] of each layer, 0 beyond the heads of a layer that has fewer than others."""
+    most = max(own.shape[1] for own in layers)
+    return torch.stack([F.pad(own, (0, most - own.shape[1])) for own in layers])
 
 
 def _of_all_heads(own: Tensor, spec: ModelSpec, ranks: Collectives) -> Tensor:
     """[L, 2, KVH] for the whole model, from those of each rank's heads [L, 2, heads]."""
     assert spec.whole is not None
-    whole = own.new_zeros(*own.shape[:2], spec.whole.num_kv_heads)
+    whole = [own.new_zeros(2, layer.num_kv_heads) for layer in spec.whole.kv_attentions]
     for rank, part in enumerate(ranks.gather(own)):
-        whole[:, :, heads_of_part(spec.whole.sharded(Shard(rank, ranks.ranks)))] = part
-    return whole
+        for layer, heads in enumerate(heads_of_part(spec.whole.sharded(Shard(rank, ranks.ranks)))):
+            whole[layer][:, heads] = part[layer, :, : heads.stop - heads.start]
+    return padded_heads(whole)

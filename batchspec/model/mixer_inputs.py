@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch, Recurrence
-from batchspec.cache.attention import plan_attention
+from batchspec.cache.attention import AttentionPlan, plan_attention
 from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaState
@@ -42,24 +42,23 @@ class MixerInputs:
 
     def __init__(
         self, spec: ModelSpec, batch: FlatBatch, cache: KVCache, ropes: list[Rope], *, lora: LoraTokens | None,
-        ranks: Collectives | None, window: int | None, sink: int,
+        ranks: Collectives | None, window: int | None, sink: int, first: int = 0,
     ) -> None:
         """
-        ropes         [num_kv_layers] the rotations of each layer that attends
+        ropes         the rotations of each layer that attends
+        first         the layer with which the pass begins
         window, sink  these layers read only their newest `window` keys and the first `sink` ones; smaller own windows apply too
         """
-        self._spec, self._cache, self._ropes, self._lora, self._ranks = spec, cache, ropes, lora, ranks
-        self._batch, self._windows = batch, spec.windows
-        self._kv_ids = {layer: index for index, layer in enumerate(spec.attention_layers)}
+        self._spec, self._cache, self._lora, self._ranks = spec, cache, lora, ranks
+        self._ropes = dict(zip(spec.attention_layers, ropes, strict=True))
+        self._batch, self._window, self._sink = batch, window, sink
+        self._kv_ids = spec.kv_ids
         self._group_of = cache.groups.target_layers
         self._batches = [batch.of_group(group) for group in range(cache.groups.num_groups)]
-        # Layers with the same window are in one group, and one plan fits all of them.
-        any_layer = {own: i for i, own in enumerate(self._windows)}
-        self._ranges = {own: _narrowed(own, window, sink) for own in any_layer}
-        self._plans = {
-            own: plan_attention(self._batches[self._group_of[i]], cache.layer(i), num_heads=spec.num_heads, **self._ranges[own])
-            for own, i in any_layer.items()
-        }
+        self._plans: dict[object, AttentionPlan] = {}
+        for layer in spec.attention_layers:
+            if layer >= first and (kind := self._kind(layer)) not in self._plans:
+                self._plans[kind] = self._plan(layer, self._batches[self._group(layer)])
 
     def store(self, layer: int) -> PagedStore | RecurrentStore:
         """Where a layer keeps what the pass's tokens bring."""
@@ -69,10 +68,9 @@ class MixerInputs:
                 state=self._state(layer), batch=self._delta_batch, recurrence=self._batch.recurrence, lora=self._lora
             )
         norm_ranks = self._ranks if self._spec.layers[layer].attention.qk_norm_rows else None
-        own_batch = self._batches[self._group_of[index]]
         return PagedStore(
-            rope=self._ropes[index], slot_mapping=own_batch.slot_mapping, kv=self._cache.layer(index), lora=self._lora,
-            norm_ranks=norm_ranks,
+            rope=self._ropes[layer], slot_mapping=self._batches[self._group(layer)].slot_mapping, kv=self._cache.layer(index),
+            lora=self._lora, norm_ranks=norm_ranks,
         )
 
     def attend(self, layer: int) -> PagedAttend | SelectedTokens:
@@ -80,16 +78,19 @@ class MixerInputs:
         index = self._kv_ids.get(layer)
         if index is None:
             return SelectedTokens(self._lora)
-        return PagedAttend(kv=self._cache.layer(index), plan=self._plans[self._windows[index]], lora=self._lora)
+        return PagedAttend(kv=self._cache.layer(index), plan=self._plans[self._kind(layer)], lora=self._lora)
 
-    def attend_at(self, layer: int, places: Tensor, lora: LoraTokens | None) -> PagedAttend | SelectedTokens:
-        """The same for each row's last token alone. places int64 [R] their flat indices; lora: their adapters."""
-        index = self._kv_ids.get(layer)
-        if index is None:
-            return SelectedTokens(lora)
-        kv, ends = self._cache.layer(index), ends_of(self._batches[self._group_of[index]], places)
-        plan = plan_attention(ends, kv, num_heads=self._spec.num_heads, **self._ranges[self._windows[index]])
-        return PagedAttend(kv=kv, plan=plan, lora=lora)
+    def _kind(self, layer: int) -> object:
+        """What the attention of layers with one plan has in common; layers with one window are in one group."""
+        own, kv = self._spec.layers[layer].attention, self._cache.layer(self._kv_ids[layer])
+        return own.window, own.num_heads, kv.layout
+
+    def _group(self, layer: int) -> int:
+        return self._group_of[self._kv_ids[layer]]
+
+    def _plan(self, layer: int, batch: FlatBatch) -> AttentionPlan:
+        own, kv = self._spec.layers[layer].attention, self._cache.layer(self._kv_ids[layer])
+        return plan_attention(batch, kv, num_heads=own.num_heads, **_narrowed(own.window, self._window, self._sink))
 
     def _state(self, layer: int) -> DeltaState:
         state, conv_inputs, keys, values, gates = self._cache.target_rows[layer]
@@ -134,4 +135,5 @@ def ends_of(batch: FlatBatch, places: Tensor) -> FlatBatch:
         cu_seqlens_q=count,
         max_q=1,
         host=None,
+        more_groups=tuple(replace(own, slot_mapping=own.slot_mapping.index_select(0, places)) for own in batch.more_groups),
     )

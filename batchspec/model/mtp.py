@@ -65,6 +65,10 @@ class JoinSpec:
         return tuple(self.norms.tensor(name, self.hidden_size) for name in names)
 
     @property
+    def num_sums(self) -> int:
+        return 0
+
+    @property
     def inner_size(self) -> int:
         return 2 * self.hidden_size
 
@@ -127,6 +131,5 @@ class MtpSpec(CheckpointPart):
         assert self.whole is None, self.shard
         if shard.ranks == 1:
             return self
-        of_mixer, of_mlp = (self.formats.unit_of(block, self.layer_prefix) for block in self.layer.blocks)
-        layer = LayerSpec(self.layer.mixer.sharded(shard, of_mixer), self.layer.mlp.sharded(shard, of_mlp))
-        return replace(self, layer=layer, shard=shard, whole=self)
+        units = (self.formats.unit_of(block, self.layer_prefix) for block in self.layer.blocks)
+        return replace(self, layer=self.layer.sharded(shard, units), shard=shard, whole=self)

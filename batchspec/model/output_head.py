@@ -11,6 +11,7 @@ from torch import Tensor
 from batchspec.kernels.gemm.lm_head import lm_head
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.kernels.sampling.argmax import argmax
+from batchspec.kernels.sampling.softcap import softcap
 from batchspec.model.quant.ordered import OrderedHead
 from batchspec.model.quant.plain import Linear
 from batchspec.tuning.policy import gemm_tile
@@ -25,7 +26,7 @@ class OutputHead(Protocol):
     """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, V]"""
+        """[N, V], which nothing else holds"""
 
     def greedy(
         self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool, allowed: Allowed | None = None
@@ -42,11 +43,11 @@ class OutputHead(Protocol):
         """Whether `greedy` of these rows writes no logits, so that `allowed` must tell it which tokens may be chosen."""
 
 
-def output_head(weight: Tensor, *, ordered: bool, scaling: float | None = None) -> OutputHead:
+def output_head(weight: Tensor, *, ordered: bool, scaling: float | None = None, cap: float | None = None) -> OutputHead:
     """weight [V, H]; ordered: sums in the same order for any number of rows (decode.deterministic); scaling: the logits are
-    divided by it."""
-    if scaling is not None:
-        return ScaledHead(output_head(weight, ordered=ordered), scaling)
+    divided by it; cap: then they are cap * tanh(logit / cap)."""
+    if scaling is not None or cap is not None:
+        return ChangedHead(output_head(weight, ordered=ordered), scaling, cap)
     if ordered:
         return OrderedHead(weight)
     if weight.is_cuda and weight.dtype is torch.bfloat16:
@@ -71,15 +72,20 @@ class WrittenLogits(ABC):
         return False
 
 
-class ScaledHead(WrittenLogits):
-    """Another head whose logits are divided by a number. All choices are made among the quotients: a division may round two
-    logits to one number, and then the lower id is chosen in every way."""
+class ChangedHead(WrittenLogits):
+    """Another head whose logits are divided by a number, and then capped. All choices are made among the results: rounding may
+    make two logits one number, and then the lower id is chosen in every way."""
 
-    def __init__(self, head: OutputHead, scaling: float) -> None:
-        self._head, self._scaling = head, scaling
+    def __init__(self, head: OutputHead, scaling: float | None, cap: float | None) -> None:
+        self._head, self._scaling, self._cap = head, scaling, cap
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._head.logits(hidden).div_(self._scaling)
+        logits = self._head.logits(hidden)
+        if self._scaling is not None:
+            logits.div_(self._scaling)
+        if self._cap is not None:
+            softcap(logits, self._cap)
+        return logits
 
     def rows(self, ids: Tensor) -> Tensor:
         return self._head.rows(ids)

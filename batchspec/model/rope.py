@@ -2,9 +2,10 @@
 
 Rotates dimension j with j + R/2, or 2j with 2j + 1 if pairs are interleaved, by position * frequency[j], for the first R of D
 dimensions; the others are not changed. Types: default (Su et al. 2021, arXiv 2104.09864), linear (position
-interpolation, arXiv 2306.15595), llama3 (Llama 3.1's config.json) and yarn (arXiv 2309.00071); all in fp32, as transformers
-5 computes them (modeling_rope_utils.py), so that checkpoints give the same logits. Layers without a rotation (type none) have
-frequencies of 0, so that they go through the same kernels.
+interpolation, arXiv 2306.15595), llama3 (Llama 3.1's config.json), yarn (arXiv 2309.00071) and proportional (Gemma 4: all of a
+head, with frequency 0 for the last pairs); all in fp32, as transformers 5 computes them (modeling_rope_utils.py), so that
+checkpoints give the same logits. Layers without a rotation (type none) have frequencies of 0, so that they go through the same
+kernels.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.model.rope_config import RopeSpec
@@ -21,6 +23,10 @@ from batchspec.model.rope_config import RopeSpec
 def rope_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     """fp32 [R/2] radians per token, R the number of rotated values of a head: `rope.rotary_dim`, or all of them."""
     dim = rope.rotary_dim or head_dim
+    if rope.type == "proportional":
+        rotated = int(rope.rotated_share * head_dim // 2)
+        freqs = 1.0 / rope.theta ** (torch.arange(0, 2 * rotated, 2, dtype=torch.float32) / head_dim)
+        return F.pad(freqs / rope.factor, (0, head_dim // 2 - rotated))
     freqs = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if rope.type == "none":
         return freqs.zero_()

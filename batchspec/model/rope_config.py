@@ -18,10 +18,10 @@ class RopeSpec:
     """Rotary position embedding. The fields after `theta` apply to the types that their docstrings name."""
 
     type: str
-    """default, linear, llama3, yarn or longrope; or none, which rotates nothing."""
+    """default, linear, llama3, yarn, longrope or proportional; or none, which rotates nothing."""
     theta: float
     factor: float = 1.0
-    """linear, llama3, yarn: factor by which the context is longer than the original one."""
+    """linear, llama3, yarn, proportional: factor by which the context is longer than the original one."""
     original_max_len: int = 0
     """llama3, yarn, longrope: context of the pretraining, in tokens."""
     original_is_given: bool = True
@@ -46,6 +46,8 @@ class RopeSpec:
     """longrope: the divisor of each frequency."""
     query_growth: float = 0.0
     """q at position p is multiplied by 1 + query_growth * ln(1 + floor(p / original_max_len)); 0: it is not."""
+    rotated_share: float = 1.0
+    """proportional: share of the pairs of a head that are rotated; value j is paired with j + half of the head even so."""
 
     def longest(self, max_len: int) -> int:
         """Tokens of the longest row for which it is correct. max_len: the model's max_position_embeddings.
@@ -77,7 +79,7 @@ class RopeSpec:
     @property
     def of_heads(self) -> RopeSpec:
         """The rotary embedding for a new draft head: one that every reader of heads supports."""
-        if self.type == "longrope":
+        if self.type in ("longrope", "proportional"):
             return RopeSpec(type="default", theta=self.theta)
         return replace(self, rotary_dim=None, interleaved=False, query_growth=0.0)
 

@@ -64,6 +64,34 @@ _QWEN3_5_35B: dict[str, Any] = _QWEN3_5 | {
     "num_attention_heads": 16, "num_key_value_heads": 2, "linear_num_value_heads": 32, "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8,
 }
+_GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "head_dim": 256, "global_head_dim": 512,
+    "hidden_act": None, "attention_k_eq_v": True, "sliding_window": 1024, "final_logit_softcapping": 30.0, "vocab_size": 262144,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "hidden_size_per_layer_input": 0, "tie_word_embeddings": True,
+}
+_GEMMA4_31B: dict[str, Any] = _GEMMA4 | {
+    "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60, "num_attention_heads": 32,
+    "num_key_value_heads": 16, "num_global_key_value_heads": 4,
+}
+_GEMMA4_12B: dict[str, Any] = _GEMMA4 | {
+    "model_type": "gemma4_unified_text", "architectures": ["Gemma4UnifiedForCausalLM"], "hidden_size": 3840,
+    "intermediate_size": 15360, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "num_global_key_value_heads": 1,
+}
+_GEMMA4_26B: dict[str, Any] = _GEMMA4 | {
+    "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "num_global_key_value_heads": 2, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+}
+_GEMMA4_E4B: dict[str, Any] = _GEMMA4 | {
+    "attention_k_eq_v": False, "sliding_window": 512, "max_position_embeddings": 131072, "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 42,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "num_kv_shared_layers": 18,
+}
+_GEMMA4_E2B: dict[str, Any] = _GEMMA4_E4B | {
+    "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35, "num_key_value_heads": 1, "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True, "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+}
 _QWEN3_NEXT: dict[str, Any] = _QWEN3_5_35B | {
     "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 48, "vocab_size": 151936,
     "intermediate_size": 5120, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True, "decoder_sparse_step": 1,
@@ -127,6 +155,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3.5-35b-a3b": _QWEN3_5_35B,
     "qwen3.5-35b-a3b-fp8": _QWEN3_5_35B | _fp8("mlp.gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b"),
     "qwen3-next-80b-a3b": _QWEN3_NEXT,
+    "gemma4-12b": _GEMMA4_12B,
+    "gemma4-31b": _GEMMA4_31B,
+    "gemma4-31b-fp8": _GEMMA4_31B | _fp8(),
+    "gemma4-26b-a4b": _GEMMA4_26B,
+    "gemma4-e4b": _GEMMA4_E4B,
+    "gemma4-e2b": _GEMMA4_E2B,
     **FAMILY_SHAPES,
 }
 DRAFT_VOCAB = {"smol135m": 16384}

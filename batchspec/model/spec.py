@@ -16,6 +16,7 @@ from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.base import PLAIN_NORM, WHOLE, BlockSpec, NormForm, Shard, TensorSpec
 from batchspec.model.blocks.gated_delta import GatedDeltaSpec
 from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.blocks.layer_inputs import LayerInputsSpec
 from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
 from batchspec.model.config_values import ConfigReader, Json, has_file, read_json, shown
 from batchspec.model.families.registry import family_of
@@ -30,6 +31,7 @@ from batchspec.model.rope_config import NO_ROPE, RopeSpec
 from batchspec.model.unread_keys import unread_keys
 from batchspec.model.wrapped import of_text
 
+MODEL_PREFIX = "model."
 EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -42,7 +44,7 @@ class ModelSpec(CheckpointPart):
     hidden_size: int
     vocab_size: int
     layers: tuple[LayerSpec, ...]
-    """The layers; those that attend all have the same numbers of query heads, K/V heads and values per head."""
+    """The layers; those that attend may differ in the numbers of heads and of values per head."""
     rms_eps: float
     """epsilon of the final norm"""
     rope: RopeSpec
@@ -54,6 +56,10 @@ class ModelSpec(CheckpointPart):
     """Factor of the embeddings, rounded to the model's dtype; None: 1."""
     logits_scaling: float | None = None
     """Divisor of the logits; None: 1."""
+    layer_inputs: LayerInputsSpec | None = None
+    """What computes the inputs that layers have besides the stream; None: they have none."""
+    logit_cap: float | None = None
+    """Logits are cap * tanh(logit / cap); None: they are not capped."""
     tie: bool
     """Whether the output matrix is the embedding."""
     formats: Formats = ALL_PLAIN
@@ -82,24 +88,23 @@ class ModelSpec(CheckpointPart):
     """The layer of the checkpoint that predicts one token further, complete even if this is a part; None: it has none that
     drafts can come from."""
 
-    def __post_init__(self) -> None:
-        heads = {(a.num_heads, a.num_kv_heads, a.head_dim) for a in self.attentions}
-        assert len(heads) == 1, heads  # K/V of all layers are in one tensor, and their attention shares a plan
-
-    def kv_layout(self, dtype: torch.dtype, page_size: int) -> KVLayout:
-        """The format in which each of its layers stores K and V that are computed in `dtype`."""
-        return KVLayout(
-            dtype=dtype, fp8=self.fp8_kv, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=page_size,
-            ordered=self.ordered,
+    def kv_layouts(self, dtype: torch.dtype, page_size: int) -> tuple[KVLayout, ...]:
+        """[num_kv_layers] the format in which each layer that keeps K and V stores them, computed in `dtype`."""
+        return tuple(
+            KVLayout(
+                dtype=dtype, fp8=self.fp8_kv, num_kv_heads=own.num_kv_heads, head_dim=own.head_dim, page_size=page_size,
+                ordered=self.ordered,
+            )
+            for own in self.kv_attentions
         )
 
     def layer_states(self, dtype: torch.dtype, page_size: int, *, draft_len: int = 0) -> tuple[LayerState, ...]:
         """What each of its layers keeps of a row. draft_len: K, the maximum number of drafts that a round verifies."""
-        layout = self.kv_layout(dtype, page_size)
+        kept = dict(zip(self.kv_layers, self.kv_layouts(dtype, page_size), strict=True))
         return tuple(
-            LayerState(layout, mixer.window) if isinstance(mixer, AttentionSpec)
+            LayerState(kept.get(i), mixer.window) if isinstance(mixer, AttentionSpec)
             else LayerState(None, row=mixer.row_tensors(dtype, self.state_dtype, draft_len))
-            for mixer in (layer.mixer for layer in self.layers)
+            for i, mixer in enumerate(layer.mixer for layer in self.layers)
         )
 
     @property
@@ -113,8 +118,9 @@ class ModelSpec(CheckpointPart):
 
     def sharing_cost(self, dtype: torch.dtype, *, page_size: int, max_q: int) -> SharingCost:
         """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once."""
-        inner_size = max(attention.inner_size for attention in self.attentions)
-        return SharingCost.of(self.kv_layout(dtype, page_size), inner_size=inner_size, windows=self.windows, max_q=max_q)
+        kept = list(zip(self.kv_attentions, self.kv_layouts(dtype, page_size), strict=True))
+        own, layout = next((one for one in kept if one[0].window is None), kept[0])  # with a window they are read once per row
+        return SharingCost.of(layout, inner_size=own.inner_size, windows=self.windows, max_q=max_q)
 
     @property
     def ordered(self) -> bool:
@@ -127,17 +133,42 @@ class ModelSpec(CheckpointPart):
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """[num_kv_layers] indices of the layers that attend, and so keep K and V."""
+        """Indices of the layers that attend."""
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionSpec))
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        """[num_kv_layers]"""
+        """Those of `attention_layers`."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
 
     @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """[num_kv_layers] indices of the layers that keep K and V."""
+        return tuple(i for i in self.attention_layers if self.layers[i].attention.kv_of is None)
+
+    @property
+    def kv_ids(self) -> dict[int, int]:
+        """For each of `attention_layers` the index of the K and V that it reads, among those of `kv_layers`."""
+        index = {layer: i for i, layer in enumerate(self.kv_layers)}
+        return {i: index[i if (of := self.layers[i].attention.kv_of) is None else of] for i in self.attention_layers}
+
+    @property
+    def last_kept(self) -> int:
+        """Index of the last layer that keeps something of a row: of later ones a prefill computes the last tokens alone."""
+        return max(i for i, layer in enumerate(self.layers) if not self._reads_other_kv(layer))
+
+    @staticmethod
+    def _reads_other_kv(layer: LayerSpec) -> bool:
+        return isinstance(layer.mixer, AttentionSpec) and layer.mixer.kv_of is not None
+
+    @property
+    def kv_attentions(self) -> tuple[AttentionSpec, ...]:
+        """[num_kv_layers]"""
+        return tuple(self.layers[i].attention for i in self.kv_layers)
+
+    @property
     def num_kv_layers(self) -> int:
-        return len(self.attentions)
+        return len(self.kv_layers)
 
     @property
     def is_recurrent(self) -> bool:
@@ -146,6 +177,7 @@ class ModelSpec(CheckpointPart):
 
     @property
     def num_heads(self) -> int:
+        """Of the first layer that attends, as the next two: a new draft head has as many."""
         return self.attentions[0].num_heads
 
     @property
@@ -158,12 +190,12 @@ class ModelSpec(CheckpointPart):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """[num_kv_layers] number of keys that a query of the layer attends to at most, itself included; None: all."""
+        """Of each of `attention_layers`: number of keys that a query attends to at most, itself included; None: all."""
         return tuple(attention.window for attention in self.attentions)
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """[num_kv_layers]"""
+        """Of each of `attention_layers`."""
         local = self.rope if self.local_rope is None else self.local_rope
         ropes = (self.rope if attention.window is None else local for attention in self.attentions)
         return tuple(rope if own.rotated else NO_ROPE for rope, own in zip(ropes, self.attentions, strict=True))
@@ -183,10 +215,7 @@ class ModelSpec(CheckpointPart):
         if shard.ranks == 1:
             return self
         units = ([self.formats.unit_of(block, layer_prefix(i)) for block in layer.blocks] for i, layer in enumerate(self.layers))
-        layers = tuple(
-            LayerSpec(layer.mixer.sharded(shard, of_mixer), layer.mlp.sharded(shard, of_mlp))
-            for layer, (of_mixer, of_mlp) in zip(self.layers, units, strict=True)
-        )
+        layers = tuple(layer.sharded(shard, own) for layer, own in zip(self.layers, units, strict=True))
         return replace(self, layers=layers, shard=shard, whole=self)
 
     @property
@@ -232,11 +261,20 @@ class ModelSpec(CheckpointPart):
     def copies(self) -> dict[str, str]:
         return {OUTPUT: EMBEDDING} if self.tie else {}
 
+    def ignores(self, name: str) -> bool:
+        """Of layers that read the K and V of another one, files may hold what would compute their own."""
+        layer, _, tensor = name.removeprefix(f"{MODEL_PREFIX}layers.").partition(".")
+        if not (layer.isdecimal() and int(layer) < self.num_layers and self._reads_other_kv(self.layers[int(layer)])):
+            return False
+        return tensor.startswith(tuple(f"{self.layers[int(layer)].attention.name}.{x}" for x in ("k_", "v_")))
+
     def slices_beside_blocks(self) -> Slices:
         found: Slices = {EMBEDDING: (), FINAL_NORM: ()}
         return found if self.tie else found | {OUTPUT: ((self.vocab_part, slice(0, self.hidden_size)),)}
 
     def blocks(self) -> Iterator[tuple[str, BlockSpec]]:
+        if self.layer_inputs is not None:
+            yield MODEL_PREFIX, self.layer_inputs
         for index, layer in enumerate(self.layers):
             for block in layer.blocks:
                 yield layer_prefix(index), block
@@ -259,7 +297,8 @@ class ModelSpec(CheckpointPart):
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights in memory, adapters included; norms and biases are too few to count."""
         rows = self.vocab_size + (0 if self.tie else self.num_logits)  # embedding and output matrix
-        return self.block_bytes(dtype) + rows * self.hidden_size * dtype.itemsize + self.lora_bytes(dtype)
+        table = 0 if self.layer_inputs is None else self.layer_inputs.table_size
+        return self.block_bytes(dtype) + (rows * self.hidden_size + table) * dtype.itemsize + self.lora_bytes(dtype)
 
     def lora_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the adapters that are not merged."""
@@ -320,6 +359,8 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
         local_rope=family.local_rope(config),
         norms=family.norms,
         embedding_scale=family.embedding_scale(config),
+        layer_inputs=family.layer_inputs(config),
+        logit_cap=family.logit_cap(config),
         logits_scaling=family.logits_scaling(config),
         tie=config.flag("tie_word_embeddings"),
         formats=formats,

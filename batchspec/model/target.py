@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,15 +17,15 @@ from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.sampling.argmax import argmax
 from batchspec.model.decoder import LayerWeights, ResidualStream
-from batchspec.model.kv_scales import heads_of_part
+from batchspec.model.kv_scales import scales_of_part
 from batchspec.model.lora import Adapter, adapted
 from batchspec.model.lora_products import AdapterSource, LoraStacks
 from batchspec.model.mixer_inputs import MixerInputs, ends_of
-from batchspec.model.output_head import Allowed, output_head
+from batchspec.model.output_head import Allowed, OutputHead, output_head
 from batchspec.model.quant.base import Weights
 from batchspec.model.rewrite import rewrite
 from batchspec.model.rope import rope_frequencies, rope_of
-from batchspec.model.spec import EMBEDDING, FINAL_NORM, OUTPUT, ModelSpec, layer_prefix
+from batchspec.model.spec import EMBEDDING, FINAL_NORM, MODEL_PREFIX, OUTPUT, ModelSpec, layer_prefix
 from batchspec.model.vocabulary import gather_logits, greedy_of_ranks
 from batchspec.model.weight_sums import WeightSums
 from batchspec.model.weights import Checkpoint, DummyWeights
@@ -48,17 +49,20 @@ class Target:
         self.dtype = self._embedding.dtype
         self._lora = lora
         self._layers = [layer.build(self._layer_weights(weights, i)) for i, layer in enumerate(spec.layers)]
+        own = spec.layer_inputs
+        self._layer_inputs = None if own is None else own.build(LayerWeights(weights, spec.formats, MODEL_PREFIX, lora))
         self._norm = weights.tensor(FINAL_NORM)
         head = self._embedding[spec.vocab_part] if spec.tie else weights.tensor(OUTPUT)
-        self._head = output_head(head, ordered=spec.ordered, scaling=spec.logits_scaling)
-        self._ropes = list(dict.fromkeys(spec.ropes))
-        self._rope_ids = [self._ropes.index(rope) for rope in spec.ropes]
-        self._freqs = [rope_frequencies(rope, spec.head_dim).to(device) for rope in self._ropes]
-        self.kv_scales: Tensor | None = None
-        """fp32 [L, 2 (K, V), KVH] scales of an e4m3 cache, if spec.fp8_kv (`kv_scales.py`), on a rank those of its heads. Set
-        before an engine is made: caches hold views of it."""
+        self._head = self._output_head(head)
+        rotations = list(zip(spec.ropes, (own.head_dim for own in spec.attentions), strict=True))
+        self._ropes = list(dict.fromkeys(rotations))
+        self._rope_ids = [self._ropes.index(own) for own in rotations]
+        self._freqs = [rope_frequencies(rope, head_dim).to(device) for rope, head_dim in self._ropes]
+        self.kv_scales: tuple[Tensor, ...] | None = None
+        """For each layer that keeps K and V, fp32 [2 (K, V), KVH] scales of an e4m3 cache, if spec.fp8_kv (`kv_scales.py`), on a
+        rank those of its heads. Set before an engine is made: caches hold them."""
         self.all_kv_scales: Tensor | None = None
-        """The same for all heads of the model, on the CPU."""
+        """The same for all heads of the model, on the CPU, as `KVScales.values`."""
         self.weight_sums: WeightSums | None = None
         """Of the files that the weights came from, where `load` was asked for them."""
         self._has_experts = spec.experts is not None
@@ -101,19 +105,31 @@ class Target:
         rewrite(self._embedding, weights.tensor(EMBEDDING), "the embedding")
         for i, (spec, layer) in enumerate(zip(self.spec.layers, self._layers, strict=True)):
             rewrite(layer, spec.build(self._layer_weights(weights, i)), f"layer {i}")
+        if self.spec.layer_inputs is not None:
+            inputs = self.spec.layer_inputs.build(LayerWeights(weights, self.spec.formats, MODEL_PREFIX, self._lora))
+            rewrite(self._layer_inputs, inputs, "the inputs of layers")
         rewrite(self._norm, weights.tensor(FINAL_NORM), "the final norm")
         head = self._embedding[self.spec.vocab_part] if self.spec.tie else weights.tensor(OUTPUT)
-        own = output_head(head, ordered=self.spec.ordered, scaling=self.spec.logits_scaling)
-        rewrite(self._head, own, "lm_head")
+        rewrite(self._head, self._output_head(head), "lm_head")
 
     def use_kv_scales(self, values: Tensor) -> None:
-        """Set the scales, fp32 [L, 2, KVH] for all heads of the model, or overwrite their values in place, where caches read
+        """Set the scales, `KVScales.values` for all heads of the model, or overwrite their values in place, where caches read
         them."""
-        self.all_kv_scales, own = values.cpu(), values[:, :, heads_of_part(self.spec)].to(self.device).contiguous()
+        self.all_kv_scales = values.cpu()
+        own = scales_of_part(values, self.spec)
         if self.kv_scales is None:
-            self.kv_scales = own
+            self.kv_scales = tuple(layer.to(self.device).contiguous() for layer in own)
         else:
-            self.kv_scales.copy_(own)
+            for kept, layer in zip(self.kv_scales, own, strict=True):
+                kept.copy_(layer)
+
+    def _output_head(self, weight: Tensor) -> OutputHead:
+        return output_head(weight, ordered=self.spec.ordered, scaling=self.spec.logits_scaling, cap=self.spec.logit_cap)
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """What enters the first layer for tokens int32 [T]: [T, H]."""
+        rows = self._embedding.index_select(0, token_ids)
+        return rows if self._embedding_scale is None else rows.mul_(self._embedding_scale)
 
     @property
     def embedding(self) -> Tensor:
@@ -146,9 +162,9 @@ class Target:
         """Run T tokens of R rows, writing their K/V at batch.slot_mapping in layers 0..L-1 of the cache.
 
         aux_layer_ids  boundaries 0..L of the residual stream, before any norm: 0 is the embedding, i the input of layer i
-        ends_only      compute only each row's last token to the end; for other tokens the last layer writes K/V only. No row is
-                       empty
-        kv_only        stop after the last layer's K/V write; the returned hidden states are undefined
+        ends_only      compute only each row's last token to the end; for other tokens the last layer that keeps K and V writes
+                       them only. No row is empty
+        kv_only        stop after the last K/V write; the returned hidden states are undefined
         window         every layer reads only its newest `window` keys and the first `sink` ones; smaller own windows apply too
         Returns hidden [T, H], or [R, H] with ends_only, after the final norm, ready for `logits`, and the auxiliary
         hidden states [T, len(aux_layer_ids) * H], or None without any. Raises ValueError for ids that are not distinct
@@ -156,45 +172,54 @@ class Target:
         """
         if len(set(aux_layer_ids)) < len(aux_layer_ids) or not all(0 <= i <= self.spec.num_layers for i in aux_layer_ids):
             raise ValueError(f"aux_layer_ids {aux_layer_ids} must be different boundaries in 0 .. {self.spec.num_layers}")
-        embedded = self._embedding.index_select(0, batch.token_ids)
-        embedded = embedded if self._embedding_scale is None else embedded.mul_(self._embedding_scale)
-        stream = ResidualStream(embedded, self._live(batch), self.ranks)
-        ropes = [rope_of(batch.positions, freqs, rope, self.dtype) for freqs, rope in zip(self._freqs, self._ropes, strict=True)]
+        embedded = self.embedded(batch.token_ids)
+        lora, last, kept = self._lora_tokens(batch), len(self._layers) - 1, self.spec.last_kept
+        layer_inputs = None if self._layer_inputs is None else self._layer_inputs(batch.token_ids, embedded, lora)
+        stream = ResidualStream(embedded, self._live(batch), self.ranks, layer_inputs)
         aux = self._aux_buffer(stream.residual, aux_layer_ids)
-        lora, last = self._lora_tokens(batch), len(self._layers) - 1
-        inputs = MixerInputs(
-            self.spec, batch, cache, [ropes[i] for i in self._rope_ids], lora=lora, ranks=self.ranks, window=window, sink=sink
-        )
+        inputs_of = partial(self._inputs, cache=cache, window=window, sink=sink)
+        inputs = inputs_of(batch, lora=lora)
         places = batch.cu_seqlens_q[1:] - 1 if ends_only else None
-        for i in self._one_of_each_kind(aux_layer_ids) if is_dry() else range(last + 1):
-            layer = self._layers[i]
+        cut = max((kept, *aux_layer_ids))  # the layer in which tokens are left out
+        for i in self._one_of_each_kind(aux_layer_ids, cut) if is_dry() else range(last + 1):
+            layer, stream.layer = self._layers[i], i
             begun = layer.mixer.begin(stream, inputs.store(i), _aux_at(aux, aux_layer_ids, i))
-            if kv_only and i == last:
+            if kv_only and i == kept:
                 cache.fold(batch)
                 return stream.residual, None if aux is None else aux.flatten(1)
-            if places is not None and i == last and last + 1 not in aux_layer_ids:
-                begun, stream = begun.index_select(0, places), stream.select(places)
-                attend = inputs.attend_at(i, places, self._lora_tokens(ends_of(batch, places)))
-            else:
-                attend = inputs.attend(i)
+            if places is not None and i == cut:
+                begun, stream, ends = begun.index_select(0, places), stream.select(places), ends_of(batch, places)
+                inputs = inputs_of(ends, lora=self._lora_tokens(ends), first=i)
             # The final norm accepts the stream in either form: products of the last layer add as if a layer like it followed.
             following = self._layers[min(i + 1, last)].mixer
-            layer.finish(begun, stream, attend, add_in_product=following.norms_in_product(stream))
+            layer.finish(begun, stream, inputs.attend(i), add_in_product=following.norms_in_product(stream))
         cache.fold(batch)
         out = stream.normed(self._norm, self.spec.rms_eps, out_aux=_aux_at(aux, aux_layer_ids, last + 1))
-        if places is not None and last + 1 in aux_layer_ids:
+        if places is not None and cut > last:
             out = out.index_select(0, places)
         return out, None if aux is None else aux.flatten(1)
 
-    def _one_of_each_kind(self, aux_layer_ids: tuple[int, ...]) -> list[int]:
-        """Indices of the first layer of each kind and of the last layer: layers of one kind launch the same kernels."""
+    def _inputs(
+        self, batch: FlatBatch, cache: KVCache, *, lora: LoraTokens | None, window: int | None, sink: int, first: int = 0
+    ) -> MixerInputs:
+        """What the mixers of the layers from `first` on read in a pass."""
+        ropes = [
+            rope_of(batch.positions, freqs, rope, self.dtype) for freqs, (rope, _) in zip(self._freqs, self._ropes, strict=True)
+        ]
+        return MixerInputs(
+            self.spec, batch, cache, [ropes[i] for i in self._rope_ids], lora=lora, ranks=self.ranks, window=window, sink=sink,
+            first=first,
+        )
+
+    def _one_of_each_kind(self, aux_layer_ids: tuple[int, ...], cut: int) -> list[int]:
+        """Indices of the first layer of each kind, of the last layer and of `cut`: layers of one kind launch the same kernels."""
         spec, last = self.spec, len(self._layers) - 1
         kinds: dict[object, int] = {}
         of_attention = dict(zip(spec.attention_layers, zip(spec.windows, self._rope_ids, strict=True), strict=True))
         for i, layer in enumerate(spec.layers):
             before = None if i == 0 else spec.layers[i - 1]
             kinds.setdefault((layer, before, i in aux_layer_ids, of_attention.get(i)), i)
-        return sorted({*kinds.values(), last})
+        return sorted({*kinds.values(), last, min(cut, last)})
 
     def _lora_tokens(self, batch: FlatBatch) -> LoraTokens | None:
         """Which tokens go through which adapter: those of dead rows and padding through none. None in a model without
@@ -247,7 +272,7 @@ class Target:
         out_confidence: Tensor | None = None,
     ) -> Tensor:
         """int32 [N]: the token of each row's largest logit, the lowest id among equals. On a GPU the logits are not written,
-        unless a confidence is asked for.
+        unless they are capped or a confidence is asked for.
 
         vocab           choose among the first `vocab` tokens; None: among all
         flag_nonfinite  NO_TOKEN if the logits hold NaN or +inf, or no finite value; otherwise NaN counts as -inf

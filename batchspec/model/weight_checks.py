@@ -34,7 +34,7 @@ def check_tensors(where: str, part: CheckpointPart, stored: Mapping[str, StoredT
     if stored.keys() - expected.keys():
         expected |= {tensor.name: tensor for tensor in part.spares() if tensor.name in stored}
     ignored = ("rotary_emb.inv_freq", *SUFFIXES)
-    unexpected = [name for name in stored.keys() - expected.keys() if not name.endswith(ignored)]
+    unexpected = [name for name in stored.keys() - expected.keys() if not (name.endswith(ignored) or part.ignores(name))]
     if problems := misfits(expected.values(), stored, unexpected):
         raise CheckpointError(f"{where}: the weights do not fit config.json: {'; '.join(problems)}")
 

@@ -16,7 +16,9 @@ from batchspec.errors import CheckpointError
 from batchspec.model.files import ModelFiles, StoredTensor, stored_tensors
 
 _PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head": "lm_head"}
-_OTHER_PARTS = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector|mtp)\.")
+_OTHER_PARTS = re.compile(
+    r"(model\.)?(visual|vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio|multi_modal_projector|mtp)\."
+)
 
 Item = TypeVar("Item")
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from batchspec.cache.groups import most_keys
 from batchspec.kernels.common.card import assumed_card, card_of
 from batchspec.model.quant.fp8_products import product_of_ones
-from batchspec.model.spec import ModelSpec
+from batchspec.model.spec import ModelSpec, layer_prefix
 from batchspec.packing.exchange import exchange_seconds
 from batchspec.tuning.cards import KnownCard, entry_of
 
@@ -208,7 +208,10 @@ def read_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: float, *, correlatio
 
 def kv_read_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int, context_tokens: float, tokens_per_row: float) -> float:
     """Bytes of K/V that the target reads in one round: see `round_seconds`."""
-    return rows * sum(_round_keys(spec, context_tokens, tokens_per_row)) * spec.kv_layout(dtype, 1).token_bytes
+    keys = _round_keys(spec, context_tokens, tokens_per_row)
+    kept = spec.kv_layouts(dtype, 1)
+    layouts = [kept[index] for index in spec.kv_ids.values()]
+    return rows * sum(count * layout.token_bytes for count, layout in zip(keys, layouts, strict=True))
 
 
 def moved_state_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int) -> int:
@@ -240,11 +243,17 @@ def prefill_seconds(
 
     Logits are computed after the prompt's last token alone, or after every token where prompts are scored. A token attends to
     half of the prompt on average; in a layer with a window, to the keys within it. Recurrent layers take the same time for each
-    token.
+    token. Layers after the last one that keeps K and V compute the prompt's last token alone; a drafter that reads their outputs,
+    which makes them compute all, is not counted.
     """
     share = prompt_tokens / pass_tokens
     reach = [prompt_tokens if window is None else min(window, prompt_tokens) for window in spec.windows]
     keys = [most * (1 - most / (2 * prompt_tokens)) for most in reach]
+    if not scores:
+        keys = [
+            count if layer <= spec.last_kept else most / prompt_tokens
+            for layer, count, most in zip(spec.attention_layers, keys, reach, strict=True)
+        ]
     flop = _attention_flop(spec, prompt_tokens, keys) + prompt_tokens * sum(own.prefill_flop for own in spec.recurrences)
     mixers_s = flop / rates.flop_s(pass_tokens)
     pass_s = _products_s(spec, rates, dtype, pass_tokens, outputs=None if scores else 1 / share) + rates.overhead_s
@@ -256,24 +265,30 @@ def _products_s(
 ) -> float:
     """Seconds of all products of a pass over `tokens` tokens.
 
-    outputs  number of its tokens whose logits are computed, on average; None: all
+    outputs  number of its tokens whose logits are computed, on average, and which go through the layers after the last one that
+             keeps K and V; None: all
     """
-    bytes_s, rounded = rates.weight_bytes_s(dtype), _whole_tiles(rates, tokens)
-    plain, fp8 = (rates.product_flop_s(rounded, fp8=own) for own in (False, True))
+    outputs = tokens if outputs is None else outputs
+    late = {layer_prefix(i) for i in range(spec.last_kept + 1, spec.num_layers)}
+
+    def times(count: float, nbytes: float, size: float, *, fp8: bool) -> tuple[float, float]:
+        """Seconds in which weights are read, and those of the arithmetic."""
+        rounded = _whole_tiles(rates, count)
+        arithmetic_s = 2.0 * size * rounded / rates.product_flop_s(rounded, fp8=fp8)
+        return min(1.0, count) * nbytes / rates.weight_bytes_s(dtype), arithmetic_s
+
     total_s = 0.0
     for prefix, gemm in spec.gemms(correlation * tokens):
-        read_s = gemm.read * spec.gemm_bytes(prefix, gemm, dtype) / bytes_s
+        count = outputs if prefix in late else tokens
         dequantised = gemm.stored if spec.dequantises(prefix, gemm) else 0
-        flop_s = fp8 if spec.multiplies_fp8(prefix, gemm) else plain
-        arithmetic_s = 2.0 * (dequantised or gemm.active) * gemm.size * rounded / flop_s
+        nbytes, size = gemm.read * spec.gemm_bytes(prefix, gemm, dtype), (dequantised or gemm.active) * gemm.size
+        read_s, arithmetic_s = times(count, nbytes, size, fp8=spec.multiplies_fp8(prefix, gemm))
         if spec.unpacks(prefix, gemm):
-            tiles = max(gemm.read, gemm.active * tokens / rates.unpack_tokens)
+            tiles = max(gemm.read, gemm.active * count / rates.unpack_tokens)
             arithmetic_s += _unpacking_s(rates, gemm.size, tiles, dense=not gemm.grouped)
         total_s += max(read_s, arithmetic_s) + dequantised * gemm.size * NVFP4_BYTES / rates.bytes_s
-    outputs = tokens if outputs is None else outputs
-    size, rounded = spec.num_logits * spec.hidden_size, _whole_tiles(rates, outputs)
-    flop_s = rates.product_flop_s(rounded, fp8=False)
-    total_s += max(min(1.0, outputs) * size * dtype.itemsize / bytes_s, 2.0 * size * rounded / flop_s)
+    size = spec.num_logits * spec.hidden_size
+    total_s += max(times(outputs, size * dtype.itemsize, size, fp8=False))
     return max(total_s, spec.num_layers * rates.layer_s) + _adapters_s(spec, rates, dtype, tokens)
 
 

@@ -1,7 +1,7 @@
 """The time that exchanges between ranks add to a forward pass (tensor parallelism).
 
-Each layer adds up the ranks' outputs of two products, T tokens of H numbers each; with norms over all heads it exchanges two more
-numbers per token. b bytes of one rank, R ranks:
+Each block adds up the ranks' outputs of a product, T tokens of H numbers each, or of two; with norms over all heads a layer
+exchanges two more numbers per token. b bytes of one rank, R ranks:
 
     one-shot   3.9 us + 0.9 us (R - 1) + (R - 1) b / 300 GB/s
     two-shot   8.5 us + 2 (R - 1) / R b / 300 GB/s
@@ -29,7 +29,7 @@ def exchange_seconds(spec: ModelSpec, dtype: torch.dtype, tokens: float) -> floa
     if ranks == 1:
         return 0.0
     norms = sum(attention.qk_norm_rows for attention in spec.attentions)
-    sums = 2 * spec.num_layers * sum_seconds(ranks, tokens * spec.hidden_size * dtype.itemsize)
+    sums = sum(block.num_sums for _, block in spec.blocks()) * sum_seconds(ranks, tokens * spec.hidden_size * dtype.itemsize)
     return sums + (norms + 1) * sum_seconds(ranks, 8 * tokens)  # and the choice of tokens
 
 

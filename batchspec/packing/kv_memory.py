@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from batchspec.cache.groups import KVGroups
-from batchspec.cache.layer_state import LayerState
+from batchspec.cache.layer_state import LayerState, windows_of
 from batchspec.model.spec import ModelSpec
 from batchspec.packed_batch import PREFIX_STATES, PackedBatch
 
@@ -134,7 +134,7 @@ def _groups(
 ) -> tuple[KVGroups, tuple[int, ...]]:
     """The K/V groups, and bytes of a page of each over its layers."""
     layers = [layer for layer in spec.layer_states(dtype, page_size) if layer.kv is not None]
-    groups = KVGroups.of([layer.window for layer in layers], [layer.window for layer in draft_layers], max_len)
+    groups = KVGroups.of(windows_of(layers), windows_of(draft_layers), max_len)
     size_bytes = [0] * groups.num_groups
     for group, layer in zip(groups.target_layers, layers, strict=True):
         size_bytes[group] += layer.page_bytes

@@ -98,8 +98,7 @@ def graph_tokens(spec: ModelSpec, prefill_tokens: int) -> int:
 
 def prefill_graph_bytes(spec: ModelSpec, *, dtype: torch.dtype, tokens: int) -> int:
     """Bytes that CUDA graphs of prefill passes of up to `tokens` tokens need in addition to the passes."""
-    layout = spec.kv_layout(dtype, 1)
-    keys = KEYS_PER_TOKEN * tokens * 2 * layout.num_kv_heads * layout.head_dim * dtype.itemsize
+    keys = KEYS_PER_TOKEN * tokens * 2 * max(own.kv_size for own in spec.kv_attentions) * dtype.itemsize
     return round(_activation_bytes(spec, dtype, tokens)) + keys + PREFILL_GRAPHS * GRAPH_BYTES
 
 

@@ -24,7 +24,8 @@ from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 LINES, PARTS = 4, 4
-"""Lines of a program, and parts that it reads at once. They fit into the registers of one warp, so that no sum crosses warps."""
+"""Lines of a program, half as many with heads of more than 256 values, and parts that it reads at once. They fit into the
+registers of one warp, so that no sum crosses warps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,10 +128,11 @@ def merge_states(
     if not (out.is_cuda or interpret):
         merge_states_reference(part_out, part_lse, row_parts, cu_seqlens_q, out=out, sink_logits=sink_logits)
     elif num_rows:
-        tiles = triton.cdiv(max_q * heads, LINES)
+        lines = LINES if head_dim <= 256 else LINES // 2
+        tiles = triton.cdiv(max_q * heads, lines)
         merge_states_kernel[(num_rows * tiles * kv_heads,)](
             part_out, part_lse, row_parts, cu_seqlens_q, sink_logits, out, KV_HEADS=kv_heads, HEADS=heads, HEAD_DIM=head_dim,
-            DIM=max(16, triton.next_power_of_2(head_dim)), TILES=tiles, LINES=LINES, PARTS=1 if in_order else PARTS,
+            DIM=max(16, triton.next_power_of_2(head_dim)), TILES=tiles, LINES=lines, PARTS=1 if in_order else PARTS,
             AHEAD=PARTS if in_order else 1, num_warps=1, enable_fp_fusion=not in_order, **launch_args(out),
         )
 

@@ -17,14 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.attention.ordered_step import PART, WARPS, attend_part, block_of
+from batchspec.kernels.attention.ordered_step import PART, attend_part, block_of
 from batchspec.kernels.attention.softmax_step import page_of
 from batchspec.kernels.attention.tile import lanes_of, sink_share
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.e4m3 import E4M3, movable
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
-TILE, STAGES = 128, 2
+TILE, WIDE_HEAD_TILE, WARPS, STAGES = 128, 32, 8, 2
+"""Lines of a tile with heads of at most 256 values, and with wider ones, whose sums take more registers."""
 REGISTERS = 128
 """Registers of a thread with heads of 64 and keys of one part: two programs fit on a multiprocessor, and none of them spills."""
 
@@ -142,13 +143,13 @@ def ordered_prefill(
             scales=scales,
         )
     elif num_tokens:
-        heads = num_heads // kv_heads
-        num_tiles = triton.cdiv(max_q * heads, TILE)
+        heads, tile = num_heads // kv_heads, TILE if head_dim <= 256 else WIDE_HEAD_TILE
+        num_tiles = triton.cdiv(max_q * heads, tile)
         ordered_prefill_kernel[(num_rows * num_tiles * kv_heads,)](
             q, kv, scales, page_table, positions, cu_seqlens_q, kv_len, sink_logits, out, scale * math.log2(math.e),
             page_table.shape[1], num_tiles, q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), KV_HEADS=kv_heads, HEADS=heads,
-            HEAD_DIM=head_dim, DIM=max(16, triton.next_power_of_2(head_dim)), PAGE_SIZE=page_size, WINDOW=window, TILE=TILE,
-            BLOCK=block_of(head_dim), PART=PART, PARTED=max_kv > PART, WIDE=not q.is_cuda, num_warps=WARPS[TILE],
+            HEAD_DIM=head_dim, DIM=max(16, triton.next_power_of_2(head_dim)), PAGE_SIZE=page_size, WINDOW=window, TILE=tile,
+            BLOCK=block_of(head_dim), PART=PART, PARTED=max_kv > PART, WIDE=not q.is_cuda, num_warps=WARPS,
             num_stages=STAGES, maxnreg=REGISTERS if head_dim <= 64 and max_kv <= PART else None, enable_fp_fusion=False,
             **launch_args(q),
         )

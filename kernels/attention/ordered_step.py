@@ -19,14 +19,14 @@ from batchspec.kernels.common.e4m3 import e4m3_operand
 
 PART = 2048
 """Keys of a part: every row is cut at the multiples of this number, whatever else is in the batch."""
-WARPS = {16: 4, 32: 4, 64: 4, 128: 8}
-"""Warps for each number of lines of a tile."""
+WARPS = {16: 4, 32: 4, 64: 4}
+"""Warps for each number of lines of a tile, in rounds."""
 ONES = tl.constexpr(16)  # the smallest width of a product on tensor cores
 
 
 def block_of(head_dim: int) -> int:
     """Keys that are read at once."""
-    return 64 if head_dim <= 128 else 32
+    return 64 if head_dim <= 128 else 32 if head_dim <= 256 else 16
 
 
 @triton.jit

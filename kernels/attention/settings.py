@@ -59,7 +59,9 @@ def _plain_config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
     per_sm follows from the registers and the shared memory that Triton 3.9 uses for these kernels on sm_90.
     """
     if dtype == torch.float32:  # products without tensor cores need many registers
-        return Config(32, 8, 2, 4) if head_dim <= 128 else Config(16, 8, 2, 3)
+        return Config(32, 8, 2, 4) if head_dim <= 128 else Config(16, 8, 2, 3 if head_dim <= 256 else 1)
+    if head_dim > 256:  # not measured: nothing spills, and two programs fit on a multiprocessor
+        return Config(16, 4, 3, 2)
     if head_dim > 128:
         return Config(32, 4, 3, 3 if tile <= 16 else 2) if tile <= 32 else Config(32, 8, 3, 1)
     if tile >= 128:
@@ -77,6 +79,8 @@ def _fp8_config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
     """
     if dtype == torch.float32:
         return _plain_config_of(head_dim, tile, dtype)
+    if head_dim > 256:
+        return Config(32, 4, 3, 2) if tile <= 16 else Config(32, 8, 2, 1)
     if head_dim > 128:
         return Config(32, 4, 3, 3) if tile <= 32 else Config(32, 8, 3, 1)
     if head_dim > 64:
@@ -86,7 +90,7 @@ def _fp8_config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
 
 def tile_of(head_dim: int, lanes: int, dtype: torch.dtype) -> int:
     """Number of (query, head) pairs in a program's tile, for a row or a group with `lanes` pairs."""
-    most = 16 if dtype == torch.float32 else 128 if head_dim <= 64 else 64
+    most = 16 if dtype == torch.float32 else 128 if head_dim <= 64 else 64 if head_dim <= 256 else 32
     return min(most, max(16, 1 << (lanes - 1).bit_length()))
 
 
@@ -126,11 +130,11 @@ def ordered_work_shape(
     lanes, block = max_q * heads, block_of(head_dim)
     return WorkShape(
         max_q=max_q, max_kv=max_kv, kv_heads=kv_heads, heads_per_kv=heads, page_size=page_size, window=window,
-        tile=ordered_tile_of(lanes), block=block, group_tile=ordered_tile_of(min(num_rows, SAMPLES) * lanes), group_block=block,
-        programs=num_sms, group_programs=num_sms, part=PART,
+        tile=ordered_tile_of(head_dim, lanes), block=block, group_tile=ordered_tile_of(head_dim, min(num_rows, SAMPLES) * lanes),
+        group_block=block, programs=num_sms, group_programs=num_sms, part=PART,
     )
 
 
-def ordered_tile_of(lanes: int) -> int:
+def ordered_tile_of(head_dim: int, lanes: int) -> int:
     """Number of (query, head) pairs in a program's tile, for a row or a group with `lanes` pairs."""
-    return min(64, max(16, 1 << (lanes - 1).bit_length()))
+    return min(64 if head_dim <= 256 else 32, max(16, 1 << (lanes - 1).bit_length()))

@@ -45,9 +45,9 @@ def in_best_groups(
 
 @triton.jit
 def choose(
-    logits, bias, live, tokens, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr,
-    NORM: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, LANES: tl.constexpr,
-    SLOTS: tl.constexpr,
+    logits, bias, factors, live, tokens, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    LANES: tl.constexpr, SLOTS: tl.constexpr,
 ):
     """Experts int32, weights fp32 and places of the tokens with indices `tokens`: three blocks [tokens, SLOTS], see `route.py`.
 
@@ -103,6 +103,8 @@ def choose(
         values = values / tl.sum(tl.where(used, values, 0.0), 1)[:, None]
     if SCALE != 1.0:
         values = values * SCALE
+    if factors is not None:
+        values = values * tl.load(factors + ids, mask=used & (ids < NUM_EXPERTS), other=0.0)
     if live is not None:
         dead = (tl.load(live + tokens, mask=tokens < num_tokens, other=0) == 0)[:, None]
         ids = tl.where(dead, NUM_EXPERTS, ids)

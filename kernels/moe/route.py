@@ -7,8 +7,11 @@
               its two largest s + bias, and of groups with equal scores the first is better
     scale     a factor of all weights
 
-Of experts with equal scores the lowest id is chosen. A token's slots are sorted by weight, largest first; equal weights by id,
-lowest first. NaN counts as -inf, so every token gets k different experts. Dead tokens get no expert. `choose.py` chooses.
+With factors, one for each expert, the weights are multiplied by them in the end.
+
+Of experts with equal scores the lowest id is chosen. A token's slots are sorted by weight before its factor, largest first; equal
+weights by id, lowest first. NaN counts as -inf, so every token gets k different experts. Dead tokens get no expert. `choose.py`
+chooses.
 
 The lists are made without atomics: pairs are counted per expert, then each pair is written after the earlier pairs of its expert.
 For few tokens one launch does everything (`route_few.py`). For more, a second launch has one program per expert, which counts the
@@ -80,7 +83,7 @@ def write_units(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def route_kernel(
-    logits, bias, live, out_ids, out_weights, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    logits, bias, factors, live, out_ids, out_weights, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     TOKENS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -88,7 +91,8 @@ def route_kernel(
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     await_earlier(PDL)
     ids, weights, slots = choose(
-        logits, bias, live, tokens, num_tokens, stride, NUM_EXPERTS, TOP_K, SIGMOID, NORM, SCALE, GROUPS, TOP_GROUPS, LANES, SLOTS
+        logits, bias, factors, live, tokens, num_tokens, stride, NUM_EXPERTS, TOP_K, SIGMOID, NORM, SCALE, GROUPS, TOP_GROUPS,
+        LANES, SLOTS
     )
     pairs = tokens.to(tl.int64)[:, None] * TOP_K + slots
     used = (tokens < num_tokens)[:, None] & (tl.arange(0, SLOTS) < TOP_K)[None, :]
@@ -119,8 +123,8 @@ def list_kernel(
 
 def route(
     logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, scale: float = 1.0,
-    groups: tuple[int, int] = (1, 1), bias: Tensor | None = None, unit_pairs: int, live: Tensor | None = None,
-    out_num_read: Tensor | None = None, rows_of: Tensor | None = None, interpret: bool = False,
+    groups: tuple[int, int] = (1, 1), bias: Tensor | None = None, factors: Tensor | None = None, unit_pairs: int,
+    live: Tensor | None = None, out_num_read: Tensor | None = None, rows_of: Tensor | None = None, interpret: bool = False,
 ) -> Routing:
     """Experts, weights and the work list of T tokens; see the module's docstring.
 
@@ -130,6 +134,7 @@ def route(
     scale         factor of the weights
     groups        number of groups of experts, and of the best ones, from which a token's experts are chosen; with softmax (1, 1)
     bias          fp32 [E], added to the sigmoid scores to choose experts, not to the weights; None with softmax
+    factors       fp32 [E] or None: the weights of each expert are multiplied by its factor
     unit_pairs    maximum number of pairs of a unit: the tile over pairs (block_t) of the grouped products
     live          bool [T] False for dead tokens, whose results are not used: they go through no expert; None: no token is dead
     out_num_read  int32 [1] that gets the number of experts that have tokens, or None
@@ -150,6 +155,8 @@ def route(
         check("route: bias", bias, (num_experts,), torch.float32)
         if scoring != "sigmoid":
             raise ValueError("route: a bias is for sigmoid scores; softmax takes none")
+    if factors is not None:
+        check("route: factors", factors, (num_experts,), torch.float32)
     if live is not None:
         check("route: live", live, (num_tokens,), torch.bool)
     if out_num_read is not None:
@@ -158,8 +165,8 @@ def route(
         check("route: rows_of", rows_of, (num_tokens, rows_of.shape[1]), *FLOATS, rows=True)
     if not (logits.is_cuda or interpret):
         found = route_reference(
-            logits, top_k, scoring=scoring, norm_topk=norm_topk, scale=scale, groups=groups, bias=bias, unit_pairs=unit_pairs,
-            live=live,
+            logits, top_k, scoring=scoring, norm_topk=norm_topk, scale=scale, groups=groups, bias=bias, factors=factors,
+            unit_pairs=unit_pairs, live=live,
         )
         if out_num_read is not None:
             out_num_read.copy_(num_read(found))
@@ -179,13 +186,13 @@ def route(
     live = None if live is None else live.view(torch.uint8)
     if few:
         launch_few(
-            logits, rows_of, bias, live, routing, out_num_read, sigmoid=scoring == "sigmoid", norm_topk=norm_topk, scale=scale,
-            groups=groups,
+            logits, rows_of, bias, factors, live, routing, out_num_read, sigmoid=scoring == "sigmoid", norm_topk=norm_topk,
+            scale=scale, groups=groups,
         )
         return routing
     sizes = {"NUM_EXPERTS": num_experts, "LANES": max(16, triton.next_power_of_2(num_experts))}
     route_kernel[(triton.cdiv(num_tokens, TOKENS),)](
-        logits, bias, live, routing.expert_ids, routing.weights, num_tokens, logits.stride(0),
+        logits, bias, factors, live, routing.expert_ids, routing.weights, num_tokens, logits.stride(0),
         TOP_K=top_k, SIGMOID=scoring == "sigmoid", NORM=norm_topk, SCALE=scale, GROUPS=groups[0], TOP_GROUPS=groups[1],
         TOKENS=TOKENS, SLOTS=triton.next_power_of_2(top_k), num_warps=TOKENS, **sizes, **launch_args(logits),
     )
@@ -198,7 +205,8 @@ def route(
 
 def route_reference(
     logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, scale: float = 1.0,
-    groups: tuple[int, int] = (1, 1), bias: Tensor | None = None, unit_pairs: int, live: Tensor | None = None,
+    groups: tuple[int, int] = (1, 1), bias: Tensor | None = None, factors: Tensor | None = None, unit_pairs: int,
+    live: Tensor | None = None,
 ) -> Routing:
     """`route` in plain torch, without limits on E and k; computed in fp32, or in fp64 if the logits are fp64."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
@@ -217,6 +225,8 @@ def route_reference(
     elif scoring == "softmax":
         weights = weights / scores.sum(-1, keepdim=True)
     weights = weights * scale
+    if factors is not None:
+        weights = weights * factors[ids]
     if live is not None:
         dead = ~live[:, None]
         ids, weights = ids.masked_fill(dead, logits.shape[1]), weights.masked_fill(dead, 0.0)

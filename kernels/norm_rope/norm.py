@@ -27,10 +27,11 @@ VALUES_PER_THREAD = 16  # two 16-byte loads of bf16
 
 @triton.jit
 def normed_row(
-    hidden, residual, weight, out_aux, row, hidden_stride, residual_stride, aux_stride,
+    hidden, residual, weight, factor, out_aux, row, hidden_stride, residual_stride, aux_stride,
     EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The norm of a row, to be rounded to hidden's dtype. With `residual` None: rms_norm; else add_norm, which stores the sum."""
+    """The norm of a row, to be rounded to hidden's dtype. With `residual` None: rms_norm; else add_norm, which stores the sum,
+    or with a factor the rounded sum times it."""
     DTYPE: tl.constexpr = hidden.dtype.element_ty
     lane = tl.arange(0, BLOCK)
     exists = lane < WIDTH
@@ -40,6 +41,8 @@ def normed_row(
     if residual is not None:
         at = residual + row * residual_stride + lane
         x = (x + tl.load(at, mask=exists, other=0.0).to(ACC)).to(DTYPE)
+        if factor is not None:
+            x = (x.to(ACC) * tl.load(factor).to(ACC)).to(DTYPE)
         tl.store(at, x, mask=exists)
         if out_aux is not None:
             tl.store(out_aux + row * aux_stride + lane, x, mask=exists)
@@ -52,13 +55,13 @@ def normed_row(
 
 @triton.jit
 def norm_kernel(
-    hidden, residual, weight, out, out_aux, hidden_stride, residual_stride, out_stride, aux_stride,
+    hidden, residual, weight, factor, out, out_aux, hidden_stride, residual_stride, out_stride, aux_stride,
     EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):
-    """With `residual` None: rms_norm; else add_norm, where `out_aux` may be None."""
+    """With `residual` None: rms_norm; else add_norm, where `factor` and `out_aux` may be None."""
     row = tl.program_id(0).to(tl.int64)
     y = normed_row(
-        hidden, residual, weight, out_aux, row, hidden_stride, residual_stride, aux_stride, EPS, WIDTH, BLOCK, ACC, PDL
+        hidden, residual, weight, factor, out_aux, row, hidden_stride, residual_stride, aux_stride, EPS, WIDTH, BLOCK, ACC, PDL
     )
     lane = tl.arange(0, BLOCK)
     tl.store(out + row * out_stride + lane, y, mask=lane < WIDTH)
@@ -80,7 +83,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, *, out: Tensor, interpr
     if not (hidden.is_cuda or interpret):
         rms_norm_reference(hidden, weight, eps, out=out)
     else:
-        _launch(hidden, None, weight, eps, out, None)
+        _launch(hidden, None, weight, eps, None, out, None)
 
 
 def add_norm(
@@ -91,6 +94,7 @@ def add_norm(
     *,
     out: Tensor,
     out_aux: Tensor | None = None,
+    factor: Tensor | None = None,
     interpret: bool = False,
 ) -> None:
     """Add hidden to residual in place and write the RMS norm of the sum.
@@ -100,6 +104,7 @@ def add_norm(
     weight    [H] of the same dtype, or fp32: then the norm is rounded once
     out       [T, H] of the same dtype  rows may be slices of wider ones
     out_aux   [T, H] of the same dtype or None: a copy of the sum, a drafter's aux hidden state; rows may be slices of wider ones
+    factor    [1] of the same dtype or None: residual becomes the sum times this number
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
@@ -110,18 +115,23 @@ def add_norm(
     check("add_norm: out", out, (num_tokens, width), hidden.dtype, rows=True)
     if out_aux is not None:
         check("add_norm: out_aux", out_aux, (num_tokens, width), hidden.dtype, rows=True)
+    if factor is not None:
+        check("add_norm: factor", factor, (1,), hidden.dtype)
     if not (hidden.is_cuda or interpret):
-        add_norm_reference(hidden, residual, weight, eps, out=out, out_aux=out_aux)
+        add_norm_reference(hidden, residual, weight, eps, out=out, out_aux=out_aux, factor=factor)
     else:
-        _launch(hidden, residual, weight, eps, out, out_aux)
+        _launch(hidden, residual, weight, eps, factor, out, out_aux)
 
 
-def _launch(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, out_aux: Tensor | None) -> None:
+def _launch(
+    hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float, factor: Tensor | None, out: Tensor,
+    out_aux: Tensor | None,
+) -> None:
     num_tokens, width = hidden.shape
     block = max(16, triton.next_power_of_2(width))
     if num_tokens:
         norm_kernel[(num_tokens,)](
-            hidden, residual, weight, out, out_aux,
+            hidden, residual, weight, factor, out, out_aux,
             hidden.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
             0 if out_aux is None else out_aux.stride(0),
             EPS=eps, WIDTH=width, BLOCK=block, ACC=tl.float64 if hidden.dtype == torch.float64 else tl.float32,
@@ -140,10 +150,13 @@ def rms_norm_reference(hidden: Tensor, weight: Tensor, eps: float, *, out: Tenso
 
 
 def add_norm_reference(
-    hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor, out_aux: Tensor | None = None
+    hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor, out_aux: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> None:
     """The same in plain torch."""
     residual.add_(hidden)
+    if factor is not None:
+        residual.mul_(factor)
     if out_aux is not None:
         out_aux.copy_(residual)
     rms_norm_reference(residual, weight, eps, out=out)

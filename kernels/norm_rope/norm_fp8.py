@@ -23,14 +23,15 @@ from batchspec.kernels.norm_rope.norm import VALUES_PER_THREAD, add_norm, add_no
 
 @triton.jit(do_not_specialize=["num_rows"])
 def norm_fp8_kernel(
-    hidden, residual, weight, out, out_scales, out_aux, given, num_rows, hidden_stride, residual_stride, aux_stride,
+    hidden, residual, weight, factor, out, out_scales, out_aux, given, num_rows, hidden_stride, residual_stride, aux_stride,
     EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
     INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):
     """num_rows: rows of out. given: one scale for all rows, or None."""
     row = tl.program_id(0).to(tl.int64)
     y = normed_row(
-        hidden, residual, weight, out_aux, row, hidden_stride, residual_stride, aux_stride, EPS, WIDTH, BLOCK, tl.float32, PDL
+        hidden, residual, weight, factor, out_aux, row, hidden_stride, residual_stride, aux_stride, EPS, WIDTH, BLOCK,
+        tl.float32, PDL,
     )
     y = y.to(hidden.dtype.element_ty).to(tl.float32)
     store_quantised(y, out, out_scales, given, row, WIDTH, num_rows, WIDTH, BLOCK, WHOLE, GROUP, INTERPRETED)
@@ -38,7 +39,7 @@ def norm_fp8_kernel(
 
 def norm_fp8(
     hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: Fp8Form, *, out_aux: Tensor | None = None,
-    interpret: bool = False,
+    factor: Tensor | None = None, interpret: bool = False,
 ) -> Fp8Tokens:
     """Quantise the RMS norm of each row of hidden, or with a residual add hidden to it in place and quantise the norm of the sum.
 
@@ -46,24 +47,27 @@ def norm_fp8(
     residual  [T, H] of the same dtype, or None  rows may be slices of wider ones
     weight    [H] of the same dtype, or fp32: then the norm is rounded once
     out_aux   [T, H] of the same dtype or None: a copy of the sum, which needs a residual; rows may be slices of wider ones
+    factor    [1] of the same dtype or None: residual becomes the sum times this number
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
     num_tokens, width = hidden.shape
     if not (hidden.is_cuda or interpret):
-        return norm_fp8_reference(hidden, residual, weight, eps, form, out_aux=out_aux)
+        return norm_fp8_reference(hidden, residual, weight, eps, form, out_aux=out_aux, factor=factor)
     check("norm_fp8: hidden", hidden, (num_tokens, width), torch.bfloat16, torch.float32, rows=True)
     check("norm_fp8: weight", weight, (width,), hidden.dtype, torch.float32)
     check_form("norm_fp8", form)
     for name, tensor in (("residual", residual), ("out_aux", out_aux)):
         if tensor is not None:
             check(f"norm_fp8: {name}", tensor, (num_tokens, width), hidden.dtype, rows=True)
-    if out_aux is not None and residual is None:
-        raise ValueError("norm_fp8: out_aux is a copy of the sum with a residual; pass a residual, or out_aux=None")
+    if factor is not None:
+        check("norm_fp8: factor", factor, (1,), hidden.dtype)
+    if residual is None and (out_aux is not None or factor is not None):
+        raise ValueError("norm_fp8: out_aux and factor are of the sum with a residual; pass a residual, or None for both")
     out, block = empty_tokens(hidden, width, form), max(GROUP, triton.next_power_of_2(width))
     if num_tokens:
         norm_fp8_kernel[(num_tokens,)](
-            hidden, residual, weight, *out.rows, out_aux, form.scale, len(out.rows.values), hidden.stride(0),
+            hidden, residual, weight, factor, *out.rows, out_aux, form.scale, len(out.rows.values), hidden.stride(0),
             0 if residual is None else residual.stride(0), 0 if out_aux is None else out_aux.stride(0),
             EPS=eps, WIDTH=width, BLOCK=block, WHOLE=form.whole, GROUP=GROUP, INTERPRETED=not hidden.is_cuda,
             num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))), **launch_args(hidden),
@@ -72,14 +76,15 @@ def norm_fp8(
 
 
 def norm_fp8_reference(
-    hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: Fp8Form, *, out_aux: Tensor | None = None
+    hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: Fp8Form, *, out_aux: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> Fp8Tokens:
     """`norm_fp8` in plain torch."""
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     if residual is None:
         rms_norm_reference(hidden, weight, eps, out=out)
     else:
-        add_norm_reference(hidden, residual, weight, eps, out=out, out_aux=out_aux)
+        add_norm_reference(hidden, residual, weight, eps, out=out, out_aux=out_aux, factor=factor)
     return quantise_tokens(out, form)
 
 

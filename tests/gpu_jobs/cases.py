@@ -81,6 +81,12 @@ ON_GPU = (
     Setting(model="ministral3"),
     Setting(model="glm4_moe", dtype="float64", fp8_kv=True),
     Setting(model="granite", fp8_kv=True),
+    Setting(model="gemma4"),
+    Setting(model="gemma4", dtype="float64", fp8_kv=True, adapters=True),
+    Setting(model="gemma4_moe"),
+    Setting(model="gemma4_moe", fp8_kv=True),
+    Setting(model="gemma4_inputs", fp8_kv=True),
+    Setting(model="gemma4_inputs", dtype="float64", adapters=True),
 )
 ON_CPU = (
     Setting(model="llama", dtype="float64", adapters=True),
@@ -111,6 +117,10 @@ ON_CPU = (
     Setting(model="granite4", dtype="float64"),
     Setting(model="smollm3", dtype="float64"),
     Setting(model="seed_oss", dtype="float64"),
+    Setting(model="gemma4", dtype="float64", fp8_kv=True, adapters=True),
+    Setting(model="gemma4", dtype="float64"),
+    Setting(model="gemma4_moe", dtype="float64", fp8_kv=True),
+    Setting(model="gemma4_inputs", dtype="float64", fp8_kv=True, adapters=True),
 )
 
 
@@ -258,7 +268,7 @@ def _drafter(rng: Random, group: Group) -> Keys:
     if is_dummy:
         names.remove("pard")
     names += ["tree"] * 2 if exact else []
-    names += ["mtp"] * 4 if model.has_mtp else []
+    names += ["mtp"] * 4 if model.has_mtp or model.assistant is not None else []
     name = rng.choice([name for name in names if not model.is_recurrent or name not in REFUSED])
     keys: Keys = {"draft": name}
     if name == "none":
@@ -270,6 +280,8 @@ def _drafter(rng: Random, group: Group) -> Keys:
         keys["draft.path"] = model.head
     if name == "parallel" and not is_dummy:
         keys["draft.path"] = model.parallel_head
+    if name == "mtp" and model.assistant is not None:
+        keys["draft.path"] = model.assistant
     if name == "pard":
         keys["draft.path"] = model.small
     if name == "window":
@@ -282,7 +294,7 @@ def _drafter(rng: Random, group: Group) -> Keys:
     if name == "tree":
         keys["draft.num_speculative_tokens"] = rng.choice([2, 3, 5])
         keys |= {"draft.tree.topk": rng.choice([2, 3, 8]), "draft.tree.nodes": rng.choice([None, 4, 6])}
-    if name in ("eagle3", "hybrid", "parallel", "mtp"):
+    if name in ("eagle3", "hybrid", "parallel") or (name == "mtp" and model.assistant is None):
         if rng.random() < 0.25:
             keys |= {"draft.window": rng.choice([3, 64]), "draft.sink_tokens": rng.choice([0, 4])}
         if rng.random() < 0.2 and not exact:

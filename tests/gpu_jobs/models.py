@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from batchspec.model.packaged import smollm2_folder
 from batchspec.model.spec import load_spec
 from tests import upcycle
+from tests.assistants import make_assistant
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint, make_tokenizer, needed
 from tests.test_lora import make_adapter
@@ -45,6 +46,30 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 40}),
     "qwen3": ("qwen3", {}),
     "gemma3": ("gemma3_text", {"sliding_window": 24, "sliding_window_pattern": 3, "query_pre_attn_scalar": 20}),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "full_attention"], "global_head_dim": 64,
+            "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 20.0,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "gemma4_moe": (
+        "gemma4_text",
+        {
+            "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2,
+            "global_head_dim": 64, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 64,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "gemma4_inputs": (
+        "gemma4_text",
+        {
+            "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2, "global_head_dim": 64, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": 320,
+        },
+    ),
     "phi3": ("phi3", {"sliding_window": 33}),
     "olmo2": ("olmo2", {}),
     "glm4": ("glm4", {}),
@@ -92,7 +117,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 """Tiny random models: family and keys of config.json."""
 FORMATS = ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss", "gpt_oss_mxfp4")
 """What tests.upcycle makes, of SmolLM2 (`smol:NAME`) or of the tiny Llama (`tiny:NAME`)."""
-ADAPTED = ("smol", "llama", "odd", "mistral", "qwen3", "olmo2", "qwen3_5", "exaone4", "granite")
+ADAPTED = ("smol", "llama", "odd", "mistral", "qwen3", "olmo2", "qwen3_5", "exaone4", "granite", "gemma4", "gemma4_inputs")
 PROJECTIONS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 OF_RECURRENT = ["in_proj_qkv", "in_proj_z", "out_proj", "gate_proj"]
 """More projections that adapters of a model with recurrent layers change."""
@@ -110,6 +135,8 @@ class Model:
     small: str
     """A model with the same tokenizer (draft=pard)."""
     adapters: tuple[str, ...]
+    assistant: str | None
+    """What drafts with draft=mtp, for a model that such assistants are made for."""
     vocab: int
     is_smol: bool
     is_recurrent: bool
@@ -134,10 +161,13 @@ def make_model(name: str, folder: Path) -> Model:
     adapters: list[str] = []
     for seed in range(3) if name in ADAPTED else ():
         adapters.append(str(_once(folder, f"{key}-adapter{seed}", partial(_adapter, base, seed=seed))))
+    assistant = None
+    if name.startswith("gemma4"):
+        assistant = str(_once(folder, f"{key}-assistant", lambda to: make_assistant(to, own, text={"hidden_size": 48})))
     return Model(
         name=name, folder=own, other=_once(folder, f"{key}-other", lambda to: _changed(own, to)), head=head,
-        parallel_head=str(parallel), small=str(small), adapters=tuple(adapters), vocab=spec.vocab_size, is_smol=is_smol,
-        is_recurrent=spec.is_recurrent, has_mtp=spec.mtp is not None,
+        parallel_head=str(parallel), small=str(small), adapters=tuple(adapters), assistant=assistant,
+        vocab=spec.vocab_size, is_smol=is_smol, is_recurrent=spec.is_recurrent, has_mtp=spec.mtp is not None,
     )
 
 

@@ -75,13 +75,14 @@ def multiplies_from_registers(name: str, ptx: str) -> None:
     assert ".local" not in ptx, f"{name}: spilled by LLVM"
 
 
-def multiples_of_16(function: Any, signature: dict[str, str]) -> dict[tuple[int, ...], list[list[object]]]:
-    """What launches of INT4 products say of their arguments: sizes and addresses are multiples of 16, so that loads have 16
-    bytes."""
-    sizes = (param for param in function.params if signature[param.name] != "constexpr" and not param.do_not_specialize)
-    kinds = {param.num: signature[param.name] for param in sizes}
-    places = (place for place, kind in kinds.items() if kind.startswith("*") or kind == "i32")
-    return {(place,): [["tt.divisibility", 16]] for place in places}
+def multiples_of_16(function: Any, signature: dict[str, str], *, sizes: bool) -> list[int]:
+    """Places of the arguments that launches know to be multiples of 16, so that loads have 16 bytes and are pipelined.
+
+    sizes  all integers are, as in INT4 products; otherwise strides alone
+    """
+    own = {param.num: param.name for param in function.params if not param.do_not_specialize}
+    kinds = {place: (name, signature[name]) for place, name in own.items() if signature[name] != "constexpr"}
+    return [i for i, (name, kind) in kinds.items() if kind.startswith("*") or (kind == "i32" if sizes else "stride" in name)]
 
 
 def compile_case(name: str, architecture: int) -> str:
@@ -96,7 +97,7 @@ def compile_case(name: str, architecture: int) -> str:
     card = card_for(architecture)
     case = CASES[name].on(card)
     assert case is not None
-    package, module, kernel, warps, arguments, stages = case
+    package, module, kernel, warps, arguments, stages, aligned = case
     function = getattr(import_module(f"batchspec.kernels.{package}.{module}"), kernel)
     arguments |= {"PDL": card.overlaps_launches} if "PDL" in function.arg_names else {}
     signature, constants = dict[str, str](), dict[str, object]()
@@ -107,8 +108,10 @@ def compile_case(name: str, architecture: int) -> str:
             signature[argument] = "constexpr"
             constants[argument] = {"fp32": tl.float32, "fp64": tl.float64}.get(str(kind), kind)
     assert list(signature) == function.arg_names, f"{name}: the kernel's arguments are {function.arg_names}"
-    aligned = multiples_of_16(function, signature) if kernel in OF_INT4 else {}
-    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
+    is_int4 = kernel in OF_INT4
+    multiples = multiples_of_16(function, signature, sizes=is_int4) if is_int4 or aligned else []
+    attributes = {(place,): [["tt.divisibility", 16]] for place in multiples}
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": warps, "num_stages": stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     if arguments.get("PDL") and not arguments.get("EARLY"):
@@ -116,7 +119,7 @@ def compile_case(name: str, architecture: int) -> str:
     if architecture == 90 and kernel in ("fp8_linear_kernel", "experts_fp8_kernel"):
         multiplies_e4m3_itself(name, compiled.asm["ptx"])
     usage = usage_of_bytes(compiled.metadata._asdict(), compiled.asm["cubin"])
-    if kernel in OF_INT4:
+    if is_int4:
         assert_unpacks_to_the_bit(compiled.asm["ttgir"])
         if architecture == 90:
             multiplies_from_registers(name, compiled.asm["ptx"])

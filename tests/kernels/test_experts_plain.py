@@ -13,7 +13,7 @@ from batchspec.kernels.moe.experts_plain import (
     experts_plain_up,
     experts_plain_up_reference,
 )
-from batchspec.kernels.moe.gate import SWIGLU, Gate
+from batchspec.kernels.moe.gate import GEGLU, SWIGLU, Gate
 from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.tiles import ExpertTile, candidates, expert_tile, fits, unit_pairs_of
 from batchspec.kernels.moe.units import max_units
@@ -34,6 +34,7 @@ CLAMPED = Gate(limit=0.5)
         (CLAMPED, SPREADS[1], ExpertTile(32, 32, 16, 2, 4, True, 1), torch.float32),
         (SWIGLU, SPREADS[2], ExpertTile(32, 32, 16, 2, 4, True, 2), torch.float32),
         (CLAMPED, SPREADS[2], SMALL, torch.bfloat16),
+        (GEGLU, SPREADS[1], SMALL, torch.float32),
     ],
 )
 def test_up(gate: Gate, spread: str, tile: ExpertTile, dtype: torch.dtype, interpret: bool, device: torch.device) -> None:

@@ -121,6 +121,11 @@ def test_the_norm_is_rounded_then_quantised(
     alike(found, quantised(normed, form))
     assert torch.equal(own, residual)
     assert torch.equal(own_aux, aux)
+    factor = torch.full((1,), 0.7, device=device).to(dtype)
+    add_norm(hidden, residual, weight, 1e-5, out=normed, factor=factor, interpret=interpret)
+    found = norm_fp8(hidden, own, weight, 1e-5, form, factor=factor, interpret=interpret)
+    alike(found, quantised(normed, form))
+    assert torch.equal(own, residual)
 
 
 def quantised(x: Tensor, form: Fp8Form) -> Fp8Rows:
@@ -138,7 +143,7 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
         quantise_activation(x[:, :31], FORMS[0], gelu=False, interpret=True)
     with pytest.raises(ValueError, match="norm_fp8: residual"):
         norm_fp8(x, x[:2], weight, 1e-5, FORMS[0], interpret=True)
-    with pytest.raises(ValueError, match="out_aux is a copy of the sum"):
+    with pytest.raises(ValueError, match="out_aux and factor are of the sum"):
         norm_fp8(x, None, weight, 1e-5, FORMS[0], out_aux=x.clone(), interpret=True)
 
 

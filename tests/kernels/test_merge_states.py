@@ -9,7 +9,7 @@ from batchspec.kernels.attention.merge_states import PARTS, merge_states
 
 
 @pytest.mark.parametrize("num_parts", [2, PARTS, 2 * PARTS + 3])
-@pytest.mark.parametrize(("heads", "head_dim"), [((4, 2), 64), ((9, 3), 96), ((3, 3), 8)], ids=str)
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 2), 64), ((9, 3), 96), ((3, 3), 8), ((2, 1), 300)], ids=str)
 def test_merged_pieces_are_the_whole(
     num_parts: int, heads: tuple[int, int], head_dim: int, interpret: bool, device: torch.device
 ) -> None:

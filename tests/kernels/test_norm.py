@@ -76,6 +76,21 @@ def test_the_residual_takes_the_sum_and_the_norm_is_that_of_the_rounded_sum(
         assert bool(aux.isnan().all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_rounded_sum_is_multiplied_by_a_number(dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
+    hidden, residual = noise(4, 70, dtype=dtype, device=device), noise(4, 70, dtype=dtype, device=device)
+    weight, factor = noise(70, dtype=dtype, device=device), torch.full((1,), 0.7, device=device).to(dtype)
+    total = ((hidden.double() + residual.double()).to(dtype).double() * factor.double()).to(dtype)
+    out, aux = torch.full_like(hidden, NAN), torch.full_like(hidden, NAN)
+    add_norm(hidden, residual, weight, EPS, out=out, out_aux=aux, factor=factor, interpret=interpret)
+    rounding = 2**-6 if dtype == torch.bfloat16 and interpret else torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(residual, total, rtol=rounding, atol=0)
+    assert torch.equal(aux, residual)
+    assert_near(out, by_hand(residual, weight))
+    with pytest.raises(ValueError, match="add_norm: factor is"):
+        add_norm(hidden, residual, weight, EPS, out=out, factor=factor.repeat(2), interpret=interpret)
+
+
 def test_rows_of_wider_tensors_are_read_and_summed_in_place(interpret: bool, device: torch.device) -> None:
     wide, wide_residual = torch.full((2, 3, 50), NAN, device=device), torch.full((3, 60), NAN, device=device)
     hidden, residual = wide[0, :, 8:40], wide_residual[:, 16:48]

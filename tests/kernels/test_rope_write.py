@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.kernels.norm_rope import rope_write as module
-from batchspec.kernels.norm_rope.rope_write import rope_write
+from batchspec.kernels.norm_rope.rope_write import rope_write, rotate_queries
 from tests.kernels.covering import covering
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -39,6 +39,8 @@ class Case:
     k_norm: Tensor | None = None
     attention_factor: float = 1.0
     interleaved: bool = False
+    v_norm: bool = False
+    shared_v: bool = False
 
     @classmethod
     def make(
@@ -75,15 +77,25 @@ class Case:
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             eps=EPS,
+            v_norm=self.v_norm,
+            shared_v=self.shared_v,
             interpret=interpret,
         )
+
+    def without_rows_of_v(self) -> Case:
+        """The same case whose V is what K is in the product."""
+        num_kv_heads, head_dim = self.kv.shape[3:]
+        return replace(self, qkv=self.qkv[:, : -num_kv_heads * head_dim].contiguous(), shared_v=True)
 
     def by_hand(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v float64 [T, heads, D]; the angle is the fp32 product that the formula names."""
         num_heads, head_dim = self.out_q.shape[1:]
         num_kv_heads = self.kv.shape[3]
         heads = self.qkv.double().unflatten(1, (-1, head_dim))
-        q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), 1)
+        q, k, *own = heads.split((num_heads, *[num_kv_heads] * (1 if self.shared_v else 2)), 1)
+        v = k if self.shared_v else own[0]
+        if self.v_norm:
+            v = v / (v.square().mean(2, keepdim=True) + EPS).sqrt()
         if self.q_norm is not None and self.k_norm is not None:
             q, k = (
                 x / (x.square().mean(2, keepdim=True) + EPS).sqrt() * weight.double()
@@ -108,7 +120,7 @@ class Case:
         torch.testing.assert_close(self.out_q.double(), q, rtol=0, atol=near * scale)
         cells = self.kv.flatten(1, 2)
         torch.testing.assert_close(cells[0, self.slot_mapping].double(), k, rtol=0, atol=near * scale)
-        assert torch.equal(cells[1, self.slot_mapping].double(), v)
+        torch.testing.assert_close(cells[1, self.slot_mapping].double(), v, rtol=near if self.v_norm else 0, atol=0)
         untouched = torch.ones(cells.shape[1], dtype=torch.bool, device=cells.device)
         untouched[self.slot_mapping] = False
         assert bool((cells[:, untouched] == POISON).all())
@@ -155,6 +167,55 @@ def test_a_part_of_each_head_is_rotated_and_the_rest_passes(
             heads = case.qkv.view(3, 8, head_dim)[..., rotary_dim:]
             assert torch.equal(case.out_q[..., rotary_dim:], heads[:, :4])
             assert torch.equal(case.kv.flatten(1, 2)[0, case.slot_mapping][..., rotary_dim:], heads[:, 4:6])
+
+
+@pytest.mark.parametrize(
+    ("shape", "norms", "many", "dtype"),
+    covering([(4, 2, 24), (9, 3, 64), (8, 8, 16), (2, 1, 512)], [False, True], [False, True], DTYPES),
+)
+def test_v_is_normed_without_a_weight_and_may_be_what_k_is_before_its_own_norm(
+    shape: tuple[int, int, int], norms: bool, many: bool, dtype: torch.dtype, interpret: bool, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MANY_TOKENS", 1 if many else 1000)
+    case = replace(Case.make(3, *shape, dtype, device, norms), v_norm=True)
+    case.run(interpret)
+    case.assert_written()
+    for v_norm in (False, True):
+        shared = replace(case.without_rows_of_v(), v_norm=v_norm)
+        shared.out_q.fill_(POISON)
+        shared.kv.fill_(POISON)
+        shared.run(interpret)
+        shared.assert_written()
+
+
+@pytest.mark.parametrize("shared_v", [False, True])
+def test_a_key_whose_own_value_is_not_finite_is_nan_and_no_other(shared_v: bool, interpret: bool, device: torch.device) -> None:
+    case = replace(Case.make(4, 2, 2, 8, torch.float32, device, norms=True), v_norm=True)
+    case = case.without_rows_of_v() if shared_v else case
+    case.qkv[1, -3] = float("inf")  # of the last head of V, or of what V is computed from
+    case.run(interpret)
+    k, v = case.kv.flatten(1, 2)[:, case.slot_mapping]
+    assert k.isnan().all(2).tolist() == [[False, False], [False, True], [False, False], [False, False]]
+    assert v.isfinite().all()
+
+
+@pytest.mark.parametrize(("norms", "dtype"), covering([False, True], DTYPES))
+def test_queries_alone_are_those_that_are_written_beside_keys(
+    norms: bool, dtype: torch.dtype, interpret: bool, device: torch.device
+) -> None:
+    for rotary_dim, interleaved in ((24, False), (10, True)):
+        case = Case.make(3, 9, 3, 24, dtype, device, norms, rotary_dim)
+        case.interleaved = interleaved
+        case.run(interpret)
+        found = torch.full_like(case.out_q, POISON)
+        rotate_queries(
+            case.qkv[:, : 9 * 24], case.positions, case.freqs, attention_factor=1.0, out_q=found, interleaved=interleaved,
+            q_norm=case.q_norm, eps=EPS, interpret=interpret,
+        )
+        assert torch.equal(found, case.out_q)
+    with pytest.raises(ValueError, match="rotate_queries: q is"):
+        rotate_queries(case.qkv, case.positions, case.freqs, attention_factor=1.0, out_q=found)
 
 
 def test_norm_weights_in_fp32_are_rounded_with_the_product(interpret: bool, device: torch.device) -> None:

@@ -56,6 +56,21 @@ def test_a_bias_chooses_but_does_not_weigh(interpret: bool, device: torch.device
     assert tied.expert_ids.tolist() == [[0, 1, 2]]
 
 
+@pytest.mark.parametrize("tokens", [4, 110])
+def test_weights_are_multiplied_by_the_factors_of_their_experts_in_the_end(
+    tokens: int, interpret: bool, device: torch.device
+) -> None:
+    logits, factors = torch.randn(tokens, 10, device=device), torch.randn(10, device=device)
+    live = torch.arange(tokens, device=device) != 1
+    found, plain = (
+        route(logits, 3, norm_topk=True, factors=given, unit_pairs=8, live=live, interpret=interpret) for given in (factors, None)
+    )
+    assert_same_lists(found, plain)
+    padded = torch.cat((factors, factors[:1]))  # dead tokens have the expert after the last one, and weights of 0
+    torch.testing.assert_close(found.weights, plain.weights * padded[plain.expert_ids.long()])
+    assert_same(found, route_reference(logits, 3, norm_topk=True, factors=factors, unit_pairs=8, live=live))
+
+
 @pytest.mark.parametrize("tokens", [13, 140])
 @pytest.mark.parametrize(("experts", "groups", "top_k"), [(12, (4, 2), 5), (20, (2, 1), 3), (15, (5, 5), 4), (40, (8, 3), 8)])
 @pytest.mark.parametrize("biased", [True, False])

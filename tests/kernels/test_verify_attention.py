@@ -86,7 +86,7 @@ def test_group_sizes_and_dtypes(heads: tuple[int, int], dtype: torch.dtype, inte
     check(make_case([(2, 70), (3, 33)], heads=heads, dtype=dtype, device=device), interpret)
 
 
-@pytest.mark.parametrize("head_dim", [8, 96, 256, *(pytest.param(size, marks=pytest.mark.slow) for size in (64, 128))])
+@pytest.mark.parametrize("head_dim", [8, 96, 256, *(pytest.param(size, marks=pytest.mark.slow) for size in (64, 128, 512))])
 def test_head_sizes(head_dim: int, interpret: bool, device: torch.device) -> None:
     check(make_case([(2, 70), (1, 33)], head_dim=head_dim, fused=True, padding=1, device=device), interpret)
 
@@ -257,7 +257,7 @@ def any_batch_equals_the_reference(data: st.DataObject, device: torch.device) ->
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256, 512])
 def test_settings_exist_for_every_shape(head_dim: int, dtype: torch.dtype) -> None:
     for lanes in (1, 12, 32, 64, 1024):
         tile = tile_of(head_dim, lanes, dtype)

@@ -16,6 +16,7 @@ from batchspec.batch.automata import Automata
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.groups import KVGroups
+from batchspec.cache.layer_state import windows_of
 from batchspec.cache.pages import KVCache
 from batchspec.cache.prefix_states import PrefixStates
 from batchspec.cache.sharing_cost import NO_LAUNCHES
@@ -68,7 +69,7 @@ class Executor:
         self.target, self.drafter, self.batch = target, drafter, batch
         layers = spec.layer_states(target.dtype, batch.page_size, draft_len=batch.draft_len)
         draft_layers = drafter.layer_states(batch.page_size)
-        groups = KVGroups.of(spec.windows, [layer.window for layer in draft_layers], batch.max_len)
+        groups = KVGroups.of(windows_of(layers), windows_of(draft_layers), batch.max_len)
         self.cache = KVCache.allocate(
             layers,
             draft_layers,

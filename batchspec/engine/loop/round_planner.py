@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.groups import most_keys
+from batchspec.cache.layer_state import windows_of
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.loop.partial_rounds import PartialRounds
 from batchspec.engine.loop.refill_times import RefillTimes
@@ -55,7 +56,7 @@ class RoundPlanner:
         self._executor, self._batch = executor, batch
         self._max_len = executor.drafter.max_len
         self._windows = Counter(
-            (*executor.target.spec.windows, *(layer.window for layer in executor.drafter.layer_states(executor.batch.page_size)))
+            (*executor.target.spec.windows, *windows_of(executor.drafter.layer_states(executor.batch.page_size)))
         )
         experts = executor.target.spec.experts
         self.seconds: dict[str, float] = {}

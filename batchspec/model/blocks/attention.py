@@ -46,6 +46,13 @@ class AttentionSpec(NormedSpec):
     """Whether q and k are normed, each over all of its heads together, before they are rotated."""
     rotated: bool = True
     """Whether q and k are rotated by their positions."""
+    v_norm: bool = False
+    """Whether each head of v is normed, without a weight."""
+    shared_v: bool = False
+    """Whether there is no v_proj: v is what k_proj computes, before its norm and rotation."""
+    kv_of: int | None = None
+    """Index of the layer whose K and V it reads, whose heads are of the same number and size; it has queries alone. None: it
+    keeps its own."""
     sinks: bool = False
     """Whether each head has a learned logit that joins the denominator of its softmax."""
     scale: float | None = None
@@ -74,7 +81,10 @@ class AttentionSpec(NormedSpec):
 
     @property
     def qkv(self) -> ProductSpec:
-        sizes, k = {"q": self.q_rows, "k": self.kv_size, "v": self.kv_size}, self.input_size or self.hidden_size
+        sizes = {"q": self.q_rows}
+        if self.kv_of is None:
+            sizes |= {"k": self.kv_size} | ({} if self.shared_v else {"v": self.kv_size})
+        k = self.input_size or self.hidden_size
         if self.fused_qkv:
             return ProductSpec((Projection(f"{self.name}.qkv_proj", sum(sizes.values()), k, self.qkv_bias),))
         return ProductSpec(tuple(Projection(f"{self.name}.{x}_proj", rows, k, self.qkv_bias) for x, rows in sizes.items()))
@@ -83,6 +93,7 @@ class AttentionSpec(NormedSpec):
     def kv(self) -> ProductSpec:
         """The part of `qkv` that computes K and V."""
         assert not self.fused_qkv
+        assert self.kv_of is None
         return ProductSpec(self.qkv.parts[1:])
 
     @property
@@ -104,7 +115,7 @@ class AttentionSpec(NormedSpec):
         """Lengths of the weights of the norms of q and k."""
         if self.qk_norm_rows:
             return {"q": self.inner_size, "k": self.kv_size}
-        return dict.fromkeys("qk", self.head_dim) if self.qk_norm else {}
+        return dict.fromkeys("qk" if self.kv_of is None else "q", self.head_dim) if self.qk_norm else {}
 
     @property
     def has_qk_norms(self) -> bool:
@@ -113,7 +124,7 @@ class AttentionSpec(NormedSpec):
     @property
     def activation_size(self) -> int:
         """Values of q, k and v before and after the rotation, and the attention output; with gates q and gates once more."""
-        return 2 * self.qkv.rows + self.inner_size + (self.q_rows if self.gated else 0)
+        return 2 * (self.q_rows + 2 * self.kv_size) + self.inner_size + (self.q_rows if self.gated else 0)
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         into = ("linear", "norm_linear") if self.norms_in_kernel else ("linear",)
@@ -167,7 +178,7 @@ class Attention:
         self._post_norm = None if spec.post_norm is None else source.vector(f"{spec.post_norm}.weight")
         self._qkv = source.product(spec.qkv)
         self._q_norm = source.vector(f"{spec.name}.q_norm.weight") if spec.has_qk_norms else None
-        self._k_norm = source.vector(f"{spec.name}.k_norm.weight") if spec.has_qk_norms else None
+        self._k_norm = source.vector(f"{spec.name}.k_norm.weight") if spec.has_qk_norms and spec.kv_of is None else None
         self._sinks = source.vector(f"{spec.name}.sinks") if spec.sinks else None
         self._out = scaled_product(source.product(spec.out), spec.out_scale)
 
@@ -224,4 +235,9 @@ class Attention:
         return rotated if gate is None else torch.cat((rotated, gate), 1)
 
     def _rotated(self, qkv: Any, store: StoreKV) -> Tensor:
-        return store.rotate_and_store(qkv, q_norm=self._q_norm, k_norm=self._k_norm, eps=self.spec.eps)
+        if self.spec.kv_of is not None:
+            return store.rotate(qkv, q_norm=self._q_norm, eps=self.spec.eps)
+        return store.rotate_and_store(
+            qkv, q_norm=self._q_norm, k_norm=self._k_norm, eps=self.spec.eps, v_norm=self.spec.v_norm,
+            shared_v=self.spec.shared_v,
+        )

@@ -61,6 +61,11 @@ class Share(NamedTuple):
     """False: W is cut by rows, and another rank adds the bias."""
 
 
+def whole_shares(products: tuple[ProductSpec, ...]) -> dict[str, Share]:
+    """All rows of each projection, on every rank."""
+    return {part.name: Share("columns", (slice(0, part.rows),)) for product in products for part in product.parts}
+
+
 def shifted(own: slice, by: int) -> slice:
     return slice(own.start + by, own.stop + by)
 
@@ -149,6 +154,10 @@ class Clamp:
     limit: float
 
 
+Gating = Literal["silu", "gelu_tanh"] | Clamp
+"""What comes between the two products of an expert: silu(gate) up, gelu_tanh(gate) up, or what `Clamp` says."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedSpec:
     """One matrix [rows, k] for each of E experts; a token is multiplied only with the matrices of its own experts.
@@ -193,8 +202,7 @@ class ExpertsSpec:
     parts: tuple[str, str, str] | tuple[str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of gate, up and down of each expert; or of gate-up and down of all experts, stacked, gate and up interleaved."""
     bias: bool = False
-    clamp: Clamp | None = None
-    """The variant of SwiGLU; None: plain SwiGLU."""
+    gating: Gating = "silu"
 
     @property
     def gate_up(self) -> GroupedSpec:
@@ -248,6 +256,8 @@ class NormedSpec:
     """name of the norm of the block's output; None: it is not normed"""
     out_scale: float | None = None
     """Factor of the block's output, before it is normed or added to the stream; None: 1."""
+    out_factor: str | None = None
+    """Name of a number [1] with which the stream is multiplied after the normed output is added; None: it is not multiplied."""
     norms: NormForm = PLAIN_NORM
 
     @property
@@ -255,9 +265,14 @@ class NormedSpec:
         return ()
 
     @property
+    def num_sums(self) -> int:
+        return 1
+
+    @property
     def stream_norms(self) -> tuple[TensorSpec, ...]:
-        """The weights of these norms."""
-        return tuple(self.norms.tensor(name, self.hidden_size) for name in (self.norm, self.post_norm) if name is not None)
+        """The weights of these norms, and the factor."""
+        norms = (self.norms.tensor(name, self.hidden_size) for name in (self.norm, self.post_norm) if name is not None)
+        return *norms, *(() if self.out_factor is None else (TensorSpec(self.out_factor, (1,), "scale"),))
 
     @property
     def norms_in_kernel(self) -> bool:
@@ -292,6 +307,10 @@ class BlockSpec(Protocol):
     @property
     def inner_size(self) -> int:
         """Inner width of the block: heads * head_dim, or the number of values between the MLP's two products."""
+
+    @property
+    def num_sums(self) -> int:
+        """Number of times that ranks add up their parts of its output."""
 
     @property
     def activation_size(self) -> int:

@@ -18,7 +18,7 @@ from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.base import Clamp, GroupedSpec, ProductSpec
+from batchspec.model.blocks.base import Gating, GroupedSpec, ProductSpec
 from batchspec.model.fused import rms_norm, silu_and_mul
 
 
@@ -99,8 +99,8 @@ class GroupedProduct(Protocol):
     def reads_groups(self) -> bool:
         """Whether `down` quantises its input to e4m3, with a scale for each 128 values, unless it is quantised already."""
 
-    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor | Fp8Rows:
-        """x [T, H] -> silu(first half) * second half of each pair's product, or the function that `clamp` describes: [P, I].
+    def up(self, x: Tensor, routing: Routing, gating: Gating, *, quantise: bool) -> Tensor | Fp8Rows:
+        """x [T, H] -> `gating` of the first half and the second half of each pair's product: [P, I].
 
         Rows are in the order of the list of pairs.
 
@@ -117,6 +117,10 @@ class Stream(Protocol):
     @property
     def live(self) -> Tensor | None:
         """bool [T] False for dead tokens. Their results are not used, so they go through no expert. None: no token is dead."""
+
+    @property
+    def layer_input(self) -> Tensor:
+        """[T, P] what the layer reads besides the stream: see `blocks/layer_inputs.py`."""
 
     def norms_in_product(self, product: Product, *, gated: bool) -> bool:
         """Whether `project` would give this product the un-normed stream, if nothing were left to be added."""
@@ -136,8 +140,8 @@ class Stream(Protocol):
     def reduced(self, values: Tensor) -> Tensor:
         """The outputs [T, H] of a product that is cut by rows, summed over all ranks; without ranks the values themselves."""
 
-    def add(self, values: Tensor) -> None:
-        """stream += values [T, H], the same on all ranks."""
+    def add(self, values: Tensor, factor: Tensor | None = None) -> None:
+        """stream += values [T, H], the same on all ranks; then stream *= factor [1], if it is given."""
 
     def add_output(self, values: Tensor) -> None:
         """stream += values [T, H] of a product that is cut by rows, summed over all ranks."""
@@ -145,6 +149,9 @@ class Stream(Protocol):
     def add_pairs(self, values: Tensor, weights: Tensor, shared: Tensor | None = None) -> None:
         """stream += shared [T, H], if it is given, and the sum over each token's slots of weights [T, k] * values [T * k, H], in
         slot order; both summed over all ranks."""
+
+    def combined(self, values: Tensor, weights: Tensor) -> Tensor:
+        """[T, H] the sum over each token's slots of weights [T, k] * values [T * k, H], in slot order; of this rank alone."""
 
     def add_product(self, product: Product, x: Tensor, lora: LoraTokens | None, *, in_product: bool) -> None:
         """stream += product(x), summed over all ranks. in_product: in the product's own kernel if it has one."""
@@ -157,11 +164,20 @@ class StoreKV(Protocol):
     def lora(self) -> LoraTokens | None:
         """Which tokens go through which adapter; None in a model without."""
 
-    def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
+    def rotate_and_store(
+        self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, v_norm: bool = False, shared_v: bool = False
+    ) -> Tensor:
         """The output of the product of q, k and v -> q [T, NH, D], normed and rotated; stores K, treated the same, and V.
 
         q_norm, k_norm  weights of the norm of each head [D], or of all heads at once [NH * D] and [KVH * D]; or None
+        v_norm          each head of V is normed, without a weight
+        shared_v        the product has no rows of V: it is what K is before its norm and rotation
         """
+
+
+    def rotate(self, q: Tensor, *, q_norm: Tensor | None, eps: float) -> Tensor:
+        """The output of the product of q [T, NH * D] -> q [T, NH, D], normed and rotated, of a layer that keeps no K and V.
+        q_norm [D], the weight of the norm of each head, or None."""
 
 
 class StoreState(Protocol):

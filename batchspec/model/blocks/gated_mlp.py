@@ -109,6 +109,7 @@ class GatedMlp:
         self._spec, self._silu = spec, spec.activation == "silu"
         self._norm = None if spec.norm is None else source.vector(f"{spec.norm}.weight")
         self._post_norm = None if spec.post_norm is None else source.vector(f"{spec.post_norm}.weight")
+        self._out_factor = None if spec.out_factor is None else source.vector(spec.out_factor)
         self._gate_up = source.product(spec.gate_up)
         self._down = scaled_product(source.product(spec.down), spec.out_scale)
 
@@ -116,22 +117,27 @@ class GatedMlp:
         return self._spec.norms_in_kernel and stream.norms_in_product(self._gate_up, gated=self._silu)
 
     def __call__(self, stream: Stream, lora: LoraTokens | None, *, add_in_product: bool) -> None:
+        if self._post_norm is not None:
+            stream.add(self.output(stream, lora), self._out_factor)
+        elif self._down.fp8_form is None:
+            stream.add_product(self._down, self._inner(stream, lora), lora, in_product=add_in_product)
+        else:
+            stream.add_output(self._product(stream, lora))
+
+    def output(self, stream: Stream, lora: LoraTokens | None) -> Tensor:
+        """[T, H] the output of a block that norms it, the same on all ranks."""
+        assert self._post_norm is not None
+        return rms_norm(stream.reduced(self._product(stream, lora)), self._post_norm, self._spec.eps)
+
+    def _product(self, stream: Stream, lora: LoraTokens | None) -> Tensor:
+        """The output of the last product, of this rank."""
         form = self._down.fp8_form
         if form is not None:
             gate_up = stream.project(self._norm, self._spec.eps, self._gate_up, lora)
-            self._add(stream, self._down.of_fp8(activation_quantised(gate_up, form, gelu=not self._silu)))
-            return
-        inner = stream.project(self._norm, self._spec.eps, self._gate_up, lora, gated=self._silu)
-        if not self._silu:
-            inner = gelu_tanh_and_mul(inner)
-        if self._post_norm is None:
-            stream.add_product(self._down, inner, lora, in_product=add_in_product)
-        else:
-            self._add(stream, self._down(inner, lora))
+            return self._down.of_fp8(activation_quantised(gate_up, form, gelu=not self._silu))
+        out: Tensor = self._down(self._inner(stream, lora), lora)
+        return out
 
-    def _add(self, stream: Stream, out: Tensor) -> None:
-        """stream += the output of the last product, normed if the block has such a norm."""
-        if self._post_norm is None:
-            stream.add_output(out)
-        else:
-            stream.add(rms_norm(stream.reduced(out), self._post_norm, self._spec.eps))
+    def _inner(self, stream: Stream, lora: LoraTokens | None) -> Tensor:
+        inner: Tensor = stream.project(self._norm, self._spec.eps, self._gate_up, lora, gated=self._silu)
+        return inner if self._silu else gelu_tanh_and_mul(inner)

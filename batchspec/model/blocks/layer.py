@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from batchspec.cache.layer_state import RowTensor
 from batchspec.model.blocks.attention import Attention, AttentionSpec
-from batchspec.model.blocks.base import BlockSpec
+from batchspec.model.blocks.base import BlockSpec, Shard
 from batchspec.model.blocks.forward import Block, BlockSource, Selected, Stream
 
 
@@ -63,10 +64,12 @@ class LayerSpec:
 
     mixer: MixerSpec
     mlp: MlpSpec
+    last: MlpSpec | None = None
+    """A block after the MLP, if there is one."""
 
     @property
-    def blocks(self) -> tuple[BlockSpec, BlockSpec]:
-        return self.mixer, self.mlp
+    def blocks(self) -> tuple[BlockSpec, ...]:
+        return self.mixer, self.mlp, *(() if self.last is None else (self.last,))
 
     @property
     def attention(self) -> AttentionSpec:
@@ -74,15 +77,22 @@ class LayerSpec:
         assert isinstance(self.mixer, AttentionSpec), self.mixer
         return self.mixer
 
+    def sharded(self, shard: Shard, units: Iterable[int]) -> LayerSpec:
+        """The shape of what one rank computes. units: of each of `blocks`, see `BlockSpec.sharded`."""
+        of_mixer, of_mlp, *of_last = units
+        last = None if self.last is None else self.last.sharded(shard, *of_last)
+        return LayerSpec(self.mixer.sharded(shard, of_mixer), self.mlp.sharded(shard, of_mlp), last)
+
     def build(self, source: BlockSource) -> DecoderLayer:
-        return DecoderLayer(self.mixer.build(source), self.mlp.build(source))
+        last = None if self.last is None else self.last.build(source)
+        return DecoderLayer(self.mixer.build(source), self.mlp.build(source), last)
 
 
 class DecoderLayer:
     """A layer's forward pass is `mixer.begin` and then `finish`."""
 
-    def __init__(self, mixer: Mixer, mlp: Block) -> None:
-        self.mixer, self._mlp = mixer, mlp
+    def __init__(self, mixer: Mixer, mlp: Block, last: Block | None = None) -> None:
+        self.mixer, self._mlp, self._last = mixer, mlp, last
 
     @property
     def attention(self) -> Attention:
@@ -102,4 +112,8 @@ class DecoderLayer:
         add_in_product  the next norm is fused into a product, so the last product of the layer adds to the stream itself
         """
         self.mixer.finish(begun, stream, attend, add_in_product=self._mlp.norms_in_product(stream))
-        self._mlp(stream, attend.lora, add_in_product=add_in_product)
+        if self._last is None:
+            self._mlp(stream, attend.lora, add_in_product=add_in_product)
+        else:
+            self._mlp(stream, attend.lora, add_in_product=self._last.norms_in_product(stream))
+            self._last(stream, attend.lora, add_in_product=add_in_product)

@@ -63,6 +63,11 @@ class RouterSpec:
     groups: tuple[int, int] = (1, 1)
     """Number of groups of neighbouring experts, and how many of them, the best by their sigmoid scores, a token's experts are
     chosen from."""
+    factors: str | None = None
+    """Name of a vector [E] with which the weights of the experts are multiplied in the end."""
+    input_scale: str | None = None
+    """Name of a vector [H]: the router does not read what the experts read, but the stream normed without a weight, times this
+    vector and H^-0.5."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +114,18 @@ class MoeSpec:
         router, num_experts = self.router, self.experts.num_experts
         biases = [f"{router.name}.bias"] if router.bias else []
         biases += [router.selection_bias] if router.selection_bias else []
+        scales = {router.factors: num_experts, router.input_scale: self.hidden_size}
         matrices = {router.name: num_experts} | dict.fromkeys(self.gates, 1)
         return (
             self.norms.tensor(self.norm, self.hidden_size),
             *(TensorSpec(f"{name}.weight", (rows, self.hidden_size), "weight", wide=True) for name, rows in matrices.items()),
             *(TensorSpec(name, (num_experts,), "bias", wide=True) for name in biases),
+            *(TensorSpec(name, (size,), "scale", wide=True) for name, size in scales.items() if name is not None),
         )
+
+    @property
+    def num_sums(self) -> int:
+        return 1
 
     @property
     def gates(self) -> tuple[str, ...]:
@@ -181,6 +192,8 @@ class Moe:
         self._router = _narrowed(torch.cat([source.vector(f"{name}.weight") for name in (router.name, *spec.gates)]))
         self._bias = source.vector(f"{router.name}.bias") if router.bias else None
         self._selection_bias = source.vector(router.selection_bias) if router.selection_bias else None
+        self._factors = source.vector(router.factors) if router.factors else None
+        self._router_norm = source.vector(router.input_scale) * spec.hidden_size**-0.5 if router.input_scale else None
         self._shared = None if spec.shared is None else GatedProducts(spec.shared.mlp, source)
         self._gate_up, self._down = source.grouped(spec.experts.gate_up), source.grouped(spec.experts.down)
         # int32 [1]: the number of experts that had tokens in the newest call, dead tokens left out.
@@ -190,16 +203,23 @@ class Moe:
         return False
 
     def __call__(self, stream: Stream, lora: LoraTokens | None, *, add_in_product: bool) -> None:
+        stream.add_pairs(*self.pairs(stream, lora))
+
+    def pairs(self, stream: Stream, lora: LoraTokens | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What `Stream.add_pairs` adds: the outputs of the experts and their weights, and that of the shared expert, if there is
+        one."""
         x = stream.normed(self._norm, self._spec.eps)
-        routing, gate = self._route(x, stream.live)
+        of_router = x if self._router_norm is None else stream.normed(self._router_norm, self._spec.eps)
+        routing, gate = self._route(x, of_router, stream.live)
         shared = None if self._shared is None else self._shared(x, lora)
         if shared is not None and self._spec.gates:
             shared = sigmoid_gated(shared, gate)
-        inner = self._gate_up.up(x, routing, self._spec.experts.clamp, quantise=self._down.reads_groups)
-        stream.add_pairs(self._down.down(inner, routing), routing.weights, shared)
+        inner = self._gate_up.up(x, routing, self._spec.experts.gating, quantise=self._down.reads_groups)
+        return self._down.down(inner, routing), routing.weights, shared
 
-    def _route(self, x: Tensor, live: Tensor | None) -> tuple[Routing, Tensor]:
-        """Experts, weights and work list for x [T, H], and the logits of the shared expert's gate [T, 1], or [T, 0] without one.
+    def _route(self, x: Tensor, of_router: Tensor, live: Tensor | None) -> tuple[Routing, Tensor]:
+        """Experts, weights and work list for x [T, H], of which the router reads `of_router` [T, H], and the logits of the shared
+        expert's gate [T, 1], or [T, 0] without one.
 
         Tokens that are not `live` get no expert. Does not synchronise.
         """
@@ -207,18 +227,18 @@ class Moe:
         unit_pairs = expert_unit_pairs(x.shape[0], router.top_k, num_experts, self._gate_up.weight_dtype)
         how: dict[str, Any] = {
             "scoring": router.scoring, "norm_topk": router.norm_topk, "scale": router.scale, "groups": router.groups,
-            "bias": self._selection_bias, "unit_pairs": unit_pairs, "live": live,
+            "bias": self._selection_bias, "factors": self._factors, "unit_pairs": unit_pairs, "live": live,
         }
         has_kernels = has_fast_experts(x.device, x.dtype) and num_experts <= MAX_EXPERTS and router.top_k <= MAX_TOP_K
         if has_kernels and not x.requires_grad:  # gradients flow through plain torch only
-            logits = router_logits(x, self._router, self._bias, interpret=not x.is_cuda)
+            logits = router_logits(of_router, self._router, self._bias, interpret=not x.is_cuda)
             routing = route(
                 logits[:, :num_experts], router.top_k, out_num_read=self.num_experts_read,
                 rows_of=x if self._gate_up.reads_rows else None, interpret=not x.is_cuda, **how,
             )
         else:
             with torch.autocast(x.device.type, enabled=False):
-                logits = router_logits_reference(x, self._router, self._bias)
+                logits = router_logits_reference(of_router, self._router, self._bias)
             routing = route_reference(logits[:, :num_experts], router.top_k, **how)
             self.num_experts_read.copy_(num_read(routing))
         return routing, logits[:, num_experts:]

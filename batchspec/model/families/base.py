@@ -9,6 +9,7 @@ from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.base import PLAIN_NORM, NormForm
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.blocks.layer_inputs import LayerInputsSpec
 from batchspec.model.config_values import ConfigReader, Json, Ranges, short_json
 from batchspec.model.mtp import MtpSpec
 from batchspec.model.rope_config import RopeSpec, read_rope
@@ -73,6 +74,9 @@ class Family:
     """form of the final norm"""
     embedding_scale: Callable[[ConfigReader], float | None] = lambda config: None
     logits_scaling: Callable[[ConfigReader], float | None] = lambda config: None
+    logit_cap: Callable[[ConfigReader], float | None] = lambda config: None
+    layer_inputs: Callable[[ConfigReader], LayerInputsSpec | None] = lambda config: None
+    """What computes the inputs that layers have besides the stream."""
     mtp: Callable[[ConfigReader, Sequence[LayerSpec]], MtpSpec | None] = lambda config, layers: None
     """The layer that predicts one token further, of a checkpoint that has one; `layers` are the model's."""
     computes: frozenset[str] = frozenset()
@@ -192,11 +196,16 @@ def read_heads(config: ConfigReader) -> tuple[int, int]:
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     head_dim = config.integer("head_dim", max(1, config.integer("hidden_size") // num_heads))
+    check_heads(config, num_heads, num_kv_heads, head_dim)
+    return num_kv_heads, head_dim
+
+
+def check_heads(config: ConfigReader, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Raises CheckpointError for heads that no attention has."""
     if num_heads % num_kv_heads:
         raise config.refusal(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
     if head_dim % 2:
         raise config.refusal(f"head_dim {head_dim} is odd; rotary embedding needs pairs")
-    return num_kv_heads, head_dim
 
 
 def read_windows(config: ConfigReader, num_layers: int, *, switch: bool) -> tuple[int | None, ...]:

@@ -36,7 +36,7 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
             expert_size=config.integer("intermediate_size"),
             parts=("gate_up_proj", "down_proj"),
             bias=True,
-            clamp=Clamp(config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)),
+            gating=Clamp(config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)),
         ),
         eps=config.number("rms_norm_eps"),
         norms=NORMS,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchspec.model.config_values import ConfigReader
+from batchspec.model.config_values import ConfigReader, Json, short_json
 from batchspec.model.families.base import Family
 from batchspec.model.families.exaone4 import EXAONE4
 from batchspec.model.families.gemma3_text import GEMMA3_TEXT
+from batchspec.model.families.gemma4 import GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
 from batchspec.model.families.glm4 import GLM4
 from batchspec.model.families.glm4_moe import GLM4_MOE
 from batchspec.model.families.gpt_oss import GPT_OSS
@@ -42,6 +43,8 @@ FAMILIES: dict[str, Family] = {
         MINIMAX_M2,
         GPT_OSS,
         GEMMA3_TEXT,
+        GEMMA4_TEXT,
+        GEMMA4_UNIFIED_TEXT,
         PHI3,
         OLMO2,
         OLMO3,
@@ -89,18 +92,26 @@ class Wrapper:
 
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text"),
+    "gemma4": Wrapper("Gemma4ForConditionalGeneration", "gemma4_text"),
+    "gemma4_unified": Wrapper("Gemma4UnifiedForConditionalGeneration", "gemma4_unified_text"),
     "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
     "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", text_varies=True),
 }
+ASSISTANTS: dict[str, Wrapper] = {
+    "gemma4_assistant": Wrapper("Gemma4AssistantForCausalLM", "gemma4_text"),
+    "gemma4_unified_assistant": Wrapper("Gemma4UnifiedAssistantForCausalLM", "gemma4_unified_text"),
+}
+"""Models that draft for another one and read its K and V (`model/assistant.py`); `text_config` has the keys of their layers."""
 _OF_THE_MODEL = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
 """Keys at the top level that apply to the language model, and override those of the same name in text_config."""
 _OF_IMAGES = (
     "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "image_token_index",
     "boi_token_index", "eoi_token_index", "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act",
-    "spatial_merge_size", "vision_feature_layer",
+    "spatial_merge_size", "vision_feature_layer", "audio_config", "audio_token_id", "boi_token_id", "eoi_token_id",
+    "boa_token_id", "eoa_token_id", "eoa_token_index", "vision_soft_tokens_per_image",
 )
-"""Keys that describe how images are read."""
+"""Keys that describe how images and sounds are read."""
 
 
 def family_of(config: ConfigReader) -> tuple[Family, ConfigReader]:
@@ -108,6 +119,10 @@ def family_of(config: ConfigReader) -> tuple[Family, ConfigReader]:
 
     Raises CheckpointError for another model_type or architecture.
     """
+    if config.text("model_type") in ASSISTANTS:
+        raise config.refusal(
+            f"{config.shown('model_type')} drafts for another model; give its folder as draft.path, with draft=mtp"
+        )
     wrapper = WRAPPERS.get(config.text("model_type"))
     if wrapper is not None:
         _check_class(config, wrapper.architecture)
@@ -121,6 +136,26 @@ def family_of(config: ConfigReader) -> tuple[Family, ConfigReader]:
         )
     _check_class(config, family.architecture)
     return family, config
+
+
+def assistant_text(values: Json, where: str) -> Json:
+    """config.json of a decoder whose layers have the shapes of an assistant's, and keep K and V.
+
+    values  config.json of the assistant; where: for messages
+    """
+    config = ConfigReader(values, where)
+    wrapper = ASSISTANTS[config.text("model_type")]
+    _check_class(config, wrapper.architecture)
+    _text_config(config, wrapper)
+    own: Json = values["text_config"]
+    shared, count = own.get("num_kv_shared_layers"), own.get("num_hidden_layers")
+    if shared not in (None, 0, count):
+        raise config.refusal(
+            f"text_config.num_kv_shared_layers={short_json(shared)} of {short_json(count)} layers: an assistant keeps no K and "
+            "V; correct it"
+        )
+    of_model = {key: values[key] for key in _OF_THE_MODEL if values.get(key) is not None}
+    return {**own, **of_model, "model_type": wrapper.text, "num_kv_shared_layers": 0}
 
 
 def _text_config(config: ConfigReader, wrapper: Wrapper) -> ConfigReader:

@@ -30,7 +30,7 @@ from batchspec.kernels.moe import experts_fp8 as kernels
 from batchspec.kernels.moe.fp8_steps import fp8_product_reference
 from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows, quantise_rows_reference
 from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.base import Clamp, GroupedSpec
+from batchspec.model.blocks.base import Gating, GroupedSpec
 from batchspec.model.blocks.forward import Product
 from batchspec.model.quant.grouped import ROW_BYTES, PlainExperts, gate_of, tile_of
 from batchspec.tuning.policy import fp8_tile, gathers_rows, has_fast_fp8, has_scaled_mm, ordered_fp8_tile
@@ -208,12 +208,12 @@ class Fp8Experts(PlainExperts):
         """True only in bf16: the kernel that quantises its result rounds it to bf16 first."""
         return self._fast and self._activations == "group" and self._dtype is torch.bfloat16
 
-    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor | Fp8Rows:
+    def up(self, x: Tensor, routing: Routing, gating: Gating, *, quantise: bool) -> Tensor | Fp8Rows:
         if not self._fast:
-            return self.plain_up(x, routing, clamp)
+            return self.plain_up(x, routing, gating)
         by_token = gathers_rows(routing.unit_pairs, E4M3)
         rows = quantised(x, self._activations, self._input_scale, None if by_token else routing)
-        tile, gate, interpret = tile_of(routing, gated=True, dtype=E4M3), gate_of(clamp), not x.is_cuda
+        tile, gate, interpret = tile_of(routing, gated=True, dtype=E4M3), gate_of(gating), not x.is_cuda
         if quantise and tile.block_n == BLOCK:
             return kernels.experts_fp8_up_quantised(
                 rows, self.weight, self._bias, routing, tile=tile, gate=gate, by_token=by_token, interpret=interpret

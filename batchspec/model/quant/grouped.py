@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.kernels.moe.experts_plain import experts_plain_down, experts_plain_up
-from batchspec.kernels.moe.gate import SWIGLU, Gate
+from batchspec.kernels.moe.gate import GEGLU, SWIGLU, Gate
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing, rows_by_expert
-from batchspec.model.blocks.base import Clamp, GroupedSpec, Projection, Share, TensorSpec, scaled
+from batchspec.model.blocks.base import Clamp, Gating, GroupedSpec, Projection, Share, TensorSpec, scaled
 from batchspec.model.blocks.forward import GroupedProduct
-from batchspec.model.fused import clamped_swiglu, silu_and_mul
+from batchspec.model.fused import clamped_swiglu, gelu_tanh_and_mul, silu_and_mul
 from batchspec.model.quant.base import Slices, Weights, check_blocks
 from batchspec.tuning.policy import expert_tile, gathers_rows, has_fast_experts
 
@@ -40,13 +40,12 @@ class PlainExperts(ABC):
     def product(self, expert: int, x: Tensor) -> Tensor:
         """x [N, k] -> x times the weight of one expert, with bias: [N, rows]. k is the number of columns of the weight."""
 
-    def plain_up(self, x: Tensor, routing: Routing, clamp: Clamp | None) -> Tensor:
+    def plain_up(self, x: Tensor, routing: Routing, gating: Gating) -> Tensor:
         top_k, pairs = routing.expert_ids.shape[1], routing.pairs.long()
         out = x.new_empty(len(pairs) + 1, self.rows // 2)
         for expert, places in _places_by_expert(routing):
             gate_up = self.product(expert, x[pairs[places.clamp(max=len(pairs) - 1)] // top_k])
-            inner = silu_and_mul(gate_up) if clamp is None else clamped_swiglu(gate_up, alpha=clamp.alpha, limit=clamp.limit)
-            out.index_copy_(0, places, inner)
+            out.index_copy_(0, places, _gated(gate_up, gating))
         return out[:-1]
 
     def plain_down(self, inner: Tensor, routing: Routing) -> Tensor:
@@ -67,14 +66,14 @@ class GroupedLinear(PlainExperts):
         self._weight, self._bias, self.rows, self.weight_dtype = weight, bias, weight.shape[1], weight.dtype
         self._fast = has_fast_experts(weight.device, weight.dtype) and weight.shape[2] * weight.itemsize % ROW_BYTES == 0
 
-    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor:
+    def up(self, x: Tensor, routing: Routing, gating: Gating, *, quantise: bool) -> Tensor:
         if not self._fast:
-            return self.plain_up(x, routing, clamp)
+            return self.plain_up(x, routing, gating)
         interpret, tile = not x.is_cuda, tile_of(routing, gated=True, dtype=x.dtype)
         by_token = routing.rows is None and gathers_rows(routing.unit_pairs, x.dtype) and x.is_contiguous()
         rows = x if by_token else rows_in_order(x, routing)
         return experts_plain_up(
-            rows, self._weight, self._bias, routing, tile=tile, gate=gate_of(clamp), by_token=by_token, interpret=interpret
+            rows, self._weight, self._bias, routing, tile=tile, gate=gate_of(gating), by_token=by_token, interpret=interpret
         )
 
     def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
@@ -102,9 +101,17 @@ def rows_in_order(x: Tensor, routing: Routing) -> Tensor:
     return sort_rows(x, routing, interpret=not x.is_cuda) if routing.rows is None else routing.rows
 
 
-def gate_of(clamp: Clamp | None) -> Gate:
-    """The kernels' form of a clamp."""
-    return SWIGLU if clamp is None else Gate(clamp.limit, clamp.alpha)
+def gate_of(gating: Gating) -> Gate:
+    """The form that kernels take."""
+    if isinstance(gating, Clamp):
+        return Gate(gating.limit, gating.alpha)
+    return SWIGLU if gating == "silu" else GEGLU
+
+
+def _gated(gate_up: Tensor, gating: Gating) -> Tensor:
+    if isinstance(gating, Clamp):
+        return clamped_swiglu(gate_up, alpha=gating.alpha, limit=gating.limit)
+    return silu_and_mul(gate_up) if gating == "silu" else gelu_tanh_and_mul(gate_up)
 
 
 def _places_by_expert(routing: Routing) -> Iterator[tuple[int, Tensor]]:

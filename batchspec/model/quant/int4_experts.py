@@ -16,7 +16,7 @@ from batchspec.kernels.common.int4 import ROWS, Int4Weight, dequantise
 from batchspec.kernels.moe.experts_int4 import StackedInt4, experts_int4_down, experts_int4_up
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.base import Clamp, GroupedSpec
+from batchspec.model.blocks.base import Gating, GroupedSpec
 from batchspec.model.quant.dequantised import multiply_in_pieces
 from batchspec.model.quant.grouped import PlainExperts, gate_of, rows_in_order, tile_of
 from batchspec.tuning.policy import has_fast_experts
@@ -89,12 +89,12 @@ class Int4Experts(PlainExperts):
     def reads_rows(self) -> bool:
         return self._stacked is not None
 
-    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor:
+    def up(self, x: Tensor, routing: Routing, gating: Gating, *, quantise: bool) -> Tensor:
         if self._stacked is None:
-            return self.plain_up(x, routing, clamp)
+            return self.plain_up(x, routing, gating)
         tile, rows = tile_of(routing, gated=True, dtype=self.weight_dtype), rows_in_order(x, routing)
         return experts_int4_up(
-            rows, self._stacked, self._bias, routing, tile=tile, gate=gate_of(clamp), interpret=not x.is_cuda
+            rows, self._stacked, self._bias, routing, tile=tile, gate=gate_of(gating), interpret=not x.is_cuda
         )
 
     def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:

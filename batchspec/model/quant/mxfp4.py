@@ -18,7 +18,7 @@ from batchspec.kernels.moe.experts_mxfp4 import experts_mxfp4_down, experts_mxfp
 from batchspec.kernels.moe.mxfp4 import LARGEST_SCALE, Mxfp4Weight, dequantise_blocks, mxfp4_shapes, shuffle_mxfp4
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.base import Clamp, GroupedSpec, Share, TensorSpec
+from batchspec.model.blocks.base import Gating, GroupedSpec, Share, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import Slices, Weights
@@ -124,10 +124,10 @@ class PackedExperts:
     def __init__(self, weight: Mxfp4Weight, bias: Tensor | None) -> None:
         self.weight, self._bias = weight, bias
 
-    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor:
+    def up(self, x: Tensor, routing: Routing, gating: Gating, *, quantise: bool) -> Tensor:
         interpret, tile = not x.is_cuda, tile_of(routing, gated=True, dtype=torch.uint8)
         rows = rows_in_order(x, routing)
-        return experts_mxfp4_up(rows, self.weight, self._bias, routing, tile=tile, gate=gate_of(clamp), interpret=interpret)
+        return experts_mxfp4_up(rows, self.weight, self._bias, routing, tile=tile, gate=gate_of(gating), interpret=interpret)
 
     def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
         assert isinstance(inner, Tensor)

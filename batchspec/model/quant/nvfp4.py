@@ -19,7 +19,7 @@ from batchspec.kernels.common.nvfp4 import GROUP, Nvfp4Weight, dequantise, joine
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.base import Clamp, GroupedSpec
+from batchspec.model.blocks.base import Gating, GroupedSpec
 from batchspec.model.blocks.forward import Product
 from batchspec.model.quant.dequantised import multiply_in_pieces
 from batchspec.model.quant.grouped import PlainExperts
@@ -68,8 +68,8 @@ class Nvfp4Experts(PlainExperts):
     def __init__(self, weight: StackedNvfp4, bias: Tensor | None) -> None:
         self.weight, self._bias, self.rows = weight, bias, weight.codes.shape[1]
 
-    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor:
-        return self.plain_up(x, routing, clamp)
+    def up(self, x: Tensor, routing: Routing, gating: Gating, *, quantise: bool) -> Tensor:
+        return self.plain_up(x, routing, gating)
 
     def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
         assert isinstance(inner, Tensor)

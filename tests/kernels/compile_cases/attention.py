@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from batchspec.kernels.attention.ordered_step import block_of
 from tests.kernels.compile_cases.cases import I32, I64, PF32, PI32, PI64, Cases
 
 CASES = Cases("attention")
@@ -17,6 +18,11 @@ for _stored, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early, _sin
     ("e4m3", 128, 16, 64, 4, 0, False, False, True, False), ("e4m3", 64, 16, 64, 4, 128, False, False, False, True),
     ("e4m3", 128, 64, 64, 4, 0, True, False, True, False), ("e4m3", 64, 128, 64, 8, 0, True, False, False, False),
     ("e4m3", 128, 32, 64, 4, 0, False, True, False, False), ("e4m3 fp32", 64, 16, 32, 8, 0, False, False, False, False),
+    # Gemma 4: heads of 256 with a window, heads of 512 that read all keys
+    ("bf16", 256, 16, 32, 4, 1024, False, False, True, False), ("bf16", 512, 32, 16, 4, 0, False, False, True, False),
+    ("bf16", 512, 32, 16, 4, 0, True, True, False, False), ("e4m3", 512, 16, 32, 4, 0, False, False, True, False),
+    ("e4m3", 512, 32, 32, 8, 0, True, False, True, False), ("fp32", 512, 16, 16, 8, 0, False, False, False, False),
+    ("e4m3", 256, 16, 32, 4, 1024, False, False, True, False),
 ):
     _fp8 = _stored.startswith("e4m3")
     _dtype = {"e4m3": "bf16", "e4m3 fp32": "fp32"}.get(_stored, _stored)
@@ -25,6 +31,7 @@ for _stored, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early, _sin
         f"sinks {_sinks}",
         "verify_attention",
         _warps,
+        stages=(2 if _warps == 8 else 3) if _dim >= 256 and _stored != "fp16" else None,
         q=f"*{_dtype}",
         kv="*fp8e4nv" if _fp8 else f"*{_dtype}",
         scales=PF32 if _fp8 else None,
@@ -123,26 +130,41 @@ for _sink_logits in (None, PF32):  # without them one part after another, as whe
 for _kv, _dim, _tile, _window, _grouped, _warps in (
     ("bf16", 128, 16, 0, False, 4), ("bf16", 64, 32, 128, False, 4), ("bf16", 128, 64, 0, True, 4),
     ("fp8e4nv", 128, 16, 0, False, 4), ("fp8e4nv", 64, 32, 128, False, 4), ("fp8e4nv", 128, 64, 0, True, 4),
+    ("bf16", 512, 32, 0, False, 4),
 ):
     case(f"ordered_attention_kernel {_kv} D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}", "ordered_attention",
-         _warps, q="*bf16", kv=f"*{_kv}", scales=None if _kv == "bf16" else PF32,
+         _warps, stages=3 if _dim == 512 else None, q="*bf16", kv=f"*{_kv}", scales=None if _kv == "bf16" else PF32,
          page_table=PI32, positions=PI64, cu_seqlens_q=PI32, kv_len=PI32, row_order=PI32, items=PI32,
          num_items=PI32, row_parts=PI32, sink_logits=PF32 if _window else None, out="*bf16", part_out=PF32, part_lse=PF32,
          scale="fp32", max_pages=I32, max_q=I32, stride=I32, q_stride_t=I32, q_stride_h=I32, kv_stride_part=I64,
-         kv_stride_page=I32, KV_HEADS=8, HEADS=4, HEAD_DIM=_dim, DIM=_dim, PAGE_SIZE=16, WINDOW=_window, TILE=_tile, BLOCK=64,
-         GROUPED=_grouped, WIDE=False, STRIDED=_window > 0, EARLY=not _window)
+         kv_stride_page=I32, KV_HEADS=8, HEADS=4, HEAD_DIM=_dim, DIM=_dim, PAGE_SIZE=16, WINDOW=_window, TILE=_tile,
+         BLOCK=block_of(_dim), GROUPED=_grouped, WIDE=False, STRIDED=_window > 0, EARLY=not _window)
 for _kv, _dim, _window, _parted in (
     ("bf16", 128, 0, True), ("bf16", 64, 128, True), ("bf16", 96, 0, False), ("fp8e4nv", 128, 0, True),
-    ("fp8e4nv", 64, 128, False),
+    ("fp8e4nv", 64, 128, False), ("bf16", 512, 0, True),
 ):
-    case(f"ordered_prefill_kernel {_kv} D={_dim}, window {_window}, parted {_parted}", "ordered_prefill", 8, q="*bf16",
-         kv=f"*{_kv}", scales=None if _kv == "bf16" else PF32,
+    case(f"ordered_prefill_kernel {_kv} D={_dim}, window {_window}, parted {_parted}", "ordered_prefill", 8,
+         stages=2 if _dim == 512 else None, q="*bf16", kv=f"*{_kv}", scales=None if _kv == "bf16" else PF32,
          page_table=PI32, positions=PI64, cu_seqlens_q=PI32, kv_len=PI32, sink_logits=PF32 if _window else None, out="*bf16",
          scale="fp32", max_pages=I32, num_tiles=I32, q_stride_t=I32, q_stride_h=I32, kv_stride_part=I64, kv_stride_page=I32,
-         KV_HEADS=8, HEADS=4, HEAD_DIM=_dim, DIM=128 if _dim > 64 else 64, PAGE_SIZE=16, WINDOW=_window, TILE=128, BLOCK=64,
-         PART=1024, PARTED=_parted, WIDE=False)
+         KV_HEADS=8, HEADS=4, HEAD_DIM=_dim, DIM=128 if 64 < _dim <= 128 else _dim, PAGE_SIZE=16, WINDOW=_window,
+         TILE=128 if _dim <= 256 else 32, BLOCK=block_of(_dim), PART=1024, PARTED=_parted, WIDE=False)
+
+for _window, _given, _dim, _tile, _parts in ((0, None, 512, 128, 2), (16, PF32, 64, 64, 1)):
+    case(f"ragged_prefill_kernel D={_dim}, window {_window}", "ragged_prefill", 8, stages=2, q="*bf16", k="*bf16", v="*bf16",
+         cu_seqlens_q=PI32, cu_seqlens_k=PI32, sink_logits=_given, out="*bf16", scale="fp32", num_tiles=I32, q_stride_t=I32,
+         q_stride_h=I32, k_stride=I32, v_stride=I32, KV_HEADS=4, HEADS=8, HEAD_DIM=_dim, DIM=_dim, WINDOW=_window, TILE=_tile,
+         BLOCK=32, V_PARTS=_parts, WIDE=False)
 
 CASES.seldom |= {
+    "verify_kernel bf16 D=256, tile 16, window 1024, grouped False, tree False, early True, sinks False",
+    "verify_kernel bf16 D=512, tile 32, window 0, grouped True, tree True, early False, sinks False",
+    "verify_kernel e4m3 D=512, tile 16, window 0, grouped False, tree False, early True, sinks False",
+    "verify_kernel e4m3 D=512, tile 32, window 0, grouped True, tree False, early True, sinks False",
+    "verify_kernel fp32 D=512, tile 16, window 0, grouped False, tree False, early False, sinks False",
+    "verify_kernel e4m3 D=256, tile 16, window 1024, grouped False, tree False, early True, sinks False",
+    "ordered_attention_kernel bf16 D=512, tile 32, window 0, grouped False",
+    "ordered_prefill_kernel bf16 D=512, window 0, parted True",
     "verify_kernel bf16 D=128, tile 16, window 0, grouped False, tree False, early False, sinks False",
     "verify_kernel bf16 D=128, tile 64, window 0, grouped True, tree False, early True, sinks False",
     "verify_kernel bf16 D=96, tile 64, window 0, grouped True, tree False, early False, sinks False",

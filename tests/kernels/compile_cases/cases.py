@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from batchspec.kernels.common.card import Card
 
@@ -20,6 +20,8 @@ class Case(NamedTuple):
     """In the kernel's order: the type of each, or the value of a constant."""
     stages: int = 3
     """Of the pipelines of its loops."""
+    aligned: bool = False
+    """Whether pointers and strides are multiples of 16, as in launches: only such loads are pipelined, and take shared memory."""
 
     def on(self, card: Card) -> Case | None:
         """The case as it is launched on a card: where it has no loads by descriptor, by pointers. None: not launched there."""
@@ -43,10 +45,10 @@ class Cases(dict[str, Case]):
         self.seldom: set[str] = set()
         """Those whose branches other cases reach: they are compiled with -m slow alone."""
 
-    def add(self, name: str, module: str, warps: int, **arguments: object) -> None:
+    def add(self, name: str, module: str, warps: int, *, stages: Any = None, **arguments: object) -> None:
         """A case of the kernel that `name` begins with, in kernels/PACKAGE/`module`.py."""
         assert name not in self, name
-        self[name] = Case(self.package, module, name.split(" ")[0], warps, arguments)
+        self[name] = Case(self.package, module, name.split(" ")[0], warps, arguments, stages or 3, stages is not None)
 
 
 ORDERED = ("ordered", "ordered_attention", "ordered_prefill")

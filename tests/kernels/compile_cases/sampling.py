@@ -44,6 +44,7 @@ for _stages in (1, 4):
     case(f"cutoff_kernel {_stages} stages", "cutoff", 32, logits=PF32, row_ids=PI32, temperature=PF32, top_k=PI32, top_p=PF32,
          min_p=PF32, listed=PF32, out_cutoff=PF32, stride_row=I32, vocab=I32, MAX_PASSES=10, STAGES=_stages, DEPTH=8,
          BLOCK=4096)
+case("softcap_kernel", "softcap", 8, logits=PF32, count=I32, CAP=30.0, BLOCK=4096)
 case("log_normaliser_kernel", "log_normaliser", 16, logits=PF32, out=PF32, stride_row=I32, vocab=I32, BLOCK=4096)
 case("sample_kernel fp32, a part", "sample", 16, logits=PF32, row_ids=PI32, positions=PI64, keys=PI64, temperature=PF32,
      cutoff=PF32, out_ids=PI32, out_scores=PF32, out_tops=PF32, stride_row=I32, vocab=I32, first_id=I32, ACC="fp32",
