@@ -19,12 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.attention.tile import lanes_of, sink_share
+from batchspec.kernels.common.card import Card, card_of
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 DTYPES = (torch.bfloat16, torch.float16)
 TILE, BLOCK, V_PARTS, WARPS, STAGES = 128, 32, 2, 8, 2
-"""With heads of 512 values nothing spills, and 224 of the 227 KiB of shared memory are used. Not measured."""
+"""With heads of 512 values nothing spills, and 184 of the 227 KiB of shared memory that a block has on Hopper are used. Not
+measured."""
 
 
 @triton.jit
@@ -122,6 +124,12 @@ def ragged_prefill_kernel(
     )
 
 
+def tile_of(dim: int, dtype: torch.dtype, card: Card) -> int:
+    """TILE, or as much of it as fits into the card's shared memory beside a block of keys and one of values."""
+    room = card.block_shared_bytes // dtype.itemsize - 2 * BLOCK * dim
+    return next((tile for tile in (TILE, TILE // 2) if tile * dim < room), TILE // 4)
+
+
 def ragged_prefill(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, scale: float, max_q: int, out: Tensor,
     window: int = 0, sink_logits: Tensor | None = None, interpret: bool = False,
@@ -154,12 +162,13 @@ def ragged_prefill(
             q, k, v, cu_seqlens_q, cu_seqlens_k, scale=scale, out=out, window=window, sink_logits=sink_logits
         )
     elif num_tokens:
-        heads = num_heads // kv_heads
-        num_tiles = triton.cdiv(max_q * heads, TILE)
+        heads, dim = num_heads // kv_heads, max(32, triton.next_power_of_2(head_dim))
+        tile = tile_of(dim, q.dtype, card_of(q.device))
+        num_tiles = triton.cdiv(max_q * heads, tile)
         ragged_prefill_kernel[(num_rows * num_tiles * kv_heads * V_PARTS,)](
             q, k, v, cu_seqlens_q, cu_seqlens_k, sink_logits, out, scale * math.log2(math.e), num_tiles, q.stride(0), q.stride(1),
             k.stride(0), v.stride(0), KV_HEADS=kv_heads, HEADS=heads, HEAD_DIM=head_dim,
-            DIM=max(32, triton.next_power_of_2(head_dim)), WINDOW=window, TILE=TILE, BLOCK=BLOCK, V_PARTS=V_PARTS,
+            DIM=dim, WINDOW=window, TILE=tile, BLOCK=BLOCK, V_PARTS=V_PARTS,
             WIDE=not q.is_cuda, num_warps=WARPS, num_stages=STAGES, **launch_args(q),
         )
 

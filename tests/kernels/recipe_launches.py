@@ -66,6 +66,8 @@ class Recipe:
     fp8_kv: bool = False
     random: bool = False
     """Rows are sampled, not greedy."""
+    layers: int = 2
+    """Number of layers, all kinds of layers among them."""
 
 
 RECIPES = {
@@ -77,7 +79,8 @@ RECIPES = {
     "llama8b-int4": Recipe("llama8b-int4", "head"),
     "qwen3-30b-a3b-int4": Recipe("qwen3-30b-a3b-int4", "lookup"),
     "gpt-oss-20b": Recipe("gpt-oss-20b", "head"),
-    "qwen3.5-35b-a3b": Recipe("qwen3.5-35b-a3b", "mtp", random=True),
+    "qwen3.5-35b-a3b": Recipe("qwen3.5-35b-a3b", "mtp", random=True, layers=4),
+    "gemma4-26b-a4b": Recipe("gemma4-26b-a4b", "lookup", layers=6),
     "smol135m": Recipe("smol135m", "head"),
 }
 """What the pages and jobs/ recommend: model and drafter."""
@@ -128,7 +131,7 @@ def standing_for(card: Card) -> Iterator[None]:
 
 def engine_of(recipe: Recipe) -> tuple[Engine, int]:
     """An engine for many rows, and the number of drafts of a round."""
-    small: dict[str, Any] = {"num_hidden_layers": 4 if "qwen3.5" in recipe.shape else 2, "vocab_size": 32768}
+    small: dict[str, Any] = {"num_hidden_layers": recipe.layers, "vocab_size": 32768}
     spec = read_spec(COMMON | SHAPES[recipe.shape] | small, recipe.shape).on(CPU, BF16, "auto")
     spec = spec.with_fp8_kv() if recipe.fp8_kv else spec
     target = Target(spec, DummyWeights(spec, dtype=BF16, device=CPU), CPU)
