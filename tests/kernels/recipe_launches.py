@@ -92,7 +92,9 @@ def runs_on(name: str, card: Card) -> bool:
 
 
 def zeros(made: DummyWeights, tensor: TensorSpec, shape: tuple[int, ...]) -> Tensor:
-    """A weight of which no byte is written."""
+    """A weight of which no byte is written; an index has its numbers."""
+    if tensor.role == "index":
+        return made._integers(tensor, shape)
     dtype = STORED.get(tensor.dtypes[0]) if len(tensor.dtypes) == 1 else None
     return torch.zeros(shape, dtype=dtype or weights._dtype_of(tensor, made.dtype))
 
@@ -106,8 +108,8 @@ def standing_for(card: Card) -> Iterator[None]:
         get_current_stream=lambda device: 0,
     ))
 
-    def product(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
-        return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)
+    def product(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype) if out is None else out
 
     def shuffled(blocks: Tensor, scales: Tensor) -> Mxfp4Weight:
         rows, num_scales = scales.shape
