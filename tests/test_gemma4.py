@@ -195,7 +195,7 @@ def test_sizes_are_the_published_ones(
     name: str, weights_gb: float, active: float, token_bytes: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes of a token, of layers that read all keys and of those with a window, in bf16."""
-    monkeypatch.setattr(policy, "is_hopper", lambda device: True)
+    monkeypatch.setattr(policy, "has_kernels", lambda device: True)
     spec = shape_spec(name).on(torch.device("cpu"), BF16)
     assert spec.unread == ()
     assert spec.weight_bytes(BF16) == pytest.approx(weights_gb * 1e9, rel=0.01)

@@ -200,7 +200,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # No entry of another package lists these two: nothing imports what only measures or trains.
     "bench": {
         "commands.doctor", "console.arguments", "config", "distributed", "draft", "engine", "batch", "kernels", "load", "model",
-        "packing", "prepare", "report", "runner", "structured.compiler", "supervise",
+        "packing", "prepare", "report", "runner", "storage", "structured.compiler", "supervise",
     },
     "heads": {
         "console", "config", "dataset", "draft", "engine", "batch", "cache", "kernels", "load", "model", "packing",

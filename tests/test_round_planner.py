@@ -99,7 +99,7 @@ def planner(
     pass_bytes  of `SharingCost`, whose pages have one byte here
     row_lengths  rounds may verify a part of their drafts
     """
-    layers = [SimpleNamespace(window=window) for window in kv_windows[1]]
+    layers = [SimpleNamespace(kv=True, window=window) for window in kv_windows[1]]
     drafter = SimpleNamespace(max_len=max_len, layer_states=lambda page_size: layers)
     executor: Any = SimpleNamespace(
         _prefill_pass=lambda *_: None,

@@ -8,14 +8,14 @@ verify has rates of later positions from its better rounds only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchspec.errors import ConfigError
+from batchspec.storage.exact_files import parquet_file
+from batchspec.storage.local_tree import files_below
 
 Kinds = list[list[float]]
 """Of each kind of row, or of each row, the share of rounds that accept at least so many drafts: 1, 2, .. K."""
@@ -49,10 +49,7 @@ def rates_of_rows(path: Path) -> Kinds:
     A position that the row never drafted counts as never accepted. Of rates that increase, because positions were drafted in
     different rounds, the later ones are lowered.
     """
-    if path.is_dir():
-        files: Sequence[Path] = sorted((path / "data" if (path / "data").is_dir() else path).glob("*.parquet"))
-    else:
-        files = [path]
+    files = sorted(file.path for file in files_below(path / "data")) if path.is_dir() else [path]
     found = [rates for file in files for rates in _rates_of_file(file)]
     if not found:
         raise ConfigError(
@@ -64,7 +61,7 @@ def rates_of_rows(path: Path) -> Kinds:
 
 def _rates_of_file(file: Path) -> list[list[float]]:
     try:
-        with pq.ParquetFile(file) as reader:
+        with parquet_file(file) as reader:
             rows = reader.read(columns=[f"{COLUMN}.{RATES}"]).to_pylist()
     except (OSError, pa.ArrowException) as error:
         said = " ".join(str(error).split())
