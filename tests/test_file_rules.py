@@ -23,6 +23,7 @@ OPENS: dict[str, str] = {
     "packing.device_memory": "/proc",
     "config.reference": "the package's own conf",
     "cluster.manifests": "the package's own recipes",
+    "tuning.cards": "the package's own table",
     "tuning.table": "the package's own tables, and that of doctor --tune",
     "heads.folder": "the record that a training wrote",
     "model.packaged": "the wheel, after is_file",
