@@ -78,13 +78,19 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 5, "num_experts": 5,
     "num_experts_per_tok": 2, "rotary_dim": 8, "full_attention_interval": 2, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "shared_expert_intermediate_size": 32,
-    "n_routed_experts": 5, "shared_intermediate_size": 32, "layer_types": ["attention"] * 2,
+    "n_routed_experts": 5, "shared_intermediate_size": 32, "layer_types": ["attention"] * 2, "top_k_experts": 2,
+    "global_head_dim": 32, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320,
 }
+SHARING_KV: dict[str, Any] = {
+    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2
+}
+"""Of shapes whose last layers read the K and V of earlier layers of their kind."""
 
 
 def small(name: str) -> str:
     known = {**COMMON, **SHAPES[name]}
-    return json.dumps({**known, **{key: value for key, value in SMALL.items() if known.get(key)}})
+    cut = {key: value for key, value in SMALL.items() if known.get(key)}
+    return json.dumps({**known, **cut, **(SHARING_KV if "num_kv_shared_layers" in known else {})})
 
 
 DISTINCT = {small(name): name for name in reversed(SHAPES) if "-" in name}

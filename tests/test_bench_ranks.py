@@ -24,7 +24,7 @@ from batchspec.model.target import Target
 from tests.engines import DEVICE
 from tests.forked import run_python
 from tests.ranks import on_ranks, part_of, whole_of
-from tests.test_bench import TINY
+from tests.test_bench import SHARING_KV, TINY
 
 pytestmark = pytest.mark.second
 
@@ -164,6 +164,7 @@ def test_of_the_shapes_these_alone_cannot_be_cut(tmp_path: Path) -> None:
         few: dict[str, Any] = {"num_hidden_layers": 2}
         few |= {"full_attention_interval": 2} if "full_attention_interval" in shape else {}
         few |= {"layer_types": shape["layer_types"][:2]} if "layer_types" in shape else {}
+        few |= SHARING_KV if "num_kv_shared_layers" in shape else {}
         (tmp_path / "config.json").write_text(json.dumps({**COMMON, **shape, **few}))
         spec = shape_spec(str(tmp_path / "config.json"))
         for ranks in (2, 4, 8):
