@@ -145,6 +145,20 @@ def test_logprobs_of_ranks_are_those_of_all_logits(problem: dict[str, Any], coun
             assert all(len(set(ids)) == num_top for ids in top_ids.tolist())
 
 
+def test_ranks_exchange_as_many_top_logits_as_are_asked_for() -> None:
+    logits, table = torch.randn(2, WIDTH), Table(2)
+
+    def own(ranks: Collectives) -> tuple[Tensor, Tensor]:
+        tokens = columns(ranks.rank, 2)
+        target: Any = SimpleNamespace(spec=SimpleNamespace(vocab_size=WIDTH, vocab_part=tokens), ranks=ranks)
+        return SharedVocabulary(target).largest(logits[:, tokens], 3)
+
+    for ids, values in on_ranks(2, own, table):
+        assert torch.equal(values, logits.topk(3).values)
+        assert torch.equal(logits.gather(1, ids.long()), values)
+    assert sum(table.bytes_exchanged) == 2 * 3 * (4 + 4)  # a logit and an id
+
+
 def head_for(target: Target, *, own_output: bool) -> Head:
     """A head of noise; without own_output it drafts with the target's embedding and lm_head."""
     spec = dummy_spec(target.spec.whole or target.spec, draft_vocab_size=19 if own_output else VOCAB, parallel=True)
