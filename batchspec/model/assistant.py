@@ -17,15 +17,12 @@ from pathlib import Path
 from batchspec.model.blocks.base import (
     WHOLE,
     BlockSpec,
-    Gemm,
-    GroupedSpec,
     NormForm,
     ProductSpec,
     Projection,
     Shard,
-    Share,
     TensorSpec,
-    whole_shares,
+    WholeBlockSpec,
 )
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
@@ -34,7 +31,7 @@ from batchspec.model.families.registry import ASSISTANTS, assistant_text
 from batchspec.model.quant.base import Slices
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.rope_config import RopeSpec
-from batchspec.model.spec import EMBEDDING, FINAL_NORM, OUTPUT, ModelSpec, layer_prefix, read_spec, tokens_of
+from batchspec.model.spec import EMBEDDING, FINAL_NORM, OUTPUT, ModelSpec, layer_prefix, layers_of, read_spec, tokens_of
 
 ORDER = "masked_embedding.token_ordering"
 """int64 [V] the tokens of the first cluster, then those of the second, and so on; all clusters have equally many."""
@@ -43,7 +40,7 @@ _ANOTHER = "it is the assistant of another model; draft.path must be the one mad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndsSpec:
+class EndsSpec(WholeBlockSpec):
     """The products before and after the layers, and the one that scores clusters. Every rank has all of them."""
 
     hidden_size: int
@@ -72,33 +69,12 @@ class EndsSpec:
         return self.before, self.after, *([self.centroids] if self.num_clusters else [])
 
     @property
-    def grouped(self) -> tuple[GroupedSpec, ...]:
-        return ()
-
-    @property
-    def vectors(self) -> tuple[TensorSpec, ...]:
-        return ()
-
-    @property
-    def num_sums(self) -> int:
-        return 0
-
-    @property
     def inner_size(self) -> int:
         return 2 * self.target_size
 
     @property
     def activation_size(self) -> int:
         return 4 * self.target_size + 2 * self.hidden_size + self.num_clusters
-
-    def gemms(self, tokens: float) -> tuple[Gemm, ...]:
-        return tuple(Gemm(product=product, ops=("linear",)) for product in self.products)
-
-    def sharded(self, shard: Shard, unit: int) -> EndsSpec:
-        return self
-
-    def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
-        return whole_shares(self.products)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +134,7 @@ class AssistantSpec(CheckpointPart):
         assert self.whole is None, self.shard
         if shard.ranks == 1:
             return self
-        units = ([self.formats.unit_of(block, layer_prefix(i)) for block in layer.blocks] for i, layer in enumerate(self.layers))
-        layers = tuple(layer.sharded(shard, own) for layer, own in zip(self.layers, units, strict=True))
-        return replace(self, layers=layers, shard=shard, whole=self)
+        return replace(self, layers=layers_of(shard, self.layers, self.formats), shard=shard, whole=self)
 
 
 def is_assistant(folder: Path) -> bool:

@@ -18,14 +18,12 @@ from batchspec.model.blocks.base import (
     PLAIN_NORM,
     WHOLE,
     BlockSpec,
-    Gemm,
-    GroupedSpec,
     NormForm,
     ProductSpec,
     Projection,
     Shard,
-    Share,
     TensorSpec,
+    WholeBlockSpec,
 )
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
@@ -34,7 +32,7 @@ from batchspec.model.quant.formats import ALL_PLAIN, Formats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JoinSpec:
+class JoinSpec(WholeBlockSpec):
     """The block before the layer, which joins embedding and hidden state, and the norm after the layer. Every rank has all of
     it."""
 
@@ -56,17 +54,9 @@ class JoinSpec:
         return (self.product,)
 
     @property
-    def grouped(self) -> tuple[GroupedSpec, ...]:
-        return ()
-
-    @property
     def vectors(self) -> tuple[TensorSpec, ...]:
         names = (self.embedding_norm, self.hidden_norm, self.out_norm)
         return tuple(self.norms.tensor(name, self.hidden_size) for name in names)
-
-    @property
-    def num_sums(self) -> int:
-        return 0
 
     @property
     def inner_size(self) -> int:
@@ -75,15 +65,6 @@ class JoinSpec:
     @property
     def activation_size(self) -> int:
         return 3 * self.hidden_size
-
-    def gemms(self, tokens: float) -> tuple[Gemm, ...]:
-        return (Gemm(product=self.product, ops=("linear",)),)
-
-    def sharded(self, shard: Shard, unit: int) -> JoinSpec:
-        return self
-
-    def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
-        return {self.fc: Share("columns", (slice(0, self.hidden_size),))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -214,9 +214,7 @@ class ModelSpec(CheckpointPart):
         assert self.whole is None, self.shard
         if shard.ranks == 1:
             return self
-        units = ([self.formats.unit_of(block, layer_prefix(i)) for block in layer.blocks] for i, layer in enumerate(self.layers))
-        layers = tuple(layer.sharded(shard, own) for layer, own in zip(self.layers, units, strict=True))
-        return replace(self, layers=layers, shard=shard, whole=self)
+        return replace(self, layers=layers_of(shard, self.layers, self.formats), shard=shard, whole=self)
 
     @property
     def vocab_part(self) -> slice:
@@ -310,6 +308,12 @@ class ModelSpec(CheckpointPart):
 def tokens_of(shard: Shard, vocab_size: int) -> slice:
     """The tokens whose logits a rank computes; a rank may have one fewer than rank 0."""
     return slice(*(-(-rank * vocab_size // shard.ranks) for rank in (shard.rank, shard.rank + 1)))
+
+
+def layers_of(shard: Shard, layers: Sequence[LayerSpec], formats: Formats) -> tuple[LayerSpec, ...]:
+    """What a rank holds of these layers. Raises ConfigError for sizes that cannot be cut."""
+    units = ([formats.unit_of(block, layer_prefix(i)) for block in layer.blocks] for i, layer in enumerate(layers))
+    return tuple(layer.sharded(shard, own) for layer, own in zip(layers, units, strict=True))
 
 
 def layer_prefix(index: int) -> str:

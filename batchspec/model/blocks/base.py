@@ -7,6 +7,7 @@ loader, dummy weights, the tuner, the cost model, the memory plan and `plan`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, Self
@@ -283,6 +284,38 @@ class NormedSpec:
         """The block's last product. A kernel can add it to the stream unless its output is normed or multiplied first."""
         added = self.post_norm is None and self.out_scale is None
         return Gemm(product=product, ops=("linear", "linear_add") if added else ("linear",))
+
+
+class WholeBlockSpec(ABC):
+    """A block of plain products, all of which every rank has."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def products(self) -> tuple[ProductSpec, ...]:
+        """As of `BlockSpec`."""
+
+    @property
+    def grouped(self) -> tuple[GroupedSpec, ...]:
+        return ()
+
+    @property
+    def vectors(self) -> tuple[TensorSpec, ...]:
+        return ()
+
+    @property
+    def num_sums(self) -> int:
+        return 0
+
+    def gemms(self, tokens: float) -> tuple[Gemm, ...]:
+        return tuple(Gemm(product=product, ops=("linear",)) for product in self.products)
+
+    def sharded(self, shard: Shard, unit: int) -> Self:
+        return self
+
+    def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
+        return whole_shares(self.products)
 
 
 class BlockSpec(Protocol):

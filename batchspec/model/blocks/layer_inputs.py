@@ -11,7 +11,6 @@ Source: transformers, models/gemma4 (Gemma4TextModel.project_per_layer_inputs, G
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,23 +18,19 @@ from torch import Tensor
 
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.blocks.base import (
-    Gemm,
-    GroupedSpec,
     NormedSpec,
     NormForm,
     ProductSpec,
     Projection,
-    Shard,
-    Share,
     TensorSpec,
-    whole_shares,
+    WholeBlockSpec,
 )
 from batchspec.model.blocks.forward import BlockSource, Stream
 from batchspec.model.fused import gelu_tanh_and_mul, rms_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerInputsSpec:
+class LayerInputsSpec(WholeBlockSpec):
     """The shape of what computes the inputs of all layers."""
 
     hidden_size: int
@@ -57,10 +52,6 @@ class LayerInputsSpec:
         return (self.product,)
 
     @property
-    def grouped(self) -> tuple[GroupedSpec, ...]:
-        return ()
-
-    @property
     def vectors(self) -> tuple[TensorSpec, ...]:
         table = TensorSpec("embed_tokens_per_layer.weight", (self.vocab_size, self.inner_size), "weight")
         return table, self.norms.tensor("per_layer_projection_norm", self.size)
@@ -74,22 +65,9 @@ class LayerInputsSpec:
         return self.num_layers * self.size
 
     @property
-    def num_sums(self) -> int:
-        return 0
-
-    @property
     def activation_size(self) -> int:
         """What comes from the table and from the embedding, a temporary of each, and the sum."""
         return 5 * self.inner_size
-
-    def gemms(self, tokens: float) -> tuple[Gemm, ...]:
-        return (Gemm(product=self.product, ops=("linear",)),)
-
-    def sharded(self, shard: Shard, unit: int) -> LayerInputsSpec:
-        return self
-
-    def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
-        return whole_shares(self.products)
 
     def build(self, source: BlockSource) -> LayerInputs:
         return LayerInputs(self, source)
@@ -115,7 +93,7 @@ class LayerInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerInputSpec(NormedSpec):
+class LayerInputSpec(WholeBlockSpec, NormedSpec):
     """The shape of the block with which a layer reads its input. It norms its output, not the stream."""
 
     size: int
@@ -143,21 +121,8 @@ class LayerInputSpec(NormedSpec):
         return self.size
 
     @property
-    def num_sums(self) -> int:
-        return 0
-
-    @property
     def activation_size(self) -> int:
         return 4 * self.size + self.hidden_size
-
-    def gemms(self, tokens: float) -> tuple[Gemm, ...]:
-        return tuple(Gemm(product=product, ops=("linear",)) for product in self.products)
-
-    def sharded(self, shard: Shard, unit: int) -> LayerInputSpec:
-        return self
-
-    def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
-        return whole_shares(self.products)
 
     def build(self, source: BlockSource) -> LayerInput:
         return LayerInput(self, source)
