@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,19 +12,8 @@ from batchspec.kernels.benchmarks import fp8_bench
 from batchspec.kernels.benchmarks.fp8_bench import MODELS, Timings, kernels_of, make, summary, time_product
 from batchspec.kernels.gemm.fp8_tiles import Fp8Tile, candidates
 from batchspec.tuning.cards import known_card
+from tests.kernels.call_clock import Clock
 from tests.scaled_mm import library_on_cpu
-
-
-class Clock:
-    """Counts calls instead of timing them, down from 9 us."""
-
-    def __init__(self) -> None:
-        self.left = 9.0
-
-    def us(self, calls: Sequence[Callable[[], object]]) -> float:
-        calls[0]()
-        self.left -= 1
-        return self.left
 
 
 @pytest.fixture(autouse=True)

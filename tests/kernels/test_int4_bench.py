@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,20 +25,9 @@ from batchspec.kernels.gemm.int4_tiles import candidates
 from batchspec.kernels.gemm.int4_trial import random_int4
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.tuning.cards import known_card
+from tests.kernels.call_clock import Clock
 
 TILES = [Tile(16, 64, 128, 2, 4, False), Tile(16, 64, 128, 2, 4, True, split=2)]
-
-
-class Clock:
-    """Counts calls instead of timing them, down from 9 us."""
-
-    def __init__(self) -> None:
-        self.left = 9.0
-
-    def us(self, calls: Sequence[Callable[[], object]]) -> float:
-        calls[0]()
-        self.left -= 1
-        return self.left
 
 
 def test_every_tile_and_the_library_are_checked_and_timed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from batchspec.kernels.benchmarks.timing import relative_error
 from batchspec.kernels.common.card import INTERPRETER
 from batchspec.kernels.moe.gate import Gate
 from batchspec.kernels.moe.tiles import ExpertTile, expert_tile
+from tests.kernels.call_clock import Clock
 from tests.kernels.moe_cases import SPREADS, routing_of
 
 SHAPE = MoeShape(4, 2, 128, 128, Gate(7.0), True)
@@ -68,18 +68,6 @@ def test_spreads_and_tiles(device: torch.device) -> None:
     assert len(tiles_of(product, 64, sweep=False)) == 1
     assert tiles_of(product, 64, sweep=True)[0] == tiles_of(product, 64, sweep=False)[0]
     assert len(tiles_of(product, 64, sweep=True)) > 10
-
-
-class Clock:
-    """Counts calls instead of timing them, down from 9 us."""
-
-    def __init__(self) -> None:
-        self.left = 9.0
-
-    def us(self, calls: Sequence[Callable[[], object]]) -> float:
-        calls[0]()
-        self.left -= 1
-        return self.left
 
 
 @pytest.mark.parametrize("form", FORMATS)
