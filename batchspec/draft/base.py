@@ -48,7 +48,7 @@ class Drafter(Protocol):
     target's draws; None: drafts are argmaxes."""
     confidence: Tensor | None
     """int32 [slots, max_len] where `propose` writes how sure it is of each draft of a chain, as an index of `prior_chances`.
-    What a number is worth is measured, by position. None: nobody asks."""
+    How often drafts of each index are accepted is measured, by position in the round. None: the confidence is not used."""
     prior_chances: tuple[float, ...]
     """Chance that a draft of each confidence is accepted, as long as nothing was measured. Their number is a power of two."""
 

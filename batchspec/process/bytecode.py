@@ -1,7 +1,7 @@
 """Bytecode of what a run imports, where Python keeps none: there, compiling 2,000 sources takes half of the time before a job.
 
 Some images set PYTHONDONTWRITEBYTECODE, or have packages without bytecode in a folder that is not writable. There bytecode is
-kept in the user's cache folder, and nothing is written beside the sources. At a first start, with bytecode nowhere, several
+kept in the user's cache folder, and nothing is written beside the sources. At a first start, when no bytecode exists, several
 processes compile the sources of `imported.txt` before they are imported, which takes 2 s of CPU time.
 `python -m batchspec.process.bytecode` writes that list anew.
 """
@@ -22,7 +22,7 @@ FEWEST_CPUS, MOST_PROCESSES = 4, 8
 LONGEST_S = 20
 """Seconds after which a start goes on without the rest of the bytecode."""
 WITNESS = "torch"
-"""The package of which bytecode tells that packages have it: the largest."""
+"""If this package, the largest, has bytecode, the installed packages are taken to have it."""
 ENTRANCES = (
     "batchspec.run", "batchspec.config.compose", "batchspec.cluster.workers", "batchspec.cluster.devices", "batchspec.job"
 )

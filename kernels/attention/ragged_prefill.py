@@ -125,7 +125,8 @@ def ragged_prefill_kernel(
 
 
 def tile_of(dim: int, dtype: torch.dtype, card: Card) -> int:
-    """TILE, or as much of it as fits into the card's shared memory beside a block of keys and one of values."""
+    """TILE, or the half or quarter of it that fits into the card's shared memory together with a block of keys and a block of
+    values."""
     room = card.block_shared_bytes // dtype.itemsize - 2 * BLOCK * dim
     return next((tile for tile in (TILE, TILE // 2) if tile * dim < room), TILE // 4)
 

@@ -26,7 +26,7 @@ class RoundLog:
     draft_len     int32 [n] draft tokens that were verified
     num_kept      int32 [n] committed tokens: accepted_len + 1, less those after a stop id or a failure
     finish        int32 [n] 0 running, else STOPPED, FULL, FAILED or WAITING of `kernels/rounds/accept.py`
-    after_draft   bool [n] the row waits, and its last token is a draft that the target chose too, beside those accepted
+    after_draft   bool [n] the row waits, and its last token equals the next draft, which accepted_len does not count
     tokens        int32 [n, S] the emitted tokens, -1 after them
     """
 

@@ -51,7 +51,7 @@ class RoundTimes:
     def add(
         self, num_rows: int, width: RoundWidth, context_tokens: int, seconds: float, *, prepare_next: bool, live_rows: int
     ) -> None:
-        """Note that a round of which `live_rows` rows were live took `seconds`."""
+        """Add the measured seconds of a round. live_rows: how many of its rows were live."""
         if not context_tokens:
             return
         timed_s = self._base[num_rows, width, prepare_next or width.draft_len > 0]
@@ -62,7 +62,7 @@ class RoundTimes:
     # A few numbers in each round: lists are faster than arrays.
 
     def seconds(self, num_rows: int, widths: Sequence[RoundWidth], context_tokens: int, live_rows: int) -> list[float]:
-        """Expected seconds of a round of each width, all of which were timed."""
+        """Expected seconds of a round, for each of these widths. All of them must have been timed."""
         base = [self._base[num_rows, width, width.draft_len > 0] for width in widths]
         if self._experts is not None:
             base = self._with_experts(num_rows, widths, np.array(base), live_rows).tolist()

@@ -53,8 +53,8 @@ class Survival:
         return len(self._sums)
 
     def accepted(self, draft_len: int, places: float) -> float:
-        """Expected number of accepted drafts per row of a round with `draft_len` drafts a row, 1..known_len, of which `places`
-        per row are verified: those most likely to survive."""
+        """Expected number of accepted drafts per row, if a round drafts `draft_len` (1..known_len) tokens for each row and, on
+        average, verifies `places` of them per row: those most likely to survive."""
         drafts, survivors = self._sums[draft_len - 1]
         at = bisect_left(drafts, places)
         if at == len(drafts):

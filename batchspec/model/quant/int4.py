@@ -5,8 +5,8 @@
 So the result is that of the model with dequantised weights, up to the order of sums; in fp64 it has the same bits, unless a
 matrix is multiplied in pieces (`dequantised.py`). Kernels unpack weights in registers (`kernels/gemm/int4_linear.py`). For many
 tokens weights are dequantised piece by piece, and the library multiplies; `tuning.policy.int4_tile` says for how many. Plain
-torch does that for any number. It also computes products with groups that kernels do not read: of other sizes than 32, 64 and
-whole blocks of 128, and in act order those of which a rank holds parts.
+torch does that for any number. It also computes what the kernels do not support: group sizes other than 32, 64 and multiples
+of 128, and, in act order, groups of which a rank holds only a part.
 """
 
 from __future__ import annotations
