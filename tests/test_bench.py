@@ -219,6 +219,19 @@ def test_options_of_heads_are_tried_with_heads_alone() -> None:
     assert found == ["none", "lookup K=1", "eagle3 K=1", "eagle3 K=1 sharded_draft=false", "eagle3 K=1 dead_positions=false"]
 
 
+def test_options_of_drafts_are_tried_where_drafts_may_differ_by_them() -> None:
+    """Lengths where the engine chooses them; the noise of draws with sampled rows and drafters that draw. Sets are whole."""
+    words = ["--draft", "none", "lookup", "eagle3", "tree", "--k", "2", "auto", "--temperature", "0", "1"]
+    words += ["--opt", "lengths=false", "coupled=false,argmax=false"]
+    found = [way.name for way in variant_specs(parse(["o", "n", "--shape", "smol135m", *words])) if way.options]
+    assert found == [
+        "lookup K=auto lengths=false", "lookup K=auto T=1 lengths=false",
+        "eagle3 K=2 T=1 coupled=false argmax=false",
+        "eagle3 K=auto lengths=false", "eagle3 K=auto T=1 lengths=false", "eagle3 K=auto T=1 coupled=false argmax=false",
+        "tree K=2 T=1 coupled=false argmax=false", "tree K=auto T=1 coupled=false argmax=false",
+    ]
+
+
 @pytest.mark.parametrize(("past", "drafters"), [(8, ["eagle3"]), (33, ["eagle3", "parallel", "window", "tree"])])
 def test_single_rounds_are_timed_over_rows_with_a_made_up_past(
     shape: Path, tmp_path: Path, past: int, drafters: list[str]

@@ -75,13 +75,22 @@ def variant_specs(args: argparse.Namespace) -> Iterator[VariantSpec]:
     it.
     """
     for draft in args.draft:
-        reads = DRAFTERS[SETTINGS.get(draft, {}).get("name", draft)].reads
         for length in [0] if draft == "none" else args.k:
             for temperature, schemas in product(args.temperature, args.schemas):
                 for options in [{}, *args.opt]:
-                    fits = all(f"ablation.{key}" in reads for key in options if key in ("dead_positions", "sharded_draft"))
-                    if fits and (temperature or "coupled" not in options):
-                        yield VariantSpec(draft, length, options, temperature, schemas)
+                    variant = VariantSpec(draft, length, options, temperature, schemas)
+                    if all(_applies(key, variant) for key in options):
+                        yield variant
+
+
+def _applies(option: str, variant: VariantSpec) -> bool:
+    """Whether an option of OPTIONS may change what the variant does."""
+    if option == "lengths":  # `none` and trees have no draft lengths to choose
+        return variant.draft_len is None and variant.draft != TREE
+    reads = DRAFTERS[SETTINGS.get(variant.draft, {}).get("name", variant.draft)].reads
+    if option == "coupled":
+        return variant.temperature > 0 and "draft.coupled" in reads
+    return option not in ("dead_positions", "sharded_draft") or f"ablation.{option}" in reads
 
 
 def parse_options(text: str) -> dict[str, bool]:
