@@ -110,9 +110,11 @@ def report(out: Path, *words: str) -> str:
 
 def record(folder: OutputFolder) -> None:
     """A run of 40 seconds, as Timeline and RunSummary leave it."""
-    samples = [[t, 90 * t, 10 * t, 30 * t, 60 * t, 45 * t, 0, 3 * t, 0.5 * t, 0.5 * t, 0] for t in range(41)]
+    samples = [[t, 90 * t, 10 * t, 30 * t, 60 * t, 45 * t, 90 * t, 120 * t, 0, 3 * t, t / 2, t / 2, 0] for t in range(41)]
     folder.log_timeline("\n".join(json.dumps(line) for line in [{"started_at": 5.0, "slots": 4}, *samples]))
-    folder.log_run({"seconds": 40.0, "tokens": 3600, "tok_s": 90.0, "start_up_s": 1.0, "mean_live_rows": 3.0})
+    calibration = {"4": [500, 120, 100.0], "20": [1000, 880, 900.0]}
+    speed = {"seconds": 40.0, "tokens": 3600, "tok_s": 90.0, "start_up_s": 1.0, "mean_live_rows": 3.0}
+    folder.log_run({**speed, "calibration": calibration})
 
 
 def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
@@ -123,7 +125,7 @@ def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
     assert tags.loads == []
     assert len(set(tags.ids)) == len(tags.ids)
     assert tags.links == []
-    assert text.count("<svg") == 10
+    assert text.count("<svg") == 12
     assert not re.search(r"#01010[1-6]", text), "a stand-in colour was left"
     assert "url(http" not in text
     assert "default-src 'none'" in text
@@ -138,8 +140,11 @@ def test_the_page_reports_the_rows_and_tokens_of_the_job(tmp_path: Path) -> None
         '<b><span class="error">1 <small>8.3%</small></span></b>',
         "in prefill 0%", "waiting for a refill or for pages 12%", "no row left 12%", "Acceptance length by kind",
         "error: overlong",
-        "<h3>Tokens a second</h3>", "<h3>Use of the slots</h3>", "<h3>K and acceptance length</h3>",
-        'var(--second)"></i>draft tokens a round (K)<', 'var(--first)"></i>tokens a round (acceptance length)<',
+        "<h3>Tokens a second</h3>", "<h3>Use of the slots</h3>",
+        "<h3>Draft length and acceptance length</h3>", "<h3>Positions a round</h3>",
+        'var(--second)"></i>draft tokens a round<', 'var(--first)"></i>tokens a round (acceptance length)<',
+        'var(--first)"></i>verified<', 'var(--second)"></i>rows x (K + 1)<',
+        "<h3>Calibration</h3>", "1,500 drafts, by the drafter's confidence",
         "<dt>torch</dt><dd>2.x</dd>", "&lt;/pre&gt;",
     ):
         assert said in text, said
@@ -259,7 +264,7 @@ def test_a_browser_shows_all_of_it_on_a_phone_and_on_a_desk_light_and_dark(tmp_p
             assert seen["scroll"] <= width
             assert seen["outside"] == []
             assert seen["cut"] == []
-            assert len(seen["sizes"]) == 10
+            assert len(seen["sizes"]) == 12
             assert seen["scroll_shadow"]
             assert max(seen["scale"]) - min(seen["scale"]) <= 3, "labels of all pictures are as large"
             assert all(wide > 250 and high > 120 for wide, high in seen["sizes"]), seen["sizes"]

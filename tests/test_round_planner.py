@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import MethodType, SimpleNamespace
@@ -13,6 +14,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.sharing_cost import SharingCost
 from batchspec.draft.none import NoDrafter
@@ -34,7 +37,7 @@ from batchspec.packed_batch import ExpectedRows, PackedBatch
 from batchspec.packing.memory import GRAPH_BYTES, MOST_LENGTHS, MOST_PARTIAL_BUCKETS, MOST_PARTS, reserve_bytes
 from batchspec.packing.planner import Demand, row_buckets
 from batchspec.tuning.cards import known_card
-from tests.engines import DEVICE, make_engine, packed, request, tiny_target
+from tests.engines import DEVICE, ForcedDrafter, make_engine, packed, request, tiny_target
 from tests.stand_ins import small_spec
 
 BASE = {(0, False): 1.0, (0, True): 1.25, (1, True): 1.5}
@@ -535,3 +538,35 @@ def test_a_stall_of_the_host_does_not_make_a_pass_dear(stalled: int, monkeypatch
     cost = rehearse(timed_pass, rows, max_tokens=100, longest=40, mode=MODE)
     assert cost.least == 0.0625
     assert cost.token == 0.0025
+
+
+@pytest.mark.parametrize(("fixed_len", "lengths"), [(True, None), (False, None), (True, 4)])
+def test_the_positions_of_rounds_are_those_that_the_target_computes_for_live_rows(
+    fixed_len: bool, lengths: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row all K drafts; up to its limit, in a ragged layout; or the drafts of all rows that are chosen."""
+    drafter = ForcedDrafter(3, defaultdict(list), right=False, fixed_len=fixed_len)
+    target = tiny_target()
+    engine = make_engine(target, drafter, packed(3, draft_len=3), device=DEVICE, lengths=lengths)
+    round_, batches = engine.executor.round, list[FlatBatch]()
+    forward, run_round, verified, full = target.forward, round_.run, 0, 0
+
+    def noted(batch: FlatBatch, *others: Any, **options: Any) -> Any:
+        batches.append(batch)
+        return forward(batch, *others, **options)
+
+    def counted(rows: DeviceBatch, mode: SamplingMode, draft_len: int, *others: Any) -> RoundResult:
+        nonlocal verified, full
+        live = rows.live != 0
+        result = run_round(rows, mode, draft_len, *others)
+        verified += int(batches[-1].cu_seqlens_q.diff()[live].sum())
+        full += int(live.sum()) * (draft_len + 1)
+        return result
+
+    monkeypatch.setattr(target, "forward", noted)
+    monkeypatch.setattr(round_, "run", counted)
+    assert len(list(engine.run(request(i, [i, 5], cap=4 + 3 * i) for i in range(6)))) == 6
+    totals = engine.totals
+    assert (totals.positions, totals.full_positions) == (verified, full)
+    assert (verified < full) == (not fixed_len or lengths is not None)
+    assert totals.row_rounds < verified

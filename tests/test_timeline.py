@@ -24,6 +24,8 @@ class Totals:
     tokens: int = 0
     accepted: int = 0
     drafted: int = 0
+    positions: int = 0
+    full_positions: int = 0
     preempted: int = 0
     live_rows: int = 0
     prefill_s: float = 0.0
@@ -37,7 +39,8 @@ class Clock:
 
 
 def recorded(rounds: list[tuple[float, int, bool]], *, slots: int = 4, started_at: float = 1000.0) -> str:
-    """The file of a run of rounds (seconds, live rows, whether the last row was taken in), K 3, two tokens a row."""
+    """The file of a run of rounds (seconds, live rows, whether the last row was taken in): K 5, of which a row verifies 3 drafts
+    and gets two tokens."""
     clock, totals, files = Clock(), Totals(), list[str]()
     timeline = Timeline(files.append, slots=slots, clock=clock, wall=lambda: started_at)
     for seconds, live, exhausted in rounds:
@@ -46,6 +49,7 @@ def recorded(rounds: list[tuple[float, int, bool]], *, slots: int = 4, started_a
         totals.tokens += 2 * live
         totals.drafted += 3 * live
         totals.accepted += live
+        totals.positions, totals.full_positions = totals.positions + 4 * live, totals.full_positions + 6 * live
         timeline.observe(totals, exhausted=exhausted)
     timeline.close()
     return files[-1]
@@ -67,6 +71,8 @@ def test_a_slot_is_live_or_idle_for_a_reason() -> None:
     assert got.tok_s.tolist() == [8, 6, 4, 2]
     assert got.draft_len.tolist() == [3] * 4
     assert got.acceptance_length.tolist() == [2] * 4
+    assert got.positions.tolist() == [16, 12, 8, 4]
+    assert got.full_positions.tolist() == [24, 18, 12, 6]
 
 
 def test_a_prefill_is_neither_live_nor_idle_and_is_not_lost_where_its_result_comes_late() -> None:
@@ -118,6 +124,7 @@ def test_pauses_are_cut_out_and_runs_side_by_side_add_up() -> None:
     beside = course([run_of(rounds), run_of(rounds)])
     assert beside is not None
     assert (beside.edges_s[-1], beside.tok_s.tolist(), beside.live_rows.tolist()) == (4, [16] * 4, [8] * 4)
+    assert beside.positions.tolist() == [16] * 4, "rounds of both, each with its own rows"
 
 
 def test_a_run_is_saved_once_a_minute_and_a_disk_that_refuses_does_not_end_it() -> None:
@@ -180,4 +187,4 @@ def test_a_damaged_file_is_no_run(damage: str) -> None:
 def test_a_file_is_lines_of_json() -> None:
     header, *samples = map(json.loads, recorded([(2, 4, False)]).splitlines())
     assert header == {"started_at": 1000.0, "slots": 4}
-    assert samples == [[0] * 11, [2.0, 8, 1, 4, 12, 4, 0, 8.0, 0.0, 0.0, 0.0]]
+    assert samples == [[0] * 13, [2.0, 8, 1, 4, 12, 4, 16, 24, 0, 8.0, 0.0, 0.0, 0.0]]

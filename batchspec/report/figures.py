@@ -45,14 +45,19 @@ def acceptance(stats: JobStats, by: str | None, over: Course | None) -> Iterator
         ),
     ]
     if over is not None:
-        caption = html.key("second", "draft tokens a round (K)") + html.key("first", "tokens a round (acceptance length)")
-        caption += "Means over the decoding rows; K of a tree is its number of levels."
-        figures.append(html.figure("K and acceptance length", pictures.drafting(over), caption))
+        caption = html.key("second", "draft tokens a round") + html.key("first", "tokens a round (acceptance length)")
+        caption += "Means over the decoding rows. Draft tokens are those that were verified; of a tree, its levels."
+        picture = pictures.two_lines(over, first=over.acceptance_length, second=over.draft_len)
+        figures.append(html.figure("Draft length and acceptance length", picture, caption))
+        caption = html.key("first", "verified") + html.key("second", "rows x (K + 1)")
+        caption += "Positions of a round, of all its decoding rows: newest tokens and drafts, of a tree its nodes."
+        picture = pictures.two_lines(over, first=over.positions, second=over.full_positions)
+        figures.append(html.figure("Positions a round", picture, caption))
     if stats.calibration:
         drafts = sum(one.drafts for one in stats.calibration)
         caption = (
-            f"Expected and measured share of accepted drafts: {drafts:,} drafts, by the drafter's confidence. A larger point is "
-            "more drafts. Rounds verify the drafts with the largest expected share."
+            f"Expected and measured share of accepted drafts, equal on the dotted line: {drafts:,} drafts, by the drafter's "
+            "confidence. A larger point is more drafts. Rounds verify the drafts with the largest expected share."
         )
         figures.append(html.figure("Calibration", pictures.calibration(stats.calibration), caption))
     if by is not None:

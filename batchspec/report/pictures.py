@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator, StrMethodFormatter
 from numpy.typing import NDArray
 
 from batchspec.console.text import one_line
@@ -122,14 +122,15 @@ def slots(course: Course) -> str:
     return _svg(figure)
 
 
-def drafting(course: Course) -> str:
-    """Draft tokens a round (K) and tokens a round (acceptance length) over time, means over live rows."""
+def two_lines(course: Course, *, first: NDArray[np.float64], second: NDArray[np.float64]) -> str:
+    """Two figures over time, [bins] each, NaN where there is none."""
     figure, axes = _over_time(course)
     highest = 1.0
-    for values, colour in ((course.draft_len, SECOND), (course.acceptance_length, FIRST)):
+    for values, colour in ((second, SECOND), (first, FIRST)):
         axes.stairs(values, _time(course)[0], baseline=None, color=colour, lw=1.6)
         highest = max(highest, float(np.nanmax(values, initial=0)))
     axes.set_ylim(0, 1.1 * highest)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     return _svg(figure)
 
 
@@ -140,7 +141,7 @@ def calibration(found: Sequence[Calibration]) -> str:
     axes.plot([0, 1], [0, 1], color=MUTED, lw=0.8, ls=":")
     axes.scatter(
         [one.expected for one in found], [one.accepted for one in found], s=[6 + 60 * one.drafts / most for one in found],
-        color=FIRST, lw=0,
+        color=FIRST, lw=0, clip_on=False,
     )
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1.05)

@@ -36,6 +36,8 @@ NAMES = (
     "row_rounds",
     "drafted",
     "accepted",
+    "positions",
+    "full_positions",
     "preempted",
     "live_s",
     "ending_s",
@@ -52,6 +54,8 @@ class Totals(Protocol):
     tokens: int
     accepted: int
     drafted: int
+    positions: int
+    full_positions: int
     preempted: int
     live_rows: int
     prefill_s: float
@@ -104,8 +108,8 @@ class Timeline:
         else:
             self._waiting_s += (seconds - prefill_s) * idle
         t = totals
-        self._latest = [now - self._began, t.tokens, t.rounds, t.row_rounds, t.drafted, t.accepted, t.preempted]
-        self._latest += [self._live_s, self._ending_s, self._waiting_s, self._prefill_s]
+        self._latest = [now - self._began, t.tokens, t.rounds, t.row_rounds, t.drafted, t.accepted, t.positions]
+        self._latest += [t.full_positions, t.preempted, self._live_s, self._ending_s, self._waiting_s, self._prefill_s]
         if now - self._sampled >= max(SAMPLE_S, (now - self._began) / DETAIL):
             self._sampled = now
             self._sample()
@@ -187,6 +191,10 @@ class Course:
     """Mean draft tokens of a row in a round (levels of a tree); NaN without a round."""
     acceptance_length: Floats
     """Mean tokens of a row in a round; NaN without a round."""
+    positions: Floats
+    """Mean positions that a round verified, those of all its live rows; NaN without a round."""
+    full_positions: Floats
+    """The same if every row had and verified the K drafts of its round: rows x (K + 1)."""
     preempted: int
 
 
@@ -214,6 +222,8 @@ def course(runs: Sequence[Run]) -> Course | None:
         prefill=sums["prefill_s"] / width,
         draft_len=_ratio(sums["drafted"], sums["row_rounds"]),
         acceptance_length=1 + _ratio(sums["accepted"], sums["row_rounds"]),
+        positions=_ratio(sums["positions"], sums["rounds"]),
+        full_positions=_ratio(sums["full_positions"], sums["rounds"]),
         preempted=round(float(sums["preempted"].sum())),
     )
 

@@ -230,6 +230,10 @@ class Engine:
             self.lead.read(result)
         slots, log = result.rows_of(launch.owners, self.slots.owner)
         self.totals.add(result, log)
+        if not launch.is_prefill:
+            verified, full = self.planner.positions(launch, result)
+            self.totals.positions += verified
+            self.totals.full_positions += full
         if not self.executor.round.options.decodes:
             self.totals.tokens += sum(segment.end - segment.begin for segment in launch.segments)
         self.totals.live_rows = self.slots.num_live

@@ -213,7 +213,7 @@ class RoundPlanner:
     def learn(self, launch: Launch, result: PendingResult, log: RoundLog) -> None:
         """Learn from the result of a round or prefill pass; `log` has the lines of its live rows."""
         if launch.counts_experts and self.experts is not None and result.result.experts_read is not None:
-            self.experts.observe(result.result.experts_read.numpy(), self._live_tokens(launch, result))
+            self.experts.observe(result.result.experts_read.numpy(), self.positions(launch, result)[0])
         took = self._clock.add(launch, result)
         if took is not None and self._refills is not None:
             self._refills.add(launch, took)
@@ -235,14 +235,15 @@ class RoundPlanner:
         if (levels := result.result.levels) is not None:
             lengths.observe_levels(levels.numpy(), int((result.result.log.numpy()[:, 0] >= 0).sum()))
 
-    def _live_tokens(self, launch: Launch, result: PendingResult) -> int:
-        """Tokens of live rows that the round verified."""
+    def positions(self, launch: Launch, result: PendingResult) -> tuple[int, int]:
+        """Positions of live rows that a round verified, newest tokens included, and those of as many rows with K drafts each."""
         log, round_ = result.result.log.numpy(), self._executor.round
-        drafted = log[log[:, 0] >= 0, 1]
+        live = log[:, 0] >= 0
+        num_live = int(np.count_nonzero(live))
+        full = num_live * round_.row_positions(launch.width.draft_len)
         if round_.is_uniform and launch.width.mean_len is None:  # it also verifies drafts past a row's limit
-            draft_len = launch.width.draft_len
-            drafted = np.full_like(drafted, draft_len if round_.nodes is None or not draft_len else round_.nodes)
-        return int((drafted + 1).sum())
+            return full, full
+        return num_live + int(log[live, 1].sum()), full
 
     def forget(self) -> None:
         """Discard the measured acceptance: the target's weights have changed."""

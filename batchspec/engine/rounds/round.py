@@ -192,6 +192,10 @@ class Round:
         """From now on rows verify all their drafts, and nothing is learnt of these. Graphs that were captured before still do."""
         self.chances = self.drafter.confidence = None
 
+    def row_positions(self, draft_len: int) -> int:
+        """Positions of a row that verifies `draft_len` drafts, its newest token included."""
+        return draft_len + 1
+
     def rates(self, draft_len: int) -> Tensor | None:
         """float32 [N, K] rates of simulated acceptance; None without drafts, or if none is simulated."""
         return None if self.simulated is None else self.simulated.rates(draft_len)

@@ -51,6 +51,9 @@ class TreeRound(Round):
         self._path = torch.zeros(slots, shape.depth + 1, dtype=torch.int32, device=device)
         self._path_flat_ids = torch.zeros(slots, shape.depth + 1, dtype=torch.int64, device=device)
 
+    def row_positions(self, draft_len: int) -> int:
+        return 1 if not draft_len else self._node_ids.shape[1]
+
     def _draft_and_verify(
         self, rows: DeviceBatch, mode: SamplingMode, draft_len: int, num_positions: int | None, shared: SharedPrefixes | None,
         prepare_next: bool,
