@@ -27,6 +27,7 @@ from batchspec.draft.weights import load_head
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.prefill.passes import Prefilled
+from batchspec.engine.rounds.graph_pool import GraphPool
 from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.step import Segment
@@ -356,6 +357,16 @@ def test_the_engine_that_chooses_its_draft_lengths_changes_nothing(tmp_path: Pat
     engine, done = run(target("cuda"), drafter, shape(8), asked, adaptive=True)
     assert tokens(done) == expected
     assert 0 < engine.totals.drafted < 2.5 * engine.totals.row_rounds  # a random head: K = 3 never pays
+
+
+def test_a_graph_is_captured_although_all_earlier_ones_are_gone_but_not_their_tensors() -> None:
+    pool, x = GraphPool(), torch.ones(4, device="cuda")
+    graph, kept = pool.capture(lambda: x + 1)
+    del graph
+    graph, found = pool.capture(lambda: x * 3)
+    graph.replay()
+    assert found.tolist() == [3.0] * 4
+    assert kept.shape == found.shape
 
 
 @pytest.mark.parametrize(("longest", "rehearsed"), [(40, 40), (None, 127)])

@@ -20,12 +20,24 @@ class GraphPool:
 
     def __init__(self) -> None:
         self._pool: Any = None  # torch's own type of a pool's handle is private
+        self._first: torch.cuda.CUDAGraph | None = None
+        """A graph that nobody replays: torch captures no further graph into a pool whose graphs are all gone while one of their
+        tensors lives."""
 
     def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """The graph of the launches of `run`, and the tensors that `run` returns, into which replays write. Executes nothing.
 
         Waits for the device. `run` must have been executed before: first calls compile kernels and allocate workspaces.
         """
+        if self._first is None:
+            one = torch.zeros(1, device="cuda")
+            self._first, _ = self._capture(one.zero_)
+            self._pool = self._first.pool()
+        captured = self._capture(run)
+        count_step()
+        return captured
+
+    def _capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph()
         # The kernels of a graph keep the priority of the stream it was captured on.
         current = torch.cuda.current_stream()
@@ -36,6 +48,4 @@ class GraphPool:
             torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
         ):
             result = run()
-        self._pool = self._pool or graph.pool()
-        count_step()
         return graph, result
