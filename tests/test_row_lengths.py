@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.engine.rounds.draft_chances import DraftChances
@@ -32,6 +33,11 @@ def seconds_of(num_rows: int, width: RoundWidth) -> float:
     return 12.0 + 0.02 * max(0, positions - 200) + 0.3 * width.draft_len
 
 
+def chances_of(kinds: tuple[tuple[float, ...], ...], num_rows: int) -> NDArray[np.float64]:
+    """float64 [R, K]"""
+    return np.array([kinds[row % len(kinds)] for row in range(num_rows)])
+
+
 @dataclass
 class Simulated:
     """Rounds over rows whose drafts have these chances, of which the confidence knows the logit with some noise."""
@@ -40,6 +46,8 @@ class Simulated:
     num_rows: int = 256
     row_lengths: bool = True
     noise: float = 0.7
+    later: tuple[int, tuple[tuple[float, ...], ...]] | None = None
+    """A round, and the kinds of rows from it on."""
     tokens: int = 0
     seconds: float = 0.0
     widths: list[RoundWidth] = field(default_factory=list)
@@ -54,9 +62,11 @@ class Simulated:
         for width in lengths.widths(self.num_rows):
             for prepare_next in (False, True):
                 lengths.times.set_base(self.num_rows, width, seconds_of(self.num_rows, width), prepare_next=prepare_next)
-        chance = np.array([self.kinds[row % len(self.kinds)] for row in range(self.num_rows)])
+        chance = chances_of(self.kinds, self.num_rows)
         live = torch.ones(self.num_rows, dtype=torch.int32)
         for number in range(rounds):
+            if self.later is not None and number == self.later[0]:
+                chance = chances_of(self.later[1], self.num_rows)
             width, _ = lengths.choose(self.num_rows, 0)
             draft_len = width.draft_len
             self.widths.append(width)
@@ -94,6 +104,16 @@ def test_rows_of_one_kind_lose_nothing(noise: float) -> None:
     """Confidence that knows nothing of the outcome, too."""
     gain = Simulated((PLAIN,), noise=noise).run(1500) / Simulated((PLAIN,), row_lengths=False, noise=noise).run(1500)
     assert gain > 0.995
+
+
+@pytest.mark.parametrize("row_lengths", [True, False])
+def test_rows_that_accept_more_than_those_before_them_are_noticed_soon(row_lengths: bool) -> None:
+    """After a thousand rounds that hardly drafted. A hundred rounds bring one or two probes."""
+    hopeless = (0.02, 0.02, 0.02)
+    changed = Simulated((hopeless,), row_lengths=row_lengths, later=(1000, (GOOD, BAD)))
+    changed.run(1400)
+    assert sum(width.draft_len == 0 for width in changed.widths[100:1000]) > 800
+    assert sum(width.draft_len > 0 for width in changed.widths[1150:]) > 240
 
 
 def test_few_rows_verify_all_their_drafts() -> None:

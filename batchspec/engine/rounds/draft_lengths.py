@@ -3,17 +3,21 @@
     score = tokens / seconds        tokens = 1 + sum_{k<=K} p_1 ... p_k,  of a round that verifies all K drafts of every row
                                     tokens = 1 + expected survivors of the verified drafts (`survival.py`), of other rounds
 
-seconds are those of `round_times.py`. p_k is the share of rows that accept draft token k after they accepted those before it,
-with a prior and a half-life; where survival is known, p_1 ... p_k is the mean survival of draft k.
+seconds are those of `round_times.py`. p_k is the share of rows that accept draft token k after they accepted those before it, a
+prior for the first rounds; where survival is known, p_1 ... p_k is the mean survival of draft k. Observations fade with every
+round, also with those without drafts: after many of these, one probe outweighs what was known.
 
-Acceptance beyond the current K and the times of other K are not observed, so some rounds are probes: one round in PROBE_EVERY
-takes the next larger K, the next smaller K or K = 0, in turn. While these K are new, one round in PROBE_EVERY_AT_FIRST does. A K
-that could not pay even if all its drafts were accepted is not probed. A probe costs the tokens lost relative to the current K;
-after the warm-up, probes run only while their cumulative cost is below PROBE_SHARE of all rounds.
+Acceptance beyond the current K and the times of other K are not observed, so some rounds are probes, which verify all their
+drafts: one round in PROBE_EVERY takes the K next above or next below what a row verifies now on average, the K next above what is
+drafted, or K = 0, in turn. While these K are new, one round in PROBE_EVERY_AT_FIRST does. A K that could not pay even if all its
+drafts were accepted is not probed. A probe costs the tokens lost relative to the current width; after the warm-up, probes run only
+while their cumulative cost is below PROBE_SHARE of all rounds.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,10 +32,12 @@ PROBE_EVERY, PROBE_EVERY_AT_FIRST = 64, 8
 """PROBE_EVERY is a multiple of PROBE_EVERY_AT_FIRST."""
 PROBE_SHARE = 0.01
 NEW = 2
-"""A K is no longer new after this many probes."""
+"""A K is no longer new after this many probes in rounds of about as many rows: from a power of 4 up to the next one."""
 PRIOR_RATE, PRIOR_ROWS = 0.7, 32.0
 HALF_LIFE_ROWS = 4096.0
-"""Row-rounds after which an observation counts half."""
+"""Row-rounds, with or without drafts, after which an observation counts half."""
+LEAST_WEIGHT = 32.0
+"""Rows that all earlier observations together count as at least."""
 MARGIN = 1.005
 """Another width must score higher by this factor, so that a tie does not switch back and forth."""
 
@@ -95,7 +101,7 @@ class DraftLengths:
 
     def forget(self) -> None:
         """Discard the measured acceptance; times stay."""
-        self._num_probed = np.zeros(self.max_len + 1, np.int64)
+        self._num_probed = Counter[tuple[int, int]]()
         self._tried = [PRIOR_ROWS] * self.max_len
         self._kept = [PRIOR_RATE * PRIOR_ROWS] * self.max_len
         if self._survival is not None:
@@ -133,6 +139,7 @@ class DraftLengths:
         """
         live_rows = num_rows if live_rows is None else live_rows
         now = self._next
+        self._fade(live_rows)
         if now is None or not self.times.knows(num_rows, now):  # the row bucket is another one since it was chosen
             now = self._pick(num_rows, context_tokens, live_rows) if now is None else RoundWidth(now.draft_len)
         self._next = self._pick(num_rows, context_tokens, live_rows)
@@ -147,14 +154,12 @@ class DraftLengths:
         """
         if not len(accepted):
             return
-        decay = 0.5 ** (len(accepted) / HALF_LIFE_ROWS)
-        prior = PRIOR_RATE * PRIOR_ROWS
         right = accepted if after_draft is None else accepted + after_draft
         at_least = np.bincount(right, minlength=draft_len + 1)[::-1].cumsum()[::-1]
         tried = at_least if after_draft is None else at_least - np.bincount(right[after_draft], minlength=draft_len + 1)
         for k, (num_tried, num_kept) in enumerate(zip(tried[:-1].tolist(), at_least[1:].tolist(), strict=True)):
-            self._tried[k] = PRIOR_ROWS + decay * (self._tried[k] - PRIOR_ROWS) + num_tried
-            self._kept[k] = prior + decay * (self._kept[k] - prior) + num_kept
+            self._tried[k] += num_tried
+            self._kept[k] += num_kept
 
     def observe_levels(self, levels: NDArray[np.int32], num_rows: int) -> None:
         """Note the survival of all drafts of a round over so many live rows, int32 [K, LEVELS]."""
@@ -181,6 +186,15 @@ class DraftLengths:
         seconds = self.times.seconds(num_rows, self._whole, context_tokens, live_rows)
         scores: NDArray[np.float64] = np.array(self._tokens()) / seconds
         return scores
+
+    def _fade(self, live_rows: int) -> None:
+        """A round over so many live rows is launched: what was observed before weighs less, whatever the round verifies."""
+        decay = 0.5 ** (live_rows / HALF_LIFE_ROWS)
+        for k, tried in enumerate(self._tried):
+            self._tried[k] = max(LEAST_WEIGHT, decay * tried)
+            self._kept[k] *= self._tried[k] / tried
+        if self._survival is not None:
+            self._survival.fade(live_rows)
 
     def _tokens(self) -> list[float]:
         """Expected tokens of a round for each of `choices`."""
@@ -223,22 +237,25 @@ class DraftLengths:
             return self._current
         least_s = self.times.seconds(num_rows, self._whole, 0, live_rows)
         hopeful = [1 + k > score * took for k, took in zip(self.choices, least_s, strict=True)]
-        probed = self._probe(self.choices.index(self._current.draft_len), hopeful)
+        probed = self._probe(num_rows, hopeful)
         if probed is None:
             return self._current
         one = self._whole[probed]
         self._lost_rounds += max(0.0, seconds[one] * score - tokens[one]) / tokens[self._current]
         return one
 
-    def _probe(self, index: int, hopeful: Sequence[bool]) -> int | None:
-        """Index in `choices` of a K to probe now, or None; `index` is that of the current K."""
-        nearest = [index + 1, index - 1, *([] if self._current.mean_len is None else [index]), 0]
-        nearest = [i for i in dict.fromkeys(nearest) if 0 <= i < len(self.choices) and self._whole[i] != self._current]
+    def _probe(self, num_rows: int, hopeful: Sequence[bool]) -> int | None:
+        """Index in `choices` of a K to probe now, or None."""
+        width = self._current
+        above, below = bisect_right(self.choices, width.verified), bisect_left(self.choices, width.verified) - 1
+        deeper = self.choices.index(width.draft_len) + 1
+        nearest = [i for i in dict.fromkeys((above, below, deeper, 0)) if 0 <= i < len(self.choices) and self._whole[i] != width]
         probes = [i for i in nearest if hopeful[i]]
         if self._rounds % PROBE_EVERY == 0 and probes and self._lost_rounds <= PROBE_SHARE * self._rounds:
             return probes[self._rounds // PROBE_EVERY % len(probes)]
-        new = [i for i in probes if self._num_probed[self.choices[i]] < NEW]
+        scale = num_rows.bit_length() // 2
+        new = [i for i in probes if self._num_probed[scale, i] < NEW]
         if not new:
             return None
-        self._num_probed[self.choices[new[0]]] += 1
+        self._num_probed[scale, new[0]] += 1
         return new[0]

@@ -1,7 +1,8 @@
 """How many drafts survive with which probability, and so how many tokens a round with any number of places is expected to emit.
 
 A draft survives if it and all drafts of its row before it are accepted. Rounds count their drafts by position and by level of
-survival (`kernels/rounds/allocate_drafts.py`); the counts of earlier rounds fade.
+survival (`kernels/rounds/allocate_drafts.py`); the counts of earlier rounds fade with every round, also with those that draft
+nothing: after many of these the next counts are trusted alone.
 Legend: K draft_len.
 """
 
@@ -15,9 +16,11 @@ from numpy.typing import NDArray
 from batchspec.kernels.rounds.allocate_drafts import LEVELS, PER_HALF
 
 HALF_LIFE_ROWS = 4096.0
-"""Row-rounds after which a count weighs half."""
+"""Row-rounds, with or without drafts, after which a count weighs half."""
+LEAST_WEIGHT = 2.0**-10
+"""Of earlier counts when new ones come, however long that took: they never vanish."""
 RENEW_EVERY = 16
-"""Rounds after which sums are computed anew."""
+"""Least number of rounds between two times at which sums are computed anew."""
 PROBABILITY: NDArray[np.float64] = np.exp2(-np.arange(LEVELS) / PER_HALF)
 
 
@@ -32,19 +35,25 @@ class Survival:
         """Discard all counts."""
         self._counts = np.zeros((self._max_len, LEVELS))
         self._rows = np.zeros(self._max_len)
-        self._rounds = 0
+        self._weight = np.ones(self._max_len)  # of the counts of each position, when new ones come
+        self._since_renewed = 0
         self._sums: list[tuple[list[float], list[float]]] = []
+
+    def fade(self, num_rows: int) -> None:
+        """A round over so many live rows is launched."""
+        self._weight *= 0.5 ** (num_rows / HALF_LIFE_ROWS)
+        self._since_renewed += 1
 
     def observe(self, levels: NDArray[np.int32], num_rows: int) -> None:
         """Count a round's drafts. levels: int32 [K, LEVELS], of so many live rows."""
         if not num_rows:
             return
-        width, decay = len(levels), 0.5 ** (num_rows / HALF_LIFE_ROWS)
-        is_deeper = self._rows[width - 1] == 0
-        self._counts[:width] = decay * self._counts[:width] + levels
-        self._rows[:width] = decay * self._rows[:width] + num_rows
-        self._rounds += 1
-        if is_deeper or self._rounds % RENEW_EVERY == 0:
+        width = len(levels)
+        is_deeper, weight = self._rows[width - 1] == 0, self._weight[:width].clip(LEAST_WEIGHT)
+        self._counts[:width] = weight[:, None] * self._counts[:width] + levels
+        self._rows[:width] = weight * self._rows[:width] + num_rows
+        self._weight[:width] = 1
+        if is_deeper or self._since_renewed >= RENEW_EVERY:
             self._renew()
 
     @property
@@ -66,6 +75,7 @@ class Survival:
 
     def _renew(self) -> None:
         """For each K that was counted: drafts per row up to each level, and how many of them survive."""
+        self._since_renewed = 0
         known = int(np.count_nonzero(self._rows))
         per_row = (self._counts[:known] / self._rows[:known, None]).cumsum(0)
         self._sums = [(line.cumsum().tolist(), (line * PROBABILITY).cumsum().tolist()) for line in per_row]
