@@ -65,6 +65,7 @@ class Case(NamedTuple):
 
     def check(self, tokens: LoraTokens, splits: int | None = None) -> None:
         """Raises AssertionError if the pair differs from its reference."""
+        self.out.normal_()  # timed calls add to it until bf16 holds no further sum
         before, expected = self.out.clone(), self.out.clone()
         self.pair(tokens, splits)
         h = lora_shrink_reference(self.x, self.a, self.scales, tokens)

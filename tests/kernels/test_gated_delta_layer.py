@@ -34,6 +34,7 @@ def test_the_recurrence_is_theirs(theirs: Any, rule: str, begin: int, interpret:
     if begin:
         state.state.normal_()
     q, k, v, gates = (x.unflatten(0, (2, count)) for x in (inputs.q, inputs.k, inputs.v, inputs.gates))
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))  # transformers 5.17 leaves that to its layer
     wanted, after = getattr(theirs, rule)(
         q, k, v, g=gates[..., 0], beta=gates[..., 1], initial_state=state.state.mT if begin else None, output_final_state=True,
         use_qk_l2norm_in_kernel=True,

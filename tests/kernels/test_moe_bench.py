@@ -54,7 +54,7 @@ def test_a_tile_is_checked_with_other_spreads_and_alone(device: torch.device, ca
     x = product.inputs(20)
     check_tile("case", product, x, 20, TILE)
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(type(product), "tolerance", 1e-9)
+    monkeypatch.setattr(type(product), "tolerance", 0.0)  # on a GPU these few numbers are exact
     check_tile("case", product, x, 20, TILE)
     assert capsys.readouterr().out.count("WRONG") == 2
 
@@ -88,7 +88,7 @@ def test_a_sweep_times_all_tiles_that_are_right(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("model down 3")
     assert lines[1].startswith("  fastest")
-    monkeypatch.setattr(type(product), "tolerance", 1e-9)
+    monkeypatch.setattr(type(product), "tolerance", 0.0)
     with pytest.raises(ValueError, match="no tile is right"):
         moe_bench.bench_case("model", product, 3, True, clock)
     assert capsys.readouterr().out.count("WRONG") == 2
