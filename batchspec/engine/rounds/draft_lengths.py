@@ -10,8 +10,8 @@ round, also with those without drafts: after many of these, one probe outweighs 
 Acceptance beyond the current K and the times of other K are not observed, so some rounds are probes, which verify all their
 drafts: one round in PROBE_EVERY takes the K next above or next below what a row verifies now on average, the K next above what is
 drafted, or K = 0, in turn. While these K are new, one round in PROBE_EVERY_AT_FIRST does. A K that could not pay even if all its
-drafts were accepted is not probed. A probe costs the tokens lost relative to the current width; after the warm-up, probes run only
-while their cumulative cost is below PROBE_SHARE of all rounds.
+drafts were accepted is not probed. A probe costs the tokens lost relative to the current width; after the warm-up, probes run
+only while their cumulative cost is below PROBE_SHARE of all rounds.
 """
 
 from __future__ import annotations
