@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from batchspec.packing import cost
+from batchspec.packing import rates
 from tests.programs import become_program, program_words, run_program
 from tests.runs import fork_context, make_jobs_quick, put
 from tests.stand_ins import H200
@@ -53,7 +53,7 @@ def _child(words: list[str], environ: dict[str, str], cwd: str, out: Path, err: 
         os.dup2(handle, number)
         os.close(handle)
     make_jobs_quick(pytest.MonkeyPatch())
-    put(cost, "calibrate", lambda *_, **__: H200)
+    put(rates, "calibrate", lambda *_, **__: H200)
     code = run_program(words)
     with suppress(OSError):
         sys.stdout.flush()

@@ -34,7 +34,7 @@ from batchspec.batch.automata import AutomataCapacity
 from batchspec.distributed import rank_processes
 from batchspec.model import templates, tokenizer
 from batchspec.model.templates import Templates
-from batchspec.packing import cost
+from batchspec.packing import rates
 from batchspec.report.page import can_draw
 from batchspec.runner import commit_shards, conclude
 from batchspec.runstate.output_folder import OutputFolder
@@ -74,7 +74,7 @@ def make_jobs_quick(patch: pytest.MonkeyPatch) -> None:
         return get_mode(self, config_name, overrides) if any("hydra.mode" in word for word in overrides) else None
 
     patch.setattr(conclude, "can_draw", lambda: False)
-    patch.setattr(cost, "calibrate", cache(cost.calibrate))
+    patch.setattr(rates, "calibrate", cache(rates.calibrate))
     patch.setattr(Hydra, "get_mode", mode)
     patch.setattr(tokenizer, "Templates", templates_of_a_folder)
     room = AutomataCapacity.__init__.__kwdefaults__
@@ -168,7 +168,7 @@ def _child(arguments: list[str], log: Path, patch: Patch, environ: dict[str, str
     os.dup2(handle, 2)
     poison_rows.COOLDOWN_S = 0.1  # ten seconds in earnest
     make_jobs_quick(pytest.MonkeyPatch())
-    put(cost, "calibrate", lambda *_, **__: H200)
+    put(rates, "calibrate", lambda *_, **__: H200)
     put(rank_processes, "Popen", ForkedPopen)
     patch()
     code = run.main(arguments)

@@ -10,7 +10,7 @@ from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.families.base import dense_layers
 from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
-from batchspec.packing.cost import card_rates
+from batchspec.packing.rates import card_rates
 from batchspec.tuning.cards import known_card
 
 H200 = card_rates(known_card("H200"))

@@ -15,8 +15,8 @@ from batchspec.errors import ConfigError
 from batchspec.kernels.common import card
 from batchspec.kernels.common.card import assumed
 from batchspec.model.shapes import COMMON, SHAPES
-from batchspec.packing import cost
-from batchspec.packing.cost import card_rates, device_rates
+from batchspec.packing import rates
+from batchspec.packing.rates import card_rates, device_rates
 from batchspec.prepare import choose_device
 from batchspec.tuning.cards import KnownCard, check_card, entry_of, known_card, known_cards
 
@@ -165,7 +165,7 @@ def test_computed_rates_are_close_to_those_measured() -> None:
 
 
 def test_a_known_card_needs_no_measurement_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "calibrate", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(rates, "calibrate", lambda *_, **__: pytest.fail("measured"))
     for name in ("L40S", "H200"):
         with assumed(known_card(name).card):
             assert device_rates(GPU, BF16) == card_rates(known_card(name))

@@ -7,15 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.packing import cost
-from batchspec.packing.cost import (
-    calibrate,
-    device_rates,
-    kv_read_bytes,
-    num_multiplied,
-    prefill_seconds,
-    round_seconds,
-)
+from batchspec.packing import rates
+from batchspec.packing.cost import kv_read_bytes, num_multiplied, prefill_seconds, round_seconds
+from batchspec.packing.rates import calibrate, device_rates
 from tests.stand_ins import H200, LLAMA_8B
 
 BF16 = torch.bfloat16
@@ -77,17 +71,17 @@ def test_prefill_computes_logits_once_a_prompt() -> None:
 
 
 def test_an_unknown_device_is_measured() -> None:
-    rates = device_rates(torch.device("cpu"), torch.float32)
-    assert 1e8 < rates.bytes_s < 1e13
-    assert 1e8 < rates.flop_s(256) < 1e15
-    assert 0 < rates.overhead_s < 0.5
+    measured = device_rates(torch.device("cpu"), torch.float32)
+    assert 1e8 < measured.bytes_s < 1e13
+    assert 1e8 < measured.flop_s(256) < 1e15
+    assert 0 < measured.overhead_s < 0.5
 
 
 def test_a_machine_that_is_busy_while_it_is_measured_still_gains_by_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The products of 128 and 256 tokens seem ten times as slow as those of fewer: somebody else had the core."""
     seconds = iter((8e-4, 1e-3, 4e-2, 8e-2, 5e-3, 3e-6))
-    monkeypatch.setattr(cost, "_seconds", lambda call, device: next(seconds))
-    rates = calibrate(torch.device("cpu"), torch.float32)
-    assert rates.flop_s(8) < rates.flop_s(32) == rates.flop_s(256)
-    rows = [round_seconds(LLAMA_8B, rates, dtype=BF16, rows=n, context_tokens=64, tokens_per_row=1) / n for n in (1, 4, 16)]
+    monkeypatch.setattr(rates, "_seconds", lambda call, device: next(seconds))
+    measured = calibrate(torch.device("cpu"), torch.float32)
+    assert measured.flop_s(8) < measured.flop_s(32) == measured.flop_s(256)
+    rows = [round_seconds(LLAMA_8B, measured, dtype=BF16, rows=n, context_tokens=64, tokens_per_row=1) / n for n in (1, 4, 16)]
     assert rows == sorted(rows, reverse=True)

@@ -10,7 +10,8 @@ import torch
 
 from batchspec.model.shapes import shape_spec
 from batchspec.model.spec import ModelSpec
-from batchspec.packing.cost import NVFP4_BYTES, Rates, calibrate, prefill_seconds, read_bytes, round_seconds
+from batchspec.packing.cost import NVFP4_BYTES, prefill_seconds, read_bytes, round_seconds
+from batchspec.packing.rates import Rates, calibrate
 from tests.stand_ins import H200
 
 BF16 = torch.bfloat16

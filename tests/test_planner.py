@@ -26,12 +26,13 @@ from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing import device_memory
-from batchspec.packing.cost import Rates, kv_read_bytes
+from batchspec.packing.cost import kv_read_bytes
 from batchspec.packing.device_memory import free_memory
 from batchspec.packing.kv_memory import KVMemory, kv_bytes
 from batchspec.packing.memory import MOST_LENGTHS, reserve_bytes
 from batchspec.packing.order import order_requests
 from batchspec.packing.planner import Demand, choose_batch, forecast, row_buckets
+from batchspec.packing.rates import Rates
 from batchspec.packing.survey import Survey
 from batchspec.process import cgroup
 from batchspec.records import Request, SamplingParams

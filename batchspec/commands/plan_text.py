@@ -14,11 +14,12 @@ from batchspec.kernels.common.card import assumed
 from batchspec.load.memory import automata_bytes, padded_prefill_bytes
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.packed_batch import PackedBatch
-from batchspec.packing.cost import Rates, num_multiplied
+from batchspec.packing.cost import num_multiplied
 from batchspec.packing.device_memory import free_memory
 from batchspec.packing.kv_memory import kv_bytes, row_tensor_bytes
 from batchspec.packing.planner import Forecast, held_back_bytes
 from batchspec.packing.predict import SHORT_TOKENS
+from batchspec.packing.rates import Rates
 from batchspec.packing.replicas import GpuLayout, best
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, notes

@@ -20,8 +20,8 @@ from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packed_batch import PackedBatch
-from batchspec.packing.cost import Rates, device_rates
 from batchspec.packing.planner import Forecast, forecast
+from batchspec.packing.rates import Rates, device_rates
 from batchspec.packing.replicas import GpuLayout, best, gpu_layouts
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job

@@ -12,7 +12,7 @@ from batchspec.commands.planning import layouts_of
 from batchspec.config.compose import reported
 from batchspec.config.typed import from_json
 from batchspec.console.terminal import show_line
-from batchspec.packing.cost import device_rates
+from batchspec.packing.rates import device_rates
 from batchspec.packing.replicas import best
 from batchspec.prepare import open_job, survey_first
 

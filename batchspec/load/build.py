@@ -28,9 +28,9 @@ from batchspec.model.weight_files import weight_files
 from batchspec.model.weights import Checkpoint
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.constraints import asked_by
-from batchspec.packing.cost import device_rates
 from batchspec.packing.ordered_requests import window_shards
 from batchspec.packing.planner import Demand
+from batchspec.packing.rates import device_rates
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, JobModel, notes
 from batchspec.report.progress_bar import ProgressBar

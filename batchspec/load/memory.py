@@ -8,10 +8,10 @@ from batchspec.batch.automata import AutomataCapacity
 from batchspec.distributed.group import Group
 from batchspec.errors import CapacityError
 from batchspec.packed_batch import PackedBatch
-from batchspec.packing.cost import Rates
 from batchspec.packing.device_memory import free_memory, total_memory
 from batchspec.packing.memory import graph_tokens, prefill_graph_bytes
 from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, choose_batch
+from batchspec.packing.rates import Rates
 from batchspec.prepare import Job, JobModel
 
 

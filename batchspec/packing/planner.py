@@ -14,10 +14,11 @@ from batchspec.console.text import counted
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
 from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, PREFIX_STATES, RECURRENT_CHUNK, PackedBatch
-from batchspec.packing.cost import Rates, kv_read_bytes, moved_state_bytes, prefill_seconds, read_bytes, round_seconds
+from batchspec.packing.cost import kv_read_bytes, moved_state_bytes, prefill_seconds, read_bytes, round_seconds
 from batchspec.packing.device_memory import CPU_SHARE
 from batchspec.packing.kv_memory import KVMemory
 from batchspec.packing.memory import graph_tokens, reserve_bytes
+from batchspec.packing.rates import Rates
 
 PAGE_SIZE = 16
 CPU_SLOTS = 16

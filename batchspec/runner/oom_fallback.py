@@ -16,8 +16,8 @@ from batchspec.load.memory import plan_batch
 from batchspec.model.kv_scales import KVScales
 from batchspec.model.weight_sums import SumsOfJob
 from batchspec.packed_batch import PackedBatch
-from batchspec.packing.cost import device_rates
 from batchspec.packing.planner import PAGE_SIZE
+from batchspec.packing.rates import device_rates
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job
 from batchspec.process.out_of_memory import OutOfMemoryGuard
