@@ -80,7 +80,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("rows of different shapes need a command each")
     if "gsm8k" in args.rows and not (args.model and args.input and (args.head or args.k == "0")):
         parser.error("gsm8k needs --model and --input, and with drafts --head")
-    args.engine = next(name for name in ENGINES if importlib.util.find_spec(name))
+    args.engine = next(name for name in ENGINES if getattr(importlib.util.find_spec(name), "origin", None))  # no mere folder
     if args.k == "auto" and args.engine != "batchspec":
         parser.error("--k auto is batchspec's; time every K of the others and take the best")
     return args

@@ -38,9 +38,14 @@ FIELDS = {
 }  # fmt: skip
 
 
+def install(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    """`engine` is the only package that is there; the others are folders without a module, as a checkout's folder is."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace(origin=name if name == engine else None))
+
+
 def arguments(monkeypatch: pytest.MonkeyPatch, words: str, engine: str = "batchspec") -> Any:
     """The parsed words where `engine` is the only one installed."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == engine else None)
+    install(monkeypatch, engine)
     return peers.parse(shlex.split(words))
 
 
@@ -183,7 +188,7 @@ def test_a_run_writes_a_line_a_turn_and_says_which_counts(
     engine = types.ModuleType("sglang")
     engine.__dict__.update(Engine=Engine, __version__="0.5.23")
     monkeypatch.setitem(sys.modules, "sglang", engine)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "sglang" else None)
+    install(monkeypatch, "sglang")
     monkeypatch.setattr(sys, "argv", ["peers.py", str(tmp_path / "out.jsonl"), "135m-256x512", "--k", "2", "--routing", "none"])
     monkeypatch.setattr(peers.os, "environ", {})
     peers.main()
