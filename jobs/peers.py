@@ -60,7 +60,7 @@ ROWS = {
         ("30b", "qwen3-30b-a3b-fp8", [(256, 1024), (64, 8192), (32, 16384)]),
     )
     for batch, prompt in sizes
-} | {"gsm8k": Row("", 256, 1024, 256)}  # fmt: skip
+} | {"gsm8k": Row("", 256, 1024, 256)}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -96,7 +96,7 @@ def line(args: argparse.Namespace, name: str, turn: int, prefill_s: float | None
         "tok_s": round(tokens / whole_s, 1), "tokens": tokens, "turn": turn, "counts": turn == args.turns, **row._asdict(),
         "routing": None if args.engine == "batchspec" else args.routing, "options": args.options,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-    }  # fmt: skip
+    }
 
 
 def model_config(shape: str) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def head_config(shape: str) -> dict[str, Any]:
     return COMMON | {key: model_config(shape)[key] for key in own} | {
         "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB.get(shape, 32000),
         "intermediate_size": shape_spec(shape).intermediate_size,
-    }  # fmt: skip
+    }
 
 
 def spread_routing(engine: str) -> None:
@@ -153,7 +153,7 @@ def vllm_options(rows: Sequence[Row], k: int, target: str, head: str) -> dict[st
         "model": target, "load_format": "dummy" if dummy else "auto", "skip_tokenizer_init": dummy, "dtype": "bfloat16",
         "max_model_len": max(row.prompt + row.gen for row in rows) + 64, "max_num_seqs": max(row.batch for row in rows),
         "max_num_batched_tokens": CHUNK, "gpu_memory_utilization": 0.92, "enable_prefix_caching": False, "seed": 0,
-    }  # fmt: skip
+    }
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(RATES[:k])} if dummy else {}
     if k:
         found["speculative_config"] = {"method": "eagle3", "num_speculative_tokens": k, "model": head, **synthetic}
@@ -169,11 +169,11 @@ def sglang_options(rows: Sequence[Row], k: int, target: str, head: str) -> dict[
         "chunked_prefill_size": CHUNK, "max_prefill_tokens": CHUNK, "cuda_graph_max_bs_decode": batch,
         "cuda_graph_backend_prefill": "disabled", "sampling_backend": "pytorch", "grammar_backend": "none",
         "disable_radix_cache": True, "log_level": "warning",
-    }  # fmt: skip
+    }
     return found if not k else found | {
         "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head, "speculative_draft_load_format": load,
         "speculative_num_steps": k, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": k + 1,
-    }  # fmt: skip
+    }
 
 
 def start(args: argparse.Namespace, folder: Path) -> Callable[[list[list[int]], int], int]:

@@ -35,7 +35,7 @@ peers = load()
 FIELDS = {
     "engine", "version", "row", "k", "decode_tok_s", "prefill_s", "whole_s", "tok_s", "tokens", "turn", "counts", "shape",
     "batch", "prompt", "gen", "routing", "options", "device",
-}  # fmt: skip
+}
 
 
 def install(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
@@ -220,4 +220,4 @@ def test_turns_of_batchspec_are_those_of_bench(monkeypatch: pytest.MonkeyPatch, 
     turns = list(peers.own_turns(arguments(monkeypatch, "o 8b-64x8192"), tmp_path))
     assert [(line["turn"], line["whole_s"], line["decode_tok_s"], line["counts"]) for line in turns] == [
         (1, 12.0, round(64 * 511 / 10, 1), False), (2, 10.0, 64 * 511 / 8, True)
-    ]  # fmt: skip
+    ]
