@@ -13,6 +13,8 @@ and the next ones (i = 0 .. 3) of rows l / 4 and 8 + l / 4: its 16 bytes of the 
 second rows of all threads come after the first ones. Scales and zero points of 16 rows are in the order 0, 8, 1, 9, .. 7, 15:
 those of the two rows of a thread make 32 bits. Rows are padded to a multiple of 16, and columns to one of 128, which are
 multiplied by zeros.
+
+NVFP4 weights have this form too, since the same kernels read them: `nvfp4.py` says what their words and scales hold.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from batchspec.kernels.common.fp4 import GROUP, in_nibbles, numbers_of, scales_of
 
 CODES = 8
 """Number of codes in a word of a checkpoint, 32 bits."""
@@ -41,12 +45,14 @@ SMALLEST_SCALE = 2.0**-100
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Weight:
-    """See the module's docstring. N' is N rounded up to a multiple of 16; scales past N are unspecified."""
+    """See the module's docstring; an NVFP4 weight if it has row scales. N' is N rounded up to a multiple of 16; scales past N are
+    unspecified."""
 
     words: Tensor
     """int16 [ceil(K / 128), N' / 16, 512] codes; contiguous but in its first dimension"""
     scales: Tensor
-    """[G, N'] s; contiguous but in its first dimension. Groups of 32 or 64 columns: those of whole blocks, also past K"""
+    """[G, N'] s; contiguous but in its first dimension. Groups of 32 or 64 columns: those of whole blocks, also past K.
+    NVFP4: int16, two scales each, G for groups of 32"""
     zeros: Tensor | None
     """int16 [G, N'] z; None: all are 8"""
     num_rows: int
@@ -58,10 +64,15 @@ class Int4Weight:
     """int32 [K] the column of the projection that is stored as each column, in act order; None: they are stored in order."""
     groups: Tensor | None = None
     """int32 [K] the group of each column; None: that of column k is k // group_size. With it no kernel reads the weight."""
+    row_scales: Tensor | None = None
+    """fp32 [1, N'], in order: NVFP4 weights, in groups of 16; None: INT4"""
 
     @property
     def kernel_group(self) -> int | None:
-        """The size of the groups as the kernels take it, 0 if a row is one group; None if they cannot read them."""
+        """The size of the groups as the kernels take it, 0 if a row is one group, 16 if it is NVFP4; None if they cannot read
+        them."""
+        if self.row_scales is not None:
+            return GROUP
         if self.groups is not None:
             return None
         if self.scales.shape[0] == 1:
@@ -73,9 +84,9 @@ class Int4Weight:
         assert own.start % ROWS == 0
         blocks = slice(own.start // ROWS, -(-own.stop // ROWS))
         rows = slice(own.start, blocks.stop * ROWS)
-        zeros = None if self.zeros is None else self.zeros[:, rows]
-        words, scales = self.words[:, blocks], self.scales[:, rows]
-        return replace(self, words=words, scales=scales, zeros=zeros, num_rows=own.stop - own.start)
+        zeros, row_scales = (None if values is None else values[:, rows] for values in (self.zeros, self.row_scales))
+        words, scales, num_rows = self.words[:, blocks], self.scales[:, rows], own.stop - own.start
+        return replace(self, words=words, scales=scales, zeros=zeros, row_scales=row_scales, num_rows=num_rows)
 
     def has_columns_of(self, other: Int4Weight) -> bool:
         """Whether both divide their columns in the same way. Synchronises on a GPU."""
@@ -123,11 +134,11 @@ def arrange(
         if torch.equal(groups[order].long(), in_order):
             columns, groups = order.int(), None
             words = pack(unpack(words).index_select(1, order))
-    own = _padded(scales, group_size, k, groups), None if zeros is None else _padded(zeros.short(), group_size, k, groups)
-    return Int4Weight(_interleaved(words), own[0], own[1], len(words), k, group_size, columns, groups)
+    own = padded(scales, group_size, k, groups), None if zeros is None else padded(zeros.short(), group_size, k, groups)
+    return Int4Weight(interleaved(words), own[0], own[1], len(words), k, group_size, columns, groups)
 
 
-def _interleaved(words: Tensor) -> Tensor:
+def interleaved(words: Tensor) -> Tensor:
     """int32 [N, K / 8] -> int16 [ceil(K / 128), N' / 16, 512]."""
     octets = _in_rows(words).view(torch.uint8)  # columns 2 b and 2 b + 1 in octet b
     octets = F.pad(octets, (0, -octets.shape[1] % (BLOCK // 2), 0, -octets.shape[0] % ROWS)).unflatten(1, (-1, 2, 2, WORDS // 2))
@@ -138,7 +149,7 @@ def _interleaved(words: Tensor) -> Tensor:
     return in_order
 
 
-def _padded(values: Tensor, group_size: int, k: int, groups: Tensor | None) -> Tensor:
+def padded(values: Tensor, group_size: int, k: int, groups: Tensor | None) -> Tensor:
     """Of scales or zero points [N, G] those in memory: [G, N']; small groups up to the end of a block."""
     missing = 0
     if groups is None and group_size < BLOCK and BLOCK % group_size == 0 and values.shape[1] > 1:
@@ -162,12 +173,31 @@ def dequantise(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
     """[N, K] in a model's dtype, columns in the order of the projection. Does not synchronise. Temporaries take about 9 bytes
     for each number."""
     wide = torch.promote_types(dtype, torch.float32)
-    octets = weight.words.contiguous().view(torch.uint8).unflatten(2, (2, 8, 4, 4, 2, 2))
-    parts = torch.stack((octets & 15, octets >> 4), -1)  # [blocks, N' / 16, 2, 8, thread, 4, 2, octet of a word, nibble]
-    codes = parts.permute(1, 2, 3, 0, 7, 8, 5, 4, 6).flatten(3).flatten(0, 2)[: weight.num_rows, : weight.k].to(wide)
+    if weight.row_scales is not None:
+        numbers = numbers_of(_codes(weight, in_nibbles(weight.words)), wide)
+        numbers.mul_(_of_columns(weight, scales_of(weight.scales, wide)))
+        return numbers.mul_(weight.row_scales[0, : weight.num_rows, None].to(wide)).to(dtype)
+    codes = _codes(weight, weight.words).to(wide)
     codes -= MIDDLE if weight.zeros is None else _of_columns(weight, weight.zeros.to(wide))
     stored = codes.mul_(_of_columns(weight, weight.scales.to(wide))).to(dtype)
     return stored if weight.columns is None else torch.empty_like(stored).index_copy_(1, weight.columns.long(), stored)
+
+
+def multiplied(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
+    """`dequantise` with the numbers that kernels multiply, in fp32 or fp64: those of INT4 weights are rounded to bf16."""
+    return dequantise(weight, torch.bfloat16 if weight.row_scales is None else dtype).to(dtype)
+
+
+def scale_dtype(row_scales: Tensor | None) -> torch.dtype:
+    """Of the scales of a weight that kernels read. row_scales: those of the weight"""
+    return torch.bfloat16 if row_scales is None else torch.int16
+
+
+def _codes(weight: Int4Weight, words: Tensor) -> Tensor:
+    """uint8 [N, K] of words whose lowest bits are the first of their codes."""
+    octets = words.contiguous().view(torch.uint8).unflatten(2, (2, 8, 4, 4, 2, 2))
+    parts = torch.stack((octets & 15, octets >> 4), -1)  # [blocks, N' / 16, 2, 8, thread, 4, 2, octet of a word, nibble]
+    return parts.permute(1, 2, 3, 0, 7, 8, 5, 4, 6).flatten(3).flatten(0, 2)[: weight.num_rows, : weight.k]
 
 
 def _of_columns(weight: Int4Weight, values: Tensor) -> Tensor:

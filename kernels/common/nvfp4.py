@@ -6,11 +6,16 @@ e2m1(q) is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6, negative if bit 3 of q is set. A f
 its own, so that projections that are multiplied as one matrix keep theirs. e2m1 * s has six significant bits and is exact in
 every dtype. With g it is rounded once to fp32, in a model of fp64 to fp64, and then to the model's dtype.
 
-For kernels: the words of `kernels/moe/mxfp4.py` can hold these codes too, as they say nothing of scales. Value i of the 32 words
-of 128 columns is a block of 32 columns: words 0 to 15 are one group of 16, words 16 to 31 the next. So each step of 16 columns of
-a bf16 product of the tensor cores has one scale a row, and 128 columns have eight scales in place of four. A word gives
-e2m1 * 2^-126; times s * 2^118, which bf16 holds (448 * 2^118 < 2^127), it is e2m1 * s * 2^-8, exact in bf16. 2^8 and g belong to
-the fp32 sums of a row.
+For kernels (`arranged`) weights have the form of INT4 weights in groups of 32 (`int4.py`), and the same kernels read them:
+columns are in the same words, and two scales of 8 bits in the place of one. Only bits differ. The four codes of a word lie as
+those of MXFP4 (`moe/mxfp4.py`), so that a masked word is e2m1 * 2^-126 in bf16. Code i of the 32 words of 128 columns is a block
+of 32 columns: words 0 to 15 are one group, words 16 to 31 the next, so each step of 16 columns of the tensor cores has one scale
+a row. Scales are not kept as e4m3, whose smallest numbers are subnormal, but with five bits of exponent and no sign, which is
+always positive: a shift, a mask and a constant make 2^118 s in bf16. Times this, a number is e2m1 * s * 2^-8, exact in bf16.
+Scales in bf16 would save one instruction in twelve, but take a ninth more memory, which bounds products of few tokens.
+2^8 and g belong to the fp32 sums. So kernels round no weight: their products differ from those of weights that `dequantise`
+rounded to bf16 by up to 2^-9 of each x * W. Codes of a group whose scale is 0 become 0. Of files that divide by g the form has
+1 / g, rounded to fp32.
 Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149), section 2.
 """
 
@@ -24,10 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchspec.kernels.common.fp4 import GROUP, in_places, stored_scales
+from batchspec.kernels.common.int4 import BLOCK, ROWS, Int4Weight, interleaved, padded
 from batchspec.kernels.moe.mxfp4 import VALUES
-
-GROUP = 16
-"""Number of columns that share a scale."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +64,17 @@ def joined(parts: Sequence[Nvfp4Weight]) -> Nvfp4Weight:
         return first
     codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
     return Nvfp4Weight(codes, scales, torch.cat([part.row_scales for part in parts]), first.divides)
+
+
+def arranged(weight: Nvfp4Weight) -> Int4Weight:
+    """The form that kernels read. Does not synchronise. Temporaries take about four times the memory of the codes."""
+    rows, k = weight.num_rows, 2 * weight.codes.shape[1]
+    codes = weight.codes.view(*weight.scales.shape, GROUP // 2).masked_fill((weight.scales.view(torch.uint8) == 0)[..., None], 0)
+    words = in_places(interleaved(codes.flatten(1).view(torch.int32)))
+    scales = F.pad(stored_scales(weight.scales), (0, -weight.scales.shape[1] % (BLOCK // GROUP))).view(torch.int16)
+    g = weight.row_scales.reciprocal() if weight.divides else weight.row_scales
+    row_scales = F.pad(g, (0, -rows % ROWS))[None]
+    return Int4Weight(words, padded(scales, 2 * GROUP, k, None), None, rows, k, GROUP, row_scales=row_scales)
 
 
 def dequantise(weight: Nvfp4Weight, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,7 @@
-"""INT4 weights to bf16: w = (q - z) * s, rounded once (`common/int4.py`). For products of many tokens, by the library.
+"""INT4 and NVFP4 weights to bf16, rounded once (`dequantise` of `common/int4.py`). For products of many tokens, by the library.
 
-The numbers are those that `int4_linear.py` multiplies. Bound by memory: 4.5 bits are read and 16 written for each number.
+INT4 weights are those that `int4_linear.py` multiplies; NVFP4 weights it does not round. Bound by memory: 4.5 bits are read and
+16 written for each number.
 `multiply_dequantised` is the product in pieces that stay in the L2 cache, so that no weight is written to memory in bf16.
 """
 
@@ -27,7 +28,8 @@ PIECE = 1 << 24
 
 @triton.jit
 def int4_dequantise_kernel(
-    w, scales, zeros, out, n, w_rows, k, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr
+    w, scales, zeros, row_scales, out, n, w_rows, k, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     k_blocks = tl.cdiv(k, 128)
     program = tl.program_id(0)
@@ -39,8 +41,10 @@ def int4_dequantise_kernel(
     if zeros is not None:
         z = load_parts(zeros, block, w_rows // 2, first, n, last, GROUP, False, BLOCK_N)
     words = load_words(w, block, first, n, w_rows, False, BLOCK_N, False)
-    values = unpack_block(words, s, z, BLOCK_N, INTERPRETED).to(tl.float32) * SIZE
+    values = unpack_block(words, s, z, GROUP, BLOCK_N, INTERPRETED).to(tl.float32) * SIZE
     row = first + tl.arange(0, BLOCK_N)
+    if row_scales is not None:
+        values *= tl.load(row_scales + tl.minimum(row, n - 1))[:, None]
     column = block * 128 + tl.arange(0, 128)
     places = out + row.to(tl.int64)[:, None] * k + column[None, :]
     tl.store(places, values.to(out.dtype.element_ty), mask=(row < n)[:, None] & (column < k)[None, :])
@@ -70,9 +74,9 @@ def launch(weight: Int4Weight, out: Tensor, *, compile_only: bool = False) -> No
     grid = (triton.cdiv(weight.num_rows, BLOCK_N) * triton.cdiv(weight.k, BLOCK),)
     start = partial(int4_dequantise_kernel.warmup, grid=grid) if compile_only else int4_dequantise_kernel[grid]
     start(
-        weight.words, pairs_of(weight.scales), None if weight.zeros is None else pairs_of(weight.zeros), out, weight.num_rows,
-        weight.words.stride(0) // WORDS, weight.k, GROUP=group, BLOCK_N=BLOCK_N, INTERPRETED=not out.is_cuda, num_warps=4,
-        **launch_args(out),
+        weight.words, pairs_of(weight.scales), None if weight.zeros is None else pairs_of(weight.zeros), weight.row_scales, out,
+        weight.num_rows, weight.words.stride(0) // WORDS, weight.k, GROUP=group, BLOCK_N=BLOCK_N, INTERPRETED=not out.is_cuda,
+        num_warps=4, **launch_args(out),
     )
 
 

@@ -1,10 +1,11 @@
-"""Matrix products of dense models with INT4 weights (W4A16): y = x @ W.T + bias, 1 to about a thousand tokens.
+"""Matrix products of dense models with INT4 or NVFP4 weights (W4A16): y = x @ W.T + bias, 1 to about a thousand tokens.
 
     int4_linear    y = x W' + b
     int4_swiglu    y = silu(x Wg' + bg) * (x Wu' + bu)      W = [Wg; Wu]
 
 W is rounded once to bf16, as `dequantise` gives it (`common/int4.py`), but only in registers: memory is read 4 bits and scales a
-number (`int4_steps.py`). So the result is that of the product with dequantised weights, up to the order of sums.
+number (`int4_steps.py`). So the result is that of the product with dequantised weights, up to the order of sums. NVFP4 weights
+are not rounded (`common/nvfp4.py`).
 
 A tile of the output can be shared by several programs, each of which sums a part of the blocks of K. The last one to finish adds
 their sums in the order of K (`split_k.py`): the bits are the same in every run. They depend on how K is divided, not on the sizes
@@ -26,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.fetch import fetch_to_l2
-from batchspec.kernels.common.int4 import BLOCK, ROWS, WORDS, Int4Weight, dequantise
+from batchspec.kernels.common.int4 import BLOCK, ROWS, WORDS, Int4Weight, multiplied, scale_dtype
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.gemm.int4_steps import SIZE, sum_blocks
 from batchspec.kernels.gemm.linear import write_tile
@@ -52,7 +53,7 @@ def fetch_words(words, block, stop, first, n, w_rows, GATED: tl.constexpr, BLOCK
 
 @triton.jit(do_not_specialize=["num_tokens", "split"])  # no recompilation for other token counts
 def int4_linear_kernel(
-    x, w, words, scales, zeros, bias, out, partials, arrived, num_tokens, n, w_rows, k, stride_x, split,
+    x, w, words, scales, zeros, row_scales, bias, out, partials, arrived, num_tokens, n, w_rows, k, stride_x, split,
     GROUP: tl.constexpr, GATED: tl.constexpr, TWO: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, FETCHED: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
@@ -81,7 +82,7 @@ def int4_linear_kernel(
             partials, arrived, tile, program, split * part_blocks, part_blocks, acc, up, ROWS, BLOCK_T, TWO
         )
     if complete:
-        y, second = whole_tile(acc, up, GATED, TWO, BLOCK_T, BLOCK_N)
+        y, second = whole_tile(acc, up, row_scales, 0, first, n, GATED, TWO, BLOCK_T, BLOCK_N)
         y, second = tl.trans(y) * SIZE, tl.trans(second) * SIZE
         write_tile(bias, None, None, out, y, second, y, t, first, num_tokens, n, k, n, 0.0, BLOCK_T, BLOCK_N, GATED)
 
@@ -92,7 +93,8 @@ def int4_linear(
     """x @ W.T + bias.
 
     x       bf16 [T, K], its columns in the order of the weight in memory (`Int4Weight.columns`); rows may be slices of wider ones
-    weight  with scales in bf16 below 8 (`bf16_scales`), and groups that kernels read (`Int4Weight.kernel_group`)
+    weight  with scales in bf16 below 8 (`bf16_scales`), and groups that kernels read (`Int4Weight.kernel_group`); or NVFP4
+            (`nvfp4.arranged`)
     bias    bf16 [N], or None
     tile    block_m tokens, block_n rows of W (of outputs, if gated), block_k 128; how the work is split: the result's bits
             depend on how K is
@@ -127,9 +129,9 @@ def int4_swiglu(
 def int4_linear_reference(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:
     """`int4_linear` in plain torch, in fp32 (fp64 if x is fp64), with the weights that the kernel multiplies."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    matrix = dequantise(weight, torch.bfloat16)
+    matrix = multiplied(weight, wide)
     matrix = matrix if weight.columns is None else matrix.index_select(1, weight.columns)
-    y = x.to(wide) @ matrix.to(wide).t()
+    y = x.to(wide) @ matrix.t()
     return y if bias is None else y + bias.to(wide)
 
 
@@ -155,10 +157,10 @@ def launch(
     start(
         TensorDescriptor.from_tensor(x, [tile.block_m, BLOCK]) if tma else x,
         words_operand(weight.words, n, tile.block_n, gated=gated) if tma else weight.words, weight.words,
-        pairs_of(weight.scales), None if weight.zeros is None else pairs_of(weight.zeros), bias, out, partials,
-        counters(x.device) if split else None, num_tokens, n, weight.words.stride(0) // WORDS, k, x.stride(0), tile.split,
-        GROUP=group, GATED=gated, TWO=in_two(tile.block_n, tile.warps, gated=gated), SPLIT=split, BLOCK_T=tile.block_m,
-        BLOCK_N=tile.block_n, FETCHED=FETCH_BYTES // (64 * height), TMA=tma, EVEN_K=k % BLOCK == 0,
+        pairs_of(weight.scales), None if weight.zeros is None else pairs_of(weight.zeros), weight.row_scales, bias, out,
+        partials, counters(x.device) if split else None, num_tokens, n, weight.words.stride(0) // WORDS, k, x.stride(0),
+        tile.split, GROUP=group, GATED=gated, TWO=in_two(tile.block_n, tile.warps, gated=gated), SPLIT=split,
+        BLOCK_T=tile.block_m, BLOCK_N=tile.block_n, FETCHED=FETCH_BYTES // (64 * height), TMA=tma, EVEN_K=k % BLOCK == 0,
         INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(x),
     )
 
@@ -183,9 +185,11 @@ def check_weight(kernel: str, weight: Int4Weight) -> int:
     if group is None:
         raise ValueError(f"{kernel}: groups of {weight.group_size} columns; must be 32, 64, whole blocks of 128, or all of a row")
     paired, blocks = -(-rows // ROWS) * ROWS, -(-k // BLOCK)
-    groups = 1 if not group else blocks * (BLOCK // group) if group < BLOCK else -(-k // group)
+    groups = 1 if not group else blocks * (BLOCK // max(group, 32)) if group < BLOCK else -(-k // group)
     check(f"{kernel}: words", weight.words, (blocks, paired // ROWS, ROWS * WORDS), torch.int16, strided=True)
-    check(f"{kernel}: scales", weight.scales, (groups, paired), torch.bfloat16, rows=True)
+    check(f"{kernel}: scales", weight.scales, (groups, paired), scale_dtype(weight.row_scales), rows=True)
+    if weight.row_scales is not None:
+        check(f"{kernel}: row_scales", weight.row_scales, (1, paired), torch.float32, rows=True)
     if weight.zeros is not None:
         check(f"{kernel}: zeros", weight.zeros, (groups, paired), torch.int16, rows=True)
     return group

@@ -10,6 +10,10 @@ word and read as bf16, is subnormal: bits 3 to 0 are q * 2^-133, bits 7 to 4 q *
 both of which bf16 holds for s below 8, it is q * s * 2^-8. With z = 8, -8 s * 2^-8 is a number of bf16 too, so that one fused
 multiplication and addition rounds once. Other zero points are subtracted first, which is exact. So eight numbers take four masks,
 one shift and four multiplications, with zero points four more; scales change by additions to their exponents.
+
+NVFP4 weights (`common/nvfp4.py`; GROUP is 16) have words and scales in the same places. A number without its row scale is exact
+in bf16, so none is rounded: sums are multiplied by the row scale at the end (`whole_tile`). Eight numbers take nine instructions
+that place their bits (`moe/mxfp4.py`) and four multiplications; a scale of 16 columns of a row takes two more.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from batchspec.kernels.moe.mxfp4 import times_scale
 from batchspec.kernels.moe.packed_tiles import wait_for
 
 SIZE = tl.constexpr(256.0)
@@ -24,6 +29,8 @@ LOW_SCALE, HIGH_SCALE = tl.constexpr(0x3E803E80), tl.constexpr(0x3C803C80)
 """Added to the bits of two scales: times 2^125 and 2^121."""
 SIGNS, OFFSET = tl.constexpr(-0x7FFF8000), tl.constexpr(0x02800280)
 """The bits of two scales are turned by the first and lowered by the second: times -2^-5."""
+FP4_BITS, FP4_SIZE = tl.constexpr(0x0FF00FF0), tl.constexpr(0x70007000)
+"""Of NVFP4: the bits of bf16 that two stored scales have, and the leading bits of two scales * 2^118."""
 
 
 @triton.jit
@@ -130,15 +137,30 @@ def unpack_part(words, scale_pairs, zero_pairs, PART: tl.constexpr, ROWS: tl.con
 
 
 @triton.jit
-def unpack_block(words, scales, zeros, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
+def unpack_fp4(words, scale_pairs, PART: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """`unpack_part` of NVFP4 weights without row scales, exact. Each pair has two scales of 8 bits of each row."""
+    first = of_rows(((scale_pairs << 4) & FP4_BITS) | FP4_SIZE, ROWS, INTERPRETED)
+    second = of_rows(((scale_pairs >> 4) & FP4_BITS) | FP4_SIZE, ROWS, INTERPRETED)
+    scale = tl.broadcast_to(tl.join(first, second)[:, :, None], [ROWS, 2, 16]).reshape(ROWS, 32)
+    return times_scale(words, scale, PART, INTERPRETED)
+
+
+@triton.jit
+def unpack_block(words, scales, zeros, GROUP: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
     """The 128 columns of each row: [ROWS, 128]. Joining moves no number between registers.
 
     scales, zeros: for each of the four parts the pairs of its group, or None for zeros
     """
-    zero = unpack_part(words, scales[0], zeros[0], 0, ROWS, INTERPRETED)
-    one = unpack_part(words, scales[1], zeros[1], 1, ROWS, INTERPRETED)
-    two = unpack_part(words, scales[2], zeros[2], 2, ROWS, INTERPRETED)
-    three = unpack_part(words, scales[3], zeros[3], 3, ROWS, INTERPRETED)
+    if GROUP == 16:
+        zero = unpack_fp4(words, scales[0], 0, ROWS, INTERPRETED)
+        one = unpack_fp4(words, scales[1], 1, ROWS, INTERPRETED)
+        two = unpack_fp4(words, scales[2], 2, ROWS, INTERPRETED)
+        three = unpack_fp4(words, scales[3], 3, ROWS, INTERPRETED)
+    else:
+        zero = unpack_part(words, scales[0], zeros[0], 0, ROWS, INTERPRETED)
+        one = unpack_part(words, scales[1], zeros[1], 1, ROWS, INTERPRETED)
+        two = unpack_part(words, scales[2], zeros[2], 2, ROWS, INTERPRETED)
+        three = unpack_part(words, scales[3], zeros[3], 3, ROWS, INTERPRETED)
     parts = tl.join(tl.join(zero, two), tl.join(one, three))  # [ROWS, 32, two bits of the part: high, low]
     return parts.permute(0, 2, 3, 1).reshape(ROWS, 128)
 
@@ -147,9 +169,9 @@ def unpack_block(words, scales, zeros, ROWS: tl.constexpr, INTERPRETED: tl.const
 def load_parts(source, block, stride, first, n, last, GROUP: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
     """The pairs of the groups of the four parts of a block of columns: a tuple of four, the same several times in large groups.
 
-    stride: pairs of a group. GROUP: its columns; 0: a row is one group
+    stride: pairs of a group. GROUP: its columns; 0: a row is one group; 16: NVFP4, whose pairs have the scales of 32 columns
     """
-    if GROUP == 32:
+    if GROUP == 16 or GROUP == 32:
         own = source + block * 4 * stride
         a = load_pairs(own, first, n, last, GATED, BLOCK_N)
         b = load_pairs(own + stride, first, n, last, GATED, BLOCK_N)
@@ -217,17 +239,17 @@ def sum_blocks(
             z2 = z
             if zeros is not None:
                 z, z2 = halves_of(z, ROWS)
-            values = unpack_block(a, s, z, ROWS, INTERPRETED)
+            values = unpack_block(a, s, z, GROUP, ROWS, INTERPRETED)
             acc = tl.dot(values, tokens, acc, input_precision="ieee")
             if MORE:
                 acc_more = tl.dot(values, more, acc_more, input_precision="ieee")
-            values = unpack_block(b, s2, z2, ROWS, INTERPRETED)
+            values = unpack_block(b, s2, z2, GROUP, ROWS, INTERPRETED)
             if MORE:
                 up_more = tl.dot(values, more, up_more, input_precision="ieee")
             up = tl.dot(values, tokens, up, input_precision="ieee")
             up = up if INTERPRETED else wait_for(up)
         else:
-            values = unpack_block(words, s, z, ROWS, INTERPRETED)
+            values = unpack_block(words, s, z, GROUP, ROWS, INTERPRETED)
             if MORE:
                 acc_more = tl.dot(values, more, acc_more, input_precision="ieee")
             acc = tl.dot(values, tokens, acc, input_precision="ieee")

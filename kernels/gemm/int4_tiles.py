@@ -1,4 +1,4 @@
-"""How a dense product with INT4 weights is divided among programs: the rule, and the candidates that the tuner times.
+"""How a dense product with INT4 or NVFP4 weights is divided among programs: the rule, and the candidates that the tuner times.
 
 A tile's block_m are tokens, its block_n outputs; a gated product reads as many rows of up as of the gate. Nothing here was
 measured on a GPU yet: the rule is an estimate from the compiled kernels (registers, shared memory, instructions).
@@ -28,7 +28,7 @@ CUTS = {
 
 
 def op_of(group: int, *, gated: bool) -> str:
-    """The name of a product in the table of tuned ones. group: columns of a group of W, 0: all of a row."""
+    """The name of a product in the table of tuned ones. group: columns of a group of W, 0: all of a row, 16: NVFP4."""
     return f"{'int4_swiglu' if gated else 'int4_linear'}_g{group}"
 
 
@@ -97,7 +97,8 @@ def fits(tile: Tile, card: Card, *, gated: bool) -> bool:
 def fitted(tile: Tile, card: Card, *, gated: bool) -> Tile:
     """The tile with as many stages as fit into the card's shared memory, and with the kind of loads that the card has."""
     rows = tile.block_n * (2 if gated else 1)
-    stages = card.stages_that_fit(tile.stages, rows * (BLOCK // 2 + 4) + tile.block_m * BLOCK * 2)
+    most_of_scales = 8  # in groups of 16 (NVFP4) or 32
+    stages = card.stages_that_fit(tile.stages, rows * (BLOCK // 2 + most_of_scales) + tile.block_m * BLOCK * 2)
     return tile._replace(stages=stages, tma=tile.tma and card.has_tma)
 
 

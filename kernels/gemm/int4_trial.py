@@ -1,4 +1,4 @@
-"""Autotune of dense products with INT4 weights: tiles of our kernel against dequantising the weight for the library's product."""
+"""Autotune of dense products with INT4 and NVFP4 weights: tiles of our kernel, and dequantising the weight for the library."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.common.card import card_of
+from batchspec.kernels.common.e4m3 import E4M3
+from batchspec.kernels.common.fp4 import GROUP
 from batchspec.kernels.common.graph_clock import MAX_COPIES, Call
-from batchspec.kernels.common.int4 import Int4Weight, arrange, dequantise
+from batchspec.kernels.common.int4 import Int4Weight, arrange, multiplied
+from batchspec.kernels.common.nvfp4 import Nvfp4Weight, arranged
 from batchspec.kernels.gemm.activation import silu_and_mul
 from batchspec.kernels.gemm.autotune import COPIES_BYTES, Trial
 from batchspec.kernels.gemm.int4_dequantise import multiply_dequantised
@@ -21,7 +24,11 @@ from batchspec.kernels.gemm.tiles import Tile
 
 
 def random_int4(rows: int, k: int, group: int, device: torch.device) -> Int4Weight:
-    """Symmetric weights of about the size k^-0.5. group: columns of a group, 0: all of a row."""
+    """Symmetric weights of about the size k^-0.5. group: columns of a group, 0: all of a row, 16: NVFP4."""
+    if group == GROUP:
+        codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, device=device)
+        scales = torch.randint(0x30, 0x40, (rows, k // GROUP), dtype=torch.uint8, device=device)  # 0.5 to 1.9
+        return arranged(Nvfp4Weight(codes, scales.view(E4M3), torch.full((rows,), k**-0.5 / 3, device=device), divides=False))
     size = group or k
     words = torch.randint(-(2**31), 2**31, (rows, k // 8), device=device).int()
     scales = (torch.rand(rows, -(-k // size), device=device) + 0.5) * (k**-0.5 / 4.6)
@@ -56,4 +63,4 @@ class Int4Trial(Trial):
         return [partial(run, w) for w in self.weights]
 
     def matrix(self) -> Tensor:
-        return dequantise(self.weights[0], torch.bfloat16).float()
+        return multiplied(self.weights[0], torch.float32)

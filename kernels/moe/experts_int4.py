@@ -1,9 +1,11 @@
-"""Grouped products of experts with INT4 weights: 4-bit codes become bf16 in registers, from which the tensor cores read them.
+"""Grouped products of experts with INT4 or NVFP4 weights: codes become bf16 in registers, from which the tensor cores read them.
 
-Weights are rounded once to bf16, as `dequantise` gives them (`common/int4.py`). Formula, work list, order of rows and order of
-sums are those of `experts_plain.py`, so the result equals that of `experts_plain.py` with dequantised weights. The loop over K
-is that of the dense product (`gemm/int4_steps.py`), units of pairs and their tiles are those of `experts_mxfp4.py`.
-Bound by memory (the weights of the experts that have tokens); the instructions that unpack weights take two thirds as long.
+INT4 weights are rounded once to bf16, as `dequantise` gives them (`common/int4.py`). Formula, work list, order of rows and order
+of sums are those of `experts_plain.py`, so the result equals that of `experts_plain.py` with dequantised weights. NVFP4 weights
+are not rounded, and sums are multiplied by row scales (`common/nvfp4.py`). The loop over K is that of the dense product
+(`gemm/int4_steps.py`), units of pairs and their tiles are those of `experts_mxfp4.py`.
+Bound by memory (the weights of the experts that have tokens); the instructions that unpack weights take two thirds as long,
+with NVFP4 weights four fifths.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.common.checks import check
-from batchspec.kernels.common.int4 import BLOCK, ROWS, WORDS, Int4Weight, dequantise
+from batchspec.kernels.common.int4 import BLOCK, ROWS, WORDS, Int4Weight, multiplied, scale_dtype
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.gemm.int4_linear import pairs_of, words_operand
 from batchspec.kernels.gemm.int4_steps import SIZE, sum_blocks
@@ -30,17 +32,19 @@ from batchspec.kernels.moe.units import Routing, program_place
 
 
 class StackedInt4(NamedTuple):
-    """The weights [N, K] of E experts, with the same groups of columns (`Int4Weight`)."""
+    """The weights [N, K] of E experts, with the same groups of columns (`Int4Weight`, which says what NVFP4 has)."""
 
     words: Tensor
     """int16 [E, ceil(K / 128), N / 16, 512], contiguous"""
     scales: Tensor
-    """bf16 [E, G, N], contiguous"""
+    """[E, G, N], contiguous; those of `Int4Weight`"""
     zeros: Tensor | None
     """int16 [E, G, N], contiguous; None: all zero points are 8"""
     k: int
     group: int
     """The size of the groups as kernels take it (`Int4Weight.kernel_group`)."""
+    row_scales: Tensor | None = None
+    """fp32 [E, 1, N], contiguous; None: INT4 weights"""
 
     @property
     def num_rows(self) -> int:
@@ -49,13 +53,14 @@ class StackedInt4(NamedTuple):
 
     def expert(self, index: int) -> Int4Weight:
         """The weight of an expert, without copies."""
-        zeros = None if self.zeros is None else self.zeros[index]
-        return Int4Weight(self.words[index], self.scales[index], zeros, self.num_rows, self.k, self.group or self.k)
+        zeros, rows = (None if own is None else own[index] for own in (self.zeros, self.row_scales))
+        group = self.group or self.k
+        return Int4Weight(self.words[index], self.scales[index], zeros, self.num_rows, self.k, group, row_scales=rows)
 
 
 @triton.jit
 def multiply(
-    x, x_more, w, scales, zeros, bias, pairs, out, expert, begin, count, first, num_rows, n, k, num_groups,
+    x, x_more, w, scales, zeros, row_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, num_groups,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr,
     BLOCK_T: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -65,16 +70,16 @@ def multiply(
         x, x_more, w, scales, zeros, expert, begin, first, num_rows, n, 2 * n if GATED else n, k, k, num_groups, 0,
         tl.cdiv(k, 128), GROUP, GATED, TWO, BLOCK_T, MORE, BLOCK_N, TMA, EVEN_K, INTERPRETED,
     )
-    store_sums(acc * SIZE, up * SIZE, bias, out, pairs, expert, begin, count, first, n, SCATTER, GATED, LIMIT, ALPHA, TWO,
-               BLOCK_T, BLOCK_N)
+    store_sums(acc * SIZE, up * SIZE, row_scales, bias, out, pairs, expert, begin, count, first, n, SCATTER, GATED, LIMIT, ALPHA,
+               TWO, BLOCK_T, BLOCK_N)
     if MORE:
-        store_sums(acc_more * SIZE, up_more * SIZE, bias, out, pairs, expert, begin + BLOCK_T, count - BLOCK_T, first, n, SCATTER,
-                   GATED, LIMIT, ALPHA, TWO, MORE, BLOCK_N)
+        store_sums(acc_more * SIZE, up_more * SIZE, row_scales, bias, out, pairs, expert, begin + BLOCK_T, count - BLOCK_T, first,
+                   n, SCATTER, GATED, LIMIT, ALPHA, TWO, MORE, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["num_units", "num_rows"])
 def experts_int4_kernel(
-    x16, x32, x64, x128, x256, w, scales, zeros, bias, pairs, units, out, num_units, num_rows, n, k, num_groups,
+    x16, x32, x64, x128, x256, w, scales, zeros, row_scales, bias, pairs, units, out, num_units, num_rows, n, k, num_groups,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr,
     LOW: tl.constexpr, BLOCK_T: tl.constexpr, JOINED: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
     TMA: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
@@ -94,8 +99,8 @@ def experts_int4_kernel(
         if (JOINED or MORE_ROWS[step] == 0) and HEIGHT_OF[step] >= LOW and HEIGHT_OF[step] <= BLOCK_T:
             below = JOINED_BELOW[step] if JOINED else HEIGHT_OF[step] // 2
             if (count > (below if HEIGHT_OF[step] > LOW else 0)) & (count <= HEIGHT_OF[step]):
-                multiply(blocks[step][0], blocks[step][1], w, scales, zeros, bias, pairs, out, expert, begin, count, first,
-                         num_rows, n, k, num_groups, SCATTER, GATED, LIMIT, ALPHA, GROUP, TWO, FIRST_ROWS[step],
+                multiply(blocks[step][0], blocks[step][1], w, scales, zeros, row_scales, bias, pairs, out, expert, begin, count,
+                         first, num_rows, n, k, num_groups, SCATTER, GATED, LIMIT, ALPHA, GROUP, TWO, FIRST_ROWS[step],
                          MORE_ROWS[step], BLOCK_N, TMA, EVEN_K, INTERPRETED)
 
 
@@ -137,9 +142,9 @@ def experts_int4_down(
 
 
 def dequantised(weight: StackedInt4, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[E, N, K], rounded to bf16 as the kernel does."""
-    own = [dequantise(weight.expert(expert), torch.bfloat16) for expert in range(len(weight.words))]
-    return torch.stack(own).to(dtype)
+    """[E, N, K], rounded as the kernel does: INT4 weights to bf16."""
+    own = [multiplied(weight.expert(expert), dtype) for expert in range(len(weight.words))]
+    return torch.stack(own)
 
 
 def launch(
@@ -152,7 +157,9 @@ def launch(
     n = w_rows // 2 if gated else w_rows
     check(f"{kernel}: x", x, (num_pairs, k), torch.bfloat16)
     check(f"{kernel}: words", weight.words, (num_experts, -(-k // BLOCK), w_rows // ROWS, ROWS * WORDS), torch.int16)
-    check(f"{kernel}: scales", weight.scales, (num_experts, num_groups, w_rows), torch.bfloat16)
+    check(f"{kernel}: scales", weight.scales, (num_experts, num_groups, w_rows), scale_dtype(weight.row_scales))
+    if weight.row_scales is not None:
+        check(f"{kernel}: row_scales", weight.row_scales, (num_experts, 1, w_rows), torch.float32)
     if weight.zeros is not None:
         check(f"{kernel}: zeros", weight.zeros, (num_experts, num_groups, w_rows), torch.int16)
     check(f"{kernel}: out", out, (num_pairs, n), torch.bfloat16, torch.float32)
@@ -168,8 +175,8 @@ def launch(
     start = partial(experts_int4_kernel.warmup, grid=grid) if compile_only else experts_int4_kernel[grid]
     start(
         *blocks_of(x, tile, tma), words_operand(weight.words, n, tile.block_n, gated=gated) if tma else weight.words,
-        pairs_of(weight.scales), None if weight.zeros is None else pairs_of(weight.zeros), bias, routing.pairs, routing.units,
-        out, len(routing.units), num_pairs, n, k, num_groups,
+        pairs_of(weight.scales), None if weight.zeros is None else pairs_of(weight.zeros), weight.row_scales, bias,
+        routing.pairs, routing.units, out, len(routing.units), num_pairs, n, k, num_groups,
         SCATTER=not gated, GATED=gated, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha, GROUP=weight.group,
         TWO=in_two(tile.block_n, tile.warps, gated=gated), LOW=tile.low, BLOCK_T=tile.block_t, JOINED=tile.joined,
         BLOCK_N=tile.block_n, UNITS=tile.group, TMA=tma, EVEN_K=k % BLOCK == 0, INTERPRETED=not x.is_cuda,

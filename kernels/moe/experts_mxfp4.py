@@ -74,10 +74,11 @@ def multiply(
                 acc_more = tl.dot(values, more, acc_more, input_precision="ieee")
             acc = tl.dot(values, tokens, acc, input_precision="ieee")
             acc = acc if INTERPRETED else wait_for(acc)
-    store_sums(acc, up, bias, out, pairs, expert, begin, count, first, n, SCATTER, GATED, LIMIT, ALPHA, TWO, BLOCK_T, BLOCK_N)
+    store_sums(acc, up, None, bias, out, pairs, expert, begin, count, first, n, SCATTER, GATED, LIMIT, ALPHA, TWO, BLOCK_T,
+               BLOCK_N)
     if MORE:
-        store_sums(acc_more, up_more, bias, out, pairs, expert, begin + BLOCK_T, count - BLOCK_T, first, n, SCATTER, GATED, LIMIT,
-                   ALPHA, TWO, MORE, BLOCK_N)
+        store_sums(acc_more, up_more, None, bias, out, pairs, expert, begin + BLOCK_T, count - BLOCK_T, first, n, SCATTER, GATED,
+                   LIMIT, ALPHA, TWO, MORE, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["num_units", "num_rows"])

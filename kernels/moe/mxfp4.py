@@ -109,16 +109,9 @@ def unpack(words, scales, PART: tl.constexpr, INTERPRETED: tl.constexpr):
     scales  int32 [N]; byte PART is the stored scale of that value's block
     """
     if INTERPRETED:
-        word = words.to(tl.int32) & 0xFFFF
-        if PART < 3:
-            bits = (word << (3 * PART)) & 0x81C0
-        else:
-            bits = (((word >> 7) & 0xD8) * 2081) & 0x81C0
         exponent = (scales >> (8 * PART)) & 0xFF
-        y = (bits << 16).to(tl.float32, bitcast=True) * (exponent << 23).to(tl.float32, bitcast=True)[:, None]
-    else:  # each instruction works on two words
-        # v * scale - 0 in place of v * scale, which only Hopper's PTX has: ptxas makes the same instruction of both.
-        # Bytes 0 and 2, or 1 and 3, to the exponent bits of the two halves; the multiplication reads one half of it twice.
+        scale = (exponent << 23) | (exponent << 7)
+    else:  # bytes 0 and 2, or 1 and 3, to the exponent bits of the two halves; the multiplication reads one half of it twice
         both = (scales << 7 if PART % 2 == 0 else scales >> 1) & 0x7F807F80
         if PART < 2:
             scale = tl.inline_asm_elementwise(
@@ -130,7 +123,25 @@ def unpack(words, scales, PART: tl.constexpr, INTERPRETED: tl.constexpr):
                 "{ .reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, h}; }",
                 "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1,
             )
-        scale = tl.broadcast_to(scale[:, None], words.shape)
+    return times_scale(words, tl.broadcast_to(scale[:, None], words.shape), PART, INTERPRETED)
+
+
+@triton.jit
+def times_scale(words, scale, PART: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Value PART of each word * 2^-126 * its scale, rounded to bf16; fp32 in Triton's interpreter.
+
+    words  int16 [N, 32]
+    scale  int32 [N, 32]; a number of bf16 in both halves. Two neighbouring words have the same one
+    """
+    if INTERPRETED:
+        word = words.to(tl.int32) & 0xFFFF
+        if PART < 3:
+            bits = (word << (3 * PART)) & 0x81C0
+        else:
+            bits = (((word >> 7) & 0xD8) * 2081) & 0x81C0
+        y = (bits << 16).to(tl.float32, bitcast=True) * (scale & -0x10000).to(tl.float32, bitcast=True)
+    else:  # each instruction works on two words
+        # v * scale - 0 in place of v * scale, which only Hopper's PTX has: ptxas makes the same instruction of both.
         if PART == 0:
             y = tl.inline_asm_elementwise(
                 "{ .reg .b32 v, z; and.b32 v, $1, 0x81C081C0; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, v, $2, z; }",

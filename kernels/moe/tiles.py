@@ -28,7 +28,7 @@ class ExpertTile(NamedTuple):
     """Rows of W, a multiple of 64. A gated product reads as many of the gate and as many of up; with MXFP4 weights it may have
     32, which make one block of 64 rows. If it is below 16 * warps, the warps divide the pairs among them too."""
     block_k: int
-    """Columns of W per step of the loop over K. MXFP4 and INT4: 128."""
+    """Columns of W per step of the loop over K. MXFP4, INT4 and NVFP4: 128."""
     stages: int
     """Steps of that loop that are loaded ahead (Triton's num_stages)."""
     warps: int
@@ -40,7 +40,7 @@ class ExpertTile(NamedTuple):
     low: int = 16
     """The narrowest tile over pairs, one of `heights` up to block_t. A unit uses the narrowest one that holds its pairs."""
     joined: bool = False
-    """MXFP4 and INT4 only: use the heights of `JOINED` too."""
+    """MXFP4, INT4 and NVFP4 only: use the heights of `JOINED` too."""
     registers: int | None = None
     """MXFP4 only: limit of a thread's registers (Triton's maxnreg), to let more programs share an SM; None: no limit."""
     turned: bool = False
@@ -88,7 +88,7 @@ def gathers(unit_pairs: int, dtype: torch.dtype) -> bool:
 
 
 PACKED = (torch.uint8, torch.int32)
-"""dtypes of weights that are unpacked in registers: MXFP4 and INT4."""
+"""dtypes of weights that are unpacked in registers: MXFP4; INT4 and NVFP4."""
 GATHERED_PAIRS = {torch.bfloat16: 64, torch.float32: 64, torch.float8_e4m3fn: 32}
 """Maximum number of pairs of a unit at which programs gather rows, by dtype of the weights. Only tests use fp32."""
 MANY_EXPERT_PAIRS = 256
@@ -104,7 +104,7 @@ FEW_UNITS = 8
 
 
 def expert_tile(unit_pairs: int, num_units: int, card: Card, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
-    """A good tile for at most `num_units` units of `unit_pairs` pairs and weights of this dtype (uint8: MXFP4, int32: INT4)."""
+    """A good tile for at most `num_units` units of `unit_pairs` pairs and weights of this dtype (`policy.expert_tile`)."""
     return fitted(_measured_tile(unit_pairs, num_units, gated=gated, dtype=dtype), card, gated=gated, dtype=dtype)
 
 
@@ -121,8 +121,8 @@ def _measured_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch
     FP8 tiles with `turned` were timed on Qwen3-30B-A3B at 512 to 16,384 tokens, and on MiniMax-M2 at 1,024 and 4,096. Three
     programs of 64 pairs, or two of 128 pairs and eight warps, share a multiprocessor; one program of twice the rows of W takes
     longer.
-    INT4 was not measured: it has the tiles of MXFP4, whose kernel loads and computes the same blocks. Its programs of 32 pairs
-    need fewer than 128 registers without a limit.
+    INT4 and NVFP4 were not measured: they have the tiles of MXFP4, whose kernel loads and computes the same blocks. Their
+    programs of 32 pairs need fewer than 128 registers without a limit.
     """
     if dtype == torch.float32:
         return ExpertTile(unit_pairs, 64, 32, 2, 4, False)
@@ -205,6 +205,6 @@ def fitted(tile: ExpertTile, card: Card, *, gated: bool, dtype: torch.dtype) -> 
 
 def stage_bytes(tile: ExpertTile, *, gated: bool, dtype: torch.dtype) -> int:
     """Bytes of the weights and tokens that a program loads in a step of the loop over K. dtype: of the weights."""
-    width = 17 / 32 if dtype in PACKED else dtype.itemsize
+    width = {torch.uint8: 17 / 32, torch.int32: 9 / 16}.get(dtype, dtype.itemsize)  # INT4 has at most as many as NVFP4
     weights = tile.block_n * (2 if gated else 1) * tile.block_k * width
     return round(weights + tile.block_t * tile.block_k * (1 if dtype == torch.float8_e4m3fn else 2))

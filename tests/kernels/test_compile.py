@@ -61,8 +61,8 @@ OF_INT4 = ("int4_linear_kernel", "experts_int4_kernel")
 
 
 def multiplies_from_registers(name: str, ptx: str) -> None:
-    """Every tile of INT4 weights is an operand (M) of wgmma in registers. It is loaded from shared memory 16 bytes at a time, and
-    copied there 16 bytes at a time or by TMA."""
+    """Every tile of INT4 or NVFP4 weights is an operand (M) of wgmma in registers. It is loaded from shared memory 16 bytes at a
+    time, and copied there 16 bytes at a time or by TMA."""
     found = set(re.findall(r"(?:mma\.sync|wgmma\.mma_async)\S*", ptx))
     assert found, name
     assert all(re.match(r"wgmma\S*m64n\d+k16\.f32\.bf16\.bf16$", each) for each in found), f"{name}: {found}"

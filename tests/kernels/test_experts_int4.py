@@ -1,4 +1,4 @@
-"""Grouped products with INT4 weights are those of the weights rounded once to bf16."""
+"""Grouped products with INT4 weights are those of the weights rounded once to bf16, with NVFP4 weights those of the weights."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Executes the instructions with which the compiled INT4 kernels unpack words, number by number: no CPU has them, and Triton's
-interpreter takes another way."""
+"""Executes the instructions with which the compiled INT4 and NVFP4 kernels unpack words, number by number: no CPU has them, and
+Triton's interpreter takes another way."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchspec.kernels.gemm.int4_steps import HIGH_SCALE, LOW_SCALE, OFFSET, SIGNS
+from batchspec.kernels.moe.mxfp4 import PLACES, VALUES
 
 Words = NDArray[np.uint32]
 Bits = NDArray[np.uint16]
@@ -17,10 +18,13 @@ COUNT = 20000
 
 def assert_unpacks_to_the_bit(ttgir: str) -> None:
     """Random words, scales of every exponent that is allowed, and zero points, in both halves of a word."""
-    programs = re.findall(r'elementwise_inline_asm "([^"]*bf16x2[^"]*)"', ttgir)[:4]
+    programs = [text.replace("\\0A", "") for text in re.findall(r'elementwise_inline_asm "([^"]*bf16x2[^"]*)"', ttgir)[:4]]
     assert len(programs) == 4
     rng = np.random.default_rng(0)
     words = rng.integers(0, 2**32, COUNT).astype(np.uint32)
+    if all("0x81C081C0" in program for program in programs):
+        assert_unpacks_fp4(programs, words, rng.integers(12 << 3, 30 << 3, COUNT) << 4 | 0x7000)
+        return
     bits = rng.integers(27 << 7, 130 << 7, COUNT) | rng.integers(0, 2, COUNT) << 15
     scale, pairs = _number(bits.astype(np.uint16)), bits | bits << 16
     given = all(program.count("fma") == 2 for program in programs)
@@ -34,8 +38,18 @@ def assert_unpacks_to_the_bit(ttgir: str) -> None:
             assert np.array_equal(_number(found[half]) * 256, _number(_rounded(exact))), program
 
 
+def assert_unpacks_fp4(programs: list[str], words: Words, bits: NDArray[np.int64]) -> None:
+    """bits: those of bf16 of scales of NVFP4 * 2^118"""
+    scale, factor = _number(bits.astype(np.uint16)) * 2.0**-118, (bits | bits << 16).astype(np.uint32)
+    for program, places in zip(programs, PLACES, strict=True):
+        found = _halves(_run(program, words, factor, factor))
+        for half, own in enumerate(_halves(words)):
+            code = sum((own >> place & 1).astype(np.int64) << 3 - bit for bit, place in enumerate(places))
+            assert np.array_equal(_number(found[half]) * 256, np.array(VALUES)[code] * scale), program
+
+
 def _run(program: str, words: Words, factor: Words, shift: Words) -> Words:
-    """The output of a program of PTX instructions, whose inputs are those of `unpack_part`."""
+    """The output of a program of PTX instructions, whose inputs are those of `unpack_part`, or words and scales."""
     registers: dict[str, Words] = {"$1": words, "$2": factor, "$4": shift}
 
     def value(name: str) -> Words:
@@ -50,6 +64,10 @@ def _run(program: str, words: Words, factor: Words, shift: Words) -> Words:
             registers[target] = value(inputs[0])
         elif name == "shr.u32":
             registers[target] = value(inputs[0]) >> value(inputs[1])
+        elif name == "shl.b32":
+            registers[target] = value(inputs[0]) << value(inputs[1])
+        elif name == "mul.lo.u32":
+            registers[target] = value(inputs[0]) * value(inputs[1])
         elif name == "fma.rn.bf16x2":
             triples = zip(*(map(_number, _halves(value(one))) for one in inputs), strict=True)
             low, high = (_rounded(x * y + z).astype(np.uint32) for x, y, z in triples)

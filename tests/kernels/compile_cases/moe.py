@@ -100,18 +100,21 @@ for _gated, _low, _t, _n, _warps, _tma in (
          units=PI32, out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, SCATTER=not _gated, GATED=_gated,
          LIMIT=7.0 if _gated else None, ALPHA=1.702, TWO=_n >= (64 if _gated else 32 * _warps), LOW=_low, BLOCK_T=_t,
          JOINED=_joined, BLOCK_N=_n, GROUP=8, TMA=_tma, INTERPRETED=False)
-# (gated, lowest tile, pairs, rows of W, warps, TMA, group, zero points); the first four are those of the rule for Qwen3-30B-A3B
+# (gated, lowest tile, pairs, rows of W, warps, TMA, group, zero points); the first four are those of the rule for Qwen3-30B-A3B.
+# Groups of 16: NVFP4.
 for _gated, _low, _t, _n, _warps, _tma, _group, _zeros in (
     (True, 16, 16, 64, 4, True, 128, False), (False, 16, 32, 128, 4, True, 128, False), (True, 32, 96, 64, 4, True, 128, False),
     (False, 128, 128, 128, 8, True, 128, False), (True, 16, 32, 64, 4, False, 32, True), (False, 16, 64, 128, 4, True, 64, True),
-    (False, 16, 16, 64, 4, True, 0, False),
+    (False, 16, 16, 64, 4, True, 0, False), (True, 16, 16, 64, 4, True, 16, False), (False, 16, 32, 128, 4, True, 16, False),
+    (True, 32, 96, 64, 4, True, 16, False), (False, 128, 128, 128, 8, True, 16, False), (False, 16, 64, 128, 4, False, 16, False),
 ):
     _joined = _low < 64 < _t
     case(f"experts_int4_kernel gated {_gated}, {_low} to {_t} pairs, {_n} rows, TMA {_tma}, groups of {_group}", "experts_int4",
          _warps, **_tokens_of("bf16", _low, _t, 128, _tma, _joined),
          w=f"tensordesc<i16[{'2, ' if _gated else ''}{_n}, 32]>" if _tma else "*i16", scales=PI32,
-         zeros=PI32 if _zeros else None, bias="*bf16" if _zeros else None, pairs=PI32, units=PI32, out="*bf16", num_units=I32,
-         num_rows=I32, n=I32, k=I32, num_groups=I32, SCATTER=not _gated, GATED=_gated, LIMIT=7.0 if _gated and _zeros else None,
+         zeros=PI32 if _zeros else None, row_scales=PF32 if _group == 16 else None, bias="*bf16" if _zeros else None, pairs=PI32,
+         units=PI32, out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, num_groups=I32, SCATTER=not _gated, GATED=_gated,
+         LIMIT=7.0 if _gated and _zeros else None,
          ALPHA=1.702, GROUP=_group, TWO=_n >= (16 if _gated else 32) * _warps, LOW=_low, BLOCK_T=_t, JOINED=_joined, BLOCK_N=_n,
          UNITS=8, TMA=_tma, EVEN_K=_tma, INTERPRETED=False)
 
