@@ -13,6 +13,8 @@ from batchspec.cache.pages import KVCache
 from batchspec.model.target import Target
 from tests.int4_layouts import of_compressed_tensors, of_gptq
 from tests.moe_models import Strong, tiny_spec
+from tests.nvfp4_layouts import FP8_AND_NVFP4
+from tests.nvfp4_layouts import MODELOPT as NVFP4
 from tests.test_expert_kernels import FP8_BLOCKS, MXFP4, STATIC
 from tests.test_fp8 import TOKEN, compressed
 
@@ -26,6 +28,8 @@ FORMATS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "INT4 in groups of 32": ("llama", {"quantization_config": of_gptq(32, sym=False).config}, False),
     "INT4 by channels, K/V in FP8": ("llama", {"quantization_config": of_compressed_tensors(-1).config}, True),
     "experts in INT4": ("qwen3_moe", {"norm_topk_prob": True, "quantization_config": of_gptq(64).config}, False),
+    "NVFP4, K/V in FP8": ("llama", {"quantization_config": NVFP4}, True),
+    "experts in NVFP4": ("qwen3_moe", {"norm_topk_prob": True, "quantization_config": FP8_AND_NVFP4}, False),
     "experts in MXFP4, windows, sinks, K/V in FP8": ("gpt_oss", {"quantization_config": MXFP4}, True),
 }
 """Family, changes of its config, and whether K and V are e4m3."""

@@ -34,6 +34,7 @@ from batchspec.model.target import Target
 from tests.engines import make_engine, packed
 from tests.int4_layouts import of_gptq
 from tests.moe_models import Strong, tiny_spec
+from tests.nvfp4_layouts import MODELOPT
 from tests.recurrent import LoudNoise, hybrid_spec, mtp_of
 from tests.stand_in_gpu import stand_in_gpu
 from tests.test_expert_kernels import CASES, CPU, VOCAB, made
@@ -43,6 +44,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 INT4: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 96, "quantization_config": of_gptq(32).config}
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     **CASES, "int4, qwen3_moe": ("qwen3_moe", {**INT4, "moe_intermediate_size": 96}), "int4, llama": ("llama", INT4),
+    "nvfp4, qwen3_moe": ("qwen3_moe", {**INT4, "moe_intermediate_size": 96, "quantization_config": MODELOPT}),
 }
 
 
@@ -113,13 +115,14 @@ GREEDY, SAMPLED = SamplingMode(), SamplingMode(random=True)
         ("bf16, mixtral", "mtp", SAMPLED),
         ("int4, qwen3_moe", "lookup", GREEDY),
         ("int4, llama", "head", GREEDY),
+        ("nvfp4, qwen3_moe", "head", GREEDY),
     ],
 )
 def test_all_variants_of_kernels_are_compiled_ahead_and_nothing_else_happens(
     name: str, drafter: str, mode: SamplingMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model has four layers. A dry run runs one layer of each kind, and the last layer."""
-    (family, changes), dtype = FORMATS[name], BF16 if name.startswith("int4") else F32
+    (family, changes), dtype = FORMATS[name], BF16 if name.startswith(("int4", "nvfp4")) else F32
     monkeypatch.setattr(plain, "_can_pack", lambda weight: False)  # a GPU packs no weights for oneDNN
     monkeypatch.setattr(int4_tiles, "MOST_TOKENS", 16)  # prefill dequantises
     with stand_in_gpu(dtype):

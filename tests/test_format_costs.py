@@ -19,7 +19,7 @@ QUICK = replace(H200, overhead_s=0.0, layer_s=0.0)
 
 
 def kept(spec: ModelSpec) -> ModelSpec:
-    """With MXFP4 weights as a GPU keeps them."""
+    """With MXFP4 or NVFP4 weights as a GPU keeps them."""
     return replace(spec, formats=replace(spec.formats, quantised=spec.formats.quantised.for_kernels()))
 
 
@@ -105,7 +105,7 @@ def test_w8a8_products_are_measured_where_a_model_has_them() -> None:
 def test_int4_weights_are_unpacked_once_for_each_tile_of_tokens() -> None:
     """At few tokens while they are read, at a tile's tokens besides the arithmetic, at many dequantised once."""
     int4, bf16 = shape_spec("llama8b-int4"), shape_spec("llama8b")
-    size = sum(gemm.size for prefix, gemm in int4.gemms(1) if int4.unpacks(prefix, gemm))
+    size = sum(gemm.size for prefix, gemm in int4.gemms(1) if int4.unpacking(prefix, gemm))
     assert size == 32 * 4096 * (6144 + 4096 + 3 * 14336)
     quick, slow = (replace(QUICK, unpack_s=rate) for rate in (float("inf"), size / 1e-3))
 
@@ -124,7 +124,7 @@ def test_int4_weights_are_unpacked_once_for_each_tile_of_tokens() -> None:
 def test_int4_experts_are_unpacked_if_tokens_choose_them() -> None:
     spec = shape_spec("qwen3-30b-a3b-int4")
     (prefix, experts), *_ = [(prefix, gemm) for prefix, gemm in spec.gemms(64) if gemm.grouped]
-    assert spec.unpacks(prefix, experts)
+    assert spec.unpacking(prefix, experts) == 1
     dense = shape_spec("qwen3-30b-a3b")
     assert round_s(spec, 64) < 0.4 * round_s(dense, 64)
     slow = replace(QUICK, unpack_s=1e12)
@@ -132,7 +132,24 @@ def test_int4_experts_are_unpacked_if_tokens_choose_them() -> None:
     assert round_seconds(spec, slow, dtype=BF16, rows=64, context_tokens=1, tokens_per_row=1) > of_experts
 
 
-def test_nvfp4_weights_are_dequantised_in_each_pass() -> None:
+def test_nvfp4_weights_are_read_in_their_bytes_and_take_a_third_longer_than_int4_to_be_unpacked() -> None:
+    """In experts too; at many tokens dense ones are dequantised once as those of INT4."""
+    size = 32 * 4096 * (6144 + 4096 + 3 * 14336)
+    quick, slow = (replace(QUICK, unpack_s=rate) for rate in (float("inf"), size / 1e-3))
+
+    def seconds(spec: ModelSpec, tokens: int, rates: Rates) -> float:
+        return round_seconds(spec, rates, dtype=BF16, rows=tokens, context_tokens=1, tokens_per_row=1)
+
+    nvfp4, int4 = kept(shape_spec("llama8b-nvfp4")), shape_spec("llama8b-int4")
+    assert seconds(nvfp4, 256, slow) - seconds(nvfp4, 256, quick) == pytest.approx(2e-3 * 4 / 3, rel=1e-6)
+    assert seconds(nvfp4, 8192, slow) == pytest.approx(seconds(int4, 8192, slow), rel=1e-6)
+    bytes_s = read_bytes(nvfp4, BF16, 1) / round_s(nvfp4)
+    assert bytes_s == pytest.approx(QUICK.weight_bytes_s(BF16), rel=0.02)
+    experts = kept(shape_spec("qwen3-30b-a3b-nvfp4"))
+    assert round_s(experts, 64) < 0.4 * round_s(shape_spec("qwen3-30b-a3b"), 64)
+
+
+def test_without_kernels_nvfp4_weights_are_dequantised_in_each_pass() -> None:
     """Before each product, for any number of tokens; at many the product then takes the arithmetic of plain weights."""
     nvfp4, bf16 = shape_spec("llama8b-nvfp4"), shape_spec("llama8b")
     dequantised_s = NVFP4_BYTES * 32 * 4096 * (6144 + 4096 + 3 * 14336) / QUICK.bytes_s
@@ -141,7 +158,7 @@ def test_nvfp4_weights_are_dequantised_in_each_pass() -> None:
     assert 0.3 < (round_s(nvfp4, 1) - dequantised_s) / round_s(bf16, 1) < 0.4  # read once in their own bytes
 
 
-def test_nvfp4_experts_are_dequantised_and_multiplied_whether_tokens_choose_them_or_not() -> None:
+def test_without_kernels_nvfp4_experts_are_dequantised_and_multiplied_whether_tokens_choose_them_or_not() -> None:
     nvfp4, bf16 = shape_spec("qwen3-30b-a3b-nvfp4"), shape_spec("qwen3-30b-a3b")
     of_experts = sum(gemm.stored * gemm.size for _, gemm in nvfp4.gemms(1) if gemm.grouped)
     assert of_experts == 48 * 128 * 3 * 768 * 2048

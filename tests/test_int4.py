@@ -32,9 +32,10 @@ CPU = torch.device("cpu")
 class Stored:
     """The tensors of a projection p, or of others by their full names."""
 
-    dtype, device = torch.float64, CPU
+    device = CPU
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, tensors: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> None:
+        self.dtype = dtype
         self._tensors = {name if "." in name else f"p.{name}": tensor for name, tensor in tensors.items()}
 
     def tensor(self, name: str) -> Tensor:

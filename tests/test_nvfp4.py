@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
-from batchspec.kernels.common.nvfp4 import Nvfp4Weight, dequantise, joined
+from batchspec.kernels.common import int4 as form
+from batchspec.kernels.common.fp4 import scales_of, stored_scales
+from batchspec.kernels.common.nvfp4 import Nvfp4Weight, arranged, dequantise, joined
 from batchspec.kernels.moe.mxfp4 import PLACES, shuffle_mxfp4
 from batchspec.kernels.moe.route import lists_reference
 from batchspec.model.blocks.base import GroupedSpec, Projection
 from batchspec.model.quant import dequantised
+from batchspec.model.quant.int4 import joined as form_joined
 from batchspec.model.quant.nvfp4 import Nvfp4Linear
 from batchspec.model.quant.nvfp4_format import COMPRESSED, MODELOPT, Nvfp4
 from batchspec.model.weights import DummyWeights
@@ -82,6 +86,37 @@ def test_the_words_of_mxfp4_hold_these_codes_and_each_16_words_of_a_value_are_a_
         assert torch.equal(value * 2.0**8, expected[:, :, part])
 
 
+@pytest.mark.parametrize(("rows", "k"), [(5, 16), (3, 112), (16, 48), (40, 400)])
+def test_in_the_form_that_kernels_read_numbers_are_the_same(rows: int, k: int) -> None:
+    """Every scale of e4m3 but 0, and codes of groups whose scale is 0. Where files divide, by the rounded inverse."""
+    weight = random_weight(rows, k)
+    weight.scales.view(torch.uint8)[0, 0] = 0
+    own = arranged(weight)
+    assert (own.num_rows, own.k, own.kernel_group) == (rows, k, 16)
+    for dtype in DTYPES:
+        assert torch.equal(form.dequantise(own, dtype), dequantise(weight, dtype))
+    held = own.words.nbytes + own.scales.nbytes + sum(part.nbytes for part in (own.row_scales,) if part is not None)
+    assert held == MODELOPT.for_kernels().nbytes(rows, k, torch.bfloat16)
+    divided = form.dequantise(arranged(replace(weight, divides=True)), torch.float64)
+    torch.testing.assert_close(divided, dequantise(replace(weight, divides=True), torch.float64), rtol=2.0**-23, atol=0.0)
+
+
+def test_every_number_of_e4m3_has_a_stored_scale_of_its_own() -> None:
+    scales = torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    stored = stored_scales(scales)
+    assert len(stored.unique()) == 0x7E
+    pairs = stored.view(1, 0x7E).repeat_interleave(2, 0).t().contiguous().view(torch.int16).t()
+    assert torch.equal(scales_of(pairs, torch.float64), scales.double().expand(2, -1))
+
+
+def test_slices_of_rows_and_joined_parts_keep_their_row_scales() -> None:
+    parts = [random_weight(rows, 96) for rows in (32, 16, 40)]
+    (whole,) = form_joined([arranged(part) for part in parts])
+    expected = torch.cat([dequantise(part, torch.float64) for part in parts])
+    assert torch.equal(form.dequantise(whole, torch.float64), expected)
+    assert torch.equal(form.dequantise(whole.rows(slice(16, 70)), torch.float64), expected[16:70])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("divides", [False, True])
 def test_a_product_is_that_of_the_dequantised_rows_of_all_parts(divides: bool, dtype: torch.dtype) -> None:
@@ -133,9 +168,10 @@ def test_a_layout_is_read_as_it_was_packed(layout: Nvfp4, rows: int, k: int, sca
     assert held == layout.nbytes(rows, k, torch.bfloat16) == layout.expert_nbytes(rows, k, torch.bfloat16)
 
 
-def stored_parts(layout: Nvfp4, sizes: dict[str, float]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Tensors of projections [8, 32] whose numbers have these sizes, and so other global scales; and their matrices in fp64."""
-    numbers = {name: quantise(torch.randn(8, 32) * size, divides=layout.divides) for name, size in sizes.items()}
+def stored_parts(layout: Nvfp4, sizes: dict[str, float], *, rows: int = 8) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Tensors of projections [rows, 32] whose numbers have these sizes, and so other global scales; and their matrices in fp64.
+    """
+    numbers = {name: quantise(torch.randn(rows, 32) * size, divides=layout.divides) for name, size in sizes.items()}
     assert len({own.g for own in numbers.values()}) == len(sizes)
     stored = {f"{name}.{key}": value for name, own in numbers.items() for key, value in tensors_of(own).items()}
     return stored, {name: own.matrix() for name, own in numbers.items()}
@@ -188,7 +224,7 @@ BAD: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("key", "value", "said"), BAD)
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS.values(), MODELOPT.for_kernels()], ids=[*LAYOUTS, "for kernels"])
 def test_scales_that_are_no_scales_are_refused_by_name(layout: Nvfp4, key: str, value: Any, said: str) -> None:
     """Of a projection and of one projection of one expert."""
     stored, _ = stored_parts(layout, {"e.0.up": 1.0, "e.1.up": 2.0})

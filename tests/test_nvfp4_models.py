@@ -246,9 +246,3 @@ def test_stacked_experts_stay_plain_because_quantisers_convert_modules_alone(tmp
     judge_model(LocalFiles(folder))
     assert load_spec(folder).formats.of("model.layers.0.mlp.experts.gate_up_proj") is PLAIN
     assert torch.equal(logits(load(folder)), logits(load(plain)))
-
-
-def test_sums_in_one_order_are_refused() -> None:
-    spec = tiny_spec("llama", hidden_size=64, intermediate_size=96, head_dim=16, quantization_config=MODELOPT)
-    with pytest.raises(ConfigError, match=r"decode\.deterministic=true with NVFP4 weights is supported in float64 only"):
-        spec.in_one_order()

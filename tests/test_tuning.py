@@ -188,7 +188,7 @@ def test_tuning_stores_the_fastest_correct_tile(
     assert gemm_tile(op, 6, 64, 32, CUDA) == wins
 
 
-@pytest.mark.parametrize(("op", "wins"), covering(["int4_linear_g32", "int4_swiglu_g0"], [INT4_TILE, None]))
+@pytest.mark.parametrize(("op", "wins"), covering(["int4_linear_g32", "int4_swiglu_g0", "int4_linear_g16"], [INT4_TILE, None]))
 def test_int4_products_are_tuned_against_dequantising_the_weight(
     op: str, wins: Tile | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,7 +237,9 @@ def test_a_linear_map_on_a_gpu_is_cut_as_tuned() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
-    "op", ["linear", "linear_add", "swiglu", "norm_linear", "norm_swiglu", "lm_head", "int4_linear_g64", "int4_swiglu_g0"]
+    "op",
+    ["linear", "linear_add", "swiglu", "norm_linear", "norm_swiglu", "lm_head", "int4_linear_g64", "int4_swiglu_g0",
+     "int4_swiglu_g16"],
 )
 def test_a_real_trial_finds_a_correct_tile(op: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(tune([(op, 960, 576)], CUDA, token_counts=(64, 200))) == (4 if op.startswith("int4") else 2)

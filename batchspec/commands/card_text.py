@@ -28,7 +28,7 @@ def paths(known: KnownCard) -> list[tuple[str, str]]:
     return [
         ("products", products),
         ("FP8", fp8_weights(card)),
-        ("experts", f"by kernels in bf16{', FP8' * card.has_e4m3}, MXFP4 and INT4; blocks are loaded {loads}"),
+        ("experts", f"by kernels in bf16{', FP8' * card.has_e4m3}, MXFP4, INT4 and NVFP4; blocks are loaded {loads}"),
         ("FP8 K/V", "supported" if card.has_e4m3 else "refused: it needs compute capability 8.9; use cache.dtype=auto"),
         ("launches", launches(card)),
         ("same bits", same_bits(card)),

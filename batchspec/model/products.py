@@ -8,6 +8,7 @@ from batchspec.kernels.gemm.int4_tiles import op_of
 from batchspec.kernels.gemm.tiles import NORM_MAX_K
 from batchspec.model.blocks.base import Gemm
 from batchspec.model.quant.int4_format import Int4
+from batchspec.model.quant.nvfp4_format import Nvfp4
 from batchspec.model.spec import ModelSpec
 from batchspec.tuning.table import Product
 
@@ -15,16 +16,16 @@ _FUSED = ("linear_add", "norm_linear", "norm_swiglu")
 
 
 def products(spec: ModelSpec) -> list[Product]:
-    """The products that a model's decode rounds may use, except those of FP8 and NVFP4, which the table does not cover."""
+    """The products that a model's decode rounds may use, except those of FP8, which the table does not cover."""
     plain = spec.formats.multiplies_plain
     gemms = [(prefix + gemm.product.parts[0].name, gemm) for prefix, gemm in spec.gemms(tokens=1)]
-    int4 = [(formats, gemm) for name, gemm in gemms if isinstance(formats := spec.formats.of(name), Int4)]
+    int4 = [(formats, gemm) for name, gemm in gemms if isinstance(formats := spec.formats.of(name), (Int4, Nvfp4))]
     found = [*gemm_products((gemm for name, gemm in gemms if plain(name)), spec.hidden_size)]
     return [*found, *_int4_products(int4), ("lm_head", spec.num_logits, spec.hidden_size)]
 
 
-def _int4_products(gemms: Iterable[tuple[Int4, Gemm]]) -> list[Product]:
-    """Each dense product with INT4 weights that kernels read, once."""
+def _int4_products(gemms: Iterable[tuple[Int4 | Nvfp4, Gemm]]) -> list[Product]:
+    """Each dense product with INT4 or NVFP4 weights that kernels read, once."""
     found = [
         (op_of(group, gated=op == "swiglu"), gemm.product.rows, gemm.product.k)
         for layout, gemm in gemms

@@ -9,12 +9,13 @@ or by arithmetic, whichever is slower:
 
 g runs over the products of all layers and the output matrix. W_g(T) bytes of the weights of g that are read, in their format; P_g
 weights of g with which a token is multiplied; flop_s_g the rate of their format: FP8 weights with quantised activations (W8A8)
-have their own; MXFP4 weights are unpacked and multiplied like plain ones. INT4 weights take time to be unpacked besides, once for
-each tile of tokens: P_g max(1, T / unpack_tokens) / unpack_s is added to the arithmetic; for many tokens they are dequantised
-instead, if that takes less (`_unpacking_s`). The rate is known of an H200 and of assumed cards
-(`rates.card_rates`); elsewhere, and in plain torch, it is not counted.
-NVFP4 weights are dequantised in plain torch in each pass, which moves NVFP4_BYTES for each, before they are multiplied; a GPU
-does so with all experts, and multiplies each with every token. A CPU computes chosen experts alone, so it takes less.
+have their own; MXFP4 weights are unpacked and multiplied like plain ones. INT4 and NVFP4 weights take time to be unpacked too,
+once for each tile of tokens: u_g P_g max(1, T / unpack_tokens) / unpack_s is added to the arithmetic, u_g = 1 for INT4
+(`Formats.unpacking`); for many tokens they are dequantised instead, if that takes less (`_unpacking_s`). The rate is known of an
+H200 and of assumed cards (`rates.card_rates`); elsewhere, and in plain torch, it is not counted.
+Where no kernel runs, NVFP4 weights are dequantised in plain torch in each pass, which moves NVFP4_BYTES for each, before they are
+multiplied; a GPU does so with all experts, and multiplies each with every token. A CPU computes chosen experts alone, so it takes
+less.
 R rows, C_l keys of a row that layer l reads, T = R * tokens_per_row, kv bytes of K/V a token and layer, A query heads * head_dim,
 L layers. C_l is the row's context; in a layer with a window it is min(context, window + tokens_per_row - 1). S bytes of the
 states of a row in all recurrent layers: a round reads and writes them once. In prefill these layers take the arithmetic of
@@ -33,10 +34,10 @@ from batchspec.packing.exchange import exchange_seconds
 from batchspec.packing.rates import Rates
 
 DEQUANTISED_BYTES = 4.5
-"""Bytes that are moved to dequantise an INT4 weight to bf16 and to read it again."""
+"""Bytes that are moved to dequantise an INT4 or NVFP4 weight to bf16 by a kernel, and to read it again."""
 NVFP4_BYTES = 33.0
-"""Bytes that are moved to dequantise an NVFP4 weight to bf16 and to read it again: counted from the operations of
-`kernels/common/nvfp4.py`, most of them in fp32, and not measured."""
+"""The same in plain torch, of an NVFP4 weight: counted from the operations of `kernels/common/nvfp4.py`, most of them in fp32,
+and not measured."""
 LORA_LAUNCH_S, LORA_SLOWDOWN = 3e-6, 2.0
 """Minimum seconds of a low-rank product in a CUDA graph, and its time relative to that of its bytes or operations. Fitted to
 rounds of Llama-8B on an H200 with 16 adapters of rank 16 or 64, 256 and 1,024 tokens (2026-11): within 23 percent of the 1.9 to
@@ -134,8 +135,8 @@ def _products_s(
         dequantised = gemm.stored if spec.dequantises(prefix, gemm) else 0
         nbytes, size = gemm.read * spec.gemm_bytes(prefix, gemm, dtype), (dequantised or gemm.active) * gemm.size
         read_s, arithmetic_s = times(count, nbytes, size, fp8=spec.multiplies_fp8(prefix, gemm))
-        if spec.unpacks(prefix, gemm):
-            tiles = max(gemm.read, gemm.active * count / rates.unpack_tokens)
+        if unpacking := spec.unpacking(prefix, gemm):
+            tiles = unpacking * max(gemm.read, gemm.active * count / rates.unpack_tokens)
             arithmetic_s += _unpacking_s(rates, gemm.size, tiles, dense=not gemm.grouped)
         total_s += max(read_s, arithmetic_s) + dequantised * gemm.size * NVFP4_BYTES / rates.bytes_s
     size = spec.num_logits * spec.hidden_size
@@ -144,7 +145,7 @@ def _products_s(
 
 
 def _unpacking_s(rates: Rates, size: int, tiles: float, *, dense: bool) -> float:
-    """Seconds in which `size` INT4 weights are unpacked in each of these tiles of tokens, besides the arithmetic; or, of a dense
+    """Seconds in which `size` weights are unpacked in each of these tiles of tokens, besides the arithmetic; or, of a dense
     product, dequantised once to memory, if that takes less."""
     unpacked_s = size * tiles / rates.unpack_s
     return min(unpacked_s, size * DEQUANTISED_BYTES / rates.bytes_s) if dense else unpacked_s

@@ -100,8 +100,8 @@ def ordered_fp8_tile(tokens: int) -> Fp8Tile:
 
 
 def int4_tile(tokens: int, rows: int, k: int, group: int, device: torch.device, *, gated: bool) -> Tile | None:
-    """The tile of a dense product with an INT4 weight [rows, k] in groups of so many columns (0: one of a row), gated of its
-    SwiGLU; None: dequantise the weight, and multiply by the library.
+    """The tile of a dense product with a weight [rows, k] in groups of so many columns (0: one of a row; 16: NVFP4, others INT4),
+    gated of its SwiGLU; None: dequantise the weight, and multiply by the library.
 
     The choice that measured fastest for this product, if it was measured on this GPU; otherwise an estimate.
     """
@@ -122,7 +122,7 @@ def expert_unit_pairs(tokens: int, top_k: int, num_experts: int, dtype: torch.dt
 
 
 def expert_tile(unit_pairs: int, num_units: int, device: torch.device, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
-    """The tile of a grouped product of at most `num_units` units, with weights of this dtype (uint8: MXFP4, int32: INT4).
+    """The tile of a grouped product of at most `num_units` units, with weights of this dtype (uint8: MXFP4, int32: INT4, NVFP4).
 
     No choice changes the bits of a token.
     """

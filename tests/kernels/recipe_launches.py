@@ -78,6 +78,7 @@ RECIPES = {
     "qwen3-30b-a3b-fp8": Recipe("qwen3-30b-a3b-fp8", "lookup"),
     "llama8b-int4": Recipe("llama8b-int4", "head"),
     "qwen3-30b-a3b-int4": Recipe("qwen3-30b-a3b-int4", "lookup"),
+    "qwen3-30b-a3b-nvfp4": Recipe("qwen3-30b-a3b-nvfp4", "head"),
     "gpt-oss-20b": Recipe("gpt-oss-20b", "head"),
     "qwen3.5-35b-a3b": Recipe("qwen3.5-35b-a3b", "mtp", random=True, layers=4),
     "gemma4-26b-a4b": Recipe("gemma4-26b-a4b", "lookup", layers=6),

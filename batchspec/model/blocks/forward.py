@@ -88,8 +88,8 @@ class GroupedProduct(Protocol):
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """dtype of the weights in memory; uint8 is MXFP4, float4 NVFP4, int32 INT4. How tokens are tiled depends on
-        it (`tuning/policy.py`)."""
+        """dtype of the weights in memory; uint8 is MXFP4, int32 INT4 or NVFP4, float4 NVFP4 without kernels. How tokens are tiled
+        depends on it (`tuning/policy.py`)."""
 
     @property
     def reads_rows(self) -> bool:

@@ -1,12 +1,14 @@
-"""Products with INT4 weights (W4A16), which stay packed: in bf16 on a GPU Triton kernels, elsewhere plain torch.
+"""Products with INT4 weights (W4A16), which stay packed: in bf16 on a GPU Triton kernels, there of NVFP4 weights too, elsewhere
+plain torch.
 
     y = x W' + b     W [N, K] as `kernels/common/int4.py` defines it, in the dtype of x
 
 So the result is that of the model with dequantised weights, up to the order of sums; in fp64 it has the same bits, unless a
 matrix is multiplied in pieces (`dequantised.py`). Kernels unpack weights in registers (`kernels/gemm/int4_linear.py`). For many
-tokens weights are dequantised piece by piece, and the library multiplies; `tuning.policy.int4_tile` says for how many. Plain
-torch does that for any number. It also computes what the kernels do not support: group sizes other than 32, 64 and multiples
-of 128, and, in act order, groups of which a rank holds only a part.
+tokens weights are dequantised piece by piece, and the library multiplies; `tuning.policy.int4_tile` says for how many. NVFP4
+weights are rounded then alone (`kernels/common/nvfp4.py`). Plain torch dequantises for any number of tokens. It also computes
+what the kernels do not support: group sizes other than 32, 64 and multiples of 128, and, in act order, groups of which a rank
+holds only a part.
 """
 
 from __future__ import annotations
@@ -92,11 +94,16 @@ def joined(parts: Sequence[Int4Weight]) -> tuple[Int4Weight, ...]:
     """The parts as one weight, if all divide their columns in the same way and their rows can follow each other; otherwise as
     they are."""
     first, *others = parts
-    whole = all(part.num_rows % ROWS == 0 for part in parts[:-1])
-    if not others or not whole or not all(first.has_columns_of(part) for part in others):
+    in_blocks = all(part.num_rows % ROWS == 0 for part in parts[:-1])
+    if not others or not in_blocks or not all(first.has_columns_of(part) for part in others):
         return tuple(parts)
-    zeros = [part.zeros for part in parts if part.zeros is not None]
-    assert len(zeros) in (0, len(parts))
+
+    def whole_of(own: Sequence[Tensor | None]) -> Tensor | None:
+        given = [part for part in own if part is not None]
+        assert len(given) in (0, len(parts))
+        return torch.cat(given, 1) if given else None
+
+    zeros, row_scales = whole_of([part.zeros for part in parts]), whole_of([part.row_scales for part in parts])
     words, scales = torch.cat([part.words for part in parts], 1), torch.cat([part.scales for part in parts], 1)
     num_rows = sum(part.num_rows for part in parts)
-    return (replace(first, words=words, scales=scales, zeros=torch.cat(zeros, 1) if zeros else None, num_rows=num_rows),)
+    return (replace(first, words=words, scales=scales, zeros=zeros, row_scales=row_scales, num_rows=num_rows),)

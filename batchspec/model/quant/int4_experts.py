@@ -1,4 +1,5 @@
-"""Grouped products of experts with INT4 weights: Triton kernels in bf16 on a GPU, plain torch elsewhere.
+"""Grouped products of experts with INT4 weights: Triton kernels in bf16 on a GPU, there of NVFP4 weights too, plain torch
+elsewhere.
 
 The kernels read experts whose columns are in order, in groups as for dense products, and whose projections have a multiple of 16
 rows. Plain torch computes the others, one expert after another.
@@ -38,6 +39,7 @@ class ExpertWeights:
 
         self.words, self.scales = empty(like.words), empty(like.scales)
         self.zeros = None if like.zeros is None else empty(like.zeros)
+        self.row_scales = None if like.row_scales is None else empty(like.row_scales)
         self._own: dict[tuple[int, int], Int4Weight] | None = {} if act_order else None
 
     def put(self, expert: int, place: int, name: str, part: Int4Weight) -> None:
@@ -47,11 +49,8 @@ class ExpertWeights:
             dtypes = f"{part.scales.dtype}, and those of other experts {self.scales.dtype}"
             raise CheckpointError(f"{name}: its scales are {dtypes}; give those of all experts of a layer one dtype")
         own = self._part(expert, place, part)
-        own.words.copy_(part.words)
-        own.scales.copy_(part.scales)
-        if own.zeros is not None:
-            assert part.zeros is not None
-            own.zeros.copy_(part.zeros)
+        for mine, theirs in zip(_tensors(own), _tensors(part), strict=True):
+            mine.copy_(theirs)
         if self._own is not None:
             self._own[expert, place] = own
 
@@ -64,19 +63,25 @@ class ExpertWeights:
         """The weight of a projection whose columns are those of `like`."""
         blocks = slice(place * self._blocks, (place + 1) * self._blocks)
         rows = slice(blocks.start * ROWS, blocks.stop * ROWS)
-        zeros = None if self.zeros is None else self.zeros[expert, :, rows]
-        return replace(like, words=self.words[expert, :, blocks], scales=self.scales[expert, :, rows], zeros=zeros)
+        zeros, row_scales = (None if own is None else own[expert, :, rows] for own in (self.zeros, self.row_scales))
+        words, scales = self.words[expert, :, blocks], self.scales[expert, :, rows]
+        return replace(like, words=words, scales=scales, zeros=zeros, row_scales=row_scales)
 
     def for_kernels(self) -> StackedInt4 | None:
         """What the kernels read; None if they cannot read these weights."""
         group = None if self._own is not None else self._like.kernel_group
         if group is None or self._like.num_rows % ROWS:
             return None
-        return StackedInt4(self.words, self.scales, self.zeros, self._like.k, group)
+        return StackedInt4(self.words, self.scales, self.zeros, self._like.k, group, self.row_scales)
+
+
+def _tensors(weight: Int4Weight) -> list[Tensor]:
+    """What a weight has of its own, without its order of columns."""
+    return [own for own in (weight.words, weight.scales, weight.zeros, weight.row_scales) if own is not None]
 
 
 class Int4Experts(PlainExperts):
-    """A GroupedProduct with INT4 weights, in a model of this dtype."""
+    """A GroupedProduct with INT4 weights, or NVFP4 weights in their form, in a model of this dtype."""
 
     weight_dtype = torch.int32
     reads_groups = False

@@ -15,7 +15,7 @@ import fnmatch
 import re
 from collections.abc import Mapping
 
-from batchspec.kernels.common.nvfp4 import GROUP
+from batchspec.kernels.common.fp4 import GROUP
 from batchspec.model.config_values import ConfigReader, Json
 from batchspec.model.files import listed
 from batchspec.model.quant.base import WeightFormat

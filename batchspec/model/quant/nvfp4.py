@@ -1,4 +1,5 @@
-"""Products with NVFP4 weights (W4A16), on any device in plain torch: weights stay packed, and each call dequantises them.
+"""Products with NVFP4 weights (W4A16) in plain torch, where no kernel computes them: weights stay packed, and each call
+dequantises them. In bf16 on a GPU they have the form and the products of INT4 weights (`int4.py`, `int4_experts.py`).
 
     y = x W' + b     W [N, K] as `kernels/common/nvfp4.py` defines it, in the dtype of x
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.common.e4m3 import E4M3
-from batchspec.kernels.common.nvfp4 import GROUP, Nvfp4Weight, dequantise, joined
+from batchspec.kernels.common.fp4 import GROUP
+from batchspec.kernels.common.nvfp4 import Nvfp4Weight, dequantise, joined
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing

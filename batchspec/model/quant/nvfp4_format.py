@@ -7,26 +7,31 @@
     NAME.input_scale      NAME.input_global_scale   fp32 [] or [1]     of activations in FP4, not read; not in all files
 
 `kernels/common/nvfp4.py` defines the numbers. Projections that are multiplied as one matrix, such as gate and up, may have
-different global scales: each row keeps its own.
+different global scales: each row keeps its own. In bf16 on a GPU weights have the form of INT4 weights (`arranged`), and their
+products.
 Source: https://github.com/NVIDIA/Model-Optimizer (torch/quantization/qtensor/nvfp4_tensor.py, torch/export/unified_export_hf.py);
 https://github.com/vllm-project/compressed-tensors (compressors/nvfp4).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
-from batchspec.kernels.common.nvfp4 import GROUP, Nvfp4Weight, dequantise
+from batchspec.kernels.common.fp4 import GROUP
+from batchspec.kernels.common.int4 import BLOCK, ROWS, WORDS
+from batchspec.kernels.common.nvfp4 import Nvfp4Weight, arranged, dequantise
 from batchspec.model.blocks.base import GroupedSpec, Projection, Share, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.quant.base import Slices, Weights, bias_of, check_size, joined_bias, shard_bias, shard_matrix, unordered
+from batchspec.model.quant.base import Slices, Weights, bias_of, check_size, joined_bias, shard_bias, shard_matrix
 from batchspec.model.quant.grouped import SeparateExperts, expert_biases, expert_parts
+from batchspec.model.quant.int4 import Int4Linear
+from batchspec.model.quant.int4_experts import ExpertWeights, Int4Experts
 from batchspec.model.quant.nvfp4 import Nvfp4Experts, Nvfp4Linear, StackedNvfp4
 
 FORMAT = "nvfp4-pack-quantized"
@@ -46,16 +51,20 @@ class Nvfp4(SeparateExperts):
     input_scale: str
     divides: bool
     """Whether numbers are divided by the global scale."""
+    fast: bool = False
+    """Whether weights are kept as kernels read them: in the form of INT4 weights, whose products compute them."""
+    ordered: bool = False
+    """Whether these products sum in one order (decode.deterministic)."""
 
     @property
     def kept(self) -> str:
         return "NVFP4 weights"
 
     def for_kernels(self) -> Nvfp4:
-        return self
+        return replace(self, fast=True)
 
     def in_one_order(self) -> Nvfp4:
-        raise unordered(self.kept)
+        return replace(self, ordered=True)
 
     def holds(self, spec: GroupedSpec) -> bool:
         return not spec.stacked  # quantisers convert modules, but stacked experts are parameters
@@ -74,7 +83,13 @@ class Nvfp4(SeparateExperts):
         return (TensorSpec(f"{part.name}.{self.input_scale}", (1,), "scale", others=((),)),)
 
     def nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
+        if self.fast:
+            return -(-rows // ROWS) * ROWS * (-(-k // BLOCK) * (2 * WORDS + BLOCK // GROUP) + torch.float32.itemsize)
         return rows * (k // 2 + k // GROUP + torch.float32.itemsize)
+
+    def kernel_group(self, k: int) -> int:
+        """The size of the groups as the kernels take it (`Int4Weight.kernel_group`)."""
+        return GROUP
 
     def weight(self, weights: Weights, name: str) -> Nvfp4Weight:
         """Read the projection of this name. Its scales are still to be checked."""
@@ -84,19 +99,41 @@ class Nvfp4(SeparateExperts):
 
     def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
         parts = [self._checked(weights, name) for name in names]
-        return Nvfp4Linear(parts, joined_bias(weights, names) if bias else None)
+        own = joined_bias(weights, names) if bias else None
+        return Int4Linear([arranged(part) for part in parts], own, ordered=self.ordered) if self.fast else Nvfp4Linear(parts, own)
 
     def matrix(self, weights: Weights, name: str) -> Tensor:
         return dequantise(self._checked(weights, name), weights.dtype)
 
     def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedProduct:
+        if self.fast:
+            return self._load_arranged(weights, spec)
         stacked = StackedNvfp4(spec, divides=self.divides, device=weights.device)
-        for expert, place, part in expert_parts(spec):
-            stacked.put(expert, place, self.weight(weights, part.name))
-        if self._problem(stacked.scales, stacked.row_scales):  # of all at once: a check of each would wait for the device
-            for expert, place, part in expert_parts(spec):
-                self._check(part.name, stacked.of(expert).rows(place))
+        for expert, rows, part in self._experts(weights, spec):
+            stacked.put(expert, rows, part)
         return Nvfp4Experts(stacked, expert_biases(weights, spec))
+
+    def _load_arranged(self, weights: Weights, spec: GroupedSpec) -> Int4Experts:
+        stacked: ExpertWeights | None = None
+        for expert, rows, part in self._experts(weights, spec):
+            own = arranged(part)
+            stacked = ExpertWeights(spec, own, act_order=False) if stacked is None else stacked
+            stacked.put(expert, rows.start // spec.part_rows, spec.name, own)
+        assert stacked is not None
+        return Int4Experts(stacked, expert_biases(weights, spec), spec.rows, weights.dtype)
+
+    def _experts(self, weights: Weights, spec: GroupedSpec) -> Iterator[tuple[int, slice, Nvfp4Weight]]:
+        """Every projection of every expert, with its rows in the expert's matrix. After the last one raises CheckpointError for
+        scales that no tool writes: a check of each would wait for the device."""
+        wrong = torch.zeros((), dtype=torch.bool, device=weights.device)
+        for expert, rows, part in expert_parts(spec):
+            own = self.weight(weights, part.name)
+            right = (own.row_scales > 0) & own.row_scales.isfinite()
+            wrong |= (own.scales.view(torch.uint8) >= _FIRST_BAD).any() | ~right.all()
+            yield expert, rows, own
+        if wrong:
+            for _, _, part in expert_parts(spec):
+                self._checked(weights, part.name)
 
     @property
     def block(self) -> int:
@@ -111,23 +148,16 @@ class Nvfp4(SeparateExperts):
         } | shard_bias(part, share)
 
     def _checked(self, weights: Weights, name: str) -> Nvfp4Weight:
-        found = self.weight(weights, name)
-        self._check(name, found)
-        return found
-
-    def _check(self, name: str, weight: Nvfp4Weight) -> None:
-        """Raises CheckpointError for scales that no tool writes."""
-        if problem := self._problem(weight.scales, weight.row_scales):
+        """`weight`. Raises CheckpointError for scales that no tool writes. Synchronises on a GPU."""
+        found, problem = self.weight(weights, name), ""
+        low, high = (float(limit) for limit in found.row_scales.aminmax())
+        if int(found.scales.view(torch.uint8).max()) >= _FIRST_BAD:
+            problem = "weight_scale holds NaN or negative numbers, and scales must be finite and not negative"
+        elif not 0 < low <= high < float("inf"):
+            problem = f"{self.global_scale} is {low if not low > 0 else high:g}, and it must be positive and finite"
+        if problem:
             raise CheckpointError(f"{name}.{problem}; download the file again, or quantise again")
-
-    def _problem(self, scales: Tensor, row_scales: Tensor) -> str:
-        """What is wrong with scales, after the name of their projection; empty if nothing is. Synchronises on a GPU."""
-        if int(scales.view(torch.uint8).max()) >= _FIRST_BAD:
-            return "weight_scale holds NaN or negative numbers, and scales must be finite and not negative"
-        low, high = (float(limit) for limit in row_scales.aminmax())
-        if not 0 < low <= high < float("inf"):
-            return f"{self.global_scale} is {low if not low > 0 else high:g}, and it must be positive and finite"
-        return ""
+        return found
 
 
 MODELOPT = Nvfp4("weight", "weight_scale_2", "input_scale", divides=False)
