@@ -31,6 +31,7 @@ from batchspec.tuning.policy import expert_unit_pairs, has_fast_experts
 from tests.engines import make_engine, packed, request
 from tests.int4_layouts import of_gptq
 from tests.moe_models import ids_of, tiny_spec
+from tests.nvfp4_layouts import MODELOPT
 from tests.test_fp8 import TOKEN, compressed
 
 GPU, BF16 = torch.device("cuda"), torch.bfloat16
@@ -56,9 +57,10 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8 tensors, calibrated": ("qwen3_moe", {**SHAPE, "quantization_config": compressed("tensor", STATIC)}),
     "mxfp4": ("gpt_oss", {**OTHERS, "quantization_config": MXFP4}),
     "int4": ("qwen3_moe", {**SHAPE, "quantization_config": of_gptq(32).config}),
+    "nvfp4": ("qwen3_moe", {**SHAPE, "quantization_config": MODELOPT}),
     "int4, zero points": ("mixtral", {**OTHERS, "quantization_config": of_gptq(64, sym=False).config}),
 }
-TOLERANCE = {"bf16": 5e-3, "mxfp4": 5e-3, "fp8": 8e-3, "int4": 8e-3}
+TOLERANCE = {"bf16": 5e-3, "mxfp4": 5e-3, "fp8": 8e-3, "int4": 8e-3, "nvfp4": 8e-3}
 """Of outputs in bf16; the tensor cores' sums of e4m3 hold about 14 bits, and scales and weights of INT4 are rounded to bf16."""
 COUNTS = (1, 3, 16, 64, 256, 300, 1024, 2048)
 

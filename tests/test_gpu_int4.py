@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchspec.kernels.common import pdl
 from batchspec.kernels.common.card import card_of
-from batchspec.kernels.common.int4 import Int4Weight, dequantise
+from batchspec.kernels.common.int4 import Int4Weight, dequantise, multiplied
 from batchspec.kernels.gemm.int4_dequantise import int4_dequantise, multiply_dequantised
 from batchspec.kernels.gemm.int4_linear import int4_linear, int4_swiglu
 from batchspec.kernels.gemm.int4_tiles import candidates, ordered_int4_tile
@@ -39,11 +39,11 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 def in_fp64(x: Tensor, weight: Int4Weight) -> Tensor:
-    return x.double() @ dequantise(weight, BF16).double().t()
+    return x.double() @ multiplied(weight, torch.float64).t()
 
 
 @pytest.mark.parametrize(("rows", "k"), SHAPES)
-@pytest.mark.parametrize(("group", "zeros"), [(128, False), (32, True), (0, False), (64, True)])
+@pytest.mark.parametrize(("group", "zeros"), [(128, False), (32, True), (0, False), (64, True), (16, False)])
 def test_weights_are_dequantised_to_the_bit(rows: int, k: int, group: int, zeros: bool) -> None:
     weight = int4_weight(rows, k, group, GPU, zeros=zeros)
     assert torch.equal(int4_dequantise(weight), dequantise(weight, BF16))
@@ -51,9 +51,11 @@ def test_weights_are_dequantised_to_the_bit(rows: int, k: int, group: int, zeros
 
 @pytest.mark.parametrize("tokens", [1, 16, 40, 64, 130, 256])
 @pytest.mark.parametrize(("rows", "k"), SHAPES[1:])
-def test_every_tile_that_the_tuner_times_is_right_and_the_same_each_time(rows: int, k: int, tokens: int) -> None:
-    """One in three of them. Outputs are poisoned. Weights that were not rounded to bf16 would differ by 2e-3."""
-    weight, x = int4_weight(rows, k, 128, GPU), noise(tokens, k)
+@pytest.mark.parametrize("group", [128, 16])
+def test_every_tile_that_the_tuner_times_is_right_and_the_same_each_time(group: int, rows: int, k: int, tokens: int) -> None:
+    """One in three of them. Outputs are poisoned. INT4 weights that were not rounded to bf16, or NVFP4 weights that were, would
+    differ by 2e-3."""
+    weight, x = int4_weight(rows, k, group, GPU), noise(tokens, k)
     expected = in_fp64(x, weight)
     for tile in candidates(tokens, rows, k, card_of(GPU))[::3]:
         outs = [torch.full((tokens, rows), torch.nan, device=GPU) for _ in range(2)]
@@ -63,17 +65,17 @@ def test_every_tile_that_the_tuner_times_is_right_and_the_same_each_time(rows: i
         assert_near(outs[0], expected, 2e-4)
 
 
-@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("group", "zeros"), [(128, False), (128, True), (16, False)])
 @pytest.mark.parametrize("tokens", [1, 16, 64, 256])
-def test_swiglu_is_that_of_its_rounded_product(tokens: int, zeros: bool) -> None:
-    weight, x = int4_weight(2 * 1408, 2048, 128, GPU, zeros=zeros), noise(tokens, 2048)
+def test_swiglu_is_that_of_its_rounded_product(tokens: int, group: int, zeros: bool) -> None:
+    weight, x = int4_weight(2 * 1408, 2048, group, GPU, zeros=zeros), noise(tokens, 2048)
     for tile in candidates(tokens, 2 * 1408, 2048, card_of(GPU), gated=True)[::5]:
         gate, up = int4_linear(x, weight, tile=tile._replace(block_n=2 * tile.block_n)).chunk(2, -1)
         assert_near(int4_swiglu(x, weight, tile=tile), F.silu(gate.float()) * up.float(), 6e-3)
 
 
 @pytest.mark.parametrize(("rows", "k"), SHAPES)
-@pytest.mark.parametrize(("group", "zeros"), [(128, False), (32, True)])
+@pytest.mark.parametrize(("group", "zeros"), [(128, False), (32, True), (16, False)])
 def test_no_tile_and_no_number_of_tokens_changes_the_bits_of_a_product(rows: int, k: int, group: int, zeros: bool) -> None:
     """In tiles whose sums over K one program makes, with 16 to 256 tokens as the side N of the tensor cores."""
     weight, x = int4_weight(rows, k, group, GPU, zeros=zeros), noise(max(COUNTS), k)

@@ -1,4 +1,4 @@
-"""Dense INT4 products: tiles of our kernel, and all products of a forward pass in one graph, in one call on a GPU.
+"""Dense INT4 and NVFP4 products: tiles of our kernel, and all products of a forward pass in one graph, in one call on a GPU.
 
     python -m batchspec.kernels.gemm.int4_linear [--tokens 1 16 ...] [--models llama8b ...] [--group 128] [--seconds 240]
 
@@ -80,7 +80,7 @@ def floor_us(tokens: int, rows: int, k: int, num_bytes: float) -> float:
 
 
 def bytes_of(weight: Int4Weight) -> int:
-    return weight.words.nbytes + weight.scales.nbytes
+    return weight.words.nbytes + weight.scales.nbytes + (0 if weight.row_scales is None else weight.row_scales.nbytes)
 
 
 def call_of(x: Tensor, weight: Int4Weight, tile: Tile | None) -> Call:
@@ -262,7 +262,7 @@ def bench(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None])
 
 def main() -> None:
     parser = parser_of("gemm.int4_linear", MODELS, TOKENS)
-    parser.add_argument("--group", type=int, default=128, help="columns of W that share a scale; 0: all of a row")
+    parser.add_argument("--group", type=int, default=128, help="columns of W that share a scale; 0: all of a row; 16: NVFP4")
     add_limits(parser, seconds=240)
     arguments = parse_on_gpu(parser)
     if arguments is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.common.e4m3 import E4M3
+from batchspec.kernels.common.fp4 import GROUP
 from batchspec.kernels.common.int4 import BLOCK, ROWS, WORDS, dequantise
 from batchspec.kernels.moe import experts_fp8, experts_int4, experts_mxfp4, experts_plain
 from batchspec.kernels.moe.experts_fp8 import Fp8Weight
@@ -20,7 +21,7 @@ from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing
 
-FORMATS = ("bf16", "fp8", "mxfp4", "int4")
+FORMATS = ("bf16", "fp8", "mxfp4", "int4", "nvfp4")
 
 INT4_GROUP = 128
 """Columns that share a scale."""
@@ -42,12 +43,12 @@ class MoeShape:
 MODELS = {
     "gpt-oss-120b": MoeShape(128, 4, 2880, 2880, Gate(7.0), True, ("mxfp4", "bf16")),
     "gpt-oss-20b": MoeShape(32, 4, 2880, 2880, Gate(7.0), True, ("mxfp4",)),
-    "qwen3-30b": MoeShape(128, 8, 2048, 768, formats=("bf16", "fp8", "int4")),
+    "qwen3-30b": MoeShape(128, 8, 2048, 768, formats=("bf16", "fp8", "int4", "nvfp4")),
     "minimax-m2": MoeShape(256, 8, 3072, 1536, formats=("fp8",)),
 }
 
 
-KERNELS = {"bf16": experts_plain, "fp8": experts_fp8, "mxfp4": experts_mxfp4, "int4": experts_int4}
+KERNELS = {"bf16": experts_plain, "fp8": experts_fp8, "mxfp4": experts_mxfp4, "int4": experts_int4, "nvfp4": experts_int4}
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class Product:
     bias: Tensor | None
     device: torch.device
     wide: Tensor | None
-    """MXFP4 and INT4 weights dequantised, bf16"""
+    """MXFP4, INT4 and NVFP4 weights dequantised, bf16"""
 
     @property
     def rows(self) -> int:
@@ -73,7 +74,8 @@ class Product:
 
     @property
     def dtype(self) -> torch.dtype:
-        return {"bf16": torch.bfloat16, "fp8": E4M3, "mxfp4": torch.uint8, "int4": torch.int32}[self.form]
+        own = {"bf16": torch.bfloat16, "fp8": E4M3, "mxfp4": torch.uint8}
+        return own.get(self.form, torch.int32)
 
     @property
     def flop_s(self) -> float:
@@ -128,13 +130,13 @@ class Product:
 
 
 def make_products(shape: MoeShape, form: str, device: torch.device, *, only_shapes: bool = False) -> tuple[Product, Product]:
-    """Both products of a layer. only_shapes: the weights may have any values, and there is no reference for MXFP4 and INT4."""
+    """Both products of a layer. only_shapes: the weights may have any values, and those of four bits have no reference."""
     products = []
     for gated, rows, k in ((True, 2 * shape.width, shape.hidden), (False, shape.hidden, shape.width)):
         bias = torch.randn(shape.experts, rows, device=device).bfloat16() if shape.bias else None
         weight = _random_weight(form, shape.experts, rows, k, gated, device)
         wide = None
-        if form in ("mxfp4", "int4") and not only_shapes:
+        if form in ("mxfp4", "int4", "nvfp4") and not only_shapes:
             wide = torch.empty(shape.experts, rows, k, dtype=torch.bfloat16, device=device)
             for expert, own in enumerate(wide):  # one by one: the intermediate numbers take far more memory
                 own.copy_(_dequantised(weight, expert, k))
@@ -158,9 +160,13 @@ def _random_weight(form: str, num_experts: int, rows: int, k: int, gated: bool, 
         blocks = 2 * -(-rows // 256) if gated else -(-rows // 128)
         scales = torch.rand(num_experts, blocks, -(-k // 128), device=device) + 0.5
         return Fp8Weight(values, scales * (0.01 * k**-0.5))
-    if form == "int4":
+    if form in ("int4", "nvfp4"):
         size = (num_experts, -(-k // BLOCK), rows // ROWS, ROWS * WORDS)
         words = torch.randint(-(2**15), 2**15, size, dtype=torch.int16, device=device)
+        if form == "nvfp4":  # scales of 0.5 to 1.9, two in 16 bits
+            octets = torch.randint(20 << 3, 22 << 3, (num_experts, 4 * size[1], 2 * rows), dtype=torch.uint8, device=device)
+            row_scales = (torch.rand(num_experts, 1, rows, device=device) + 0.5) * (k**-0.5 / 3)
+            return StackedInt4(words, octets.view(torch.int16), None, k, GROUP, row_scales)
         scales = (torch.rand(num_experts, -(-k // INT4_GROUP), rows, device=device) + 0.5) * (k**-0.5 / 4.6)
         return StackedInt4(words, scales.bfloat16(), None, k, INT4_GROUP if k > INT4_GROUP else 0)
     words_shape, scales_shape = mxfp4_shapes(rows, k)

@@ -34,7 +34,8 @@ def test_products_agree_with_their_references(form: str, device: torch.device) -
 def _nbytes(form: str, rows: int, k: int) -> float:
     blocks = (rows // 128) * (k // 128)
     return {
-        "bf16": 2 * rows * k, "fp8": rows * k + 4 * blocks, "mxfp4": rows * k * 17 / 32, "int4": rows * k * 33 / 64
+        "bf16": 2 * rows * k, "fp8": rows * k + 4 * blocks, "mxfp4": rows * k * 17 / 32, "int4": rows * k * 33 / 64,
+        "nvfp4": rows * k * 9 / 16 + 4 * rows,
     }[form]
 
 
