@@ -218,10 +218,12 @@ def test_activations_are_quantised_where_the_checkpoint_says_how_and_nowhere_els
     weight_only = group(FP8, "re:.*gate$", input_activations=None)
     own = formats(compressed(group(FP8, "re:.*self_attn.*"), group(NVFP4, "re:.*experts.*"), weight_only, ignore=[]))
     monkeypatch.setattr(policy, "has_kernels", lambda device: True)
-    for found in (own.on(CPU, torch.bfloat16, "auto"), own.on(CPU, torch.float32, "fp8")):
+    for found, nvfp4_format in (
+        (own.on(CPU, torch.bfloat16, "auto"), COMPRESSED.for_kernels()), (own.on(CPU, torch.float32, "fp8"), COMPRESSED)
+    ):
         asked = {name: found.quantises_input_of(name) for name in (Q, UP, "model.layers.0.mlp.gate")}
         assert asked == {Q: True, UP: False, "model.layers.0.mlp.gate": False}
-        assert found.of(UP) is COMPRESSED
+        assert found.of(UP) == nvfp4_format
         assert found.quantises
     for found in (own.on(CPU, torch.float32, "auto"), own.on(CPU, torch.bfloat16, "dtype")):
         assert not found.quantises

@@ -93,9 +93,11 @@ def runs_on(name: str, card: Card) -> bool:
 
 
 def zeros(made: DummyWeights, tensor: TensorSpec, shape: tuple[int, ...]) -> Tensor:
-    """A weight of which no byte is written; an index has its numbers."""
+    """A weight of which no byte is written; an index has its numbers, and a scale of all of a projection is 1."""
     if tensor.role == "index":
         return made._integers(tensor, shape)
+    if tensor.role == "scale" and shape == (1,):
+        return torch.ones(shape)
     dtype = STORED.get(tensor.dtypes[0]) if len(tensor.dtypes) == 1 else None
     return torch.zeros(shape, dtype=dtype or weights._dtype_of(tensor, made.dtype))
 
