@@ -119,11 +119,11 @@ def compile_case(name: str, architecture: int) -> str:
     if architecture == 90 and kernel in ("fp8_linear_kernel", "experts_fp8_kernel"):
         multiplies_e4m3_itself(name, compiled.asm["ptx"])
     usage = usage_of_bytes(compiled.metadata._asdict(), compiled.asm["cubin"])
-    if is_int4:
+    if is_int4 or kernel == "int4_dequantise_kernel":
         assert_unpacks_to_the_bit(compiled.asm["ttgir"])
-        if architecture == 90:
-            multiplies_from_registers(name, compiled.asm["ptx"])
-            assert usage.spilled_bytes == 0, name
+    if is_int4 and architecture == 90:
+        multiplies_from_registers(name, compiled.asm["ptx"])
+        assert usage.spilled_bytes == 0, name
     return usage.misfit(card)
 
 

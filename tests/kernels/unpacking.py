@@ -20,6 +20,7 @@ def assert_unpacks_to_the_bit(ttgir: str) -> None:
     """Random words, scales of every exponent that is allowed, and zero points, in both halves of a word."""
     programs = [text.replace("\\0A", "") for text in re.findall(r'elementwise_inline_asm "([^"]*bf16x2[^"]*)"', ttgir)[:4]]
     assert len(programs) == 4
+    assert_pairs_are_neighbours(ttgir)
     rng = np.random.default_rng(0)
     words = rng.integers(0, 2**32, COUNT).astype(np.uint32)
     if all("0x81C081C0" in program for program in programs):
@@ -36,6 +37,14 @@ def assert_unpacks_to_the_bit(ttgir: str) -> None:
         for half, own in enumerate(_halves(words)):
             exact = ((own >> 4 * part & 15).astype(np.float64) - zeros) * scale
             assert np.array_equal(_number(found[half]) * 256, _number(_rounded(exact))), program
+
+
+def assert_pairs_are_neighbours(ttgir: str) -> None:
+    """The two numbers of an instruction are in one row, in columns 2 i and 2 i + 1: it reads the scale of the first for both."""
+    layouts = set(re.findall(r"fma.rn.bf16x2.*-> tensor<\d+x32xbf16, (#\w+)>", ttgir))
+    assert layouts
+    for layout in layouts:
+        assert re.search(rf"^{layout} = #ttg\.linear<\{{register = \[\[0, 1\]", ttgir, re.MULTILINE), layout
 
 
 def assert_unpacks_fp4(programs: list[str], words: Words, bits: NDArray[np.int64]) -> None:
