@@ -108,8 +108,8 @@ def compile_case(name: str, architecture: int) -> str:
             signature[argument] = "constexpr"
             constants[argument] = {"fp32": tl.float32, "fp64": tl.float64}.get(str(kind), kind)
     assert list(signature) == function.arg_names, f"{name}: the kernel's arguments are {function.arg_names}"
-    is_int4 = kernel in OF_INT4
-    multiples = multiples_of_16(function, signature, sizes=is_int4) if is_int4 or aligned else []
+    is_int4, unpacks = kernel in OF_INT4, kernel in (*OF_INT4, "int4_dequantise_kernel")
+    multiples = multiples_of_16(function, signature, sizes=is_int4) if unpacks or aligned else []
     attributes = {(place,): [["tt.divisibility", 16]] for place in multiples}
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": warps, "num_stages": stages}
@@ -119,7 +119,7 @@ def compile_case(name: str, architecture: int) -> str:
     if architecture == 90 and kernel in ("fp8_linear_kernel", "experts_fp8_kernel"):
         multiplies_e4m3_itself(name, compiled.asm["ptx"])
     usage = usage_of_bytes(compiled.metadata._asdict(), compiled.asm["cubin"])
-    if is_int4 or kernel == "int4_dequantise_kernel":
+    if unpacks:
         assert_unpacks_to_the_bit(compiled.asm["ttgir"])
     if is_int4 and architecture == 90:
         multiplies_from_registers(name, compiled.asm["ptx"])
