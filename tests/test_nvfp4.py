@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -107,6 +108,17 @@ def test_every_number_of_e4m3_has_a_stored_scale_of_its_own() -> None:
     assert len(stored.unique()) == 0x7E
     pairs = stored.view(1, 0x7E).repeat_interleave(2, 0).t().contiguous().view(torch.int16).t()
     assert torch.equal(scales_of(pairs, torch.float64), scales.double().expand(2, -1))
+
+
+def test_parts_of_ranks_are_those_of_the_weight() -> None:
+    """Its columns are cut between groups of 16, its blocks of 128 anywhere."""
+    weight, cuts = random_weight(24, 304), (0, 112, 240, 304)
+    parts = [
+        replace(weight, codes=weight.codes[:, low // 2 : high // 2], scales=weight.scales[:, low // 16 : high // 16])
+        for low, high in itertools.pairwise(cuts)
+    ]
+    found = torch.cat([form.dequantise(arranged(part), torch.float64) for part in parts], 1)
+    assert torch.equal(found, dequantise(weight, torch.float64))
 
 
 def test_slices_of_rows_and_joined_parts_keep_their_row_scales() -> None:
