@@ -300,7 +300,7 @@ def test_a_tree_is_credited_with_every_level() -> None:
 
 @pytest.mark.parametrize("rows", [1, 64, 1024])
 def test_what_rows_showed_counts_half_after_rounds_over_4096_rows(rows: int) -> None:
-    """288 rows beside the prior kept a second draft; after such rounds, whatever they verify, as many lose it as count now."""
+    """The prior and 288 rows count as 320; after the half-life as 160. Then 160 rows reject their second draft."""
     lengths = DraftLengths(2)
     for k in lengths.choices:
         lengths.set_base(ROWS, k, 1.0)

@@ -94,10 +94,11 @@ def test_a_whole_forward_is_that_of_plain_torch(name: str, tmp_path: Path, monke
     assert counts == {key: 2 * count for key, count in calls.items()}  # two passes
 
 
-@pytest.mark.parametrize("name", ["groups of 32", "act order, biases"])
-def test_for_many_tokens_weights_are_dequantised(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    family, layout, sizes, calls = CASES[name]
-    folder, _ = make(tmp_path, layout, family, **sizes)
+def assert_dequantised_for_many_tokens(folder: Path, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of more than two tokens dequantise the weights of a model in four bits, and its logits stay the same.
+
+    calls  of each product in a pass of few tokens
+    """
     spec, counts = judge_model(LocalFiles(folder)), counting(monkeypatch)
     expected = logits(folder, spec)
     monkeypatch.setattr(int4_tiles, "MOST_TOKENS", 2)
@@ -105,6 +106,13 @@ def test_for_many_tokens_weights_are_dequantised(name: str, tmp_path: Path, monk
         found = logits(folder, spec.on(CPU, BF16))
     assert_near(found, expected, 5e-2)
     assert counts == {**calls, "multiply_dequantised": sum(calls.values())}
+
+
+@pytest.mark.parametrize("name", ["groups of 32", "act order, biases"])
+def test_for_many_tokens_weights_are_dequantised(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, layout, sizes, calls = CASES[name]
+    folder, _ = make(tmp_path, layout, family, **sizes)
+    assert_dequantised_for_many_tokens(folder, calls, monkeypatch)
 
 
 def test_a_tuned_product_has_the_choice_that_measured_fastest(monkeypatch: pytest.MonkeyPatch) -> None:

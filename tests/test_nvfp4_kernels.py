@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from batchspec.kernels.gemm import int4_tiles
 from batchspec.model.blocks.base import GroupedSpec
 from batchspec.model.files import LocalFiles
 from batchspec.model.products import products
@@ -22,7 +21,7 @@ from tests.moe_models import tiny_spec
 from tests.nvfp4_layouts import FP8_AND_NVFP4, MODELOPT, Packer, all_but_one, make, nvfp4, of_compressed_tensors
 from tests.test_expert_kernels import CPU, assert_near, kernels
 from tests.test_int4 import Stored
-from tests.test_int4_kernels import ALL, GROUPED, counting, logits
+from tests.test_int4_kernels import ALL, GROUPED, assert_dequantised_for_many_tokens, counting, logits
 from tests.test_nvfp4 import LAYOUTS, stored_parts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; test_gpu_experts.py runs on a GPU")
@@ -55,13 +54,7 @@ def test_a_whole_forward_is_that_of_plain_torch(name: str, tmp_path: Path, monke
 def test_for_many_tokens_weights_are_dequantised_by_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family, config, packer, sizes, calls = CASES["biases"]
     folder, _ = make(tmp_path, config, all_but_one(packer), family, **sizes)
-    spec, counts = judge_model(LocalFiles(folder)), counting(monkeypatch)
-    expected = logits(folder, spec)
-    monkeypatch.setattr(int4_tiles, "MOST_TOKENS", 2)
-    with kernels(BF16):
-        found = logits(folder, spec.on(CPU, BF16))
-    assert_near(found, expected, 5e-2)
-    assert counts == {**calls, "multiply_dequantised": sum(calls.values())}
+    assert_dequantised_for_many_tokens(folder, calls, monkeypatch)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -108,7 +108,7 @@ def test_rows_of_one_kind_lose_nothing(noise: float) -> None:
 
 @pytest.mark.parametrize("row_lengths", [True, False])
 def test_rows_that_accept_more_than_those_before_them_are_noticed_soon(row_lengths: bool) -> None:
-    """After a thousand rounds that hardly drafted. A hundred rounds bring one or two probes."""
+    """For a thousand rounds no draft was worth it, so K was 0. Then drafts are accepted; a probe comes every 64 rounds."""
     hopeless = (0.02, 0.02, 0.02)
     changed = Simulated((hopeless,), row_lengths=row_lengths, later=(1000, (GOOD, BAD)))
     changed.run(1400)

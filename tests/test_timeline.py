@@ -39,8 +39,8 @@ class Clock:
 
 
 def recorded(rounds: list[tuple[float, int, bool]], *, slots: int = 4, started_at: float = 1000.0) -> str:
-    """The file of a run of rounds (seconds, live rows, whether the last row was taken in): K 5, of which a row verifies 3 drafts
-    and gets two tokens."""
+    """The file of a run with these rounds (seconds, live rows, whether all rows have entered). Each row could verify K = 5 drafts
+    a round; it verifies 3 and gets two tokens."""
     clock, totals, files = Clock(), Totals(), list[str]()
     timeline = Timeline(files.append, slots=slots, clock=clock, wall=lambda: started_at)
     for seconds, live, exhausted in rounds:
@@ -124,7 +124,7 @@ def test_pauses_are_cut_out_and_runs_side_by_side_add_up() -> None:
     beside = course([run_of(rounds), run_of(rounds)])
     assert beside is not None
     assert (beside.edges_s[-1], beside.tok_s.tolist(), beside.live_rows.tolist()) == (4, [16] * 4, [8] * 4)
-    assert beside.positions.tolist() == [16] * 4, "rounds of both, each with its own rows"
+    assert beside.positions.tolist() == [16] * 4, "the sum over both runs"
 
 
 def test_a_run_is_saved_once_a_minute_and_a_disk_that_refuses_does_not_end_it() -> None:

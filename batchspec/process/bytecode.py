@@ -1,7 +1,7 @@
 """Bytecode of what a run imports, where Python keeps none: there, compiling 2,000 sources takes half of the time before a job.
 
 Some images set PYTHONDONTWRITEBYTECODE, or have packages without bytecode in a folder that is not writable. There bytecode is
-kept in the user's cache folder, and nothing is written beside the sources. At a first start, when no bytecode exists, several
+kept in the user's cache folder; the folders of the sources stay as they are. At a first start, when no bytecode exists, several
 processes compile the sources of `imported.txt` before they are imported, which takes 2 s of CPU time.
 `python -m batchspec.process.bytecode` writes that list anew.
 """

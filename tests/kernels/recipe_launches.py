@@ -93,7 +93,7 @@ def runs_on(name: str, card: Card) -> bool:
 
 
 def zeros(made: DummyWeights, tensor: TensorSpec, shape: tuple[int, ...]) -> Tensor:
-    """A weight of which no byte is written; an index has its numbers, and a scale of all of a projection is 1."""
+    """A tensor of zeros whose memory is never touched; an index gets valid numbers, and the scale of a whole projection is 1."""
     if tensor.role == "index":
         return made._integers(tensor, shape)
     if tensor.role == "scale" and shape == (1,):

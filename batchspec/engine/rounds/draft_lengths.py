@@ -194,7 +194,7 @@ class DraftLengths:
             self._tried[k] = max(LEAST_WEIGHT, decay * tried)
             self._kept[k] *= self._tried[k] / tried
         if self._survival is not None:
-            self._survival.fade(live_rows)
+            self._survival.fade(decay)
 
     def _tokens(self) -> list[float]:
         """Expected tokens of a round for each of `choices`."""

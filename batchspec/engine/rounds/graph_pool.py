@@ -21,8 +21,8 @@ class GraphPool:
     def __init__(self) -> None:
         self._pool: Any = None  # torch's own type of a pool's handle is private
         self._first: torch.cuda.CUDAGraph | None = None
-        """A graph that nobody replays: torch captures no further graph into a pool whose graphs are all gone while one of their
-        tensors lives."""
+        """A graph that is never replayed. It keeps the pool in use: torch fails to capture into a pool whose graphs have all been
+        freed while a tensor in it is still alive."""
 
     def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """The graph of the launches of `run`, and the tensors that `run` returns, into which replays write. Executes nothing.

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from batchspec.kernels.rounds.allocate_drafts import LEVELS, PER_HALF
 
-HALF_LIFE_ROWS = 4096.0
-"""Row-rounds, with or without drafts, after which a count weighs half."""
 LEAST_WEIGHT = 2.0**-10
 """Of earlier counts when new ones come, however long that took: they never vanish."""
 RENEW_EVERY = 16
@@ -39,9 +37,9 @@ class Survival:
         self._since_renewed = 0
         self._sums: list[tuple[list[float], list[float]]] = []
 
-    def fade(self, num_rows: int) -> None:
-        """A round over so many live rows is launched."""
-        self._weight *= 0.5 ** (num_rows / HALF_LIFE_ROWS)
+    def fade(self, decay: float) -> None:
+        """A round is launched: all counts weigh `decay` times as much."""
+        self._weight *= decay
         self._since_renewed += 1
 
     def observe(self, levels: NDArray[np.int32], num_rows: int) -> None:

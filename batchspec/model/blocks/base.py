@@ -287,7 +287,7 @@ class NormedSpec:
 
 
 class WholeBlockSpec(ABC):
-    """A block of plain products, all of which every rank has."""
+    """A block of plain products that every rank holds in full."""
 
     __slots__ = ()
 

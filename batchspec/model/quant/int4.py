@@ -7,8 +7,8 @@ So the result is that of the model with dequantised weights, up to the order of 
 matrix is multiplied in pieces (`dequantised.py`). Kernels unpack weights in registers (`kernels/gemm/int4_linear.py`). For many
 tokens weights are dequantised piece by piece, and the library multiplies; `tuning.policy.int4_tile` says for how many. NVFP4
 weights are rounded then alone (`kernels/common/nvfp4.py`). Plain torch dequantises for any number of tokens. It also computes
-what the kernels do not support: group sizes other than 32, 64 and multiples of 128, and, in act order, groups of which a rank
-holds only a part.
+what the kernels do not support: group sizes other than 32, 64 and multiples of 128, and weights in act order if a group is
+split between ranks.
 """
 
 from __future__ import annotations
