@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchspec.kernels.common import pdl
 from batchspec.kernels.common.card import card_of
+from batchspec.kernels.common.fp4 import GROUP
 from batchspec.kernels.common.int4 import Int4Weight, dequantise, multiplied
 from batchspec.kernels.gemm.int4_dequantise import int4_dequantise, multiply_dequantised
 from batchspec.kernels.gemm.int4_linear import int4_linear, int4_swiglu
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and has_fast_experts(GPU, BF16)), reason="needs a Hopper GPU or newer"
 )
 SHAPES = [(6144, 4096), (4096, 14336), (5120, 2048), (720, 1096)]
+KINDS = [(128, False), (32, True), (0, False), (64, True), (GROUP, False)]
+"""Columns of a group, and whether it has zero points."""
 COUNTS = (1, 7, 16, 64, 65, 129, 300, 1024, 2048)
 
 
@@ -38,26 +41,32 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
     assert error < tolerance, float(error)
 
 
+def weight_of(rows: int, k: int, group: int, *, zeros: bool = False) -> Int4Weight:
+    """Of about k columns: NVFP4 has whole groups."""
+    return int4_weight(rows, k // GROUP * GROUP if group == GROUP else k, group, GPU, zeros=zeros)
+
+
 def in_fp64(x: Tensor, weight: Int4Weight) -> Tensor:
     return x.double() @ multiplied(weight, torch.float64).t()
 
 
 @pytest.mark.parametrize(("rows", "k"), SHAPES)
-@pytest.mark.parametrize(("group", "zeros"), [(128, False), (32, True), (0, False), (64, True), (16, False)])
+@pytest.mark.parametrize(("group", "zeros"), KINDS)
 def test_weights_are_dequantised_to_the_bit(rows: int, k: int, group: int, zeros: bool) -> None:
-    weight = int4_weight(rows, k, group, GPU, zeros=zeros)
+    weight = weight_of(rows, k, group, zeros=zeros)
     assert torch.equal(int4_dequantise(weight), dequantise(weight, BF16))
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 40, 64, 130, 256])
 @pytest.mark.parametrize(("rows", "k"), SHAPES[1:])
-@pytest.mark.parametrize("group", [128, 16])
+@pytest.mark.parametrize("group", [128, GROUP])
 def test_every_tile_that_the_tuner_times_is_right_and_the_same_each_time(group: int, rows: int, k: int, tokens: int) -> None:
     """One in three of them. Outputs are poisoned. INT4 weights that were not rounded to bf16, or NVFP4 weights that were, would
     differ by 2e-3."""
-    weight, x = int4_weight(rows, k, group, GPU), noise(tokens, k)
+    weight = weight_of(rows, k, group)
+    x = noise(tokens, weight.k)
     expected = in_fp64(x, weight)
-    for tile in candidates(tokens, rows, k, card_of(GPU))[::3]:
+    for tile in candidates(tokens, rows, weight.k, card_of(GPU))[::3]:
         outs = [torch.full((tokens, rows), torch.nan, device=GPU) for _ in range(2)]
         for out in outs:
             int4_linear(x, weight, tile=tile, out=out)
@@ -65,7 +74,7 @@ def test_every_tile_that_the_tuner_times_is_right_and_the_same_each_time(group: 
         assert_near(outs[0], expected, 2e-4)
 
 
-@pytest.mark.parametrize(("group", "zeros"), [(128, False), (128, True), (16, False)])
+@pytest.mark.parametrize(("group", "zeros"), [(128, False), (128, True), (GROUP, False)])
 @pytest.mark.parametrize("tokens", [1, 16, 64, 256])
 def test_swiglu_is_that_of_its_rounded_product(tokens: int, group: int, zeros: bool) -> None:
     weight, x = int4_weight(2 * 1408, 2048, group, GPU, zeros=zeros), noise(tokens, 2048)
@@ -75,10 +84,11 @@ def test_swiglu_is_that_of_its_rounded_product(tokens: int, group: int, zeros: b
 
 
 @pytest.mark.parametrize(("rows", "k"), SHAPES)
-@pytest.mark.parametrize(("group", "zeros"), [(128, False), (32, True), (16, False)])
+@pytest.mark.parametrize(("group", "zeros"), [(128, False), (32, True), (GROUP, False)])
 def test_no_tile_and_no_number_of_tokens_changes_the_bits_of_a_product(rows: int, k: int, group: int, zeros: bool) -> None:
     """In tiles whose sums over K one program makes, with 16 to 256 tokens as the side N of the tensor cores."""
-    weight, x = int4_weight(rows, k, group, GPU, zeros=zeros), noise(max(COUNTS), k)
+    weight = weight_of(rows, k, group, zeros=zeros)
+    x = noise(max(COUNTS), weight.k)
     tiles = [Tile(t, n, 128, 3, warps, tma) for t, n, warps, tma in ((16, 64, 4, False), (64, 256, 8, True), (256, 128, 8, True))]
 
     def product(rows_of_x: Tensor, tile: Tile) -> Tensor:

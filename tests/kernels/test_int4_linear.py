@@ -191,7 +191,7 @@ def test_a_dequantised_weight_has_the_bits_of_the_definition(
     out = torch.full((N - 3, K), torch.nan, dtype=torch.bfloat16, device=device)
     int4_dequantise(weight, out=out, interpret=interpret)
     expected = dequantise(weight, torch.bfloat16)
-    if interpret and group == GROUP:  # the interpreter cuts bf16 off
+    if interpret and device.type == "cpu" and group == GROUP:  # the interpreter cuts bf16 off
         expected = (dequantise(weight, torch.float32).view(torch.int32) & -0x10000).view(torch.float32).bfloat16()
     assert torch.equal(out, expected)
     assert torch.equal(int4_dequantise(weight.rows(slice(16, 100)), interpret=interpret), out[16:100])
