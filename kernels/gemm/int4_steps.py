@@ -86,19 +86,9 @@ def load_pairs(source, first, n, last, GATED: tl.constexpr, BLOCK_N: tl.constexp
 
 
 @triton.jit
-def of_rows(pairs, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """int32 [ROWS / 2] of two rows each -> int32 [ROWS], the 16 bits of a row twice. No number moves between threads."""
-    if INTERPRETED:
-        low, high = pairs & 0xFFFF, (pairs >> 16) & 0xFFFF
-        low, high = low | (low << 16), high | (high << 16)
-    else:
-        low = tl.inline_asm_elementwise(
-            "{ .reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {l, l}; }", "=r,r", [pairs], dtype=tl.int32, is_pure=True, pack=1
-        )
-        high = tl.inline_asm_elementwise(
-            "{ .reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, h}; }", "=r,r", [pairs], dtype=tl.int32, is_pure=True, pack=1
-        )
-    return tl.join(low, high).reshape(ROWS // 16, 8, 2).permute(0, 2, 1).reshape(ROWS)
+def of_rows(pairs, ROWS: tl.constexpr):
+    """int32 [ROWS / 2] of two rows each -> int16 [ROWS]. No number moves between threads."""
+    return tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).reshape(ROWS // 16, 8, 2).permute(0, 2, 1).reshape(ROWS)
 
 
 @triton.jit
@@ -109,38 +99,38 @@ def unpack_part(words, scale_pairs, zero_pairs, PART: tl.constexpr, ROWS: tl.con
     """
     if INTERPRETED:
         code = ((words.to(tl.int32) >> (4 * PART)) & 15).to(tl.float32)
-        scale = (of_rows(scale_pairs, ROWS, True) & -0x10000).to(tl.float32, bitcast=True)
-        zero = tl.full([ROWS], 8, tl.int32) if zero_pairs is None else of_rows(zero_pairs, ROWS, True) & 15
+        scale = (of_rows(scale_pairs, ROWS).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        zero = tl.full([ROWS], 8, tl.int32) if zero_pairs is None else of_rows(zero_pairs, ROWS).to(tl.int32) & 15
         exact = ((code - zero.to(tl.float32)[:, None]) * scale[:, None]).to(tl.int32, bitcast=True)
         return ((exact + 0x7FFF + ((exact >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True) / 256
-    scale = of_rows(scale_pairs + (LOW_SCALE if PART % 2 == 0 else HIGH_SCALE), ROWS, False)
+    scale = of_rows(scale_pairs + (LOW_SCALE if PART % 2 == 0 else HIGH_SCALE), ROWS)
     if zero_pairs is None:
-        shift = of_rows((scale_pairs ^ SIGNS) - OFFSET, ROWS, False)
+        shift = of_rows((scale_pairs ^ SIGNS) - OFFSET, ROWS)
     else:
-        shift = of_rows(zero_pairs if PART % 2 == 0 else zero_pairs << 4, ROWS, False)
+        shift = of_rows(zero_pairs if PART % 2 == 0 else zero_pairs << 4, ROWS)
     scale = tl.broadcast_to(scale[:, None], words.shape)
     shift = tl.broadcast_to(shift[:, None], words.shape)
-    # Each instruction works on two words. PTX names: $1 words, $2 scale, $4 what is added or subtracted.
+    # Each instruction works on two words, two scales and so on. PTX names: $1 words, $2 scales, $3 what is added or subtracted.
     MASK: tl.constexpr = "0x000F000F" if PART % 2 == 0 else "0x00F000F0"
     PLACE: tl.constexpr = "" if PART < 2 else "shr.u32 v, $1, 8; "
     SOURCE: tl.constexpr = "$1" if PART < 2 else "v"
-    ADD: tl.constexpr = "fma.rn.bf16x2 $0, v, $2, $4; }"
+    ADD: tl.constexpr = "fma.rn.bf16x2 $0, v, $2, $3; }"
     # v - zero, then v * scale - 0: only Hopper's PTX has subtractions and multiplications. -1 and -0 are in o and z.
-    SUBTRACT: tl.constexpr = "fma.rn.bf16x2 v, $4, o, v; fma.rn.bf16x2 $0, v, $2, z; }"
+    SUBTRACT: tl.constexpr = "fma.rn.bf16x2 v, $3, o, v; fma.rn.bf16x2 $0, v, $2, z; }"
     REGISTERS: tl.constexpr = "v" if zero_pairs is None else "v, o, z"
     CONSTANTS: tl.constexpr = "" if zero_pairs is None else "mov.b32 o, 0xBF80BF80; mov.b32 z, 0x80008000; "
     return tl.inline_asm_elementwise(
         "{ .reg .b32 " + REGISTERS + "; " + CONSTANTS + PLACE + "and.b32 v, " + SOURCE + ", " + MASK + "; "
         + (ADD if zero_pairs is None else SUBTRACT),
-        "=r,r,r,r,r,r", [words, scale, shift], dtype=tl.bfloat16, is_pure=True, pack=2,
+        "=r,r,r,r", [words, scale, shift], dtype=tl.bfloat16, is_pure=True, pack=2,
     )
 
 
 @triton.jit
 def unpack_fp4(words, scale_pairs, PART: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
     """`unpack_part` of NVFP4 weights without row scales, exact. Each pair has two scales of 8 bits of each row."""
-    first = of_rows(((scale_pairs << 4) & FP4_BITS) | FP4_SIZE, ROWS, INTERPRETED)
-    second = of_rows(((scale_pairs >> 4) & FP4_BITS) | FP4_SIZE, ROWS, INTERPRETED)
+    first = of_rows(((scale_pairs << 4) & FP4_BITS) | FP4_SIZE, ROWS)
+    second = of_rows(((scale_pairs >> 4) & FP4_BITS) | FP4_SIZE, ROWS)
     scale = tl.broadcast_to(tl.join(first, second)[:, :, None], [ROWS, 2, 16]).reshape(ROWS, 32)
     return times_scale(words, scale, PART, INTERPRETED)
 

@@ -108,21 +108,8 @@ def unpack(words, scales, PART: tl.constexpr, INTERPRETED: tl.constexpr):
     words   int16 [N, 32]
     scales  int32 [N]; byte PART is the stored scale of that value's block
     """
-    if INTERPRETED:
-        exponent = (scales >> (8 * PART)) & 0xFF
-        scale = (exponent << 23) | (exponent << 7)
-    else:  # bytes 0 and 2, or 1 and 3, to the exponent bits of the two halves; the multiplication reads one half of it twice
-        both = (scales << 7 if PART % 2 == 0 else scales >> 1) & 0x7F807F80
-        if PART < 2:
-            scale = tl.inline_asm_elementwise(
-                "{ .reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {l, l}; }",
-                "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1,
-            )
-        else:
-            scale = tl.inline_asm_elementwise(
-                "{ .reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, h}; }",
-                "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1,
-            )
+    both = (scales << 7 if PART % 2 == 0 else scales >> 1) & 0x7F807F80  # the exponents of parts 0 and 2, or 1 and 3
+    scale = (both if PART < 2 else both >> 16).to(tl.int16)
     return times_scale(words, tl.broadcast_to(scale[:, None], words.shape), PART, INTERPRETED)
 
 
@@ -131,7 +118,8 @@ def times_scale(words, scale, PART: tl.constexpr, INTERPRETED: tl.constexpr):
     """Value PART of each word * 2^-126 * its scale, rounded to bf16; fp32 in Triton's interpreter.
 
     words  int16 [N, 32]
-    scale  int32 [N, 32]; a number of bf16 in both halves. Two neighbouring words have the same one
+    scale  int16 [N, 32]; the bits of numbers of bf16. As wide as words, so each of the two numbers of an instruction has its own,
+           wherever Triton's layout places the second
     """
     if INTERPRETED:
         word = words.to(tl.int32) & 0xFFFF
@@ -139,30 +127,30 @@ def times_scale(words, scale, PART: tl.constexpr, INTERPRETED: tl.constexpr):
             bits = (word << (3 * PART)) & 0x81C0
         else:
             bits = (((word >> 7) & 0xD8) * 2081) & 0x81C0
-        y = (bits << 16).to(tl.float32, bitcast=True) * (scale & -0x10000).to(tl.float32, bitcast=True)
+        y = (bits << 16).to(tl.float32, bitcast=True) * (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:  # each instruction works on two words
         # v * scale - 0 in place of v * scale, which only Hopper's PTX has: ptxas makes the same instruction of both.
         if PART == 0:
             y = tl.inline_asm_elementwise(
                 "{ .reg .b32 v, z; and.b32 v, $1, 0x81C081C0; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, v, $2, z; }",
-                "=r,r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
+                "=r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
             )
         elif PART == 1:
             y = tl.inline_asm_elementwise(
                 """{ .reg .b32 v, z; shl.b32 v, $1, 3; and.b32 v, v, 0x81C081C0;
                 mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, v, $2, z; }""",
-                "=r,r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
+                "=r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
             )
         elif PART == 2:
             y = tl.inline_asm_elementwise(
                 """{ .reg .b32 v, z; shl.b32 v, $1, 6; and.b32 v, v, 0x81C081C0;
                 mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, v, $2, z; }""",
-                "=r,r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
+                "=r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
             )
         else:
             y = tl.inline_asm_elementwise(
                 """{ .reg .b32 v, z; shr.u32 v, $1, 7; and.b32 v, v, 0x00D800D8; mul.lo.u32 v, v, 2081;
                 and.b32 v, v, 0x81C081C0; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, v, $2, z; }""",
-                "=r,r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
+                "=r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
             )
     return y

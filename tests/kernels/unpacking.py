@@ -1,5 +1,5 @@
-"""Executes the instructions with which the compiled INT4 and NVFP4 kernels unpack words, number by number: no CPU has them, and
-Triton's interpreter takes another way."""
+"""Executes the instructions with which the compiled INT4, NVFP4 and MXFP4 kernels unpack words, number by number: no CPU has
+them, and Triton's interpreter takes another way."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def assert_unpacks_to_the_bit(ttgir: str) -> None:
     """Random words, scales of every exponent that is allowed, and zero points, in both halves of a word."""
     programs = [text.replace("\\0A", "") for text in re.findall(r'elementwise_inline_asm "([^"]*bf16x2[^"]*)"', ttgir)[:4]]
     assert len(programs) == 4
+    assert_each_number_has_its_own_operands(ttgir)
     assert_pairs_are_neighbours(ttgir)
     rng = np.random.default_rng(0)
     words = rng.integers(0, 2**32, COUNT).astype(np.uint32)
@@ -39,8 +40,20 @@ def assert_unpacks_to_the_bit(ttgir: str) -> None:
             assert np.array_equal(_number(found[half]) * 256, _number(_rounded(exact))), program
 
 
+def assert_each_number_has_its_own_operands(ttgir: str) -> None:
+    """Every operand has 16 bits a number: its register holds those of both numbers of an instruction, whichever rows they are in.
+    Of wider operands the instruction would read one register, that of the first number, for both."""
+    found = re.findall(r'asm "[^"]*bf16x2[^"]*" \{constraints = "([^"]*)", packed_element = 2.*: (.*) ->', ttgir)
+    assert found
+    for constraints, operands in found:
+        dtypes = re.findall(r"x([a-z]\w*), #", operands)
+        assert set(dtypes) == {"i16"}, operands
+        assert constraints == ",".join(["=r"] + ["r"] * len(dtypes)), constraints
+
+
 def assert_pairs_are_neighbours(ttgir: str) -> None:
-    """The two numbers of an instruction are in one row, in columns 2 i and 2 i + 1: it reads the scale of the first for both."""
+    """The two numbers of an instruction are in one row, in columns 2 i and 2 i + 1: all pairs of a row then share a register with
+    its scale twice, and words come from shared memory as the tensor cores read the numbers."""
     layouts = set(re.findall(r"fma.rn.bf16x2.*-> tensor<\d+x32xbf16, (#\w+)>", ttgir))
     assert layouts
     for layout in layouts:
@@ -59,7 +72,7 @@ def assert_unpacks_fp4(programs: list[str], words: Words, bits: NDArray[np.int64
 
 def _run(program: str, words: Words, factor: Words, shift: Words) -> Words:
     """The output of a program of PTX instructions, whose inputs are those of `unpack_part`, or words and scales."""
-    registers: dict[str, Words] = {"$1": words, "$2": factor, "$4": shift}
+    registers: dict[str, Words] = {"$1": words, "$2": factor, "$3": shift}
 
     def value(name: str) -> Words:
         return registers[name] if name in registers else np.uint32(int(name, 0)) * np.ones_like(words)
