@@ -16,9 +16,10 @@ def load_words(
     """A block of 32 columns of words: [2, BLOCK_N, 32] of gate and up; of a plain product [2, BLOCK_N / 2, 32], its halves."""
     if GATED and TMA:  # one copy for gate and up: each copy costs the program a barrier
         pair = w.load([expert * 2, first, at])
-    elif GATED:
-        gate = load_rows(w, expert, first, 2 * n, at, width, BLOCK_N, 32, TMA, True)
-        pair = tl.join(gate, load_rows(w, expert, n + first, 2 * n, at, width, BLOCK_N, 32, TMA, True)).permute(2, 0, 1)
+    elif GATED:  # one load too: joining two would place words of two rows side by side
+        lane = tl.arange(0, 2 * BLOCK_N)
+        row = expert.to(tl.int64) * 2 * n + tl.minimum(first + lane % BLOCK_N, n - 1) + lane // BLOCK_N * n
+        pair = tl.load(w + row[:, None] * width + (at + tl.arange(0, 32))[None, :]).reshape(2, BLOCK_N, 32)
     else:
         pair = load_rows(w, expert, first, n, at, width, BLOCK_N, 32, TMA, True).reshape(2, BLOCK_N // 2, 32)
     return pair

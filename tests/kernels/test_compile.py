@@ -78,7 +78,7 @@ def multiplies_from_registers(name: str, ptx: str) -> None:
 def multiples_of_16(function: Any, signature: dict[str, str], *, sizes: bool) -> list[int]:
     """Places of the arguments that launches know to be multiples of 16, so that loads have 16 bytes and are pipelined.
 
-    sizes  all integers are, as in INT4 products; otherwise strides alone
+    sizes  all integers are, as in products with packed weights; otherwise strides alone
     """
     own = {param.num: param.name for param in function.params if not param.do_not_specialize}
     kinds = {place: (name, signature[name]) for place, name in own.items() if signature[name] != "constexpr"}
@@ -108,8 +108,9 @@ def compile_case(name: str, architecture: int) -> str:
             signature[argument] = "constexpr"
             constants[argument] = {"fp32": tl.float32, "fp64": tl.float64}.get(str(kind), kind)
     assert list(signature) == function.arg_names, f"{name}: the kernel's arguments are {function.arg_names}"
-    is_int4, unpacks = kernel in OF_INT4, kernel in (*OF_INT4, "int4_dequantise_kernel")
-    multiples = multiples_of_16(function, signature, sizes=is_int4) if unpacks or aligned else []
+    is_int4, in_tiles = kernel in OF_INT4, kernel in (*OF_INT4, "experts_mxfp4_kernel")
+    unpacks = in_tiles or kernel == "int4_dequantise_kernel"
+    multiples = multiples_of_16(function, signature, sizes=in_tiles) if unpacks or aligned else []
     attributes = {(place,): [["tt.divisibility", 16]] for place in multiples}
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": warps, "num_stages": stages}
