@@ -2,12 +2,16 @@
 
     python jobs/peers.py out.jsonl 8b-64x8192 --k 0                 # no drafts; --k 2: EAGLE-3 with two; batchspec: --k auto
     python jobs/peers.py out.jsonl 20b-256x1024 20b-64x8192 --k 2   # rows of one shape share an engine: one start
+    python jobs/peers.py out.jsonl qwen3.5-27b-64x4096 --k 3 --accept .85,.7,.55                    # the model's own MTP layer
     python jobs/peers.py out.jsonl gsm8k --k 3 --model DIR --head DIR --input gsm8k_test.parquet    # real weights and prompts
 
 vLLM and SGLang get dummy weights and random prompts, greedy, without a prefix cache, with CUDA graphs for all rows. Drafts 1, 2
-and 3 are accepted with probability .6, .28 and .12; SGLang gives all rows of a round one length, with that mean. A turn times one
-token of each row (prefill_s), then whole requests (whole_s: first prompt to last token). Each turn is a JSON line, printed and
-appended to OUT; the last counts: kernels compile in the first. decode_tok_s = (tokens - rows) / (whole_s - prefill_s).
+and 3 are accepted with the probabilities of --accept; SGLang gives all rows of a round one length, with that mean. A turn times
+one token of each row (prefill_s), then whole requests (whole_s: first prompt to last token). Each turn is a JSON line, printed
+and appended to OUT; the last counts: kernels compile in the first. decode_tok_s = (tokens - rows) / (whole_s - prefill_s). With
+--warm N a pass of N tokens a row compiles them before, so that --turns 1 is enough.
+
+--together DIR SIZE: SIZE such commands start at the same time and measure one after another. --kv-gib gives vLLM its share.
 
 --routing: vLLM and SGLang draw all dummy tensors, biases too, from -.001 to .001. gpt-oss's router then follows its biases: all
 tokens have the same 4 experts. spread, the default, sets biases to zero, so that tokens choose evenly, at no cost.
@@ -28,39 +32,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # the Python of another engine has no batchspec
-from batchspec.model.shapes import COMMON, DRAFT_VOCAB, config_json, shape_spec
+sys.path.append(str(Path(__file__).resolve().parent))  # where another file loads this one
+from peer_gang import Gang
+from peer_options import RATES, SPREAD, environment, sglang_options, spread_routing, vllm_options
+from peer_shapes import ROWS, Row, drafter_config, drafter_of, model_config, write_assistant, write_config
 
 ENGINES = ("vllm", "sglang", "batchspec")
-RATES = (0.6, 0.28, 0.12)
-CHUNK = 16384  # tokens of a prefill step in vLLM and SGLang
-SPREAD = "PEERS_SPREAD"  # tells the processes that an engine starts whose dummy weights to change
 
 
-class Row(NamedTuple):
-    """shape: a name of batchspec.model.shapes; "": real weights, `batch` prompts at a time, up to the model's own ends."""
-
-    shape: str
-    batch: int
-    prompt: int
-    gen: int = 512
-
-
-ROWS = {
-    f"{short}-{batch}x{prompt}": Row(shape, batch, prompt)
-    for short, shape, sizes in (
-        ("8b", "llama8b", [(64, 8192), (256, 1024)]), ("8b-fp8", "llama8b-fp8", [(64, 8192), (256, 1024)]),
-        ("1b", "llama1b", [(256, 1024)]), ("135m", "smol135m", [(256, 512)]),
-        ("20b", "gpt-oss-20b", [(256, 1024), (64, 8192), (128, 4096)]), ("120b", "gpt-oss-120b", [(256, 1024), (64, 8192)]),
-        ("30b", "qwen3-30b-a3b-fp8", [(256, 1024), (64, 8192), (32, 16384)]),
-    )
-    for batch, prompt in sizes
-} | {"gsm8k": Row("", 256, 1024, 256)}
+def rates_of(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -68,8 +55,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("out", help="JSON lines file, appended to")
     add("rows", nargs="+", metavar="ROW", choices=list(ROWS), help=", ".join(ROWS))
-    add("--k", default="0", choices=["0", "1", "2", "3", "auto"], help="draft tokens a round of an EAGLE-3 head; 0: no drafts")
+    add("--k", default="0", choices=["0", "1", "2", "3", "auto"], help="draft tokens a round; 0: no drafts")
+    add("--accept", type=rates_of, default=RATES, metavar="A,B,C", help="acceptance of drafts 1, 2, 3, unconditional: .6,.28,.12")
     add("--turns", type=int, default=2)
+    add("--warm", type=int, default=0, metavar="N", help="N tokens of each row before the first turn; batchspec: no effect")
+    add("--together", nargs=2, metavar=("DIR", "SIZE"), help="an empty folder, and how many commands share it")
+    add("--kv-gib", type=float, help="vLLM's memory for K/V; without it all that 92 %% of the card leave")
     add("--routing", default="spread", choices=["spread", "uniform_random", "none"])
     add("--options", type=json.loads, default={}, metavar="JSON", help="arguments of the other engine, over the script's")
     add("--model", help="gsm8k: a folder of real weights")
@@ -83,6 +74,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.engine = next(name for name in ENGINES if getattr(importlib.util.find_spec(name), "origin", None))  # no mere folder
     if args.k == "auto" and args.engine != "batchspec":
         parser.error("--k auto is batchspec's; time every K of the others and take the best")
+    args.rates = args.accept if args.k == "auto" else args.accept[: int(args.k)]
+    if args.k != "auto" and len(args.rates) < int(args.k):
+        parser.error(f"--k {args.k} needs as many rates in --accept")
+    if args.engine == "sglang" and args.rates and drafter_of(ROWS[args.rows[0]].shape) != "eagle3":
+        parser.error("SGLang is timed with EAGLE-3 heads alone")
     return args
 
 
@@ -92,6 +88,7 @@ def line(args: argparse.Namespace, name: str, turn: int, prefill_s: float | None
     decode = None if prefill_s is None else round((tokens - row.batch) / (whole_s - prefill_s), 1)
     return {
         "engine": args.engine, "version": importlib.import_module(args.engine).__version__, "row": name, "k": args.k,
+        "accept": args.rates,
         "decode_tok_s": decode, "prefill_s": prefill_s and round(prefill_s, 3), "whole_s": round(whole_s, 3),
         "tok_s": round(tokens / whole_s, 1), "tokens": tokens, "turn": turn, "counts": turn == args.turns, **row._asdict(),
         "routing": None if args.engine == "batchspec" else args.routing, "options": args.options,
@@ -99,95 +96,19 @@ def line(args: argparse.Namespace, name: str, turn: int, prefill_s: float | None
     }
 
 
-def model_config(shape: str) -> dict[str, Any]:
-    """config.json of the shape as the other engines read it: FP8 models name the router of each layer in full."""
-    config: dict[str, Any] = json.loads(config_json(shape))
-    quantization, layers = config.get("quantization_config", {}), range(config["num_hidden_layers"])
-    if quantization.get("quant_method") == "fp8":
-        routers = [f"model.layers.{i}.mlp.gate" for i in layers if "num_experts" in config]
-        config["quantization_config"] = quantization | {"modules_to_not_convert": ["lm_head", *routers]}
-    if config["model_type"] == "gpt_oss":
-        config["layer_types"] = ["full_attention" if i % 2 else "sliding_attention" for i in layers]
-    return config
-
-
-def head_config(shape: str) -> dict[str, Any]:
-    """An EAGLE-3 head as large as the one of `batchspec bench`."""
-    own = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "rope_theta")
-    return COMMON | {key: model_config(shape)[key] for key in own} | {
-        "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB.get(shape, 32000),
-        "intermediate_size": shape_spec(shape).intermediate_size,
-    }
-
-
-def spread_routing(engine: str) -> None:
-    """From now on the dummy weights of vLLM or SGLang have no biases, in this process."""
-    vllm = engine == "vllm"
-    module = "vllm.model_executor.model_loader.dummy_loader" if vllm else "sglang.srt.model_loader.loader"
-    name = "initialize_single_dummy_weight" if vllm else "initialize_dummy_weights"
-    fill: Callable[..., None] = getattr(loader := importlib.import_module(module), name)
-
-    def without_biases(made: Any, *args: Any, **more: Any) -> None:
-        fill(made, *args, **more)
-        for tensor, value in [(more.get("name", ""), made)] if vllm else made.state_dict().items():
-            if tensor.endswith("bias"):
-                value.data.zero_()
-
-    setattr(loader, name, without_biases)
-
-
-def environment(engine: str, routing: str, k: int) -> dict[str, str]:
-    """Variables of an engine with dummy weights: how tokens choose experts; in SGLang the mean length of a round."""
-    found = {SPREAD: engine} if routing == "spread" else {}
-    if routing == "uniform_random":
-        found |= {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": routing, "SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"}
-    if k:  # the drafted tokens are kept: otherwise all rows would go on with one token, and with its experts
-        found |= {"SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token", "SGLANG_SIMULATE_ACC_LEN": f"{1 + sum(RATES[:k]):.2f}"}
-    return found
-
-
-def vllm_options(rows: Sequence[Row], k: int, target: str, head: str) -> dict[str, Any]:
-    """Arguments of vllm.LLM. Its CUDA graphs end at 512 tokens (gpt-oss: 1,024), fewer than 256 rows with drafts have."""
-    dummy, graph = bool(rows[0].shape), max(row.batch for row in rows) * (k + 1)
-    found: dict[str, Any] = {
-        "model": target, "load_format": "dummy" if dummy else "auto", "skip_tokenizer_init": dummy, "dtype": "bfloat16",
-        "max_model_len": max(row.prompt + row.gen for row in rows) + 64, "max_num_seqs": max(row.batch for row in rows),
-        "max_num_batched_tokens": CHUNK, "gpu_memory_utilization": 0.92, "enable_prefix_caching": False, "seed": 0,
-    }
-    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(RATES[:k])} if dummy else {}
-    if k:
-        found["speculative_config"] = {"method": "eagle3", "num_speculative_tokens": k, "model": head, **synthetic}
-    return found if graph <= 512 else found | {"compilation_config": {"max_cudagraph_capture_size": graph}}
-
-
-def sglang_options(rows: Sequence[Row], k: int, target: str, head: str) -> dict[str, Any]:
-    """Arguments of sglang.Engine."""
-    batch, load = max(row.batch for row in rows), "dummy" if rows[0].shape else "auto"
-    found: dict[str, Any] = {
-        "model_path": target, "load_format": load, "skip_tokenizer_init": True, "dtype": "bfloat16", "random_seed": 0,
-        "context_length": max(row.prompt + row.gen for row in rows) + 64, "max_running_requests": batch,
-        "chunked_prefill_size": CHUNK, "max_prefill_tokens": CHUNK, "cuda_graph_max_bs_decode": batch,
-        "cuda_graph_backend_prefill": "disabled", "sampling_backend": "pytorch", "grammar_backend": "none",
-        "disable_radix_cache": True, "log_level": "warning",
-    }
-    return found if not k else found | {
-        "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head, "speculative_draft_load_format": load,
-        "speculative_num_steps": k, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": k + 1,
-    }
-
-
 def start(args: argparse.Namespace, folder: Path) -> Callable[[list[list[int]], int], int]:
     """Starts vLLM or SGLang. What it returns answers prompts with at most so many tokens each and counts the tokens."""
-    rows, paths, dummy = [ROWS[name] for name in args.rows], [args.model, args.head], bool(ROWS[args.rows[0]].shape)
-    for at, config in enumerate([model_config, head_config] if dummy else []):
-        paths[at] = str(folder / config.__name__)
-        Path(paths[at]).mkdir()
-        Path(paths[at], "config.json").write_text(json.dumps(config(rows[0].shape)))
+    rows, dummy = [ROWS[name] for name in args.rows], bool(ROWS[args.rows[0]].shape)
+    target, drafter = args.model, args.head
+    if dummy:
+        target = write_config(folder / "model", model_config(rows[0].shape))
+        own = not args.rates or drafter_of(rows[0].shape) == "mtp"
+        drafter = None if own else write_config(folder / "drafter", drafter_config(rows[0].shape))
     package = importlib.import_module(args.engine)
     if args.engine == "sglang":
-        engine = package.Engine(**sglang_options(rows, int(args.k), *paths) | args.options)
+        engine = package.Engine(**sglang_options(rows, len(args.rates), target, drafter) | args.options)
     else:
-        engine = package.LLM(**vllm_options(rows, int(args.k), *paths) | args.options)
+        engine = package.LLM(**vllm_options(rows, args.rates, target, drafter, args.kv_gib) | args.options)
 
     def run(prompts: list[list[int]], gen: int) -> int:
         common = {"temperature": 0.0, "ignore_eos": dummy}
@@ -213,9 +134,15 @@ def prompts_of(args: argparse.Namespace, row: Row) -> list[list[int]]:
 
 
 def peer_turns(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    run, clock = start(args, folder), time.perf_counter
+    gang, clock = Gang(Path(args.together[0]), int(args.together[1])) if args.together else None, time.perf_counter
+    with gang.starting() if gang else nullcontext():
+        run = start(args, folder)
+    if gang:
+        gang.take_turn()
     for name in args.rows:
         row, prompts = ROWS[name], prompts_of(args, ROWS[name])
+        if args.warm:
+            run(prompts, args.warm)
         for turn in range(1, args.turns + 1):
             begun, _ = clock(), run(prompts, 1) if row.shape else None
             middle, tokens = clock(), run(prompts, row.gen)
@@ -225,18 +152,22 @@ def peer_turns(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
 def own_turns(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Turns that `batchspec bench` times; each has the prefill of the first."""
     for name, out in ((name, folder / name) for name in args.rows):
-        bench = [sys.executable, "-m", "batchspec.cli", "bench", str(out), name]
-        subprocess.run([*bench, *bench_arguments(args, ROWS[name])], check=True)
+        bench = [sys.executable, "-m", "batchspec.cli", "bench", str(out), name, *bench_arguments(args, ROWS[name])]
+        if args.k != "0" and drafter_of(ROWS[name].shape) == "assistant":
+            path = folder / "assistant"
+            bench += ["--draft-path", str(path) if path.exists() else write_assistant(path, ROWS[name].shape)]
+        subprocess.run(bench, check=True)
         found = json.loads(out.read_text())
         for turn, whole_s in enumerate(found["seconds"], 1):
             yield line(args, name, turn, found.get("prefill_s"), whole_s, found["tokens"])
 
 
 def bench_arguments(args: argparse.Namespace, row: Row) -> list[str]:
-    draft = "none" if args.k == "0" else f"eagle3 --k {args.k}"
+    drafter = drafter_of(row.shape).replace("assistant", "mtp")
+    draft = "none" if args.k == "0" else f"{drafter} --k {args.k}"
     found = f"--batch {row.batch} --gen {row.gen} --runs {args.turns} --draft {draft}"
     if row.shape:
-        return f"{found} --shape {row.shape} --prompt {row.prompt} --accept {','.join(map(str, RATES))}".split()
+        return f"{found} --shape {row.shape} --prompt {row.prompt} --accept {','.join(map(str, args.accept))}".split()
     head = [] if args.k == "0" else ["--draft-path", args.head]
     return [*found.split(), "--model", args.model, "--input", args.input, "--chat", "--eos", *head]
 
@@ -244,7 +175,7 @@ def bench_arguments(args: argparse.Namespace, row: Row) -> list[str]:
 def main() -> None:
     args = parse()
     if args.engine != "batchspec" and "gsm8k" not in args.rows:
-        os.environ |= environment(args.engine, args.routing, int(args.k))
+        os.environ |= environment(args.engine, args.routing, args.rates)
         if args.routing == "spread":
             spread_routing(args.engine)
     turns = own_turns if args.engine == "batchspec" else peer_turns
