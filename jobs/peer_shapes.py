@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # the Python of another engine has no batchspec
 from batchspec.model.shapes import COMMON, DRAFT_VOCAB, config_json, shape_spec
 
 

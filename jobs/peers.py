@@ -38,10 +38,18 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parent))  # where another file loads this one
-from peer_gang import Gang
-from peer_options import RATES, SPREAD, environment, sglang_options, spread_routing, vllm_options
-from peer_shapes import ROWS, Row, drafter_config, drafter_of, model_config, write_assistant, write_config
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the Python of another engine has no batchspec
+from batchspec.conf.job.peer_gang import Gang
+from batchspec.conf.job.peer_options import RATES, SPREAD, environment, sglang_options, spread_routing, vllm_options
+from batchspec.conf.job.peer_shapes import (
+    ROWS,
+    Row,
+    drafter_config,
+    drafter_of,
+    model_config,
+    write_assistant,
+    write_config,
+)
 
 ENGINES = ("vllm", "sglang", "batchspec")
 

@@ -36,7 +36,7 @@ def load() -> Any:
 
 
 peers = load()
-peers_gang, peers_options, shapes = (sys.modules[f"peer_{name}"] for name in ("gang", "options", "shapes"))
+peers_gang, peers_options, shapes = (sys.modules[f"batchspec.conf.job.peer_{name}"] for name in ("gang", "options", "shapes"))
 FIELDS = {
     "engine", "version", "row", "k", "accept", "decode_tok_s", "prefill_s", "whole_s", "tok_s", "tokens", "turn", "counts",
     "shape", "batch", "prompt", "gen", "routing", "options", "device",
@@ -307,7 +307,12 @@ def test_a_gang_waits_for_all_to_start_or_fail_and_goes_one_by_one(tmp_path: Pat
     second.settle(2)
     order: list[str] = []
     first.take_turn(1)
-    waiting = threading.Thread(target=lambda: (second.take_turn(1), order.append("second")))
+
+    def wait() -> None:
+        second.take_turn(1)
+        order.append("second")
+
+    waiting = threading.Thread(target=wait)
     waiting.start()
     waiting.join(0.2)
     order.append("first")
