@@ -9,9 +9,9 @@ round, also with those without drafts: after many of these, one probe outweighs 
 
 Acceptance beyond the current K and the times of other K are not observed, so some rounds are probes, which verify all their
 drafts: one round in PROBE_EVERY takes the K next above or next below what a row verifies now on average, the K next above what is
-drafted, or K = 0, in turn. While these K are new, one round in PROBE_EVERY_AT_FIRST does. A K that could not pay even if all its
-drafts were accepted is not probed. A probe costs the tokens lost relative to the current width; after the warm-up, probes run
-only while their cumulative cost is below PROBE_SHARE of all rounds.
+drafted, or K = 0, in turn. While these K are new, one round in PROBE_EVERY_AT_FIRST does: the one that promises most comes first.
+A K that could not pay even if all its drafts were accepted is not probed. A probe costs the tokens lost relative to the current
+width; after the warm-up, probes run only while their cumulative cost is below PROBE_SHARE of all rounds.
 """
 
 from __future__ import annotations
@@ -237,15 +237,15 @@ class DraftLengths:
             return self._current
         least_s = self.times.seconds(num_rows, self._whole, 0, live_rows)
         hopeful = [1 + k > score * took for k, took in zip(self.choices, least_s, strict=True)]
-        probed = self._probe(num_rows, hopeful)
+        probed = self._probe(num_rows, hopeful, [tokens[one] / seconds[one] for one in self._whole])
         if probed is None:
             return self._current
         one = self._whole[probed]
         self._lost_rounds += max(0.0, seconds[one] * score - tokens[one]) / tokens[self._current]
         return one
 
-    def _probe(self, num_rows: int, hopeful: Sequence[bool]) -> int | None:
-        """Index in `choices` of a K to probe now, or None."""
+    def _probe(self, num_rows: int, hopeful: Sequence[bool], scores: Sequence[float]) -> int | None:
+        """Index in `choices` of a K to probe now, or None. scores: of each K, by what is known."""
         width = self._current
         above, below = bisect_right(self.choices, width.verified), bisect_left(self.choices, width.verified) - 1
         deeper = self.choices.index(width.draft_len) + 1
@@ -257,5 +257,6 @@ class DraftLengths:
         new = [i for i in probes if self._num_probed[scale, i] < NEW]
         if not new:
             return None
-        self._num_probed[scale, new[0]] += 1
-        return new[0]
+        likeliest = max(new, key=lambda i: scores[i])
+        self._num_probed[scale, likeliest] += 1
+        return likeliest

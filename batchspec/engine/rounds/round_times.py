@@ -4,8 +4,9 @@
 
 base_s is the time of a round over dead rows, measured once for each graph. experts_s is the time for the experts that live rows
 read in addition, negative if they read fewer (`expert_reads.py`), 0 without experts. token_s is the time that one more context
-token adds (attention): the minimum of the newest measurements; for a width without measurements that of the width with the
-nearest number of verified drafts, for a row bucket without measurements those of the nearest one.
+token adds (attention): the minimum of the newest measurements. For a row bucket without measurements those of the nearest one
+count. A width without measurements is like the one with the nearest number of verified drafts, times the ratio of the two in the
+nearest row bucket that has both.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from batchspec.engine.step import RoundWidth
 NUM_TIMES = 5
 """Number of measurements kept of each width. Their minimum is used: with the mean, a width penalised by one host stall would
 rarely be sampled again."""
+SIMILAR_ROWS = 4
+"""A ratio of two widths holds for row buckets up to so many times larger or smaller: among few rows launches are most of it."""
 LEAST_SHARE = 0.05
 """A round over few live rows is taken to need at least this share of base_s, however few experts it reads."""
 
@@ -35,6 +38,7 @@ class RoundTimes:
         self._experts, self._num_nodes = experts, num_nodes
         self._base: dict[tuple[int, RoundWidth, bool], float] = {}
         self._token_s: dict[int, dict[RoundWidth, deque[float]]] = {}
+        self._least: dict[int, dict[RoundWidth, float]] = {}
 
     def __bool__(self) -> bool:
         """Whether any round was timed."""
@@ -58,6 +62,7 @@ class RoundTimes:
         base = float(self._with_experts(num_rows, [width], np.array([timed_s]), live_rows)[0])
         newest = self._token_s.setdefault(num_rows, {}).setdefault(width, deque(maxlen=NUM_TIMES))
         newest.append(max(0.0, seconds - base) / context_tokens)
+        self._least.setdefault(num_rows, {})[width] = min(newest)
 
     # A few numbers in each round: lists are faster than arrays.
 
@@ -66,14 +71,26 @@ class RoundTimes:
         base = [self._base[num_rows, width, width.draft_len > 0] for width in widths]
         if self._experts is not None:
             base = self._with_experts(num_rows, widths, np.array(base), live_rows).tolist()
-        if not context_tokens or not self._token_s:
+        if not context_tokens or not self._least:
             return base
-        timed = self._token_s.get(num_rows) or self._token_s[min(self._token_s, key=lambda at: abs(math.log(at / num_rows)))]
-        least = {width: min(newest) for width, newest in timed.items()}
-        added = [
-            least[one] if one in least else least[min(least, key=lambda at: abs(at.verified - one.verified))] for one in widths
+        at = num_rows if num_rows in self._least else min(self._least, key=lambda rows: abs(math.log(rows / num_rows)))
+        return [base_s + context_tokens * self._added_s(at, width) for base_s, width in zip(base, widths, strict=True)]
+
+    def _added_s(self, num_rows: int, width: RoundWidth) -> float:
+        """token_s of a row bucket with measurements."""
+        least = self._least[num_rows]
+        if width in least:
+            return least[width]
+        nearest = min(least, key=lambda one: abs(one.verified - width.verified))
+        found = least[nearest]
+        similar = [
+            rows for rows, timed in self._least.items()
+            if timed.get(nearest) and width in timed and 1 / SIMILAR_ROWS <= rows / num_rows <= SIMILAR_ROWS
         ]
-        return [base_s + context_tokens * token_s for base_s, token_s in zip(base, added, strict=True)]
+        if not similar:
+            return found
+        timed = self._least[min(similar, key=lambda rows: abs(math.log(rows / num_rows)))]
+        return found * timed[width] / timed[nearest]
 
     def _with_experts(
         self, num_rows: int, widths: Sequence[RoundWidth], base_s: NDArray[np.float64], live_rows: int
