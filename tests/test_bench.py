@@ -293,6 +293,16 @@ def test_requests_that_outnumber_the_slots_stream_through_them(shape: Path, tmp_
     assert "decode_tok_s" not in row
 
 
+def test_rows_that_end_are_replaced_so_that_kinds_stay_mixed(shape: Path, tmp_path: Path) -> None:
+    """Every second request accepts all of its drafts, the others none: a round emits 3 tokens or 1. Two slots, six requests."""
+    words = ["--requests", "6", "--equal", "--gen", "13", "--batch", "2", "--draft", "eagle3", "--k", "2", "--accept", "1,1;0,0"]
+    (row,) = lines(shape, tmp_path / "o.jsonl", *words)
+    assert (row["requests"], row["tokens"], row["prefill_s"] > 0) == (6, 6 * 13, True)
+    assert row["decode_tok_s"] == pytest.approx(6 * 12 / (row["total_s"] - row["prefill_s"]), rel=0.1)
+    assert row["mean_acceptance_length"] == pytest.approx(6 * 12 / (3 * 4 + 3 * 12), abs=0.01)
+    assert row["mean_live_rows"] > 1.7, "alone, the last row has few rounds"
+
+
 def test_an_engine_is_prepared_and_fed_as_in_a_job(shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken, prepared = count_waiting(monkeypatch), list[tuple[SamplingMode, Survey, int, int]]()
 
@@ -365,6 +375,8 @@ def test_a_small_model_drafts_with_every_length_and_is_loaded_once(tmp_path: Pat
         (["o", "n", "--rounds", "0"], "--rounds 0 must be at least 1"),
         (["o", "n", "--rounds", "5", "--k", "auto"], "give numbers to --k, not auto"),
         (["o", "n", "--rounds", "5", "--requests", "9"], "leave out --model, --requests and --samples"),
+        (["o", "n", "--equal"], "--equal needs --shape and --requests"),
+        (["o", "n", "--equal", "--requests", "9", "--model", "m"], "--equal needs --shape and --requests"),
         (["o", "n", "--samples", "3"], "8 requests are not a multiple of it"),
         (["o", "n", "--eos"], "--chat and --eos need --model"),
         (["o", "n", "--model", "m", "--eos", "--schemas", "0", "5"], "rows with schemas would end at other lengths"),

@@ -41,6 +41,7 @@ def parse(argv: list[str], description: str | None = None) -> argparse.Namespace
         help="time so many rounds over rows with a past of --prompt noise tokens, and no prefill; --k 0 keeps K/V warm",
     )
     add("--requests", type=int, default=0, help="this many requests; with --shape their output is lognormal, as in a job")
+    add("--equal", action="store_true", help="with --shape and --requests: output of --gen tokens each, not lognormal")
     add("--samples", type=int, default=1, help="with --shape: requests that have one prompt in common")
     add("--draft", nargs="+", default=["none"], choices=DRAFTS)
     add("--draft-vocab", type=int, help="draft.vocab_size of mtp: so many tokens can be drafted, the most frequent ones")
@@ -130,6 +131,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.rounds is not None:
         rounds.check(args)
         args.gen = rounds.tokens_needed(args)
+    if args.equal and (args.model or not args.requests or args.make_job):
+        raise ConfigError("--equal needs --shape and --requests: without them every output has --gen tokens, or ends by itself")
     if args.samples > 1 and args.model:
         raise ConfigError("--samples needs --shape; with --model repeat the prompts with --requests")
     if args.samples == 1 and any("sharing" in options for options in args.opt):

@@ -2,8 +2,10 @@
 
 There are two workloads. A shape (--shape) runs dummy weights on random prompts and ignores EOS: decode_tok_s = (tokens - rows) /
 (total_s - prefill_s), where prefill_s is the time of a run that emits one token per row. A model (--model) runs real weights on
-real prompts (--input). The variants are every --draft with every --k, each of these with every --opt. They take turns within
-one process; a ratio compares two variants within one turn, and the median over the turns is reported with its spread.
+real prompts (--input). Rows that end are replaced if there are more --requests than --batch slots; with --equal they have --gen
+tokens each, so that rows of several kinds (--accept) stay mixed, and decode_tok_s is known. The variants are every --draft with
+every --k, each of these with every --opt. They take turns within one process; a ratio compares two variants within one turn, and
+the median over the turns is reported with its spread.
 `--rounds N` instead times N single rounds of each variant, over rows whose --prompt earlier tokens are made up.
 `--tensor-parallel N` does all this with a model that N processes compute together, one per GPU; speeds are those of the group.
 `--make-job DIR` writes a job for `batchspec run` with the same prompts and output lengths.
@@ -78,7 +80,7 @@ def _take_turn(args: argparse.Namespace, turn: int, variant: EngineVariant, phas
     if parts := variant.open():
         phases.say(f"{variant.name}: prepared, of it " + ", ".join(f"{part} {taken:.1f} s" for part, taken in parts.items()))
     record = variant.record
-    if not turn and not args.requests and not args.model:
+    if not turn and not args.model and (args.equal or not args.requests):
         phases.begin(f"{variant.name}: one token of each row")
         record.prefill_s, _ = variant.run(1)
     phases.begin(f"{variant.name}: turn {turn + 1} of {args.runs}")

@@ -111,7 +111,8 @@ def _dummy(args: argparse.Namespace, device: torch.device, group: Group | None) 
         raise ConfigError(
             f"--samples {args.samples}: the {count} requests are not a multiple of it; change --batch or --requests"
         )
-    prompts, lengths = _draw(count // args.samples, args.prompt, spec.vocab_size, lognormal_cap=args.gen if args.requests else 0)
+    cap = args.gen if args.requests and not args.equal else 0
+    prompts, lengths = _draw(count // args.samples, args.prompt, spec.vocab_size, lognormal_cap=cap)
     requests = [
         _request(i * args.samples + sample, prompt, lengths[i] if lengths else args.gen, row=i, sample=sample)
         for i, prompt in enumerate(prompts)
