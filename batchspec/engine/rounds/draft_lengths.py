@@ -254,9 +254,8 @@ class DraftLengths:
         if self._rounds % PROBE_EVERY == 0 and probes and self._lost_rounds <= PROBE_SHARE * self._rounds:
             return probes[self._rounds // PROBE_EVERY % len(probes)]
         scale = num_rows.bit_length() // 2
-        new = [i for i in probes if self._num_probed[scale, i] < NEW]
-        if not new:
-            return None
-        likeliest = max(new, key=lambda i: scores[i])
-        self._num_probed[scale, likeliest] += 1
+        new = (i for i in probes if self._num_probed[scale, i] < NEW)
+        likeliest = max(new, key=scores.__getitem__, default=None)
+        if likeliest is not None:
+            self._num_probed[scale, likeliest] += 1
         return likeliest
