@@ -19,9 +19,9 @@ from batchspec.engine.rounds.draft_lengths import (
     PROBE_EVERY,
     PROBE_SHARE,
     DraftLengths,
-    candidates,
 )
 from batchspec.engine.rounds.results import PendingResult
+from batchspec.engine.rounds.round_widths import candidates
 from batchspec.engine.slots.launch import Launch
 from batchspec.engine.step import RoundWidth
 from batchspec.kernels.rounds.allocate_drafts import LEVELS
@@ -468,8 +468,8 @@ def widths_over_many_rows(levels: np.ndarray, phases: list[tuple[int, int, dict[
 def test_what_a_few_rows_showed_is_tried_again_with_many() -> None:
     """By times over dead rows a mean of 1.5 drafts of 3 is best. Its attention takes longer than that of others, which is charged
     to K = 1 too, until a round of as many rows has had it. The eight rows before have tried all K."""
-    levels = np.zeros((3, LEVELS), np.int32)  # the first drafts of half of the rows survive with .74, of the others with .46
-    levels[0, [14, 36]], levels[1, [40, 80]], levels[2, [70, 120]] = 128, 128, 128
+    levels = np.zeros((3, LEVELS), np.int32)  # the first drafts of half of the rows survive with .88, of the others with .52
+    levels[0, [6, 30]], levels[1, [16, 70]], levels[2, [34, 110]] = 128, 128, 128
     taken = widths_over_many_rows(levels, [(8, 100, FEW, 0.5), (256, 250, BASE, 10.6)])
     assert RoundWidth(3, 1.5) in taken[100:150]
     assert taken[200:].count(RoundWidth(1)) > 130

@@ -138,6 +138,7 @@ def test_followers_have_the_leaders_tokens_whatever_the_clock_says(
     """With preemption, stop strings, thinking budgets, shared prefixes and compaction, which no follower decides."""
     monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 2)
     monkeypatch.setattr(draft_lengths, "LEAST_ROWS", 1)
+    monkeypatch.setattr(draft_lengths, "PART_WORTH", 1.5)
     send_step, widths = Lead.send_step, set[RoundWidth]()
 
     def sent(self: Lead, step: ScheduledStep) -> None:

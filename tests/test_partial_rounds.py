@@ -14,7 +14,8 @@ import pytest
 
 from batchspec.engine.loop import executor as executor_module
 from batchspec.engine.prefill.cost import PrefillCost
-from batchspec.engine.rounds.draft_lengths import LEAST_ROWS, candidates, partial_buckets, partial_widths
+from batchspec.engine.rounds.draft_lengths import LEAST_ROWS, partial_buckets
+from batchspec.engine.rounds.round_widths import candidates, partial_widths
 from batchspec.engine.step import RoundShape
 from batchspec.packed_batch import ExpectedRows
 from batchspec.packing.memory import LEAST_PARTIAL_ROWS, MOST_PARTIAL_BUCKETS, MOST_PARTS

@@ -21,7 +21,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.layer_state import LayerState
 from batchspec.config.schema import PackingConfig
-from batchspec.engine.rounds.draft_lengths import candidates
+from batchspec.engine.rounds.round_widths import candidates
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
 from batchspec.packed_batch import PackedBatch

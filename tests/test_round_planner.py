@@ -24,11 +24,11 @@ from batchspec.engine.loop.executor import Executor
 from batchspec.engine.loop.round_planner import RoundPlanner
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.passes import rehearsal, rehearse
-from batchspec.engine.rounds.draft_lengths import candidates
 from batchspec.engine.rounds.graphs import GRAPH_DTYPES
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
 from batchspec.engine.rounds.results import PendingResult, RoundLog
 from batchspec.engine.rounds.round import RoundOptions, RoundResult
+from batchspec.engine.rounds.round_widths import candidates
 from batchspec.engine.slots.launch import Launch
 from batchspec.engine.step import RoundShape, RoundWidth, Segment
 from batchspec.kernels.attention.settings import work_shape

@@ -1,7 +1,7 @@
 """Chooses the width of the next round: the one with the most expected tokens a second, by measured times and acceptance.
 
     score = tokens / seconds        tokens = 1 + sum_{k<=K} p_1 ... p_k,  of a round that verifies all K drafts of every row
-                                    tokens = 1 + expected survivors of the verified drafts (`survival.py`), of other rounds
+                                    tokens = 0.95 (1 + expected survivors of the verified drafts (`survival.py`)), of other rounds
 
 seconds are those of `round_times.py`. p_k is the share of rows that accept draft token k after they accepted those before it, a
 prior for the first rounds; where survival is known, p_1 ... p_k is the mean survival of draft k. Observations fade with every
@@ -9,9 +9,10 @@ round, also with those without drafts: after many of these, one probe outweighs 
 
 Acceptance beyond the current K and the times of other K are not observed, so some rounds are probes, which verify all their
 drafts: one round in PROBE_EVERY takes the K next above or next below what a row verifies now on average, the K next above what is
-drafted, or K = 0, in turn. While these K are new, one round in PROBE_EVERY_AT_FIRST does: the one that promises most comes first.
-A K that could not pay even if all its drafts were accepted is not probed. A probe costs the tokens lost relative to the current
-width; after the warm-up, probes run only while their cumulative cost is below PROBE_SHARE of all rounds.
+drafted, K = 0, or the least K of a round of the second kind whose drafts were never counted, in turn. While these K are new, one
+round in PROBE_EVERY_AT_FIRST does: the one that promises most comes first. A K that could not pay even if all its drafts were
+accepted is not probed. A probe costs the tokens lost relative to the current width; after the warm-up, probes run only while
+their cumulative cost is below PROBE_SHARE of all rounds.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 
 from batchspec.engine.rounds.expert_reads import ExpertReads
 from batchspec.engine.rounds.round_times import RoundTimes
+from batchspec.engine.rounds.round_widths import candidates, partial_widths
 from batchspec.engine.rounds.survival import Survival
 from batchspec.engine.step import RoundWidth
 
@@ -40,33 +42,14 @@ LEAST_WEIGHT = 32.0
 """Rows that all earlier observations together count as at least."""
 MARGIN = 1.005
 """Another width must score higher by this factor, so that a tie does not switch back and forth."""
-
-MEAN_LENS = (0.5, 1.0, 1.5, 2.0, 4.0, 8.0)
-"""Drafts per row, on average, with which a round may verify fewer than all. Over 900 computed cases (rates of mixed rows, their
-number, costs of drafts and of positions), where a part pays, the best of these widths was 0.3 % slower than the best of all K and
-means of 1/2 to 12."""
-OVERDRAFT = 3
-"""Rows draft so many times as many tokens as are verified on average, or max_len, so that some can have more than others."""
+PART_WORTH = 0.95
+"""What a token of a round that verifies a part of its drafts counts. It helps the rows that accept most, which end first in any
+case, and slower ones remain. In simulated jobs (8B, 256 slots; rows of two kinds, or as those of Spec-Bench) 0.95 was 0 to 1.5 %
+faster than 1, with which such rounds lost up to 1 % against one K for all."""
 LEAST_ROWS = 12
 """Rounds of fewer rows verify all drafts: there are too few rows for one to need what another does not."""
 PARTS = (1, 2, 4)
 """Row buckets with graphs of rounds that verify a part: of all slots, and the largest ones of at most these parts of them."""
-
-
-def candidates(max_len: int) -> tuple[int, ...]:
-    """Draft lengths worth a graph: 0 to 4, then each half as large again as the one before, and max_len."""
-    steps = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-    return (*(k for k in steps if k < max_len), max_len)
-
-
-def partial_widths(draft_lens: Sequence[int]) -> list[RoundWidth]:
-    """Widths of rounds that verify a part of their drafts, for these K: one for each mean, by ascending means."""
-    longest = max(draft_lens)
-    return [
-        RoundWidth(min(k for k in draft_lens if k >= min(longest, OVERDRAFT * mean_len)), mean_len)
-        for mean_len in MEAN_LENS
-        if mean_len < longest
-    ]
 
 
 def partial_buckets(row_buckets: Sequence[int]) -> list[int]:
@@ -210,7 +193,7 @@ class DraftLengths:
         return [tokens[k] for k in self.choices]
 
     def _partial_tokens(self, num_rows: int, live_rows: int) -> dict[RoundWidth, float]:
-        """Expected tokens a row of rounds that verify a part of their drafts: those that were timed, and whose drafts were
+        """What rounds that verify a part of their drafts count as tokens a row: those that were timed, and whose drafts were
         counted."""
         survival = self._survival
         if survival is None or num_rows < LEAST_ROWS or not live_rows:
@@ -219,7 +202,7 @@ class DraftLengths:
         for width in self.partial:
             if width.draft_len <= survival.known_len and self.times.knows(num_rows, width):
                 places = ((width.num_positions(num_rows) or 0) - live_rows) / live_rows
-                tokens[width] = 1 + survival.accepted(width.draft_len, places)
+                tokens[width] = PART_WORTH * (1 + survival.accepted(width.draft_len, places))
         return tokens
 
     def _pick(self, num_rows: int, context_tokens: int, live_rows: int) -> RoundWidth:
@@ -244,13 +227,19 @@ class DraftLengths:
         self._lost_rounds += max(0.0, seconds[one] * score - tokens[one]) / tokens[self._current]
         return one
 
+    def _uncounted(self, num_rows: int) -> list[int]:
+        """Indices in `choices` of the least K that a round which verifies a part drafts, and whose drafts were never counted."""
+        if self._survival is None or num_rows < LEAST_ROWS:
+            return []
+        return [self.choices.index(one.draft_len) for one in self.partial if one.draft_len > self._survival.known_len][:1]
+
     def _probe(self, num_rows: int, hopeful: Sequence[bool], scores: Sequence[float]) -> int | None:
         """Index in `choices` of a K to probe now, or None. scores: of each K, by what is known."""
         width = self._current
         above, below = bisect_right(self.choices, width.verified), bisect_left(self.choices, width.verified) - 1
         deeper = self.choices.index(width.draft_len) + 1
-        nearest = [i for i in dict.fromkeys((above, below, deeper, 0)) if 0 <= i < len(self.choices) and self._whole[i] != width]
-        probes = [i for i in nearest if hopeful[i]]
+        near = dict.fromkeys((above, below, deeper, 0, *self._uncounted(num_rows)))
+        probes = [i for i in near if 0 <= i < len(self.choices) and self._whole[i] != width and hopeful[i]]
         if self._rounds % PROBE_EVERY == 0 and probes and self._lost_rounds <= PROBE_SHARE * self._rounds:
             return probes[self._rounds // PROBE_EVERY % len(probes)]
         scale = num_rows.bit_length() // 2

@@ -24,7 +24,7 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.shapes import ChainShape
 from batchspec.engine.rounds.ablation import vocabulary_for
 from batchspec.engine.rounds.draft_chances import DraftChances
-from batchspec.engine.rounds.draft_lengths import candidates
+from batchspec.engine.rounds.round_widths import candidates
 from batchspec.engine.rounds.simulated_acceptance import SimulatedAcceptance
 from batchspec.engine.rounds.verify_inputs import VerifyInputs
 from batchspec.engine.rounds.vocabulary import Vocabulary
