@@ -27,7 +27,7 @@ from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.step import RoundShape, Segment
 from batchspec.kernels.common.dry_run import dry_run, is_dry
 from batchspec.kernels.gated_delta import chunk_products, convolve, delta_chunks, delta_steps, gated_norm
-from batchspec.kernels.gemm import int4_tiles
+from batchspec.kernels.gemm import four_bit_tiles
 from batchspec.model.blocks.base import NormForm
 from batchspec.model.quant import plain
 from batchspec.model.target import Target
@@ -124,7 +124,7 @@ def test_all_variants_of_kernels_are_compiled_ahead_and_nothing_else_happens(
     """The model has four layers. A dry run runs one layer of each kind, and the last layer."""
     (family, changes), dtype = FORMATS[name], BF16 if name.startswith(("int4", "nvfp4")) else F32
     monkeypatch.setattr(plain, "_can_pack", lambda weight: False)  # a GPU packs no weights for oneDNN
-    monkeypatch.setattr(int4_tiles, "MOST_TOKENS", 16)  # prefill dequantises
+    monkeypatch.setattr(four_bit_tiles, "MOST_TOKENS", 16)  # prefill dequantises
     with stand_in_gpu(dtype):
         target = made(tiny_spec(family, **changes, num_hidden_layers=4).on(CPU, dtype), dtype, Strong)
         batch = packed(2, draft_len=3, prefill_tokens=18, max_len=20)

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
-from batchspec.kernels.common.int4 import ROWS, arrange, bf16_scales, dequantise, is_readable, pack, unpack
+from batchspec.kernels.common.four_bit import ROWS, arrange, bf16_scales, dequantise, is_readable, pack, unpack
 from batchspec.model.blocks.base import GroupedSpec, Projection
 from batchspec.model.blocks.forward import Product
 from batchspec.model.quant.awq import Awq
+from batchspec.model.quant.four_bit import FourBitLinear, joined
 from batchspec.model.quant.gptq import Gptq
-from batchspec.model.quant.int4 import Int4Linear, joined
 from batchspec.model.quant.int4_format import Int4
 from batchspec.model.quant.pack_quantized import PackQuantized
 from batchspec.model.spec import read_spec
@@ -161,7 +161,7 @@ def check_product(product: Product, matrix: Tensor, x: Tensor, bias: Tensor) -> 
 def test_a_product_is_that_of_the_dequantised_rows_of_all_parts(order: str, dtype: torch.dtype) -> None:
     parts = [Numbers(rows, 96, 32, zeros=True, order=order).weight for rows in (32, 16, 40)]
     x, bias = torch.randn(7, 96, dtype=dtype), torch.randn(88, dtype=dtype)
-    product = Int4Linear(parts, bias)
+    product = FourBitLinear(parts, bias)
     assert len(product.weights) == (3 if order else 1)  # parts with orders of their own are not one matrix
     check_product(product, torch.cat([dequantise(part, dtype) for part in parts]), x, bias)
     for first in (32, 48, 64):  # without copies

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.common.card import INTERPRETER
-from batchspec.kernels.common.int4 import dequantise
-from batchspec.kernels.gemm import int4_tiles
-from batchspec.kernels.gemm.int4_tiles import op_of
+from batchspec.kernels.common.four_bit import dequantise
+from batchspec.kernels.gemm import four_bit_tiles
+from batchspec.kernels.gemm.four_bit_tiles import op_of
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model.blocks.base import GroupedSpec
 from batchspec.model.files import LocalFiles
 from batchspec.model.products import products
-from batchspec.model.quant import int4, int4_experts
-from batchspec.model.quant.int4 import Int4Linear
-from batchspec.model.quant.int4_experts import ExpertWeights, Int4Experts
+from batchspec.model.quant import four_bit, four_bit_experts
+from batchspec.model.quant.four_bit import FourBitLinear
+from batchspec.model.quant.four_bit_experts import ExpertWeights, FourBitExperts
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
@@ -38,22 +38,22 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; 
 BF16 = torch.bfloat16
 ALL: dict[str, Any] = {**EXPERTS, "num_experts_per_tok": 3}
 """Each token goes to all experts: rounding sends none to others."""
-GROUPED = {"experts_int4_up": 2, "experts_int4_down": 2}
+GROUPED = {"experts_four_bit_up": 2, "experts_four_bit_down": 2}
 CASES: dict[str, tuple[str, Layout, dict[str, Any], dict[str, int]]] = {
-    "groups of 32": ("llama", of_compressed_tensors(32), {}, {"int4_linear": 5, "int4_swiglu": 2}),
-    "act order, biases": ("qwen2", of_gptq(64, desc_act=True), {}, {"int4_linear": 13}),
-    "zero points, rows, gelu": ("gemma3_text", of_awq(-1), {}, {"int4_linear": 7}),
+    "groups of 32": ("llama", of_compressed_tensors(32), {}, {"four_bit_linear": 5, "four_bit_swiglu": 2}),
+    "act order, biases": ("qwen2", of_gptq(64, desc_act=True), {}, {"four_bit_linear": 13}),
+    "zero points, rows, gelu": ("gemma3_text", of_awq(-1), {}, {"four_bit_linear": 7}),
     "groups that no kernel reads": ("llama", of_compressed_tensors(16), {}, {}),
-    "experts": ("qwen3_moe", of_gptq(32), ALL, {"int4_linear": 4, **GROUPED}),
-    "experts with zero points": ("qwen3_moe", of_awq(32), ALL, {"int4_linear": 4, **GROUPED}),
-    "experts in act order": ("qwen3_moe", of_gptq(32, desc_act=True), ALL, {"int4_linear": 8}),
+    "experts": ("qwen3_moe", of_gptq(32), ALL, {"four_bit_linear": 4, **GROUPED}),
+    "experts with zero points": ("qwen3_moe", of_awq(32), ALL, {"four_bit_linear": 4, **GROUPED}),
+    "experts in act order": ("qwen3_moe", of_gptq(32, desc_act=True), ALL, {"four_bit_linear": 8}),
     "experts of odd sizes": (
-        "qwen3_moe", of_gptq(32), {**ALL, "moe_intermediate_size": 72}, {"int4_linear": 4, "experts_int4_down": 2}
+        "qwen3_moe", of_gptq(32), {**ALL, "moe_intermediate_size": 72}, {"four_bit_linear": 4, "experts_four_bit_down": 2}
     ),
 }
 """Family, layout, sizes, and the kernels that one pass through two layers calls; of the dense models the second layer has one
 plain projection. In act order each projection has an order of its own."""
-CALLED = {int4: ("int4_linear", "int4_swiglu", "multiply_dequantised"), int4_experts: tuple(GROUPED)}
+CALLED = {four_bit: ("four_bit_linear", "four_bit_swiglu", "multiply_dequantised"), four_bit_experts: tuple(GROUPED)}
 
 
 def counting(patch: pytest.MonkeyPatch) -> Counter[str]:
@@ -101,7 +101,7 @@ def assert_dequantised_for_many_tokens(folder: Path, calls: dict[str, int], monk
     """
     spec, counts = judge_model(LocalFiles(folder)), counting(monkeypatch)
     expected = logits(folder, spec)
-    monkeypatch.setattr(int4_tiles, "MOST_TOKENS", 2)
+    monkeypatch.setattr(four_bit_tiles, "MOST_TOKENS", 2)
     with kernels(BF16):
         found = logits(folder, spec.on(CPU, BF16))
     assert_near(found, expected, 5e-2)
@@ -121,11 +121,11 @@ def test_a_tuned_product_has_the_choice_that_measured_fastest(monkeypatch: pytes
     table = {(op_of(128, gated=False), 64, 256): tile, (op_of(128, gated=True), 64, 256): None}
     monkeypatch.setattr(policy, "is_measured", lambda op, rows, k, device: (op, rows, k) in table)
     monkeypatch.setattr(policy, "measured_tile", lambda op, tokens, rows, k, device: table[op, rows, k])
-    assert policy.int4_tile(9, 64, 256, 128, CPU, gated=False) == tile
-    assert policy.int4_tile(9, 64, 256, 128, CPU, gated=True) is None
+    assert policy.four_bit_tile(9, 64, 256, 128, CPU, gated=False) == tile
+    assert policy.four_bit_tile(9, 64, 256, 128, CPU, gated=True) is None
     for group, rows in ((64, 64), (128, 80)):
-        rule = int4_tiles.int4_tile(9, rows, 256, INTERPRETER, gated=True)
-        assert policy.int4_tile(9, rows, 256, group, CPU, gated=True) == rule
+        rule = four_bit_tiles.four_bit_tile(9, rows, 256, INTERPRETER, gated=True)
+        assert policy.four_bit_tile(9, rows, 256, group, CPU, gated=True) == rule
 
 
 def test_the_products_that_are_worth_timing() -> None:
@@ -134,20 +134,20 @@ def test_the_products_that_are_worth_timing() -> None:
         return products(tiny_spec("llama", **sizes, quantization_config=layout.config))
 
     assert found(of_compressed_tensors(32)) == [
-        ("int4_linear_g32", 128, 192), ("int4_linear_g32", 192, 64), ("int4_linear_g32", 640, 192), ("int4_swiglu_g32", 640, 192),
-        ("int4_linear_g32", 192, 320), ("lm_head", 31, 192),
+        ("four_bit_linear_g32", 128, 192), ("four_bit_linear_g32", 192, 64), ("four_bit_linear_g32", 640, 192),
+        ("four_bit_swiglu_g32", 640, 192), ("four_bit_linear_g32", 192, 320), ("lm_head", 31, 192),
     ]
     assert found(of_compressed_tensors(16)) == [("lm_head", 31, 192)]
-    assert ("int4_linear_g0", 192, 320) in found(of_awq(-1))
+    assert ("four_bit_linear_g0", 192, 320) in found(of_awq(-1))
 
 
 def test_rows_from_a_multiple_of_16_on_are_a_slice() -> None:
     weight = Numbers(80, 96, 32, zeros=True, order="", dtype=BF16).weight
     x = torch.randn(5, 96).bfloat16()
     with kernels(BF16):
-        product = Int4Linear([weight, replace(weight, k=96)])
+        product = FourBitLinear([weight, replace(weight, k=96)])
         own = product.rows_from(32)
-        assert isinstance(own, Int4Linear)
+        assert isinstance(own, FourBitLinear)
         assert own.weights[0].words.data_ptr() == product.weights[0].words[:, 2:].data_ptr()
         for first in (32, 40):
             assert_near(product.rows_from(first)(x, None), product(x)[:, first:], 1e-6)
@@ -167,6 +167,6 @@ def test_experts_of_projections_in_order_are_one_weight() -> None:
         expected = torch.cat([dequantise(part, BF16) for part in own])
         assert torch.equal(dequantise(whole.expert(expert), BF16), expected)
         assert torch.equal(torch.cat([dequantise(part, BF16) for part in stacked.of(expert)]), expected)
-    assert not Int4Experts(stacked, None, 64, BF16).reads_rows
+    assert not FourBitExperts(stacked, None, 64, BF16).reads_rows
     with kernels(BF16):
-        assert Int4Experts(stacked, None, 64, BF16).reads_rows
+        assert FourBitExperts(stacked, None, 64, BF16).reads_rows

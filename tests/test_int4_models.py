@@ -17,7 +17,7 @@ from batchspec.model.files import LocalFiles
 from batchspec.model.lora import open_adapter
 from batchspec.model.lora_products import AdapterSet, DummyAdapters
 from batchspec.model.quant import dequantised
-from batchspec.model.quant.int4 import Int4Linear
+from batchspec.model.quant.four_bit import FourBitLinear
 from batchspec.model.quant.int4_format import Int4
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.shard import part_of
@@ -46,7 +46,7 @@ def logits(target: Target) -> Tensor:
 
 
 def quantised_projections(target: Target) -> int:
-    return sum(isinstance(product, Int4Linear) for product in products(target))
+    return sum(isinstance(product, FourBitLinear) for product in products(target))
 
 
 def products(target: Target) -> list[Any]:
@@ -100,7 +100,7 @@ def test_weights_stay_packed(tmp_path: Path) -> None:
     """Four bits a number, two bytes a group; `plan` counts these bytes, and says what they are."""
     folder, _ = make(tmp_path, of_compressed_tensors(32, ignore=["lm_head"]))
     spec = judge_model(LocalFiles(folder))
-    held = [product.weights for product in products(load(folder)) if isinstance(product, Int4Linear)]
+    held = [product.weights for product in products(load(folder)) if isinstance(product, FourBitLinear)]
     nbytes = sum(weight.words.nbytes + weight.scales.nbytes for weights in held for weight in weights)
     unquantised = 192 * 320 * 2
     assert spec.block_bytes(torch.bfloat16) == nbytes + unquantised

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
-from batchspec.kernels.common import int4 as form
+from batchspec.kernels.common import four_bit as form
 from batchspec.kernels.common.fp4 import scales_of, stored_scales
 from batchspec.kernels.common.nvfp4 import Nvfp4Weight, arranged, dequantise, joined
 from batchspec.kernels.moe.mxfp4 import PLACES, shuffle_mxfp4
 from batchspec.kernels.moe.route import lists_reference
 from batchspec.model.blocks.base import GroupedSpec, Projection
 from batchspec.model.quant import dequantised
-from batchspec.model.quant.int4 import joined as form_joined
+from batchspec.model.quant.four_bit import joined as form_joined
 from batchspec.model.quant.nvfp4 import Nvfp4Linear
 from batchspec.model.quant.nvfp4_format import COMPRESSED, MODELOPT, Nvfp4
 from batchspec.model.weights import DummyWeights

@@ -11,8 +11,8 @@ import torch
 from batchspec.model.blocks.base import GroupedSpec
 from batchspec.model.files import LocalFiles
 from batchspec.model.products import products
-from batchspec.model.quant.int4 import Int4Linear
-from batchspec.model.quant.int4_experts import Int4Experts
+from batchspec.model.quant.four_bit import FourBitLinear
+from batchspec.model.quant.four_bit_experts import FourBitExperts
 from batchspec.model.quant.nvfp4_format import COMPRESSED
 from batchspec.model.quant.nvfp4_format import MODELOPT as MODELOPT_LAYOUT
 from batchspec.model.weights import judge_model
@@ -29,10 +29,12 @@ BF16 = torch.bfloat16
 JOINED = {"head_dim": 24}
 """Rows of k are a multiple of 16, so that q, k and v are one product; otherwise they are three."""
 CASES: dict[str, tuple[str, dict[str, Any], Packer, dict[str, Any], dict[str, int]]] = {
-    "biases": ("llama", MODELOPT, nvfp4(divides=False), {**JOINED, "attention_bias": True}, {"int4_linear": 5, "int4_swiglu": 2}),
-    "gelu, divided": ("gemma3_text", of_compressed_tensors(), nvfp4(divides=True), JOINED, {"int4_linear": 7}),
-    "experts": ("qwen3_moe", MODELOPT, nvfp4(divides=False), {**JOINED, **ALL}, {"int4_linear": 4, **GROUPED}),
-    "experts, divided": ("qwen3_moe", of_compressed_tensors(), nvfp4(divides=True), ALL, {"int4_linear": 8, **GROUPED}),
+    "biases": (
+        "llama", MODELOPT, nvfp4(divides=False), {**JOINED, "attention_bias": True}, {"four_bit_linear": 5, "four_bit_swiglu": 2}
+    ),
+    "gelu, divided": ("gemma3_text", of_compressed_tensors(), nvfp4(divides=True), JOINED, {"four_bit_linear": 7}),
+    "experts": ("qwen3_moe", MODELOPT, nvfp4(divides=False), {**JOINED, **ALL}, {"four_bit_linear": 4, **GROUPED}),
+    "experts, divided": ("qwen3_moe", of_compressed_tensors(), nvfp4(divides=True), ALL, {"four_bit_linear": 8, **GROUPED}),
 }
 """Family, quantization_config, packer, sizes, and the kernels that one pass through two layers calls. Each projection of a
 checkpoint has another global scale."""
@@ -67,7 +69,7 @@ def test_gate_and_up_of_each_expert_keep_their_own_global_scales(layout: Any) ->
     expected = layout.load_grouped(Stored(stored, BF16), spec).up(x, routing, "silu", quantise=False)
     with kernels(BF16):
         loaded = layout.for_kernels().load_grouped(Stored(stored, BF16), spec)
-        assert isinstance(loaded, Int4Experts)
+        assert isinstance(loaded, FourBitExperts)
         assert loaded.reads_rows
         assert_near(loaded.up(x, routing, "silu", quantise=False), expected, 2e-2)
 
@@ -81,7 +83,7 @@ def test_memory_is_that_of_the_form_in_which_kernels_read_weights() -> None:
         assert spec.on(CPU, torch.float32).formats == spec.formats
         stored, _ = stored_parts(MODELOPT_LAYOUT, {"m.a": 1.0, "m.b": 2.0})
         part = own.load(Stored(stored, BF16), ["m.a", "m.b"], bias=False)
-    assert isinstance(part, Int4Linear)
+    assert isinstance(part, FourBitLinear)
     tensors = [made for weight in part.weights for made in (weight.words, weight.scales, weight.row_scales)]
     assert sum(made.nbytes for made in tensors if made is not None) == 2 * own.nbytes(8, 32, BF16) == 2 * 16 * (72 + 4)
 
@@ -89,8 +91,8 @@ def test_memory_is_that_of_the_form_in_which_kernels_read_weights() -> None:
 def test_the_products_that_are_worth_timing() -> None:
     sizes: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 16, "num_hidden_layers": 1}
     assert products(tiny_spec("llama", **sizes, quantization_config=MODELOPT)) == [
-        ("int4_linear_g16", 128, 192), ("int4_linear_g16", 192, 64), ("int4_linear_g16", 640, 192), ("int4_swiglu_g16", 640, 192),
-        ("int4_linear_g16", 192, 320), ("lm_head", 31, 192),
+        ("four_bit_linear_g16", 128, 192), ("four_bit_linear_g16", 192, 64), ("four_bit_linear_g16", 640, 192),
+        ("four_bit_swiglu_g16", 640, 192), ("four_bit_linear_g16", 192, 320), ("lm_head", 31, 192),
     ]
 
 

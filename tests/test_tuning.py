@@ -17,7 +17,7 @@ from batchspec.draft.weights import dummy_spec
 from batchspec.engine.ranks.messages import Load, decode, encode
 from batchspec.errors import ConfigError
 from batchspec.kernels.gemm import autotune as trial
-from batchspec.kernels.gemm import int4_trial
+from batchspec.kernels.gemm import four_bit_trial
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model.products import products
 from batchspec.model.quant.plain import Linear
@@ -31,7 +31,7 @@ from tests.stand_ins import dense_spec
 
 GPU = "NVIDIA H200"
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
-INT4_TILE = Tile(16, 32, 128, 2, 4, False)
+FOUR_BIT_TILE = Tile(16, 32, 128, 2, 4, False)
 TILE, OTHER = Tile(64, 128, 64, 4, 4, True), Tile(64, 64, 64, 3, 4, False, 2)
 
 
@@ -106,6 +106,15 @@ def test_new_entries_replace_those_of_their_product_only(cache_folder: Path) -> 
         ("linear", 64, None), ("swiglu", 64, TILE._asdict()),
     ]
     assert [p.name for p in cache_folder.iterdir()] == ["nvidia_h200.json"]
+
+
+def test_a_table_of_an_earlier_version_is_found() -> None:
+    """Its names of products with weights of four bits were others. What is measured anew replaces what it has."""
+    path = save([entry(f"int4_{op}", 960, 576, 64, TILE) for op in ("linear_g128", "swiglu_g16")], GPU)
+    assert gemm_tile("four_bit_linear_g128", 64, 960, 576, CUDA) == gemm_tile("four_bit_swiglu_g16", 64, 960, 576, CUDA) == TILE
+    save([entry("four_bit_linear_g128", 960, 576, 64, OTHER)], GPU)
+    assert gemm_tile("four_bit_linear_g128", 64, 960, 576, CUDA) == OTHER
+    assert [e["op"] for e in json.loads(path.read_text())["products"]] == ["four_bit_linear_g128", "int4_swiglu_g16"]
 
 
 UNKNOWN_FIELD = '{"products": [{"op": "linear", "rows": 1, "k": 1, "tokens": 1, "tile": {"block": 1}}]}'
@@ -188,8 +197,10 @@ def test_tuning_stores_the_fastest_correct_tile(
     assert gemm_tile(op, 6, 64, 32, CUDA) == wins
 
 
-@pytest.mark.parametrize(("op", "wins"), covering(["int4_linear_g32", "int4_swiglu_g0", "int4_linear_g16"], [INT4_TILE, None]))
-def test_int4_products_are_tuned_against_dequantising_the_weight(
+@pytest.mark.parametrize(
+    ("op", "wins"), covering(["four_bit_linear_g32", "four_bit_swiglu_g0", "four_bit_linear_g16"], [FOUR_BIT_TILE, None])
+)
+def test_four_bit_products_are_tuned_against_dequantising_the_weight(
     op: str, wins: Tile | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also for numbers of tokens beyond which the library is always faster."""
@@ -197,9 +208,10 @@ def test_int4_products_are_tuned_against_dequantising_the_weight(
         pytest.skip("a GPU runs trials itself")
     monkeypatch.setattr(trial, "GraphClock", FakeClock)
     monkeypatch.setattr(trial, "compile_ahead", lambda *_: None)
-    monkeypatch.setattr(int4_trial, "candidates", lambda *_, gated: [INT4_TILE, INT4_TILE._replace(tma=True, split=2)])
-    monkeypatch.setattr(int4_trial, "MAX_COPIES", 2)
-    monkeypatch.setattr(int4_trial.Int4Trial, "more_tokens", (18,))
+    tiles = [FOUR_BIT_TILE, FOUR_BIT_TILE._replace(tma=True, split=2)]
+    monkeypatch.setattr(four_bit_trial, "candidates", lambda *_, gated: tiles)
+    monkeypatch.setattr(four_bit_trial, "MAX_COPIES", 2)
+    monkeypatch.setattr(four_bit_trial.FourBitTrial, "more_tokens", (18,))
     monkeypatch.setattr(FakeClock, "wins", wins)
     entries = tune([(op, 64, 160)], CPU, token_counts=(5,))
     assert [(e["op"], e["tokens"], e["tile"] and Tile(**e["tile"])) for e in entries] == [(op, 5, wins), (op, 18, wins)]
@@ -238,11 +250,11 @@ def test_a_linear_map_on_a_gpu_is_cut_as_tuned() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     "op",
-    ["linear", "linear_add", "swiglu", "norm_linear", "norm_swiglu", "lm_head", "int4_linear_g64", "int4_swiglu_g0",
-     "int4_swiglu_g16"],
+    ["linear", "linear_add", "swiglu", "norm_linear", "norm_swiglu", "lm_head", "four_bit_linear_g64", "four_bit_swiglu_g0",
+     "four_bit_swiglu_g16"],
 )
 def test_a_real_trial_finds_a_correct_tile(op: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(tune([(op, 960, 576)], CUDA, token_counts=(64, 200))) == (4 if op.startswith("int4") else 2)
+    assert len(tune([(op, 960, 576)], CUDA, token_counts=(64, 200))) == (4 if op.startswith("four_bit") else 2)
     out = capsys.readouterr().out
     assert "WRONG" not in out
     assert "Error" not in out

@@ -137,7 +137,7 @@ def _report(args: argparse.Namespace, device: torch.device, wanted: list[Product
         lines.append(f"launches  {launches(card)}")
     if wanted:
         missing = [f"{op} {rows}x{k}" for op, rows, k in wanted if (op, rows, k) not in tuned]
-        how = "by cuBLAS, in four bits by estimate" if any(name.startswith("int4") for name in missing) else "by cuBLAS"
+        how = "by cuBLAS, in four bits by estimate" if any(name.startswith("four_bit") for name in missing) else "by cuBLAS"
         rest = f"; {how}: {', '.join(missing)}; batchspec doctor --tune times them" if missing else ""
         lines.append(f"model     {args.model}: {len(wanted) - len(missing)} of {len(wanted)} products tuned{rest}")
     return lines

@@ -6,7 +6,7 @@ import torch
 
 from batchspec.errors import ConfigError
 from batchspec.kernels.common.card import card_of
-from batchspec.kernels.common.int4 import ROWS
+from batchspec.kernels.common.four_bit import ROWS
 from batchspec.kernels.moe.route import MAX_EXPERTS, MAX_TOP_K
 from batchspec.model.blocks.moe import MoeSpec
 from batchspec.model.quant.grouped import ROW_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from batchspec.kernels.gemm.int4_tiles import op_of
+from batchspec.kernels.gemm.four_bit_tiles import op_of
 from batchspec.kernels.gemm.tiles import NORM_MAX_K
 from batchspec.model.blocks.base import Gemm
 from batchspec.model.quant.int4_format import Int4
@@ -19,13 +19,13 @@ def products(spec: ModelSpec) -> list[Product]:
     """The products that a model's decode rounds may use, except those of FP8, which the table does not cover."""
     plain = spec.formats.multiplies_plain
     gemms = [(prefix + gemm.product.parts[0].name, gemm) for prefix, gemm in spec.gemms(tokens=1)]
-    int4 = [(formats, gemm) for name, gemm in gemms if isinstance(formats := spec.formats.of(name), (Int4, Nvfp4))]
+    packed = [(layout, gemm) for name, gemm in gemms if isinstance(layout := spec.formats.of(name), (Int4, Nvfp4))]
     found = [*gemm_products((gemm for name, gemm in gemms if plain(name)), spec.hidden_size)]
-    return [*found, *_int4_products(int4), ("lm_head", spec.num_logits, spec.hidden_size)]
+    return [*found, *_four_bit_products(packed), ("lm_head", spec.num_logits, spec.hidden_size)]
 
 
-def _int4_products(gemms: Iterable[tuple[Int4 | Nvfp4, Gemm]]) -> list[Product]:
-    """Each dense product with INT4 or NVFP4 weights that kernels read, once."""
+def _four_bit_products(gemms: Iterable[tuple[Int4 | Nvfp4, Gemm]]) -> list[Product]:
+    """Each dense product with weights of four bits that kernels read, once."""
     found = [
         (op_of(group, gated=op == "swiglu"), gemm.product.rows, gemm.product.k)
         for layout, gemm in gemms

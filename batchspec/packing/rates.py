@@ -95,7 +95,7 @@ def card_rates(known: KnownCard) -> Rates:
 
     Measured: one H200, Llama-3.1-8B shape, cuBLAS, 2026-11: 64 rows x 1, 2, 3, 4, 6, 8 tokens. fp8_speedup lies between what was
     measured at 8,192 tokens and more: 1.5 for the dense products of Llama-8B, 0.9 to 1.0 for the experts of Qwen3-30B-A3B.
-    unpack_s is an estimate: 300 instructions of four warps for 128 x 128 weights (`kernels/gemm/int4_steps.py`).
+    unpack_s is an estimate: 300 instructions of four warps for 128 x 128 weights (`kernels/gemm/four_bit_steps.py`).
     """
     card = known.card
     if known.rates is not None:

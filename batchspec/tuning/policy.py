@@ -16,7 +16,7 @@ import torch
 from batchspec.kernels.attention.settings import ordered_work_shape, work_shape
 from batchspec.kernels.attention.work_list import WorkShape
 from batchspec.kernels.common.card import card_of
-from batchspec.kernels.gemm import fp8_tiles, int4_tiles, lm_head, ordered_tiles, scaled_mm
+from batchspec.kernels.gemm import four_bit_tiles, fp8_tiles, lm_head, ordered_tiles, scaled_mm
 from batchspec.kernels.gemm.fp8_tiles import Fp8Tile
 from batchspec.kernels.gemm.ordered import MIN_BLOCK_M
 from batchspec.kernels.gemm.tiles import Tile
@@ -99,21 +99,22 @@ def ordered_fp8_tile(tokens: int) -> Fp8Tile:
     return fp8_tiles.ordered_fp8_tile(tokens)
 
 
-def int4_tile(tokens: int, rows: int, k: int, group: int, device: torch.device, *, gated: bool) -> Tile | None:
+def four_bit_tile(tokens: int, rows: int, k: int, group: int, device: torch.device, *, gated: bool) -> Tile | None:
     """The tile of a dense product with a weight [rows, k] in groups of so many columns (0: one of a row; 16: NVFP4, others INT4),
     gated of its SwiGLU; None: dequantise the weight, and multiply by the library.
 
     The choice that measured fastest for this product, if it was measured on this GPU; otherwise an estimate.
     """
-    op = int4_tiles.op_of(group, gated=gated)
+    op = four_bit_tiles.op_of(group, gated=gated)
     if is_measured(op, rows, k, device):
         return measured_tile(op, tokens, rows, k, device)
-    return int4_tiles.int4_tile(tokens, rows, k, card_of(device), gated=gated)
+    return four_bit_tiles.four_bit_tile(tokens, rows, k, card_of(device), gated=gated)
 
 
-def ordered_int4_tile(tokens: int, *, gated: bool = False) -> Tile:
-    """The tile of a dense INT4 product whose bits depend on a token's row and the weight alone, for this many tokens."""
-    return int4_tiles.ordered_int4_tile(tokens, gated=gated)
+def ordered_four_bit_tile(tokens: int, *, gated: bool = False) -> Tile:
+    """The tile of a dense product with a weight of four bits, for this many tokens, if a token's bits must depend on its row and
+    the weight alone."""
+    return four_bit_tiles.ordered_four_bit_tile(tokens, gated=gated)
 
 
 def expert_unit_pairs(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype | None = None) -> int:

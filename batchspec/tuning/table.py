@@ -19,13 +19,13 @@ import torch
 
 from batchspec.errors import ConfigError
 from batchspec.kernels.gemm.autotune import Trial, run_trials
-from batchspec.kernels.gemm.int4_trial import Int4Trial
+from batchspec.kernels.gemm.four_bit_trial import FourBitTrial
 from batchspec.kernels.gemm.tiles import Tile
 
 TOKEN_COUNTS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 1024)
 Product = tuple[str, int, int]
 """op, rows of the weight, K; ops: linear, linear_add, swiglu, norm_linear, norm_swiglu, lm_head (batchspec.kernels), and those of
-INT4 weights (`batchspec.kernels.gemm.int4_tiles.op_of`)."""
+weights of four bits (`batchspec.kernels.gemm.four_bit_tiles.op_of`)."""
 Table = dict[Product, list[tuple[int, Tile | None]]]
 """Choices for a product by number of tokens, ascending; None if the library was fastest."""
 
@@ -80,7 +80,7 @@ def tune(shapes: Iterable[Product], device: torch.device, *, token_counts: Seque
 
 
 def _trial_of(op: str, rows: int, k: int, device: torch.device) -> Trial:
-    return (Int4Trial if op.startswith("int4") else Trial)(op, rows, k, device)
+    return (FourBitTrial if op.startswith("four_bit") else Trial)(op, rows, k, device)
 
 
 def save(entries: Sequence[dict[str, Any]], gpu: str, path: Path | None = None) -> Path:
@@ -157,7 +157,8 @@ def _entry(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _key(entry: dict[str, Any]) -> Product:
-    return entry["op"], entry["rows"], entry["k"]
+    """Tables of earlier versions name products with weights of four bits int4_linear_g128 and so on, those of NVFP4 too."""
+    return str(entry["op"]).replace("int4_", "four_bit_"), entry["rows"], entry["k"]
 
 
 def _file_name(gpu: str) -> str:

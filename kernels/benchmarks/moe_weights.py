@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.common.e4m3 import E4M3
+from batchspec.kernels.common.four_bit import BLOCK, ROWS, WORDS, dequantise
 from batchspec.kernels.common.fp4 import GROUP
-from batchspec.kernels.common.int4 import BLOCK, ROWS, WORDS, dequantise
-from batchspec.kernels.moe import experts_fp8, experts_int4, experts_mxfp4, experts_plain
+from batchspec.kernels.moe import experts_four_bit, experts_fp8, experts_mxfp4, experts_plain
+from batchspec.kernels.moe.experts_four_bit import StackedFourBit
 from batchspec.kernels.moe.experts_fp8 import Fp8Weight
-from batchspec.kernels.moe.experts_int4 import StackedInt4
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.mxfp4 import Mxfp4Weight, dequantise_mxfp4, mxfp4_shapes
 from batchspec.kernels.moe.quantise import quantise_rows
@@ -48,7 +48,7 @@ MODELS = {
 }
 
 
-KERNELS = {"bf16": experts_plain, "fp8": experts_fp8, "mxfp4": experts_mxfp4, "int4": experts_int4, "nvfp4": experts_int4}
+KERNELS = {"bf16": experts_plain, "fp8": experts_fp8, "mxfp4": experts_mxfp4, "int4": experts_four_bit, "nvfp4": experts_four_bit}
 
 
 @dataclass(slots=True)
@@ -144,8 +144,8 @@ def make_products(shape: MoeShape, form: str, device: torch.device, *, only_shap
     return products[0], products[1]
 
 
-def _dequantised(weight: Mxfp4Weight | StackedInt4, expert: int, k: int) -> Tensor:
-    if isinstance(weight, StackedInt4):
+def _dequantised(weight: Mxfp4Weight | StackedFourBit, expert: int, k: int) -> Tensor:
+    if isinstance(weight, StackedFourBit):
         return dequantise(weight.expert(expert), torch.bfloat16)
     return dequantise_mxfp4(Mxfp4Weight(weight.words[expert], weight.scales[expert]), k, torch.bfloat16)
 
@@ -166,9 +166,9 @@ def _random_weight(form: str, num_experts: int, rows: int, k: int, gated: bool, 
         if form == "nvfp4":  # scales of 0.5 to 1.9, two in 16 bits
             octets = torch.randint(20 << 3, 22 << 3, (num_experts, 4 * size[1], 2 * rows), dtype=torch.uint8, device=device)
             row_scales = (torch.rand(num_experts, 1, rows, device=device) + 0.5) * (k**-0.5 / 3)
-            return StackedInt4(words, octets.view(torch.int16), None, k, GROUP, row_scales)
+            return StackedFourBit(words, octets.view(torch.int16), None, k, GROUP, row_scales)
         scales = (torch.rand(num_experts, -(-k // INT4_GROUP), rows, device=device) + 0.5) * (k**-0.5 / 4.6)
-        return StackedInt4(words, scales.bfloat16(), None, k, INT4_GROUP if k > INT4_GROUP else 0)
+        return StackedFourBit(words, scales.bfloat16(), None, k, INT4_GROUP if k > INT4_GROUP else 0)
     words_shape, scales_shape = mxfp4_shapes(rows, k)
     words = torch.randint(0, 256, (num_experts, *words_shape), dtype=torch.uint8, device=device)
     exponents = torch.randint(118 + 126, 124 + 126, (num_experts, *scales_shape), dtype=torch.uint8, device=device)

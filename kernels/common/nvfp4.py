@@ -6,7 +6,7 @@ e2m1(q) is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6, negative if bit 3 of q is set. A f
 its own, so that projections that are multiplied as one matrix keep theirs. e2m1 * s has six significant bits and is exact in
 every dtype. With g it is rounded once to fp32, in a model of fp64 to fp64, and then to the model's dtype.
 
-For kernels (`arranged`) weights have the form of INT4 weights in groups of 32 (`int4.py`), and the same kernels read them:
+For kernels (`arranged`) weights have the form of INT4 weights in groups of 32 (`four_bit.py`), and the same kernels read them:
 columns are in the same words, and two scales of 8 bits in the place of one. Only bits differ. The four codes of a word lie as
 those of MXFP4 (`moe/mxfp4.py`), so that a masked word is e2m1 * 2^-126 in bf16. Code i of the 32 words of 128 columns is a block
 of 32 columns: words 0 to 15 are one group, words 16 to 31 the next, so each step of 16 columns of the tensor cores has one scale
@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchspec.kernels.common.four_bit import BLOCK, ROWS, FourBitWeight, interleaved, padded
 from batchspec.kernels.common.fp4 import GROUP, in_places, stored_scales
-from batchspec.kernels.common.int4 import BLOCK, ROWS, Int4Weight, interleaved, padded
 from batchspec.kernels.moe.mxfp4 import VALUES
 
 
@@ -66,7 +66,7 @@ def joined(parts: Sequence[Nvfp4Weight]) -> Nvfp4Weight:
     return Nvfp4Weight(codes, scales, torch.cat([part.row_scales for part in parts]), first.divides)
 
 
-def arranged(weight: Nvfp4Weight) -> Int4Weight:
+def arranged(weight: Nvfp4Weight) -> FourBitWeight:
     """The form that kernels read. Does not synchronise. Temporaries take about four times the memory of the codes."""
     rows, k = weight.num_rows, 2 * weight.codes.shape[1]
     codes = weight.codes.view(*weight.scales.shape, GROUP // 2).masked_fill((weight.scales.view(torch.uint8) == 0)[..., None], 0)
@@ -74,7 +74,7 @@ def arranged(weight: Nvfp4Weight) -> Int4Weight:
     scales = F.pad(stored_scales(weight.scales), (0, -weight.scales.shape[1] % (BLOCK // GROUP))).view(torch.int16)
     g = weight.row_scales.reciprocal() if weight.divides else weight.row_scales
     row_scales = F.pad(g, (0, -rows % ROWS))[None]
-    return Int4Weight(words, padded(scales, 2 * GROUP, k, None), None, rows, k, GROUP, row_scales=row_scales)
+    return FourBitWeight(words, padded(scales, 2 * GROUP, k, None), None, rows, k, GROUP, row_scales=row_scales)
 
 
 def dequantise(weight: Nvfp4Weight, dtype: torch.dtype) -> Tensor:

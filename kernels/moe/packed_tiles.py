@@ -1,5 +1,5 @@
 """What the products with weights that are unpacked in registers share: MXFP4 (`experts_mxfp4.py`), INT4 and NVFP4
-(`experts_int4.py`).
+(`experts_four_bit.py`).
 
 A program unpacks a tile of W once, for up to two tiles of rows of x.
 """

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from batchspec.kernels.benchmarks import fp8_bench, int4_bench, moe_bench
+from batchspec.kernels.benchmarks import four_bit_bench, fp8_bench, moe_bench
 from batchspec.kernels.benchmarks.options import add_limits, json_lines, parse_on_gpu, parser_of
 
 
@@ -24,7 +24,7 @@ def test_the_options_of_a_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     assert vars(found) == {"models": ["b"], "tokens": [1, 16], "jobs": 14, "seconds": 7.0, "out": None}
 
 
-@pytest.mark.parametrize("bench", [fp8_bench, int4_bench, moe_bench])
+@pytest.mark.parametrize("bench", [fp8_bench, four_bit_bench, moe_bench])
 def test_without_a_gpu_a_benchmark_prints_one_line(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,7 +57,7 @@ def multiplies_e4m3_itself(name: str, ptx: str) -> None:
     assert all(re.match(r"wgmma\S*m64n\d+k32\.f32\.e4m3\.e4m3$", each) for each in found), f"{name}: {found}"
 
 
-OF_INT4 = ("int4_linear_kernel", "experts_int4_kernel")
+OF_FOUR_BIT = ("four_bit_linear_kernel", "experts_four_bit_kernel")
 
 
 def multiplies_from_registers(name: str, ptx: str) -> None:
@@ -108,8 +108,8 @@ def compile_case(name: str, architecture: int) -> str:
             signature[argument] = "constexpr"
             constants[argument] = {"fp32": tl.float32, "fp64": tl.float64}.get(str(kind), kind)
     assert list(signature) == function.arg_names, f"{name}: the kernel's arguments are {function.arg_names}"
-    is_int4, in_tiles = kernel in OF_INT4, kernel in (*OF_INT4, "experts_mxfp4_kernel")
-    unpacks = in_tiles or kernel == "int4_dequantise_kernel"
+    is_four_bit, in_tiles = kernel in OF_FOUR_BIT, kernel in (*OF_FOUR_BIT, "experts_mxfp4_kernel")
+    unpacks = in_tiles or kernel == "four_bit_dequantise_kernel"
     multiples = multiples_of_16(function, signature, sizes=in_tiles) if unpacks or aligned else []
     attributes = {(place,): [["tt.divisibility", 16]] for place in multiples}
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
@@ -122,7 +122,7 @@ def compile_case(name: str, architecture: int) -> str:
     usage = usage_of_bytes(compiled.metadata._asdict(), compiled.asm["cubin"])
     if unpacks:
         assert_unpacks_to_the_bit(compiled.asm["ttgir"])
-    if is_int4 and architecture == 90:
+    if is_four_bit and architecture == 90:
         multiplies_from_registers(name, compiled.asm["ptx"])
         assert usage.spilled_bytes == 0, name
     return usage.misfit(card)

@@ -8,7 +8,7 @@ import re
 import numpy as np
 from numpy.typing import NDArray
 
-from batchspec.kernels.gemm.int4_steps import HIGH_SCALE, LOW_SCALE, OFFSET, SIGNS
+from batchspec.kernels.gemm.four_bit_steps import HIGH_SCALE, LOW_SCALE, OFFSET, SIGNS
 from batchspec.kernels.moe.mxfp4 import PLACES, VALUES
 
 Words = NDArray[np.uint32]

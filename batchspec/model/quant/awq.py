@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
-from batchspec.kernels.common.int4 import CODES, MIDDLE, Int4Weight, pack, unpack
+from batchspec.kernels.common.four_bit import CODES, MIDDLE, FourBitWeight, pack, unpack
 from batchspec.model.blocks.base import Projection, Share, TensorSpec
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import Slices, Weights, bias_of, shard_bias
@@ -47,7 +47,7 @@ class Awq(Int4):
             *bias_of(part),
         )
 
-    def weight(self, weights: Weights, name: str) -> Int4Weight:
+    def weight(self, weights: Weights, name: str) -> FourBitWeight:
         stored, scales = weights.stored(f"{name}.qweight"), weights.stored(f"{name}.scales").t()
         words = torch.cat([pack(_in_order(some).t()) for some in stored.split(_WORDS, 1)])
         zeros: Tensor | None = _in_order(weights.stored(f"{name}.qzeros")).t()

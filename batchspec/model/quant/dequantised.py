@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.kernels.common.int4 import ROWS
+from batchspec.kernels.common.four_bit import ROWS
 
 PIECE = 1 << 22
 """Maximum number of weights that are dequantised at once; they take about 50 MB in bf16."""

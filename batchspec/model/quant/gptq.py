@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from batchspec.kernels.common.int4 import CODES, Int4Weight, unpack
+from batchspec.kernels.common.four_bit import CODES, FourBitWeight, unpack
 from batchspec.model.blocks.base import Projection, Share, TensorSpec
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import Slices, Weights, bias_of, shard_bias
@@ -51,7 +51,7 @@ class Gptq(Int4):
     def spares(self, part: Projection) -> tuple[TensorSpec, ...]:
         return () if part.bias else (TensorSpec(f"{part.name}.bias", (part.rows,), "bias"),)
 
-    def weight(self, weights: Weights, name: str) -> Int4Weight:
+    def weight(self, weights: Weights, name: str) -> FourBitWeight:
         words, scales = (weights.stored(f"{name}.{x}").t() for x in ("qweight", "scales"))
         groups = self.groups_of(weights.stored(f"{name}.g_idx"), scales.shape[1], f"{name}.g_idx")
         zeros = None

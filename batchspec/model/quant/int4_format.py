@@ -1,6 +1,6 @@
 """What the INT4 layouts of checkpoints have in common: bytes, loading, groups of columns, and cuts over ranks.
 
-Each layout (`pack_quantized.py`, `gptq.py`, `awq.py`) names its tensors and converts them to `Int4Weight`.
+Each layout (`pack_quantized.py`, `gptq.py`, `awq.py`) names its tensors and converts them to `FourBitWeight`.
 
 Words hold 8 codes of a row or of a column, and zero points of 8 rows, so a rank's part of a weight has whole words. Its columns
 are whole groups; of act-order weights, whose groups have columns anywhere, each rank has the scales of all groups.
@@ -18,13 +18,23 @@ import torch
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
-from batchspec.kernels.common.int4 import BLOCK, CODES, ROWS, WORDS, Int4Weight, arrange, bf16_scales, dequantise, is_readable
+from batchspec.kernels.common.four_bit import (
+    BLOCK,
+    CODES,
+    ROWS,
+    WORDS,
+    FourBitWeight,
+    arrange,
+    bf16_scales,
+    dequantise,
+    is_readable,
+)
 from batchspec.model.blocks.base import GroupedSpec, Projection, Share
 from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.quant.base import Pieces, Weights, check_size, joined_bias, shard_matrix, unordered
+from batchspec.model.quant.four_bit import FourBitLinear
+from batchspec.model.quant.four_bit_experts import ExpertWeights, FourBitExperts
 from batchspec.model.quant.grouped import SeparateExperts, expert_biases, expert_parts
-from batchspec.model.quant.int4 import Int4Linear
-from batchspec.model.quant.int4_experts import ExpertWeights, Int4Experts
 
 TYPICAL_SCALE = 4e-3
 """Of dummy weights: their standard deviation is then 0.02."""
@@ -45,7 +55,7 @@ class Int4(SeparateExperts):
     """Whether products sum in one order (decode.deterministic). The caller checks that kernels compute them."""
 
     @abstractmethod
-    def weight(self, weights: Weights, name: str) -> Int4Weight:
+    def weight(self, weights: Weights, name: str) -> FourBitWeight:
         """Read the projection of this name. Raises CheckpointError for values that its layout does not allow."""
 
     @property
@@ -72,7 +82,7 @@ class Int4(SeparateExperts):
 
     def arranged(
         self, weights: Weights, name: str, words: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None = None
-    ) -> Int4Weight:
+    ) -> FourBitWeight:
         """The form in memory of the projection of this name; see `arrange`. In a model of bf16 its scales are rounded to bf16.
 
         Raises CheckpointError for scales that the kernels cannot read.
@@ -86,7 +96,7 @@ class Int4(SeparateExperts):
 
     def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
         parts = [self.weight(weights, name) for name in names]
-        return Int4Linear(parts, joined_bias(weights, names) if bias else None, ordered=self.ordered)
+        return FourBitLinear(parts, joined_bias(weights, names) if bias else None, ordered=self.ordered)
 
     def matrix(self, weights: Weights, name: str) -> Tensor:
         return dequantise(self.weight(weights, name), weights.dtype)
@@ -98,10 +108,10 @@ class Int4(SeparateExperts):
             stacked = ExpertWeights(spec, own, act_order=self.act_order) if stacked is None else stacked
             stacked.put(expert, rows.start // spec.part_rows, part.name, own)
         assert stacked is not None
-        return Int4Experts(stacked, expert_biases(weights, spec), spec.rows, weights.dtype)
+        return FourBitExperts(stacked, expert_biases(weights, spec), spec.rows, weights.dtype)
 
     def kernel_group(self, k: int) -> int | None:
-        """The size of the groups of a row of k columns as the kernels take it (`Int4Weight.kernel_group`)."""
+        """The size of the groups of a row of k columns as the kernels take it (`FourBitWeight.kernel_group`)."""
         if self.num_groups(k) == 1:
             return 0
         return self.group_size if self.group_size is not None and is_readable(self.group_size) else None

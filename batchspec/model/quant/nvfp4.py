@@ -1,5 +1,5 @@
 """Products with NVFP4 weights (W4A16) in plain torch, where no kernel computes them: weights stay packed, and each call
-dequantises them. In bf16 on a GPU they have the form and the products of INT4 weights (`int4.py`, `int4_experts.py`).
+dequantises them. In bf16 on a GPU their products are those of `four_bit.py` and `four_bit_experts.py`, by kernels.
 
     y = x W' + b     W [N, K] as `kernels/common/nvfp4.py` defines it, in the dtype of x
 

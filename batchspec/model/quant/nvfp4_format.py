@@ -7,8 +7,7 @@
     NAME.input_scale      NAME.input_global_scale   fp32 [] or [1]     of activations in FP4, not read; not in all files
 
 `kernels/common/nvfp4.py` defines the numbers. Projections that are multiplied as one matrix, such as gate and up, may have
-different global scales: each row keeps its own. In bf16 on a GPU weights have the form of INT4 weights (`arranged`), and their
-products.
+different global scales: each row keeps its own. In bf16 on a GPU weights have the form that kernels read (`arranged`).
 Source: https://github.com/NVIDIA/Model-Optimizer (torch/quantization/qtensor/nvfp4_tensor.py, torch/export/unified_export_hf.py);
 https://github.com/vllm-project/compressed-tensors (compressors/nvfp4).
 """
@@ -22,16 +21,16 @@ import torch
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
+from batchspec.kernels.common.four_bit import BLOCK, ROWS, WORDS
 from batchspec.kernels.common.fp4 import GROUP
-from batchspec.kernels.common.int4 import BLOCK, ROWS, WORDS
 from batchspec.kernels.common.nvfp4 import Nvfp4Weight, arranged, dequantise
 from batchspec.model.blocks.base import GroupedSpec, Projection, Share, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import Slices, Weights, bias_of, check_size, joined_bias, shard_bias, shard_matrix
+from batchspec.model.quant.four_bit import FourBitLinear
+from batchspec.model.quant.four_bit_experts import ExpertWeights, FourBitExperts
 from batchspec.model.quant.grouped import SeparateExperts, expert_biases, expert_parts
-from batchspec.model.quant.int4 import Int4Linear
-from batchspec.model.quant.int4_experts import ExpertWeights, Int4Experts
 from batchspec.model.quant.nvfp4 import Nvfp4Experts, Nvfp4Linear, StackedNvfp4
 
 FORMAT = "nvfp4-pack-quantized"
@@ -52,7 +51,7 @@ class Nvfp4(SeparateExperts):
     divides: bool
     """Whether numbers are divided by the global scale."""
     fast: bool = False
-    """Whether weights are kept as kernels read them: in the form of INT4 weights, whose products compute them."""
+    """Whether weights are kept as kernels read them (`FourBitWeight`)."""
     ordered: bool = False
     """Whether these products sum in one order (decode.deterministic)."""
 
@@ -88,7 +87,7 @@ class Nvfp4(SeparateExperts):
         return rows * (k // 2 + k // GROUP + torch.float32.itemsize)
 
     def kernel_group(self, k: int) -> int:
-        """The size of the groups as the kernels take it (`Int4Weight.kernel_group`)."""
+        """The size of the groups as the kernels take it (`FourBitWeight.kernel_group`)."""
         return GROUP
 
     def weight(self, weights: Weights, name: str) -> Nvfp4Weight:
@@ -100,7 +99,9 @@ class Nvfp4(SeparateExperts):
     def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
         parts = [self._checked(weights, name) for name in names]
         own = joined_bias(weights, names) if bias else None
-        return Int4Linear([arranged(part) for part in parts], own, ordered=self.ordered) if self.fast else Nvfp4Linear(parts, own)
+        if self.fast:
+            return FourBitLinear([arranged(part) for part in parts], own, ordered=self.ordered)
+        return Nvfp4Linear(parts, own)
 
     def matrix(self, weights: Weights, name: str) -> Tensor:
         return dequantise(self._checked(weights, name), weights.dtype)
@@ -113,14 +114,14 @@ class Nvfp4(SeparateExperts):
             stacked.put(expert, rows, part)
         return Nvfp4Experts(stacked, expert_biases(weights, spec))
 
-    def _load_arranged(self, weights: Weights, spec: GroupedSpec) -> Int4Experts:
+    def _load_arranged(self, weights: Weights, spec: GroupedSpec) -> FourBitExperts:
         stacked: ExpertWeights | None = None
         for expert, rows, part in self._experts(weights, spec):
             own = arranged(part)
             stacked = ExpertWeights(spec, own, act_order=False) if stacked is None else stacked
             stacked.put(expert, rows.start // spec.part_rows, spec.name, own)
         assert stacked is not None
-        return Int4Experts(stacked, expert_biases(weights, spec), spec.rows, weights.dtype)
+        return FourBitExperts(stacked, expert_biases(weights, spec), spec.rows, weights.dtype)
 
     def _experts(self, weights: Weights, spec: GroupedSpec) -> Iterator[tuple[int, slice, Nvfp4Weight]]:
         """Every projection of every expert, with its rows in the expert's matrix. After the last one raises CheckpointError for

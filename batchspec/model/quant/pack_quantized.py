@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchspec.kernels.common.int4 import CODES, Int4Weight, unpack
+from batchspec.kernels.common.four_bit import CODES, FourBitWeight, unpack
 from batchspec.model.blocks.base import Projection, Share, TensorSpec
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import Slices, Weights, bias_of, shard_bias
@@ -43,7 +43,7 @@ class PackQuantized(Int4):
             found.append(TensorSpec(f"{name}.weight_g_idx", (part.k,), "index", ("I32",), typical=often, shuffled=True))
         return *found, *bias_of(part)
 
-    def weight(self, weights: Weights, name: str) -> Int4Weight:
+    def weight(self, weights: Weights, name: str) -> FourBitWeight:
         words, scales = weights.stored(f"{name}.weight_packed"), weights.stored(f"{name}.weight_scale")
         zeros, groups, of_columns = None, None, f"{name}.weight_g_idx"
         if not self.symmetric:

@@ -77,25 +77,25 @@ for _t, _n, _warps, _tma, _gated, _group, _zeros, _split, _even in (
     (16, 256, 8, False, False, 16, False, True, True), (256, 128, 8, True, False, 16, False, False, True),
 ):
     _w = f"tensordesc<i16[{'2, ' if _gated else ''}{_n}, 32]>" if _tma else "*i16"
-    _int4 = f"int4_linear_kernel {_t} tokens x {_n}, {_warps} warps, TMA {_tma}, gated {_gated}, groups of {_group}"
-    case(_int4, "int4_linear", _warps, x=f"tensordesc<bf16[{_t}, 128]>" if _tma else "*bf16", w=_w, words="*i16", scales=PI32,
+    _name = f"four_bit_linear_kernel {_t} tokens x {_n}, {_warps} warps, TMA {_tma}, gated {_gated}, groups of {_group}"
+    case(_name, "four_bit_linear", _warps, x=f"tensordesc<bf16[{_t}, 128]>" if _tma else "*bf16", w=_w, words="*i16", scales=PI32,
          zeros=PI32 if _zeros else None, row_scales=PF32 if _group == 16 else None, bias="*bf16" if _gated else None, out="*bf16",
          partials=PF32 if _split else None, arrived=PI32 if _split else None, num_tokens=I32, n=I32, w_rows=I32, k=I32,
          stride_x=I32, split=I32, GROUP=_group,
          GATED=_gated, TWO=_n >= (16 if _gated else 32) * _warps, SPLIT=_split, BLOCK_T=_t, BLOCK_N=_n,
          FETCHED=1024 // _n // (2 if _gated else 1), TMA=_tma, EVEN_K=_even, INTERPRETED=False)
-    CASES[_int4] = CASES[_int4]._replace(stages=2 if _t == 256 else 3)
+    CASES[_name] = CASES[_name]._replace(stages=2 if _t == 256 else 3)
 for _group, _zeros in ((128, False), (32, True), (64, False), (0, False), (16, False)):
-    case(f"int4_dequantise_kernel groups of {_group}", "int4_dequantise", 4, w="*i16", scales=PI32,
+    case(f"four_bit_dequantise_kernel groups of {_group}", "four_bit_dequantise", 4, w="*i16", scales=PI32,
          zeros=PI32 if _zeros else None, row_scales=PF32 if _group == 16 else None, out="*bf16", n=I32, w_rows=I32, k=I32,
          GROUP=_group, BLOCK_N=64, INTERPRETED=False)
 
 CASES.seldom |= {
-    "int4_linear_kernel 32 tokens x 128, 4 warps, TMA False, gated False, groups of 128",
-    "int4_linear_kernel 128 tokens x 128, 8 warps, TMA True, gated False, groups of 128",
-    "int4_linear_kernel 16 tokens x 256, 8 warps, TMA False, gated False, groups of 128",
-    "int4_linear_kernel 128 tokens x 256, 8 warps, TMA True, gated False, groups of 128",
-    "int4_dequantise_kernel groups of 64",
+    "four_bit_linear_kernel 32 tokens x 128, 4 warps, TMA False, gated False, groups of 128",
+    "four_bit_linear_kernel 128 tokens x 128, 8 warps, TMA True, gated False, groups of 128",
+    "four_bit_linear_kernel 16 tokens x 256, 8 warps, TMA False, gated False, groups of 128",
+    "four_bit_linear_kernel 128 tokens x 256, 8 warps, TMA True, gated False, groups of 128",
+    "four_bit_dequantise_kernel groups of 64",
     "first_top_kernel map *i32",
     "linear_kernel linear bf16, TMA True, split False",
     "linear_kernel linear bf16, TMA True, split True",

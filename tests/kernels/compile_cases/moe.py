@@ -110,8 +110,8 @@ for _gated, _low, _t, _n, _warps, _tma, _group, _zeros in (
     (True, 32, 96, 64, 4, True, 16, False), (False, 128, 128, 128, 8, True, 16, False), (False, 16, 64, 128, 4, False, 16, False),
 ):
     _joined = _low < 64 < _t
-    case(f"experts_int4_kernel gated {_gated}, {_low} to {_t} pairs, {_n} rows, TMA {_tma}, groups of {_group}", "experts_int4",
-         _warps, **_tokens_of("bf16", _low, _t, 128, _tma, _joined),
+    case(f"experts_four_bit_kernel gated {_gated}, {_low} to {_t} pairs, {_n} rows, TMA {_tma}, groups of {_group}",
+         "experts_four_bit", _warps, **_tokens_of("bf16", _low, _t, 128, _tma, _joined),
          w=f"tensordesc<i16[{'2, ' if _gated else ''}{_n}, 32]>" if _tma else "*i16", scales=PI32,
          zeros=PI32 if _zeros else None, row_scales=PF32 if _group == 16 else None, bias="*bf16" if _zeros else None, pairs=PI32,
          units=PI32, out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, num_groups=I32, SCATTER=not _gated, GATED=_gated,
@@ -120,6 +120,6 @@ for _gated, _low, _t, _n, _warps, _tma, _group, _zeros in (
          UNITS=8, TMA=_tma, EVEN_K=_tma, INTERPRETED=False)
 
 CASES.seldom |= {
-    "experts_int4_kernel gated True, 16 to 16 pairs, 64 rows, TMA True, groups of 128",
+    "experts_four_bit_kernel gated True, 16 to 16 pairs, 64 rows, TMA True, groups of 128",
     "experts_mxfp4_kernel gated True, 32 to 128 pairs, 64 rows, TMA True",
 }

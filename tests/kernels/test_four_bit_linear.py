@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.kernels.common.card import INTERPRETER, Card
+from batchspec.kernels.common.four_bit import FourBitWeight, arrange, dequantise, multiplied, pack
 from batchspec.kernels.common.fp4 import GROUP
-from batchspec.kernels.common.int4 import Int4Weight, arrange, dequantise, multiplied, pack
 from batchspec.kernels.common.nvfp4 import Nvfp4Weight, arranged
 from batchspec.kernels.common.nvfp4 import dequantise as nvfp4_dequantise
-from batchspec.kernels.gemm import int4_dequantise as dequantising
-from batchspec.kernels.gemm.int4_dequantise import int4_dequantise, multiply_dequantised
-from batchspec.kernels.gemm.int4_linear import int4_linear, int4_linear_reference, int4_swiglu
-from batchspec.kernels.gemm.int4_tiles import MOST_TOKENS, candidates, fits, int4_tile, ordered_int4_tile
+from batchspec.kernels.gemm import four_bit_dequantise as dequantising
+from batchspec.kernels.gemm.four_bit_dequantise import four_bit_dequantise, multiply_dequantised
+from batchspec.kernels.gemm.four_bit_linear import four_bit_linear, four_bit_linear_reference, four_bit_swiglu
+from batchspec.kernels.gemm.four_bit_tiles import MOST_TOKENS, candidates, fits, four_bit_tile, ordered_four_bit_tile
 from batchspec.kernels.gemm.split_k import counters
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.tuning.cards import known_card, known_cards
 from tests.interpreter import dots_of_one_order
 from tests.kernels.covering import covering
-from tests.kernels.int4_cases import GROUPS, int4_weight
+from tests.kernels.four_bit_cases import GROUPS, four_bit_weight
 from tests.kernels.moe_cases import assert_near, noise
 
 TILE = Tile(16, 64, 128, 2, 4, True)
@@ -42,7 +42,7 @@ def x_of(tokens: int, k: int, device: torch.device) -> Tensor:
     return noise(tokens, k, dtype=torch.bfloat16, device=device)
 
 
-def by_definition(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:
+def by_definition(x: Tensor, weight: FourBitWeight, bias: Tensor | None = None) -> Tensor:
     """In fp64, with INT4 weights in bf16 and NVFP4 weights as they are."""
     y = x.double() @ multiplied(weight, torch.float64).t()
     return y if bias is None else y + bias.double()
@@ -53,22 +53,22 @@ def test_the_product_is_that_of_the_dequantised_weight(
     group: int, zeros: bool, tile: Tile, interpret: bool, device: torch.device
 ) -> None:
     """With 4 parts of 2 blocks the last part is empty."""
-    weight, x = int4_weight(N, K, group, device, zeros=zeros), x_of(TOKENS, K, device)
+    weight, x = four_bit_weight(N, K, group, device, zeros=zeros), x_of(TOKENS, K, device)
     bias, out = noise(N, dtype=torch.bfloat16, device=device), torch.full((TOKENS, N), torch.nan, device=device)
-    assert int4_linear(x, weight, bias, tile=tile, out=out, interpret=interpret) is out
+    assert four_bit_linear(x, weight, bias, tile=tile, out=out, interpret=interpret) is out
     assert_near(out, by_definition(x, weight, bias), tolerance=TOLERANCE)
-    assert_near(out, int4_linear_reference(x.double(), weight, bias), tolerance=TOLERANCE)
-    assert int4_linear(x, weight, tile=tile, interpret=interpret).dtype is torch.bfloat16
+    assert_near(out, four_bit_linear_reference(x.double(), weight, bias), tolerance=TOLERANCE)
+    assert four_bit_linear(x, weight, tile=tile, interpret=interpret).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize(("rows", "k"), [(1, 8), (5, 128), (64, 120), (72, 264), (17, 136)])
 @pytest.mark.parametrize("group", [16, 32])
 def test_odd_sizes(group: int, rows: int, k: int, interpret: bool, device: torch.device) -> None:
     k = -(-k // group) * group if group == GROUP else k
-    weight, x = int4_weight(rows, k, group, device, zeros=True), x_of(3, k, device)
+    weight, x = four_bit_weight(rows, k, group, device, zeros=True), x_of(3, k, device)
     for tile in (TILE, TILE._replace(tma=False, split=2)):
         out = torch.full((3, rows), torch.nan, device=device)
-        int4_linear(x, weight, tile=tile, out=out, interpret=interpret)
+        four_bit_linear(x, weight, tile=tile, out=out, interpret=interpret)
         assert_near(out, by_definition(x, weight), tolerance=TOLERANCE)
 
 
@@ -84,7 +84,7 @@ def test_every_code_with_every_zero_point_and_extreme_scales(zeros: bool, device
         scales = torch.full((n, 1), scale, dtype=torch.bfloat16, device=device)
         weight = arrange(pack(codes), scales, points, k)
         out = torch.full((4, n), torch.nan, device=device)
-        int4_linear(x, weight, tile=TILE, out=out, interpret=True)
+        four_bit_linear(x, weight, tile=TILE, out=out, interpret=True)
         assert torch.equal(out, dequantise(weight, torch.bfloat16).float().t()[:1].expand(4, n))
 
 
@@ -102,15 +102,15 @@ def test_every_code_with_every_scale_of_nvfp4(device: torch.device) -> None:
         x.zero_()
         x[torch.arange(2), torch.tensor([16 * group + 2, 16 * group + 13])] = 1.0
         out = torch.full((2, n), torch.nan, device=device)
-        int4_linear(x, arranged(numbers), tile=Tile(16, 256, 128, 2, 4, False), out=out, interpret=True)
+        four_bit_linear(x, arranged(numbers), tile=Tile(16, 256, 128, 2, 4, False), out=out, interpret=True)
         assert torch.equal(out, nvfp4_dequantise(numbers, torch.float32)[:, 16 * group].expand(2, n))
 
 
 def test_nvfp4_is_more_exact_than_the_product_of_rounded_weights(interpret: bool, device: torch.device) -> None:
     """By what rounding to bf16 changes of each weight: at most 2^-9 of it, about 2^-10 of a sum by the norm."""
-    weight, x = int4_weight(N, K, GROUP, device), x_of(TOKENS, K, device)
+    weight, x = four_bit_weight(N, K, GROUP, device), x_of(TOKENS, K, device)
     out = torch.full((TOKENS, N), torch.nan, device=device)
-    int4_linear(x, weight, tile=TILE, out=out, interpret=interpret)
+    four_bit_linear(x, weight, tile=TILE, out=out, interpret=interpret)
     exact, rounded = by_definition(x, weight), x.double() @ dequantise(weight, torch.bfloat16).double().t()
     assert_near(out, exact, tolerance=TOLERANCE)
     assert_near(out, rounded, tolerance=2.0**-9)
@@ -121,28 +121,29 @@ def test_nvfp4_is_more_exact_than_the_product_of_rounded_weights(interpret: bool
 
 @pytest.mark.parametrize("group", [16, 32, 128])
 def test_a_slice_of_rows_and_of_columns_of_wider_rows(group: int, interpret: bool, device: torch.device) -> None:
-    weight, wide = int4_weight(N, 256, group, device, zeros=True), x_of(TOKENS, 264, device)
+    weight, wide = four_bit_weight(N, 256, group, device, zeros=True), x_of(TOKENS, 264, device)
     for x in (wide[:, :256], wide[:, 8:], wide[:, 3:259]):
         for tile in (TILE, TILE._replace(split=2)):
             part = weight.rows(slice(48, 200))
-            found = int4_linear(x, part, tile=tile, out=torch.full((TOKENS, 152), torch.nan, device=device), interpret=interpret)
+            out = torch.full((TOKENS, 152), torch.nan, device=device)
+            found = four_bit_linear(x, part, tile=tile, out=out, interpret=interpret)
             assert_near(found, by_definition(x, weight)[:, 48:200], tolerance=TOLERANCE)
 
 
 @pytest.mark.parametrize("tile", [TILE, Tile(32, 32, 128, 2, 4, False, split=3)])
 @pytest.mark.parametrize(("group", "zeros"), [(128, False), (64, True), (16, False)])
 def test_swiglu(group: int, zeros: bool, tile: Tile, interpret: bool, device: torch.device) -> None:
-    weight, x = int4_weight(2 * 80, K, group, device, zeros=zeros), x_of(TOKENS, K, device)
+    weight, x = four_bit_weight(2 * 80, K, group, device, zeros=zeros), x_of(TOKENS, K, device)
     bias = noise(160, dtype=torch.bfloat16, device=device)
     gate, up = by_definition(x, weight, bias).chunk(2, -1)
     out = torch.full((TOKENS, 80), torch.nan, dtype=torch.bfloat16, device=device)
-    int4_swiglu(x, weight, bias, tile=tile, out=out, interpret=interpret)
+    four_bit_swiglu(x, weight, bias, tile=tile, out=out, interpret=interpret)
     assert_near(out, F.silu(gate) * up, tolerance=1.5e-2)  # three roundings, in the interpreter cuts
 
 
 def test_counters_are_zero_after_a_product_so_that_the_next_one_is_right(device: torch.device) -> None:
-    weight, x = int4_weight(N, K, 128, device), x_of(TOKENS, K, device)
-    first, second = (int4_linear(x, weight, tile=TILE._replace(split=3), interpret=True) for _ in range(2))
+    weight, x = four_bit_weight(N, K, 128, device), x_of(TOKENS, K, device)
+    first, second = (four_bit_linear(x, weight, tile=TILE._replace(split=3), interpret=True) for _ in range(2))
     assert torch.equal(first, second)
     assert not counters(device).any()
 
@@ -150,34 +151,34 @@ def test_counters_are_zero_after_a_product_so_that_the_next_one_is_right(device:
 def test_nan_of_a_token_stays_in_its_row(device: torch.device) -> None:
     x = x_of(TOKENS, K, device)
     x[3, 200] = torch.nan
-    y = int4_linear(x, int4_weight(N, K, 64, device), tile=TILE._replace(split=3), interpret=True)
+    y = four_bit_linear(x, four_bit_weight(N, K, 64, device), tile=TILE._replace(split=3), interpret=True)
     assert y.isfinite().all(1).tolist() == [row != 3 for row in range(TOKENS)]
 
 
 def test_no_tokens(device: torch.device) -> None:
-    assert int4_linear(x_of(0, K, device), int4_weight(N, K, 128, device), tile=TILE, interpret=True).shape == (0, N)
+    assert four_bit_linear(x_of(0, K, device), four_bit_weight(N, K, 128, device), tile=TILE, interpret=True).shape == (0, N)
 
 
 def test_wrong_arguments_are_refused(device: torch.device) -> None:
-    weight, nvfp4, x = int4_weight(N, K, 128, device), int4_weight(N, K, GROUP, device), x_of(4, K, device)
+    weight, nvfp4, x = four_bit_weight(N, K, 128, device), four_bit_weight(N, K, GROUP, device), x_of(4, K, device)
     for message, rows, own, tile in [
-        ("int4_linear: x", x.float(), weight, TILE),
-        ("int4_linear: words", x, replace(weight, k=K + 128), TILE),
-        ("int4_linear: scales", x, replace(weight, scales=weight.scales.float()), TILE),
-        ("int4_linear: scales", x, replace(weight, group_size=64), TILE),
-        ("int4_linear: scales", x, replace(nvfp4, scales=nvfp4.scales.bfloat16()), TILE),
-        ("int4_linear: row_scales", x, replace(nvfp4, row_scales=nvfp4.scales.float()), TILE),
+        ("four_bit_linear: x", x.float(), weight, TILE),
+        ("four_bit_linear: words", x, replace(weight, k=K + 128), TILE),
+        ("four_bit_linear: scales", x, replace(weight, scales=weight.scales.float()), TILE),
+        ("four_bit_linear: scales", x, replace(weight, group_size=64), TILE),
+        ("four_bit_linear: scales", x, replace(nvfp4, scales=nvfp4.scales.bfloat16()), TILE),
+        ("four_bit_linear: row_scales", x, replace(nvfp4, row_scales=nvfp4.scales.float()), TILE),
         ("groups of 48 columns; must be 32, 64, whole blocks of 128, or all of a row", x, replace(weight, group_size=48), TILE),
         ("block_k must be 128", x, weight, TILE._replace(block_k=64)),
         ("per_sm 0", x, weight, TILE._replace(per_sm=1)),
     ]:
         with pytest.raises(ValueError, match=message):
-            int4_linear(rows if "words" not in message else x_of(4, K + 128, device), own, tile=tile, interpret=True)
-    with pytest.raises(ValueError, match="int4_swiglu: 104 outputs of a weight; must be a multiple of 16"):
-        int4_swiglu(x, weight, tile=TILE, interpret=True)
-    wide = int4_weight(64 * 8193, 8, 0, device)
+            four_bit_linear(rows if "words" not in message else x_of(4, K + 128, device), own, tile=tile, interpret=True)
+    with pytest.raises(ValueError, match="four_bit_swiglu: 104 outputs of a weight; must be a multiple of 16"):
+        four_bit_swiglu(x, weight, tile=TILE, interpret=True)
+    wide = four_bit_weight(64 * 8193, 8, 0, device)
     with pytest.raises(ValueError, match="8193 tiles split along K; at most 8192"):
-        int4_linear(x_of(1, 8, device), wide, tile=TILE._replace(split=2), interpret=True)
+        four_bit_linear(x_of(1, 8, device), wide, tile=TILE._replace(split=2), interpret=True)
 
 
 # --- dequantised
@@ -187,18 +188,18 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
 def test_a_dequantised_weight_has_the_bits_of_the_definition(
     group: int, zeros: bool, interpret: bool, device: torch.device
 ) -> None:
-    weight = int4_weight(N - 3, K, group, device, zeros=zeros)
+    weight = four_bit_weight(N - 3, K, group, device, zeros=zeros)
     out = torch.full((N - 3, K), torch.nan, dtype=torch.bfloat16, device=device)
-    int4_dequantise(weight, out=out, interpret=interpret)
+    four_bit_dequantise(weight, out=out, interpret=interpret)
     expected = dequantise(weight, torch.bfloat16)
     if interpret and device.type == "cpu" and group == GROUP:  # the interpreter cuts bf16 off
         expected = (dequantise(weight, torch.float32).view(torch.int32) & -0x10000).view(torch.float32).bfloat16()
     assert torch.equal(out, expected)
-    assert torch.equal(int4_dequantise(weight.rows(slice(16, 100)), interpret=interpret), out[16:100])
+    assert torch.equal(four_bit_dequantise(weight.rows(slice(16, 100)), interpret=interpret), out[16:100])
 
 
 def test_large_weights_are_dequantised_in_pieces(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    weight, x, bias = int4_weight(N, K, 64, device), x_of(5, K, device), noise(N, dtype=torch.bfloat16, device=device)
+    weight, x, bias = four_bit_weight(N, K, 64, device), x_of(5, K, device), noise(N, dtype=torch.bfloat16, device=device)
     whole = [multiply_dequantised(x, weight, own) for own in (bias, None)]
     monkeypatch.setattr(dequantising, "PIECE", 50 * K)
     for own, expected in zip((bias, None), whole, strict=True):
@@ -217,7 +218,7 @@ SHAPES = st.tuples(st.integers(1, 1200), st.integers(2, 60000), st.integers(1, 3
 @settings(max_examples=200, deadline=None)
 def test_the_rule_gives_tiles_that_the_kernel_takes(shape: tuple[int, int, int, Card], gated: bool) -> None:
     tokens, _, k, card = shape
-    rule, every = int4_tile(*shape, gated=gated), candidates(*shape, gated=gated)
+    rule, every = four_bit_tile(*shape, gated=gated), candidates(*shape, gated=gated)
     assert (rule is None) == (tokens > MOST_TOKENS)
     assert every[0] == rule or rule is None
     assert len(set(every)) == len(every)
@@ -236,7 +237,7 @@ def test_the_rule_gives_tiles_that_the_kernel_takes(shape: tuple[int, int, int, 
 )
 def test_the_rule_fills_an_h200(rows: int, k: int, tokens: int, programs: int) -> None:
     """With two programs on each of its 132 multiprocessors at most."""
-    tile = int4_tile(tokens, rows, k, known_card("H200").card)
+    tile = four_bit_tile(tokens, rows, k, known_card("H200").card)
     assert tile is not None
     assert -(-rows // tile.block_n) * -(-tokens // tile.block_m) * tile.split == programs
 
@@ -248,11 +249,11 @@ def test_a_token_has_the_same_bits_in_every_number_of_tokens_and_in_any_order(
 ) -> None:
     """With the tiles of decode.deterministic: 1 to 200 tokens in one launch, alone, among others, shuffled."""
     k, most = 272, 200
-    weight, wide = int4_weight(96, k, group, device, zeros=True), x_of(most, k, device)
+    weight, wide = four_bit_weight(96, k, group, device, zeros=True), x_of(most, k, device)
 
     def product(x: Tensor) -> Tensor:
-        tile = ordered_int4_tile(len(x), gated=gated)
-        return (int4_swiglu if gated else int4_linear)(x, weight, tile=tile, interpret=True)
+        tile = ordered_four_bit_tile(len(x), gated=gated)
+        return (four_bit_swiglu if gated else four_bit_linear)(x, weight, tile=tile, interpret=True)
 
     with dots_of_one_order():
         whole = product(wide)
@@ -263,13 +264,13 @@ def test_a_token_has_the_same_bits_in_every_number_of_tokens_and_in_any_order(
 
 
 def test_one_program_sums_all_of_k_in_every_tile_of_one_order() -> None:
-    assert {ordered_int4_tile(tokens).split for tokens in (1, 16, 64, 65, 2048)} == {1}
+    assert {ordered_four_bit_tile(tokens).split for tokens in (1, 16, 64, 65, 2048)} == {1}
 
 
 def test_other_splits_have_other_bits(device: torch.device) -> None:
     """A split changes the order of sums; otherwise the test above could not fail."""
-    weight, x = int4_weight(N, K, 128, device), x_of(64, K, device)
+    weight, x = four_bit_weight(N, K, 128, device), x_of(64, K, device)
     outs = [torch.empty(64, N, device=device) for _ in range(2)]
     for out, split in zip(outs, (1, 2), strict=True):
-        int4_linear(x, weight, tile=TILE._replace(split=split), out=out, interpret=True)
+        four_bit_linear(x, weight, tile=TILE._replace(split=split), out=out, interpret=True)
     assert not torch.equal(*outs)

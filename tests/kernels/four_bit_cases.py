@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from batchspec.kernels.common.four_bit import FourBitWeight, arrange, pack
 from batchspec.kernels.common.fp4 import GROUP
-from batchspec.kernels.common.int4 import Int4Weight, arrange, pack
 from batchspec.kernels.common.nvfp4 import Nvfp4Weight, arranged
-from batchspec.kernels.moe.experts_int4 import StackedInt4
+from batchspec.kernels.moe.experts_four_bit import StackedFourBit
 
 GROUPS = [GROUP, 32, 64, 128, 256, 0]
 """Columns of a group; 0: all of a row; 16: NVFP4, which has no zero points."""
 
 
-def int4_weight(rows: int, k: int, group: int, device: torch.device, *, zeros: bool = False, size: float = 0.05) -> Int4Weight:
+def four_bit_weight(
+    rows: int, k: int, group: int, device: torch.device, *, zeros: bool = False, size: float = 0.05
+) -> FourBitWeight:
     """Scales of about this size, some of them negative; of NVFP4 row scales, which are other numbers in each row."""
     if group == GROUP:
         return arranged(nvfp4_weight(rows, k, device, size=size))
@@ -32,13 +34,13 @@ def nvfp4_weight(rows: int, k: int, device: torch.device, *, size: float = 0.05)
     return Nvfp4Weight(codes, scales, (torch.rand(rows, device=device) + 0.1) * size, divides=False)
 
 
-def stacked_int4(experts: int, rows: int, k: int, group: int, device: torch.device, *, zeros: bool = False) -> StackedInt4:
-    own = [int4_weight(rows, k, group, device, zeros=zeros) for _ in range(experts)]
+def stacked_four_bit(experts: int, rows: int, k: int, group: int, device: torch.device, *, zeros: bool = False) -> StackedFourBit:
+    own = [four_bit_weight(rows, k, group, device, zeros=zeros) for _ in range(experts)]
     points = [weight.zeros for weight in own if weight.zeros is not None]
     words, scales = torch.stack([weight.words for weight in own]), torch.stack([weight.scales for weight in own])
     group_size = own[0].kernel_group
     assert group_size is not None
     rows_of = [weight.row_scales for weight in own if weight.row_scales is not None]
-    return StackedInt4(
+    return StackedFourBit(
         words, scales, torch.stack(points) if points else None, k, group_size, torch.stack(rows_of) if rows_of else None
     )

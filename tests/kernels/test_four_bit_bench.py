@@ -1,4 +1,5 @@
-"""The benchmark of dense INT4 products finds right results right and wrong ones wrong, and the fastest choice of each product."""
+"""The benchmark of dense products with weights of four bits finds right results right and wrong ones wrong, and the fastest
+choice of each product."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from batchspec.kernels.benchmarks import int4_bench
-from batchspec.kernels.benchmarks.int4_bench import (
+from batchspec.kernels.benchmarks import four_bit_bench
+from batchspec.kernels.benchmarks.four_bit_bench import (
     MODELS,
     Forward,
     Shape,
@@ -21,8 +22,8 @@ from batchspec.kernels.benchmarks.int4_bench import (
     line_of,
     time_product,
 )
-from batchspec.kernels.gemm.int4_tiles import candidates
-from batchspec.kernels.gemm.int4_trial import random_int4
+from batchspec.kernels.gemm.four_bit_tiles import candidates
+from batchspec.kernels.gemm.four_bit_trial import random_four_bit
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.tuning.cards import known_card
 from tests.kernels.call_clock import Clock
@@ -33,10 +34,10 @@ TILES = [Tile(16, 64, 128, 2, 4, False), Tile(16, 64, 128, 2, 4, True, split=2)]
 def test_every_tile_and_the_library_are_checked_and_timed(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(int4_bench, "candidates", lambda *shape: TILES)
-    monkeypatch.setattr(int4_bench, "int4_tile", lambda *shape: TILES[0])
-    monkeypatch.setattr(int4_bench, "TOLERANCE", 1e-2)  # the interpreter cuts bf16 off
-    weight, rows, clock = random_int4(96, 512, 128, device), list[dict[str, Any]](), Clock()
+    monkeypatch.setattr(four_bit_bench, "candidates", lambda *shape: TILES)
+    monkeypatch.setattr(four_bit_bench, "four_bit_tile", lambda *shape: TILES[0])
+    monkeypatch.setattr(four_bit_bench, "TOLERANCE", 1e-2)  # the interpreter cuts bf16 off
+    weight, rows, clock = random_four_bit(96, 512, 128, device), list[dict[str, Any]](), Clock()
     timer: Any = clock
     timings = time_product([weight], 8, timer, rows.append)
     assert timings == Timings({None: 8.0, TILES[0]: 7.0, TILES[1]: 6.0}, TILES[0])
@@ -48,13 +49,13 @@ def test_every_tile_and_the_library_are_checked_and_timed(
         f"rule    7.00   0% {'16x64 s2 w4 p /1':<18}", f"ptr    7.00   0% {'16x64 s2 w4 p /1':<18}",
         f"tma    6.00   0% {'16x64 s2 w4 t /2':<18}", f"library    8.00   0% {'':<18}",
     ]
-    monkeypatch.setattr(int4_bench, "TOLERANCE", 1e-9)
+    monkeypatch.setattr(four_bit_bench, "TOLERANCE", 1e-9)
     assert time_product([weight], 8, timer, rows.append).us == {}
     assert capsys.readouterr().out.count("WRONG") == 3
 
 
 def test_the_floor_of_8b_is_bytes_for_few_tokens_and_operations_for_many(device: torch.device) -> None:
-    weight = random_int4(64, 256, 128, device)
+    weight = random_four_bit(64, 256, 128, device)
     assert bytes_of(weight) == 64 * 256 * 33 / 64
     assert floor_us(1, 4096, 4096, 8.6e6) == pytest.approx(2.0)
     assert floor_us(256, 4096, 4096, 8.6e6) == pytest.approx(2 * 256 * 4096 * 4096 / 7.9e8)

@@ -1,7 +1,7 @@
-"""How a dense product with INT4 or NVFP4 weights is divided among programs: the rule, and the candidates that the tuner times.
+"""How a dense product with weights of four bits is divided among programs: the rule, and the candidates that the tuner times.
 
 A tile's block_m are tokens, its block_n outputs; a gated product reads as many rows of up as of the gate. The rule is an estimate
-from the compiled kernels (registers, shared memory, instructions). On one H200 (2026-11-25, `int4_linear.py`'s program) all
+from the compiled kernels (registers, shared memory, instructions). On one H200 (2026-11-25, `four_bit_linear.py`'s program) all
 products of an 8B in groups of 128 ran at 40, 45, 37 and 59 % of the speed that bytes or arithmetic allow at 1, 16, 64 and 256
 tokens by the rule, and at 47, 52, 38 and 73 % with the tiles that are fastest together. NVFP4 weights were not measured.
 """
@@ -9,7 +9,7 @@ tokens by the rule, and at 47, 52, 38 and 73 % with the tiles that are fastest t
 from __future__ import annotations
 
 from batchspec.kernels.common.card import Card
-from batchspec.kernels.common.int4 import BLOCK
+from batchspec.kernels.common.four_bit import BLOCK
 from batchspec.kernels.gemm.tiles import Tile
 
 MOST_TOKENS = 1024
@@ -31,7 +31,7 @@ CUTS = {
 
 def op_of(group: int, *, gated: bool) -> str:
     """The name of a product in the table of tuned ones. group: columns of a group of W, 0: all of a row, 16: NVFP4."""
-    return f"{'int4_swiglu' if gated else 'int4_linear'}_g{group}"
+    return f"{'four_bit_swiglu' if gated else 'four_bit_linear'}_g{group}"
 
 
 def group_of(op: str) -> int:
@@ -39,7 +39,7 @@ def group_of(op: str) -> int:
     return int(op.rpartition("_g")[2])
 
 
-def int4_tile(num_tokens: int, rows: int, k: int, card: Card, *, gated: bool = False) -> Tile | None:
+def four_bit_tile(num_tokens: int, rows: int, k: int, card: Card, *, gated: bool = False) -> Tile | None:
     """A good tile, by estimate, for x [num_tokens, k] with W [rows, k]; None: dequantise W, then the library's product.
 
     Few tokens: 128 rows of W a program, so that x is read from the L2 cache half as often as W; K is split until two programs run
@@ -60,7 +60,7 @@ def int4_tile(num_tokens: int, rows: int, k: int, card: Card, *, gated: bool = F
     return base._replace(split=max(split for split in SPLITS if split == 1 or split <= most))
 
 
-def ordered_int4_tile(num_tokens: int, *, gated: bool = False) -> Tile:
+def ordered_four_bit_tile(num_tokens: int, *, gated: bool = False) -> Tile:
     """A tile with one order of sums (decode.deterministic): a token's bits are the same for every number of tokens.
 
     One program sums all of K, in blocks of 128 from the first one on, each in instructions of 16 columns. Rows of W are the first
@@ -71,8 +71,8 @@ def ordered_int4_tile(num_tokens: int, *, gated: bool = False) -> Tile:
 
 
 def candidates(num_tokens: int, rows: int, k: int, card: Card, *, gated: bool = False) -> list[Tile]:
-    """Tiles worth timing on this card; first the one that `int4_tile` chooses, if it does."""
-    rule = int4_tile(num_tokens, rows, k, card, gated=gated)
+    """Tiles worth timing on this card; first the one that `four_bit_tile` chooses, if it does."""
+    rule = four_bit_tile(num_tokens, rows, k, card, gated=gated)
     found = [] if rule is None else [rule]
     n = rows // 2 if gated else rows
     for height in HEIGHTS:

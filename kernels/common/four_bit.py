@@ -1,20 +1,20 @@
-"""INT4 weights W [N, K]: groups of the columns of a row share a scale s and a zero point z. One form for all checkpoints.
+"""Weights W [N, K] of four bits, INT4 or NVFP4, in the form that their kernels read. One form for all checkpoints.
 
-    W[n, k] = (q[n, k] - z[n, g]) * s[n, g]     q and z in 0 .. 15, g the group of column k
+    INT4   W[n, k] = (q[n, k] - z[n, j]) * s[n, j]     codes q and zero points z in 0 .. 15, scales s, j the group of column k
+    NVFP4  W[n, k] = e2m1(q[n, k]) * s[n, j] * g[n]    groups of 16 columns, row scales g; `nvfp4.py` defines their bits
 
-Computed in fp32, in a model of fp64 in fp64, and rounded once to the model's dtype. In a model of bf16 scales are bf16: those of
-a file in fp16 are rounded to it at load, as by other engines.
+Computed in fp32, in a model of fp64 in fp64, and rounded once to the model's dtype. In a model of bf16 the scales of INT4 weights
+are bf16: those of a file in fp16 are rounded to it at load, as by other engines. MXFP4 weights, which only experts have, are in
+another form (`moe/mxfp4.py`).
 
-The order in memory is that in which the kernels read (`kernels/gemm/int4_steps.py`). Blocks of 128 columns lie one after another,
-so a tile of rows is contiguous. The 128 codes of a row are 32 words of 16 bits; word j holds columns j, 32 + j, 64 + j and 96 + j
+The order in memory is that in which the kernels read (`gemm/four_bit_steps.py`). Blocks of 128 columns lie one after another, so
+a tile of rows is contiguous. The 128 codes of a row are 32 words of 16 bits; word j holds columns j, 32 + j, 64 + j and 96 + j
 of the block, the first in its lowest bits. So code i of all words is one block of 32 columns, and a tile of words is unpacked to
 the operand of a tensor core without moving a number between registers. Of 16 rows, thread l of a warp needs words 2 (l % 4) + 8 i
 and the next ones (i = 0 .. 3) of rows l / 4 and 8 + l / 4: its 16 bytes of the first row follow those of thread l - 1, and the
 second rows of all threads come after the first ones. Scales and zero points of 16 rows are in the order 0, 8, 1, 9, .. 7, 15:
 those of the two rows of a thread make 32 bits. Rows are padded to a multiple of 16, and columns to one of 128, which are
 multiplied by zeros.
-
-NVFP4 weights have this form too, since the same kernels read them: `nvfp4.py` says what their words and scales hold.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ SMALLEST_SCALE = 2.0**-100
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Int4Weight:
-    """See the module's docstring; an NVFP4 weight if it has row scales. N' is N rounded up to a multiple of 16; scales past N are
-    unspecified."""
+class FourBitWeight:
+    """See the module's docstring. NVFP4 if it has row scales, otherwise INT4. N' is N rounded up to a multiple of 16; scales past
+    N are unspecified."""
 
     words: Tensor
     """int16 [ceil(K / 128), N' / 16, 512] codes; contiguous but in its first dimension"""
@@ -79,7 +79,7 @@ class Int4Weight:
             return 0
         return self.group_size if is_readable(self.group_size) else None
 
-    def rows(self, own: slice) -> Int4Weight:
+    def rows(self, own: slice) -> FourBitWeight:
         """Some rows of it, without copies. The first one must be a multiple of 16."""
         assert own.start % ROWS == 0
         blocks = slice(own.start // ROWS, -(-own.stop // ROWS))
@@ -88,7 +88,7 @@ class Int4Weight:
         words, scales, num_rows = self.words[:, blocks], self.scales[:, rows], own.stop - own.start
         return replace(self, words=words, scales=scales, zeros=zeros, row_scales=row_scales, num_rows=num_rows)
 
-    def has_columns_of(self, other: Int4Weight) -> bool:
+    def has_columns_of(self, other: FourBitWeight) -> bool:
         """Whether both divide their columns in the same way. Synchronises on a GPU."""
         pairs = ((self.columns, other.columns), (self.groups, other.groups))
         same = all(one is two if one is None or two is None else torch.equal(one, two) for one, two in pairs)
@@ -118,7 +118,7 @@ def _in_rows(x: Tensor) -> Tensor:
 
 def arrange(
     words: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, groups: Tensor | None = None
-) -> Int4Weight:
+) -> FourBitWeight:
     """The form in memory of a weight.
 
     words   int32 [N, K / 8] as `pack` gives them
@@ -135,7 +135,7 @@ def arrange(
             columns, groups = order.int(), None
             words = pack(unpack(words).index_select(1, order))
     own = padded(scales, group_size, k, groups), None if zeros is None else padded(zeros.short(), group_size, k, groups)
-    return Int4Weight(interleaved(words), own[0], own[1], len(words), k, group_size, columns, groups)
+    return FourBitWeight(interleaved(words), own[0], own[1], len(words), k, group_size, columns, groups)
 
 
 def interleaved(words: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ def bf16_scales(scales: Tensor) -> Tensor:
     return rounded.masked_fill_(sizes < SMALLEST_SCALE, SMALLEST_SCALE)
 
 
-def dequantise(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
+def dequantise(weight: FourBitWeight, dtype: torch.dtype) -> Tensor:
     """[N, K] in a model's dtype, columns in the order of the projection. Does not synchronise. Temporaries take about 9 bytes
     for each number."""
     wide = torch.promote_types(dtype, torch.float32)
@@ -183,7 +183,7 @@ def dequantise(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
     return stored if weight.columns is None else torch.empty_like(stored).index_copy_(1, weight.columns.long(), stored)
 
 
-def multiplied(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
+def multiplied(weight: FourBitWeight, dtype: torch.dtype) -> Tensor:
     """`dequantise` with the numbers that kernels multiply, in fp32 or fp64: those of INT4 weights are rounded to bf16."""
     return dequantise(weight, torch.bfloat16 if weight.row_scales is None else dtype).to(dtype)
 
@@ -193,14 +193,14 @@ def scale_dtype(row_scales: Tensor | None) -> torch.dtype:
     return torch.bfloat16 if row_scales is None else torch.int16
 
 
-def _codes(weight: Int4Weight, words: Tensor) -> Tensor:
+def _codes(weight: FourBitWeight, words: Tensor) -> Tensor:
     """uint8 [N, K] of words whose lowest bits are the first of their codes."""
     octets = words.contiguous().view(torch.uint8).unflatten(2, (2, 8, 4, 4, 2, 2))
     parts = torch.stack((octets & 15, octets >> 4), -1)  # [blocks, N' / 16, 2, 8, thread, 4, 2, octet of a word, nibble]
     return parts.permute(1, 2, 3, 0, 7, 8, 5, 4, 6).flatten(3).flatten(0, 2)[: weight.num_rows, : weight.k]
 
 
-def _of_columns(weight: Int4Weight, values: Tensor) -> Tensor:
+def _of_columns(weight: FourBitWeight, values: Tensor) -> Tensor:
     """Values [G, N'] of groups -> [N, K] of columns."""
     values = values.unflatten(1, (-1, ROWS // 2, 2)).transpose(2, 3).flatten(1)[:, : weight.num_rows].t()
     if weight.groups is not None:

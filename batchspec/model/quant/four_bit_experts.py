@@ -1,5 +1,5 @@
-"""Grouped products of experts with INT4 weights: Triton kernels in bf16 on a GPU, there of NVFP4 weights too, plain torch
-elsewhere.
+"""Grouped products of experts with weights of four bits, INT4 or NVFP4: Triton kernels in bf16 on a GPU, elsewhere plain torch,
+here of INT4 weights and in `nvfp4.py` of NVFP4 weights.
 
 The kernels read experts whose columns are in order, in groups as for dense products, and whose projections have a multiple of 16
 rows. Plain torch computes the others, one expert after another.
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
-from batchspec.kernels.common.int4 import ROWS, Int4Weight, dequantise
-from batchspec.kernels.moe.experts_int4 import StackedInt4, experts_int4_down, experts_int4_up
+from batchspec.kernels.common.four_bit import ROWS, FourBitWeight, dequantise
+from batchspec.kernels.moe.experts_four_bit import StackedFourBit, experts_four_bit_down, experts_four_bit_up
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Gating, GroupedSpec
@@ -29,7 +29,7 @@ class ExpertWeights:
     The rows of each projection begin at a multiple of 16.
     """
 
-    def __init__(self, spec: GroupedSpec, like: Int4Weight, *, act_order: bool) -> None:
+    def __init__(self, spec: GroupedSpec, like: FourBitWeight, *, act_order: bool) -> None:
         """like: the weight of one projection. act_order: each projection has an order of columns, or groups, of its own."""
         self._parts, self._like, self._blocks = len(spec.parts), like, like.words.shape[1]
 
@@ -40,9 +40,9 @@ class ExpertWeights:
         self.words, self.scales = empty(like.words), empty(like.scales)
         self.zeros = None if like.zeros is None else empty(like.zeros)
         self.row_scales = None if like.row_scales is None else empty(like.row_scales)
-        self._own: dict[tuple[int, int], Int4Weight] | None = {} if act_order else None
+        self._own: dict[tuple[int, int], FourBitWeight] | None = {} if act_order else None
 
-    def put(self, expert: int, place: int, name: str, part: Int4Weight) -> None:
+    def put(self, expert: int, place: int, name: str, part: FourBitWeight) -> None:
         """Copy a projection of this name, number `place` of its expert. Raises CheckpointError for scales of another dtype than
         those of the first one."""
         if part.scales.dtype != self.scales.dtype:
@@ -54,12 +54,12 @@ class ExpertWeights:
         if self._own is not None:
             self._own[expert, place] = own
 
-    def of(self, expert: int) -> list[Int4Weight]:
+    def of(self, expert: int) -> list[FourBitWeight]:
         """The weights of an expert's projections, without copies."""
         own = self._own
         return [self._part(expert, place, self._like) if own is None else own[expert, place] for place in range(self._parts)]
 
-    def _part(self, expert: int, place: int, like: Int4Weight) -> Int4Weight:
+    def _part(self, expert: int, place: int, like: FourBitWeight) -> FourBitWeight:
         """The weight of a projection whose columns are those of `like`."""
         blocks = slice(place * self._blocks, (place + 1) * self._blocks)
         rows = slice(blocks.start * ROWS, blocks.stop * ROWS)
@@ -67,21 +67,21 @@ class ExpertWeights:
         words, scales = self.words[expert, :, blocks], self.scales[expert, :, rows]
         return replace(like, words=words, scales=scales, zeros=zeros, row_scales=row_scales)
 
-    def for_kernels(self) -> StackedInt4 | None:
+    def for_kernels(self) -> StackedFourBit | None:
         """What the kernels read; None if they cannot read these weights."""
         group = None if self._own is not None else self._like.kernel_group
         if group is None or self._like.num_rows % ROWS:
             return None
-        return StackedInt4(self.words, self.scales, self.zeros, self._like.k, group, self.row_scales)
+        return StackedFourBit(self.words, self.scales, self.zeros, self._like.k, group, self.row_scales)
 
 
-def _tensors(weight: Int4Weight) -> list[Tensor]:
+def _tensors(weight: FourBitWeight) -> list[Tensor]:
     """What a weight has of its own, without its order of columns."""
     return [own for own in (weight.words, weight.scales, weight.zeros, weight.row_scales) if own is not None]
 
 
-class Int4Experts(PlainExperts):
-    """A GroupedProduct with INT4 weights, or NVFP4 weights in their form, in a model of this dtype."""
+class FourBitExperts(PlainExperts):
+    """A GroupedProduct with weights of four bits in a model of this dtype."""
 
     weight_dtype = torch.int32
     reads_groups = False
@@ -98,7 +98,7 @@ class Int4Experts(PlainExperts):
         if self._stacked is None:
             return self.plain_up(x, routing, gating)
         tile, rows = tile_of(routing, gated=True, dtype=self.weight_dtype), rows_in_order(x, routing)
-        return experts_int4_up(
+        return experts_four_bit_up(
             rows, self._stacked, self._bias, routing, tile=tile, gate=gate_of(gating), interpret=not x.is_cuda
         )
 
@@ -107,7 +107,7 @@ class Int4Experts(PlainExperts):
         if self._stacked is None:
             return self.plain_down(inner, routing)
         tile = tile_of(routing, gated=False, dtype=self.weight_dtype)
-        return experts_int4_down(inner, self._stacked, self._bias, routing, tile=tile, interpret=not inner.is_cuda)
+        return experts_four_bit_down(inner, self._stacked, self._bias, routing, tile=tile, interpret=not inner.is_cuda)
 
     def product(self, expert: int, x: Tensor) -> Tensor:
         return multiply_in_pieces(x, self.weight.of(expert), dequantise, None if self._bias is None else self._bias[expert])

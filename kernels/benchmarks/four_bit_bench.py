@@ -1,14 +1,14 @@
-"""Dense INT4 and NVFP4 products: tiles of our kernel, and all products of a forward pass in one graph, in one call on a GPU.
+"""Dense products with weights of four bits: tiles of our kernel, and all of a forward pass in one graph, in one call on a GPU.
 
-    python -m batchspec.kernels.gemm.int4_linear [--tokens 1 16 ...] [--models llama8b ...] [--group 128] [--seconds 240]
+    python -m batchspec.kernels.gemm.four_bit_linear [--tokens 1 16 ...] [--models llama8b ...] [--group 128] [--seconds 240]
 
 Every tile is checked against plain torch. For each product and number of tokens the first table has the tile of the rule
-(`int4_tiles.int4_tile`), the fastest tile without and with TMA, and the dequantised weight by the library; the share is that of
-the larger of bytes / 4.3 TB/s and operations / 790 TFLOP/s. Then the products of all layers are captured in one graph, each with
-a weight of its own, which the L2 cache does not hold: with the tiles of the rule, with the fastest ones, and with those that are
-fastest together: one after another, each product gets whichever of its FINALISTS makes the graph fastest. The last, short table
-has these shares, and those of the last tiles without what lets a launch begin early. Kernels are compiled ahead by `--jobs`
-processes, into Triton's cache on disk.
+(`four_bit_tiles.four_bit_tile`), the fastest tile without and with TMA, and the dequantised weight by the library; the share is
+that of the larger of bytes / 4.3 TB/s and operations / 790 TFLOP/s. Then the products of all layers are captured in one graph,
+each with a weight of its own, which the L2 cache does not hold: with the tiles of the rule, with the fastest ones, and with those
+that are fastest together: one after another, each product gets whichever of its FINALISTS makes the graph fastest. The last,
+short table has these shares, and those of the last tiles without what lets a launch begin early. Kernels are compiled ahead by
+`--jobs` processes, into Triton's cache on disk.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.options import add_limits, json_lines, parse_on_gpu, parser_of
 from batchspec.kernels.benchmarks.timing import relative_error
 from batchspec.kernels.common.card import Card, card_of
+from batchspec.kernels.common.four_bit import FourBitWeight
 from batchspec.kernels.common.graph_clock import Call, GraphClock
-from batchspec.kernels.common.int4 import Int4Weight
 from batchspec.kernels.common.pdl import set_enabled
-from batchspec.kernels.gemm import int4_linear as kernel
-from batchspec.kernels.gemm.int4_dequantise import multiply_dequantised
-from batchspec.kernels.gemm.int4_linear import int4_linear, int4_linear_reference, launch
-from batchspec.kernels.gemm.int4_tiles import candidates, int4_tile
-from batchspec.kernels.gemm.int4_trial import random_int4
+from batchspec.kernels.gemm import four_bit_linear as kernel
+from batchspec.kernels.gemm.four_bit_dequantise import multiply_dequantised
+from batchspec.kernels.gemm.four_bit_linear import four_bit_linear, four_bit_linear_reference, launch
+from batchspec.kernels.gemm.four_bit_tiles import candidates, four_bit_tile
+from batchspec.kernels.gemm.four_bit_trial import random_four_bit
 from batchspec.kernels.gemm.tiles import Tile
 
 TOKENS = (1, 16, 64, 256, 1024)
@@ -79,24 +79,24 @@ def floor_us(tokens: int, rows: int, k: int, num_bytes: float) -> float:
     return 1e6 * max(num_bytes / BYTES_S, 2.0 * tokens * rows * k / FLOP_S)
 
 
-def bytes_of(weight: Int4Weight) -> int:
+def bytes_of(weight: FourBitWeight) -> int:
     return weight.words.nbytes + weight.scales.nbytes + (0 if weight.row_scales is None else weight.row_scales.nbytes)
 
 
-def call_of(x: Tensor, weight: Int4Weight, tile: Tile | None) -> Call:
+def call_of(x: Tensor, weight: FourBitWeight, tile: Tile | None) -> Call:
     if tile is None:
         return partial(multiply_dequantised, x, weight, interpret=not x.is_cuda)
-    return partial(int4_linear, x, weight, tile=tile, interpret=not x.is_cuda)
+    return partial(four_bit_linear, x, weight, tile=tile, interpret=not x.is_cuda)
 
 
 def time_product(
-    weights: Sequence[Int4Weight], tokens: int, clock: GraphClock, save: Callable[[dict[str, Any]], None]
+    weights: Sequence[FourBitWeight], tokens: int, clock: GraphClock, save: Callable[[dict[str, Any]], None]
 ) -> Timings:
     """Every tile that is right; the library too. weights: copies."""
     (rows, k), device = (weights[0].num_rows, weights[0].k), weights[0].words.device
     x, found = torch.randn(tokens, k, device=device).bfloat16(), Timings()
-    wanted, card, name = int4_linear_reference(x, weights[0]), card_of(device), f"T={tokens} {rows}x{k}"
-    found.rule = int4_tile(tokens, rows, k, card)
+    wanted, card, name = four_bit_linear_reference(x, weights[0]), card_of(device), f"T={tokens} {rows}x{k}"
+    found.rule = four_bit_tile(tokens, rows, k, card)
     for tile in (None, *candidates(tokens, rows, k, card)):
         with continue_on_error(f"{name} {text_of(tile)}"):
             calls = [call_of(x, weight, tile) for weight in weights]
@@ -109,7 +109,7 @@ def time_product(
     return found
 
 
-def line_of(timings: Timings, tokens: int, weight: Int4Weight) -> str:
+def line_of(timings: Timings, tokens: int, weight: FourBitWeight) -> str:
     """A line of the first table."""
     floor, parts = floor_us(tokens, weight.num_rows, weight.k, bytes_of(weight)), []
     kinds: dict[str, list[Tile | None]] = {"rule": [timings.rule]}
@@ -136,7 +136,7 @@ class Forward:
 
     def __init__(self, shape: Shape, group: int, device: torch.device) -> None:
         self.shape = shape
-        self.layers = [[random_int4(rows, k, group, device) for rows, k in shape.products] for _ in range(shape.layers)]
+        self.layers = [[random_four_bit(rows, k, group, device) for rows, k in shape.products] for _ in range(shape.layers)]
 
     def floor_us(self, tokens: int) -> float:
         """The larger of the bytes and of the operations of all."""
@@ -212,7 +212,7 @@ def compile_one(task: tuple[Tile, int]) -> str:
     """Compile one kernel in a process of its own. It does not depend on the sizes, if N and K are multiples of 128."""
     tile, group = task
     try:
-        weight = random_int4(256, 2048, group, torch.device("cuda"))
+        weight = random_four_bit(256, 2048, group, torch.device("cuda"))
         x = torch.zeros(20, 2048, dtype=torch.bfloat16, device="cuda")
         launch(x, weight, None, out=x.new_empty(20, 256), tile=tile, compile_only=True)
     except Exception as error:
@@ -238,7 +238,7 @@ def bench(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None])
           "tokens x rows of W, stages, warps, pointers or TMA, split of K", flush=True)
     clock, found = GraphClock(device), dict[tuple[int, int, int], Timings]()
     for rows, k in shapes:
-        weights = [random_int4(rows, k, group, device) for _ in range(max(2, CACHE_BYTES // (rows * k // 2) + 1))]
+        weights = [random_four_bit(rows, k, group, device) for _ in range(max(2, CACHE_BYTES // (rows * k // 2) + 1))]
         for tokens in arguments.tokens:
             if time.monotonic() - begin > arguments.seconds:
                 print(f"T={tokens} {rows}x{k}: out of time", flush=True)
@@ -261,7 +261,7 @@ def bench(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None])
 
 
 def main() -> None:
-    parser = parser_of("gemm.int4_linear", MODELS, TOKENS)
+    parser = parser_of("gemm.four_bit_linear", MODELS, TOKENS)
     parser.add_argument("--group", type=int, default=128, help="columns of W that share a scale; 0: all of a row; 16: NVFP4")
     add_limits(parser, seconds=240)
     arguments = parse_on_gpu(parser)

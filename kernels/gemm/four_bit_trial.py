@@ -1,4 +1,4 @@
-"""Autotune of dense products with INT4 and NVFP4 weights: tiles of our kernel, and dequantising the weight for the library."""
+"""Autotune of dense products with weights of four bits: tiles of our kernel, and dequantising the weight for the library."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 
 from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.e4m3 import E4M3
+from batchspec.kernels.common.four_bit import FourBitWeight, arrange, multiplied
 from batchspec.kernels.common.fp4 import GROUP
 from batchspec.kernels.common.graph_clock import MAX_COPIES, Call
-from batchspec.kernels.common.int4 import Int4Weight, arrange, multiplied
 from batchspec.kernels.common.nvfp4 import Nvfp4Weight, arranged
 from batchspec.kernels.gemm.activation import silu_and_mul
 from batchspec.kernels.gemm.autotune import COPIES_BYTES, Trial
-from batchspec.kernels.gemm.int4_dequantise import multiply_dequantised
-from batchspec.kernels.gemm.int4_linear import launch
-from batchspec.kernels.gemm.int4_tiles import candidates, group_of
+from batchspec.kernels.gemm.four_bit_dequantise import multiply_dequantised
+from batchspec.kernels.gemm.four_bit_linear import launch
+from batchspec.kernels.gemm.four_bit_tiles import candidates, group_of
 from batchspec.kernels.gemm.tiles import Tile
 
 
-def random_int4(rows: int, k: int, group: int, device: torch.device) -> Int4Weight:
-    """Symmetric weights of about the size k^-0.5. group: columns of a group, 0: all of a row, 16: NVFP4."""
+def random_four_bit(rows: int, k: int, group: int, device: torch.device) -> FourBitWeight:
+    """Weights of about the size k^-0.5, INT4 symmetric. group: columns of a group, 0: all of a row, 16: NVFP4."""
     if group == GROUP:
         codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, device=device)
         scales = torch.randint(0x30, 0x40, (rows, k // GROUP), dtype=torch.uint8, device=device)  # 0.5 to 1.9
@@ -35,14 +35,14 @@ def random_int4(rows: int, k: int, group: int, device: torch.device) -> Int4Weig
     return arrange(words, scales.bfloat16(), None, size)
 
 
-class Int4Trial(Trial):
-    """One op of `int4_tiles.op_of`. Zero points of their own, which take a few more instructions, are not timed."""
+class FourBitTrial(Trial):
+    """One op of `four_bit_tiles.op_of`. Zero points of their own, which take a few more instructions, are not timed."""
 
     more_tokens = (2048, 4096)
 
     def make_weights(self) -> Sequence[Any]:
         copies = min(MAX_COPIES, -(-COPIES_BYTES // (self.rows * self.k // 2)))
-        return [random_int4(self.rows, self.k, group_of(self.op), self.device) for _ in range(copies)]
+        return [random_four_bit(self.rows, self.k, group_of(self.op), self.device) for _ in range(copies)]
 
     def candidates(self, tokens: int) -> list[Tile]:
         return candidates(tokens, self.rows, self.k, card_of(self.device), gated=self.gated)
@@ -55,7 +55,7 @@ class Int4Trial(Trial):
         return [partial(launch, x, w, None, **options) for w in self.weights]
 
     def library(self, x: Tensor, out: Tensor) -> list[Call]:
-        def run(w: Int4Weight) -> None:
+        def run(w: FourBitWeight) -> None:
             y = multiply_dequantised(x, w, interpret=not x.is_cuda)
             if self.gated:
                 silu_and_mul(y, out=out)

@@ -1,11 +1,11 @@
-"""Matrix products of dense models with INT4 or NVFP4 weights (W4A16): y = x @ W.T + bias, 1 to about a thousand tokens.
+"""Matrix products of dense models with weights of four bits, INT4 or NVFP4 (W4A16): y = x @ W.T + bias, 1 to about 1,000 tokens.
 
-    int4_linear    y = x W' + b
-    int4_swiglu    y = silu(x Wg' + bg) * (x Wu' + bu)      W = [Wg; Wu]
+    four_bit_linear    y = x W' + b
+    four_bit_swiglu    y = silu(x Wg' + bg) * (x Wu' + bu)      W = [Wg; Wu]
 
-W is rounded once to bf16, as `dequantise` gives it (`common/int4.py`), but only in registers: memory is read 4 bits and scales a
-number (`int4_steps.py`). So the result is that of the product with dequantised weights, up to the order of sums. NVFP4 weights
-are not rounded (`common/nvfp4.py`).
+INT4 weights are rounded once to bf16, as `dequantise` gives them (`common/four_bit.py`), but only in registers: memory is read 4
+bits and scales a number (`four_bit_steps.py`). So the result is that of the product with dequantised weights, up to the order of
+sums. NVFP4 weights are not rounded (`common/nvfp4.py`).
 
 A tile of the output can be shared by several programs, each of which sums a part of the blocks of K. The last one to finish adds
 their sums in the order of K (`split_k.py`): the bits are the same in every run. They depend on how K is divided, not on the sizes
@@ -27,9 +27,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.fetch import fetch_to_l2
-from batchspec.kernels.common.int4 import BLOCK, ROWS, WORDS, Int4Weight, multiplied, scale_dtype
+from batchspec.kernels.common.four_bit import BLOCK, ROWS, WORDS, FourBitWeight, multiplied, scale_dtype
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.gemm.int4_steps import SIZE, sum_blocks
+from batchspec.kernels.gemm.four_bit_steps import SIZE, sum_blocks
 from batchspec.kernels.gemm.linear import write_tile
 from batchspec.kernels.gemm.split_k import MAX_TILES, counters, join_parts
 from batchspec.kernels.gemm.tiles import Tile
@@ -52,7 +52,7 @@ def fetch_words(words, block, stop, first, n, w_rows, GATED: tl.constexpr, BLOCK
 
 
 @triton.jit(do_not_specialize=["num_tokens", "split"])  # no recompilation for other token counts
-def int4_linear_kernel(
+def four_bit_linear_kernel(
     x, w, words, scales, zeros, row_scales, bias, out, partials, arrived, num_tokens, n, w_rows, k, stride_x, split,
     GROUP: tl.constexpr, GATED: tl.constexpr, TWO: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, FETCHED: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -87,13 +87,15 @@ def int4_linear_kernel(
         write_tile(bias, None, None, out, y, second, y, t, first, num_tokens, n, k, n, 0.0, BLOCK_T, BLOCK_N, GATED)
 
 
-def int4_linear(
-    x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, tile: Tile, out: Tensor | None = None, interpret: bool = False
+def four_bit_linear(
+    x: Tensor, weight: FourBitWeight, bias: Tensor | None = None, *, tile: Tile, out: Tensor | None = None,
+    interpret: bool = False,
 ) -> Tensor:
     """x @ W.T + bias.
 
-    x       bf16 [T, K], its columns in the order of the weight in memory (`Int4Weight.columns`); rows may be slices of wider ones
-    weight  with scales in bf16 below 8 (`bf16_scales`), and groups that kernels read (`Int4Weight.kernel_group`); or NVFP4
+    x       bf16 [T, K], its columns in the order of the weight in memory (`FourBitWeight.columns`); rows may be slices of wider
+            ones
+    weight  INT4 with scales in bf16 below 8 (`bf16_scales`) and groups that kernels read (`FourBitWeight.kernel_group`), or NVFP4
             (`nvfp4.arranged`)
     bias    bf16 [N], or None
     tile    block_m tokens, block_n rows of W (of outputs, if gated), block_k 128; how the work is split: the result's bits
@@ -108,26 +110,27 @@ def int4_linear(
     if x.is_cuda or interpret:
         launch(x, weight, bias, out=out, tile=tile)
         return out
-    return out.copy_(int4_linear_reference(x, weight, bias))
+    return out.copy_(four_bit_linear_reference(x, weight, bias))
 
 
-def int4_swiglu(
-    x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, tile: Tile, out: Tensor | None = None, interpret: bool = False
+def four_bit_swiglu(
+    x: Tensor, weight: FourBitWeight, bias: Tensor | None = None, *, tile: Tile, out: Tensor | None = None,
+    interpret: bool = False,
 ) -> Tensor:
     """silu(gate) * up of gate_up = x @ W.T + bias, W [2 * N, K] with the gate's rows first and N a multiple of 16 -> [T, N].
 
-    See `int4_linear`. Rounds as a product and `silu_and_mul` do.
+    See `four_bit_linear`. Rounds as a product and `silu_and_mul` do.
     """
     out = x.new_empty(len(x), weight.num_rows // 2) if out is None else out
     if x.is_cuda or interpret:
         launch(x, weight, bias, out=out, tile=tile, gated=True)
         return out
-    gate, up = int4_linear_reference(x, weight, bias).to(x.dtype).chunk(2, dim=-1)
+    gate, up = four_bit_linear_reference(x, weight, bias).to(x.dtype).chunk(2, dim=-1)
     return out.copy_(F.silu(gate) * up)
 
 
-def int4_linear_reference(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:
-    """`int4_linear` in plain torch, in fp32 (fp64 if x is fp64), with the weights that the kernel multiplies."""
+def four_bit_linear_reference(x: Tensor, weight: FourBitWeight, bias: Tensor | None = None) -> Tensor:
+    """`four_bit_linear` in plain torch, in fp32 (fp64 if x is fp64), with the weights that the kernel multiplies."""
     wide = torch.promote_types(x.dtype, torch.float32)
     matrix = multiplied(weight, wide)
     matrix = matrix if weight.columns is None else matrix.index_select(1, weight.columns)
@@ -136,23 +139,23 @@ def int4_linear_reference(x: Tensor, weight: Int4Weight, bias: Tensor | None = N
 
 
 def launch(
-    x: Tensor, weight: Int4Weight, bias: Tensor | None, *, out: Tensor, tile: Tile, gated: bool = False,
+    x: Tensor, weight: FourBitWeight, bias: Tensor | None, *, out: Tensor, tile: Tile, gated: bool = False,
     compile_only: bool = False,
 ) -> None:
     """Check the arguments and start the kernel; `compile_only` compiles without a launch."""
     num_tokens, k, rows = len(x), weight.k, weight.num_rows
     n = rows // 2 if gated else rows
-    group = check_weight("int4_linear", weight)
+    group = check_weight("four_bit_linear", weight)
     _check(x, weight, bias, out, tile, n, gated=gated)
     if not num_tokens:
         return
     num_tiles, split = -(-num_tokens // tile.block_m) * -(-n // tile.block_n), tile.split > 1
     if split and num_tiles > MAX_TILES:
-        raise ValueError(f"int4_linear: {num_tiles} tiles split along K; at most {MAX_TILES}: use larger tiles or split=1")
+        raise ValueError(f"four_bit_linear: {num_tiles} tiles split along K; at most {MAX_TILES}: use larger tiles or split=1")
     height, grid = tile.block_n * (2 if gated else 1), (num_tiles * tile.split,)
     slots = (num_tiles + grid[0]) * height * tile.block_m
     partials = x.new_empty(slots, dtype=torch.float32) if split else None
-    start = partial(int4_linear_kernel.warmup, grid=grid) if compile_only else int4_linear_kernel[grid]
+    start = partial(four_bit_linear_kernel.warmup, grid=grid) if compile_only else four_bit_linear_kernel[grid]
     tma = tile.tma and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0
     start(
         TensorDescriptor.from_tensor(x, [tile.block_m, BLOCK]) if tma else x,
@@ -179,7 +182,7 @@ def pairs_of(values: Tensor) -> Tensor:
     return values.view(torch.int32)
 
 
-def check_weight(kernel: str, weight: Int4Weight) -> int:
+def check_weight(kernel: str, weight: FourBitWeight) -> int:
     """The size of the groups as the kernels take it. Raises ValueError for a weight that they cannot read."""
     k, rows, group = weight.k, weight.num_rows, weight.kernel_group
     if group is None:
@@ -195,19 +198,19 @@ def check_weight(kernel: str, weight: Int4Weight) -> int:
     return group
 
 
-def _check(x: Tensor, weight: Int4Weight, bias: Tensor | None, out: Tensor, tile: Tile, n: int, *, gated: bool) -> None:
+def _check(x: Tensor, weight: FourBitWeight, bias: Tensor | None, out: Tensor, tile: Tile, n: int, *, gated: bool) -> None:
     """Raise ValueError unless the arguments fit each other."""
-    check("int4_linear: x", x, (len(x), weight.k), torch.bfloat16, rows=True)
-    check("int4_linear: out", out, (len(x), n), torch.bfloat16, torch.float32)
+    check("four_bit_linear: x", x, (len(x), weight.k), torch.bfloat16, rows=True)
+    check("four_bit_linear: out", out, (len(x), n), torch.bfloat16, torch.float32)
     if bias is not None:
-        check("int4_linear: bias", bias, (weight.num_rows,), torch.bfloat16)
+        check("four_bit_linear: bias", bias, (weight.num_rows,), torch.bfloat16)
     if gated and (n % ROWS or not weight.words.is_contiguous()):
-        raise ValueError(f"int4_swiglu: {n} outputs of a weight; must be a multiple of {ROWS}, and not a slice of its rows")
+        raise ValueError(f"four_bit_swiglu: {n} outputs of a weight; must be a multiple of {ROWS}, and not a slice of its rows")
     if tile.block_k != BLOCK or tile.block_n % ROWS or tile.per_sm:
-        raise ValueError(f"int4_linear: {tile}; block_k must be {BLOCK}, block_n a multiple of {ROWS}, and per_sm 0")
+        raise ValueError(f"four_bit_linear: {tile}; block_k must be {BLOCK}, block_n a multiple of {ROWS}, and per_sm 0")
 
 
 if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.int4_bench import main
+    from batchspec.kernels.benchmarks.four_bit_bench import main
 
     main()

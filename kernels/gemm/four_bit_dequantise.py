@@ -1,7 +1,7 @@
-"""INT4 and NVFP4 weights to bf16, rounded once (`dequantise` of `common/int4.py`). For products of many tokens, by the library.
+"""Weights of four bits to bf16, rounded once (`dequantise` of `common/four_bit.py`). For products of many tokens, by the library.
 
-INT4 weights are those that `int4_linear.py` multiplies; NVFP4 weights it does not round. Bound by memory: 4.5 bits are read and
-16 written for each number.
+INT4 weights are those that `four_bit_linear.py` multiplies; NVFP4 weights it does not round. Bound by memory: 4.5 bits are read
+and 16 written for each number.
 `multiply_dequantised` is the product in pieces that stay in the L2 cache, so that no weight is written to memory in bf16.
 """
 
@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.common.checks import check
-from batchspec.kernels.common.int4 import BLOCK, ROWS, WORDS, Int4Weight, dequantise
+from batchspec.kernels.common.four_bit import BLOCK, ROWS, WORDS, FourBitWeight, dequantise
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.gemm.int4_linear import check_weight, pairs_of
-from batchspec.kernels.gemm.int4_steps import SIZE, load_parts, load_words, unpack_block
+from batchspec.kernels.gemm.four_bit_linear import check_weight, pairs_of
+from batchspec.kernels.gemm.four_bit_steps import SIZE, load_parts, load_words, unpack_block
 
 BLOCK_N = 64
 PIECE = 1 << 24
@@ -27,7 +27,7 @@ PIECE = 1 << 24
 
 
 @triton.jit
-def int4_dequantise_kernel(
+def four_bit_dequantise_kernel(
     w, scales, zeros, row_scales, out, n, w_rows, k, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -50,17 +50,17 @@ def int4_dequantise_kernel(
     tl.store(places, values.to(out.dtype.element_ty), mask=(row < n)[:, None] & (column < k)[None, :])
 
 
-def int4_dequantise(weight: Int4Weight, *, out: Tensor | None = None, interpret: bool = False) -> Tensor:
-    """The weight as bf16 [N, K], columns in the order of memory (`Int4Weight.columns`).
+def four_bit_dequantise(weight: FourBitWeight, *, out: Tensor | None = None, interpret: bool = False) -> Tensor:
+    """The weight as bf16 [N, K], columns in the order of memory (`FourBitWeight.columns`).
 
-    weight  as for `int4_linear`
+    weight  as for `four_bit_linear`
     out     bf16 [N, K], contiguous; None: a new tensor
 
     Does not synchronise. Raises ValueError for other shapes or dtypes.
     """
     shape = weight.num_rows, weight.k
     out = torch.empty(shape, dtype=torch.bfloat16, device=weight.words.device) if out is None else out
-    check("int4_dequantise: out", out, shape, torch.bfloat16)
+    check("four_bit_dequantise: out", out, shape, torch.bfloat16)
     if not (out.is_cuda or interpret):
         matrix = dequantise(weight, torch.bfloat16)
         return out.copy_(matrix if weight.columns is None else matrix.index_select(1, weight.columns))
@@ -68,11 +68,11 @@ def int4_dequantise(weight: Int4Weight, *, out: Tensor | None = None, interpret:
     return out
 
 
-def launch(weight: Int4Weight, out: Tensor, *, compile_only: bool = False) -> None:
+def launch(weight: FourBitWeight, out: Tensor, *, compile_only: bool = False) -> None:
     """Check the weight and start the kernel, unless `compile_only`."""
-    group = check_weight("int4_dequantise", weight)
+    group = check_weight("four_bit_dequantise", weight)
     grid = (triton.cdiv(weight.num_rows, BLOCK_N) * triton.cdiv(weight.k, BLOCK),)
-    start = partial(int4_dequantise_kernel.warmup, grid=grid) if compile_only else int4_dequantise_kernel[grid]
+    start = partial(four_bit_dequantise_kernel.warmup, grid=grid) if compile_only else four_bit_dequantise_kernel[grid]
     start(
         weight.words, pairs_of(weight.scales), None if weight.zeros is None else pairs_of(weight.zeros), weight.row_scales, out,
         weight.num_rows, weight.words.stride(0) // WORDS, weight.k, GROUP=group, BLOCK_N=BLOCK_N, INTERPRETED=not out.is_cuda,
@@ -80,15 +80,15 @@ def launch(weight: Int4Weight, out: Tensor, *, compile_only: bool = False) -> No
     )
 
 
-def multiply_dequantised(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, interpret: bool = False) -> Tensor:
-    """x @ W.T + bias by the library, in x's dtype: bf16. Arguments as for `int4_linear`. Does not synchronise on a GPU."""
+def multiply_dequantised(x: Tensor, weight: FourBitWeight, bias: Tensor | None = None, *, interpret: bool = False) -> Tensor:
+    """x @ W.T + bias by the library, in x's dtype: bf16. Arguments as for `four_bit_linear`. Does not synchronise on a GPU."""
     step = max(1, PIECE // weight.k // ROWS) * ROWS
     if step >= weight.num_rows:
-        return F.linear(x, int4_dequantise(weight, interpret=interpret), bias)
+        return F.linear(x, four_bit_dequantise(weight, interpret=interpret), bias)
     out = x.new_empty(len(x), weight.num_rows)
     for first in range(0, weight.num_rows, step):
         own = slice(first, min(first + step, weight.num_rows))
-        matrix = int4_dequantise(weight.rows(own), interpret=interpret).t()
+        matrix = four_bit_dequantise(weight.rows(own), interpret=interpret).t()
         if bias is None:
             torch.mm(x, matrix, out=out[:, own])
         else:

@@ -1,7 +1,9 @@
-"""What a program of the products with INT4 weights computes: the sums over K of a tile (`int4_linear.py`, `moe/experts_int4.py`).
+"""What a program of the products with weights of four bits computes: the sums over K of a tile (`four_bit_linear.py`,
+`moe/experts_four_bit.py`).
 
 Rows of W are the side M of the tensor cores' products, which is at least 64, and tokens the side N: few tokens waste nothing.
-Each block of 128 columns of W (`common/int4.py`) is unpacked in registers, from which the tensor cores read it. What they read is
+Each block of 128 columns of W (`common/four_bit.py`) is unpacked in registers, from which the tensor cores read it. Of INT4
+weights they read
 
     w = (q - z) * s, rounded once to bf16
 

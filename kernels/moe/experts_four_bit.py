@@ -1,11 +1,12 @@
-"""Grouped products of experts with INT4 or NVFP4 weights: codes become bf16 in registers, from which the tensor cores read them.
+"""Grouped products of experts with weights of four bits, INT4 or NVFP4: codes become bf16 in registers, from which the tensor
+cores read them.
 
-INT4 weights are rounded once to bf16, as `dequantise` gives them (`common/int4.py`). Formula, work list, order of rows and order
-of sums are those of `experts_plain.py`, so the result equals that of `experts_plain.py` with dequantised weights. NVFP4 weights
-are not rounded, and sums are multiplied by row scales (`common/nvfp4.py`). The loop over K is that of the dense product
-(`gemm/int4_steps.py`), units of pairs and their tiles are those of `experts_mxfp4.py`.
-Bound by memory (the weights of the experts that have tokens); the instructions that unpack weights take two thirds as long,
-with NVFP4 weights four fifths.
+INT4 weights are rounded once to bf16, as `dequantise` gives them (`common/four_bit.py`). Formula, work list, order of rows and
+order of sums are those of `experts_plain.py`, so the result equals that of `experts_plain.py` with dequantised weights. NVFP4
+weights are not rounded, and sums are multiplied by row scales (`common/nvfp4.py`). The loop over K is that of the dense product
+(`gemm/four_bit_steps.py`), units of pairs and their tiles are those of `experts_mxfp4.py`.
+Bound by memory (the weights of the experts that have tokens); the instructions that unpack INT4 weights take two thirds as long,
+those of NVFP4 weights four fifths.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.common.checks import check
-from batchspec.kernels.common.int4 import BLOCK, ROWS, WORDS, Int4Weight, multiplied, scale_dtype
+from batchspec.kernels.common.four_bit import BLOCK, ROWS, WORDS, FourBitWeight, multiplied, scale_dtype
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.gemm.int4_linear import pairs_of, words_operand
-from batchspec.kernels.gemm.int4_steps import SIZE, sum_blocks
+from batchspec.kernels.gemm.four_bit_linear import pairs_of, words_operand
+from batchspec.kernels.gemm.four_bit_steps import SIZE, sum_blocks
 from batchspec.kernels.moe.blocks import blocks_of, check_launch
 from batchspec.kernels.moe.experts_plain import experts_plain_down_reference, experts_plain_up_reference
 from batchspec.kernels.moe.gate import SWIGLU, Gate
@@ -31,18 +32,18 @@ from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing, program_place
 
 
-class StackedInt4(NamedTuple):
-    """The weights [N, K] of E experts, with the same groups of columns (`Int4Weight`, which says what NVFP4 has)."""
+class StackedFourBit(NamedTuple):
+    """The weights [N, K] of E experts of one format, with the same groups of columns; see `FourBitWeight`."""
 
     words: Tensor
     """int16 [E, ceil(K / 128), N / 16, 512], contiguous"""
     scales: Tensor
-    """[E, G, N], contiguous; those of `Int4Weight`"""
+    """[E, G, N], contiguous; those of `FourBitWeight`"""
     zeros: Tensor | None
     """int16 [E, G, N], contiguous; None: all zero points are 8"""
     k: int
     group: int
-    """The size of the groups as kernels take it (`Int4Weight.kernel_group`)."""
+    """The size of the groups as kernels take it (`FourBitWeight.kernel_group`)."""
     row_scales: Tensor | None = None
     """fp32 [E, 1, N], contiguous; None: INT4 weights"""
 
@@ -51,11 +52,11 @@ class StackedInt4(NamedTuple):
         """N, a multiple of 16; of a gated product those of each half are."""
         return self.scales.shape[2]
 
-    def expert(self, index: int) -> Int4Weight:
+    def expert(self, index: int) -> FourBitWeight:
         """The weight of an expert, without copies."""
         zeros, rows = (None if own is None else own[index] for own in (self.zeros, self.row_scales))
         group = self.group or self.k
-        return Int4Weight(self.words[index], self.scales[index], zeros, self.num_rows, self.k, group, row_scales=rows)
+        return FourBitWeight(self.words[index], self.scales[index], zeros, self.num_rows, self.k, group, row_scales=rows)
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def multiply(
 
 
 @triton.jit(do_not_specialize=["num_units", "num_rows"])
-def experts_int4_kernel(
+def experts_four_bit_kernel(
     x16, x32, x64, x128, x256, w, scales, zeros, row_scales, bias, pairs, units, out, num_units, num_rows, n, k, num_groups,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr,
     LOW: tl.constexpr, BLOCK_T: tl.constexpr, JOINED: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
@@ -104,14 +105,14 @@ def experts_int4_kernel(
                          MORE_ROWS[step], BLOCK_N, TMA, EVEN_K, INTERPRETED)
 
 
-def experts_int4_up(
-    x: Tensor, weight: StackedInt4, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, gate: Gate = SWIGLU,
+def experts_four_bit_up(
+    x: Tensor, weight: StackedFourBit, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, gate: Gate = SWIGLU,
     out: Tensor | None = None, interpret: bool = False,
 ) -> Tensor:
     """The gated first product of each pair.
 
     x        bf16 [P, H], on a CPU any float dtype, in the order of the list of pairs
-    weight   of a matrix [E, 2I, H], gate rows before up rows, I a multiple of 16; scales as for `int4_linear`
+    weight   of a matrix [E, 2I, H], gate rows before up rows, I a multiple of 16; scales as for `four_bit_linear`
     bias     bf16 or fp32 [E, 2I], or None
     routing  from `route` with unit_pairs=tile.block_t
     tile     block_k is 128
@@ -121,34 +122,34 @@ def experts_int4_up(
     """
     out = x.new_empty(len(x), weight.num_rows // 2) if out is None else out
     if x.is_cuda or interpret:
-        launch("experts_int4_up", x, weight, bias, routing, tile, out, gate=gate)
+        launch("experts_four_bit_up", x, weight, bias, routing, tile, out, gate=gate)
         return out
     return out.copy_(experts_plain_up_reference(x, dequantised(weight, x.dtype), bias, routing, gate=gate))
 
 
-def experts_int4_down(
-    h: Tensor, weight: StackedInt4, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, out: Tensor | None = None,
+def experts_four_bit_down(
+    h: Tensor, weight: StackedFourBit, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, out: Tensor | None = None,
     interpret: bool = False,
 ) -> Tensor:
     """The second product of each pair: h [P, I] in the order of the list, weight of a matrix [E, H, I] -> [P, H] in pair order.
 
-    See `experts_int4_up`.
+    See `experts_four_bit_up`.
     """
     out = h.new_empty(len(h), weight.num_rows) if out is None else out
     if h.is_cuda or interpret:
-        launch("experts_int4_down", h, weight, bias, routing, tile, out)
+        launch("experts_four_bit_down", h, weight, bias, routing, tile, out)
         return out
     return out.copy_(experts_plain_down_reference(h, dequantised(weight, h.dtype), bias, routing))
 
 
-def dequantised(weight: StackedInt4, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantised(weight: StackedFourBit, dtype: torch.dtype = torch.float32) -> Tensor:
     """[E, N, K], rounded as the kernel does: INT4 weights to bf16."""
     own = [multiplied(weight.expert(expert), dtype) for expert in range(len(weight.words))]
     return torch.stack(own)
 
 
 def launch(
-    kernel: str, x: Tensor, weight: StackedInt4, bias: Tensor | None, routing: Routing, tile: ExpertTile, out: Tensor, *,
+    kernel: str, x: Tensor, weight: StackedFourBit, bias: Tensor | None, routing: Routing, tile: ExpertTile, out: Tensor, *,
     gate: Gate | None = None, compile_only: bool = False,
 ) -> None:
     """Check the arguments and start the kernel, unless `compile_only`."""
@@ -172,7 +173,7 @@ def launch(
         return
     tma = tile.tma and x.data_ptr() % 16 == 0 and k % 8 == 0
     grid = (len(routing.units) * triton.cdiv(n, tile.block_n),)
-    start = partial(experts_int4_kernel.warmup, grid=grid) if compile_only else experts_int4_kernel[grid]
+    start = partial(experts_four_bit_kernel.warmup, grid=grid) if compile_only else experts_four_bit_kernel[grid]
     start(
         *blocks_of(x, tile, tma), words_operand(weight.words, n, tile.block_n, gated=gated) if tma else weight.words,
         pairs_of(weight.scales), None if weight.zeros is None else pairs_of(weight.zeros), weight.row_scales, bias,

@@ -1,4 +1,4 @@
-"""Products with INT4 weights on a Hopper GPU, in the sizes of models: tiles, bits and graphs."""
+"""Products with INT4 and NVFP4 weights on a Hopper GPU, in the sizes of models: tiles, bits and graphs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from batchspec.kernels.common import pdl
 from batchspec.kernels.common.card import card_of
+from batchspec.kernels.common.four_bit import FourBitWeight, dequantise, multiplied
 from batchspec.kernels.common.fp4 import GROUP
-from batchspec.kernels.common.int4 import Int4Weight, dequantise, multiplied
-from batchspec.kernels.gemm.int4_dequantise import int4_dequantise, multiply_dequantised
-from batchspec.kernels.gemm.int4_linear import int4_linear, int4_swiglu
-from batchspec.kernels.gemm.int4_tiles import candidates, ordered_int4_tile
+from batchspec.kernels.gemm.four_bit_dequantise import four_bit_dequantise, multiply_dequantised
+from batchspec.kernels.gemm.four_bit_linear import four_bit_linear, four_bit_swiglu
+from batchspec.kernels.gemm.four_bit_tiles import candidates, ordered_four_bit_tile
 from batchspec.kernels.gemm.tiles import Tile
-from batchspec.model.quant.int4 import Int4Linear
+from batchspec.model.quant.four_bit import FourBitLinear
 from batchspec.tuning.policy import has_fast_experts
-from tests.kernels.int4_cases import int4_weight
+from tests.kernels.four_bit_cases import four_bit_weight
 
 GPU, BF16 = torch.device("cuda"), torch.bfloat16
 pytestmark = pytest.mark.skipif(
@@ -41,12 +41,12 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
     assert error < tolerance, float(error)
 
 
-def weight_of(rows: int, k: int, group: int, *, zeros: bool = False) -> Int4Weight:
+def weight_of(rows: int, k: int, group: int, *, zeros: bool = False) -> FourBitWeight:
     """Of about k columns: NVFP4 has whole groups."""
-    return int4_weight(rows, k // GROUP * GROUP if group == GROUP else k, group, GPU, zeros=zeros)
+    return four_bit_weight(rows, k // GROUP * GROUP if group == GROUP else k, group, GPU, zeros=zeros)
 
 
-def in_fp64(x: Tensor, weight: Int4Weight) -> Tensor:
+def in_fp64(x: Tensor, weight: FourBitWeight) -> Tensor:
     return x.double() @ multiplied(weight, torch.float64).t()
 
 
@@ -54,7 +54,7 @@ def in_fp64(x: Tensor, weight: Int4Weight) -> Tensor:
 @pytest.mark.parametrize(("group", "zeros"), KINDS)
 def test_weights_are_dequantised_to_the_bit(rows: int, k: int, group: int, zeros: bool) -> None:
     weight = weight_of(rows, k, group, zeros=zeros)
-    assert torch.equal(int4_dequantise(weight), dequantise(weight, BF16))
+    assert torch.equal(four_bit_dequantise(weight), dequantise(weight, BF16))
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 40, 64, 130, 256])
@@ -69,7 +69,7 @@ def test_every_tile_that_the_tuner_times_is_right_and_the_same_each_time(group: 
     for tile in candidates(tokens, rows, weight.k, card_of(GPU))[::3]:
         outs = [torch.full((tokens, rows), torch.nan, device=GPU) for _ in range(2)]
         for out in outs:
-            int4_linear(x, weight, tile=tile, out=out)
+            four_bit_linear(x, weight, tile=tile, out=out)
         assert torch.equal(*outs), tile
         assert_near(outs[0], expected, 2e-4)
 
@@ -77,10 +77,10 @@ def test_every_tile_that_the_tuner_times_is_right_and_the_same_each_time(group: 
 @pytest.mark.parametrize(("group", "zeros"), [(128, False), (128, True), (GROUP, False)])
 @pytest.mark.parametrize("tokens", [1, 16, 64, 256])
 def test_swiglu_is_that_of_its_rounded_product(tokens: int, group: int, zeros: bool) -> None:
-    weight, x = int4_weight(2 * 1408, 2048, group, GPU, zeros=zeros), noise(tokens, 2048)
+    weight, x = four_bit_weight(2 * 1408, 2048, group, GPU, zeros=zeros), noise(tokens, 2048)
     for tile in candidates(tokens, 2 * 1408, 2048, card_of(GPU), gated=True)[::5]:
-        gate, up = int4_linear(x, weight, tile=tile._replace(block_n=2 * tile.block_n)).chunk(2, -1)
-        assert_near(int4_swiglu(x, weight, tile=tile), F.silu(gate.float()) * up.float(), 6e-3)
+        gate, up = four_bit_linear(x, weight, tile=tile._replace(block_n=2 * tile.block_n)).chunk(2, -1)
+        assert_near(four_bit_swiglu(x, weight, tile=tile), F.silu(gate.float()) * up.float(), 6e-3)
 
 
 @pytest.mark.parametrize(("rows", "k"), SHAPES)
@@ -93,14 +93,14 @@ def test_no_tile_and_no_number_of_tokens_changes_the_bits_of_a_product(rows: int
 
     def product(rows_of_x: Tensor, tile: Tile) -> Tensor:
         out = torch.empty(len(rows_of_x), rows, device=GPU)
-        return int4_linear(rows_of_x, weight, tile=tile, out=out)
+        return four_bit_linear(rows_of_x, weight, tile=tile, out=out)
 
-    whole = product(x, ordered_int4_tile(len(x)))
+    whole = product(x, ordered_four_bit_tile(len(x)))
     for tokens in COUNTS:
-        for tile in {ordered_int4_tile(1), ordered_int4_tile(2048), *tiles}:
+        for tile in {ordered_four_bit_tile(1), ordered_four_bit_tile(2048), *tiles}:
             assert torch.equal(product(x[-tokens:], tile), whole[-tokens:]), (tile, tokens)
     order = torch.randperm(len(x), device=GPU)[:333]
-    assert torch.equal(product(x[order], ordered_int4_tile(333)), whole[order])
+    assert torch.equal(product(x[order], ordered_four_bit_tile(333)), whole[order])
 
 
 @pytest.fixture(params=[True, False], ids=["early starts", "no early starts"])
@@ -114,8 +114,8 @@ def early(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("tokens", [1, 33, 1500])
 def test_products_in_a_graph_read_what_the_ones_before_have_written(tokens: int) -> None:
     """A chain of products, each of which fetches its weights early, replayed on other inputs."""
-    weights = [int4_weight(1024, 1024, 128, GPU, size=0.01) for _ in range(6)]
-    products, x = [Int4Linear([weight]) for weight in weights], noise(tokens, 1024)
+    weights = [four_bit_weight(1024, 1024, 128, GPU, size=0.01) for _ in range(6)]
+    products, x = [FourBitLinear([weight]) for weight in weights], noise(tokens, 1024)
 
     def chain(values: Tensor) -> Tensor:
         for product in products:
@@ -133,7 +133,7 @@ def test_products_in_a_graph_read_what_the_ones_before_have_written(tokens: int)
 
 
 def test_the_library_multiplies_the_same_weights() -> None:
-    weight, x = int4_weight(28672, 4096, 128, GPU), noise(2048, 4096)
+    weight, x = four_bit_weight(28672, 4096, 128, GPU), noise(2048, 4096)
     found = multiply_dequantised(x, weight)
     assert_near(found, in_fp64(x, weight), 4e-3)
-    assert_near(found, int4_linear(x, weight, tile=ordered_int4_tile(2048)), 4e-3)
+    assert_near(found, four_bit_linear(x, weight, tile=ordered_four_bit_tile(2048)), 4e-3)
