@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
-from batchspec.kernels.common.four_bit import ROWS, arrange, bf16_scales, dequantise, is_readable, pack, unpack
+from batchspec.kernels.common.four_bit import ROWS, dequantise, is_readable
+from batchspec.kernels.common.int4 import arrange, bf16_scales, pack, unpack
 from batchspec.model.blocks.base import GroupedSpec, Projection
 from batchspec.model.blocks.forward import Product
 from batchspec.model.quant.awq import Awq

@@ -27,8 +27,6 @@ from torch import Tensor
 
 from batchspec.kernels.common.fp4 import GROUP, in_nibbles, numbers_of, scales_of
 
-CODES = 8
-"""Number of codes in a word of a checkpoint, 32 bits."""
 BLOCK = 128
 """Columns of a block."""
 WORDS = 32
@@ -37,10 +35,6 @@ ROWS = 16
 """Number of rows whose words and scales are interleaved. Slices of rows begin at multiples of it."""
 MIDDLE = 8
 """The zero point of symmetric weights."""
-LARGEST_SCALE = 8.0
-"""Limit of the scales in a model of bf16: the kernels multiply subnormal numbers by scale * 2^125."""
-SMALLEST_SCALE = 2.0**-100
-"""Smaller scales in a model of bf16, such as 0, become this: the kernels compute their exponents as integers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,47 +94,14 @@ def is_readable(group_size: int) -> bool:
     return group_size in (32, 64) or group_size % BLOCK == 0
 
 
-def unpack(words: Tensor) -> Tensor:
-    """words int32 [..., W] of a checkpoint -> codes uint8 [..., 8 W]."""
-    octets = _in_rows(words).view(torch.uint8)
-    return torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
-
-
-def pack(codes: Tensor) -> Tensor:
-    """codes uint8 [..., 8 W], all below 16 -> words int32 [..., W]; those of the lowest columns are in the lowest bits."""
-    return _in_rows(codes[..., 0::2] | codes[..., 1::2] << 4).view(torch.int32)
-
-
-def _in_rows(x: Tensor) -> Tensor:
+def in_rows(x: Tensor) -> Tensor:
     """A copy whose dimensions of size 1 have the usual strides too, which `contiguous` does not ensure and `view` needs."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def arrange(
-    words: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, groups: Tensor | None = None
-) -> FourBitWeight:
-    """The form in memory of a weight.
-
-    words   int32 [N, K / 8] as `pack` gives them
-    scales  [N, G], zeros uint8 [N, G] or None
-    groups  int32 [K] the group of each column in act order; None: they are in order. Synchronises on a GPU if it is given
-
-    Temporaries take about three times the memory of the words; in act order sixteen times.
-    """
-    k, columns = words.shape[1] * CODES, None
-    if groups is not None:
-        in_order = torch.arange(k, device=groups.device) // group_size
-        order = groups.argsort(stable=True)
-        if torch.equal(groups[order].long(), in_order):
-            columns, groups = order.int(), None
-            words = pack(unpack(words).index_select(1, order))
-    own = padded(scales, group_size, k, groups), None if zeros is None else padded(zeros.short(), group_size, k, groups)
-    return FourBitWeight(interleaved(words), own[0], own[1], len(words), k, group_size, columns, groups)
-
-
 def interleaved(words: Tensor) -> Tensor:
-    """int32 [N, K / 8] -> int16 [ceil(K / 128), N' / 16, 512]."""
-    octets = _in_rows(words).view(torch.uint8)  # columns 2 b and 2 b + 1 in octet b
+    """int32 [N, K / 8] of eight codes each -> int16 [ceil(K / 128), N' / 16, 512]."""
+    octets = in_rows(words).view(torch.uint8)  # columns 2 b and 2 b + 1 in octet b
     octets = F.pad(octets, (0, -octets.shape[1] % (BLOCK // 2), 0, -octets.shape[0] % ROWS)).unflatten(1, (-1, 2, 2, WORDS // 2))
     low, high = octets[:, :, :, 0], octets[:, :, :, 1]  # [N', blocks, octet of a word, 16] of the columns in its low nibble
     found = torch.stack(((low & 15) | (high << 4), (low >> 4) | (high & 0xF0)), -1)  # [N', blocks, octet of a word, 16, 2]
@@ -157,16 +118,6 @@ def padded(values: Tensor, group_size: int, k: int, groups: Tensor | None) -> Te
     values = F.pad(values.t(), (0, -values.shape[0] % ROWS, 0, missing))
     in_order: Tensor = values.unflatten(1, (-1, 2, ROWS // 2)).transpose(2, 3).flatten(1)
     return in_order
-
-
-def bf16_scales(scales: Tensor) -> Tensor:
-    """Scales of a file as a model of bf16 has them. Raises ValueError if one is not below 8 in size. Synchronises on a GPU."""
-    rounded = scales.to(torch.bfloat16, copy=True)
-    sizes = rounded.abs()
-    largest = float(sizes.amax())
-    if not largest < LARGEST_SCALE:
-        raise ValueError(f"a scale of {largest:g}; below {LARGEST_SCALE:g} is supported")
-    return rounded.masked_fill_(sizes < SMALLEST_SCALE, SMALLEST_SCALE)
 
 
 def dequantise(weight: FourBitWeight, dtype: torch.dtype) -> Tensor:

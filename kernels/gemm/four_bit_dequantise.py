@@ -74,9 +74,9 @@ def launch(weight: FourBitWeight, out: Tensor, *, compile_only: bool = False) ->
     grid = (triton.cdiv(weight.num_rows, BLOCK_N) * triton.cdiv(weight.k, BLOCK),)
     start = partial(four_bit_dequantise_kernel.warmup, grid=grid) if compile_only else four_bit_dequantise_kernel[grid]
     start(
-        weight.words, pairs_of(weight.scales), None if weight.zeros is None else pairs_of(weight.zeros), weight.row_scales, out,
-        weight.num_rows, weight.words.stride(0) // WORDS, weight.k, GROUP=group, BLOCK_N=BLOCK_N, INTERPRETED=not out.is_cuda,
-        num_warps=4, **launch_args(out),
+        weight.words, pairs_of(weight.scales), pairs_of(weight.zeros), weight.row_scales, out, weight.num_rows,
+        weight.words.stride(0) // WORDS, weight.k, GROUP=group, BLOCK_N=BLOCK_N, INTERPRETED=not out.is_cuda, num_warps=4,
+        **launch_args(out),
     )
 
 

@@ -160,9 +160,9 @@ def launch(
     start(
         TensorDescriptor.from_tensor(x, [tile.block_m, BLOCK]) if tma else x,
         words_operand(weight.words, n, tile.block_n, gated=gated) if tma else weight.words, weight.words,
-        pairs_of(weight.scales), None if weight.zeros is None else pairs_of(weight.zeros), weight.row_scales, bias, out,
-        partials, counters(x.device) if split else None, num_tokens, n, weight.words.stride(0) // WORDS, k, x.stride(0),
-        tile.split, GROUP=group, GATED=gated, TWO=in_two(tile.block_n, tile.warps, gated=gated), SPLIT=split,
+        pairs_of(weight.scales), pairs_of(weight.zeros), weight.row_scales, bias, out, partials,
+        counters(x.device) if split else None, num_tokens, n, weight.words.stride(0) // WORDS, k, x.stride(0), tile.split,
+        GROUP=group, GATED=gated, TWO=in_two(tile.block_n, tile.warps, gated=gated), SPLIT=split,
         BLOCK_T=tile.block_m, BLOCK_N=tile.block_n, FETCHED=FETCH_BYTES // (64 * height), TMA=tma, EVEN_K=k % BLOCK == 0,
         INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(x),
     )
@@ -177,9 +177,9 @@ def words_operand(words: Tensor, n: int, block_n: int, *, gated: bool) -> Tensor
     return TensorDescriptor.from_tensor(words.as_strided((rows, WORDS), (WORDS, 1)), [block_n, WORDS])
 
 
-def pairs_of(values: Tensor) -> Tensor:
-    """Scales or zero points [..., N'] of 16 bits as int32 [..., N' / 2] of two rows each."""
-    return values.view(torch.int32)
+def pairs_of(values: Tensor | None) -> Tensor | None:
+    """Scales or zero points [..., N'] of 16 bits, if there are any, as int32 [..., N' / 2] of two rows each."""
+    return None if values is None else values.view(torch.int32)
 
 
 def check_weight(kernel: str, weight: FourBitWeight) -> int:

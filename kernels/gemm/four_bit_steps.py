@@ -31,7 +31,7 @@ LOW_SCALE, HIGH_SCALE = tl.constexpr(0x3E803E80), tl.constexpr(0x3C803C80)
 """Added to the bits of two scales: times 2^125 and 2^121."""
 SIGNS, OFFSET = tl.constexpr(-0x7FFF8000), tl.constexpr(0x02800280)
 """The bits of two scales are turned by the first and lowered by the second: times -2^-5."""
-FP4_BITS, FP4_SIZE = tl.constexpr(0x0FF00FF0), tl.constexpr(0x70007000)
+NVFP4_BITS, NVFP4_SIZE = tl.constexpr(0x0FF00FF0), tl.constexpr(0x70007000)
 """Of NVFP4: the bits of bf16 that two stored scales have, and the leading bits of two scales * 2^118."""
 
 
@@ -94,11 +94,8 @@ def of_rows(pairs, ROWS: tl.constexpr):
 
 
 @triton.jit
-def unpack_part(words, scale_pairs, zero_pairs, PART: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Columns PART * 32 to PART * 32 + 31 of a block, w * 2^-8: bf16 [ROWS, 32]; fp32 in Triton's interpreter.
-
-    words  int16 [ROWS, 32]; scale_pairs, zero_pairs (or None) int32 [ROWS / 2] of the group of these columns
-    """
+def unpack_int4(words, scale_pairs, zero_pairs, PART: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """`unpack_part` of INT4 weights."""
     if INTERPRETED:
         code = ((words.to(tl.int32) >> (4 * PART)) & 15).to(tl.float32)
         scale = (of_rows(scale_pairs, ROWS).to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -129,12 +126,27 @@ def unpack_part(words, scale_pairs, zero_pairs, PART: tl.constexpr, ROWS: tl.con
 
 
 @triton.jit
-def unpack_fp4(words, scale_pairs, PART: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
+def unpack_nvfp4(words, scale_pairs, PART: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
     """`unpack_part` of NVFP4 weights without row scales, exact. Each pair has two scales of 8 bits of each row."""
-    first = of_rows(((scale_pairs << 4) & FP4_BITS) | FP4_SIZE, ROWS)
-    second = of_rows(((scale_pairs >> 4) & FP4_BITS) | FP4_SIZE, ROWS)
+    first = of_rows(((scale_pairs << 4) & NVFP4_BITS) | NVFP4_SIZE, ROWS)
+    second = of_rows(((scale_pairs >> 4) & NVFP4_BITS) | NVFP4_SIZE, ROWS)
     scale = tl.broadcast_to(tl.join(first, second)[:, :, None], [ROWS, 2, 16]).reshape(ROWS, 32)
     return times_scale(words, scale, PART, INTERPRETED)
+
+
+@triton.jit
+def unpack_part(
+    words, scale_pairs, zero_pairs, PART: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """Columns PART * 32 to PART * 32 + 31 of a block, w * 2^-8: bf16 [ROWS, 32]; fp32 in Triton's interpreter.
+
+    words  int16 [ROWS, 32]; scale_pairs, zero_pairs (or None) int32 [ROWS / 2] of the group of these columns
+    """
+    if GROUP == 16:
+        part = unpack_nvfp4(words, scale_pairs, PART, ROWS, INTERPRETED)
+    else:
+        part = unpack_int4(words, scale_pairs, zero_pairs, PART, ROWS, INTERPRETED)
+    return part
 
 
 @triton.jit
@@ -143,16 +155,10 @@ def unpack_block(words, scales, zeros, GROUP: tl.constexpr, ROWS: tl.constexpr, 
 
     scales, zeros: for each of the four parts the pairs of its group, or None for zeros
     """
-    if GROUP == 16:
-        zero = unpack_fp4(words, scales[0], 0, ROWS, INTERPRETED)
-        one = unpack_fp4(words, scales[1], 1, ROWS, INTERPRETED)
-        two = unpack_fp4(words, scales[2], 2, ROWS, INTERPRETED)
-        three = unpack_fp4(words, scales[3], 3, ROWS, INTERPRETED)
-    else:
-        zero = unpack_part(words, scales[0], zeros[0], 0, ROWS, INTERPRETED)
-        one = unpack_part(words, scales[1], zeros[1], 1, ROWS, INTERPRETED)
-        two = unpack_part(words, scales[2], zeros[2], 2, ROWS, INTERPRETED)
-        three = unpack_part(words, scales[3], zeros[3], 3, ROWS, INTERPRETED)
+    zero = unpack_part(words, scales[0], zeros[0], 0, GROUP, ROWS, INTERPRETED)
+    one = unpack_part(words, scales[1], zeros[1], 1, GROUP, ROWS, INTERPRETED)
+    two = unpack_part(words, scales[2], zeros[2], 2, GROUP, ROWS, INTERPRETED)
+    three = unpack_part(words, scales[3], zeros[3], 3, GROUP, ROWS, INTERPRETED)
     parts = tl.join(tl.join(zero, two), tl.join(one, three))  # [ROWS, 32, two bits of the part: high, low]
     return parts.permute(0, 2, 3, 1).reshape(ROWS, 128)
 

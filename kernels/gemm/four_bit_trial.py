@@ -11,9 +11,10 @@ from torch import Tensor
 
 from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.e4m3 import E4M3
-from batchspec.kernels.common.four_bit import FourBitWeight, arrange, multiplied
+from batchspec.kernels.common.four_bit import FourBitWeight, multiplied
 from batchspec.kernels.common.fp4 import GROUP
 from batchspec.kernels.common.graph_clock import MAX_COPIES, Call
+from batchspec.kernels.common.int4 import arrange
 from batchspec.kernels.common.nvfp4 import Nvfp4Weight, arranged
 from batchspec.kernels.gemm.activation import silu_and_mul
 from batchspec.kernels.gemm.autotune import COPIES_BYTES, Trial

@@ -176,8 +176,8 @@ def launch(
     start = partial(experts_four_bit_kernel.warmup, grid=grid) if compile_only else experts_four_bit_kernel[grid]
     start(
         *blocks_of(x, tile, tma), words_operand(weight.words, n, tile.block_n, gated=gated) if tma else weight.words,
-        pairs_of(weight.scales), None if weight.zeros is None else pairs_of(weight.zeros), weight.row_scales, bias,
-        routing.pairs, routing.units, out, len(routing.units), num_pairs, n, k, num_groups,
+        pairs_of(weight.scales), pairs_of(weight.zeros), weight.row_scales, bias, routing.pairs, routing.units, out,
+        len(routing.units), num_pairs, n, k, num_groups,
         SCATTER=not gated, GATED=gated, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha, GROUP=weight.group,
         TWO=in_two(tile.block_n, tile.warps, gated=gated), LOW=tile.low, BLOCK_T=tile.block_t, JOINED=tile.joined,
         BLOCK_N=tile.block_n, UNITS=tile.group, TMA=tma, EVEN_K=k % BLOCK == 0, INTERPRETED=not x.is_cuda,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from batchspec.kernels.common.four_bit import FourBitWeight, arrange, pack
+from batchspec.kernels.common.four_bit import FourBitWeight
 from batchspec.kernels.common.fp4 import GROUP
+from batchspec.kernels.common.int4 import arrange, pack
 from batchspec.kernels.common.nvfp4 import Nvfp4Weight, arranged
 from batchspec.kernels.moe.experts_four_bit import StackedFourBit
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.kernels.common.card import INTERPRETER, Card
-from batchspec.kernels.common.four_bit import FourBitWeight, arrange, dequantise, multiplied, pack
+from batchspec.kernels.common.four_bit import FourBitWeight, dequantise, multiplied
 from batchspec.kernels.common.fp4 import GROUP
+from batchspec.kernels.common.int4 import arrange, pack
 from batchspec.kernels.common.nvfp4 import Nvfp4Weight, arranged
 from batchspec.kernels.common.nvfp4 import dequantise as nvfp4_dequantise
 from batchspec.kernels.gemm import four_bit_dequantise as dequantising

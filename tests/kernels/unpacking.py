@@ -25,7 +25,7 @@ def assert_unpacks_to_the_bit(ttgir: str) -> None:
     rng = np.random.default_rng(0)
     words = rng.integers(0, 2**32, COUNT).astype(np.uint32)
     if all("0x81C081C0" in program for program in programs):
-        assert_unpacks_fp4(programs, words, rng.integers(12 << 3, 30 << 3, COUNT) << 4 | 0x7000)
+        assert_unpacks_nvfp4(programs, words, rng.integers(12 << 3, 30 << 3, COUNT) << 4 | 0x7000)
         return
     bits = rng.integers(27 << 7, 130 << 7, COUNT) | rng.integers(0, 2, COUNT) << 15
     scale, pairs = _number(bits.astype(np.uint16)), bits | bits << 16
@@ -60,7 +60,7 @@ def assert_pairs_are_neighbours(ttgir: str) -> None:
         assert re.search(rf"^{layout} = #ttg\.linear<\{{register = \[\[0, 1\]", ttgir, re.MULTILINE), layout
 
 
-def assert_unpacks_fp4(programs: list[str], words: Words, bits: NDArray[np.int64]) -> None:
+def assert_unpacks_nvfp4(programs: list[str], words: Words, bits: NDArray[np.int64]) -> None:
     """bits: those of bf16 of scales of NVFP4 * 2^118"""
     scale, factor = _number(bits.astype(np.uint16)) * 2.0**-118, (bits | bits << 16).astype(np.uint32)
     for program, places in zip(programs, PLACES, strict=True):
@@ -71,7 +71,7 @@ def assert_unpacks_fp4(programs: list[str], words: Words, bits: NDArray[np.int64
 
 
 def _run(program: str, words: Words, factor: Words, shift: Words) -> Words:
-    """The output of a program of PTX instructions, whose inputs are those of `unpack_part`, or words and scales."""
+    """The output of a program of PTX instructions, whose inputs are those of `unpack_int4`, or words and scales."""
     registers: dict[str, Words] = {"$1": words, "$2": factor, "$3": shift}
 
     def value(name: str) -> Words:

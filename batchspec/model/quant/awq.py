@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
-from batchspec.kernels.common.four_bit import CODES, MIDDLE, FourBitWeight, pack, unpack
+from batchspec.kernels.common.four_bit import MIDDLE, FourBitWeight
+from batchspec.kernels.common.int4 import CODES, pack, unpack
 from batchspec.model.blocks.base import Projection, Share, TensorSpec
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import Slices, Weights, bias_of, shard_bias

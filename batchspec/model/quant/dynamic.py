@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from batchspec.kernels.common.four_bit import CODES
+from batchspec.kernels.common.int4 import CODES
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.formats import checked_pattern
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from batchspec.kernels.common.four_bit import CODES, FourBitWeight, unpack
+from batchspec.kernels.common.four_bit import FourBitWeight
+from batchspec.kernels.common.int4 import CODES, unpack
 from batchspec.model.blocks.base import Projection, Share, TensorSpec
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import Slices, Weights, bias_of, shard_bias

@@ -18,17 +18,8 @@ import torch
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
-from batchspec.kernels.common.four_bit import (
-    BLOCK,
-    CODES,
-    ROWS,
-    WORDS,
-    FourBitWeight,
-    arrange,
-    bf16_scales,
-    dequantise,
-    is_readable,
-)
+from batchspec.kernels.common.four_bit import BLOCK, ROWS, WORDS, FourBitWeight, dequantise, is_readable
+from batchspec.kernels.common.int4 import CODES, arrange, bf16_scales
 from batchspec.model.blocks.base import GroupedSpec, Projection, Share
 from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.quant.base import Pieces, Weights, check_size, joined_bias, shard_matrix, unordered
