@@ -7,6 +7,7 @@ rows. Plain torch computes the others, one expert after another.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -18,8 +19,9 @@ from batchspec.kernels.moe.experts_four_bit import StackedFourBit, experts_four_
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Gating, GroupedSpec
+from batchspec.model.quant.base import Weights
 from batchspec.model.quant.dequantised import multiply_in_pieces
-from batchspec.model.quant.grouped import PlainExperts, gate_of, rows_in_order, tile_of
+from batchspec.model.quant.grouped import PlainExperts, expert_biases, gate_of, rows_in_order, tile_of
 from batchspec.tuning.policy import has_fast_experts
 
 
@@ -111,3 +113,16 @@ class FourBitExperts(PlainExperts):
 
     def product(self, expert: int, x: Tensor) -> Tensor:
         return multiply_in_pieces(x, self.weight.of(expert), dequantise, None if self._bias is None else self._bias[expert])
+
+
+def load_experts(
+    weights: Weights, spec: GroupedSpec, parts: Iterable[tuple[int, slice, str, FourBitWeight]], *, act_order: bool
+) -> FourBitExperts:
+    """The grouped product of these projections: expert, rows in its matrix, name and weight of each. act_order: see
+    `ExpertWeights`."""
+    stacked: ExpertWeights | None = None
+    for expert, rows, name, part in parts:
+        stacked = ExpertWeights(spec, part, act_order=act_order) if stacked is None else stacked
+        stacked.put(expert, rows.start // spec.part_rows, name, part)
+    assert stacked is not None
+    return FourBitExperts(stacked, expert_biases(weights, spec), spec.rows, weights.dtype)

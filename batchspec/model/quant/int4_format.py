@@ -24,8 +24,8 @@ from batchspec.model.blocks.base import GroupedSpec, Projection, Share
 from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.quant.base import Pieces, Weights, check_size, joined_bias, shard_matrix, unordered
 from batchspec.model.quant.four_bit import FourBitLinear
-from batchspec.model.quant.four_bit_experts import ExpertWeights, FourBitExperts
-from batchspec.model.quant.grouped import SeparateExperts, expert_biases, expert_parts
+from batchspec.model.quant.four_bit_experts import load_experts
+from batchspec.model.quant.grouped import SeparateExperts, expert_parts
 
 TYPICAL_SCALE = 4e-3
 """Of dummy weights: their standard deviation is then 0.02."""
@@ -93,13 +93,8 @@ class Int4(SeparateExperts):
         return dequantise(self.weight(weights, name), weights.dtype)
 
     def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedProduct:
-        stacked: ExpertWeights | None = None
-        for expert, rows, part in expert_parts(spec):
-            own = self.weight(weights, part.name)
-            stacked = ExpertWeights(spec, own, act_order=self.act_order) if stacked is None else stacked
-            stacked.put(expert, rows.start // spec.part_rows, part.name, own)
-        assert stacked is not None
-        return FourBitExperts(stacked, expert_biases(weights, spec), spec.rows, weights.dtype)
+        parts = ((expert, rows, part.name, self.weight(weights, part.name)) for expert, rows, part in expert_parts(spec))
+        return load_experts(weights, spec, parts, act_order=self.act_order)
 
     def kernel_group(self, k: int) -> int | None:
         """The size of the groups of a row of k columns as the kernels take it (`FourBitWeight.kernel_group`)."""

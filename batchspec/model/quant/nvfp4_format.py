@@ -29,7 +29,7 @@ from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import Slices, Weights, bias_of, check_size, joined_bias, shard_bias, shard_matrix
 from batchspec.model.quant.four_bit import FourBitLinear
-from batchspec.model.quant.four_bit_experts import ExpertWeights, FourBitExperts
+from batchspec.model.quant.four_bit_experts import load_experts
 from batchspec.model.quant.grouped import SeparateExperts, expert_biases, expert_parts
 from batchspec.model.quant.nvfp4 import Nvfp4Experts, Nvfp4Linear, StackedNvfp4
 
@@ -108,20 +108,12 @@ class Nvfp4(SeparateExperts):
 
     def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedProduct:
         if self.fast:
-            return self._load_arranged(weights, spec)
+            parts = ((expert, rows, spec.name, arranged(part)) for expert, rows, part in self._experts(weights, spec))
+            return load_experts(weights, spec, parts, act_order=False)
         stacked = StackedNvfp4(spec, divides=self.divides, device=weights.device)
         for expert, rows, part in self._experts(weights, spec):
             stacked.put(expert, rows, part)
         return Nvfp4Experts(stacked, expert_biases(weights, spec))
-
-    def _load_arranged(self, weights: Weights, spec: GroupedSpec) -> FourBitExperts:
-        stacked: ExpertWeights | None = None
-        for expert, rows, part in self._experts(weights, spec):
-            own = arranged(part)
-            stacked = ExpertWeights(spec, own, act_order=False) if stacked is None else stacked
-            stacked.put(expert, rows.start // spec.part_rows, spec.name, own)
-        assert stacked is not None
-        return FourBitExperts(stacked, expert_biases(weights, spec), spec.rows, weights.dtype)
 
     def _experts(self, weights: Weights, spec: GroupedSpec) -> Iterator[tuple[int, slice, Nvfp4Weight]]:
         """Every projection of every expert, with its rows in the expert's matrix. After the last one raises CheckpointError for
