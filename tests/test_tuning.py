@@ -108,15 +108,6 @@ def test_new_entries_replace_those_of_their_product_only(cache_folder: Path) -> 
     assert [p.name for p in cache_folder.iterdir()] == ["nvidia_h200.json"]
 
 
-def test_a_table_of_an_earlier_version_is_found() -> None:
-    """Its names of products with weights of four bits were others. What is measured anew replaces what it has."""
-    path = save([entry(f"int4_{op}", 960, 576, 64, TILE) for op in ("linear_g128", "swiglu_g16")], GPU)
-    assert gemm_tile("four_bit_linear_g128", 64, 960, 576, CUDA) == gemm_tile("four_bit_swiglu_g16", 64, 960, 576, CUDA) == TILE
-    save([entry("four_bit_linear_g128", 960, 576, 64, OTHER)], GPU)
-    assert gemm_tile("four_bit_linear_g128", 64, 960, 576, CUDA) == OTHER
-    assert [e["op"] for e in json.loads(path.read_text())["products"]] == ["four_bit_linear_g128", "int4_swiglu_g16"]
-
-
 UNKNOWN_FIELD = '{"products": [{"op": "linear", "rows": 1, "k": 1, "tokens": 1, "tile": {"block": 1}}]}'
 
 

@@ -157,8 +157,7 @@ def _entry(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _key(entry: dict[str, Any]) -> Product:
-    """Tables of earlier versions name products with weights of four bits int4_linear_g128 and so on, those of NVFP4 too."""
-    return str(entry["op"]).replace("int4_", "four_bit_"), entry["rows"], entry["k"]
+    return entry["op"], entry["rows"], entry["k"]
 
 
 def _file_name(gpu: str) -> str:
