@@ -15,8 +15,9 @@ chooses.
 
 The lists are made without atomics: pairs are counted per expert, then each pair is written after the earlier pairs of its expert.
 For few tokens one launch does everything (`route_few.py`). For more, a second launch has one program per expert, which counts the
-pairs of all experts and writes those of its own; if there can be dead tokens, one more program writes theirs.
-Bound by launch latency; at prefill sizes by reading the P expert ids E times from the L2 cache.
+pairs of all experts and writes those of its own; if there can be dead tokens, one more program writes theirs. From MANY_PAIRS on,
+where each of these programs would read too many pairs, two launches have one program per block of pairs (`list_many.py`).
+Bound by launch latency; at prefill sizes by reading the P expert ids from the L2 cache.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ from torch import Tensor
 from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.moe.choose import choose
+from batchspec.kernels.moe.list_many import launch_many
 from batchspec.kernels.moe.route_few import is_few, launch_few
-from batchspec.kernels.moe.units import FIELDS, Routing, max_units
+from batchspec.kernels.moe.units import FIELDS, Routing, max_units, write_units
 
 Scoring = Literal["softmax", "sigmoid"]
 MAX_EXPERTS, MAX_TOP_K = 512, 16
 TOKENS = 4  # per program, one per warp
 BLOCK = 2048  # pairs per iteration
+MANY_PAIRS = 1 << 14  # not measured: an estimate of where eight iterations take as long as one more launch
 
 
 @triton.jit
@@ -50,35 +53,6 @@ def count_pairs(expert_ids, num_pairs, NUM_EXPERTS: tl.constexpr, LANES: tl.cons
         expert = tl.load(expert_ids + pair, mask=pair < num_pairs, other=NUM_EXPERTS)
         counts += tl.histogram(expert, LANES, mask=expert < NUM_EXPERTS)
     return counts
-
-
-@triton.jit
-def write_units(
-    counts, out_offsets, out_units, out_num_read, num_units, NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Write offsets, units and the number of experts with pairs, from `counts`, the number of pairs of each expert [LANES].
-
-    Returns the index of each expert's first pair in the list of pairs [LANES].
-    """
-    lane = tl.arange(0, LANES)
-    if out_num_read is not None:
-        tl.store(out_num_read, tl.sum((counts > 0).to(tl.int32), 0))
-    first = tl.cumsum(counts, 0) - counts
-    tl.store(out_offsets + lane, first, mask=lane < NUM_EXPERTS)
-    tl.store(out_offsets + NUM_EXPERTS, tl.sum(counts, 0))
-    units = (counts + UNIT_PAIRS - 1) // UNIT_PAIRS
-    begin = tl.cumsum(units, 0) - units
-    for index in range(tl.max(units, 0)):
-        at = out_units + (begin + index) * 4
-        exists = index < units
-        tl.store(at, lane, mask=exists)
-        tl.store(at + 1, first + index * UNIT_PAIRS, mask=exists)
-        tl.store(at + 2, tl.minimum(counts - index * UNIT_PAIRS, UNIT_PAIRS), mask=exists)
-        tl.store(at + 3, tl.zeros([LANES], tl.int32), mask=exists)
-    for base in range(tl.sum(units, 0) * 4, num_units * 4, LANES):
-        tl.store(out_units + base + lane, tl.zeros([LANES], tl.int32), mask=base + lane < num_units * 4)
-    return first
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -196,6 +170,9 @@ def route(
         TOP_K=top_k, SIGMOID=scoring == "sigmoid", NORM=norm_topk, SCALE=scale, GROUPS=groups[0], TOP_GROUPS=groups[1],
         TOKENS=TOKENS, SLOTS=triton.next_power_of_2(top_k), num_warps=TOKENS, **sizes, **launch_args(logits),
     )
+    if num_pairs >= MANY_PAIRS:
+        launch_many(routing, num_experts, out_num_read)
+        return routing
     list_kernel[(num_experts if live is None else num_experts + 1,)](
         routing.expert_ids, routing.pairs, routing.places, routing.offsets, routing.units, out_num_read, num_pairs, num_units,
         UNIT_PAIRS=unit_pairs, BLOCK=BLOCK, num_warps=8, **sizes, **launch_args(logits),
@@ -282,7 +259,7 @@ def num_read(routing: Routing) -> Tensor:
 
 def main() -> None:
     bench = Bench("route")
-    for tokens, experts, top_k in ((16, 128, 4), (64, 128, 8), (256, 128, 8), (1024, 256, 8), (16384, 128, 8)):
+    for tokens, experts, top_k in ((16, 128, 4), (64, 128, 8), (256, 128, 8), (1024, 256, 8), (16384, 32, 4), (16384, 128, 8)):
         shape = f"T={tokens} E={experts} k={top_k}"
         with continue_on_error(shape):
             inputs = [torch.randn(tokens, experts, device=bench.device) for _ in range(bench.num_copies)]

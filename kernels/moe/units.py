@@ -79,6 +79,35 @@ def place_of(program, num_units, num_tiles, GROUP: tl.constexpr):
     return first + within % width, within // width
 
 
+@triton.jit
+def write_units(
+    counts, out_offsets, out_units, out_num_read, num_units, NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Write offsets, units and the number of experts with pairs, from `counts`, the number of pairs of each expert [LANES].
+
+    Returns the index of each expert's first pair in the list of pairs [LANES].
+    """
+    lane = tl.arange(0, LANES)
+    if out_num_read is not None:
+        tl.store(out_num_read, tl.sum((counts > 0).to(tl.int32), 0))
+    first = tl.cumsum(counts, 0) - counts
+    tl.store(out_offsets + lane, first, mask=lane < NUM_EXPERTS)
+    tl.store(out_offsets + NUM_EXPERTS, tl.sum(counts, 0))
+    units = (counts + UNIT_PAIRS - 1) // UNIT_PAIRS
+    begin = tl.cumsum(units, 0) - units
+    for index in range(tl.max(units, 0)):
+        at = out_units + (begin + index) * 4
+        exists = index < units
+        tl.store(at, lane, mask=exists)
+        tl.store(at + 1, first + index * UNIT_PAIRS, mask=exists)
+        tl.store(at + 2, tl.minimum(counts - index * UNIT_PAIRS, UNIT_PAIRS), mask=exists)
+        tl.store(at + 3, tl.zeros([LANES], tl.int32), mask=exists)
+    for base in range(tl.sum(units, 0) * 4, num_units * 4, LANES):
+        tl.store(out_units + base + lane, tl.zeros([LANES], tl.int32), mask=base + lane < num_units * 4)
+    return first
+
+
 def rows_by_expert(routing: Routing) -> Iterator[tuple[int, slice]]:
     """(expert, its rows of the list) for each expert that has pairs. The host reads their number, which synchronises on a GPU."""
     for expert, (begin, end) in enumerate(pairwise(routing.offsets.tolist())):

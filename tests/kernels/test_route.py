@@ -158,6 +158,32 @@ def test_lists_of_many_pairs(
     assert not live[dead].any()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "most"), [(37, 7, 4, 256), (150, 31, 3, 256), (150, 33, 1, 2), (99, 5, 5, 3)]
+)
+@pytest.mark.parametrize("dead", [True, False])
+def test_lists_of_very_many_pairs(
+    tokens: int, experts: int, top_k: int, most: int, dead: bool, interpret: bool, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of one program per block of pairs, whose size grows with their number. All tokens but one have the same first expert."""
+    monkeypatch.setattr("batchspec.kernels.moe.route.MANY_PAIRS", 1)
+    monkeypatch.setattr("batchspec.kernels.moe.list_many.MOST_BLOCKS", most)
+    if device.type == "cpu":
+        monkeypatch.setattr("batchspec.kernels.moe.list_many.PAIRS", 32)
+        monkeypatch.setattr("batchspec.kernels.moe.list_many.CHUNK", 16)
+    torch.manual_seed(tokens)
+    logits = torch.randn(tokens, experts, device=device)
+    logits[1:, experts // 2] += 50
+    live = torch.rand(tokens, device=device) < 0.7 if dead else None
+    read = torch.full((1,), -1, dtype=torch.int32, device=device)
+    found = route(logits, top_k, norm_topk=True, unit_pairs=16, live=live, out_num_read=read, interpret=interpret)
+    assert_same(found, route_reference(logits, top_k, norm_topk=True, unit_pairs=16, live=live))
+    if live is None:
+        assert_lists_hold_every_pair_once(found, tokens, experts)
+    assert int(read) == len(found.expert_ids[found.expert_ids < experts].unique())
+
+
 def assert_lists_hold_every_pair_once(routing: Routing, tokens: int, experts: int) -> None:
     top_k = routing.expert_ids.shape[1]
     flat = routing.expert_ids.flatten()
