@@ -5,7 +5,6 @@ batchspec's for heads that neither supports."""
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.cache.layout import KVLayout, LayerKV
+from batchspec.kernels.attention.apply_sinks import apply_sinks
 from batchspec.kernels.attention.ragged_prefill import ragged_prefill
 from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
@@ -119,11 +119,14 @@ class VarlenPlan:
                 window=self._window + 1, sink_logits=sink_logits,
             )
             return out
-        out, lse = torch.ops.aten._flash_attention_forward(
+        attended: Tensor
+        attended, lse = torch.ops.aten._flash_attention_forward(
             q, k, v, self._cu_seqlens_q, self._cu_seqlens_k, *self._longest, 0.0, True, False,
             scale=scale, window_size_left=self._window, window_size_right=0,
         )[:2]
-        return _with_sinks(out, lse.t(), sink_logits)
+        if sink_logits is not None:
+            apply_sinks(attended, lse.t(), sink_logits)
+        return attended
 
 
 class FlashPlan:
@@ -153,7 +156,8 @@ class FlashPlan:
             self._wrapper.run(q, *kv.read_slots(self._key_slots), out=out)
             return out
         _, lse = self._wrapper.run(q, *kv.read_slots(self._key_slots), out=out, return_lse=True)
-        return _with_sinks(out, lse * math.log(2), sink_logits)
+        apply_sinks(out, lse, sink_logits, base_2=True)
+        return out
 
     def _plan(self, kv: LayerKV, scale: float) -> None:
         layout, self._scale = kv.layout, scale
@@ -170,14 +174,6 @@ class FlashPlan:
             q_data_type=layout.dtype,
             kv_data_type=layout.dtype,
         )
-
-
-def _with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """out [T, NH, D] with lse [T, NH], the natural logarithm of its softmax denominators, to which the sinks are added."""
-    if sink_logits is None:
-        return out
-    assert lse.shape == out.shape[:2], lse.shape
-    return out.mul_(torch.sigmoid(lse - sink_logits).unsqueeze(2))
 
 
 def _key_slots(batch: FlatBatch, num_keys: int, page_size: int) -> Tensor:

@@ -178,3 +178,6 @@ CASES.seldom |= {
     "ordered_attention_kernel fp8e4nv D=128, tile 16, window 0, grouped False",
     "ordered_prefill_kernel bf16 D=128, window 0, parted True",
 }
+for _dtype in ("bf16", "fp16"):
+    case(f"apply_sinks_kernel {_dtype}", "apply_sinks", 4, out=f"*{_dtype}", lse=PF32, sink_logits=PF32, num_lines=I32,
+         lse_stride_t=I32, lse_stride_h=I32, unit="fp32", NUM_HEADS=64, HEAD_DIM=64, DIM=64, LINES=64)
