@@ -6,7 +6,7 @@ torch, here of INT4 weights and in `nvfp4.py` of NVFP4 weights, which have this 
 So the result is that of the model with dequantised weights, up to the order of sums; in fp64 it has the same bits, unless a
 matrix is multiplied in pieces (`dequantised.py`). Kernels unpack weights in registers (`kernels/gemm/four_bit_linear.py`). For
 many tokens weights are dequantised piece by piece, and the library multiplies; `tuning.policy.four_bit_tile` says for how many.
-NVFP4 weights are rounded then alone (`kernels/common/nvfp4.py`). Plain torch dequantises for any number of tokens. It also
+Only then are NVFP4 weights rounded (`kernels/common/nvfp4.py`). Plain torch dequantises for any number of tokens. It also
 computes what the kernels do not support: INT4 in groups of other sizes than 32, 64 and multiples of 128, and in act order if a
 group is split between ranks.
 """
