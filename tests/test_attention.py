@@ -190,7 +190,7 @@ def on_gpu(batch: FlatBatch) -> FlatBatch:
 @pytest.mark.parametrize("longest", [flash.SHORT, flash.SHORT + 1])
 def test_prefill_on_a_gpu_is_that_of_the_cpu(longest: int, way: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "torch alone":
-        monkeypatch.setattr(flash, "flashinfer", lambda: None)
+        monkeypatch.setattr(flash, "_flashinfer_compiles", lambda *_: False)  # it keeps what earlier tests found
     elif longest > flash.SHORT:
         pytest.importorskip("flashinfer")
     rows = [(70, 90), (1, 33), (200, longest), (64, 64)]

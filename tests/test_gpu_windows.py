@@ -134,7 +134,7 @@ def test_prefill_in_bf16_gives_the_tokens_of_an_engine_that_keeps_every_page(
     way  flashinfer: rows of more keys than torch's attention is for; torch: fewer; torch alone: long rows without FlashInfer
     """
     if way == "torch alone":
-        monkeypatch.setattr(flash, "flashinfer", lambda: None)
+        monkeypatch.setattr(flash, "_flashinfer_compiles", lambda *_: False)  # it keeps what earlier tests found
     elif way == "flashinfer":
         pytest.importorskip("flashinfer")
     longest = 1500 if way == "torch" else flash.SHORT + 300
