@@ -9,7 +9,7 @@ vLLM and SGLang get dummy weights and random prompts, greedy, without a prefix c
 and 3 are accepted with the probabilities of --accept; SGLang gives all rows of a round one length, with that mean. A turn times
 one token of each row (prefill_s), then whole requests (whole_s: first prompt to last token). Each turn is a JSON line, printed
 and appended to OUT; the last counts: kernels compile in the first. decode_tok_s = (tokens - rows) / (whole_s - prefill_s). With
---warm N a pass of N tokens a row compiles them before, so that --turns 1 is enough.
+--warm N a pass over some rows (two full steps of prefill, N tokens each) compiles them before, so that --turns 1 is enough.
 
 --together DIR SIZE: SIZE such commands start at the same time and measure one after another. --kv-gib gives vLLM its share.
 
@@ -40,7 +40,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the Python of another engine has no batchspec
 from batchspec.conf.job.peer_gang import Gang
-from batchspec.conf.job.peer_options import RATES, SPREAD, environment, sglang_options, spread_routing, vllm_options
+from batchspec.conf.job.peer_options import CHUNK, RATES, SPREAD, environment, sglang_options, spread_routing, vllm_options
 from batchspec.conf.job.peer_shapes import (
     ROWS,
     Row,
@@ -66,7 +66,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--k", default="0", choices=["0", "1", "2", "3", "auto"], help="draft tokens a round; 0: no drafts")
     add("--accept", type=rates_of, default=RATES, metavar="A,B,C", help="acceptance of drafts 1, 2, 3, unconditional: .6,.28,.12")
     add("--turns", type=int, default=2)
-    add("--warm", type=int, default=0, metavar="N", help="N tokens of each row before the first turn; batchspec: no effect")
+    add("--warm", type=int, default=0, metavar="N", help="N tokens of some rows before the first turn; batchspec: no effect")
     add("--together", nargs=2, metavar=("DIR", "SIZE"), help="an empty folder, and how many commands share it")
     add("--kv-gib", type=float, help="vLLM's memory for K/V; without it all that 92 %% of the card leave")
     add("--routing", default="spread", choices=["spread", "uniform_random", "none"])
@@ -150,7 +150,7 @@ def peer_turns(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     for name in args.rows:
         row, prompts = ROWS[name], prompts_of(args, ROWS[name])
         if args.warm:
-            run(prompts, args.warm)
+            run(prompts[: 1 + 2 * CHUNK // row.prompt], args.warm)
         for turn in range(1, args.turns + 1):
             begun, _ = clock(), run(prompts, 1) if row.shape else None
             middle, tokens = clock(), run(prompts, row.gen)
