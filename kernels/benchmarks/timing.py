@@ -36,13 +36,14 @@ class Bench:
     def row(self, shape: str, calls: Sequence[Call], reference: Sequence[Call], *, num_bytes: int) -> None:
         """Time one shape and print its row. Each element of `calls` is the same call on another copy of the inputs.
 
+        reference  empty: it would take too long, and is left out; only on a GPU
         num_bytes  bytes that one call reads and writes
         """
-        reference_us = wall_us(reference)
-        us = graph_us(calls) if self.on_gpu else reference_us
+        reference_us = wall_us(reference) if reference else None
+        us = graph_us(calls) if self.on_gpu or reference_us is None else reference_us
         gb_s = num_bytes / us / 1e3
-        timing = f"{us:>10.2f} {gb_s:>8.1f} {gb_s / self.copy_gb_s:>8.1%} {reference_us:>13.2f} {reference_us / us:>6.1f}x"
-        print(f"{shape:<44} {timing}", flush=True)
+        compared = f"{'-':>13} {'-':>7}" if reference_us is None else f"{reference_us:>13.2f} {reference_us / us:>6.1f}x"
+        print(f"{shape:<44} {us:>10.2f} {gb_s:>8.1f} {gb_s / self.copy_gb_s:>8.1%} {compared}", flush=True)
 
     def same_row(
         self, shape: str, kernel: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[tuple[Any, ...]],
