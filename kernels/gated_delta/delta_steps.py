@@ -10,8 +10,8 @@ does all of it in fp32 (fp64 for fp64). At every position S + d k' is rounded to
 nothing in fp32. So no bit of an output depends on how many tokens a round has, on how many positions it replays or on when S is
 stored.
 Bound by memory (bytes of a row: 2 * HV * DV * DK * itemsize of the state) while it has few positions: by estimate, arithmetic
-takes as long at about 10 of them. The DV lines of a state are independent, and a program has TILE of them. A thread has four
-numbers of every 32 of a line: most of a sum over DK is within threads, and the rest takes 3 shuffles.
+takes as long at about 10 of them. The DV lines of a state are independent, and a program has 16 of them. A thread has 16 of
+every 128 bytes of a line: most of a sum over DK is within threads, and the rest takes 3 shuffles.
 Source: models/qwen3_5 of transformers 5.24; Yang et al. 2024 (arXiv 2412.06464). To replay inputs: batchspec's own.
 """
 
@@ -34,20 +34,25 @@ from batchspec.kernels.gated_delta.layout import (
     wide,
 )
 
-TILE, WARPS = 16, 1  # a program of one warp waits for no other
-LANES = tl.constexpr(32)
-"""Neighbours of DK in the last dimension of a tile: 8 threads load 4 numbers each."""
+WARPS = 1  # a program of one warp waits for no other
+LANE_BYTES = 128
+"""Of neighbours of DK in the last dimension of a tile: 8 threads load 16 bytes each."""
+SIDE = tl.constexpr(4)
+"""A program has SIDE * SIDE lines of a state."""
+TILE = SIDE.value**2
 
 
 @triton.jit(do_not_specialize=["commits"])
 def delta_steps_kernel(
     q, k, v, gates, state, keys, values, ring_gates, folded, cu_seqlens, positions, slots, live, out, commits,
     state_stride, keys_stride, values_stride, gates_stride,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, TILE: tl.constexpr,
-    PARTS: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr,
+    PARTS: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Program (row, value head, TILE lines of its state). They are [PARTS, TILE, LANES], with DK = (PARTS, LANES): Triton then
-    divides LANES among neighbouring threads, TILE among the others, and leaves PARTS within a thread."""
+    """Program (row, value head, TILE lines of its state). They are [SIDE, PARTS, SIDE, LANES]: lines are (SIDE, SIDE), and DK is
+    (PARTS, LANES). Triton divides LANES among 8 threads, and then the first dimension (Triton 3.6) or the last but one (3.9)
+    among 4: either way a thread has all PARTS of its lines."""
+    TILE: tl.constexpr = SIDE * SIDE
     TILES: tl.constexpr = (DV + TILE - 1) // TILE
     head = tl.program_id(0) // TILES % HV
     key_head = head // (HV // HK)
@@ -58,10 +63,10 @@ def delta_steps_kernel(
     start = tl.where(commits != 0, first, tl.minimum(tl.load(folded + slot), first))
     stored = first + tl.where(commits != 0, count, 0)  # the state is stored before this position
     column = tl.arange(0, PARTS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    line = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
-    at = state + slot * state_stride + head * (DV * DK) + (line * DK)[None, :, None] + column[:, None, :]
-    exists = (line < DV)[None, :, None] & (column < DK)[:, None, :]
-    s = tl.load(at, mask=exists & (column < tl.where(start > 0, DK, 0))[:, None, :], other=0.0).to(ACC)
+    line = tl.program_id(0) % TILES * TILE + tl.arange(0, SIDE)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
+    at = state + slot * state_stride + head * (DV * DK) + (line * DK)[:, None, :, None] + column[None, :, None, :]
+    exists = (line < DV)[:, None, :, None] & (column < DK)[None, :, None, :]
+    s = tl.load(at, mask=exists & (column < tl.where(start > 0, DK, 0))[None, :, None, :], other=0.0).to(ACC)
     for position in range(start, first + count):
         own = position >= first
         token = (begin + position - first).to(tl.int64)
@@ -70,18 +75,18 @@ def delta_steps_kernel(
         value_at = tl.where(own, v + token * (HV * DV), values + slot * values_stride + place * (HV * DV))
         gate_at = tl.where(own, gates + token * (HV * 2), ring_gates + slot * gates_stride + place * (HV * 2))
         key = tl.load(key_at + key_head * DK + column, mask=column < DK, other=0.0).to(ACC)
-        query = tl.load(q + (token * HK + key_head) * DK + column, mask=column < tl.where(own, DK, 0), other=0.0).to(ACC)
+        query = tl.load(q + (token * HK + key_head) * DK + column, mask=column < tl.where(own, DK, 0), other=0.0)
         value = tl.load(value_at + head * DV + line, mask=line < DV, other=0.0).to(ACC)
         decay = tl.exp(tl.load(gate_at + head * 2))
         beta = tl.load(gate_at + head * 2 + 1)
-        key = (key * tl.rsqrt(tl.sum(tl.sum(key * key, 0), 0) + L2_EPS))[:, None, :]
-        s = s * decay
-        delta = beta * (value - tl.sum(tl.sum(s * key, 0), 1))
-        s = s + delta[None, :, None] * key
+        key = (key * tl.rsqrt(tl.sum(tl.sum(key * key, 0), 0) + L2_EPS))[None, :, None, :]
+        delta = beta * (value - decay * tl.sum(tl.sum(s * key, 1), 2))
+        s = s * decay + delta[:, None, :, None] * key
         s = s.to(state.dtype.element_ty).to(ACC)
         if own:
-            scale = tl.rsqrt(tl.sum(tl.sum(query * query, 0), 0) + L2_EPS) * DK**-0.5
-            o = tl.sum(tl.sum(s * (query * scale)[:, None, :], 0), 1)
+            wide_query = query.to(ACC)
+            scale = tl.rsqrt(tl.sum(tl.sum(wide_query * wide_query, 0), 0) + L2_EPS) * DK**-0.5
+            o = tl.sum(tl.sum(s * (wide_query * scale)[None, :, None, :], 1), 2)
             tl.store(out + (token * HV + head) * DV + line, o, mask=line < DV)
         if position + 1 == stored:
             tl.store(at, s, mask=exists)
@@ -105,12 +110,13 @@ def delta_steps(
         delta_steps_reference(inputs, state, batch, out, commits=commits)
         return
     (_, value_heads, value_dim, key_dim), (_, ring, key_heads, _) = state.state.shape, state.keys.shape
+    lanes = LANE_BYTES // state.state.element_size()
     if num_programs := batch.slots.numel() * value_heads * triton.cdiv(value_dim, TILE):
         delta_steps_kernel[(num_programs,)](
             inputs.q, inputs.k, inputs.v, inputs.gates, state.state, state.keys, state.values, state.gates, state.folded,
             batch.cu_seqlens, batch.positions, batch.slots, batch.live, out, int(commits), state.state.stride(0),
             state.keys.stride(0), state.values.stride(0), state.gates.stride(0), HK=key_heads, HV=value_heads, DK=key_dim,
-            DV=value_dim, RING=ring, TILE=TILE, PARTS=triton.next_power_of_2(triton.cdiv(key_dim, LANES.value)),
+            DV=value_dim, RING=ring, PARTS=triton.next_power_of_2(triton.cdiv(key_dim, lanes)), LANES=lanes,
             ACC=tl.float64 if out.dtype == torch.float64 else tl.float32, num_warps=WARPS, **launch_args(out),
         )
 

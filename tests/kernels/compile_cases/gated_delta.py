@@ -30,7 +30,7 @@ for _dtype in ("bf16", "fp32"):
             case(f"delta_steps_kernel {_dtype}, {_heads} heads, states of {_bytes} bytes", "delta_steps", 1, q=_values, k=_values,
                  v=_values, gates=PF32, state=_state, keys=_values, values=_values, ring_gates=PF32, folded=PI32, **_rows,
                  **_slots, out=_values, commits=I32, state_stride=I32, keys_stride=I32, values_stride=I32, gates_stride=I32,
-                 **_sizes, RING=8, TILE=16, PARTS=4, ACC="fp32")
+                 **_sizes, RING=8, PARTS=DIM * _bytes // 128, LANES=128 // _bytes, ACC="fp32")
             case(f"delta_chunks_kernel {_dtype}, {_heads} heads, states of {_bytes} bytes", "delta_chunks", 4, q=_values,
                  k=_values, v=_values, solve=_values, attend=_values, factors=PF32, state=_state, **_rows, **_slots, out=_values,
                  state_stride=I32, **_sizes, DIM=DIM, TILE=32, ACC="fp32", INTERPRETED=False)
