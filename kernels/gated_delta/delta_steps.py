@@ -79,14 +79,15 @@ def delta_steps_kernel(
         value = tl.load(value_at + head * DV + line, mask=line < DV, other=0.0).to(ACC)
         decay = tl.exp(tl.load(gate_at + head * 2))
         beta = tl.load(gate_at + head * 2 + 1)
-        key = (key * tl.rsqrt(tl.sum(tl.sum(key * key, 0), 0) + L2_EPS))[None, :, None, :]
-        delta = beta * (value - decay * tl.sum(tl.sum(s * key, 1), 2))
+        inverse = tl.rsqrt(tl.sum(tl.sum(key * key, 0), 0) + L2_EPS)
+        key = key[None, :, None, :]
+        delta = inverse * beta * (value - inverse * decay * tl.sum(tl.sum(s * key, 1), 2))
         s = s * decay + delta[:, None, :, None] * key
         s = s.to(state.dtype.element_ty).to(ACC)
         if own:
             wide_query = query.to(ACC)
             scale = tl.rsqrt(tl.sum(tl.sum(wide_query * wide_query, 0), 0) + L2_EPS) * DK**-0.5
-            o = tl.sum(tl.sum(s * (wide_query * scale)[None, :, None, :], 1), 2)
+            o = scale * tl.sum(tl.sum(s * wide_query[None, :, None, :], 1), 2)
             tl.store(out + (token * HV + head) * DV + line, o, mask=line < DV)
         if position + 1 == stored:
             tl.store(at, s, mask=exists)
