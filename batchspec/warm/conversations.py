@@ -24,7 +24,7 @@ from batchspec.dataset.messages import BadChat, Message, read_chat
 from batchspec.dataset.reader import InputShard
 from batchspec.dataset.untyped_columns import value_of
 from batchspec.errors import ConfigError
-from batchspec.load.loaded_engine import Decoder
+from batchspec.load.loaded_engine import Decoder, LoadedEngine
 from batchspec.packing.admit import hash64
 from batchspec.packing.cells import BadRow
 from batchspec.records import Completion, Request
@@ -108,7 +108,7 @@ class Conversations:
         """Requests of rows that have not begun."""
         self._turns: list[_Ended] = []
 
-    def frame(self, engine: Decoder) -> pl.DataFrame:
+    def frame(self, engine: LoadedEngine[Decoder]) -> pl.DataFrame:
         """One row for each turn: the output columns of a job, and `turn` after `sample_index`.
 
         Raises what `next_turn` raises, after cancelling the other conversations.
