@@ -43,7 +43,7 @@ class Call:
         check_ids(source, columns)
         self.constraints = opened.admission.constraints
         self.job: Job = job_of(model, source, columns, opened.tokenizer, self.constraints)
-        self._work = ShardWork.of(self.job)
+        self.work = ShardWork.of(self.job)
         self.job.admission.predictor = opened.admission.predictor
         self.rows = next(source.shards(source.num_rows))
         self.cancelled = threading.Event()
@@ -59,7 +59,7 @@ class Call:
         """
         job = self.job
         return Feed(
-            job.source.shards(job.layout), self._work.admitted, rows=self._with_bad_rows_noted,
+            job.source.shards(job.layout), self.work.admitted, rows=self._with_bad_rows_noted,
             predicted=job.admission.predicted, num_shards=job.layout.num_shards, shard_rows=job.layout.last_shard_rows,
             slots=slots, compiling=job.admission.compiling, busy=lambda: self.num_unfinished > 0, refused=self._bad.append,
         )
@@ -110,7 +110,7 @@ class Call:
 
     def frame(self, completions: Sequence[Completion]) -> pl.DataFrame:
         """The completions in the output columns of a job, in the order of the rows."""
-        return self._work.frame(self.rows, completions)
+        return self.work.frame(self.rows, completions)
 
 
 class _CallRequests(WrappedStream):
