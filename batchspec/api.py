@@ -81,7 +81,7 @@ def generate(data: Any, *, job: str | None = None, overrides: Options = (), **ke
     smaller = "lower packing.max_num_seqs, packing.memory_gb or packing.max_num_batched_tokens"
     with within_memory("rows were decoded", smaller), ProgressBar(survey.num_outputs(source.num_rows)) as progress:
         loaded, work = LoadedEngine.load(opened, survey, progress), ShardWork.of(opened)
-        monitor = RunMonitor(progress, survey.mean_output, loaded.engine.totals)
+        monitor = RunMonitor(progress, survey.mean_output, loaded.totals)
         frames = {done.shard.index: work.frame(done.shard, done.completions) for done in decode_shards(loaded, monitor, work)}
     frame = pl.concat([frames[index] for index in sorted(frames)])
     errors = frame.filter(pl.col("status") == "error")

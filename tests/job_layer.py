@@ -150,7 +150,7 @@ class StandInEngine:
         return {}
 
     def loaded(self, job: Job, survey: Survey, progress: ProgressBar) -> LoadedEngine[Engine]:
-        return LoadedEngine(job, cast(Engine, self))
+        return LoadedEngine(cast(Engine, self), job)
 
     def stop(self) -> None:
         raise AssertionError("stop() is called at a signal or a time limit, and this job has neither")

@@ -340,8 +340,8 @@ def test_a_warm_engine_takes_constraints_of_each_call_and_compiles_them_once(mod
         assert engine.generate(rows)["completion"].to_list() == found["completion"].to_list()
         streamed = {done.row_index: done.text for done in engine.stream(rows)}
         assert [streamed[index] for index in (0, 1, 2, 4)] == [found["completion"][index] for index in (0, 1, 2, 4)]
-        assert engine._constraints is not None
-        assert engine._constraints.compiler.stats.num_compiled == 2
+        assert engine._opened.admission.constraints is not None
+        assert engine._opened.admission.constraints.compiler.stats.num_compiled == 2
         free = engine.generate(rows[:1])
         assert free["completion"].to_list() == found["completion"].to_list()[:1]
     pl.DataFrame(rows).write_parquet(tmp_path / "rows.parquet")
@@ -379,8 +379,8 @@ def test_rows_do_not_wait_for_the_automata_of_other_rows(model: Path) -> None:
         {"model.path": str(model), "model.dtype": "float64", "model.max_len": 64, "decode.max_new_tokens": 8,
          "input.columns": {"schema": "schema"}}
     ) as engine:
-        assert engine._constraints is not None
-        compiler = engine._constraints.compiler
+        assert engine._opened.admission.constraints is not None
+        compiler = engine._opened.admission.constraints.compiler
         begin, held = compiler.begin, Future[Any]()
 
         def slow(kind: str, source: str) -> Future[Any]:

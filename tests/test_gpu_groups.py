@@ -235,7 +235,8 @@ def test_a_warm_engine_of_ranks_answers_as_one_gpu_and_frees_all_memory(
     assert all(now >= before - (64 << 20) for now, before in zip(after, free, strict=True))
 
     engine = batchspec.Engine([*words, f"cluster.tensor_parallel={ranks}"])
-    inner = engine._engine
+    assert engine._loaded is not None
+    inner = engine._loaded.engine
     assert isinstance(inner, EngineOfRanks)
     stream = engine.stream({"prompt": rows["prompt"], "max_new_tokens": [150] * ROWS})
     next(stream)

@@ -100,7 +100,7 @@ def test_rounds_begin_from_states_that_hold_the_past(small: Path) -> None:
     """Without it the first round would replay thousands of positions, from rings that hold a few."""
     args = parse(["o", "n", "--shape", str(small), "--rounds", "2", *SIZES, "--k", "2", "--draft", "lookup"])
     (way,) = variant_specs(args)
-    engine = Bench(args, make_workload(args, CPU), CPU).engine(way, buckets=(2,))
+    engine = Bench(args, make_workload(args, CPU), CPU).engine(way, buckets=(2,)).engine
     begin_rows(engine, 8)
     cache = engine.executor.cache
     assert cache.num_folded is not None

@@ -13,12 +13,13 @@ from batchspec.engine.loop.totals import EngineTotals
 from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.records import Completion, Request
 from tests.engines import DEVICE, make_engine, packed, request, tiny_target
+from tests.moe_models import ids_of
 
 
 def loaded(seen: list[Completion]) -> LoadedEngine[Engine]:
     """An engine whose job has no choices. seen: gets what the job observes."""
     job: Any = SimpleNamespace(admission=SimpleNamespace(choices=None, observe=seen.append))
-    return LoadedEngine(job, make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE))
+    return LoadedEngine(make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE), job)
 
 
 def requests() -> list[Request]:
@@ -41,6 +42,23 @@ def test_rounds_are_reported_while_the_run_lasts() -> None:
     assert told > 4
     assert len(list(one.run(requests()))) == 4
     assert len(rounds) == told
+
+
+def test_rows_that_no_job_has_admitted_are_decoded_alike() -> None:
+    bare, of_job = (list(one.run(requests())) for one in (LoadedEngine(loaded([]).engine), loaded([])))
+    assert [ids_of(done) for done in bare] == [ids_of(done) for done in of_job]
+
+
+def test_the_steps_of_a_leader_report_rounds_and_teach_its_job_nothing() -> None:
+    """The process whose requests it decodes learns."""
+    seen, rounds = list[Completion](), list[int]()
+    one = loaded(seen)
+    steps = list(one.steps(requests(), lambda totals: rounds.append(totals.rounds)))
+    assert sorted(done.row_index for step in steps for done in step) == [0, 1, 2, 3]
+    assert len(steps) > 4, "of most steps none ends a row"
+    assert rounds
+    assert one.engine.on_round is None
+    assert seen == []
 
 
 @pytest.mark.parametrize("how", ["to its end", "left half-way", "given up by the report"])

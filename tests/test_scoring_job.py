@@ -158,7 +158,7 @@ def test_chats_are_scored_as_the_template_writes_them(model: Path) -> None:
 
 def test_a_warm_engine_scores_call_after_call(model: Path) -> None:
     with batchspec.Engine(options(model, model__max_len=128, output__prompt_logprobs=2)) as engine:
-        assert engine._constraints is None  # nothing is decoded: no memory is held for schemas
+        assert engine._opened.admission.constraints is None  # nothing is decoded: no memory is held for schemas
         first, second = engine.generate(texts()), engine.generate(texts().reverse())
         assert check_rows(first, model, 2) == check_rows(second, model, 2) == 6
         assert sum(usage["cached_tokens"] for usage in second["usage"].tail(6)) > 0

@@ -85,8 +85,9 @@ def expected(words: list[str]) -> pl.DataFrame:
 
 def here(engine: batchspec.Engine) -> BatchEngine:
     """The engine that computes in this process."""
-    assert isinstance(engine._engine, BatchEngine)
-    return engine._engine
+    assert engine._loaded is not None
+    assert isinstance(engine._loaded.engine, BatchEngine)
+    return engine._loaded.engine
 
 
 def same(found: pl.DataFrame, wanted: pl.DataFrame) -> bool:

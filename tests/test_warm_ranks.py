@@ -25,8 +25,10 @@ from safetensors.torch import load_file
 import batchspec
 from batchspec.distributed import rank_processes, silent_ranks
 from batchspec.distributed.rank_ends import culprit
+from batchspec.distributed.rank_processes import RankProcesses
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import BatchspecError, CapacityError, CheckpointError, ConfigError, DivergedError, EngineInUse, RankLost
+from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.records import Completion
 from batchspec.request_stream import RequestStream
 from batchspec.warm import ranks as ranks_module
@@ -74,9 +76,14 @@ def expected(alone: batchspec.Engine) -> pl.DataFrame:
     return alone.generate(rows())
 
 
+def ranks_of(engine: batchspec.Engine) -> RankProcesses:
+    assert engine._loaded is not None
+    assert isinstance(engine._loaded.engine, EngineOfRanks)
+    return engine._loaded.engine._group
+
+
 def pids(engine: batchspec.Engine) -> list[int]:
-    assert isinstance(engine._engine, EngineOfRanks)
-    return [member.process.pid for member in engine._engine._group.members]
+    return [member.process.pid for member in ranks_of(engine).members]
 
 
 def lives(pid: int) -> bool:
@@ -131,7 +138,7 @@ def test_the_leader_prefetches_only_requests_that_it_was_given() -> None:
     watchdog = SimpleNamespace(pause=lambda: None, beat=lambda: None)
     engine = SimpleNamespace(on_round=None, totals=EngineTotals(), steps=steps)
     job = SimpleNamespace(admission=SimpleNamespace(constraints=None))
-    Leader(*cast(Any, (job, engine, None, pipe, watchdog)))._run()
+    Leader(*cast(Any, (LoadedEngine(cast(Any, engine), cast(Any, job)), None, pipe, watchdog)))._run()
     assert ready == [0, 1, 0, 0, 0]
     assert [type(message) for message in sent] == [Ask, Ask, Ask, Ended]
 
@@ -409,8 +416,7 @@ def test_a_stopped_leader_ends_the_call(
     """Its watchdog does not run either, and the other rank only waits for its next message."""
     engine = batchspec.Engine([*words, *RANKS])
     found = pids(engine)
-    assert isinstance(engine._engine, EngineOfRanks)
-    silent = engine._engine._group.silent
+    silent = ranks_of(engine).silent
     assert silent._watchdog_s == 3600.0
     monkeypatch.setattr(silent, "_watchdog_s", 1.5)
     monkeypatch.setattr(silent_ranks, "LATER_S", 0.5)
@@ -430,7 +436,7 @@ def test_an_engine_that_is_dropped_or_whose_process_ends_leaves_no_rank(words: l
     program = f"""
 import batchspec, os
 engine = batchspec.Engine({[*words, *RANKS]!r})
-print(*[member.process.pid for member in engine._engine._group.members], flush=True)
+print(*[member.process.pid for member in engine._loaded.engine._group.members], flush=True)
 os._exit(3)
 """
     done = run_python(["-c", program])

@@ -1,8 +1,8 @@
 """The variants in which `batchspec bench` runs a workload: drafter, draft length, temperature and options, as a job's config.
 
 Drafters and engines are made and prepared as a job makes them (`draft/spec.py`, `build_engine` and `prepare_engine` of
-`load/build.py`), and fed by `Engine.run`. Only the shape of the batch comes from the arguments and not from the planner, so that
-no row waits for memory.
+`load/build.py`), and fed by `LoadedEngine.run`. Only the shape of the batch comes from the arguments and not from the planner, so
+that no row waits for memory.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.ranks.lead import Lead
 from batchspec.errors import ConfigError
 from batchspec.load.build import build_engine
+from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.model.shapes import DRAFT_VOCAB
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.memory import graph_tokens
@@ -188,14 +189,14 @@ class Bench:
             length = config.draft.num_speculative_tokens
             raise ConfigError(f"--draft {variant.draft} with --k {length}, --topk, --nodes: {error}") from None
 
-    def engine(self, variant: VariantSpec, buckets: tuple[int, ...] | None = None) -> Engine:
+    def engine(self, variant: VariantSpec, buckets: tuple[int, ...] | None = None) -> LoadedEngine[Engine]:
         """The engine that a job would have; `buckets`: row buckets that replace the default ones."""
         config = config_of(self.args, variant)
         drafter = self.drafter(variant, config)
         batch = self.batch(drafter)
         batch = batch if buckets is None else replace(batch, row_buckets=buckets)
         vocabulary = self._symbols if variant.schemas else None
-        return build_engine(config, self.workload.target, drafter, batch, lead=self.lead, vocabulary=vocabulary)
+        return LoadedEngine(build_engine(config, self.workload.target, drafter, batch, lead=self.lead, vocabulary=vocabulary))
 
     @cached_property
     def _symbols(self) -> TokenSymbols:

@@ -66,11 +66,11 @@ def follow_bench(args: argparse.Namespace, group: Group) -> None:
 
 
 def _take_turn(variant: EngineVariant, group: Group) -> None:
-    engine = variant.build()
+    loaded = variant.build()
     gc.freeze()  # a collection that traverses all of torch's objects would keep the other ranks waiting
-    follow(group.channel, engine)
+    follow(group.channel, loaded.engine)
     if not variant.keeps:
-        del engine
+        del loaded
         gc.unfreeze()
     variant.close()
 

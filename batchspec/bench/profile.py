@@ -18,6 +18,7 @@ import torch
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import ConfigError
+from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.records import Request
 
 SKIP_ROUNDS = 8
@@ -77,7 +78,7 @@ class Profile:
         return "\n".join(lines) + "\n"
 
 
-def profile_rounds(engine: Engine, requests: Iterable[Request]) -> Profile:
+def profile_rounds(loaded: LoadedEngine[Engine], requests: Iterable[Request]) -> Profile:
     """Trace some rounds of a run once all slots are filled. Raises ConfigError without a GPU or if the run is too short."""
     if not torch.cuda.is_available():
         raise ConfigError("--profile needs a GPU: it lists kernels; leave it out")
@@ -95,14 +96,13 @@ def profile_rounds(engine: Engine, requests: Iterable[Request]) -> Profile:
             profiler.stop()
             last = totals.rounds
 
-    engine.totals, engine.on_round = EngineTotals(), on_round
+    loaded.engine.totals = EngineTotals()
     try:
-        with closing(engine.run(iter(requests))) as completions:
+        with closing(loaded.run(requests, on_round)) as completions:
             for _ in completions:
                 if last:
                     break
     finally:
-        engine.on_round = None
         if first and not last:
             profiler.stop()
     if not last:

@@ -21,6 +21,7 @@ from batchspec.engine.loop.totals import EngineTotals
 from batchspec.engine.ranks.messages import End
 from batchspec.errors import InputError
 from batchspec.load.build import prepare_engine
+from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.load.memory import free_after_loading
 from batchspec.packing.kv_memory import kv_bytes
 from batchspec.packing.order import order_requests
@@ -53,19 +54,19 @@ class EngineVariant:
 
     def __init__(self, bench: Bench, variant: VariantSpec) -> None:
         self.name, self.record = variant.name, Record()
-        self._bench, self._spec, self._engine = bench, variant, None
+        self._bench, self._spec, self._loaded = bench, variant, None
         requests = bench.workload.requests if variant.options.get("sharing", True) else bench.workload.unshared()
         sampling = SamplingParams(temperature=variant.temperature)
         self._mode = SamplingMode.of(sampling, 0, constrained=variant.schemas > 0)
         self._requests = order_requests([replace(request, sampling=sampling) for request in requests])
 
-    _engine: Engine | None
+    _loaded: LoadedEngine[Engine] | None
 
     def open(self) -> Mapping[str, float]:
         """Allocate memory and warm up, if that has not happened; the seconds of its parts, if they are known."""
-        if self._engine is not None:
+        if self._loaded is not None:
             return {}
-        engine, num_rows = self.build(), len(self._requests)
+        engine, num_rows = self.build().engine, len(self._requests)
         # Without `most_rounds`: the engine runs all rows several times and needs the graphs of all row buckets.
         prepare_engine(engine, self._mode, survey_of(self._requests), num_rows, window_rows=num_rows)
         if automata := self._bench.automata(self._spec):
@@ -73,18 +74,18 @@ class EngineVariant:
         self._decode(self._requests[:WARM_ROWS], WARM_TOKENS)
         return engine.planner.seconds
 
-    def build(self) -> Engine:
+    def build(self) -> LoadedEngine[Engine]:
         """The engine; a new one is not warmed up."""
-        if self._engine is None:
-            self._engine = self._bench.engine(self._spec)
-        return self._engine
+        if self._loaded is None:
+            self._loaded = self._bench.engine(self._spec)
+        return self._loaded
 
     def close(self) -> None:
         """Free the memory if not all variants fit together."""
         if self._bench.lead is not None:
             self._bench.lead.send(End())
         if not self.keeps:
-            self._engine = None
+            self._loaded = None
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -95,18 +96,18 @@ class EngineVariant:
         result = self._decode(self._requests, cap)
         if self._bench.device.type == "cuda":
             self.record.peak_bytes = max(self.record.peak_bytes, torch.cuda.max_memory_allocated())
-        assert self._engine is not None
-        self.record.totals = self._engine.totals
+        assert self._loaded is not None
+        self.record.totals = self._loaded.totals
         return result
 
     def _decode(self, requests: list[Request], cap: int | None) -> tuple[float, int]:
-        assert self._engine is not None
+        assert self._loaded is not None
         capped = [r if cap is None else replace(r, max_new_tokens=min(cap, r.max_new_tokens)) for r in requests]
-        self._engine.totals = EngineTotals()
-        graphs = self._engine.executor.prefill_graphs
+        self._loaded.engine.totals = EngineTotals()
+        graphs = self._loaded.engine.executor.prefill_graphs
         before = 0 if graphs is None else graphs.num_padded
         began = clock(self._bench.device)
-        with closing(self._engine.run(iter(capped))) as completions:
+        with closing(self._loaded.run(capped)) as completions:
             found = [(done.stats, len(done.token_ids)) for done in map(_whole, completions) if done.token_ids is not None]
         self.record.rows, tokens = [(stats, count) for stats, count in found if stats], sum(count for _, count in found)
         self.record.padded_passes = None if graphs is None else graphs.num_padded - before
@@ -114,8 +115,8 @@ class EngineVariant:
 
     def profile(self) -> None:
         """Trace some rounds into the record."""
-        assert self._engine is not None
-        self.record.profile = profile_rounds(self._engine, self._requests)
+        assert self._loaded is not None
+        self.record.profile = profile_rounds(self._loaded, self._requests)
 
 
 def _whole(done: Completion) -> Completion:

@@ -27,6 +27,7 @@ from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import load_head, read_head_spec
 from batchspec.errors import CheckpointError, InputError
 from batchspec.load.build import build_engine
+from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
@@ -179,8 +180,8 @@ def _decode(target: Target, head: Head | None, requests: Sequence[Request]) -> l
     )
     config = RunConfig(draft=DraftConfig(adaptive=False))
     drafter: Drafter = NoDrafter() if head is None else build_chain(config, head, target, DRAFT_LEN, slots=slots)
-    engine = build_engine(config, target, drafter, batch)
-    return sorted(engine.run(iter(requests)), key=lambda c: c.row_index)
+    loaded = LoadedEngine(build_engine(config, target, drafter, batch))
+    return sorted(loaded.run(requests), key=lambda c: c.row_index)
 
 
 def _contexts(

@@ -48,7 +48,7 @@ def decode_shards(
         predicted=job.admission.predicted,
         num_shards=len(coming),
         shard_rows=job.layout.most_rows(coming),
-        slots=loaded.engine.batch.num_slots,
+        slots=loaded.batch.num_slots,
         journaled=journaled,
         compiling=job.admission.compiling,
     )

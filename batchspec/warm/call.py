@@ -16,11 +16,8 @@ from batchspec.dataset.row_ids import check_ids
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CapacityError, EngineInUse, InputError
 from batchspec.load.loaded_engine import Decoder, LoadedEngine
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
-from batchspec.packing.constraints import Constraints
 from batchspec.packing.feed import Feed
-from batchspec.packing.predict import LengthPredictor
 from batchspec.prepare import Job, JobModel, job_of
 from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.records import Completion, Request
@@ -36,22 +33,18 @@ class Cancelled(EngineInUse):
 class Call:
     """The rows of one call, checked; `run` may be called once.
 
-    predictor  of output lengths; it outlives the call
-    constraints  the engine's, which keep compiled automata; None: it takes none
+    opened  the engine's job without rows. What the call learns about output lengths, and automata that it compiles, stay there
     Raises ConfigError or InputError, as a job over these rows would.
     """
 
-    def __init__(
-        self, model: JobModel, tokenizer: Tokenizer | None, predictor: LengthPredictor, table: pa.Table,
-        constraints: Constraints | None = None,
-    ) -> None:
+    def __init__(self, model: JobModel, opened: Job, table: pa.Table) -> None:
         source = table_source(table)
         columns = map_columns(source.schema, model.config.input.columns)
         check_ids(source, columns)
-        self.job: Job = job_of(model, source, columns, tokenizer, constraints)
-        self._work = ShardWork.of(self.job)
-        self.constraints = constraints
-        self.job.admission.predictor = predictor
+        self.constraints = opened.admission.constraints
+        self.job: Job = job_of(model, source, columns, opened.tokenizer, self.constraints)
+        self.work = ShardWork.of(self.job)
+        self.job.admission.predictor = opened.admission.predictor
         self.rows = next(source.shards(source.num_rows))
         self.cancelled = threading.Event()
         self.stream: weakref.ref[Stream] | None = None
@@ -66,7 +59,7 @@ class Call:
         """
         job = self.job
         return Feed(
-            job.source.shards(job.layout), self._work.admitted, rows=self._with_bad_rows_noted,
+            job.source.shards(job.layout), self.work.admitted, rows=self._with_bad_rows_noted,
             predicted=job.admission.predicted, num_shards=job.layout.num_shards, shard_rows=job.layout.last_shard_rows,
             slots=slots, compiling=job.admission.compiling, busy=lambda: self.num_unfinished > 0, refused=self._bad.append,
         )
@@ -79,7 +72,7 @@ class Call:
                 self._bad.append(planned)
             yield planned
 
-    def run(self, engine: Decoder, requests: RequestStream | None = None) -> Generator[Completion]:
+    def run(self, engine: LoadedEngine[Decoder], requests: RequestStream | None = None) -> Generator[Completion]:
         """Yield the completions of all requests as they end, including those of bad rows.
 
         requests  None: those of the rows
@@ -88,7 +81,7 @@ class Call:
         """
         if requests is None:
             requests = self.feed(engine.batch.num_slots).requests
-        running = LoadedEngine(self.job, engine).run(_CallRequests(self, requests), self.check)
+        running = engine.run(_CallRequests(self, requests), self.check)
         with OutOfMemoryGuard() as guard, closing(running) as completions:
             for completion in completions:
                 self.num_unfinished -= 1
@@ -117,7 +110,7 @@ class Call:
 
     def frame(self, completions: Sequence[Completion]) -> pl.DataFrame:
         """The completions in the output columns of a job, in the order of the rows."""
-        return self._work.frame(self.rows, completions)
+        return self.work.frame(self.rows, completions)
 
 
 class _CallRequests(WrappedStream):

@@ -24,12 +24,11 @@ from batchspec.dataset.messages import BadChat, Message, read_chat
 from batchspec.dataset.reader import InputShard
 from batchspec.dataset.untyped_columns import value_of
 from batchspec.errors import ConfigError
-from batchspec.load.loaded_engine import Decoder
+from batchspec.load.loaded_engine import Decoder, LoadedEngine
 from batchspec.packing.admit import hash64
 from batchspec.packing.cells import BadRow
 from batchspec.records import Completion, Request
 from batchspec.request_stream import ListedRequests, RequestStream
-from batchspec.runner.shard_work import ShardWork
 from batchspec.warm.call import Call
 
 POLL_S = 0.1
@@ -108,7 +107,7 @@ class Conversations:
         """Requests of rows that have not begun."""
         self._turns: list[_Ended] = []
 
-    def frame(self, engine: Decoder) -> pl.DataFrame:
+    def frame(self, engine: LoadedEngine[Decoder]) -> pl.DataFrame:
         """One row for each turn: the output columns of a job, and `turn` after `sample_index`.
 
         Raises what `next_turn` raises, after cancelling the other conversations.
@@ -246,9 +245,9 @@ class Conversations:
         place = table.schema.get_field_index(own)
         table = table.append_column(own, text) if place < 0 else table.set_column(place, own, text)
         names = {name: column for name, column in self._job.columns.names.items() if name not in ("system", *PROMPTS)}
-        job = replace(self._job, columns=ColumnMap(names=names | {own: own}, prompt_kind=own))
+        work = replace(self.call.work, columns=ColumnMap(names=names | {own: own}, prompt_kind=own))
         completions = [ended.completion.replace(row_index=place) for place, ended in enumerate(turns)]
-        frame = ShardWork.of(job).frame(InputShard(index=0, first_row=0, table=table), completions)
+        frame = work.frame(InputShard(index=0, first_row=0, table=table), completions)
         frame = frame.with_columns(pl.Series("row_index", rows, pl.Int64))
         return with_turns(frame, [ended.number for ended in turns])
 

@@ -28,6 +28,7 @@ from batchspec.dataset.in_memory import table_of
 from batchspec.engine.loop.engine import Engine as BatchEngine
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CheckpointError, ConfigError, EngineInUse
+from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.model.given import GivenWeights
 from batchspec.model.hub import find_model
 from batchspec.model.kv_calibration import give_scales
@@ -37,7 +38,6 @@ from batchspec.model.spec import load_spec
 from batchspec.model.weights import Checkpoint, judge_model
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.input_notes import input_notes
-from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.unused import check_samples
 from batchspec.prepare import JobModel, open_model
 from batchspec.records import Completion
@@ -74,20 +74,17 @@ class Engine:
         self._in_use, self._half_loaded = threading.Lock(), False
         self._running: Call | None = None
         self._noted = set[str]()
-        self._predictor = LengthPredictor()
         self._model: JobModel = open_model(config)
-        opened = open_warm(self._model)
-        self._tokenizer, self._admission = opened.tokenizer, opened.admission
-        self._constraints = opened.admission.constraints
-        self._engine: BatchEngine | EngineOfRanks | None = None
-        self._engine = load(opened) if config.cluster.tensor_parallel == 1 else EngineOfRanks(config)
+        self._opened = opened = open_warm(self._model)
+        self._loaded: LoadedEngine[BatchEngine | EngineOfRanks] | None = None
+        self._loaded = load(opened) if config.cluster.tensor_parallel == 1 else LoadedEngine(EngineOfRanks(config), opened)
 
     def __repr__(self) -> str:
         model = self._model
         facts = f"model={model.config.model.path!r}, dtype={str(model.dtype).removeprefix('torch.')}, device={model.device.type}"
-        if self._engine is None:
+        if self._loaded is None:
             return f"<batchspec.Engine {facts}, closed>"
-        batch = self._engine.batch
+        batch = self._loaded.batch
         return f"<batchspec.Engine {facts}, draft={model.config.draft.name}, slots={batch.num_slots}, max_len={batch.max_len}>"
 
     def __reduce__(self) -> NoReturn:
@@ -97,12 +94,12 @@ class Engine:
     @property
     def shape(self) -> PackedBatch:
         """The static batch: slots, pages, the longest row."""
-        return self._loaded.batch
+        return self._usable.batch
 
     @property
     def totals(self) -> EngineTotals:
         """Rounds and tokens of all calls, added up while they run."""
-        return self._loaded.totals
+        return self._usable.totals
 
     @explains_arguments("Engine.generate", KEYS)
     def generate(self, data: Any) -> pl.DataFrame:
@@ -169,7 +166,8 @@ class Engine:
         K/V of earlier calls are dropped; the drafter is not changed. Memory for one more layer is needed meanwhile.
         Raises CheckpointError for other names, shapes or configurations, before anything is changed.
         """
-        with self._exclusive(loads=True) as engine, ExitStack() as stack:
+        with self._exclusive(loads=True) as loaded, ExitStack() as stack:
+            engine = loaded.engine
             if isinstance(engine, EngineOfRanks):
                 given = stack.enter_context(self._folder_of(weights))
                 engine.rewrite(given, is_checkpoint=not isinstance(weights, Mapping))
@@ -188,7 +186,7 @@ class Engine:
             with engine.changing_target():
                 engine.target.rewrite(source)
                 if model.spec.fp8_kv:
-                    give_scales(engine.target, None, scales, folder, self._tokenizer)
+                    give_scales(engine.target, None, scales, folder, self._opened.tokenizer)
             self._half_loaded = False
 
     @contextmanager
@@ -222,9 +220,9 @@ class Engine:
         if (call := self._running) is not None:
             call.give_up()
         with self._in_use:
-            if isinstance(self._engine, EngineOfRanks):
-                self._engine.close()
-            self._engine = None
+            if self._loaded is not None and isinstance(self._loaded.engine, EngineOfRanks):
+                self._loaded.engine.close()
+            self._loaded = None
         gc.collect()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -237,8 +235,8 @@ class Engine:
 
     def _call(self, table: pa.Table, *, samples: bool = False) -> Call:
         """samples: refuse several completions of a row that would be equal. Conversations may begin with equal answers."""
-        call = Call(self._model, self._tokenizer, self._predictor, table, self._constraints)
-        for _, note in input_notes(call.job.config, call.job.admission, call.job.source, self._tokenizer):
+        call = Call(self._model, self._opened, table)
+        for _, note in input_notes(call.job.config, call.job.admission, call.job.source, self._opened.tokenizer):
             if note not in self._noted:  # said once, not in each call
                 self._noted.add(note)
                 terminal.notice(note)
@@ -247,18 +245,19 @@ class Engine:
         return call
 
     def _no_rows(self, table: pa.Table) -> pl.DataFrame:
-        return empty_frame(self._model, table, self._admission)
+        return empty_frame(self._model, table, self._opened.admission)
 
     @property
-    def _loaded(self) -> BatchEngine | EngineOfRanks:
-        if self._engine is None:
+    def _usable(self) -> LoadedEngine[BatchEngine | EngineOfRanks]:
+        """What was loaded. Raises EngineInUse if it was closed, or has ended because a rank is gone."""
+        if self._loaded is None:
             raise EngineInUse("this engine is closed; make another one")
-        if isinstance(self._engine, EngineOfRanks):
-            self._engine.check()
-        return self._engine
+        if isinstance(self._loaded.engine, EngineOfRanks):
+            self._loaded.engine.check()
+        return self._loaded
 
     @contextmanager
-    def _exclusive(self, call: Call | None = None, *, loads: bool = False) -> Iterator[BatchEngine | EngineOfRanks]:
+    def _exclusive(self, call: Call | None = None, *, loads: bool = False) -> Iterator[LoadedEngine[BatchEngine | EngineOfRanks]]:
         """Within this block the engine serves this call only. Raises EngineInUse if it is not free."""
         if not self._in_use.acquire(blocking=False):
             raise EngineInUse("a call is running or a stream is open; finish or close it: an engine does one call at a time")
@@ -266,7 +265,7 @@ class Engine:
             if self._half_loaded and not loads:
                 raise EngineInUse("load_weights failed half-way, and the weights are of two models; load some again")
             self._running = call
-            yield self._loaded
+            yield self._usable
         finally:
             self._running = None
             self._in_use.release()

@@ -10,14 +10,12 @@ from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.reader import table_source
 from batchspec.engine.loop.engine import Engine
 from batchspec.errors import CapacityError
-from batchspec.load.build import load_engine
+from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.packing.planner import GPU_SLOTS, Demand
 from batchspec.packing.predict import LengthPredictor
-from batchspec.packing.survey import Survey
 from batchspec.packing.unused import check_keys_of_engine
 from batchspec.prepare import Job, JobModel, fetch_weights, job_of, open_tokenizer
 from batchspec.process.out_of_memory import OutOfMemoryGuard
-from batchspec.report.progress_bar import ProgressBar
 
 PROMPT_TOKENS = 1024
 """Prompt length for which the shape is planned, if model.max_len leaves room for it."""
@@ -43,12 +41,10 @@ def job_without_rows(model: JobModel) -> Job:
     return replace(job, config=config)
 
 
-def load(job: Job) -> Engine:
+def load(job: Job) -> LoadedEngine[Engine]:
     """The engine with its weights. Raises CheckpointError and CapacityError."""
     with OutOfMemoryGuard() as guard:
-        engine = load_engine(job, expected_demand(job), ProgressBar(0), Survey(shares_prefix=job.config.decode.n > 1))
-        engine.keeps_prefixes = True
-        return engine
+        return LoadedEngine.load_warm(job, expected_demand(job))
     raise CapacityError(
         f"out of memory while the engine was made ({guard.message}); set packing.memory_gb, packing.max_num_seqs, "
         "packing.max_num_batched_tokens or model.max_len lower"

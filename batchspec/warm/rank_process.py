@@ -29,8 +29,9 @@ from batchspec.engine.loop.totals import EngineTotals
 from batchspec.engine.ranks.messages import Calibrate, NewWeights
 from batchspec.errors import BatchspecError, CapacityError
 from batchspec.load.build import rewrite_weights, vocabulary_of
+from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.model.kv_calibration import give_scales
-from batchspec.prepare import Job, open_model
+from batchspec.prepare import open_model
 from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.records import Request
 from batchspec.runner.rank import run_rank, take_seat
@@ -86,8 +87,7 @@ def main() -> int:
 def lead(config: RunConfig, group: Group, pipe: Connection, watchdog: Watchdog) -> None:
     """Load and serve. Raises as `Leader.serve`, CheckpointError, and CapacityError when memory runs out."""
     with OutOfMemoryGuard() as guard:
-        job = open_warm(open_model(config, group=group))
-        Leader(job, load(job), group, pipe, watchdog).serve()
+        Leader(load(open_warm(open_model(config, group=group))), group, pipe, watchdog).serve()
     if guard.message:
         raise CapacityError(
             f"rank 0: out of memory ({guard.message}); make an engine with a lower packing.max_num_seqs, "
@@ -98,13 +98,13 @@ def lead(config: RunConfig, group: Group, pipe: Connection, watchdog: Watchdog) 
 class Leader:
     """Rank 0: answers the messages of the engine's process, one run or one change of weights at a time."""
 
-    def __init__(self, job: Job, engine: Engine, group: Group, pipe: Connection, watchdog: Watchdog) -> None:
-        self._job, self._engine, self._group, self._pipe, self._watchdog = job, engine, group, pipe, watchdog
+    def __init__(self, loaded: LoadedEngine[Engine], group: Group, pipe: Connection, watchdog: Watchdog) -> None:
+        self._loaded, self._group, self._pipe, self._watchdog = loaded, group, pipe, watchdog
         self._progress_sent_at = 0.0
 
     def serve(self) -> None:
         """Serve until the engine is closed. Raises EOFError or BrokenPipeError then, and RankLost and DivergedError."""
-        self._send(Loaded(self._engine.batch))
+        self._send(Loaded(self._loaded.batch))
         while True:
             match self._receive():
                 case Run():
@@ -119,9 +119,9 @@ class Leader:
                     raise AssertionError(message)
 
     def _run(self) -> None:
-        self._engine.on_round = self._look
+        requests = _GivenRequests(self._ask, vocabulary_of(self._loaded.job))
         try:
-            with closing(self._engine.steps(_GivenRequests(self._ask, vocabulary_of(self._job)))) as steps:
+            with closing(self._loaded.steps(requests, self._look)) as steps:
                 while True:
                     message = self._receive()
                     if isinstance(message, Stop):
@@ -133,8 +133,6 @@ class Leader:
                         return
         except GivenUp:
             self._send(Stopped(self._totals))
-        finally:
-            self._engine.on_round = None
 
     def _ask(self) -> Given:
         """The requests that are ready. Raises GivenUp if the engine's process asks to stop."""
@@ -157,7 +155,7 @@ class Leader:
             self._send(Progress(self._totals))
 
     def _rewrite(self, folder: Path, *, is_checkpoint: bool) -> None:
-        engine, job, lead = self._engine, self._job, self._engine.lead
+        engine, job, lead = self._loaded.engine, self._loaded.job, self._loaded.engine.lead
         assert lead is not None
         lead.send(NewWeights(str(folder)))
         with engine.changing_target():
@@ -174,7 +172,7 @@ class Leader:
     @property
     def _totals(self) -> EngineTotals:
         """The engine's totals, without CUDA events, which another process cannot read."""
-        return replace(self._engine.totals, _group=None)
+        return replace(self._loaded.totals, _group=None)
 
     def _send(self, message: FromLeader) -> None:
         self._pipe.send_bytes(FROM_LEADER.encode(message))
