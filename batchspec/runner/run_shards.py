@@ -169,9 +169,10 @@ class ShardRunner:
             self.progress.phase(f"{len(suspects)} shards were in flight when a run crashed: their rows are retried apart")
             shards = claimed.suspect(job.source.shards(job.layout, self._all_shards - suspects))
             suspect_shards = SuspectShards(
-                loaded, self.plan, attempts, self._journal, self._journaled, on_round=monitor, finished=monitor.finished
+                loaded, self.plan, attempts, self._journal, self._journaled, on_round=monitor.after_round,
+                finished=monitor.finished,
             )
-            yield from map(monitor.decoded, suspect_shards.decoded(shards))
+            yield from map(monitor.count_shard, suspect_shards.decode(shards))
 
     def _excluded_shards(self) -> set[int] | None:
         """Shards that the next pass leaves out: those that are done and those of other runs. None if this run is over.
