@@ -18,8 +18,8 @@ from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.timeline import Timeline
 from batchspec.runner.commit_shards import ShardCommitter
 from batchspec.runner.decode_shards import decode_shards
+from batchspec.runner.job_run import JobRun
 from batchspec.runner.oom_fallback import EngineWithFallback
-from batchspec.runner.opened_output import OpenedOutput
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_workers import ShardWorkers
@@ -35,25 +35,25 @@ from batchspec.supervise.watchdog import Watchdog
 class ShardRunner:
     """One run while it works.
 
-    output      what is to be done; its `begin` was called
-    work        admits rows and makes tables
-    run_engine  the run's engine
-    watchdog    of this process; it expects loading at first
-    signals     of this process; they ask this run to end
+    run       its `begin` was called
+    work      admits rows and makes tables
+    engines   the run's engine, and a smaller one once memory runs out
+    watchdog  of this process; it expects loading at first
+    signals   of this process; they ask this run to end
     """
 
     def __init__(
-        self, output: OpenedOutput, work: ShardWork | ShardWorkers, run_engine: EngineWithFallback, survey: Survey,
+        self, run: JobRun, work: ShardWork | ShardWorkers, engines: EngineWithFallback, survey: Survey,
         progress: ProgressBar, watchdog: Watchdog, signals: EndSignals,
     ) -> None:
-        self.job, self.folder, self.plan = output.job, output.folder, output.plan()
-        self.work, self.run_engine, self.progress, self._signals = work, run_engine, progress, signals
+        self.job, self.folder, self.plan = run.job, run.folder, run.plan()
+        self.work, self.engines, self.progress, self._signals = work, engines, progress, signals
         self._committer = ShardCommitter(self.folder, work, self.plan.take_old_shard, self.job.source.check)
-        self.num_errors, self._journaled, self._mean_output = output.num_errors, output.saved, survey.mean_output
+        self.num_errors, self._journaled, self._mean_output = run.num_errors, run.saved, survey.mean_output
         self._all_shards = set(range(self.folder.num_shards))
         self._claims, self._attempts, self._journal = self.folder.claims(), self.folder.attempts(), self.folder.journal()
         self._watchdog, watchdog.save = watchdog, self._saved_by_watchdog
-        self._deadline = job_deadline(self.job, run_engine)
+        self._deadline = job_deadline(self.job, engines)
 
     def run(self) -> None:
         """Work until nothing is left for this run. However it ends, its claims are released.
@@ -61,10 +61,10 @@ class ShardRunner:
         Raises Interrupted after a signal or at the time limit: finished rows and the tokens of unfinished ones are then in the
         journal. InputError, TooManyErrors, CapacityError, StorageError and OutputError also end it.
         """
-        slots = self.run_engine.engine.batch.num_slots
+        slots = self.engines.current.batch.num_slots
         with ExitStack() as stack:
             timeline = stack.enter_context(closing(Timeline(self.folder.log_timeline, slots=slots)))
-            self._signals.stop_with(self.run_engine.stop)
+            self._signals.stop_with(self.engines.stop)
             stack.enter_context(released_at_end(self._claims, self._attempts))
             stack.callback(self._settle)
             stack.callback(self._watchdog.close)
@@ -80,7 +80,7 @@ class ShardRunner:
                 left = []
                 self._journal.flush()
             else:
-                left = self.run_engine.engine.unfinished() if self._signals.name else []
+                left = self.engines.current.unfinished() if self._signals.name else []
                 if self._signals.name:
                     self._journal.flush(left)
             self._settle()
@@ -104,7 +104,7 @@ class ShardRunner:
         smaller batch."""
         self._settle()
         self._watchdog.begin_loading()  # until the first row begins
-        totals, beat = self.run_engine.engine.totals, self._watchdog.beat
+        totals, beat = self.engines.current.totals, self._watchdog.beat
         monitor = RunMonitor(self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline)
         claimed = ClaimedShards(
             self._claims, self._attempts, self._journal, self._journaled, self._deadline, is_done=self.folder.is_done,
@@ -123,12 +123,12 @@ class ShardRunner:
         self._watchdog.pause()
         if guard.message:
             # Ranks of a group are in the middle of an exchange: it is unknown whether they agree on unfinished rows.
-            self._journal.flush([] if self.job.group is not None else self.run_engine.engine.unfinished())
+            self._journal.flush([] if self.job.group is not None else self.engines.current.unfinished())
             self._settle()
             self._watchdog.begin_loading()
-            self.run_engine.shrink(guard.message)
+            self.engines.shrink(guard.message)
             self._journaled = self._journal.read(self.folder.finished())
-        elif not (self.run_engine.stopping or self._deadline.reached):
+        elif not (self.engines.stopping or self._deadline.reached):
             check_all_read(claimed.unread, self.folder.num_shards)
 
     def _settle(self) -> None:
@@ -153,7 +153,7 @@ class ShardRunner:
         self, claimed: ClaimedShards, excluded: set[int], monitor: RunMonitor
     ) -> Generator[DecodedShard]:
         """Decode the shards that can be claimed. Suspect shards, which a crashed run held, come last."""
-        job, loaded, attempts = self.job, self.run_engine.loaded, self._attempts
+        job, loaded, attempts = self.job, self.engines.loaded, self._attempts
         yield from decode_shards(
             loaded,
             monitor,
@@ -165,7 +165,7 @@ class ShardRunner:
             skip=self._all_shards - claimed.unread,
         )
         suspects = attempts.suspect_shards() & self._all_shards - excluded
-        if suspects and not self.run_engine.stopping:
+        if suspects and not self.engines.stopping:
             self.progress.phase(f"{len(suspects)} shards were in flight when a run crashed: their rows are retried apart")
             shards = claimed.suspect(job.source.shards(job.layout, self._all_shards - suspects))
             suspect_shards = SuspectShards(
@@ -181,7 +181,7 @@ class ShardRunner:
         shards of dead runs and leaves the others to their runs.
         """
         waited_from = looked_from = time.monotonic()
-        while not self.run_engine.stopping and (missing := self.folder.missing()):
+        while not self.engines.stopping and (missing := self.folder.missing()):
             took_s = time.monotonic() - looked_from
             held = self._claims.held(missing)
             if missing - held:
@@ -221,12 +221,12 @@ def check_errors(job: Job, num_errors: int, *, all_failed: bool = False) -> None
         )
 
 
-def job_deadline(job: Job, run_engine: EngineWithFallback) -> Deadline:
+def job_deadline(job: Job, engines: EngineWithFallback) -> Deadline:
     """The deadline at which Slurm ends this job; infinite outside of Slurm."""
     task, config = slurm.this_task(), job.config
     return Deadline(
         lambda: None if task is None else slurm.time_left_s(task),
         config.cluster.signal_s,
         keeps_tokens=config.output.logprobs is None,
-        stop=run_engine.stop,
+        stop=engines.stop,
     )
