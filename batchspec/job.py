@@ -86,7 +86,7 @@ def decode_missing(
 ) -> None:
     """Admit, plan and decode: commit every shard that is not finished and that no other run works on; print and log the speed.
 
-    run       as `open_run` returns it
+    run       has rows to decode
     signals   of this process; the rows are saved when one asks the run to end
     load      loads the engine; called when every check has passed
     start_up  the phases of the run so far

@@ -42,7 +42,7 @@ class PendingCommit(ABC):
     def publish(self, check: CheckInput) -> None:
         """Publish the shard's file, once; nothing is published if another run was first.
 
-        Raises what `check` raises, and as `OutputFolder.publish`.
+        Raises what `check` raises; StorageError if writing fails; OutputError if the folder holds another job by now.
         """
 
 
@@ -86,7 +86,7 @@ class ShardCommitter:
     ) -> None:
         """
         work            makes tables and files
-        take_old_shard  as `RetryPlan.take_old_shard`; called once for each shard
+        take_old_shard  gives the file that a retry merges with the new rows; None: the shard is new. Called once for each shard
         check_input     `Source.check`, which raises InputError
         """
         self._output, self._work = output, work

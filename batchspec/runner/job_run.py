@@ -29,7 +29,7 @@ from batchspec.runstate.output_folder import OutputFolder
 
 
 def check_target(job: Job) -> None:
-    """Ask the hub whether the push at the end of the job would be refused, if there is one. Raises as `push_output`."""
+    """Ask the hub whether the push at the end of the job would be refused, if there is one. Raises as the push would."""
     config = job.config.output
     if config.push_to_hub is None:
         return
@@ -100,7 +100,7 @@ class JobRun:
     def read_saved(self) -> None:
         """Read what earlier runs left: rows, and for `job` the K/V scales and the sums of the weights that they kept.
 
-        Raises as `with_saved_scales` and `with_kept_sums`.
+        Raises OutputError if scales or sums are damaged, or lost although there are rows.
         """
         if not self.is_retry and self.finished:
             self.num_errors = job_stats(self.folder.path).error_rows

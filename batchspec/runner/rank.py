@@ -38,7 +38,7 @@ def run_rank(
 
     lead    what rank 0 does; the others need none
     advice  the end of the watchdog's last message
-    Raises what `lead` raises, as `run_follower`, and RankLost.
+    Raises RankLost; in rank 0 what `lead` raises; in the others CapacityError, and what opening the model raises.
     """
     import torch
 

@@ -80,7 +80,7 @@ class ShardWork:
         return frame
 
     def compact_table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
-        """The same rows as `build_table` returns them."""
+        """The same rows; columns of the input that are dictionaries stay so."""
         think = self.admission.settings.think
         texts = [self._with_text(completion) for completion in completions]
         # A later turn of a conversation may bring tools of its own.

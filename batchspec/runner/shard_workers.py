@@ -91,11 +91,11 @@ class ShardWorkers:
         self._settling = False
 
     def begin_table(self, shard: InputShard, completions: Sequence[Completion]) -> PendingTable:
-        """As `ShardWork.begin_table`; the next free worker makes the table, before it admits more rows."""
+        """The completions as output rows, which the next free worker makes before it admits more rows."""
         return _WorkerTable(self.begin_output(f"make the table of shard {shard.index}", shard_worker.table, shard, completions))
 
     def begin_file(self, shard: InputShard, completions: Sequence[Completion], file: UnpublishedFile) -> PendingFile:
-        """As `ShardWork.begin_file`; the next free worker writes it.
+        """The same rows in `file`, which the next free worker writes.
 
         A worker that dies leaves at most an unfinished file, which the next one replaces: only `OutputFolder.publish` gives
         final names.

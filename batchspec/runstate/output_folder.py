@@ -65,7 +65,7 @@ class OutputFolder(RunFolder):
         return scan(self._store, [f"data/{part_name(index)}" for index in done])
 
     def commit(self, index: int, table: pa.Table, metadata: Mapping[str, str] | None = None) -> bool:
-        """Write a shard's rows in this process, and publish them as `publish` does.
+        """Write a shard's rows in this process and publish them, once: False if another run was first.
 
         `metadata` is added to the file's key-value metadata under `batchspec.` names.
         """
@@ -85,7 +85,7 @@ class OutputFolder(RunFolder):
         check  called once the file is written; if it raises, the file is deleted
 
         Raises ValueError unless the file holds exactly the shard's rows, by (row_index, sample_index) with samples from 0 on;
-        StorageError if writing fails; OutputError as `check_own`, and for a file of that name that is not the job's.
+        StorageError if writing fails; OutputError if the folder, or the file of that name, is not this job's by now.
 
         A file under the shard's name is not necessarily a commit: its footer shows which job wrote it. A file of another job, or
         of this job before the present retry, is replaced, unless its version changes in the meantime.
@@ -125,7 +125,7 @@ class OutputFolder(RunFolder):
     def recommit(self, index: int, table: pa.Table | None, version: str) -> bool:
         """Finish a shard of a retry: `table` replaces its file atomically; None keeps the file.
 
-        False if the file no longer has this `version`: another run was first. Raises as `commit` does.
+        False if the file no longer has this `version`: another run was first. Raises as `publish` does.
         """
         assert self.generation is not None
         if table is not None:
@@ -174,8 +174,8 @@ class OutputFolder(RunFolder):
         return won
 
     def _check_current(self) -> None:
-        """As `check_own`; raises OutputError also if a retry has begun to which this run does not belong. After an extension this
-        run's shards are still those of the job.
+        """Raise OutputError if the folder holds another job by now, or if a retry has begun to which this run does not belong.
+        After an extension this run's shards are still those of the job.
         """
         self.check_own()
         if any(isinstance(change, Generation) for change in self._begun_since()):
@@ -211,12 +211,12 @@ class OutputFolder(RunFolder):
                 yield str(faults[index])
 
     def put_report(self, page: str) -> None:
-        """Write report.html. Raises as `check_own` does."""
+        """Write report.html. Raises OutputError if the folder holds another job by now."""
         self._put_own("report.html", page.encode())
 
     def tidy(self) -> None:
         """Delete journal, claims and attempts of a complete job, unless an extension of it has begun, whose runs use them. Raises
-        as `check_own` does.
+        OutputError if the folder holds another job by now.
         """
         self.check_own()
         if self.is_extended():

@@ -136,7 +136,7 @@ class Engine:
 
     @torch.inference_mode()
     def steps(self, requests: RequestStream | Iterable[Request]) -> Generator[list[Completion]]:
-        """As `run`, but yields the completions of each step as a list, which is often empty."""
+        """Decode every request; yields the completions of each step as a list, which is often empty."""
         if not self.planner.ready:
             self.prepare(SamplingMode())
         run = self._begin(stream_of(requests))
