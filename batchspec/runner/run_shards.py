@@ -141,6 +141,7 @@ class ShardRunner:
         self._journal.settle()
 
     def _after_commit(self, done: DecodedShard) -> None:
+        """Drop what would bring the shard back, and count its errors. Raises TooManyErrors."""
         self._journal.forget(done.shard.index)
         self._claims.forget(done.shard.index)
         self._watchdog.beat()
