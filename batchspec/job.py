@@ -1,12 +1,12 @@
 """run_job: read -> admit -> plan -> decode -> write. The module to read first.
 
 read    open_job            every check of input and model; nothing is written before all pass    prepare.py
-        open_output         what the output folder holds of this job, and what is to be done      runner/opened_output.py
-        check_target        with output.push_to_hub: no other job's dataset has that name         runner/opened_output.py
+        open_run            what the output folder holds of this job, and what this run does      runner/job_run.py
+        check_target        with output.push_to_hub: no other job's dataset has that name         runner/job_run.py
 admit   survey_first        the first rows become requests; the others do while rows are decoded  prepare.py
-        output.read_saved   what earlier runs left: rows, K/V scales, sums of the weights         runner/opened_output.py
+        run.read_saved      what earlier runs left: rows, K/V scales, sums of the weights         runner/job_run.py
 plan    EngineWithFallback  a `LoadedEngine`, and a smaller one once memory runs out              runner/oom_fallback.py
-        output.begin        the manifest: from here on the folder is a job                        runner/opened_output.py
+        run.begin           the manifest: from here on the folder is a job                        runner/job_run.py
 decode  ShardRunner.run     claim shards, admit and decode their rows, commit each shard once     runner/run_shards.py
 write   conclude            the card and the report, once no shard is missing; the push to a hub  runner/conclude.py
 """
@@ -31,8 +31,8 @@ from batchspec.report.push import check_push_key
 from batchspec.report.start_up import StartUp
 from batchspec.report.summary import RunSummary
 from batchspec.runner.conclude import conclude
+from batchspec.runner.job_run import JobRun, check_target, open_run
 from batchspec.runner.oom_fallback import EngineWithFallback, LoadEngine
-from batchspec.runner.opened_output import OpenedOutput, check_target, open_output
 from batchspec.runner.run_shards import ShardRunner, check_errors
 from batchspec.runner.shard_workers import workers_of
 from batchspec.runstate.heartbeats import HeartbeatWriter
@@ -61,32 +61,32 @@ def _run(
     start_up = StartUp()
     start_up.done("imports and configuration")
     check_push_key(config.output)
-    job = open_job(config, source, group=group)
-    output = open_output(job)
-    check_answers_file(config, is_new=output.is_new)
-    check_target(job)
+    run = open_run(open_job(config, source, group=group))
+    check_answers_file(config, is_new=run.begins_job)
+    check_target(run.job)
     start_up.done("checks")
-    if output.is_complete:
-        output.begin_change()
+    if run.found_complete:
+        run.begin_change()
     else:
         try:
-            compute(output, signals, start_up=start_up, watchdog=watchdog)
+            decode_missing(run, signals, start_up=start_up, watchdog=watchdog)
         except TooManyErrors:
-            if output.folder.missing():
+            if run.folder.missing():
                 raise  # if it came after the last shard, the job is complete: write card and report first
-    left = output.left_to_others()
-    terminal.say(f"{output.folder.path}: {left or output.outcome()}")
+    left = run.left_to_others()
+    terminal.say(f"{run.folder.path}: {left or run.outcome()}")
     if not left:
         watchdog.close()
-        conclude(output.job, output.folder, signals, again=not output.is_complete)
+        conclude(run.job, run.folder, signals, again=not run.found_complete)
 
 
-def compute(
-    output: OpenedOutput, signals: EndSignals, load: LoadEngine = LoadedEngine.load, start_up: StartUp | None = None,
+def decode_missing(
+    run: JobRun, signals: EndSignals, load: LoadEngine = LoadedEngine.load, start_up: StartUp | None = None,
     watchdog: Watchdog | None = None,
 ) -> None:
-    """Decode and commit every shard that is not finished and that no other run works on; print and log the speed.
+    """Admit, plan and decode: commit every shard that is not finished and that no other run works on; print and log the speed.
 
+    run       has rows to decode
     signals   of this process; the rows are saved when one asks the run to end
     load      loads the engine; called when every check has passed
     start_up  the phases of the run so far
@@ -94,30 +94,30 @@ def compute(
     Raises what `ShardRunner.run` raises.
     """
     start_up = start_up or StartUp()
-    with HeartbeatWriter(output.folder.heartbeats()) as heartbeat:
-        if not output.is_new:
+    with HeartbeatWriter(run.folder.heartbeats()) as heartbeat:
+        if not run.begins_job:
             heartbeat.begin()  # a run that ends while it loads is told of too
         began = time.perf_counter()
-        survey = survey_first(output.job)
+        survey = survey_first(run.job)
         start_up.done("survey")
         surveyed_s = start_up.reached_s
-        job = output.read_saved()
-        check_errors(job, output.num_errors)
-        expected, done = survey.num_outputs(job.source.num_rows), output.num_done(survey)
+        run.read_saved()
+        check_errors(run.job, run.num_errors)
+        expected, done = survey.num_outputs(run.job.source.num_rows), run.num_done(survey)
         with (
             ProgressBar(expected, done=done, start_up=start_up) as progress,
-            closing(workers_of(job, output.folder.attempt)) as work,
+            closing(workers_of(run.job, run.folder.attempt)) as work,
         ):
-            run_engine = EngineWithFallback(job, survey, progress, load)
+            engines = EngineWithFallback(run.job, survey, progress, load)
             start_up.done("engine")
             start_up_s = start_up.reached_s - surveyed_s
-            output.begin(run_engine, progress)
-            heartbeat.begin(progress.facts, slots=run_engine.engine.batch.num_slots)
-            ShardRunner(output, work, run_engine, survey, progress, watchdog or Watchdog(0.0), signals).run()
+            run.begin(engines, progress)
+            heartbeat.begin(progress.facts, slots=engines.current.batch.num_slots)
+            ShardRunner(run, work, engines, survey, progress, watchdog or Watchdog(0.0), signals).run()
         seconds = time.perf_counter() - began - start_up_s
-        engine = run_engine.engine
+        engine = engines.current
         report_speed(
-            output.folder, engine.totals, start_up, seconds=seconds, start_up_s=start_up_s, calibration=engine.calibration()
+            run.folder, engine.totals, start_up, seconds=seconds, start_up_s=start_up_s, calibration=engine.calibration()
         )
 
 

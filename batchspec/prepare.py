@@ -107,7 +107,7 @@ class Job(JobModel):
     kv_scales: KVScales | None = None
     """With cache.dtype=fp8: the scales that an earlier run wrote to the output folder."""
     layout: ShardLayout
-    """Which rows each shard holds: those of a new job, or of the job in the output folder (runner/opened_output.py)."""
+    """Which rows each shard holds: those of a new job, or of the job in the output folder (runner/job_run.py)."""
     sums: SumsOfJob | None = None
     """What every load of the weights is compared with; None: nothing is compared."""
 

@@ -25,7 +25,7 @@ from batchspec.config.compose import compose
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.engine_run import PREFETCHED_PER_ROUND
 from batchspec.engine.loop.totals import EngineTotals
-from batchspec.job import compute
+from batchspec.job import decode_missing
 from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.model.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ from batchspec.records import Completion, Request, RowStats, Snapshot
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.request_stream import ListedRequests, RequestStream, stream_of, take_ready
 from batchspec.runner.decode_shards import JOURNAL_S
-from batchspec.runner.opened_output import open_output
+from batchspec.runner.job_run import open_run
 from batchspec.runstate.journal import Journal
 from batchspec.storage.local_store import LocalStore
 from batchspec.supervise.signals import EndSignals
@@ -70,12 +70,12 @@ class Cost(NamedTuple):
 def run_job(folder: Path, num_rows: int) -> Cost:
     """Run a job on `num_rows` chats; its output is in folder/out."""
     texts = _some_texts()
-    output = open_output(_make_job(folder, num_rows, texts))
+    job_run = open_run(_make_job(folder, num_rows, texts))
     engine = StandInEngine(texts)
     with _sampled(_resident_mb) as memory:
         began = time.process_time()
         with EndSignals() as signals:
-            compute(output, signals, load=engine.loaded)
+            decode_missing(job_run, signals, load=engine.loaded)
         cpu_s = time.process_time() - began
     flush_s = _flush_seconds(folder / "journal", engine.last)
     # Rows wait until their shard is committed: a flush finds the rows of one window at most.

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.draft_chances import DraftChances
-from batchspec.engine.slots.launch import Launch
+from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.step import RoundWidth
 
 LENGTHS = st.none() | st.integers(0, 1000)
 """For `make_engine`: None, or the seed of `draw_lengths`."""
 
 
-def draw_lengths(engine: Engine, seed: int) -> list[Launch]:
+def draw_lengths(engine: Engine, seed: int) -> list[UnreadLaunch]:
     """From now on rounds have a random draft length and number of positions, and prepare no draft where the next one has none.
     Returns the launches, as they are made. Nothing changes if rounds verify trees, or nothing.
 
     seed  an odd one also draws which drafts are verified, whatever their chances are
     """
-    noise, launches, choose = random.Random(seed), list[Launch](), engine.planner.choose
+    noise, launches, choose = random.Random(seed), list[UnreadLaunch](), engine.planner.choose
     chances = engine.executor.round.chances
     if chances is None:
         return launches
@@ -35,7 +35,7 @@ def draw_lengths(engine: Engine, seed: int) -> list[Launch]:
 
     following = [width_of_next()]
 
-    def drawn(num_rows: int, *others: Any) -> Launch:
+    def drawn(num_rows: int, *others: Any) -> UnreadLaunch:
         launch, now = choose(num_rows, *others), following.pop()
         following.append(width_of_next())
         drafts = now.draft_len > 0 or following[0].draft_len > 0

@@ -22,7 +22,7 @@ from batchspec.engine.rounds.draft_lengths import (
 )
 from batchspec.engine.rounds.results import PendingResult
 from batchspec.engine.rounds.round_widths import candidates
-from batchspec.engine.slots.launch import Launch
+from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.step import RoundWidth
 from batchspec.kernels.rounds.allocate_drafts import LEVELS
 
@@ -430,10 +430,10 @@ def test_it_is_never_much_slower_than_no_drafts(rates: list[float], step: float,
 def test_a_round_is_timed_from_the_one_before_it_or_with_the_passes_between(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PendingResult, "seconds_since", lambda result, began: result.arrived - began)
 
-    def launched(arrived: float, **kind: Any) -> tuple[Launch, PendingResult]:
+    def launched(arrived: float, **kind: Any) -> tuple[UnreadLaunch, PendingResult]:
         result: Any = None
         at: Any = arrived
-        return Launch(owners=np.zeros(1, np.int64), num_rows=1, **kind), PendingResult(result, arrived=at)
+        return UnreadLaunch(owners=np.zeros(1, np.int64), num_rows=1, **kind), PendingResult(result, arrived=at)
 
     clock = RoundClock()
     passes = [launched(4.0, is_prefill=True, num_prefilled=70), launched(5.0, is_prefill=True, num_prefilled=30)]

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from batchspec.errors import InputError
 from batchspec.records import Completion
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.shard_writer import WrittenFile
 from batchspec.storage.places import LocalPlace
 from tests.runs import make_model, run_apart
 from tests.s3_lab import BUCKET, running_lab
@@ -127,11 +126,11 @@ def test_the_commit_checks_the_input_once_more(
     path.write_bytes(as_parquet())
     publish = OutputFolder.publish
 
-    def late(self: OutputFolder, index: int, write: Callable[[], WrittenFile]) -> bool:
+    def late(self: OutputFolder, *rest: Any) -> bool:
         while workers and not list((tmp_path / "out").rglob("*.parquet*")):  # the worker begins to write by itself
             time.sleep(0.01)
         path.write_bytes(as_parquet("Bye"))
-        return publish(self, index, write)
+        return publish(self, *rest)
 
     monkeypatch.setattr(OutputFolder, "publish", late)
     more = ["output.shard_rows=100", f"input.num_workers={workers}"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +19,8 @@ from batchspec.dataset.reader import InputShard
 from batchspec.packing.work_plan import COPIES, TOKEN_BYTES, DecodedShard
 from batchspec.runner.commit_shards import MOST_WAITING, SMALL_BYTES, WAITING, ShardCommitter
 from batchspec.runner.shard_work import ShardWork
-from batchspec.runstate.output_folder import OutputFolder
+from batchspec.runstate.output_folder import CheckInput, OutputFolder
+from batchspec.runstate.shard_writer import PendingFile
 from tests.io_samples import completion, dataset, shards_of
 
 
@@ -32,8 +33,8 @@ class Output:
     def unpublished(self, index: int) -> Path:
         return Path(str(index))
 
-    def publish(self, index: int, write: Callable[[], Any]) -> bool:
-        write()
+    def publish(self, index: int, file: PendingFile, check: CheckInput) -> bool:
+        file.write()
         self.commit(index)
         return True
 
@@ -41,8 +42,11 @@ class Output:
 class Work:
     """Writes no file."""
 
-    def begin_file(self, shard: InputShard, completions: object, file: Path) -> Callable[[], Path]:
-        return lambda: file
+    def begin_file(self, shard: InputShard, completions: object, file: Path) -> Work:
+        return self
+
+    def write(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

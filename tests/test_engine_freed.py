@@ -144,7 +144,7 @@ def test_a_job_in_a_program_that_goes_on_keeps_no_engine(
     how: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The models of ten jobs were in memory at once, until Python happened to collect its oldest garbage."""
-    observe = RunMonitor.__call__
+    observe = RunMonitor.after_round
 
     def observed(self: RunMonitor, totals: EngineTotals) -> None:
         observe(self, totals)
@@ -153,7 +153,7 @@ def test_a_job_in_a_program_that_goes_on_keeps_no_engine(
         for _ in range({"a signal": 1, "Ctrl-C twice": 2}.get(how, 0)):
             signal.raise_signal(signal.SIGTERM if how == "a signal" else signal.SIGINT)
 
-    monkeypatch.setattr(RunMonitor, "__call__", observed)
+    monkeypatch.setattr(RunMonitor, "after_round", observed)
     model, data = make_model(tmp_path / "model"), make_prompts(tmp_path / "in.parquet", 8)
     words = [
         f"model.path={model}", "model.dtype=float64", f"input.path={data}", "draft=lookup",

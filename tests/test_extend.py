@@ -361,7 +361,7 @@ def test_tool_calls_that_first_come_in_a_new_file_are_refused_by_the_columns_nam
 def test_a_change_that_another_run_begins_between_the_checks_is_not_undone(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mine: str
 ) -> None:
-    out, cap, where = tmp_path / "out", "decode.max_new_tokens=16", "batchspec.runner.opened_output.new_retry"
+    out, cap, where = tmp_path / "out", "decode.max_new_tokens=16", "batchspec.runner.job_run.new_retry"
     assert run.main(arguments(folder, out, "input.limit=5")) == 0
     both = {"extend": ["resume=extend"], "length": ["input.limit=5", "resume=length", cap]}
     other = both["length" if mine == "extend" else "extend"]

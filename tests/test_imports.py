@@ -123,7 +123,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runner": {
         "cluster.slurm",
         "dataset",
-        "distributed.channel",
         "distributed.group",
         "draft",
         "engine",

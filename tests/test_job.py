@@ -236,13 +236,13 @@ def signalled_while_a_renewal_waits(log: Path) -> None:
             saved.set()
         return count
 
-    def when_begun(self: RunMonitor, totals: EngineTotals, call: Callable[..., None] = RunMonitor.__call__) -> None:
+    def when_begun(self: RunMonitor, totals: EngineTotals, call: Callable[..., None] = RunMonitor.after_round) -> None:
         call(self, totals)
         if totals.tokens > 20 and begun.wait(60):
             os.kill(os.getpid(), signal.SIGTERM)
 
     claims.RENEW_S = 0.0
-    LocalStore.put, Journal.flush, RunMonitor.__call__ = held_up, flushed, when_begun  # type: ignore[method-assign]
+    LocalStore.put, Journal.flush, RunMonitor.after_round = held_up, flushed, when_begun  # type: ignore[method-assign]
 
 
 def test_a_signal_saves_rows_while_the_store_holds_up_the_renewal_of_a_claim(

@@ -30,7 +30,7 @@ from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.results import PendingResult, RoundLog
 from batchspec.engine.rounds.round import RoundResult
 from batchspec.engine.slots import expected_pages
-from batchspec.engine.slots.launch import Launch
+from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import RoundShape, ScheduledStep, Segment
 from batchspec.kernels.rounds.accept import WAITING
@@ -193,7 +193,7 @@ def test_rounds_learn_that_drafts_before_a_wait_were_right(monkeypatch: pytest.M
     engine = engine_of(ExpandLate(0, most_polls=3), drafter=ForcedDrafter(4, outputs, right=True, fixed_len=True), lengths=4)
     heard, learn = list[RoundLog](), engine.planner.learn
 
-    def noted(launch: Launch, result: PendingResult, log: RoundLog) -> None:
+    def noted(launch: UnreadLaunch, result: PendingResult, log: RoundLog) -> None:
         heard.append(log)
         learn(launch, result, log)
 

@@ -247,7 +247,7 @@ def test_host_and_device_count_the_same_tokens(tmp_path: Path) -> None:
     checked = []
 
     def compare(_: object) -> None:
-        for row in engine.slots.live if not engine.scheduler.launches.unread else ():
+        for row in engine.slots.live if not engine.scheduler.unread else ():
             checked.append(int(engine.slots.num_tokens[row.slot]))
             assert checked[-1] == int(engine.executor.rows.num_tokens[row.slot])
 

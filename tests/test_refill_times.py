@@ -15,7 +15,7 @@ from batchspec.engine.loop.refill_times import FIRST, RefillTimes
 from batchspec.engine.loop.round_clock import RoundClock
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.results import PendingResult
-from batchspec.engine.slots.launch import Launch, Launches
+from batchspec.engine.slots.launch import UnreadLaunch, UnreadLaunches
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.step import Prefill, RoundWidth, Segment
@@ -23,7 +23,7 @@ from tests.engines import request
 
 COST = PrefillCost(least=0.033, token=1e-6, replay=0.001, most_replayed=2048)
 SLOTS = 8
-ROUND = Launch(owners=np.zeros(SLOTS, np.int64), num_rows=SLOTS, width=RoundWidth(3))
+ROUND = UnreadLaunch(owners=np.zeros(SLOTS, np.int64), num_rows=SLOTS, width=RoundWidth(3))
 
 
 class ResultAt(PendingResult):
@@ -42,7 +42,7 @@ class Run:
     def __init__(self, times: RefillTimes) -> None:
         self.times, self.clock, self.now = times, RoundClock(), 0.0
 
-    def round(self, launch: Launch = ROUND, seconds: float = 0.002) -> None:
+    def round(self, launch: UnreadLaunch = ROUND, seconds: float = 0.002) -> None:
         self.now += seconds
         took = self.clock.add(launch, ResultAt(self.now))
         if took is not None:
@@ -134,10 +134,10 @@ def test_a_result_of_passes_counts_their_tokens_and_no_others() -> None:
     """A row's first pass has no result: its tokens count with those of the pass in which the row ends."""
     table = SlotTable(2, 40, 3)
     table.fill([RequestState.of(request(i, [1] * 7, cap=8), 3) for i in range(2)], [0, 1], 0)
-    launches = Launches(table, decodes=True)
+    unread = UnreadLaunches(table, decodes=True)
     passes = ((Segment(0, 0, 4, last=False),), (Segment(0, 4, 7, last=True),), (Segment(1, 0, 7, last=True),))
-    launches.add_prefill(Prefill(passes=passes, mode=SamplingMode()))
-    assert [launch.num_prefilled for launch in launches.unread] == [7, 7]
+    unread.add_prefill(Prefill(passes=passes, mode=SamplingMode()))
+    assert [launch.num_prefilled for launch in unread] == [7, 7]
 
 
 def test_each_draft_length_has_its_own_time_of_a_round_which_one_slow_round_hardly_changes() -> None:

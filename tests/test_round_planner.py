@@ -29,7 +29,7 @@ from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
 from batchspec.engine.rounds.results import PendingResult, RoundLog
 from batchspec.engine.rounds.round import RoundOptions, RoundResult
 from batchspec.engine.rounds.round_widths import candidates
-from batchspec.engine.slots.launch import Launch
+from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.step import RoundShape, RoundWidth, Segment
 from batchspec.kernels.attention.settings import work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
@@ -125,7 +125,7 @@ def planner(
     return RoundPlanner(executor, batch, adaptive=adaptive)
 
 
-def chosen(planner: RoundPlanner, num_rows: int, owners: Any, num_tokens: Any) -> Launch:
+def chosen(planner: RoundPlanner, num_rows: int, owners: Any, num_tokens: Any) -> UnreadLaunch:
     """The next round, of rows that these slots have."""
     return planner.choose(num_rows, num_tokens, owners)
 

@@ -16,7 +16,7 @@ from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.results import PendingResult, RoundLog
-from batchspec.engine.slots.launch import Launch
+from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, ForcedDrafter, make_engine, packed, plain_tokens, request, tiny_target
@@ -57,7 +57,7 @@ Counts = dict[str, list[tuple[int, int]]]
 class Rounds:
     """Every round of a run."""
 
-    launches: list[tuple[Launch, RoundLog, int]] = field(default_factory=list)
+    launches: list[tuple[UnreadLaunch, RoundLog, int]] = field(default_factory=list)
     """With the lines of the rows that took part, and how many drafts these had before their limits, if none ran ahead."""
     by_row: Counts = field(default_factory=lambda: defaultdict(list))
     """(verified, accepted) of each round of a request."""
@@ -66,7 +66,7 @@ class Rounds:
         """Note each round of this engine from now on."""
         learn = engine.planner.learn
 
-        def noted(launch: Launch, result: PendingResult, log: RoundLog) -> None:
+        def noted(launch: UnreadLaunch, result: PendingResult, log: RoundLog) -> None:
             if not launch.is_prefill:
                 lines, table = result.result.log.numpy(), engine.slots
                 slots, own = result.rows_of(launch.owners, table.owner)

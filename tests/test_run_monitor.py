@@ -28,13 +28,13 @@ def test_the_progress_counts_each_round_once_and_nothing_of_earlier_passes() -> 
     totals = EngineTotals(tokens=50, accepted=10, row_rounds=20)
     reporter = RunMonitor(progress, 100.0, totals)
     totals.tokens, totals.accepted, totals.row_rounds, totals.live_rows = 150, 40, 70, 3
-    reporter(totals)
+    reporter.after_round(totals)
     facts = progress.facts()
     assert [facts[name] for name in ("tokens", "accepted", "rounds", "live_rows")] == [100, 30, 50, 3]
     assert (facts["mean_output"], facts["in_flight_tokens"]) == (100.0, 100)
     reporter.finished(done(60))
     totals.tokens, totals.accepted, totals.row_rounds, totals.live_rows = 250, 80, 130, 2
-    reporter(totals)
+    reporter.after_round(totals)
     facts = progress.facts()
     assert [facts[name] for name in ("tokens", "accepted", "rounds", "live_rows")] == [200, 70, 110, 2]
     assert facts["completions"] == 1
@@ -57,7 +57,7 @@ def test_tokens_that_rows_had_from_earlier_runs_are_not_in_flight() -> None:
     reporter = RunMonitor(progress, 100.0, totals)
     totals.tokens = 20
     reporter.finished(done(90))
-    reporter(totals)
+    reporter.after_round(totals)
     assert progress.facts()["in_flight_tokens"] == 0
 
 

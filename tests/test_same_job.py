@@ -27,7 +27,7 @@ from batchspec.kernels.attention.ordered_step import PART, block_of
 from batchspec.model.deterministic import ORDER_VERSION
 from batchspec.prepare import open_job
 from batchspec.runner.identity import job_fingerprint
-from batchspec.runner.opened_output import open_output
+from batchspec.runner.job_run import open_run
 from tests.models import CHAT_TEMPLATE, make_checkpoint, make_thinking_tokenizer, make_tokenizer
 from tests.test_job import arguments, prompts
 from tests.test_lora import make_adapter
@@ -167,7 +167,7 @@ def test_another_value_of_any_key_that_makes_another_job_is_refused_by_name(fini
     make_adapter(tmp_path / "adapter", model, ["q_proj"])
     prompts().with_columns(topic=pl.lit("c")).write_parquet(tmp_path / "other.parquet")
     job = open_job(compose(arguments(model, finished.parent / "prompts.parquet", finished)))
-    assert not open_output(job).folder.missing()
+    assert not open_run(job).folder.missing()
     for key, (value, name) in CHANGES.items():
         if key in ELSEWHERE:
             continue
@@ -177,7 +177,7 @@ def test_another_value_of_any_key_that_makes_another_job_is_refused_by_name(fini
             config = changed(config, *ONLY_WITH[key])
         other = open_job(config, tokenizer=None if key.startswith("model.") else job.tokenizer)
         with pytest.raises(OutputError, match=rf"holds another job \(.*\b{re.escape(name)}: .*output\.overwrite=true") as caught:
-            open_output(other)
+            open_run(other)
         assert "\n" not in str(caught.value)
 
 

@@ -134,7 +134,7 @@ def test_workers_give_the_rows_errors_order_and_tables_of_the_plain_path(tokeniz
         for shard in source.shards(10):
             entries = work.admission.admit(shard)
             done = [entry if isinstance(entry, Completion) else completion_of(entry) for entry in entries][::-1]
-            made, plain = workers.begin_table(shard, done)(), work.table(shard, done)
+            made, plain = workers.begin_table(shard, done).make(), work.table(shard, done)
             assert made.schema == plain.schema
             texts = [done.text_due and tokenizer.decode(range(9, 14)) for done in sorted(done, key=lambda done: done.row_index)]
             assert made["completion"].to_pylist() == [text or None for text in texts]
@@ -197,7 +197,7 @@ def test_an_exception_of_a_worker_is_raised_in_the_caller() -> None:
     work, source = make_work(prompts("a"), KillingTokenizer())
     (shard,) = source.shards(1)
     with closing(ShardWorkers(work, 1)) as workers, pytest.raises(AttributeError, match="text_due"):
-        workers.begin_table(shard, [cast(Completion, "no completion")])()
+        workers.begin_table(shard, [cast(Completion, "no completion")]).make()
 
 
 def test_a_worker_writes_a_verified_file_that_only_the_run_itself_publishes(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -207,15 +207,15 @@ def test_a_worker_writes_a_verified_file_that_only_the_run_itself_publishes(toke
     (shard,) = source.shards(3)
     done = [completion_of(cast(Request, entry)) for entry in work.admission.admit(shard)]
     with closing(ShardWorkers(work, 1)) as workers:
-        write = workers.begin_file(shard, done, output.unpublished(0))
-        first = write()
+        file = workers.begin_file(shard, done, output.unpublished(0))
+        first = file.write()
         assert hashlib.sha256(first.path.read_bytes()).hexdigest() == first.sha256
         assert not output.committed(), "a written file is not committed"
         first.path.write_bytes(b"damaged")
-        assert output.publish(0, write), "called again, it writes the file anew"
+        assert output.publish(0, file), "asked again, it writes the file anew"
         assert pl.read_parquet(tmp_path / "out/data")["completion"].to_list() == [tokenizer.decode(range(9, 14))] * 3
         with pytest.raises(ValueError, match="lacks rows"):
-            workers.begin_file(shard, done[:1], output.unpublished(0))()
+            workers.begin_file(shard, done[:1], output.unpublished(0)).write()
 
 
 def test_a_file_that_a_worker_could_not_write_says_why(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_file_that_a_worker_could_not_write_says_why(tokenizer: Tokenizer, tmp
     done = [completion_of(cast(Request, entry)) for entry in work.admission.admit(shard)]
     nowhere = UnpublishedFile(path=tmp_path / "gone/file", rows=range(1), metadata={})
     with closing(ShardWorkers(work, 1)) as workers, pytest.raises(StorageError, match="ENOENT") as raised:
-        workers.begin_file(shard, done, nowhere)()
+        workers.begin_file(shard, done, nowhere).write()
     assert isinstance(raised.value.__cause__, FileNotFoundError)
 
 
@@ -330,6 +330,6 @@ def test_an_answer_that_was_not_read_is_not_taken_for_the_next_one(monkeypatch: 
             patch.setattr(workers._all[0]._process, "stdout", Interrupting())
             table = workers.begin_table(first, [])
             with pytest.raises(MemoryError):
-                table()
+                table.make()
         admitted = next(workers.admitted(iter([second])))
         assert [entry.row_index for entry in admitted.entries] == [1]

@@ -107,7 +107,7 @@ def test_a_signal_while_the_rows_are_pushed_tells_that_they_are_not(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("batchspec.job.check_push_key", lambda *_: None)
-    monkeypatch.setattr("batchspec.runner.opened_output.check_target_key", lambda *_: None)
+    monkeypatch.setattr("batchspec.runner.job_run.check_target_key", lambda *_: None)
     monkeypatch.setattr(conclude, "push_output", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     assert run.main([*command, "output.push_to_hub=org/answers"]) == 75
     assert capsys.readouterr().err.splitlines()[-1] == (

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.engine.rounds.results import RoundLog
-from batchspec.engine.slots.launch import Launch, Launches
+from batchspec.engine.slots.launch import UnreadLaunch, UnreadLaunches
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.slot_table import SlotTable
 from tests.engines import request
@@ -91,10 +91,10 @@ def test_a_row_that_fills_its_slot_to_the_last_token_keeps_them_all() -> None:
 
 def test_results_are_counted_from_zero_in_the_order_of_launches() -> None:
     table = SlotTable(1, 8, K)
-    launches = Launches(table, decodes=True)
-    assert (launches.num_launched, launches.num_read) == (0, 0)
+    unread = UnreadLaunches(table, decodes=True)
+    assert (unread.num_launched, unread.num_read) == (0, 0)
     for _ in range(3):
-        launches.add(Launch(owners=table.owner.copy()))
-    assert (launches.num_launched, launches.num_read) == (3, 0)
-    launches.unread.popleft()
-    assert (launches.num_launched, launches.num_read) == (3, 1)
+        unread.add(UnreadLaunch(owners=table.owner.copy()))
+    assert (unread.num_launched, unread.num_read) == (3, 0)
+    unread.take_oldest()
+    assert (unread.num_launched, unread.num_read) == (3, 1)

@@ -19,7 +19,7 @@ from batchspec.model.blocks.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.prepare import Job, open_job
 from batchspec.runner.identity import job_fingerprint
-from batchspec.runner.opened_output import open_output
+from batchspec.runner.job_run import open_run
 from tests.models import make_checkpoint, make_tokenizer
 from tests.test_hybrid_families import SHAPE
 
@@ -119,7 +119,7 @@ def test_states_of_another_dtype_are_another_job(model: Path, data: Path, tmp_pa
     other = open_job(compose(words(model, data, out, "cache.state_dtype=bfloat16")))
     assert job_fingerprint(other)["cache.state_dtype"] == '"bfloat16"'
     with pytest.raises(OutputError, match=r'holds another job \(cache.state_dtype: "auto" -> "bfloat16"\)'):
-        open_output(other)
+        open_run(other)
 
 
 def test_the_other_cache_of_verify_has_the_jobs_own_states(model: Path, data: Path) -> None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from batchspec.cli import guarded
 from batchspec.config.compose import reported
 from batchspec.config.typed import from_json
-from batchspec.distributed.channel import Channel
 from batchspec.distributed.seat import Seat
 from batchspec.errors import Interrupted, RankLost
 from batchspec.run import run_here
@@ -38,7 +37,7 @@ def main() -> int:
             signal.signal(number, signal.SIG_IGN)
     take_seat(config, seat, _follower_ends if seat.rank else _save_and_end)
     if seat.ranks == 1:
-        return reported(lambda: run_here(config, parent=Channel.of(seat)))
+        return reported(lambda: run_here(config, parent=seat.channel()))
     return reported(lambda: run(config, seat))
 
 

@@ -27,7 +27,7 @@ from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job
 from batchspec.process.out_of_memory import admitting_rows
 from batchspec.report.push import check_push_key
-from batchspec.runner.opened_output import check_target, open_output
+from batchspec.runner.job_run import check_target, open_run
 from batchspec.runstate.generations import Generation
 from batchspec.tuning.cards import check_card, known_card
 from batchspec.tuning.cpu_threads import limit_threads
@@ -122,15 +122,15 @@ def state_of_output(job: Job) -> str:
     if job.config.output.dir is None:
         return ""
     try:
-        output = open_output(job)
+        run = open_run(job)
     except (ConfigError, OutputError, StorageError) as error:
         return f"a run would be refused: {error}"
-    if output.is_new:
+    if run.begins_job:
         return ""
-    folder, change, layout = output.folder, output.change, output.job.layout
+    folder, change, layout = run.folder, run.change, run.job.layout
     if isinstance(change, Generation):
         return f"{folder.path}: {len(change.shards):,} of {counted(folder.num_shards, 'shard')} have rows to compute again"
-    rows = layout.num_rows_of(output.finished)
+    rows = layout.num_rows_of(run.finished)
     added = f", {layout.num_rows - folder.manifest.num_rows:,} of them added by resume=extend" if change else ""
     return f"{folder.path}: {rows:,} of {counted(layout.num_rows, 'row')} are done, {layout.num_rows - rows:,} are to do{added}"
 

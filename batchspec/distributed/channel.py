@@ -21,15 +21,11 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchspec.errors import RankLost
-
-if TYPE_CHECKING:
-    from batchspec.distributed.seat import Seat
 
 RING = 1 << 23
 FRAME = 1 << 20
@@ -75,11 +71,6 @@ class Channel:
         self._words: NDArray[np.int64] = np.frombuffer(self._memory, np.int64, _WORDS)
         self._ring = memoryview(self._memory)[8 * _WORDS :]
         self._position = 0
-
-    @classmethod
-    def of(cls, seat: Seat) -> Channel:
-        """The channel as the process in this seat uses it."""
-        return cls(seat.handle, seat.rank, seat.ranks)
 
     def send(self, message: bytes) -> None:
         """Send to all followers. Waits while the ring buffer is full. Raises RankLost."""

@@ -55,7 +55,7 @@ def joined(seat: Seat, *, gpu: bool, limit_s: float = EXCHANGE_S, nccl_s: float)
     Raises RankLost; ConfigError for an unsupported number of ranks on GPUs, or GPUs that cannot exchange.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    channel = Channel.of(seat)
+    channel = seat.channel()
     collectives: Collectives = GlooCollectives(
         seat.rank, seat.ranks, seat.rendezvous_file, limit_s=limit_s, waiting=channel.waiting
     )

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from batchspec.distributed.channel import make_memory
+from batchspec.distributed.channel import Channel, make_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,10 @@ class Seat:
     def rendezvous_file(self) -> Path:
         """The path of that file in each process that has the descriptor."""
         return Path(f"/proc/self/fd/{self.rendezvous}")
+
+    def channel(self) -> Channel:
+        """The group's channel as the process in this seat uses it."""
+        return Channel(self.handle, self.rank, self.ranks)
 
     def words(self) -> list[str]:
         return [str(number) for number in astuple(self)]

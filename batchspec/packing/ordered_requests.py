@@ -106,7 +106,7 @@ class OrderedRequests:
         self.num_ready, self.ended = 0, False
 
     def next_ready(self) -> Request | None:
-        """As `RequestStream.next_ready`. It waits for the next window, so None means the end."""
+        """The next request. It waits for the next window, so None means the end."""
         if self._ends_soon():
             self._coming.admit_share(max(1, len(self._left)))
         while not self._left:

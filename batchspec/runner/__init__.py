@@ -1,7 +1,7 @@
 """One run of a job: from an opened job to committed shards. Changes when the course of a run changes.
 
 identity.py            what identifies a job: everything that changes its results
-opened_output.py       what the output folder holds of the job, and what this run is to do there
+job_run.py             what the output folder holds of the job, and what this run does there
 new_retry.py           the retry that resume.retry asks for: its shards
 new_extension.py       the rows that resume=extend adds to the job
 compute_all.py         the plan of a job: every row is computed

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,8 +15,7 @@ from batchspec.records import Completion
 from batchspec.runner.retry_plan import OldShard
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_workers import ShardWorkers
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.shard_writer import WrittenFile
+from batchspec.runstate.output_folder import CheckInput, OutputFolder
 
 WAITING, MOST_WAITING = 2, 32
 """Maximum number of shards that are being committed or wait for it, for large and for small shards; decoding waits at the limit.
@@ -27,8 +25,8 @@ SMALL_BYTES = 100 << 20
 """Shards count as small while all uncommitted ones together take no more memory than this."""
 
 
-class ShardCommitter:
-    """Commits decoded shards in order.
+class PendingCommit(ABC):
+    """A decoded shard that is to be committed.
 
     The file of a new shard is written under a temporary name, fsynced and verified by reading it back: by a worker process as
     soon as one is free, without workers when its turn comes. Then the shard's input is checked to be still what was read, and
@@ -40,18 +38,56 @@ class ShardCommitter:
     next run takes the rows of a failed commit from the journal, or computes them again.
     """
 
+    @abstractmethod
+    def publish(self, check: CheckInput) -> None:
+        """Publish the shard's file, once; nothing is published if another run was first.
+
+        Raises what `check` raises; StorageError if writing fails; OutputError if the folder holds another job by now.
+        """
+
+
+class NewFile(PendingCommit):
+    """The commit of a shard that has no rows in the output yet. A worker process begins to write its file at once."""
+
+    def __init__(self, output: OutputFolder, work: ShardWork | ShardWorkers, done: DecodedShard) -> None:
+        self._output, self._index = output, done.shard.index
+        self._file = work.begin_file(done.shard, done.completions, output.unpublished(self._index))
+
+    def publish(self, check: CheckInput) -> None:
+        self._output.publish(self._index, self._file, check)
+
+
+class MergedFile(PendingCommit):
+    """The commit of a retry's shard: its new rows, and the old versions of all others. Without a new row the old file stays.
+
+    A worker process begins to make the table of the new rows at once.
+    """
+
+    def __init__(self, output: OutputFolder, work: ShardWork | ShardWorkers, done: DecodedShard, old: OldShard) -> None:
+        self._output, self._done, self._old = output, done, old
+        self._new = work.begin_table(done.shard, done.completions) if done.completions else None
+
+    def publish(self, check: CheckInput) -> None:
+        done, new = self._done, None if self._new is None else self._new.make()
+        check(done.shard.first_row, done.shard.first_row + done.shard.table.num_rows)
+        table = None if new is None else merged(self._old.table, done.completions, new)
+        self._output.recommit(done.shard.index, table, self._old.version)
+
+
+class ShardCommitter:
+    """Commits decoded shards in order."""
+
     def __init__(
         self,
         output: OutputFolder,
         work: ShardWork | ShardWorkers,
         take_old_shard: Callable[[int], OldShard | None],
-        check_input: Callable[[int, int], None],
+        check_input: CheckInput,
     ) -> None:
         """
         work            makes tables and files
-        take_old_shard  as `RetryPlan.take_old_shard`; called once for each shard
-        check_input     `Source.check`: raises InputError if an input file with rows from the first number up to the second has
-                        changed
+        take_old_shard  gives the file that a retry merges with the new rows; None: the shard is new. Called once for each shard
+        check_input     `Source.check`, which raises InputError
         """
         self._output, self._work = output, work
         self._take_old_shard, self._check_input = take_old_shard, check_input
@@ -76,51 +112,17 @@ class ShardCommitter:
 
         with ThreadPoolExecutor(1, thread_name_prefix="commit") as pool:
             for done in decoded:
-                under_way.append((done, pool.submit(self._begin(done)), done.num_bytes))
+                under_way.append((done, pool.submit(self._pending(done).publish, self._check_input), done.num_bytes))
                 while too_many() or (under_way and under_way[0][1].done()):
                     yield first()
             while under_way:
                 yield first()
 
-    def _begin(self, done: DecodedShard) -> Callable[[], None]:
-        """Let worker processes begin with what can be done at once; returns a function that does the rest of the commit. Nothing
-        is published if another run was first.
-        """
-        index = done.shard.index
-        old = self._take_old_shard(index)
+    def _pending(self, done: DecodedShard) -> PendingCommit:
+        old = self._take_old_shard(done.shard.index)
         if old is None:
-            write = self._work.begin_file(done.shard, done.completions, self._output.unpublished(index))
-            return partial(self._publish, done, write)
-        make = self._work.begin_table(done.shard, done.completions) if done.completions else None
-        return partial(self._replace, done, old, make)
-
-    def _publish(self, done: DecodedShard, write: Callable[[], WrittenFile]) -> None:
-        """Publish a shard that has no rows in the output yet."""
-
-        def checked_file() -> WrittenFile:
-            file = write()
-            try:
-                self._check(done)
-            except BaseException:
-                with suppress(OSError):
-                    file.path.unlink(missing_ok=True)
-                raise
-            return file
-
-        self._output.publish(done.shard.index, checked_file)
-
-    def _replace(self, done: DecodedShard, old: OldShard, make: Callable[[], pa.Table] | None) -> None:
-        """Replace a retry's file by one with the new rows and the old versions of all others. make: the table of the new rows;
-        None if there are none.
-        """
-        new = None if make is None else make()
-        self._check(done)
-        table = None if new is None else merged(old.table, done.completions, new)
-        self._output.recommit(done.shard.index, table, old.version)
-
-    def _check(self, done: DecodedShard) -> None:
-        first = done.shard.first_row
-        self._check_input(first, first + done.shard.table.num_rows)
+            return NewFile(self._output, self._work, done)
+        return MergedFile(self._output, self._work, done, old)
 
 
 def merged(old: pa.Table, completions: Sequence[Completion], new: pa.Table) -> pa.Table:

@@ -13,7 +13,7 @@ class ComputeAll:
     """The `WorkPlan` of a job that is not a retry."""
 
     def rows(self, shard: InputShard, admitted: Iterator[Request | Completion]) -> Iterator[Request | Completion]:
-        """As `WorkPlan.rows`; no row is carried over."""
+        """What admission makes of the rows: all requests are decoded."""
         return all_rows(shard, admitted)
 
     def carries_over(self, shard: int) -> bool:

@@ -52,13 +52,13 @@ def decode_shards(
         journaled=journaled,
         compiling=job.admission.compiling,
     )
-    with closing(loaded.run(monitor.watch(feed), monitor)) as completions:
+    with closing(loaded.run(monitor.requests_in_time(feed), on_round=monitor.after_round)) as completions:
         for completion in completions:
             feed.add(completion)
             monitor.finished(completion)
             if journal is not None:
                 journal.add(completion)
                 journal.flush_every(JOURNAL_S)
-            yield from map(monitor.decoded, feed.complete())
+            yield from map(monitor.count_shard, feed.complete())
     monitor.ended()
-    yield from map(monitor.decoded, feed.complete())  # shards without any good row
+    yield from map(monitor.count_shard, feed.complete())  # shards without any good row

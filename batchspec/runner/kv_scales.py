@@ -47,11 +47,11 @@ def saved_scales(output: OutputFolder, spec: ModelSpec) -> KVScales | None:
     return None if data is None else KVScales.from_json(data, spec, f"{output.path}/{KV_SCALES}")
 
 
-def keep_scales(job: Job, output: OutputFolder, run_engine: EngineWithFallback) -> None:
+def keep_scales(job: Job, output: OutputFolder, engines: EngineWithFallback) -> None:
     """After the folder is made: save this run's scales for the job, or use the ones that the job has. Raises OutputError."""
     if not job.spec.fp8_kv:
         return
-    scales = run_engine.engine.target.all_kv_scales
+    scales = engines.current.target.all_kv_scales
     assert scales is not None
     kept = output.keep_kv_scales(KVScales(scales).to_json())
-    run_engine.adopt_kv_scales(KVScales.from_json(kept, job.spec.whole or job.spec, f"{output.path}/{KV_SCALES}"))
+    engines.adopt_kv_scales(KVScales.from_json(kept, job.spec.whole or job.spec, f"{output.path}/{KV_SCALES}"))

@@ -42,10 +42,10 @@ class EngineWithFallback:
         """`Engine.stop` of the present engine and of any later one. A signal handler may call it."""
         self._stopping = True
         if hasattr(self, "loaded"):
-            self.engine.stop()
+            self.current.stop()
 
     @property
-    def engine(self) -> Engine:
+    def current(self) -> Engine:
         """The present engine itself."""
         return self.loaded.engine
 
@@ -56,20 +56,20 @@ class EngineWithFallback:
 
     def shrink(self, message: str) -> None:
         """Replace the engine, which ran out of memory, by one with a smaller batch. Its totals are kept."""
-        batch, totals = self.engine.batch, self.engine.totals
+        batch, totals = self.current.batch, self.current.totals
         del self.loaded
         self._fall_back(batch, message)
         self._make()
-        self.engine.totals = totals
+        self.current.totals = totals
 
     def adopt_kv_scales(self, scales: KVScales) -> None:
         """Use these scales in the present engine, which holds no K/V of a row yet, and in any later one."""
         self._job = replace(self._job, kv_scales=scales)
-        self.engine.use_kv_scales(scales.values)
+        self.current.use_kv_scales(scales.values)
 
     def adopt_sums(self, sums: SumsOfJob) -> None:
         """Compare the weights of any later engine with these. Raises OutputError where the present engine has others."""
-        sums.check(self.engine.target.weight_sums)
+        sums.check(self.current.target.weight_sums)
         self._job = replace(self._job, sums=sums)
 
     def _make(self) -> None:
@@ -89,7 +89,7 @@ class EngineWithFallback:
             )
             self._make()
         elif self._stopping:
-            self.engine.stop()
+            self.current.stop()
 
     def _fall_back(self, batch: PackedBatch, message: str) -> None:
         gc.collect()  # tensors of the failed engine are held by reference cycles

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from batchspec.distributed.channel import Channel
 from batchspec.errors import RankLost
 from batchspec.process.child_process import act_when_parent_ends
 from batchspec.supervise.watchdog import Watchdog, limit_s, nccl_s
@@ -39,7 +38,7 @@ def run_rank(
 
     lead    what rank 0 does; the others need none
     advice  the end of the watchdog's last message
-    Raises what `lead` raises, as `run_follower`, and RankLost.
+    Raises RankLost; in rank 0 what `lead` raises; in the others CapacityError, and what opening the model raises.
     """
     import torch
 
@@ -48,7 +47,7 @@ def run_rank(
     from batchspec.engine.ranks.messages import End
     from batchspec.runner.follower import run_follower
 
-    gpu, channel = config.device != "cpu" and torch.cuda.is_available(), Channel.of(seat)
+    gpu, channel = config.device != "cpu" and torch.cuda.is_available(), seat.channel()
     # Not earlier: importing torch may hold the GIL for longer than the watchdog's limit.
     channel.start_liveness_thread()
     watchdog_s = limit_s(config.cluster.watchdog_s, gpu=gpu)

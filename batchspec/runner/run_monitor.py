@@ -36,7 +36,7 @@ class RequestsInTime(WrappedStream):
 
 
 class RunMonitor:
-    """Called with the engine's running totals after each round; passes the differences to the progress bar.
+    """Follows a pass of a run: its requests, its rounds, the rows and the shards that finish.
 
     The number of tokens still to come is the number of rows still to come times their mean output: the mean over finished rows
     and PRIOR_ROWS assumed rows of the predicted length.
@@ -66,12 +66,12 @@ class RunMonitor:
         """Rows that have finished since the last report."""
         self._feed: Feed | None = None
 
-    def watch(self, feed: Feed) -> RequestsInTime:
+    def requests_in_time(self, feed: Feed) -> RequestsInTime:
         """The feed's requests that the deadline leaves time for. From now on the feed's open shards are reported."""
         self._feed = feed
         return RequestsInTime(feed.requests, self.deadline, self._beat)
 
-    def decoded(self, done: DecodedShard) -> DecodedShard:
+    def count_shard(self, done: DecodedShard) -> DecodedShard:
         """Count the shard's rows that the engine did not decode, bad rows and rows carried over; returns the shard."""
         no_engine = sum(completion.stats is None for completion in done.completions) + done.num_carried
         self._progress.update(completions=no_engine + self._take_finished(), open_shards=self._open_shards)
@@ -97,7 +97,8 @@ class RunMonitor:
         self._num_unreported += 1
         self.deadline.observe(completion)
 
-    def __call__(self, totals: EngineTotals) -> None:
+    def after_round(self, totals: EngineTotals) -> None:
+        """Report how much the engine's running totals have grown since the last round."""
         tokens, accepted, row_rounds = self._before
         if totals.tokens > tokens and not self._progress.start_up.over:
             self._progress.start_up.end(LAST)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Generator, Iterator, Sequence
+from collections.abc import Container, Generator, Sequence
 from contextlib import ExitStack, closing
 
 from batchspec.cluster import slurm
-from batchspec.dataset.reader import InputShard
 from batchspec.errors import InputError, Interrupted, RankLost, TooManyErrors, WorkerLost
 from batchspec.packing.survey import Survey
 from batchspec.packing.work_plan import DecodedShard
@@ -19,15 +18,15 @@ from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.timeline import Timeline
 from batchspec.runner.commit_shards import ShardCommitter
 from batchspec.runner.decode_shards import decode_shards
+from batchspec.runner.job_run import JobRun
 from batchspec.runner.oom_fallback import EngineWithFallback
-from batchspec.runner.opened_output import OpenedOutput
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_workers import ShardWorkers
 from batchspec.runstate.claims import RENEW_S
 from batchspec.runstate.journal import saved_rows
 from batchspec.supervise.deadline import Deadline
-from batchspec.supervise.leases import claim_shards, released_at_end
+from batchspec.supervise.leases import ClaimedShards, released_at_end
 from batchspec.supervise.poison_rows import SuspectShards
 from batchspec.supervise.signals import EndSignals
 from batchspec.supervise.watchdog import Watchdog
@@ -36,26 +35,25 @@ from batchspec.supervise.watchdog import Watchdog
 class ShardRunner:
     """One run while it works.
 
-    output      what is to be done; its `begin` was called
-    work        admits rows and makes tables
-    run_engine  the run's engine
-    watchdog    of this process; it expects loading at first
-    signals     of this process; they ask this run to end
+    run       its `begin` was called
+    work      admits rows and makes tables
+    engines   the run's engine, and a smaller one once memory runs out
+    watchdog  of this process; it expects loading at first
+    signals   of this process; they ask this run to end
     """
 
     def __init__(
-        self, output: OpenedOutput, work: ShardWork | ShardWorkers, run_engine: EngineWithFallback, survey: Survey,
+        self, run: JobRun, work: ShardWork | ShardWorkers, engines: EngineWithFallback, survey: Survey,
         progress: ProgressBar, watchdog: Watchdog, signals: EndSignals,
     ) -> None:
-        self.job, self.folder, self.plan = output.job, output.folder, output.plan()
-        self.work, self.run_engine, self.progress, self._signals = work, run_engine, progress, signals
+        self.job, self.folder, self.plan = run.job, run.folder, run.plan()
+        self.work, self.engines, self.progress, self._signals = work, engines, progress, signals
         self._committer = ShardCommitter(self.folder, work, self.plan.take_old_shard, self.job.source.check)
-        self.num_errors, self._journaled, self._mean_output = output.num_errors, output.saved, survey.mean_output
-        self._unread: set[int] = set()
-        """Shards that the reader has not yet returned in this pass."""
+        self.num_errors, self._journaled, self._mean_output = run.num_errors, run.saved, survey.mean_output
+        self._all_shards = set(range(self.folder.num_shards))
         self._claims, self._attempts, self._journal = self.folder.claims(), self.folder.attempts(), self.folder.journal()
         self._watchdog, watchdog.save = watchdog, self._saved_by_watchdog
-        self._deadline = job_deadline(self.job, run_engine)
+        self._deadline = job_deadline(self.job, engines)
 
     def run(self) -> None:
         """Work until nothing is left for this run. However it ends, its claims are released.
@@ -63,10 +61,10 @@ class ShardRunner:
         Raises Interrupted after a signal or at the time limit: finished rows and the tokens of unfinished ones are then in the
         journal. InputError, TooManyErrors, CapacityError, StorageError and OutputError also end it.
         """
-        slots = self.run_engine.engine.batch.num_slots
+        slots = self.engines.current.batch.num_slots
         with ExitStack() as stack:
             timeline = stack.enter_context(closing(Timeline(self.folder.log_timeline, slots=slots)))
-            self._signals.stop_with(self.run_engine.stop)
+            self._signals.stop_with(self.engines.stop)
             stack.enter_context(released_at_end(self._claims, self._attempts))
             stack.callback(self._settle)
             stack.callback(self._watchdog.close)
@@ -82,7 +80,7 @@ class ShardRunner:
                 left = []
                 self._journal.flush()
             else:
-                left = self.run_engine.engine.unfinished() if self._signals.name else []
+                left = self.engines.current.unfinished() if self._signals.name else []
                 if self._signals.name:
                     self._journal.flush(left)
             self._settle()
@@ -106,28 +104,32 @@ class ShardRunner:
         smaller batch."""
         self._settle()
         self._watchdog.begin_loading()  # until the first row begins
-        totals, beat = self.run_engine.engine.totals, self._watchdog.beat
+        totals, beat = self.engines.current.totals, self._watchdog.beat
         monitor = RunMonitor(self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline)
-        decoded = self._decoded(excluded, monitor)
+        claimed = ClaimedShards(
+            self._claims, self._attempts, self._journal, self._journaled, self._deadline, is_done=self.folder.is_done,
+            unread=self._all_shards - excluded - self._attempts.suspect_shards(),
+        )
+        decoded = self._decode_claimed(claimed, excluded, monitor)
         committed = self._committer.commit(decoded)
         try:
             # Decoding is closed too if a commit has failed: it holds the engine, which a smaller one may replace.
             with OutOfMemoryGuard() as guard, closing(decoded), closing(committed):
                 for done in committed:
-                    self._committed(done)
+                    self._after_commit(done)
         finally:
             monitor.ended()
             self._claims.stop_renewal()  # but nothing waits for a slow store before the rows are saved
         self._watchdog.pause()
         if guard.message:
             # Ranks of a group are in the middle of an exchange: it is unknown whether they agree on unfinished rows.
-            self._journal.flush([] if self.job.group is not None else self.run_engine.engine.unfinished())
+            self._journal.flush([] if self.job.group is not None else self.engines.current.unfinished())
             self._settle()
             self._watchdog.begin_loading()
-            self.run_engine.shrink(guard.message)
+            self.engines.shrink(guard.message)
             self._journaled = self._journal.read(self.folder.finished())
-        elif not (self.run_engine.stopping or self._deadline.reached):
-            check_all_read(self._unread, self.folder.num_shards)
+        elif not (self.engines.stopping or self._deadline.reached):
+            check_all_read(claimed.unread, self.folder.num_shards)
 
     def _settle(self) -> None:
         """Wait for the threads of a pass: after this only the caller's thread uses claims, attempts and what earlier runs saved.
@@ -138,7 +140,8 @@ class ShardRunner:
         self._claims.settle()
         self._journal.settle()
 
-    def _committed(self, done: DecodedShard) -> None:
+    def _after_commit(self, done: DecodedShard) -> None:
+        """Drop what would bring the shard back, and count its errors. Raises TooManyErrors."""
         self._journal.forget(done.shard.index)
         self._claims.forget(done.shard.index)
         self._watchdog.beat()
@@ -147,44 +150,30 @@ class ShardRunner:
         self.progress.update(shards=1, errors=len(errors))
         check_errors(self.job, self.num_errors)
 
-    def _decoded(self, excluded: set[int], monitor: RunMonitor) -> Generator[DecodedShard]:
-        """One pass over the shards that are neither done nor another run's; suspect shards, which a crashed run held, come
-        last."""
-        job, loaded, attempts = self.job, self.run_engine.loaded, self._attempts
-        journal, journaled = self._journal, self._journaled
-        skip = excluded | attempts.suspect_shards()
-        self._unread = set(range(self.folder.num_shards)) - skip
-
-        def ours(shards: Iterator[InputShard]) -> Iterator[tuple[InputShard, bool]]:
-            came = self._deadline.shards(map(self._read, shards))
-            return claim_shards(came, self._claims, attempts, journal, journaled, self.folder.is_done)
-
-        def without_suspects(shards: Iterator[InputShard]) -> Iterator[InputShard]:
-            return (shard for shard, suspect in ours(shards) if not suspect)
-
+    def _decode_claimed(
+        self, claimed: ClaimedShards, excluded: set[int], monitor: RunMonitor
+    ) -> Generator[DecodedShard]:
+        """Decode the shards that can be claimed. Suspect shards, which a crashed run held, come last."""
+        job, loaded, attempts = self.job, self.engines.loaded, self._attempts
         yield from decode_shards(
             loaded,
             monitor,
             self.work,
             rows=self.plan.rows,
-            journal=journal,
-            journaled=journaled,
-            claim=without_suspects,
-            skip=skip,
+            journal=self._journal,
+            journaled=self._journaled,
+            claim=claimed.healthy,
+            skip=self._all_shards - claimed.unread,
         )
-        suspects = attempts.suspect_shards() & set(range(self.folder.num_shards)) - excluded
-        if suspects and not self.run_engine.stopping:
+        suspects = attempts.suspect_shards() & self._all_shards - excluded
+        if suspects and not self.engines.stopping:
             self.progress.phase(f"{len(suspects)} shards were in flight when a run crashed: their rows are retried apart")
-            shards = ours(job.source.shards(job.layout, set(range(self.folder.num_shards)) - suspects))
-            rows = (shard for shard, _ in shards)
+            shards = claimed.suspect(job.source.shards(job.layout, self._all_shards - suspects))
             suspect_shards = SuspectShards(
-                loaded, self.plan, attempts, journal, journaled, on_round=monitor, finished=monitor.finished
+                loaded, self.plan, attempts, self._journal, self._journaled, on_round=monitor.after_round,
+                finished=monitor.finished,
             )
-            yield from map(monitor.decoded, suspect_shards.decoded(rows))
-
-    def _read(self, shard: InputShard) -> InputShard:
-        self._unread.discard(shard.index)
-        return shard
+            yield from map(monitor.count_shard, suspect_shards.decode(shards))
 
     def _excluded_shards(self) -> set[int] | None:
         """Shards that the next pass leaves out: those that are done and those of other runs. None if this run is over.
@@ -193,11 +182,11 @@ class ShardRunner:
         shards of dead runs and leaves the others to their runs.
         """
         waited_from = looked_from = time.monotonic()
-        while not self.run_engine.stopping and (missing := self.folder.missing()):
+        while not self.engines.stopping and (missing := self.folder.missing()):
             took_s = time.monotonic() - looked_from
             held = self._claims.held(missing)
             if missing - held:
-                return held | set(range(self.folder.num_shards)) - missing
+                return held | self._all_shards - missing
             if time.monotonic() - waited_from > self._claims.stale_s + RENEW_S:
                 return None
             time.sleep(max(1.0, took_s))  # listing thousands of files loads the file system
@@ -233,12 +222,12 @@ def check_errors(job: Job, num_errors: int, *, all_failed: bool = False) -> None
         )
 
 
-def job_deadline(job: Job, run_engine: EngineWithFallback) -> Deadline:
+def job_deadline(job: Job, engines: EngineWithFallback) -> Deadline:
     """The deadline at which Slurm ends this job; infinite outside of Slurm."""
     task, config = slurm.this_task(), job.config
     return Deadline(
         lambda: None if task is None else slurm.time_left_s(task),
         config.cluster.signal_s,
         keeps_tokens=config.output.logprobs is None,
-        stop=run_engine.stop,
+        stop=engines.stop,
     )

@@ -5,9 +5,9 @@ A worker process gets only a `ShardWork` (`shard_workers.py`), so it can be pick
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import polars as pl
 import pyarrow as pa
@@ -19,7 +19,7 @@ from batchspec.dataset.writer import build_table, plain_table
 from batchspec.packing.admit import Admission
 from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
 from batchspec.records import Completion
-from batchspec.runstate.shard_writer import UnpublishedFile, WrittenFile
+from batchspec.runstate.shard_writer import PendingFile, UnpublishedFile, WrittenFile
 from batchspec.structured.checked_text import checked_text
 
 if TYPE_CHECKING:
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 
 IN_PROCESS = "in-process"
 """Stands in the column `perf` for a run's id, where there is no run: rows come back to a caller in Python."""
+
+
+class PendingTable(Protocol):
+    """Output rows of a shard that are to be made."""
+
+    def make(self) -> pa.Table:
+        """Make the rows, or wait until a worker process has done so. Call it once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +58,16 @@ class ShardWork:
         """The shards, in order, with the results of admitting their rows."""
         return AdmittedShards(AdmittedShard(shard, self.admission.admit(shard)) for shard in shards)
 
-    def begin_table(self, shard: InputShard, completions: Sequence[Completion]) -> Callable[[], pa.Table]:
-        """A function that returns the completions as output rows. Worker processes begin to make them at once; here they are
-        made when it is called."""
-        return lambda: self.table(shard, completions)
+    def begin_table(self, shard: InputShard, completions: Sequence[Completion]) -> PendingTable:
+        """The completions as output rows. Worker processes begin to make them at once; here they are made when asked for."""
+        return _TableHere(self, shard, completions)
 
-    def begin_file(
-        self, shard: InputShard, completions: Sequence[Completion], file: UnpublishedFile
-    ) -> Callable[[], WrittenFile]:
-        """A function that writes the same rows to `file`, verifies them and returns the written file; called again, it writes
-        the file anew. It raises as `UnpublishedFile.write`.
+    def begin_file(self, shard: InputShard, completions: Sequence[Completion], file: UnpublishedFile) -> PendingFile:
+        """The same rows in `file`. Worker processes begin to write at once; here the file is written when asked for.
 
-        Worker processes begin to write at once; here the file is written when the function is called. If it never is, what a
-        worker has written stays in the scratch folder until a later run deletes it.
+        If it is never asked for, what a worker has written stays in the scratch folder until a later run deletes it.
         """
-        return lambda: file.write(self.compact_table(shard, completions))
+        return _FileHere(self, shard, completions, file)
 
     def table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
         """The completions as output rows; texts that the engine has not decoded are decoded here."""
@@ -78,7 +80,7 @@ class ShardWork:
         return frame
 
     def compact_table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
-        """The same rows as `build_table` returns them."""
+        """The same rows; columns of the input that are dictionaries stay so."""
         think = self.admission.settings.think
         texts = [self._with_text(completion) for completion in completions]
         # A later turn of a conversation may bring tools of its own.
@@ -112,3 +114,28 @@ class ShardWork:
 
     def close(self) -> None:
         """Does nothing: no resource is held."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TableHere:
+    """A `PendingTable` that this process makes."""
+
+    work: ShardWork
+    shard: InputShard
+    completions: Sequence[Completion]
+
+    def make(self) -> pa.Table:
+        return self.work.table(self.shard, self.completions)
+
+
+@dataclass(frozen=True, slots=True)
+class _FileHere:
+    """A `PendingFile` that this process writes."""
+
+    work: ShardWork
+    shard: InputShard
+    completions: Sequence[Completion]
+    file: UnpublishedFile
+
+    def write(self) -> WrittenFile:
+        return self.file.write(self.work.compact_table(self.shard, self.completions))

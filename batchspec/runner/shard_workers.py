@@ -26,9 +26,9 @@ from batchspec.prepare import Job
 from batchspec.process.child_process import python_command, signals_blocked
 from batchspec.records import Completion
 from batchspec.runner import shard_worker
-from batchspec.runner.shard_work import ShardWork
+from batchspec.runner.shard_work import PendingTable, ShardWork
 from batchspec.runner.shard_worker import COMMAND, from_bytes, receive, send, to_bytes
-from batchspec.runstate.shard_writer import UnpublishedFile, WrittenFile
+from batchspec.runstate.shard_writer import PendingFile, UnpublishedFile, WrittenFile
 
 AHEAD = 2
 """Number of shards read ahead for each worker: one that it works on and one that waits."""
@@ -90,28 +90,24 @@ class ShardWorkers:
         self._reader.submit(lambda: None).result()
         self._settling = False
 
-    def begin_table(self, shard: InputShard, completions: Sequence[Completion]) -> Callable[[], pa.Table]:
-        """As `ShardWork.begin_table`; the next free worker makes the table, before it admits more rows."""
-        what = f"make the table of shard {shard.index}"
-        answer = self._tables.submit(lambda: self._ask(to_bytes((shard_worker.table, (shard, list(completions)))), what))
-        return lambda: cast(pa.Table, _result(answer.result()))
+    def begin_table(self, shard: InputShard, completions: Sequence[Completion]) -> PendingTable:
+        """The completions as output rows, which the next free worker makes before it admits more rows."""
+        return _WorkerTable(self.begin_output(f"make the table of shard {shard.index}", shard_worker.table, shard, completions))
 
-    def begin_file(
-        self, shard: InputShard, completions: Sequence[Completion], file: UnpublishedFile
-    ) -> Callable[[], WrittenFile]:
-        """As `ShardWork.begin_file`; the next free worker writes it.
+    def begin_file(self, shard: InputShard, completions: Sequence[Completion], file: UnpublishedFile) -> PendingFile:
+        """The same rows in `file`, which the next free worker writes.
 
         A worker that dies leaves at most an unfinished file, which the next one replaces: only `OutputFolder.publish` gives
         final names.
         """
+        return _WorkerFile(self, shard, completions, file)
 
-        def begin() -> Future[bytes]:
-            return self._tables.submit(
-                lambda: self._ask(to_bytes((shard_worker.write, (shard, list(completions), file))), f"write shard {shard.index}")
-            )
-
-        begun = [begin()]
-        return lambda: cast(WrittenFile, _result((begun.pop() if begun else begin()).result()))
+    def begin_output(
+        self, what: str, task: Callable[..., Any], shard: InputShard, completions: Sequence[Completion], *more: Any
+    ) -> Future[bytes]:
+        """Have the next free worker do a task with the output of a shard. The task is pickled by the thread that waits for the
+        worker."""
+        return self._tables.submit(lambda: self._ask(to_bytes((task, (shard, list(completions), *more))), what))
 
     def close(self) -> None:
         """End the workers, whatever they are doing."""
@@ -147,6 +143,34 @@ class ShardWorkers:
             )
         finally:
             self._idle.put(process)
+
+
+class _WorkerTable:
+    """A `PendingTable` that a worker makes. answer: the worker's"""
+
+    def __init__(self, answer: Future[bytes]) -> None:
+        self._answer = answer
+
+    def make(self) -> pa.Table:
+        return cast(pa.Table, _result(self._answer.result()))
+
+
+class _WorkerFile:
+    """A `PendingFile` that a worker writes, from now on."""
+
+    def __init__(
+        self, workers: ShardWorkers, shard: InputShard, completions: Sequence[Completion], file: UnpublishedFile
+    ) -> None:
+        self._workers, self._shard, self._completions, self._file = workers, shard, completions, file
+        self._answer: Future[bytes] | None = self._begin()
+
+    def write(self) -> WrittenFile:
+        answer, self._answer = self._answer or self._begin(), None
+        return cast(WrittenFile, _result(answer.result()))
+
+    def _begin(self) -> Future[bytes]:
+        what = f"write shard {self._shard.index}"
+        return self._workers.begin_output(what, shard_worker.write, self._shard, self._completions, self._file)
 
 
 class _ReadAhead(AdmittedShards):

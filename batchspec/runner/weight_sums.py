@@ -38,17 +38,17 @@ def with_kept_sums(job: Job, output: OutputFolder, *, is_new: bool = False, has_
     return replace(job, sums=SumsOfJob(where=output.path, model=str(job.config.model.path), kept=kept))
 
 
-def keep_sums(job: Job, output: OutputFolder, run_engine: EngineWithFallback) -> None:
+def keep_sums(job: Job, output: OutputFolder, engines: EngineWithFallback) -> None:
     """After the folder is made and before a row is written: this run's sums become the job's, or are compared with those that
     another run has kept since. Raises OutputError where another run was first, with other weights.
     """
     if job.sums is None or job.sums.kept is not None:  # those that are kept were compared when the engine was made
         return
-    own = run_engine.engine.target.weight_sums
+    own = engines.current.target.weight_sums
     assert own is not None
     run = f"run {output.attempt[:8]} on {this_process()['host']} at {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     kept = output.keep_weight_sums(replace(own, run=f"{run} (model.path={job.sums.model})").to_json())
-    run_engine.adopt_sums(replace(job.sums, kept=_read(kept, output)))
+    engines.adopt_sums(replace(job.sums, kept=_read(kept, output)))
 
 
 def _read(data: bytes, output: OutputFolder) -> WeightSums:

@@ -38,10 +38,12 @@ from batchspec.runstate.overwrite import read_manifest
 from batchspec.runstate.run_folder import RunFolder
 from batchspec.runstate.scan import scan, scanning
 from batchspec.runstate.shard_sums import ShardSums
-from batchspec.runstate.shard_writer import UnpublishedFile, WrittenFile
+from batchspec.runstate.shard_writer import PendingFile, TableFile, UnpublishedFile, WrittenFile
 
 MAX_TRIES = 20
 """Maximum number of tries to publish a shard while runs of another job publish it too."""
+CheckInput = Callable[[int, int], None]
+"""Raises an error if the input rows from the first number up to the second have changed since they were read."""
 
 
 class OutputFolder(RunFolder):
@@ -63,11 +65,11 @@ class OutputFolder(RunFolder):
         return scan(self._store, [f"data/{part_name(index)}" for index in done])
 
     def commit(self, index: int, table: pa.Table, metadata: Mapping[str, str] | None = None) -> bool:
-        """Write a shard's rows in this process, and publish them as `publish` does.
+        """Write a shard's rows in this process and publish them, once: False if another run was first.
 
         `metadata` is added to the file's key-value metadata under `batchspec.` names.
         """
-        return self.publish(index, lambda: self.unpublished(index, metadata).write(table))
+        return self.publish(index, TableFile(self.unpublished(index, metadata), table))
 
     def unpublished(self, index: int, metadata: Mapping[str, str] | None = None) -> UnpublishedFile:
         """This run's file of a shard, under its temporary name."""
@@ -75,14 +77,15 @@ class OutputFolder(RunFolder):
         facts = {**(metadata or {}), **identity(self.manifest, self._number, index, self.attempt)}
         return UnpublishedFile(path=path, rows=self.rows_of(index), metadata=facts)
 
-    def publish(self, index: int, write: Callable[[], WrittenFile]) -> bool:
+    def publish(self, index: int, file: PendingFile, check: CheckInput = lambda first, end: None) -> bool:
         """Publish a shard's rows, once: False if another run was first (its rows are equivalent, these are dropped).
 
-        write  makes the shard's `unpublished` file, in this process or in another one. Only this process gives a file its final
-               name, and only a whole and verified one. Called again if an older file, or one of another job, has the name
+        file   the shard's `unpublished` file, which this process or another one writes. Only this process gives a file its final
+               name, and only a whole and verified one. Written again if an older file, or one of another job, has the name
+        check  called once the file is written; if it raises, the file is deleted
 
         Raises ValueError unless the file holds exactly the shard's rows, by (row_index, sample_index) with samples from 0 on;
-        StorageError if writing fails; OutputError as `check_own`, and for a file of that name that is not the job's.
+        StorageError if writing fails; OutputError if the folder, or the file of that name, is not this job's by now.
 
         A file under the shard's name is not necessarily a commit: its footer shows which job wrote it. A file of another job, or
         of this job before the present retry, is replaced, unless its version changes in the meantime.
@@ -91,21 +94,25 @@ class OutputFolder(RunFolder):
         version: str | None = None
         with self._owning():
             for _ in range(MAX_TRIES):
-                made = write()
+                made = self._checked(index, file.write(), check)
                 assert made.path == self.unpublished(index).path, f"{made.path} is not the file of shard {index}"
-                if self._published(index, made, self._naming(made.path, name, version)):
+                if self._published(index, made, version):
                     return True
-                file = self.files.read(index)
-                if file is not None and not self.files.is_foreign(file) and file.generation >= self._number:
+                present = self.files.read(index)
+                if present is not None and not self.files.is_foreign(present) and present.generation >= self._number:
                     return False
-                version = None if file is None else file.version
+                version = None if present is None else present.version
         raise StorageError(f"publishing {self.path}/{name} failed: runs of another job keep publishing it; end them")
 
-    def _naming(self, path: Path, name: str, version: str | None) -> Callable[[], bool]:
-        """A function that gives the file its name, if the name is free or (with `version`) if it has this version."""
-        if version is None:
-            return lambda: self._store.publish(path, name)
-        return lambda: self._store.replace(path, name, version)
+    def _checked(self, index: int, made: WrittenFile, check: CheckInput) -> WrittenFile:
+        """The file, if the input of its rows is still what was read; otherwise it is deleted."""
+        try:
+            check(self.rows_of(index).start, self.rows_of(index).stop)
+        except BaseException:
+            with suppress(OSError):
+                made.path.unlink(missing_ok=True)
+            raise
+        return made
 
     def written(self, index: int) -> tuple[pa.Table, str]:
         """The rows of a committed shard, and the version of its file for `recommit`."""
@@ -118,13 +125,13 @@ class OutputFolder(RunFolder):
     def recommit(self, index: int, table: pa.Table | None, version: str) -> bool:
         """Finish a shard of a retry: `table` replaces its file atomically; None keeps the file.
 
-        False if the file no longer has this `version`: another run was first. Raises as `commit` does.
+        False if the file no longer has this `version`: another run was first. Raises as `publish` does.
         """
         assert self.generation is not None
         if table is not None:
             with self._owning():
                 made = self.unpublished(index).write(table)
-                if not self._published(index, made, self._naming(made.path, f"data/{part_name(index)}", version)):
+                if not self._published(index, made, version):
                     return False
         else:
             self._check_current()
@@ -143,16 +150,16 @@ class OutputFolder(RunFolder):
                 self._check_current()
             raise
 
-    def _published(self, index: int, made: WrittenFile, publish: Callable[[], bool]) -> bool:
-        """Publish the file, its sum before it.
+    def _published(self, index: int, made: WrittenFile, version: str | None) -> bool:
+        """Publish the file, its sum before it: False unless its name is free or, with `version`, has this version.
 
         The run may be suspended between the check of the manifest and the publication, so it checks again afterwards.
         """
         self._sums.put(index, made.sha256)
-        won = False
+        name, won = f"data/{part_name(index)}", False
         try:
             self._check_current()
-            won = publish()
+            won = self._store.publish(made.path, name) if version is None else self._store.replace(made.path, name, version)
             if won:
                 self._check_current()
         except OutputError:
@@ -167,8 +174,8 @@ class OutputFolder(RunFolder):
         return won
 
     def _check_current(self) -> None:
-        """As `check_own`; raises OutputError also if a retry has begun to which this run does not belong. After an extension this
-        run's shards are still those of the job.
+        """Raise OutputError if the folder holds another job by now, or if a retry has begun to which this run does not belong.
+        After an extension this run's shards are still those of the job.
         """
         self.check_own()
         if any(isinstance(change, Generation) for change in self._begun_since()):
@@ -204,12 +211,12 @@ class OutputFolder(RunFolder):
                 yield str(faults[index])
 
     def put_report(self, page: str) -> None:
-        """Write report.html. Raises as `check_own` does."""
+        """Write report.html. Raises OutputError if the folder holds another job by now."""
         self._put_own("report.html", page.encode())
 
     def tidy(self) -> None:
         """Delete journal, claims and attempts of a complete job, unless an extension of it has begun, whose runs use them. Raises
-        as `check_own` does.
+        OutputError if the folder holds another job by now.
         """
         self.check_own()
         if self.is_extended():

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import pyarrow as pa
 
@@ -59,6 +60,27 @@ class UnpublishedFile:
                 with suppress(OSError):
                     self.path.unlink(missing_ok=True)
                 raise
+
+
+class PendingFile(Protocol):
+    """The unpublished file of a shard, with the rows that are to be written to it."""
+
+    def write(self) -> WrittenFile:
+        """Write and verify the file, or wait until a worker process has done so; a later call writes it anew.
+
+        Raises as `UnpublishedFile.write`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class TableFile:
+    """The `PendingFile` of a table that this process has."""
+
+    file: UnpublishedFile
+    table: pa.Table
+
+    def write(self) -> WrittenFile:
+        return self.file.write(self.table)
 
 
 def row_ids(table: pa.Table) -> list[RowId]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from batchspec.dataset.reader import InputShard
 from batchspec.records import Completion, Request
 
 PREFILLS = 10
@@ -51,10 +49,6 @@ class Deadline:
         left = self._left_s()
         if left is not None:
             self._ends_at = self._clock() + left
-
-    def shards(self, shards: Iterator[InputShard]) -> Iterator[InputShard]:
-        """The same shards, until the end is reached."""
-        return itertools.takewhile(lambda _: not self.reached, shards)
 
     def has_time(self, request: Request) -> bool:
         """Whether the row may begin."""

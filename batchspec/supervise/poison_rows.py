@@ -113,7 +113,7 @@ class SuspectShards:
         self._attempts, self._journal, self._journaled = attempts, journal, journaled
         self._on_round, self._finished = on_round, finished
 
-    def decoded(self, shards: Iterator[InputShard]) -> Iterator[DecodedShard]:
+    def decode(self, shards: Iterator[InputShard]) -> Iterator[DecodedShard]:
         """Each shard when its last row is done; nothing more once the engine is asked to stop. Raises StorageError."""
         row_attempts, num_slots = self._job.config.resume.row_attempts, self._engine.batch.num_slots
         for shard in shards:

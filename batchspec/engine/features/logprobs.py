@@ -13,7 +13,7 @@ from torch import Tensor
 from batchspec.engine.rounds.results import RoundLog, Slots
 from batchspec.engine.rounds.round import RoundResult
 from batchspec.engine.rounds.vocabulary import Vocabulary
-from batchspec.engine.slots.launch import Launch
+from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import RowFeature
 from batchspec.engine.slots.slot_table import SlotTable
@@ -50,7 +50,7 @@ class Logprobs(RowFeature):
         state.resumable = False
         return True
 
-    def read(self, launch: Launch, result: RoundResult, slots: Slots, log: RoundLog) -> None:
+    def read(self, launch: UnreadLaunch, result: RoundResult, slots: Slots, log: RoundLog) -> None:
         if not result.read:  # no token was emitted
             return
         chosen, *top = (values.numpy() for values in result.read)

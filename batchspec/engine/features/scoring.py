@@ -23,7 +23,7 @@ from batchspec.engine.prefill.passes import Prefilled, flat_batch, prefilling
 from batchspec.engine.rounds.results import RoundLog, Slots
 from batchspec.engine.rounds.round import Round, RoundResult
 from batchspec.engine.slots.completion import non_finite
-from batchspec.engine.slots.launch import Launch
+from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import RowFeature
 from batchspec.engine.slots.slot_table import SlotTable
@@ -46,7 +46,7 @@ class Scoring(RowFeature):
         state.num_recomputed, state.shares_prefix = 1, self._shares_prefixes
         return True
 
-    def read(self, launch: Launch, result: RoundResult, slots: Slots, log: RoundLog) -> None:
+    def read(self, launch: UnreadLaunch, result: RoundResult, slots: Slots, log: RoundLog) -> None:
         self._scores.add(launch, result, self._slots)
 
     def leave(self, state: RequestState) -> None:
@@ -76,7 +76,7 @@ class PromptScores:
         self._logprobs = np.empty(shape, np.float32)
         self._top_ids, self._top = np.empty((*shape, num_top), np.int32), np.empty((*shape, num_top), np.float32)
 
-    def add(self, launch: Launch, result: RoundResult, slots: SlotTable) -> None:
+    def add(self, launch: UnreadLaunch, result: RoundResult, slots: SlotTable) -> None:
         """Store the results of a pass that has arrived on the host. Rows that have left their slots since then are skipped."""
         logprobs, *top = (values.numpy() for values in result.read)
         offset = 0

@@ -88,7 +88,7 @@ class Engine:
         """Whether prompts share K/V with prompts of an earlier run, provided that the run was not stopped."""
         self._kept_pools: PagePools | None = None
         """Pages of a run that was not stopped: no row owns one, and their prefixes can be found."""
-        self._begin(ListedRequests(()))
+        self._begin(ListedRequests(()))  # an empty run: there are pools, slots and a scheduler before the first real one
 
     @property
     def pools(self) -> PagePools:
@@ -136,19 +136,19 @@ class Engine:
 
     @torch.inference_mode()
     def steps(self, requests: RequestStream | Iterable[Request]) -> Generator[list[Completion]]:
-        """As `run`, but yields the completions of each step as a list, which is often empty."""
+        """Decode every request; yields the completions of each step as a list, which is often empty."""
         if not self.planner.ready:
             self.prepare(SamplingMode())
         run = self._begin(stream_of(requests))
         with older_objects_frozen(), closing(run):
-            while run is self._current:
+            while run is self._current:  # until another run has begun, which replaces this one
                 ended = self._run_step()
                 done = [self._completed(one) for one in ended]
                 is_over = run.is_over(stopping=self._stopping)
-                if is_over and not run.slots.num_live and self.keeps_prefixes:
+                if is_over and not run.slots.num_live and self.keeps_prefixes:  # no row owns a page: the next run may have them
                     self._kept_pools = run.pools
                 yield done
-                for one in ended:
+                for one in ended:  # only now does the caller have its completion: before, `unfinished` counts it
                     del run.taken[one.state]
                 if is_over:
                     return
@@ -225,7 +225,7 @@ class Engine:
 
     def _process(self) -> None:
         """Read the oldest result; the requests that ended in it leave their slots."""
-        launch, result = self.scheduler.launches.unread.popleft(), self.executor.read()
+        launch, result = self.scheduler.unread.take_oldest(), self.executor.read()
         if self.lead is not None:
             self.lead.read(result)
         slots, log = result.rows_of(launch.owners, self.slots.owner)

@@ -19,7 +19,7 @@ from batchspec.engine.loop.totals import EngineTotals, add_result
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.results import PendingResult, RoundLog, Slots
 from batchspec.engine.slots.allocator import SlotAllocator
-from batchspec.engine.slots.launch import Launch
+from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import Features
 from batchspec.engine.slots.run_features import RunFeatures
@@ -117,7 +117,7 @@ class EngineRun:
         self._allocator.take_ahead(PREFETCHED_PER_ROUND)
 
     def process(
-        self, launch: Launch, result: PendingResult, slots: Slots, log: RoundLog, now: float
+        self, launch: UnreadLaunch, result: PendingResult, slots: Slots, log: RoundLog, now: float
     ) -> list[tuple[RequestState, int]]:
         """Add a result that was read.
 

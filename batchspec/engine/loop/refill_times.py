@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from batchspec.engine.loop.round_clock import RoundTime
 from batchspec.engine.prefill.cost import PrefillCost
-from batchspec.engine.slots.launch import Launch
+from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.step import RoundWidth
 
 FORGETTING = 0.98
@@ -50,7 +50,7 @@ class RefillTimes:
         self.round_s: dict[RoundWidth, float] = {}
         """By width, the mean seconds of a round over all slots that directly follows another round."""
 
-    def add(self, launch: Launch, took: RoundTime) -> None:
+    def add(self, launch: UnreadLaunch, took: RoundTime) -> None:
         """Add the time of a round, and of the passes before it."""
         if launch.num_rows != self._num_slots:
             return

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from batchspec.engine.rounds.results import PendingResult
-from batchspec.engine.slots.launch import Launch
+from batchspec.engine.slots.launch import UnreadLaunch
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class RoundClock:
         self._last: torch.cuda.Event | None = None
         self._num_prefilled = 0
 
-    def add(self, launch: Launch, result: PendingResult) -> RoundTime | None:
+    def add(self, launch: UnreadLaunch, result: PendingResult) -> RoundTime | None:
         """The time since the result of the previous round.
 
         None for a prefill pass and for the first round.

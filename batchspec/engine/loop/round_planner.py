@@ -22,7 +22,7 @@ from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.draft_lengths import DraftLengths
 from batchspec.engine.rounds.expert_reads import ExpertReads, counted
 from batchspec.engine.rounds.results import PendingResult, RoundLog
-from batchspec.engine.slots.launch import Launch
+from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.step import NO_DRAFTS, RoundShape, RoundWidth
 from batchspec.packed_batch import ExpectedRows, PackedBatch
 
@@ -179,7 +179,7 @@ class RoundPlanner:
         """`RoundShape.max_kv` of a round whose rows may reach `longest` tokens, its own drafts not counted."""
         return self.usual_kv if longest + drafted_keys(self._batch) <= (self.usual_kv or 0) else None
 
-    def choose(self, num_rows: int, num_tokens: NDArray[np.int64], owners: NDArray[np.int64]) -> Launch:
+    def choose(self, num_rows: int, num_tokens: NDArray[np.int64], owners: NDArray[np.int64]) -> UnreadLaunch:
         """Choose width and preparation of the round to launch now.
 
         num_tokens, owners  int64 [slots] of the `SlotTable`
@@ -192,7 +192,7 @@ class RoundPlanner:
             prepare_next = width.draft_len > 0 or next_drafts
         self._width = width
         self._num_rounds += 1
-        return Launch(
+        return UnreadLaunch(
             owners=owners.copy(),
             num_rows=num_rows,
             live_rows=live_rows,
@@ -210,7 +210,7 @@ class RoundPlanner:
             total += num_layers * int(keys.sum())
         return total // self._windows.total()
 
-    def learn(self, launch: Launch, result: PendingResult, log: RoundLog) -> None:
+    def learn(self, launch: UnreadLaunch, result: PendingResult, log: RoundLog) -> None:
         """Learn from the result of a round or prefill pass; `log` has the lines of its live rows."""
         if launch.counts_experts and self.experts is not None and result.result.experts_read is not None:
             self.experts.observe(result.result.experts_read.numpy(), self.positions(launch, result)[0])
@@ -227,7 +227,7 @@ class RoundPlanner:
                 live_rows=launch.live_rows,
             )
 
-    def _observe(self, lengths: DraftLengths, launch: Launch, result: PendingResult, log: RoundLog) -> None:
+    def _observe(self, lengths: DraftLengths, launch: UnreadLaunch, result: PendingResult, log: RoundLog) -> None:
         """Note the acceptance of a round. Rows that verified fewer drafts than others say nothing of what others would accept."""
         if launch.width.mean_len is None:
             took_part = log.num_kept > 0
@@ -235,7 +235,7 @@ class RoundPlanner:
         if (levels := result.result.levels) is not None:
             lengths.observe_levels(levels.numpy(), int((result.result.log.numpy()[:, 0] >= 0).sum()))
 
-    def positions(self, launch: Launch, result: PendingResult) -> tuple[int, int]:
+    def positions(self, launch: UnreadLaunch, result: PendingResult) -> tuple[int, int]:
         """Positions of live rows that a round verified, newest tokens included, and those of as many rows with K drafts each."""
         log, round_ = result.result.log.numpy(), self._executor.round
         live = log[:, 0] >= 0

@@ -12,7 +12,7 @@ from batchspec.engine.loop.refills import prefill_of, refill_of
 from batchspec.engine.loop.round_planner import RoundPlanner
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.engine.slots.allocator import SlotAllocator
-from batchspec.engine.slots.launch import Launches
+from batchspec.engine.slots.launch import UnreadLaunches
 from batchspec.engine.slots.prefix_groups import PrefixGroups
 from batchspec.engine.slots.refill_policy import rounds_before_refill
 from batchspec.engine.slots.request_state import RequestState
@@ -47,7 +47,7 @@ class Scheduler:
         self.slots, self.batch, self._features = allocator.slots, allocator.batch, features
         self._allocator, self._planner, self._executor, self._totals = allocator, planner, executor, totals
         self._prefix_groups = PrefixGroups(self.batch.num_slots, executor.sharing.pays)
-        self.launches = Launches(self.slots, decodes=executor.round.options.decodes)
+        self.unread = UnreadLaunches(self.slots, decodes=executor.round.options.decodes)
         self._rounds_before_refill = 0
         """Number of further rounds that are launched before the next refill is prepared."""
         self._killed: list[int] = []
@@ -70,15 +70,17 @@ class Scheduler:
             yield from self._compact()
             if self.slots.num_decoding:
                 yield from self._round()
-            if not self.slots.num_decoding:  # read all but the newest pass: while it runs, the free slots are refilled
-                unread = len(self.launches.unread)
-                yield self._make_step(num_reads=max(unread - 1, min(1, unread)))
+            if not self.slots.num_decoding:
+                # No row decodes, so only results can free slots: read all of them but the newest. While the device computes
+                # that one, a prefill pass, the slots that the others free are refilled. If it is the only one, read it.
+                num_unread = len(self.unread)
+                yield self._make_step(num_reads=num_unread - 1 if num_unread > 1 else num_unread)
 
     def _poll(self) -> Iterator[ScheduledStep]:
         """Stop the rows that features must stop, and let those continue that wait no longer, the oldest first."""
         self._stop(self._features.poll())
         for state in sorted(self._held, key=lambda state: state.order):
-            if self.launches.num_read < self._held[state]:
+            if self.unread.num_read < self._held[state]:
                 continue
             self.slots.flush(state)  # of the rounds that had been launched when it was stopped
             if self._features.ready(state):
@@ -94,7 +96,7 @@ class Scheduler:
         for state in states:
             if state.finish_reason is None:
                 self._killed.append(state.slot)
-                self.hold(state, num_results=self.launches.num_launched)
+                self.hold(state, num_results=self.unread.num_launched)
                 continue
             self._failed.append((state, state.slot))
             if state.slot >= 0:
@@ -123,7 +125,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether all launched work has been read, and every row that has failed was taken."""
-        return not (self.launches.unread or self._failed)
+        return not (self.unread or self._failed)
 
     def release(self, state: RequestState, *, on_device: bool) -> None:
         """Take the request out of its slot. on_device: the device has ended its row already."""
@@ -150,7 +152,7 @@ class Scheduler:
         refills = tuple(refill_of(state, self.batch.page_size) for state in group)
         self._count(group, refills)
         self.num_rows = max(self.num_rows, self._allocator.num_rows_taken())
-        decoding = bool(self.launches.unread)
+        decoding = bool(self.unread)
         prefill = prefill_of(group, refills, self.batch, multiple=self._executor.prefill_multiple)
         yield self._make_step(refills=refills, prefill=prefill)
         if decoding:
@@ -177,7 +179,7 @@ class Scheduler:
             return
         num_rows = self._allocator.num_rows_needed()
         if num_rows < self.num_rows:
-            if self.launches.unread:
+            if self.unread:
                 yield self._make_step(read_all=True)
             moves = self._allocator.compact(num_rows)
             self.num_rows = num_rows
@@ -192,7 +194,7 @@ class Scheduler:
         """
         grants: list[PageGrant] = []
         while not self._allocator.grow(self._tokens_ahead, grants):
-            if self.launches.unread:  # unread results may free pages, and the tokens of a preempted row must all be known
+            if self.unread:  # unread results may free pages, and the tokens of a preempted row must all be known
                 yield self._make_step(num_reads=1)
             else:
                 self.preempt(self._allocator.youngest())
@@ -207,13 +209,13 @@ class Scheduler:
     def _tokens_ahead(self) -> int:
         """Tokens of a row, after those read, that the launched rounds and the next one may write."""
         round_ = self._executor.round
-        return len(self.launches.unread) * round_.max_emitted + round_.kv_per_round
+        return len(self.unread) * round_.max_emitted + round_.kv_per_round
 
     def _schedule_round(self) -> ScheduledRound:
         slots, groups = self.slots, self._prefix_groups
         new_groups = groups.renew(slots.requests, slots.owner, self.num_rows)
         launch = self._planner.choose(self.num_rows, slots.num_tokens, slots.owner)
-        self.launches.add(launch)
+        self.unread.add(launch)
         self._totals.rounds += 1
         shape = RoundShape(
             num_rows=self.num_rows,
@@ -242,11 +244,11 @@ class Scheduler:
         reads_due  if it launches a round: whether the results that are due by `run_ahead` are read
         """
         if prefill is not None:
-            self.launches.add_prefill(prefill)
+            self.unread.add_prefill(prefill)
         if read_all:
-            num_reads = len(self.launches.unread)
+            num_reads = len(self.unread)
         elif reads_due and round_ is not None:
-            num_reads = max(0, len(self.launches.unread) - self.batch.run_ahead)
+            num_reads = max(0, len(self.unread) - self.batch.run_ahead)
         killed, self._killed = tuple(self._killed), []
         resumed, self._resumed = tuple(self._resumed), []
         finished = tuple(self.finished)

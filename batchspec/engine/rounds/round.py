@@ -94,11 +94,34 @@ def _to_host(tensor: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """The drafts that a round verifies: ids int32 [R, K], length int32 [R], rates float32 [N, K] of simulated
-    acceptance or None."""
+    acceptance or None. Of a tree ids are those of the accepted path, once it is found; parents int32 [R, N+1] of its nodes."""
 
     ids: Tensor
     length: Tensor
     rates: Tensor | None = None
+    parents: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The target's choices after the positions that a round verifies; of a tree, along the accepted path.
+
+    batch              the positions, as chains
+    target_ids         int32 [T]
+    aux_hidden_states  [T, ...] of the layers that the drafter reads; None: it reads none
+    logit_rows         None if all rows are greedy and no logits are read
+    raw                float [T, V] raw logits if they are read
+    levels             as in `RoundResult`
+    nodes              the positions of a tree; None for chains
+    """
+
+    batch: FlatBatch
+    target_ids: Tensor
+    aux_hidden_states: Tensor | None
+    logit_rows: LogitRows | None
+    raw: Tensor | None
+    levels: Tensor | None = None
+    nodes: FlatBatch | None = None
 
 
 class Round:
@@ -146,47 +169,67 @@ class Round:
     ) -> RoundResult:
         """Run one round over all of `rows` with at most `draft_len` drafts each. Dead rows do not affect results.
 
-        num_positions  it verifies no more positions of all rows together, at least one of each: those of the drafts that are
-                       most likely to be accepted. None: all drafts. Only with `chances`
-        shared        rows that share a prefix, which attention on a GPU then reads once
-        prepare_next  the next round may draft; otherwise the drafter only keeps its K/V up to date and prepares no draft
+        shared         rows that share a prefix, which attention on a GPU then reads once
+        prepare_next   the next round may draft; otherwise the drafter only keeps its K/V up to date and prepares no draft
+        num_positions  how many positions are verified, of all rows together: the newest token of each row, and the drafts that
+                       are most likely to be accepted. None: all drafts. Only with `chances`
         """
         with self._keeping_waiting_rows(rows, mode):
-            result = self._draft_and_verify(rows, mode, draft_len, num_positions, shared, prepare_next)
+            drafts = self._draft(rows, mode, draft_len)
+            verified = self._verify(rows, mode, drafts, num_positions, shared)
+            if verified is None:
+                result = RoundResult(torch.full((len(rows.live), 5 + draft_len), -1, dtype=torch.int32))
+            else:
+                result = self._accept(rows, mode, drafts, verified)
+                self._catch_up(rows, verified, prepare_next)
         if self.chances is not None and draft_len:
             self.chances.learn(result.log)
         park(rows, rows.live, result.log, mode)
         return result
 
-    def _draft_and_verify(
-        self, rows: DeviceBatch, mode: SamplingMode, draft_len: int, num_positions: int | None, shared: SharedPrefixes | None,
-        prepare_next: bool,
-    ) -> RoundResult:
-        """The round, from the drafts to the drafter's catch-up."""
+    def _draft(self, rows: DeviceBatch, mode: SamplingMode, draft_len: int) -> Drafts:
+        """Let the drafter propose up to `draft_len` tokens for each row."""
         self.set_draft_mode(mode)
-        num_rows, inputs = rows.live.shape[0], self.inputs
-        ids, lengths = inputs.ids(num_rows, draft_len), inputs.lengths(num_rows)
+        num_rows = rows.live.shape[0]
+        ids, lengths = self.inputs.ids(num_rows, draft_len)[:, 1:], self.inputs.lengths(num_rows)
         if draft_len:
-            self.drafter.propose(rows, ids[:, 1:], lengths, self.cache)
+            self.drafter.propose(rows, ids, lengths, self.cache)
             if not self.drafter.fixed_len:  # such drafts, as a lookup's, are not chosen from adjusted logits
-                check_drafts(rows, ids[:, 1:], lengths, mode)
+                check_drafts(rows, ids, lengths, mode)
             self._simulate(rows, lengths, draft_len)
-        batch, levels = self._positions(rows, draft_len, num_positions)
-        if not batch.token_ids.shape[0]:  # ragged, on a CPU: every row ended after the host's last read
-            return RoundResult(torch.full((num_rows, 5 + draft_len), -1, dtype=torch.int32))
+        return Drafts(ids, lengths, self.rates(draft_len))
+
+    def _verify(
+        self, rows: DeviceBatch, mode: SamplingMode, drafts: Drafts, num_positions: int | None, shared: SharedPrefixes | None
+    ) -> Verified | None:
+        """Choose the target's tokens after each row's newest token and after its drafts. None if there is no such position: on a
+        CPU, when every row ended after the host's last read."""
+        batch, levels = self._positions(rows, drafts.ids.shape[1], num_positions)
+        if not batch.token_ids.shape[0]:
+            return None
         batch.read_rows(rows).shared = shared
         hidden, aux_hidden_states = self.target.forward(batch, self.cache, self.drafter.aux_layer_ids)
         logit_rows = None
         if not mode.greedy or self.options.reader is not None:
             num_drafted = batch.positions - (rows.num_tokens - 1)[batch.row_ids]
-            logit_rows = LogitRows(batch.row_ids, batch.positions + 1, ids[:, 1:], num_drafted)
-        drafts = Drafts(ids[:, 1:], lengths, self.rates(draft_len))
-        accepted_len = self._accepted_len[:num_rows]
-        result = self.commit(hidden, logit_rows, batch.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len)
-        result = replace(result, levels=levels)
-        own_batch = batch.of_group(self.cache.groups.draft_group)
-        self.drafter.catch_up(own_batch, aux_hidden_states, accepted_len, rows, self.cache, prepare_next=prepare_next)
-        return result
+            logit_rows = LogitRows(batch.row_ids, batch.positions + 1, drafts.ids, num_drafted)
+        target_ids, raw = self.choose(hidden, logit_rows, rows, mode)
+        return Verified(batch, target_ids, aux_hidden_states, logit_rows, raw, levels)
+
+    def _accept(self, rows: DeviceBatch, mode: SamplingMode, drafts: Drafts, verified: Verified) -> RoundResult:
+        """Accept the drafts that agree with the target's choices, and commit the emitted tokens."""
+        result = self._commit_choices(
+            verified.target_ids, verified.raw, verified.logit_rows, verified.batch.cu_seqlens_q, drafts, rows, rows.live, mode,
+            self._accepted_len[: len(rows.live)],
+        )
+        return replace(result, levels=verified.levels)
+
+    def _catch_up(self, rows: DeviceBatch, verified: Verified, prepare_next: bool) -> None:
+        """Let the drafter go over the positions that were just verified."""
+        batch = verified.batch.of_group(self.cache.groups.draft_group)
+        self.drafter.catch_up(
+            batch, verified.aux_hidden_states, self._accepted_len[: len(rows.live)], rows, self.cache, prepare_next=prepare_next
+        )
 
     def verify_all(self) -> None:
         """From now on rows verify all their drafts, and nothing is learnt of these. Graphs that were captured before still do."""
@@ -254,9 +297,9 @@ class Round:
         out_accepted_len  int32 [R]
         """
         target_ids, raw = self.choose(hidden, logit_rows, rows, mode)
-        return self._settle(target_ids, raw, logit_rows, cu_seqlens_q, drafts, rows, live, mode, out_accepted_len)
+        return self._commit_choices(target_ids, raw, logit_rows, cu_seqlens_q, drafts, rows, live, mode, out_accepted_len)
 
-    def _settle(
+    def _commit_choices(
         self,
         target_ids: Tensor,
         raw: Tensor | None,

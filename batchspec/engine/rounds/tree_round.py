@@ -19,7 +19,7 @@ from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
 from batchspec.draft.shapes import TreeShape
-from batchspec.engine.rounds.round import Drafts, Round, RoundOptions, RoundResult
+from batchspec.engine.rounds.round import Drafts, Round, RoundOptions, RoundResult, Verified
 from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.tree.find_accepted_path import find_accepted_path
 from batchspec.kernels.tree.prepare_tree_inputs import prepare_tree_inputs
@@ -54,46 +54,54 @@ class TreeRound(Round):
     def row_positions(self, draft_len: int) -> int:
         return 1 if not draft_len else self._node_ids.shape[1]
 
-    def _draft_and_verify(
-        self, rows: DeviceBatch, mode: SamplingMode, draft_len: int, num_positions: int | None, shared: SharedPrefixes | None,
-        prepare_next: bool,
-    ) -> RoundResult:
-        """draft_len is 0 or the depth; num_positions is None."""
+    def _draft(self, rows: DeviceBatch, mode: SamplingMode, draft_len: int) -> Drafts:
+        """draft_len is 0 or the depth."""
         if not draft_len:
-            return super()._draft_and_verify(rows, mode, 0, None, shared, prepare_next)
+            return super()._draft(rows, mode, 0)
         self.set_draft_mode(mode)
-        num_rows, inputs = rows.live.shape[0], self.inputs
-        chain_ids, ids = inputs.ids(num_rows, draft_len), self._node_ids[:num_rows]
-        drafts = Drafts(chain_ids[:, 1:], inputs.lengths(num_rows), self.rates(draft_len))
-        parents = self.drafter.propose(rows, ids[:, 1:], drafts.length, self.cache)
+        num_rows = rows.live.shape[0]
+        path_ids, lengths = self.inputs.ids(num_rows, draft_len)[:, 1:], self.inputs.lengths(num_rows)
+        parents = self.drafter.propose(rows, self._node_ids[:num_rows, 1:], lengths, self.cache)
         assert parents is not None
-        chain = inputs.uniform(rows, draft_len)
-        ids[:, 0] = chain_ids[:, 0]
-        batch = self._nodes(rows, ids, parents)
-        batch.read_rows(rows).shared = shared
-        hidden, aux_hidden_states = self.target.forward(batch, self.cache, self.drafter.aux_layer_ids)
-        logit_rows = self._logit_rows(batch, parents, mode, rows)
+        return Drafts(path_ids, lengths, self.rates(draft_len), parents)
+
+    def _verify(
+        self, rows: DeviceBatch, mode: SamplingMode, drafts: Drafts, num_positions: int | None, shared: SharedPrefixes | None
+    ) -> Verified | None:
+        """Choose the target's tokens after every node, and follow them from the root. num_positions is None."""
+        parents, depth = drafts.parents, drafts.ids.shape[1]
+        if parents is None:
+            return super()._verify(rows, mode, drafts, num_positions, shared)
+        num_rows, ids = rows.live.shape[0], self._node_ids[: rows.live.shape[0]]
+        chain = self.inputs.uniform(rows, depth)
+        ids[:, 0] = self.inputs.ids(num_rows, depth)[:, 0]
+        nodes = self._nodes(rows, ids, parents)
+        nodes.read_rows(rows).shared = shared
+        hidden, aux_hidden_states = self.target.forward(nodes, self.cache, self.drafter.aux_layer_ids)
+        assert aux_hidden_states is not None
+        logit_rows = self._logit_rows(nodes, parents, mode, rows)
         target_ids, raw = self.choose(hidden, logit_rows, rows, mode)
-        path, flat_ids = self._path[:num_rows], self._path_flat_ids[:num_rows]
+        flat_ids = self._path_flat_ids[:num_rows]
         find_accepted_path(
-            ids, parents, target_ids, take_deepest=drafts.rates is not None, draft_len=drafts.length, out_path=path,
-            out_flat_ids=flat_ids, out_draft_ids=drafts.ids,
+            ids, parents, target_ids, take_deepest=drafts.rates is not None, draft_len=drafts.length,
+            out_path=self._path[:num_rows], out_flat_ids=flat_ids, out_draft_ids=drafts.ids,
         )
         flat_ids = flat_ids.view(-1)
-        accepted_len = self._accepted_len[:num_rows]
         on_path = None
         if logit_rows is not None:
             on_path = LogitRows(chain.row_ids, chain.positions + 1, num_drafted=self._depth_of(chain, rows))
-        raw = None if raw is None else raw.index_select(0, flat_ids)
-        result = self._settle(
-            target_ids.index_select(0, flat_ids), raw, on_path, chain.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len
+        return Verified(
+            chain, target_ids.index_select(0, flat_ids), aux_hidden_states.index_select(0, flat_ids), on_path,
+            None if raw is None else raw.index_select(0, flat_ids), nodes=nodes,
         )
-        self.cache.move_accepted(batch, path, chain, accepted_len)
-        assert aux_hidden_states is not None
-        self.drafter.catch_up(
-            chain.of_group(self.cache.groups.draft_group), aux_hidden_states.index_select(0, flat_ids), accepted_len, rows,
-            self.cache, prepare_next=prepare_next,
-        )
+
+    def _accept(self, rows: DeviceBatch, mode: SamplingMode, drafts: Drafts, verified: Verified) -> RoundResult:
+        result = super()._accept(rows, mode, drafts, verified)
+        if verified.nodes is not None:
+            num_rows = rows.live.shape[0]
+            self.cache.move_accepted(
+                verified.nodes, self._path[:num_rows], verified.batch, self._accepted_len[:num_rows]
+            )
         return result
 
     def _nodes(self, rows: DeviceBatch, ids: Tensor, parents: Tensor) -> FlatBatch:

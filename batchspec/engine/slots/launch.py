@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +14,8 @@ from batchspec.engine.step import NO_DRAFTS, Prefill, RoundWidth, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """A round or a prefill pass, as it was when it was launched."""
+class UnreadLaunch:
+    """A round or a prefill pass whose result has not been read, as it was when it was launched."""
 
     owners: NDArray[np.int64]
     """The owner of each slot at launch, -1 if the slot took no part."""
@@ -35,29 +36,38 @@ class Launch:
     """Segments of a prefill pass, in order."""
 
 
-class Launches:
-    """All launches of a run that the host still has to read."""
+class UnreadLaunches:
+    """All launches of a run that the host still has to read, the oldest first."""
 
     def __init__(self, slots: SlotTable, *, decodes: bool) -> None:
         """decodes: as in `RoundOptions`; if not, every pass has a result."""
         self._slots, self._decodes = slots, decodes
-        self.unread: deque[Launch] = deque()
-        """Launches whose results have not been read, the oldest first."""
+        self._queue: deque[UnreadLaunch] = deque()
         self.num_launched = 0
         """Number of launches so far that have a result."""
 
     @property
     def num_read(self) -> int:
         """Number of launches whose results have been read."""
-        return self.num_launched - len(self.unread)
+        return self.num_launched - len(self._queue)
 
-    def add(self, launch: Launch) -> None:
-        """Add a launch that will have a result."""
-        self.unread.append(launch)
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[UnreadLaunch]:
+        return iter(self._queue)
+
+    def take_oldest(self) -> UnreadLaunch:
+        """The launch whose result is read now."""
+        return self._queue.popleft()
+
+    def add(self, launch: UnreadLaunch) -> None:
+        """Note a launch that will have a result."""
+        self._queue.append(launch)
         self.num_launched += 1
 
     def add_prefill(self, prefill: Prefill) -> None:
-        """Add passes that are launched now. A pass has a result if the tokens of any of its slots end in it."""
+        """Note passes that are launched now. A pass has a result if the tokens of any of its slots end in it."""
         num_tokens = 0
         for segments in prefill.passes:
             slots = [segment.slot for segment in segments if segment.last or not self._decodes]
@@ -65,5 +75,5 @@ class Launches:
             if slots:
                 owners = np.full_like(self._slots.owner, FREE)
                 owners[slots] = self._slots.owner[slots]
-                self.add(Launch(owners=owners, is_prefill=True, num_prefilled=num_tokens, segments=segments))
+                self.add(UnreadLaunch(owners=owners, is_prefill=True, num_prefilled=num_tokens, segments=segments))
                 num_tokens = 0

@@ -18,7 +18,7 @@ from batchspec.cache.page_tables import PagePools
 from batchspec.engine.prefill.passes import PrefillPass
 from batchspec.engine.rounds.results import RoundLog, Slots
 from batchspec.engine.rounds.round import LogitReader, RoundResult
-from batchspec.engine.slots.launch import Launch
+from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.slots.watch import Watch
@@ -53,7 +53,7 @@ class RowFeature:
     def leave(self, state: RequestState) -> None:
         """The row leaves its slot: it has ended, or is preempted."""
 
-    def read(self, launch: Launch, result: RoundResult, slots: Slots, log: RoundLog) -> None:
+    def read(self, launch: UnreadLaunch, result: RoundResult, slots: Slots, log: RoundLog) -> None:
         """A result was read; line i of `log` is that of the row in slots[i], whose tokens are not flushed yet. Called for every
         result, whatever rows took part."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from batchspec.batch.row_commands import RowCommands
 from batchspec.engine.rounds.results import PendingResult, RoundLog, Slots
-from batchspec.engine.slots.launch import Launch
+from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import RowFeature
 from batchspec.engine.slots.watch import Watch
@@ -55,7 +55,7 @@ class RunFeatures:
         for feature in self._of(state):
             feature.leave(state)
 
-    def read(self, launch: Launch, result: PendingResult, slots: Slots, log: RoundLog) -> None:
+    def read(self, launch: UnreadLaunch, result: PendingResult, slots: Slots, log: RoundLog) -> None:
         for feature in self._read:
             feature.read(launch, result.result, slots, log)
 

@@ -1,5 +1,5 @@
-"""The output folder as a run finds it, and what is to be done there: whether the job is new, resumed, retried, extended or
-complete is decided here alone, and every run takes the same course.
+"""One run of a job: what the output folder holds of the job, and what this run does there. Whether the job is new, resumed,
+retried, extended or complete is decided here alone, and every run takes the same course.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from batchspec.runstate.output_folder import OutputFolder
 
 
 def check_target(job: Job) -> None:
-    """Ask the hub whether the push at the end of the job would be refused, if there is one. Raises as `push_output`."""
+    """Ask the hub whether the push at the end of the job would be refused, if there is one. Raises as the push would."""
     config = job.config.output
     if config.push_to_hub is None:
         return
@@ -39,8 +39,8 @@ def check_target(job: Job) -> None:
     check_target_key(config, of_job)
 
 
-def open_output(job: Job) -> OpenedOutput:
-    """What is to be done in the output folder, which is absent or that of this job. Writes nothing.
+def open_run(job: Job) -> JobRun:
+    """The run that this command asks for. The output folder is absent or that of this job. Writes nothing.
 
     Raises OutputError if it holds another job, or one that this command cannot retry or extend.
     """
@@ -57,66 +57,65 @@ def open_output(job: Job) -> OpenedOutput:
         may_differ=EXTENSION_MAY_CHANGE if job.config.resume.extend else RETRY_MAY_CHANGE[job.config.resume.retry],
         advice=lambda manifest: advice(job, manifest) or retry_advice(job, folder),
     )
-    return OpenedOutput(job, folder, new_retry(job, folder) or new_extension(job, folder))
+    return JobRun(job, folder, new_retry(job, folder) or new_extension(job, folder))
 
 
-class OpenedOutput:
-    """An output folder, and what this run is to do there.
+class JobRun:
+    """One run of a job.
 
-    job         with the shards of the folder, those that an extension adds included
-    folder      the folder itself
+    job         with the shards of the folder, those that an extension adds included, and with what `read_saved` reads
+    folder      the output folder
     change      the retry or the extension that this run begins; None: it begins none
-    is_new      whether this run begins the job
+    begins_job  whether no earlier run did
     saved       rows that earlier runs saved of shards that are not committed, once `read_saved` was called
     num_errors  committed input rows with at least one error completion, likewise; 0 in a retry
     """
 
     def __init__(self, job: Job, folder: OutputFolder, change: Change | None) -> None:
         self.job, self.folder, self.change = job, folder, change
-        self.is_new = folder.begins_job(job.config.output.overwrite)
+        self.begins_job = folder.begins_job(job.config.output.overwrite)
         self.saved, self.num_errors = Journaled(), 0
-        if not self.is_new:
+        if not self.begins_job:
             manifest = folder.manifest if change is None else change.of(folder.manifest)
             self.job = replace(job, layout=manifest.layout)
 
     @cached_property
     def finished(self) -> set[int]:
         """Shards that need no work of this run. They are listed once, when they are asked for first."""
-        if self.is_new:
+        if self.begins_job:
             return set()
         anew = self.change.shards if isinstance(self.change, Generation) else ()
         return self.folder.finished() - {*anew}
 
     @property
-    def is_complete(self) -> bool:
-        """Whether this run has no row to compute."""
-        return not self.is_new and len(self.finished) == self.job.layout.num_shards
+    def found_complete(self) -> bool:
+        """Whether the job was complete when this run found it, so that no row is left to compute."""
+        return not self.begins_job and len(self.finished) == self.job.layout.num_shards
 
     @cached_property
     def is_retry(self) -> bool:
         """Whether rows that the output has are computed anew: this run begins a retry, or goes on with one."""
-        return isinstance(self.change, Generation) or (not self.is_new and bool(self.folder.to_retry()))
+        return isinstance(self.change, Generation) or (not self.begins_job and bool(self.folder.to_retry()))
 
-    def read_saved(self) -> Job:
-        """Read what earlier runs left. Returns the job with the K/V scales and the sums of the weights that they kept.
+    def read_saved(self) -> None:
+        """Read what earlier runs left: rows, and for `job` the K/V scales and the sums of the weights that they kept.
 
-        Raises as `with_saved_scales` and `with_kept_sums`.
+        Raises OutputError if scales or sums are damaged, or lost although there are rows.
         """
         if not self.is_retry and self.finished:
             self.num_errors = job_stats(self.folder.path).error_rows
-        if not self.is_new:
+        if not self.begins_job:
             self.job = with_saved_scales(self.job, self.folder)
-        if not (self.is_new or isinstance(self.change, Generation)):  # a retry has a journal of its own
+        if not (self.begins_job or isinstance(self.change, Generation)):  # a retry has a journal of its own
             self.saved = self.folder.journal().read(self.finished)
         has_rows = self.is_retry or bool(self.finished or self.saved.num_rows)
-        self.job = with_kept_sums(self.job, self.folder, is_new=self.is_new, has_rows=has_rows)
-        return self.job
+        self.job = with_kept_sums(self.job, self.folder, is_new=self.begins_job, has_rows=has_rows)
 
     def num_done(self, survey: Survey) -> int:
         """Expected number of output rows that are finished."""
         return survey.num_outputs(self.job.layout.num_rows_of(self.finished)) + len(self.saved.completions)
 
-    def begin(self, run_engine: EngineWithFallback, progress: ProgressBar) -> None:
+    def begin(self, engines: EngineWithFallback, progress: ProgressBar) -> None:
         """Make the folder a job, or join the job in it: no check refuses it from here on. Tells what earlier runs have done.
 
         Raises as `OutputFolder.create`; OutputError if another run has begun another change meanwhile, or was first with other
@@ -133,8 +132,8 @@ class OpenedOutput:
             files=job.source.files,
             overwrite=job.config.output.overwrite,
         )
-        keep_scales(job, self.folder, run_engine)
-        keep_sums(job, self.folder, run_engine)
+        keep_scales(job, self.folder, engines)
+        keep_sums(job, self.folder, engines)
         shards = self.folder.num_shards
         if self.is_retry:
             progress.phase(f"{len(self.folder.missing())} of {shards} shards are written anew; the other rows stay")
@@ -163,7 +162,7 @@ class OpenedOutput:
         """When this run has nothing more to compute: which rows other runs still do, for a message; empty if all rows of the job
         are committed. Rows that another command has added meanwhile are then rows of `job`.
         """
-        if self.is_complete:
+        if self.found_complete:
             return ""
         if missing := self.folder.missing():
             return f"this run's part is done; other runs work on {len(missing)} of {self.folder.num_shards} shards"
@@ -177,7 +176,7 @@ class OpenedOutput:
     def outcome(self) -> str:
         """The job's size, and whether this run found it complete, for a message at its end."""
         size = f"{counted(self.job.layout.num_rows, 'row')} in {counted(self.folder.num_shards, 'shard')}"
-        if not self.is_complete:
+        if not self.found_complete:
             return f"done, {size}"
         return f"already complete: {size}{_nothing_more(self.job.config, goes_on=not self.folder.is_concluded())}"
 
