@@ -39,7 +39,7 @@ class Launches:
     """All launches of a run that the host still has to read."""
 
     def __init__(self, slots: SlotTable, *, decodes: bool) -> None:
-        """decodes: as in `RoundOptions`; if not, every pass has a result."""
+        """decodes: as in `Features`; if not, every pass has a result."""
         self._slots, self._decodes = slots, decodes
         self.unread: deque[Launch] = deque()
         """Launches whose results have not been read, the oldest first."""
