@@ -69,6 +69,8 @@ class Executor:
         assert self.decodes or drafter.max_len == 0, "nothing is decoded that could be drafted"
         spec = target.spec
         self.target, self.drafter, self.batch = target, drafter, batch
+        self.prefill_multiple = RECURRENT_CHUNK if spec.is_recurrent else None
+        """Of a model with recurrent layers: `prefill_of` cuts prompts at multiples of so many tokens; None without."""
         layers = spec.layer_states(target.dtype, batch.page_size, draft_len=batch.draft_len)
         draft_layers = drafter.layer_states(batch.page_size)
         groups = KVGroups.of(windows_of(layers), windows_of(draft_layers), batch.max_len)
@@ -78,7 +80,7 @@ class Executor:
             groups=groups,
             num_pages=batch.group_pages(groups.num_groups),
             num_slots=batch.num_slots,
-            num_states=PREFIX_STATES if spec.is_recurrent else 0,
+            num_states=PREFIX_STATES,
             device=device,
             scales=target.kv_scales,
         )
@@ -119,11 +121,6 @@ class Executor:
         num_slots, page_size = self.batch.num_slots, self.batch.page_size
         entries = range(num_slots, num_slots + PREFIX_STATES)
         return PrefixStates(entries, page_size=page_size, multiple=self.prefill_multiple)
-
-    @property
-    def prefill_multiple(self) -> int | None:
-        """Of a model with recurrent layers: `prefill_of` cuts prompts at multiples of so many tokens; None without."""
-        return RECURRENT_CHUNK if self.target.spec.is_recurrent else None
 
     def execute(self, step: ScheduledStep) -> None:
         """Launch what the step says, in the order of its fields. Results are read later, in launch order."""
