@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import msgspec
@@ -207,6 +207,14 @@ class Request:
         if self.constraint is not None:
             return self.constraint[0]
         return self.automaton.kind if isinstance(self.automaton, LazyAutomaton) else None
+
+    def on_device(self) -> Request:
+        """The request without what only the host uses, for ranks that execute its steps: `DeviceBatch.begin` reads the rest, and
+        `RowCommands` set its automaton."""
+        return replace(
+            self, request_id="", stop=(), thinking=None, constraint=None, automaton=None, tools=None, choices=(), resumed=None,
+            repetition=None,
+        )
 
     @property
     def device_limit(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -323,7 +324,7 @@ def test_only_the_main_of_a_kernel_imports_benchmarks_and_only_heads_kernels_of_
         assert within(module, {"kernels.train", "heads"}) or not name.startswith(BY_HEADS_ALONE), f"{module}: {name}"
 
 
-# Room of the engine -> the others that it may import. None but features/ names a feature: whoever builds an engine brings them.
+# Room of the engine -> the others that it may import.
 ROOMS: dict[str, set[str]] = {
     "step": set(),
     "rounds": {"step"},
@@ -335,15 +336,57 @@ ROOMS: dict[str, set[str]] = {
 }
 
 
+# What only features/ may import. The other rooms, the core, know fields of slots, rules and readers of logits, and commands of
+# rows; whoever builds an engine brings the features.
+OF_FEATURES = (
+    "automata", "batch.automata", "batch.bad_words", "kernels.lora", "kernels.sampling.advance_states",
+    "kernels.sampling.constrain", "kernels.sampling.token_walk", "model.adapter_config", "model.lora", "model.lora_products",
+    "model.lora_shape", "model.text_bytes", "model.thinking", "model.token_bytes", "model.token_texts", "model.tokenizer",
+    "records.Channels", "records.Choice", "records.CONSTRAINT_VIOLATED", "records.Repetition", "records.Thinking",
+    "records.TokenText", "structured", "tool_calls",
+)
+# What no name in the core is made of.
+WORDS_OF_FEATURES = {
+    "adapter", "adapters", "automata", "automaton", "channels", "constrain", "constraint", "constraints", "grammar", "harmony",
+    "lazy", "logprob", "logprobs", "lora", "repetition", "schema", "scored", "scoring", "thinking", "thought", "thoughts",
+    "tools",
+}
+
+
+def rooms() -> list[tuple[str, Path]]:
+    """The room of each module of the engine, and its file."""
+    found = [(module_of(path), path) for path in sources()]
+    return [(module.split(".")[1], path) for module, path in found if module.startswith("engine.")]
+
+
 def test_a_room_of_the_engine_imports_only_those_below_it() -> None:
-    paths = [path for path in sources() if within(module_of(path), {"engine"}) and module_of(path) != "engine"]
-    assert {module_of(path).split(".")[1] for path in paths} == set(ROOMS)
-    for path in paths:
-        room = module_of(path).split(".")[1]
+    assert {room for room, _ in rooms()} == set(ROOMS)
+    for room, path in rooms():
         for name in imports(path):
             if name.startswith("batchspec.engine."):
                 inner = name.removeprefix("batchspec.engine.")
                 assert within(inner, ROOMS[room] | {room}), f"{module_of(path)} imports {name}"
+
+
+def test_the_core_of_the_engine_names_no_feature() -> None:
+    for room, path in rooms():
+        if room == "features":
+            continue
+        for name in imports(path):
+            assert not within(name.removeprefix("batchspec."), OF_FEATURES), f"{module_of(path)} imports {name}"
+        for name in names(ast.parse(path.read_text(encoding="utf-8"))):
+            words = {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name)}
+            assert words.isdisjoint(WORDS_OF_FEATURES), f"{module_of(path)} names {name}"
+
+
+def names(tree: ast.AST) -> set[str]:
+    """Every name of a file: of modules, classes, functions, arguments, variables and attributes; not the words of its texts."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        for of_node in ("id", "attr", "arg", "name", "module"):
+            if isinstance(name := getattr(node, of_node, None), str):
+                found.add(name)
+    return found
 
 
 def test_records_and_io_can_be_read_without_torch() -> None:

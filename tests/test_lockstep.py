@@ -42,7 +42,7 @@ from batchspec.kernels.rounds.accept import WAIT
 from batchspec.kernels.sampling.argmax import NO_TOKEN
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
-from batchspec.records import Completion, SamplingParams, Thinking
+from batchspec.records import Choice, Completion, Repetition, SamplingParams, Thinking
 from tests.automata import PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens
 from tests.engines import DEVICE, VOCAB, make_engine, packed, plain_tokens, request, tiny_spec
 from tests.engines import decode as letters
@@ -397,6 +397,8 @@ def test_a_request_that_was_sent_begins_alike_on_the_device() -> None:
     asked = replace(
         request(3, [4, 5, 6], cap=9, stop_ids=(2, 7), stop=("x",), min_new_tokens=2),
         thinking=Thinking(begin_id=3, end_id=4, opened=True, budget=6, closing=(11, 4)), synthetic_len=5, seed=-(2**62),
+        repetition=Repetition(min_pattern_size=1, max_pattern_size=2, min_count=3), tools="[]",
+        choices=(Choice(text="no", token_ids=(1, 2)),),
     )
     with pytest.MonkeyPatch.context() as patch:
         _, steps, _ = recorded(scenario("none", 0), patch)

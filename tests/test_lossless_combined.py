@@ -159,7 +159,7 @@ def test_rows_that_ask_for_all_at_once_get_the_tokens_of_the_definition(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(expected_pages, "SHORT_CAP_TOKENS", data.draw(st.sampled_from([0, 512]), label="short"))
             for done in engine.run(iter(list(left.values()))):
-                assert done.error is None or "and its bad_words do not forbid" in done.error.message, done.error
+                assert done.error is None or "its bad_words do not forbid" in done.error.message, done.error
                 found[done.request_id] = None if done.token_ids is None else done.token_ids.tolist()
                 del left[done.request_id]
         for snapshot in engine.unfinished() if left else ():

@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from batchspec import cli
 from batchspec import run as run_module
+from batchspec.batch.logits import tokens_left
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.head import Head
@@ -173,6 +175,28 @@ def test_a_row_of_a_model_with_recurrent_layers_fails_alone(name: str) -> None:
     """Its state and the rings of its inputs are not finite either; rows that follow in its slot do not read them."""
     requests = prompts(16, SamplingParams())
     check(run(name, requests, recurrent=True), requests, recurrent=True)
+
+
+FORBIDDEN = tuple((token,) for token in range(VOCAB))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_error_of_a_row_without_any_token_left_says_which_rules_left_none(temperature: float) -> None:
+    rows = [request(0, [7], cap=3), request(1, [7], cap=3, sampling=SamplingParams(temperature=temperature, bad_words=FORBIDDEN))]
+    engine = make_engine(healthy_target(recurrent=False), NoDrafter(), packed(SLOTS), device=DEVICE)
+    healthy, failed = sorted(engine.run(iter(rows)), key=lambda done: done.row_index)
+    assert healthy.error is None
+    assert (error := failed.error) is not None
+    assert "NaN or +inf, or no finite value of a token that its bad_words do not forbid; check the weights" in error.message
+
+
+def test_each_rule_that_can_leave_no_token_is_named() -> None:
+    allows = "its schema, regex, choice or grammar allows (or another token was drawn)"
+    assert tokens_left(SamplingMode(constrained=True)) == f" of a token that {allows}"
+    assert tokens_left(SamplingMode(constrained=True, bad_words=True)) == (
+        f" of a token that its bad_words do not forbid and {allows}"
+    )
+    assert not tokens_left(SamplingMode(penalties=True, biased=True, min_tokens=True))
 
 
 DRAWS = SamplingParams(temperature=1.0)

@@ -27,7 +27,7 @@ from batchspec.engine.prefill.passes import rehearsal, rehearse
 from batchspec.engine.rounds.graphs import GRAPH_DTYPES
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
 from batchspec.engine.rounds.results import PendingResult, RoundLog
-from batchspec.engine.rounds.round import RoundOptions, RoundResult
+from batchspec.engine.rounds.round import RoundResult
 from batchspec.engine.rounds.round_widths import candidates
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.step import RoundShape, RoundWidth, Segment
@@ -109,13 +109,14 @@ def planner(
         target=SimpleNamespace(spec=SimpleNamespace(windows=kv_windows[0], experts=None), ranks=ranks),
         drafter=drafter,
         round=SimpleNamespace(
-            drafter=drafter, draft_lens=draft_lens, nodes=None, chances=object() if row_lengths else None, options=RoundOptions()
+            drafter=drafter, draft_lens=draft_lens, nodes=None, chances=object() if row_lengths else None
         ),
         rows=SimpleNamespace(live=torch.ones(batch.num_slots, dtype=torch.int32), move=lambda *_: None, provide=lambda *_: None),
         batch=batch,
         sharing=SharingCost(page_bytes=1, row_bytes=0, pass_bytes=pass_bytes),
         prefill_graphs=None,
         prefill_multiple=None,
+        decodes=True,
     )
     executor._move_row = lambda: None
     executor.compile_ahead = lambda *_: False

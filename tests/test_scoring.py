@@ -92,6 +92,10 @@ def test_every_packing_gives_the_logprobs_of_the_definition(data: st.DataObject)
     assert engine.totals.rounds == 0
 
 
+def test_no_pass_is_captured_because_no_row_draws_a_token() -> None:
+    assert engine_of(tiny_target(), 0, prefill_graphs=True).executor.prefill_graphs is None
+
+
 def test_shared_pages_are_computed_once_but_for_the_last_token() -> None:
     target, common = tiny_target(), list(range(16))
     engine = engine_of(target, 2, page_size=4)

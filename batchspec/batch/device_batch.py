@@ -103,7 +103,6 @@ class DeviceBatch:
         device: torch.device,
         num_lookahead_slots: int = 0,
         num_groups: int = 1,
-        automata: Automata | None = None,
     ) -> DeviceBatch:
         """
         num_lookahead_slots  K/V positions after a row's last token that a round may write
@@ -125,7 +124,7 @@ class DeviceBatch:
                 for _ in range(num_groups if spec.per_group else 1)
             )
             made[name] = tensors if spec.per_group else tensors[0]
-        return cls(**made, automata=automata, vocab_size=vocab_size, max_kv=batch.max_len)
+        return cls(**made, vocab_size=vocab_size, max_kv=batch.max_len)
 
     def provide(self, mode: SamplingMode) -> None:
         """Allocate the state that `mode` needs and that few jobs have. Call it before a graph of such a mode is captured."""

@@ -72,6 +72,8 @@ class LogitRule:
     """Replaces choices int32 [T] by WAIT where the device lacks what the rule needs for them (`SamplingMode.waits`)."""
     park: Callable[[DeviceBatch, Tensor, Tensor], None] | None = None
     """Stops rows that lack it after their newest token: live int32 [R] becomes 0, and `finish` in the log WAITING."""
+    leaves: str = ""
+    """Which tokens it leaves, as the end of "a token that ...": for the error of a row without any. Empty: it leaves some."""
 
 
 def adjust_logits(logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> None:
@@ -147,6 +149,12 @@ def park(rows: DeviceBatch, live: Tensor, log: Tensor, mode: SamplingMode) -> No
     for rule in RULES if mode.waits else ():
         if rule.park is not None and rule.wanted(mode):
             rule.park(rows, live, log)
+
+
+def tokens_left(mode: SamplingMode) -> str:
+    """For the error of a row that may draw no token: " of a token that" the rules of its mode leave; empty if none can be why."""
+    found = " and ".join(rule.leaves for rule in RULES if rule.leaves and rule.wanted(mode))
+    return found and f" of a token that {found}"
 
 
 def apply_penalties(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:
@@ -276,7 +284,7 @@ RULES: list[LogitRule] = [
         commit=lambda rows, log, live: mark_output(rows, log[:, 4:], log[:, 2]),
     ),
     LogitRule(lambda mode: mode.min_tokens, forbid_stop_ids),
-    LogitRule(lambda mode: mode.bad_words, forbid_bad_words, reads_drafts=True),
+    LogitRule(lambda mode: mode.bad_words, forbid_bad_words, reads_drafts=True, leaves="its bad_words do not forbid"),
     LogitRule(
         lambda mode: mode.constrained,
         follow_automata,
@@ -287,6 +295,7 @@ RULES: list[LogitRule] = [
         commit=lambda rows, log, live: rows.advance_automata(log, live),
         mark_undecided=mark_waiting,
         park=lambda rows, live, log: rows.park(live, log),
+        leaves="its schema, regex, choice or grammar allows (or another token was drawn)",
     ),
 ]
 """In the order in which they are applied."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.batch.automata import AutomatonUpload, ConstraintOffsets, StatesUpload
 from batchspec.batch.device_batch import DeviceBatch
+
+RuleVocabulary = TokenSymbols
+"""What rules of logits read of the vocabulary. Every rank has it before the first commands."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from batchspec.automata.lazy_automaton import Expanding
 from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.batch.automata import Automata, AutomataCapacity
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.page_tables import PagePools
 from batchspec.engine.features.adapter import Adapter
 from batchspec.engine.features.constraints import FiniteConstraints
@@ -77,17 +76,22 @@ class RowFeatures(Features):
         self._scores: PromptScores | None = None
 
     @property
-    def reader(self) -> LogitReader | None:  # type: ignore[override]
+    def reader(self) -> LogitReader | None:
         if self.num_top is None and not self.scores:
             return None
         return LogprobReader(self.num_top or 0)
 
     @property
-    def prefill_pass(self) -> PrefillPass | None:  # type: ignore[override]
-        return score_pass if self.scores else None
+    def decodes(self) -> bool:
+        return not self.scores
 
-    def tables(self, device: torch.device) -> Automata | None:
-        return None if self.symbols is None or self.capacity is None else Automata(self.symbols, self.capacity, device)
+    @property
+    def prefill_pass(self) -> PrefillPass:
+        return score_pass if self.scores else super().prefill_pass
+
+    def allocate(self, rows: DeviceBatch) -> None:
+        if self.symbols is not None and self.capacity is not None:
+            rows.automata = Automata(self.symbols, self.capacity, rows.live.device)
 
     def begin(self, slots: SlotTable, pools: PagePools) -> tuple[RowFeature, ...]:
         if self.scores:

@@ -18,13 +18,9 @@ from batchspec.batch.row_commands import RowCommands
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.features.automaton_places import AutomatonPlaces
 from batchspec.engine.features.last_check import LastCheck
-from batchspec.engine.slots.completion import NON_FINITE, non_finite
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import RowFeature
 from batchspec.records import Completion
-
-OF_ALLOWED = " of a token that its schema, regex, choice or grammar allows{others}; or a token was drawn that it does not allow"
-NOT_BAD = " and its bad_words do not forbid"
 
 
 class Constraints(RowFeature):
@@ -69,12 +65,7 @@ class Constraints(RowFeature):
 
     def finish(self, state: RequestState, done: Completion) -> Completion:
         assert self._check.done(state), f"{state.request.request_id!r}: its constraint was not checked"
-        if done.token_ids is not None:
-            return done.replace(constraint=state.request.constraint_kind)
-        if state.error is None and done.error is not None and done.error.code == NON_FINITE:
-            others = NOT_BAD if state.request.sampling.bad_words else ""
-            return non_finite(done, num_tokens=len(state.tokens), of_allowed=OF_ALLOWED.format(others=others))
-        return done
+        return done if done.token_ids is None else done.replace(constraint=state.request.constraint_kind)
 
 
 class FiniteConstraints(Constraints):

@@ -22,7 +22,6 @@ from batchspec.engine.loop.round_planner import RoundPlanner
 from batchspec.engine.loop.scheduler import Scheduler
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.engine.prefill.cost import PrefillCost
-from batchspec.engine.prefill.passes import prefill_chunk
 from batchspec.engine.ranks.lead import Lead
 from batchspec.engine.ranks.messages import Prepare, Scales
 from batchspec.engine.rounds.draft_chances import Calibration
@@ -71,8 +70,9 @@ class Engine:
         self.features = features or Features()
         self.target, self.drafter, self.batch = target, drafter, batch
         self.lead = lead
-        self.executor = executor_of(
-            target, drafter, batch, device=device, options=options, features=self.features, prefill_graphs=prefill_graphs
+        self.executor = Executor(
+            target, drafter, batch, device=device, features=self.features, prefill_graphs=prefill_graphs,
+            options=replace(options or RoundOptions(), reader=self.features.reader),
         )
         self.planner = RoundPlanner(self.executor, batch, adaptive=adaptive, expert_correlation=expert_correlation)
         self.totals = EngineTotals()
@@ -234,8 +234,8 @@ class Engine:
             verified, full = self.planner.positions(launch, result)
             self.totals.positions += verified
             self.totals.full_positions += full
-        if not self.executor.round.options.decodes:
-            self.totals.tokens += sum(segment.end - segment.begin for segment in launch.segments)
+        if not self.executor.decodes:
+            self.totals.tokens += launch.num_prefilled
         self.totals.live_rows = self.slots.num_live
         self.planner.learn(launch, result, log)
         if self.planner.experts is not None:
@@ -258,18 +258,3 @@ class Engine:
         if done.prompt_ids is not None and done.token_ids is not None:  # no error
             self._finished.append((done.prompt_ids, done.token_ids))
         return done
-
-
-def executor_of(
-    target: Target, drafter: Drafter, batch: PackedBatch, *, device: torch.device, options: RoundOptions | None = None,
-    features: Features | None = None, prefill_graphs: bool = False,
-) -> Executor:
-    """The device's side of an engine with these features, which every rank of a group has."""
-    features = features or Features()
-    decodes = features.prefill_pass is None
-    assert decodes or drafter.max_len == 0, "nothing is decoded that could be drafted"
-    return Executor(
-        target, drafter, batch, device=device, prefill_graphs=prefill_graphs,
-        options=replace(options or RoundOptions(), reader=features.reader, decodes=decodes),
-        prefill_pass=features.prefill_pass or prefill_chunk, tables=features.tables(device),
-    )

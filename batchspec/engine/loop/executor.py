@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from batchspec.batch.automata import Automata
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.groups import KVGroups
@@ -24,13 +23,14 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.shapes import TreeShape
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.graphs import PrefillGraphs
-from batchspec.engine.prefill.passes import PrefillPass, prefill_chunk, rehearsal, rehearse
+from batchspec.engine.prefill.passes import rehearsal, rehearse
 from batchspec.engine.prefill.runner import PrefillRunner
 from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
 from batchspec.engine.rounds.results import PendingResult
 from batchspec.engine.rounds.round import Round, RoundOptions
 from batchspec.engine.rounds.tree_round import TreeRound
+from batchspec.engine.slots.row_feature import Features
 from batchspec.engine.step import RoundShape, ScheduledRound, ScheduledStep
 from batchspec.kernels.common.compile_ahead import compile_ahead
 from batchspec.model.target import Target
@@ -56,17 +56,21 @@ class Executor:
         *,
         device: torch.device,
         options: RoundOptions,
+        features: Features | None = None,
         prefill_graphs: bool = False,
-        prefill_pass: PrefillPass = prefill_chunk,
-        tables: Automata | None = None,
     ) -> None:
         """
+        features        asked for what they need on the device; None: there are none
         prefill_graphs  run short prefill passes as CUDA graphs if that pays
-        prefill_pass    launches one pass kernel by kernel
-        tables          what rules of logits read besides the state of the slots
         """
+        features = features or Features()
+        self.decodes = features.decodes
+        """As `Features.decodes`."""
+        assert self.decodes or drafter.max_len == 0, "nothing is decoded that could be drafted"
         spec = target.spec
         self.target, self.drafter, self.batch = target, drafter, batch
+        self.prefill_multiple = RECURRENT_CHUNK if spec.is_recurrent else None
+        """Of a model with recurrent layers: `prefill_of` cuts prompts at multiples of so many tokens; None without."""
         layers = spec.layer_states(target.dtype, batch.page_size, draft_len=batch.draft_len)
         draft_layers = drafter.layer_states(batch.page_size)
         groups = KVGroups.of(windows_of(layers), windows_of(draft_layers), batch.max_len)
@@ -76,7 +80,7 @@ class Executor:
             groups=groups,
             num_pages=batch.group_pages(groups.num_groups),
             num_slots=batch.num_slots,
-            num_states=PREFIX_STATES if spec.is_recurrent else 0,
+            num_states=PREFIX_STATES,
             device=device,
             scales=target.kv_scales,
         )
@@ -90,16 +94,16 @@ class Executor:
             device=device,
             num_lookahead_slots=self.round.num_lookahead_slots,
             num_groups=groups.num_groups,
-            automata=tables,
         )
+        features.allocate(self.rows)
         self.prefix_groups = PrefixGroupTables(batch.num_slots, batch.page_size, device)
         self.graphs = Graphs(self.round, self.rows, self.prefix_groups)
         self.sharing = NO_LAUNCHES
         if self.graphs.captures:
             self.sharing = spec.sharing_cost(target.dtype, page_size=batch.page_size, max_q=batch.draft_len + 1)
-        self._prefill_pass = partial(prefill_pass, self.round, self.rows)
+        self._prefill_pass = partial(features.prefill_pass, self.round, self.rows)
         self.prefill_graphs: PrefillGraphs | None = None
-        if prefill_graphs:
+        if prefill_graphs and self.decodes:  # graphs hold passes that choose the rows' next tokens
             self.prefill_graphs = PrefillGraphs(
                 self.round, self.rows, self.graphs, self._prefill_pass, max_tokens=batch.most_graph_tokens
             )
@@ -117,11 +121,6 @@ class Executor:
         num_slots, page_size = self.batch.num_slots, self.batch.page_size
         entries = range(num_slots, num_slots + PREFIX_STATES)
         return PrefixStates(entries, page_size=page_size, multiple=self.prefill_multiple)
-
-    @property
-    def prefill_multiple(self) -> int | None:
-        """Of a model with recurrent layers: `prefill_of` cuts prompts at multiples of so many tokens; None without."""
-        return RECURRENT_CHUNK if self.target.spec.is_recurrent else None
 
     def execute(self, step: ScheduledStep) -> None:
         """Launch what the step says, in the order of its fields. Results are read later, in launch order."""
@@ -204,12 +203,12 @@ class Executor:
 
         The first NUM_PROBES are the largest and a short pass, and a round if there are any.
         """
-        num_slots, options = self.batch.num_slots, self.round.options
+        num_slots = self.batch.num_slots
         passes = rehearsal(
             num_slots, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch), multiple=self.prefill_multiple
         )
         prefills = [partial(self._prefill_pass, segments, mode) for segments in reversed(passes)]
-        rounds = self.graphs.launches(shapes) if options.decodes else []
+        rounds = self.graphs.launches(shapes) if self.decodes else []
         moves = [self._move_row] if num_slots > 1 else []
         return [*prefills[:2], *rounds[:1], *moves, *prefills[2:], *rounds[1:]]
 

@@ -66,7 +66,7 @@ class RoundPlanner:
         self._num_rounds = 0
         self._lengths: DraftLengths | None = None
         self._partial: PartialRounds | None = None
-        if adaptive and executor.graphs.captures and executor.round.options.decodes:
+        if adaptive and executor.graphs.captures and executor.decodes:
             self._lengths = DraftLengths(
                 self._max_len, executor.round.draft_lens, self.experts, executor.round.nodes,
                 row_lengths=executor.round.chances is not None,
@@ -110,7 +110,7 @@ class RoundPlanner:
         began = time.perf_counter()
         cost = self._executor.rehearse(mode)
         rehearsed = time.perf_counter()
-        if not self._executor.round.options.decodes:  # there are no rounds
+        if not self._executor.decodes:  # there are no rounds
             return cost
         if partial is not None:
             num_rounds = None

@@ -18,7 +18,7 @@ class EngineTotals:
     row_rounds: int = 0
     """Sum over the rounds of their live rows."""
     tokens: int = 0
-    """Output tokens; where prompts are scored, prompt tokens."""
+    """Output tokens; where rows do not decode, those of their prefill passes."""
     accepted: int = 0
     drafted: int = 0
     positions: int = 0

@@ -21,7 +21,7 @@ class PrefillCost:
     def is_replayed(self, row_tokens: int, *, waits: bool = False) -> bool:
         """Whether a pass of few rows of `row_tokens` tokens is replayed.
 
-        waits  its rows may wait for states of lazy automata: such a pass is never a graph
+        waits  its rows may have to wait in their slots (`SamplingMode.waits`): such a pass is never a graph
         """
         return self.replay is not None and self.replay < self.least and row_tokens <= self.most_replayed and not waits
 

@@ -1,7 +1,7 @@
 """What the leader of a group sends to the other ranks: every rank executes each message, in order.
 
 `distributed/wire.py` encodes a message; for a round it has about 340 bytes and takes 10 us. Of requests, the ranks get only
-what `DeviceBatch.begin` reads.
+what `DeviceBatch.begin` reads (`Request.on_device`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from dataclasses import replace
 
 import msgspec
 
-from batchspec.automata.token_automaton import TokenSymbols
+from batchspec.batch.row_commands import RuleVocabulary
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.distributed.wire import Codec
 from batchspec.engine.step import ScheduledStep
 from batchspec.packed_batch import PackedBatch
-from batchspec.records import Request
 from batchspec.tuning.table import Table
 
 
@@ -47,8 +46,8 @@ class Build(msgspec.Struct, frozen=True, tag=True):
     """Make the engine."""
 
     batch: PackedBatch
-    vocabulary: TokenSymbols | None = None
-    """Set if requests may have automata: ranks get these as uploads of their steps."""
+    vocabulary: RuleVocabulary | None = None
+    """Set if rules of logits need it: ranks get what else these read by `RowCommands` of their steps."""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
@@ -89,15 +88,10 @@ _CODEC = Codec[Message](Message)
 
 def encode(message: Message) -> bytes:
     if isinstance(message, Step):
-        refills = tuple(replace(refill, request=_on_device(refill.request)) for refill in message.step.refills)
+        refills = tuple(replace(refill, request=refill.request.on_device()) for refill in message.step.refills)
         message = Step(replace(message.step, refills=refills), message.number)
     return _CODEC.encode(message)
 
 
 def decode(data: bytes) -> Message:
     return _CODEC.decode(data)
-
-
-def _on_device(request: Request) -> Request:
-    """The request without what only the leader's host uses."""
-    return replace(request, request_id="", stop=(), thinking=None, constraint=None, automaton=None, tools=None, resumed=None)

@@ -47,8 +47,6 @@ class RoundOptions:
 
     reader: LogitReader | None = None
     """Reads the logits of every emitted token."""
-    decodes: bool = True
-    """Rows decode after their prefill. False: every row ends with it, and there are no rounds."""
     coupled: bool = True
     """Whether drafts of sampled rows are drawn with the noise of the target's draws."""
     synthetic: tuple[tuple[float, ...], ...] | None = None

@@ -71,5 +71,5 @@ class Vocabulary:
         return best.indices.int(), best.values
 
     def mark_diverged(self, hidden: Tensor, log: Tensor, slot_ids: Tensor) -> None:
-        """Only with several ranks: if ranks have different `hidden`, write a line into `log` int32 [R, 5] of these slots that
-        makes the leader end the run with DivergedError. `choose` does this by itself."""
+        """For a pass that chooses no token: if several ranks have different `hidden`, write a line into `log` int32 [R, 5] of
+        these slots that makes the leader end the run with DivergedError. `choose` does this by itself."""

@@ -1,7 +1,7 @@
 """Token choice with tensor parallelism: each rank has the logits of its part of the vocabulary, and all choose the same token.
 
 What ranks exchange per flat position: for a greedy token one logit and one id; for a draw its score, its id and the largest
-logit; for top-k, top-p and min-p as many of the largest logits as determine the cutoff, and a log-sum-exp; for logprobs a
+logit; for top-k, top-p and min-p as many of the largest logits as determine the cutoff, and a log-sum-exp; for a `LogitReader` a
 log-sum-exp, the chosen token's logit and the candidates for the likeliest ones. No rank gathers the logits of all tokens, unless
 a cutoff needs nearly all. On a GPU a cutoff is searched for by sums over the ranks (`cutoff_of_ranks.py`); in float64, which on
 GPUs only tests use, all logits are exchanged. Noise is keyed by the token's id: ranks draw the token that one process draws.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from batchspec.batch.logits import tokens_left
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.records import Completion, RowError, RowStats
 
@@ -36,7 +37,9 @@ def completion_of(
         stats=_stats(state, drafter, slot, now, nodes),
     )
     if state.finish_reason == "error":
-        return non_finite(done, num_tokens=len(state.tokens)) if state.error is None else done.failed(state.error)
+        if state.error is not None:
+            return done.failed(state.error)
+        return non_finite(done, num_tokens=len(state.tokens), of_left=tokens_left(state.mode))
     stop_id = None if state.stop_id is None or state.stop_id in eos_ids else str(state.stop_id)
     return done.replace(
         status="truncated" if state.truncated else "ok",
@@ -46,16 +49,16 @@ def completion_of(
     )
 
 
-def non_finite(done: Completion, where: str | None = None, *, num_tokens: int = 0, of_allowed: str = "") -> Completion:
+def non_finite(done: Completion, where: str | None = None, *, num_tokens: int = 0, of_left: str = "") -> Completion:
     """The error row of a request whose logits were not finite.
 
-    where       the position of the failure; None: that of the newest of its `num_tokens` output tokens
-    of_allowed  which logits had no finite value, if not all of them
+    where    the position of the failure; None: that of the newest of its `num_tokens` output tokens
+    of_left  as `tokens_left`
     """
     assert done.prompt_ids is not None
     where = where or f"position {len(done.prompt_ids) + num_tokens} (output token {num_tokens})"
     message = (
-        f"the model's logits at {where} hold NaN or +inf, or no finite value{of_allowed}; check the weights and model.dtype, or "
+        f"the model's logits at {where} hold NaN or +inf, or no finite value{of_left}; check the weights and model.dtype, or "
         "drop the row"
     )
     return done.failed(RowError(code=NON_FINITE, stage="decode", message=message, retryable=True))

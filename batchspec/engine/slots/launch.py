@@ -40,7 +40,7 @@ class UnreadLaunches:
     """All launches of a run that the host still has to read, the oldest first."""
 
     def __init__(self, slots: SlotTable, *, decodes: bool) -> None:
-        """decodes: as in `RoundOptions`; if not, every pass has a result."""
+        """decodes: as in `Features`; if not, every pass has a result."""
         self._slots, self._decodes = slots, decodes
         self._queue: deque[UnreadLaunch] = deque()
         self.num_launched = 0

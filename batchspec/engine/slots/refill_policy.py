@@ -26,7 +26,7 @@ class IdleSlots:
         """Add a round in which `num_free` slots are idle. Returns whether idle slots have cost as much as a refill by now.
 
         row_tokens  number of tokens of the request that waits longest
-        waits       its row may wait for states of lazy automata
+        waits       its row may have to wait in its slot (`SamplingMode.waits`)
         round_s     seconds that a round over all slots takes at present, in the unit of the prefill cost
         refill_s    fixed seconds of a refill whose pass is replayed (`RefillTimes`); None: not measured
         """

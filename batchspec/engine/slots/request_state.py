@@ -32,7 +32,8 @@ class RequestState:
     prefix_salt: bytes = b""
     """Rows share pages only if they have the same."""
     num_recomputed: int = 0
-    """Number of the last tokens in shared pages that are computed again, without writing their K and V."""
+    """Number of the last tokens in shared pages that are computed again, because a feature reads their hidden states. Their K and
+    V are not written."""
     resumable: bool = True
     """Whether another run may continue it from its tokens."""
     slot: int = -1

@@ -10,12 +10,10 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import torch
-
-from batchspec.batch.automata import Automata
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.row_commands import NO_COMMANDS, RowCommands
 from batchspec.cache.page_tables import PagePools
-from batchspec.engine.prefill.passes import PrefillPass
+from batchspec.engine.prefill.passes import PrefillPass, prefill_chunk
 from batchspec.engine.rounds.results import RoundLog, Slots
 from batchspec.engine.rounds.round import LogitReader, RoundResult
 from batchspec.engine.slots.launch import UnreadLaunch
@@ -81,18 +79,25 @@ class RowFeature:
 
 class Features:
     """The features that rows of an engine may have: what they need on the device, and what one run leaves to the next. This base
-    has none.
+    has none."""
 
-    reader        reads the target's logits
-    prefill_pass  launches a pass of an engine whose rows end with their prefill; None: rows decode
-    """
-
-    reader: LogitReader | None = None
-    prefill_pass: PrefillPass | None = None
-
-    def tables(self, device: torch.device) -> Automata | None:
-        """What `LogitRule`s read besides the state of the slots."""
+    @property
+    def reader(self) -> LogitReader | None:
+        """Reads the target's logits; None: nothing does."""
         return None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether rows decode after their prefill. If not, they end with it: there are no rounds, and every pass has a result."""
+        return True
+
+    @property
+    def prefill_pass(self) -> PrefillPass:
+        """Launches one prefill pass kernel by kernel."""
+        return prefill_chunk
+
+    def allocate(self, rows: DeviceBatch) -> None:
+        """Allocate what `LogitRule`s read besides the state of the slots. Called once, before any graph is captured."""
 
     def begin(self, slots: SlotTable, pools: PagePools) -> tuple[RowFeature, ...]:
         """The features of a run that begins with these slots and pages, in the order in which they examine and finish rows."""
