@@ -537,7 +537,7 @@ def test_engines_whose_passes_stay_plain() -> None:
     pass_ = rows_of((0, 30), (0, 40))
     ordered = Target.load(Path(), tiny_spec(dtype="bfloat16").in_one_order(), dtype=torch.bfloat16, device=DEVICE, dummy=True)
     with_sink = ChainDrafter(parallel_head(), tiny_target(window=5), 2, slots=32, window=4, sink=1)
-    for shapes in (shapes_of(scores=True), shapes_of(target=ordered), shapes_of(with_sink, target=tiny_target(window=5))):
+    for shapes in (shapes_of(target=ordered), shapes_of(with_sink, target=tiny_target(window=5))):
         assert shapes.of(pass_, GREEDY, ALWAYS) is None
 
 
