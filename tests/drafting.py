@@ -18,7 +18,7 @@ from batchspec.draft.base import Drafter, DrafterBase
 from batchspec.draft.head import Head
 from batchspec.draft.weights import load_head
 from batchspec.engine.loop.engine import Engine
-from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.slots import expected_pages
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams

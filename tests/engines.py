@@ -255,7 +255,7 @@ def make_engine(
     # Imported here: the process that only replays steps (`replaying.py`) imports no scheduler.
     from batchspec.engine.features import RowFeatures
     from batchspec.engine.loop.engine import Engine
-    from batchspec.engine.rounds.round import RoundOptions
+    from batchspec.engine.rounds.records import RoundOptions
     from tests.row_lengths import draw_lengths
 
     features = RowFeatures(

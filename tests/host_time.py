@@ -39,8 +39,8 @@ from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.passes import prefill_chunk
 from batchspec.engine.prefill.runner import PrefillRunner
 from batchspec.engine.rounds.graphs import Graphs
+from batchspec.engine.rounds.records import RoundOptions, RoundResult
 from batchspec.engine.rounds.results import Moment, PendingResult
-from batchspec.engine.rounds.round import RoundOptions, RoundResult
 from batchspec.engine.step import Prefill, RoundShape, ScheduledStep, Segment
 from batchspec.kernels.rounds.accept import FULL
 from batchspec.model.shapes import COMMON

@@ -27,7 +27,7 @@ from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.executor import Executor
-from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.step import ScheduledStep
 from batchspec.packed_batch import PackedBatch
 from tests.engines import DEVICE, packed, tiny_target

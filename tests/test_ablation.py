@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from batchspec.engine.rounds.ablation import greedy_by_softmax
-from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.rounds.vocabulary import Vocabulary
 from batchspec.model.target import Target
 from batchspec.records import SamplingParams

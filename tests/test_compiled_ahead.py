@@ -23,7 +23,7 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.executor import NUM_PROBES, _longest
 from batchspec.engine.prefill.passes import prefill_chunk, rehearsal
-from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.step import RoundShape, Segment
 from batchspec.kernels.common.dry_run import dry_run, is_dry
 from batchspec.kernels.gated_delta import chunk_products, convolve, delta_chunks, delta_steps, gated_norm

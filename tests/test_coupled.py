@@ -23,7 +23,7 @@ from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.rounds.records import RoundOptions
 from batchspec.records import Completion, Request, SamplingParams
 from tests.chi_square import chi_square
 from tests.engines import DEVICE, VOCAB, full_logits, make_engine, packed, request, tiny_target

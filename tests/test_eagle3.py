@@ -19,7 +19,8 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import KVCache, prefix_hashes
 from batchspec.draft.chain import ChainDrafter
-from batchspec.engine.rounds.round import Round, RoundOptions, RoundResult
+from batchspec.engine.rounds.records import RoundOptions, RoundResult
+from batchspec.engine.rounds.round import Round
 from batchspec.records import SamplingParams
 from tests.drafting import (
     TARGET,

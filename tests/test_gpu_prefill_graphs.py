@@ -23,7 +23,7 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.prefill.graphs import CAPTURE_AT, PrefillGraphs
 from batchspec.engine.prefill.passes import Prefilled, prefill_chunk
-from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.step import Segment
 from batchspec.model.target import Target
 from batchspec.packed_batch import ExpectedRows

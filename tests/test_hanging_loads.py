@@ -25,7 +25,7 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.distributed import group
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.loop.engine import Engine
-from batchspec.engine.rounds.round import RoundResult
+from batchspec.engine.rounds.records import RoundResult
 from batchspec.engine.step import RoundShape
 from batchspec.model.weights import Checkpoint
 from batchspec.process import load_progress

@@ -27,7 +27,8 @@ from batchspec.commands import verify
 from batchspec.commands.decode_again import Difference, summary
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
-from batchspec.engine.rounds.round import Round, RoundResult
+from batchspec.engine.rounds.records import RoundResult
+from batchspec.engine.rounds.round import Round
 from batchspec.errors import ConfigError, OutputError
 from batchspec.records import Snapshot
 from batchspec.runner import decode_shards

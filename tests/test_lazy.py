@@ -27,8 +27,8 @@ from batchspec.engine.features.lazy_places import LazyPlaces
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.prefill.passes import prefill_chunk
 from batchspec.engine.rounds.graphs import Graphs
+from batchspec.engine.rounds.records import RoundResult
 from batchspec.engine.rounds.results import PendingResult, RoundLog
-from batchspec.engine.rounds.round import RoundResult
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState

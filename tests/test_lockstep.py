@@ -32,8 +32,8 @@ from batchspec.engine.loop.round_clock import RoundClock, RoundTime
 from batchspec.engine.ranks.lead import RUN, Lead
 from batchspec.engine.ranks.messages import Begin, Build, Calibrate, End, Load, Message, Prepare, Scales, Step, decode, encode
 from batchspec.engine.rounds import draft_lengths
+from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.rounds.results import PendingResult
-from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.rounds.vocabulary_of_ranks import DIVERGED, checksums
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.step import RoundWidth, ScheduledStep
@@ -417,7 +417,7 @@ def test_a_request_that_was_sent_begins_alike_on_the_device() -> None:
 def test_results_read_by_one_rank_only_do_not_hide_a_difference() -> None:
     """A digest depends on the order of results and on the slots of their lines."""
     from batchspec.engine.ranks.lead import Digest
-    from batchspec.engine.rounds.round import RoundResult
+    from batchspec.engine.rounds.records import RoundResult
 
     def digest(*logs: list[list[int]]) -> int:
         found = Digest()

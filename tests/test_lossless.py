@@ -41,7 +41,8 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
-from batchspec.engine.rounds.round import Round, RoundOptions, RoundResult
+from batchspec.engine.rounds.records import RoundOptions, RoundResult
+from batchspec.engine.rounds.round import Round
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.step import RoundShape, ScheduledRound
 from batchspec.model import mixer_inputs

@@ -29,7 +29,7 @@ from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.round_clock import RoundClock
 from batchspec.engine.rounds.draft_lengths import LEAST_ROWS, DraftLengths
-from batchspec.engine.rounds.round import RoundOptions, RoundResult
+from batchspec.engine.rounds.records import RoundOptions, RoundResult
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.step import RoundShape, RoundWidth
 from batchspec.model.spec import read_spec

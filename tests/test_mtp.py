@@ -17,7 +17,8 @@ from batchspec.batch.automata import AutomataCapacity
 from batchspec.draft.frequent_tokens import FrequentTokens
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.loop.totals import EngineTotals
-from batchspec.engine.rounds.round import Round, RoundOptions
+from batchspec.engine.rounds.records import RoundOptions
+from batchspec.engine.rounds.round import Round
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import SamplingParams
 from tests.automata import EOS, VOCABULARY, automaton, may_follow

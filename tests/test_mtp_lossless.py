@@ -28,7 +28,7 @@ from batchspec.draft.mtp import MtpDrafter
 from batchspec.draft.mtp_head import Mtp, MtpShape, dummy_mtp
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.loop.engine import Engine
-from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.rounds.records import RoundOptions
 from batchspec.model.blocks.base import Shard
 from batchspec.model.files import LocalFiles
 from batchspec.model.spec import read_spec, tokens_of

@@ -25,7 +25,8 @@ from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.spec import open_drafter
 from batchspec.draft.weights import dummy_head, dummy_spec
-from batchspec.engine.rounds.round import Round, RoundOptions
+from batchspec.engine.rounds.records import RoundOptions
+from batchspec.engine.rounds.round import Round
 from batchspec.errors import ConfigError
 from batchspec.model.shapes import COMMON
 from batchspec.records import SamplingParams

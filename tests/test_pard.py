@@ -18,7 +18,8 @@ from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.draft.pard import PardDrafter, PardModel, load_pard, read_pard
 from batchspec.draft.spec import open_drafter
 from batchspec.engine.loop.engine import Engine
-from batchspec.engine.rounds.round import Round, RoundOptions
+from batchspec.engine.rounds.records import RoundOptions
+from batchspec.engine.rounds.round import Round
 from batchspec.engine.slots import expected_pages
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.spec import load_spec

@@ -37,7 +37,7 @@ from batchspec.engine.prefill.graphs import CAPTURE_AT, PrefillGraphs
 from batchspec.engine.prefill.inputs import PassInputs, emitting_first
 from batchspec.engine.prefill.passes import Prefilled, chunks, prefill_chunk
 from batchspec.engine.prefill.shapes import PassShape, PassShapes
-from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.step import Segment
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.load.build import build_engine

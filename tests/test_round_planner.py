@@ -26,8 +26,8 @@ from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.passes import rehearsal, rehearse
 from batchspec.engine.rounds.graphs import GRAPH_DTYPES
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
+from batchspec.engine.rounds.records import RoundResult
 from batchspec.engine.rounds.results import PendingResult, RoundLog
-from batchspec.engine.rounds.round import RoundResult
 from batchspec.engine.rounds.round_widths import candidates
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.step import RoundShape, RoundWidth, Segment

@@ -25,7 +25,8 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import NoFeatures
-from batchspec.engine.rounds.round import Round, RoundOptions, RoundResult
+from batchspec.engine.rounds.records import RoundOptions, RoundResult
+from batchspec.engine.rounds.round import Round
 from batchspec.kernels.sampling.counter_rng import uniform_reference
 from batchspec.records import Request, SamplingParams
 from tests.chi_square import chi_square

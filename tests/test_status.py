@@ -23,7 +23,8 @@ from batchspec import job as job_module
 from batchspec import run
 from batchspec.commands import status as command
 from batchspec.commands.status import render
-from batchspec.engine.rounds.round import Round, RoundResult
+from batchspec.engine.rounds.records import RoundResult
+from batchspec.engine.rounds.round import Round
 from batchspec.errors import ConfigError, Interrupted, OutputError, StorageError
 from batchspec.report.status import JobStatus, StatusReader
 from batchspec.runstate import heartbeats as heartbeats_module

@@ -32,7 +32,7 @@ from batchspec.draft.shapes import ChainShape, TreeShape
 from batchspec.draft.spec import open_drafter
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import load_head
-from batchspec.engine.rounds.round import RoundOptions, RoundResult
+from batchspec.engine.rounds.records import RoundOptions, RoundResult
 from batchspec.engine.rounds.tree_round import TreeRound
 from batchspec.errors import CapacityError, ConfigError
 from batchspec.model.shapes import COMMON

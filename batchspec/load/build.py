@@ -17,7 +17,7 @@ from batchspec.engine.features import RowFeatures
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.ranks.lead import Lead
 from batchspec.engine.ranks.messages import Build, Calibrate, Load, Scales
-from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.rounds.records import RoundOptions
 from batchspec.kernels.common.card import card_of
 from batchspec.load.memory import check_memory, plan_batch
 from batchspec.model.kv_calibration import give_scales

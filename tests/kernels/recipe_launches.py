@@ -34,7 +34,7 @@ from batchspec.draft.mtp_head import MtpShape, dummy_mtp
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.graphs import Graphs
-from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.rounds.round_widths import partial_widths
 from batchspec.engine.step import RoundShape
 from batchspec.kernels.common import pdl

@@ -37,7 +37,7 @@ from batchspec.engine.features.texts import Texts, decode_of_answer
 from batchspec.engine.features.thinking import ThinkingBudgets
 from batchspec.engine.features.tool_calls import ToolCalls
 from batchspec.engine.prefill.passes import PrefillPass
-from batchspec.engine.rounds.round import LogitReader
+from batchspec.engine.rounds.records import LogitReader
 from batchspec.engine.slots.row_feature import Features, RowFeature
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.records import Request

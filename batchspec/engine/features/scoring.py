@@ -20,8 +20,9 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.upload import upload
 from batchspec.engine.prefill.passes import Prefilled, flat_batch, prefilling
+from batchspec.engine.rounds.records import RoundResult
 from batchspec.engine.rounds.results import RoundLog, Slots
-from batchspec.engine.rounds.round import Round, RoundResult
+from batchspec.engine.rounds.round import Round
 from batchspec.engine.slots.completion import non_finite
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState

@@ -25,7 +25,7 @@ from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.ranks.lead import Lead
 from batchspec.engine.ranks.messages import Prepare, Scales
 from batchspec.engine.rounds.draft_chances import Calibration
-from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.slots.allocator import SlotAllocator
 from batchspec.engine.slots.completion import completion_of
 from batchspec.engine.slots.row_feature import Features

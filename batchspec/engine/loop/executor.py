@@ -27,8 +27,9 @@ from batchspec.engine.prefill.passes import rehearsal, rehearse
 from batchspec.engine.prefill.runner import PrefillRunner
 from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
+from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.rounds.results import PendingResult
-from batchspec.engine.rounds.round import Round, RoundOptions
+from batchspec.engine.rounds.round import Round
 from batchspec.engine.rounds.tree_round import TreeRound
 from batchspec.engine.slots.row_feature import Features
 from batchspec.engine.step import RoundShape, ScheduledRound, ScheduledStep

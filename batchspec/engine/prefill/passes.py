@@ -17,7 +17,8 @@ from batchspec.batch.logits import LogitRows, park
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.upload import upload
 from batchspec.engine.prefill.cost import PrefillCost
-from batchspec.engine.rounds.round import Drafts, Round, RoundResult
+from batchspec.engine.rounds.records import Drafts, RoundResult
+from batchspec.engine.rounds.round import Round
 from batchspec.engine.step import Segment
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 

@@ -1,6 +1,7 @@
 """Rounds on the device: draft, verify, accept, commit, catch up. Begin with round.py.
 
-  round.py                 a round; verify_inputs.py: what it verifies; tree_round.py: the same for trees
+  round.py                 a round; records.py: what rounds are given and give; verify_inputs.py: what they verify;
+                           tree_round.py: a round of trees
   sampling.py              logits -> the target's choice
   vocabulary.py            choices among the tokens of the vocabulary; vocabulary_of_ranks.py: each rank has a part of it;
                            cutoff_of_ranks.py: top-k, top-p, min-p of these; ablation.py: a variant

@@ -15,7 +15,8 @@ import torch
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.engine.rounds.graph_pool import GraphPool
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
-from batchspec.engine.rounds.round import Round, RoundResult
+from batchspec.engine.rounds.records import RoundResult
+from batchspec.engine.rounds.round import Round
 from batchspec.engine.step import RoundShape
 from batchspec.process.load_progress import count_step
 

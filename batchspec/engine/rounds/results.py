@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from batchspec.engine.rounds.round import RoundResult
+from batchspec.engine.rounds.records import RoundResult
 from batchspec.kernels.rounds.accept import WAITING, WAITING_AFTER_DRAFT
 
 Moment = float | torch.cuda.Event

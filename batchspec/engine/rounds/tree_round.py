@@ -19,7 +19,8 @@ from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
 from batchspec.draft.shapes import TreeShape
-from batchspec.engine.rounds.round import Drafts, Round, RoundOptions, RoundResult, Verified
+from batchspec.engine.rounds.records import Drafts, RoundOptions, RoundResult, Verified
+from batchspec.engine.rounds.round import Round
 from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.tree.find_accepted_path import find_accepted_path
 from batchspec.kernels.tree.prepare_tree_inputs import prepare_tree_inputs

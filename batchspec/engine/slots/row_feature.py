@@ -14,8 +14,8 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.row_commands import NO_COMMANDS, RowCommands
 from batchspec.cache.page_tables import PagePools
 from batchspec.engine.prefill.passes import PrefillPass, prefill_chunk
+from batchspec.engine.rounds.records import LogitReader, RoundResult
 from batchspec.engine.rounds.results import RoundLog, Slots
-from batchspec.engine.rounds.round import LogitReader, RoundResult
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.slot_table import SlotTable
