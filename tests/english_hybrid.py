@@ -90,7 +90,7 @@ def command(log: Path, *words: str, timeout_s: float = 400) -> None:
             timeout=timeout_s, check=False,
         )
     said = log.read_text(errors="replace").strip().splitlines()
-    print("\n".join(f"   {line[:200]}" for line in said[-4:]), flush=True)
+    print("\n".join(f"   {line[:200]}" for line in said if "tok/s" in line or "held-out" in line), flush=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)[:200]} ended with {done.returncode}: {' | '.join(said[-3:])[:400]}")
 
@@ -134,7 +134,7 @@ class Making:
         teacher = auto.from_pretrained(source, dtype=dtype, attn_implementation="sdpa").to(device).eval()
         plan = Plan(seconds=60 * self._args.minutes, tokens=self._args.batch_tokens, held_out=self._args.held_out)
         trained, held_out = read_texts(self._out / "answers", plan.max_len)
-        config = hybrid_config(json.loads((source / "config.json").read_text()))
+        config = hybrid_config(json.loads((source / "config.json").read_text()), self._args.every)
         dense = {name: tensor for file in weight_names(LocalFiles(source)) for name, tensor in load_file(source / file).items()}
         tensors = converted(dense, config, measured(teacher, *padded(trained[:CALIBRATED], device)))
         begun = self._out / "begun"
@@ -180,8 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         one.add_argument("--tokens", type=int, default=256, help="most tokens of an answer")
     for name, usual, what in (
         ("minutes", 3.0, "of distillation"), ("rows", 0, "questions; 0: all"), ("samples", 2, "answers to a question"),
-        ("slots", 1024, "of the jobs"), ("batch-tokens", 24_576, "of distillation"), ("held-out", 192, "texts"),
-        ("mtp-steps", 400, "batches that the MTP layer learns from"), ("mtp-tokens", 16_384, "of such a batch"),
+        ("slots", 1024, "of the jobs"), ("batch-tokens", 16_384, "of distillation"), ("held-out", 192, "texts"),
+        ("every", 3, "which layer attends: each third"), ("mtp-steps", 400, "batches that the MTP layer learns from"), ("mtp-tokens", 16_384, "of such a batch"),
     ):
         making.add_argument(f"--{name}", type=type(usual), default=usual, help=what)
     making.add_argument("--source", default=SOURCE, help="a Llama for chats")

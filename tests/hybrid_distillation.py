@@ -37,7 +37,7 @@ class Plan:
     seconds: float = math.inf
     steps: float = math.inf
     """Batches, which end it too."""
-    tokens: int = 24_576
+    tokens: int = 16_384
     """Of a batch, padding included."""
     max_len: int = 384
     held_out: int = 192
