@@ -37,7 +37,7 @@ from batchspec.model.files import LocalFiles, weight_names
 from batchspec.model.hub import resolve_model
 from tests.english_checks import Checks
 from tests.hybrid_conversion import converted, hybrid_config, measured
-from tests.hybrid_distillation import Distillation, Plan, padded, parameters, read_texts
+from tests.hybrid_distillation import Distillation, Plan, padded, read_texts
 from tests.upcycle import write_model
 
 ROOT = Path(__file__).parents[1]
@@ -141,7 +141,7 @@ class Making:
         shutil.rmtree(begun, ignore_errors=True)
         write_model(source, begun, tensors, config)
         student = auto.from_pretrained(begun, dtype=torch.float32, attn_implementation="sdpa").to(device)
-        print(f"   {parameters(student):,} weights, {len(trained):,} texts, {len(held_out):,} held out", flush=True)
+        print(f"   {student.num_parameters():,} weights, {len(trained):,} texts, {len(held_out):,} held out", flush=True)
         found = Distillation(teacher, student, plan, trained, held_out).run()
         own = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in student.state_dict().items()}
         if config["tie_word_embeddings"]:
@@ -181,7 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, usual, what in (
         ("minutes", 3.0, "of distillation"), ("rows", 0, "questions; 0: all"), ("samples", 2, "answers to a question"),
         ("slots", 1024, "of the jobs"), ("batch-tokens", 16_384, "of distillation"), ("held-out", 192, "texts"),
-        ("every", 3, "which layer attends: each third"), ("mtp-steps", 400, "batches that the MTP layer learns from"), ("mtp-tokens", 16_384, "of such a batch"),
+        ("every", 3, "which layer attends: each third"), ("mtp-steps", 400, "batches of the MTP layer"),
+        ("mtp-tokens", 16_384, "of such a batch"),
     ):
         making.add_argument(f"--{name}", type=type(usual), default=usual, help=what)
     making.add_argument("--source", default=SOURCE, help="a Llama for chats")

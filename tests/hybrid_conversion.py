@@ -117,7 +117,8 @@ def _nearest(x: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
     left = wide.t() * weight.to(wide)
     moments = left @ wide
     moments += RIDGE * moments.diagonal().mean() * torch.eye(len(moments), dtype=wide.dtype, device=wide.device)
-    return torch.linalg.solve(moments, left @ wanted.double()).float()
+    found: Tensor = torch.linalg.solve(moments, left @ wanted.double()).float()
+    return found
 
 
 def _unasked(queries: Tensor) -> Tensor:
