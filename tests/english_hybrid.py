@@ -18,6 +18,7 @@ a table; what they found is in OUT/made.json and OUT/checked.json. A step whose 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -64,6 +65,9 @@ class Steps:
         except (Exception, SystemExit) as error:
             traceback.print_exc()
             self.found[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
+        gc.collect()  # the next step may run in a process of its own, which needs the memory of the GPU
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         self.found[name]["seconds"] = round(time.monotonic() - begun, 1)
         print(f"== {name}: {self.found[name]['seconds']} s", flush=True)
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -149,8 +153,6 @@ class Making:
         shutil.rmtree(self._model, ignore_errors=True)
         write_model(source, self._model, own, config)
         shutil.rmtree(begun)
-        del student, teacher
-        torch.cuda.empty_cache()
         return found
 
     def _greedy(self) -> dict[str, Any]:

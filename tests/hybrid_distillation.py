@@ -89,13 +89,11 @@ def quick_layers() -> Iterator[None]:
 
     own = {"torch_chunk_gated_delta_rule": delta_rule, "causal_conv1d_fn": convolution}
     before = {name: getattr(module, name) for name in own}
-    for name, function in own.items():
-        setattr(module, name, function)
+    vars(module).update(own)
     try:
         yield
     finally:
-        for name, function in before.items():
-            setattr(module, name, function)
+        vars(module).update(before)
 
 
 class Optimisers:
