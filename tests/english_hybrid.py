@@ -18,6 +18,7 @@ a table; what they found is in OUT/made.json and OUT/checked.json. A step whose 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -37,7 +38,7 @@ from batchspec.model.files import LocalFiles, weight_names
 from batchspec.model.hub import resolve_model
 from tests.english_checks import Checks
 from tests.hybrid_conversion import converted, hybrid_config, measured
-from tests.hybrid_distillation import Distillation, Plan, padded, parameters, read_texts
+from tests.hybrid_distillation import Distillation, Plan, padded, read_texts
 from tests.upcycle import write_model
 
 ROOT = Path(__file__).parents[1]
@@ -64,6 +65,9 @@ class Steps:
         except (Exception, SystemExit) as error:
             traceback.print_exc()
             self.found[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
+        gc.collect()  # the next step may run in a process of its own, which needs the memory of the GPU
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         self.found[name]["seconds"] = round(time.monotonic() - begun, 1)
         print(f"== {name}: {self.found[name]['seconds']} s", flush=True)
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +94,7 @@ def command(log: Path, *words: str, timeout_s: float = 400) -> None:
             timeout=timeout_s, check=False,
         )
     said = log.read_text(errors="replace").strip().splitlines()
-    print("\n".join(f"   {line[:200]}" for line in said[-4:]), flush=True)
+    print("\n".join(f"   {line[:200]}" for line in said if "tok/s" in line or "held-out" in line), flush=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)[:200]} ended with {done.returncode}: {' | '.join(said[-3:])[:400]}")
 
@@ -134,14 +138,14 @@ class Making:
         teacher = auto.from_pretrained(source, dtype=dtype, attn_implementation="sdpa").to(device).eval()
         plan = Plan(seconds=60 * self._args.minutes, tokens=self._args.batch_tokens, held_out=self._args.held_out)
         trained, held_out = read_texts(self._out / "answers", plan.max_len)
-        config = hybrid_config(json.loads((source / "config.json").read_text()))
+        config = hybrid_config(json.loads((source / "config.json").read_text()), self._args.every)
         dense = {name: tensor for file in weight_names(LocalFiles(source)) for name, tensor in load_file(source / file).items()}
         tensors = converted(dense, config, measured(teacher, *padded(trained[:CALIBRATED], device)))
         begun = self._out / "begun"
         shutil.rmtree(begun, ignore_errors=True)
         write_model(source, begun, tensors, config)
         student = auto.from_pretrained(begun, dtype=torch.float32, attn_implementation="sdpa").to(device)
-        print(f"   {parameters(student):,} weights, {len(trained):,} texts, {len(held_out):,} held out", flush=True)
+        print(f"   {student.num_parameters():,} weights, {len(trained):,} texts, {len(held_out):,} held out", flush=True)
         found = Distillation(teacher, student, plan, trained, held_out).run()
         own = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in student.state_dict().items()}
         if config["tie_word_embeddings"]:
@@ -149,8 +153,6 @@ class Making:
         shutil.rmtree(self._model, ignore_errors=True)
         write_model(source, self._model, own, config)
         shutil.rmtree(begun)
-        del student, teacher
-        torch.cuda.empty_cache()
         return found
 
     def _greedy(self) -> dict[str, Any]:
@@ -180,8 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         one.add_argument("--tokens", type=int, default=256, help="most tokens of an answer")
     for name, usual, what in (
         ("minutes", 3.0, "of distillation"), ("rows", 0, "questions; 0: all"), ("samples", 2, "answers to a question"),
-        ("slots", 1024, "of the jobs"), ("batch-tokens", 24_576, "of distillation"), ("held-out", 192, "texts"),
-        ("mtp-steps", 400, "batches that the MTP layer learns from"), ("mtp-tokens", 16_384, "of such a batch"),
+        ("slots", 1024, "of the jobs"), ("batch-tokens", 16_384, "of distillation"), ("held-out", 192, "texts"),
+        ("every", 3, "which layer attends: each third"), ("mtp-steps", 400, "batches of the MTP layer"),
+        ("mtp-tokens", 16_384, "of such a batch"),
     ):
         making.add_argument(f"--{name}", type=type(usual), default=usual, help=what)
     making.add_argument("--source", default=SOURCE, help="a Llama for chats")

@@ -2,7 +2,8 @@
 
 A converted model computes other numbers than the Llama. Its new mixers begin near the old ones:
 
-attention      norms of q and k multiply by the root mean square that q and k had; gates of zeros are 0.5, and o_proj is doubled
+attention      norms of q and k multiply by the root mean square that q and k had; gates of zeros are 0.5, and o_proj is doubled.
+               Short keys, as that of the first token, a sink, get a part that no query has, so that norms change them little
 delta rule     q, k, v of the old layer, each key head copied to its query heads; the convolution passes the newest token on; z is
                about Z for every token, where silu(Z) = 1; the output has the size that the old heads had
 """
@@ -25,6 +26,8 @@ Z = 1.2785
 """silu(Z) = 1"""
 RIDGE = 1e-2
 """Added to the second moments of the inputs, as a share of their mean."""
+OF_FIRST = 10.0
+"""Weight of the first token of a text among its others, when vectors are fitted to a layer's inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,8 @@ class Sizes:
     """[heads] of the attended values."""
     constant: Tensor
     """[H] the vector whose product with the layer's normed inputs is nearest to 1."""
+    longer: Tensor
+    """[KV heads D, H] what is added to k_proj, so that all keys are about equally long."""
 
 
 def hybrid_config(llama: Mapping[str, Any], every: int = EVERY) -> dict[str, Any]:
@@ -71,7 +76,8 @@ def measured(llama: nn.Module, ids: Tensor, real: Tensor) -> list[Sizes]:
     layers: Any = llama.get_submodule("model.layers")
 
     def keep(at: tuple[int, str], tensor: Tensor) -> None:
-        seen[at] = tensor[counted].float()
+        seen[at] = tensor[counted].float().cpu()
+        seen[at[0], f"{at[1]} of all"] = tensor[real].float().cpu()
 
     hooks = []
     for i, layer in enumerate(layers):
@@ -84,17 +90,45 @@ def measured(llama: nn.Module, ids: Tensor, real: Tensor) -> list[Sizes]:
     llama(input_ids=ids)
     for own in hooks:
         own.remove()
-    heads = int(llama.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
-    return [_sizes({part: seen[i, part] for part in "qkvxo"}, heads) for i in range(len(layers))]
+    config: Any = llama.config
+    heads, firsts = (config.num_attention_heads, config.num_key_value_heads), (~counted)[real].cpu()
+    parts = (*"qkvxo", "x of all", "k of all")
+    return [_sizes({part: seen[i, part] for part in parts}, firsts, *heads) for i in range(len(layers))]
 
 
-def _sizes(seen: Mapping[str, Tensor], heads: int) -> Sizes:
-    x = seen["x"].double()
-    moments = x.t() @ x / len(x)
-    moments += RIDGE * moments.diagonal().mean() * torch.eye(len(moments), dtype=x.dtype, device=x.device)
+def _sizes(seen: Mapping[str, Tensor], firsts: Tensor, heads: int, kv_heads: int) -> Sizes:
+    """firsts: bool [tokens] those that are the first of their texts."""
     q, k, v = (float(seen[part].square().mean().sqrt()) for part in "qkv")
     of_heads = seen["o"].unflatten(-1, (heads, -1)).square().mean((0, 2)).sqrt()
-    return Sizes(q=q, k=k, v=v, heads=of_heads.cpu(), constant=torch.linalg.solve(moments, x.mean(0)).float().cpu())
+    constant = _nearest(seen["x"], torch.ones(len(seen["x"]), 1), torch.ones(len(seen["x"])))
+    keys, queries = (seen[part].unflatten(-1, (kv_heads, -1)) for part in ("k of all", "q"))
+    dim = keys.shape[-1]
+    missing = (dim * k**2 - keys.square().sum(-1)).clamp(min=0).sqrt()
+    weight = torch.where(firsts, OF_FIRST, 1.0)
+    vectors = _nearest(seen["x of all"], missing, weight)
+    unasked = torch.stack([_unasked(queries[:, i].unflatten(-1, (-1, dim)).flatten(0, 1)) for i in range(kv_heads)])
+    longer = torch.einsum("id,hi->idh", unasked, vectors).flatten(0, 1)
+    return Sizes(q=q, k=k, v=v, heads=of_heads, constant=constant[:, 0], longer=longer)
+
+
+def _nearest(x: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
+    """[H, m] vectors whose products with the rows of x [n, H] are nearest to wanted [n, m], as the rows are weighted [n]."""
+    wide = x.double()
+    left = wide.t() * weight.to(wide)
+    moments = left @ wide
+    moments += RIDGE * moments.diagonal().mean() * torch.eye(len(moments), dtype=wide.dtype, device=wide.device)
+    found: Tensor = torch.linalg.solve(moments, left @ wanted.double()).float()
+    return found
+
+
+def _unasked(queries: Tensor) -> Tensor:
+    """[D] the direction in which queries [n, D] are smallest, among the dimensions that rotate slowest."""
+    dim = queries.shape[-1]
+    slow = [i for i in range(dim) if i % (dim // 2) >= dim // 3]
+    narrow = queries[:, slow]
+    found = torch.zeros_like(queries[0])
+    found[slow] = torch.linalg.eigh(narrow.t() @ narrow)[1][:, 0]
+    return found
 
 
 def converted(dense: Mapping[str, Tensor], config: Mapping[str, Any], sizes: list[Sizes], *, seed: int = 0) -> Tensors:
@@ -123,7 +157,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, o: Tensor, config: Mapping[str, 
     of_heads = q.unflatten(0, (-1, dim))
     joined = torch.stack((of_heads, torch.zeros_like(of_heads)), 1).flatten(0, 2)  # of each head q, then its gate
     return {
-        "q_proj.weight": joined, "k_proj.weight": k.clone(), "v_proj.weight": v.clone(), "o_proj.weight": 2 * o,
+        "q_proj.weight": joined, "k_proj.weight": k + sizes.longer, "v_proj.weight": v.clone(), "o_proj.weight": 2 * o,
         "q_norm.weight": torch.full((dim,), sizes.q - 1), "k_norm.weight": torch.full((dim,), sizes.k - 1),
     }
 

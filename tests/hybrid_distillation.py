@@ -19,7 +19,7 @@ import numpy as np
 import polars as pl
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from batchspec.heads.data import Numbers
@@ -37,12 +37,12 @@ class Plan:
     seconds: float = math.inf
     steps: float = math.inf
     """Batches, which end it too."""
-    tokens: int = 24_576
-    """Of a batch, padding included."""
+    tokens: int = 16_384
+    """Of a batch, padding included. On a GPU 16,384 need about 50 GB."""
     max_len: int = 384
     held_out: int = 192
     lr: float = 3e-3
-    """Of the mixers' matrices (Muon) while each learns alone; a third of it for all matrices later. Vectors: see `Optimisers`."""
+    """Highest, of the mixers while each learns alone; then half of it for them and a quarter for the rest of the layers."""
     seed: int = 0
 
 
@@ -89,13 +89,11 @@ def quick_layers() -> Iterator[None]:
 
     own = {"torch_chunk_gated_delta_rule": delta_rule, "causal_conv1d_fn": convolution}
     before = {name: getattr(module, name) for name in own}
-    for name, function in own.items():
-        setattr(module, name, function)
+    vars(module).update(own)
     try:
         yield
     finally:
-        for name, function in before.items():
-            setattr(module, name, function)
+        vars(module).update(before)
 
 
 class Optimisers:
@@ -106,20 +104,20 @@ class Optimisers:
         self.mixers = [weight for name, weight in named if "_attn." in name]
         self.others = [weight for name, weight in named if "_attn." not in name]
         fused = self.mixers[0].is_cuda
-        self._parts: list[tuple[torch.optim.Optimizer, bool, float]] = []
+        self._parts: list[tuple[torch.optim.Optimizer, bool]] = []
         for weights, of_mixers in ((self.mixers, True), (self.others, False)):
             matrices, vectors = ([one for one in weights if (one.ndim == 2) == turned] for turned in (True, False))
             muon = torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
             adam = torch.optim.AdamW(vectors, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
-            self._parts += [(muon, of_mixers, 1.0), (adam, of_mixers, 1.0)]
+            self._parts += [(muon, of_mixers), (adam, of_mixers)]
 
     def step(self, lr_of_mixers: float, lr_of_others: float) -> bool:
         """False if the gradients are not finite: then nothing is changed."""
         used = [weight for weight in (*self.mixers, *self.others) if weight.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(used, 1.0)
         finite = bool(norm.isfinite())
-        for part, of_mixers, scale in self._parts:
-            lr = scale * (lr_of_mixers if of_mixers else lr_of_others)
+        for part, of_mixers in self._parts:
+            lr = lr_of_mixers if of_mixers else lr_of_others
             for group in part.param_groups:
                 group["lr"] = lr
             if finite and lr:
@@ -145,8 +143,7 @@ class Distillation:
         """Train by the clock; returns the last measurement and the curve."""
         rng, begun, optimisers = np.random.default_rng(self.plan.seed), time.monotonic(), Optimisers(self.student)
         tokens, steps, skipped, losses, measured_at = self.plan.tokens, 0, 0, list[float](), 0.0
-        self._say(0.0, 0, losses)
-        found = batches(self._trained, tokens, rng)
+        found, _ = batches(self._trained, tokens, rng), self._say(0.0, 0, losses)
         while (share := max((time.monotonic() - begun) / self.plan.seconds, steps / self.plan.steps)) < 1:
             try:
                 loss = self._loss(*padded(next(found), self._device), share)
@@ -195,7 +192,7 @@ class Distillation:
 
     def _alone(self, inputs: Sequence[Tensor], mixed: Sequence[Tensor], real: Tensor) -> Tensor:
         model = self.student.model
-        places = torch.arange(real.shape[1], device=real.device)[None]
+        places = torch.arange(real.shape[1], device=real.device).expand(3, 1, -1)
         rotations = model.rotary_emb(inputs[0].float(), places)
         losses = list[Tensor]()
         for layer, given, wanted in zip(model.layers, inputs, mixed, strict=True):
@@ -249,14 +246,11 @@ class Distillation:
 
     def _say(self, share: float, steps: int, losses: list[float]) -> dict[str, float]:
         mean = sum(losses[-20:]) / max(1, len(losses[-20:]))
-        found = {"share": round(share, 3), "steps": float(steps), "loss": round(mean, 4), **self.measure()}
-        self.curve.append(found)
+        self.curve.append({"share": round(share, 3), "steps": float(steps), "loss": round(mean, 4), **self.measure()})
         stage = "mixers alone" if share < ALIGNED else "all together"
-        print(
-            f"{share:4.0%} of the time, {steps:,} steps, {stage}: loss {mean:.4f}; held out: KL {found['kl']:.4f}, "
-            f"likeliest token equal {found['top1']:.2%}", flush=True,
-        )
-        return found
+        held_out = "KL {kl:.4f}, likeliest token equal {top1:.2%}".format_map(self.curve[-1])
+        print(f"{share:4.0%} of the time, {steps:,} steps, {stage}: loss {mean:.4f}; held out: {held_out}", flush=True)
+        return self.curve[-1]
 
 
 def _distance(own: Tensor, wanted: Tensor, size: Tensor, real: Tensor) -> Tensor:
@@ -264,7 +258,3 @@ def _distance(own: Tensor, wanted: Tensor, size: Tensor, real: Tensor) -> Tensor
     own, wanted, size = own.float(), wanted.float(), size.float().square().sum(-1)
     error = (own - wanted).square().sum(-1) / (size + 0.1 * size[real].mean())
     return error[real].mean()
-
-
-def parameters(model: nn.Module) -> int:
-    return sum(weight.numel() for weight in model.parameters())
