@@ -26,7 +26,6 @@ from torch import Tensor
 from batchspec.cluster import worker
 from batchspec.config.schema import ClusterConfig, RunConfig
 from batchspec.distributed import group
-from batchspec.distributed.channel import Channel
 from batchspec.distributed.collectives import Collectives
 from batchspec.distributed.group import check_reach
 from batchspec.distributed.peer import Lane, PeerCollectives
@@ -259,14 +258,14 @@ def test_ranks_of_a_job_tell_nccl_the_limit_of_their_watchdog(
         tell_load_progress=lambda number: None,
         load_progress=lambda: [0, 0],
     )
-    monkeypatch.setattr(Channel, "of", lambda seat: channel)
+    monkeypatch.setattr(Seat, "channel", lambda seat: channel)
     assert worker.run(RunConfig(cluster=ClusterConfig(watchdog_s=own)), Seat(1, 2, 9, 10)) == 75
     assert told == [-1, expected], "it shows life before it joins"
 
 
 def test_a_job_without_a_watchdog_has_the_longest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[float] = []
-    monkeypatch.setattr(Channel, "of", lambda *_: SimpleNamespace(waiting=nullcontext))
+    monkeypatch.setattr(Seat, "channel", lambda seat: SimpleNamespace(waiting=nullcontext))
     monkeypatch.setattr(group, "GlooCollectives", lambda *_, **__: None)
     monkeypatch.setattr(group, "PeerCollectives", lambda *_, nccl_s: made.append(nccl_s))
     for name, value in (("device_count", 1), ("set_device", None), ("current_device", 0)):
