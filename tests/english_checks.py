@@ -200,9 +200,9 @@ class Checks:
         for prompt, answer in rows.values():
             ids = torch.tensor([prompt + answer], device=self._device)
             logits = model(ids[:, :-1], logits_to_keep=len(answer)).logits[0]
-            behind = logits.max(-1).values - logits.gather(-1, ids[0, -len(answer) :, None])[:, 0]
-            count, ties = count + len(answer), ties + int(((behind > 0) & (behind < NEAR)).sum())
-            different += int((behind >= NEAR).sum())
+            gaps = logits.max(-1).values - logits.gather(-1, ids[0, -len(answer) :, None])[:, 0]
+            count, ties = count + len(answer), ties + int(((gaps > 0) & (gaps < NEAR)).sum())
+            different += int((gaps >= NEAR).sum())
         for prompt, answer in list(rows.values())[: self._args.generated]:
             ids = torch.tensor([prompt], device=self._device)
             made = model.generate(
