@@ -24,7 +24,7 @@ PINNED: dict[str, list[list[Any]]] = json.loads(Path(__file__).with_name("tiles_
 HOPPER = ("H200", "H100-80GB")
 """Both have as many SMs, and as much shared memory."""
 GPU, BF16 = torch.device("cuda"), torch.bfloat16
-DTYPES = {"bf16": BF16, "fp8": torch.float8_e4m3fn, "mxfp4": torch.uint8}
+DTYPES = {"bf16": BF16, "fp8": torch.float8_e4m3fn, "mxfp4": torch.uint8, "int4": torch.int32}
 CARDS = [known.card for known in known_cards() if known.card.computes_bf16]
 
 

@@ -15,7 +15,7 @@ from batchspec.errors import CheckpointError
 from batchspec.kernels.common import four_bit as form
 from batchspec.kernels.common.fp4 import scales_of, stored_scales
 from batchspec.kernels.common.nvfp4 import Nvfp4Weight, arranged, dequantise, joined
-from batchspec.kernels.moe.mxfp4 import PLACES, shuffle_mxfp4
+from batchspec.kernels.moe.mxfp4 import PLACES, words_of
 from batchspec.kernels.moe.route import lists_reference
 from batchspec.model.blocks.base import GroupedSpec, Projection
 from batchspec.model.quant import dequantised
@@ -72,16 +72,15 @@ def test_without_the_global_scale_every_number_is_exact_in_bf16() -> None:
     assert torch.equal(dequantise(weight, torch.bfloat16).double(), dequantise(weight, torch.float64))
 
 
-def test_the_words_of_mxfp4_hold_these_codes_and_each_16_words_of_a_value_are_a_group() -> None:
+def test_thewords_of_mxfp4_hold_these_codes_and_each_16words_of_a_value_are_a_group() -> None:
     """What the module says to those who write kernels: a masked word as bf16, times s 2^118, is e2m1 s 2^-8 without rounding."""
     weight = random_weight(6, 256)
-    words = shuffle_mxfp4(weight.codes.view(6, -1, 16), torch.full((6, 8), 127, dtype=torch.uint8)).words
+    words = words_of(weight.codes.view(6, 2, 64))
     expected = dequantise(Nvfp4Weight(weight.codes, weight.scales, torch.ones(6), False), torch.float64).view(6, 2, 4, 32)
     scales = (weight.scales.double() * 2.0**118).bfloat16()
     assert torch.equal(scales.double(), weight.scales.double() * 2.0**118)
     for part, places in enumerate(PLACES):
-        own = words.view(torch.int16).view(6, 2, 32)
-        code = sum((own >> place & 1) << bit for place, bit in zip(places, PLACES[0], strict=True))
+        code = sum((words >> place & 1) << bit for place, bit in zip(places, PLACES[0], strict=True))
         scale = scales.view(6, 2, 4, 2)[:, :, part].repeat_interleave(16, 2)
         value = torch.as_tensor(code).to(torch.int16).view(torch.bfloat16).double() * scale.double()
         assert torch.equal(value * 2.0**8, expected[:, :, part])

@@ -216,8 +216,9 @@ SCALED = 1 + 4 / 128**2
 """FP8 in blocks: bytes a number."""
 LLAMA_BYTES = 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096) * SCALED + 2 * 2 * 128256 * 4096
 QWEN_BYTES = 48 * (2 * 2048 * 4096 + 2 * 512 * 2048 + 128 * 3 * 768 * 2048) * SCALED + 2 * (2 * 151936 + 48 * 128) * 2048
-OSS_BYTES = 36 * 128 * 3 * 2880 * 2944 * 17 / 32 + 2 * (36 * (2 * 4096 + 2 * 512 + 128) + 2 * 201088) * 2880
-"""MXFP4 columns are padded to a multiple of 128."""
+_OSS_EXPERT = 2944 * (3 * 2880 / 2 + (2 * 2880 + 2944) / 32)
+OSS_BYTES = 36 * 128 * _OSS_EXPERT + 2 * (36 * (2 * 4096 + 2 * 512 + 128) + 2 * 201088) * 2880
+"""MXFP4 columns are padded to a multiple of 128, and rows of scales too."""
 _GLM_ATTENTION = 2 * 12288 * 4096 + 2 * 1024 * 4096
 _GLM_SCALES = 46 * (12288 + 2 * 1024 + 4096) + (2 * 10944 + 4096) + 45 * 129 * (2 * 1408 + 4096)
 GLM_BYTES = (

@@ -139,15 +139,15 @@ def make_products(shape: MoeShape, form: str, device: torch.device, *, only_shap
         if form in ("mxfp4", "int4", "nvfp4") and not only_shapes:
             wide = torch.empty(shape.experts, rows, k, dtype=torch.bfloat16, device=device)
             for expert, own in enumerate(wide):  # one by one: the intermediate numbers take far more memory
-                own.copy_(_dequantised(weight, expert, k))
+                own.copy_(_dequantised(weight, expert))
         products.append(Product(shape, form, gated, weight, bias, device, wide))
     return products[0], products[1]
 
 
-def _dequantised(weight: Mxfp4Weight | StackedFourBit, expert: int, k: int) -> Tensor:
+def _dequantised(weight: Mxfp4Weight | StackedFourBit, expert: int) -> Tensor:
     if isinstance(weight, StackedFourBit):
         return dequantise(weight.expert(expert), torch.bfloat16)
-    return dequantise_mxfp4(Mxfp4Weight(weight.words[expert], weight.scales[expert]), k, torch.bfloat16)
+    return dequantise_mxfp4(weight.expert(expert), torch.bfloat16)
 
 
 def _random_weight(form: str, num_experts: int, rows: int, k: int, gated: bool, device: torch.device) -> Any:
@@ -172,4 +172,4 @@ def _random_weight(form: str, num_experts: int, rows: int, k: int, gated: bool, 
     words_shape, scales_shape = mxfp4_shapes(rows, k)
     words = torch.randint(0, 256, (num_experts, *words_shape), dtype=torch.uint8, device=device)
     exponents = torch.randint(118 + 126, 124 + 126, (num_experts, *scales_shape), dtype=torch.uint8, device=device)
-    return Mxfp4Weight(words, exponents)
+    return Mxfp4Weight(words, exponents, rows, k, gated)

@@ -15,19 +15,36 @@ word with a nibble in these four bits and zeros elsewhere, read as bf16, is valu
 values 1 and 2 a shift and a mask; value 3 a shift, a mask, a multiplication that spreads its bits, and a mask (`PLACES` lists the
 bits of each value, sign first). A scale is stored as the byte u + 126, which is the bf16 exponent of 2^(u - 1), so that one
 multiplication gives value * 2^(u - 127). u + 126 must be less than 255: scales above 2 (u > 128) are refused.
+
+Rows are in blocks of 64, and blocks in pairs: block i of the gate and block i of up in a gated product, blocks 2i and 2i + 1 in
+others. Rows of zeros fill the last block, that of the gate and that of up. A last pair whose rows need one block only has one: a
+single block, or in a gated product up to 32 rows of the gate as its first half and as many of up as its second.
+
+What a program reads of a pair in a step of the loop over K, 128 columns, lies together, in the order in which four warps hold the
+operand M of the tensor cores (A of mma.m16n8k16, and of wgmma in registers): thread `lane` of warp w has row 16 w + lane // 4 and
+the row 8 below it of each block, and of each row the words 2 (lane % 4) + {0, 1, 8, 9, 16, 17, 24, 25} of 32. So words go from
+memory to the registers in which they are unpacked, 16 bytes at a time, without shared memory.
+
+    words   [pair, 128 columns, block of the pair, warp, upper or lower 8 rows, lane, 8 words]
+    scales  [pair, 128 columns, warp, lane // 4, block of the pair, upper or lower 8 rows, 4 bytes], 16 bytes a thread; those of a
+            last pair in one block as if it had two
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 BLOCK = 128
 SCALE_BLOCK = 32
+ROWS = 64
+"""Rows of a block."""
 LARGEST_SCALE = 128
 PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (11, 10, 14, 13))
 """For values 0, 1, 2 and 3 of a word: its bits that hold sign, exponent, exponent, mantissa."""
@@ -35,63 +52,128 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, 
 
 
 class Mxfp4Weight(NamedTuple):
-    """Weights in the layout that the module's docstring describes. E is any number of leading dimensions, such as the experts."""
+    """Weights [N, K] in the order that the module's docstring describes. E is any number of leading dimensions, such as the
+    experts."""
 
     words: Tensor
-    """uint8 [E, N, ceil(K / 128) * 64], contiguous"""
+    """uint8 [E, ceil(N / 64), ceil(K / 128) * 4096], contiguous; a pair is two rows of this tensor, one after another"""
     scales: Tensor
-    """uint8 [E, ceil(K / 128), N, 4], contiguous; u + 126 of the four blocks of 32 in each 128 values"""
+    """uint8 [E, ceil(N / 128), ceil(K / 128), 512], contiguous; u + 126 of the four blocks of 32 in each 128 values"""
+    num_rows: int
+    """N; of a gated product those of the gate and of up"""
+    k: int
+    gated: bool
+    """Whether the first half of the rows is the gate's and the second up's: a pair of blocks has one of each."""
+
+    def expert(self, index: int) -> Mxfp4Weight:
+        """The weight of an expert, without copies."""
+        return self._replace(words=self.words[index], scales=self.scales[index])
 
 
 def mxfp4_shapes(num_rows: int, k: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
-    """Shapes of the words and of the scales of one expert."""
-    num_blocks = -(-k // BLOCK)
-    return (num_rows, num_blocks * BLOCK // 2), (num_blocks, num_rows, BLOCK // SCALE_BLOCK)
+    """Shapes of the words and of the scales of one expert, in bytes. num_rows: even if the weight is gated."""
+    blocks, steps = -(-num_rows // ROWS), -(-k // BLOCK)
+    return (blocks, steps * ROWS * BLOCK // 2), (-(-blocks // 2), steps, 2 * ROWS * BLOCK // SCALE_BLOCK)
 
 
-def shuffle_mxfp4(blocks: Tensor, scales: Tensor) -> Mxfp4Weight:
+def shuffle_mxfp4(blocks: Tensor, scales: Tensor, *, gated: bool) -> Mxfp4Weight:
     """Convert weights from a checkpoint's order.
 
-    blocks  uint8 [..., N, K / 32, 16]
+    blocks  uint8 [..., N, K / 32, 16]; gated: gate rows before up rows
     scales  uint8 [..., N, K / 32]
 
     Raises ValueError for other shapes or dtypes and for a scale above 2. Synchronises on a GPU.
     Convert one expert at a time, because temporaries take several times the memory of the blocks; and convert on the GPU, because
-    the conversion makes about fifty passes over them.
+    the conversion makes about forty passes over them.
     """
-    *lead, num_rows, num_scales = scales.shape
     if blocks.shape != (*scales.shape, 16) or blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise ValueError(f"shuffle_mxfp4: blocks {list(blocks.shape)} and scales {list(scales.shape)}; must be uint8 "
                          f"[..., N, K / 32, 16] and [..., N, K / 32]")
+    *lead, num_rows, num_scales = scales.shape
+    if gated and num_rows % 2:
+        raise ValueError(f"shuffle_mxfp4: {num_rows} rows of gate and up; must be even")
     if scales.numel() and int(scales.max()) > LARGEST_SCALE:
         raise ValueError(f"shuffle_mxfp4: a scale is 2^{int(scales.max()) - 127}; at most 2^1 is supported")
-    pad = -num_scales % 4
-    nibbles = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)  # [..., N, K / 32, 32], in the order of K
-    nibbles = torch.nn.functional.pad(nibbles, (0, 0, 0, pad)).view(*lead, num_rows, -1, 4, 32).to(torch.int16)
-    words = torch.zeros_like(nibbles[..., 0, :])
+    k = num_scales * SCALE_BLOCK
+    words_shape, scales_shape = mxfp4_shapes(num_rows, k)
+    found = words_of(_in_pairs(blocks.flatten(-2), BLOCK // 2, gated=gated))  # [..., P, 2, 64, B, 32]
+    # Rows as [warp, half, lane // 4], words as [h, b, lane % 4, e].
+    pairs = _moved(found.unflatten(-1, (2, 2, 4, 2)).unflatten(-6, (4, 2, 8)), (-10, -5, -9, -8, -7, -6, -2, -4, -3, -1))
+    words = torch.empty(*lead, *words_shape, dtype=torch.uint8, device=blocks.device)
+    for place, own in _places(words, pairs, gated=gated):
+        place.copy_(own)
+    exponents = (_in_pairs(scales, 4, gated=gated) + 126).unflatten(-3, (4, 2, 8))  # [..., P, 2, warp, half, lane // 4, B, 4]
+    exponents = _moved(exponents, (-7, -2, -5, -3, -6, -4, -1)).contiguous().view(*lead, *scales_shape)
+    return Mxfp4Weight(words, exponents, num_rows, k, gated)
+
+
+def _places(words: Tensor, pairs: Tensor, *, gated: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of the `words` of a weight, each with the view of the same words among pairs
+    [..., P, B, block, warp, half, lane // 4, lane % 4, h, b, e]."""
+    blocks, own = words.view(torch.int16), pairs.shape[-8:]
+    whole = words.shape[-2] // 2
+    yield blocks[..., : 2 * whole, :].flatten(-2).unflatten(-1, (whole, pairs.shape[-9], *own)), pairs.narrow(-10, 0, whole)
+    if words.shape[-2] % 2:
+        one, last = blocks[..., -1, :].unflatten(-1, (pairs.shape[-9], *own[1:])), pairs.select(-10, -1)
+        yield (one.unflatten(-7, (2, 2)), last.narrow(-7, 0, 2)) if gated else (one, last.select(-8, 0))
+
+
+def _in_pairs(rows: Tensor, width: int, *, gated: bool) -> Tensor:
+    """Rows [..., N, C] -> [..., P, 2, 64, ceil(C / width), width]: pairs of blocks of rows, zeros where there are none."""
+    *lead, num_rows, columns = rows.shape
+    pairs, parts = -(-num_rows // (2 * ROWS)), 2 if gated else 1
+    short = 2 * ROWS * pairs // parts - num_rows // parts
+    rows = F.pad(rows.reshape(*lead, parts, num_rows // parts, columns), (0, -columns % width, 0, short))
+    if gated:
+        return rows.view(*lead, 2, pairs, ROWS, -1, width).transpose(-5, -4)
+    return rows.view(*lead, pairs, 2, ROWS, -1, width)
+
+
+def words_of(octets: Tensor) -> Tensor:
+    """Two nibbles in each of the 64 bytes of 128 values, uint8 [..., 64] -> the 32 words int16 of these values [..., 32]."""
+    nibbles = torch.stack((octets & 15, octets >> 4), -1).flatten(-2).unflatten(-1, (4, 32))
+    words = torch.zeros_like(nibbles[..., 0, :], dtype=torch.int16, memory_format=torch.contiguous_format)
     for part, places in enumerate(PLACES):
-        for bit, place in enumerate(places):
-            words |= (nibbles[..., part, :] >> (3 - bit) & 1) << place
-    exponents = torch.nn.functional.pad(scales, (0, pad)) + 126
-    return Mxfp4Weight(
-        words.view(*lead, num_rows, -1).view(torch.uint8), exponents.view(*lead, num_rows, -1, 4).transpose(-3, -2).contiguous()
-    )
+        own, masks = nibbles[..., part, :].to(torch.int16), dict[int, int]()  # by how far bits move
+        for bit, place in zip((3, 2, 1, 0), places, strict=True):
+            masks[place - bit] = masks.get(place - bit, 0) | 1 << bit
+        for shift, mask in masks.items():
+            words |= (own & mask) << shift
+    return words
 
 
-def unshuffle_mxfp4(weight: Mxfp4Weight, k: int) -> tuple[Tensor, Tensor]:
-    """Convert back to a checkpoint's blocks and scales; k, the number of columns, is a multiple of 32."""
-    *lead, num_rows, _ = weight.words.shape
-    words = weight.words.view(torch.int16).view(*lead, num_rows, -1, 32)
+def _moved(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """x with its last dimensions in this order."""
+    return x.permute(*range(x.dim() - len(dims)), *(x.dim() + dim for dim in dims))
+
+
+def unshuffle_mxfp4(weight: Mxfp4Weight) -> tuple[Tensor, Tensor]:
+    """Convert back to a checkpoint's blocks and scales."""
+    lead, shape = weight.words.shape[:-2], (*weight.scales.shape[-3:-1], 2, 4, 2, 8, 4, 2, 2, 2)
+    pairs = torch.zeros(*lead, *shape, dtype=torch.int16, device=weight.words.device)
+    for place, own in _places(weight.words, pairs, gated=weight.gated):
+        own.copy_(place)
+    words = _moved(pairs, (-10, -8, -7, -6, -5, -9, -3, -2, -4, -1)).flatten(-4).flatten(-5, -3)  # [..., P, 2, 64, B, 32]
     parts = [sum((words >> place & 1) << (3 - bit) for bit, place in enumerate(places)) for places in PLACES]
-    nibbles = torch.stack([torch.as_tensor(part) for part in parts], -2).to(torch.uint8).view(*lead, num_rows, -1, 16, 2)
-    blocks = (nibbles[..., 0] | nibbles[..., 1] << 4)[..., : k // SCALE_BLOCK, :]
-    scales = (weight.scales - 126).transpose(-3, -2).reshape(*lead, num_rows, -1)[..., : k // SCALE_BLOCK]
-    return blocks.contiguous(), scales.contiguous()
+    nibbles = torch.stack([torch.as_tensor(part) for part in parts], -2).to(torch.uint8).unflatten(-1, (16, 2))
+    blocks = _in_rows((nibbles[..., 0] | nibbles[..., 1] << 4).flatten(-2), weight, weight.k // 2)
+    scales = weight.scales.unflatten(-1, (4, 8, 2, 2, 4)) - 126
+    scales = _moved(scales, (-7, -3, -5, -2, -4, -6, -1)).flatten(-5, -3)
+    return blocks.unflatten(-1, (-1, 16)), _in_rows(scales, weight, weight.k // SCALE_BLOCK)
 
 
-def dequantise_mxfp4(weight: Mxfp4Weight, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def _in_rows(pairs: Tensor, weight: Mxfp4Weight, columns: int) -> Tensor:
+    """The inverse of `_in_pairs`: the rows [..., N, columns] of a weight."""
+    parts = 2 if weight.gated else 1
+    rows = (pairs.transpose(-5, -4) if weight.gated else pairs).flatten(-2).flatten(-4, -2)
+    rows = rows.unflatten(-2, (parts, -1))[..., : weight.num_rows // parts, :columns]
+    return rows.flatten(-3, -2).contiguous()
+
+
+def dequantise_mxfp4(weight: Mxfp4Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weights as numbers [..., N, K], in plain torch; exact in bf16, fp32 and fp64."""
-    return dequantise_blocks(*unshuffle_mxfp4(weight, k)).to(dtype)
+    blocks, scales = unshuffle_mxfp4(weight)
+    return dequantise_blocks(blocks, scales).to(dtype)
 
 
 def dequantise_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -103,9 +185,9 @@ def dequantise_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
 
 @triton.jit
 def unpack(words, scales, PART: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Value PART (0 to 3) of each word, times its scale: [N, 32], bf16; fp32 in Triton's interpreter.
+    """Value PART (0 to 3) of each word, times its scale: [N, 8], bf16; fp32 in Triton's interpreter.
 
-    words   int16 [N, 32]
+    words   int16 [N, 8]
     scales  int32 [N]; byte PART is the stored scale of that value's block
     """
     both = (scales << 7 if PART % 2 == 0 else scales >> 1) & 0x7F807F80  # the exponents of parts 0 and 2, or 1 and 3
@@ -117,8 +199,8 @@ def unpack(words, scales, PART: tl.constexpr, INTERPRETED: tl.constexpr):
 def times_scale(words, scale, PART: tl.constexpr, INTERPRETED: tl.constexpr):
     """Value PART of each word * 2^-126 * its scale, rounded to bf16; fp32 in Triton's interpreter.
 
-    words  int16 [N, 32]
-    scale  int16 [N, 32]; the bits of numbers of bf16. As wide as words, so each of the two numbers of an instruction has its own,
+    words  int16 [N, W]
+    scale  int16 [N, W]; the bits of numbers of bf16. As wide as words, so each of the two numbers of an instruction has its own,
            wherever Triton's layout places the second
     """
     if INTERPRETED:

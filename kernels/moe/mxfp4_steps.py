@@ -5,35 +5,48 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from batchspec.kernels.moe.blocks import load_rows, load_tokens
+from batchspec.kernels.moe.blocks import load_tokens
 from batchspec.kernels.moe.mxfp4 import unpack
 
 
 @triton.jit
-def load_words(
-    w, expert, first, n, width, at, GATED: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr
-):
-    """A block of 32 columns of words: [2, BLOCK_N, 32] of gate and up; of a plain product [2, BLOCK_N / 2, 32], its halves."""
-    if GATED and TMA:  # one copy for gate and up: each copy costs the program a barrier
-        pair = w.load([expert * 2, first, at])
-    elif GATED:  # one load too: joining two would place words of two rows side by side
-        lane = tl.arange(0, 2 * BLOCK_N)
-        row = expert.to(tl.int64) * 2 * n + tl.minimum(first + lane % BLOCK_N, n - 1) + lane // BLOCK_N * n
-        pair = tl.load(w + row[:, None] * width + (at + tl.arange(0, 32))[None, :]).reshape(2, BLOCK_N, 32)
-    else:
-        pair = load_rows(w, expert, first, n, at, width, BLOCK_N, 32, TMA, True).reshape(2, BLOCK_N // 2, 32)
-    return pair
+def load_words(w, turn):
+    """Words of a block of 64 rows and 128 columns, two in each number: int32 [upper or lower 8 rows, warp, lane; 4].
+
+    w: where they begin. turn: 2 if a warp reads those of the warp that is two further, else 0
+    """
+    row = tl.arange(0, 256)
+    own = (row % 128 // 32 + turn) % 4 * 256 + row // 128 * 128 + row % 32 * 4
+    return tl.load(w + (own[:, None] + tl.arange(0, 4)[None, :]), eviction_policy="evict_first")
 
 
 @triton.jit
-def load_scales(w_scales, expert, first, n, num_blocks, block, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Scales of a block of 128 columns in one load: int32 [2 * BLOCK_N] of gate and up, [BLOCK_N] of a plain product."""
-    LANES: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    rows = 2 * n if GATED else n
-    lane = tl.arange(0, LANES)
-    row = first + (lane % BLOCK_N + lane // BLOCK_N * n if GATED else lane)
-    own = w_scales + (expert * num_blocks).to(tl.int64) * rows
-    return tl.load(own + (block * rows + tl.minimum(row, rows - 1)))
+def load_scales(w_scales):
+    """Scales of both blocks of a pair, four in each number: int32 [warp, lane; block, upper or lower 8 rows]."""
+    thread = tl.arange(0, 128)
+    return tl.load(w_scales + ((thread // 4 * 4)[:, None] + tl.arange(0, 4)[None, :]))
+
+
+@triton.jit
+def scales_of_blocks(scales):
+    """The scales of each block, from `load_scales`: two of int32 [256], as the rows of its words."""
+    return tl.split(scales.reshape(128, 2, 2).permute(2, 0, 1).reshape(256, 2))
+
+
+@triton.jit
+def unpack_block(twos, scales, INTERPRETED: tl.constexpr):
+    """The 128 values of each row of a block: [64, 128]. No value moves between threads or registers.
+
+    twos, scales: from `load_words` and `scales_of_blocks`
+    """
+    words = tl.join(twos.to(tl.int16), (twos >> 16).to(tl.int16)).reshape(256, 8)
+    zero = unpack(words, scales, 0, INTERPRETED)
+    one = unpack(words, scales, 1, INTERPRETED)
+    two = unpack(words, scales, 2, INTERPRETED)
+    three = unpack(words, scales, 3, INTERPRETED)
+    parts = tl.join(tl.join(zero, two), tl.join(one, three)).reshape(2, 4, 8, 4, 2, 2, 2, 2, 2)
+    # [half, warp, lane // 4, lane % 4, h, b, e, two bits of the part: high, low] -> rows; columns as part, h, b, lane % 4, e
+    return parts.permute(1, 0, 2, 7, 8, 4, 5, 3, 6).reshape(64, 128)
 
 
 @triton.jit
@@ -43,14 +56,3 @@ def load_columns(
     """A block of columns of x, transposed: [BLOCK_K, BLOCK_T]."""
     tokens = tl.trans(load_tokens(x, begin, count, at, num_rows, k, BLOCK_T, BLOCK_K, TMA))
     return tokens.to(tl.float32) if INTERPRETED else tokens
-
-
-@triton.jit
-def unpack_block(words, scales, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The 128 values of each row: [N, 128]. Joining moves no value between registers."""
-    zero = unpack(words, scales, 0, INTERPRETED)
-    one = unpack(words, scales, 1, INTERPRETED)
-    two = unpack(words, scales, 2, INTERPRETED)
-    three = unpack(words, scales, 3, INTERPRETED)
-    parts = tl.join(tl.join(zero, two), tl.join(one, three))  # [N, 32, two bits of the part: high, low]
-    return parts.permute(0, 2, 3, 1).reshape(BLOCK_N, 128)

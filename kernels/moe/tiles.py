@@ -25,16 +25,16 @@ class ExpertTile(NamedTuple):
     """Maximum number of pairs of a unit, one of `HEIGHTS`, with `joined` also of `JOINED`. Both products of a layer read the same
     units. Triton 3.6 uses other instructions for narrower tiles, which round differently."""
     block_n: int
-    """Rows of W, a multiple of 64. A gated product reads as many of the gate and as many of up; with MXFP4 weights it may have
-    32, which make one block of 64 rows. If it is below 16 * warps, the warps divide the pairs among them too."""
+    """Rows of W, a multiple of 64; MXFP4: `mxfp4_rows`. A gated product reads as many of the gate and as many of up. If it is
+    below 16 * warps, the warps divide the pairs among them too."""
     block_k: int
     """Columns of W per step of the loop over K. MXFP4, INT4 and NVFP4: 128."""
     stages: int
     """Steps of that loop that are loaded ahead (Triton's num_stages)."""
     warps: int
-    """4 or 8."""
+    """4 or 8; MXFP4: 4."""
     tma: bool = True
-    """Load weights and tokens by TMA descriptor; False: by pointers."""
+    """Load weights and tokens by TMA descriptor; False: by pointers. MXFP4 weights never are."""
     group: int = 8
     """Number of consecutive units that run all their tiles before the next units begin, so that tokens stay in the L2 cache."""
     low: int = 16
@@ -56,20 +56,28 @@ class ExpertTile(NamedTuple):
         return tuple(height for height in HEIGHTS if height in needed)
 
 
+def mxfp4_rows(*, gated: bool) -> int:
+    """The block_n of MXFP4 tiles: a program computes a pair of blocks of 64 rows, in a gated product one of gate and one of up."""
+    return 64 if gated else 128
+
+
 def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dtype | None = None) -> int:
     """Maximum number of pairs of a unit: enough for all pairs of most experts, within limits of the format.
 
     That is the mean number of pairs plus two standard deviations, as if each token chose its experts independently.
 
-    dtype  of the weights, as in `expert_tile`. Wide tiles gain little if the instructions that unpack weights (`PACKED`) or scale
-           sums (FP8) take long: two units of 64 pairs then take less time than one of 128, except with very many pairs
+    dtype  of the weights, as in `expert_tile`. Wide tiles gain little if weights pass through shared memory to be unpacked (INT4,
+           NVFP4) or scaling sums takes long (FP8): two units of 64 pairs then take less time than one of 128, except with very
+           many pairs
     """
     mean = num_tokens * top_k / num_experts
-    deviation = (mean * (1 - top_k / num_experts)) ** 0.5
-    pairs = max(16, 1 << (int(mean + 2 * deviation) - 1).bit_length())
+    needed = int(mean + 2 * (mean * (1 - top_k / num_experts)) ** 0.5)
+    if dtype == torch.uint8:
+        return next((own for own in MXFP4_PAIRS if own >= needed), MXFP4_PAIRS[-1])
+    pairs = max(16, 1 << (needed - 1).bit_length())
     if dtype == torch.float8_e4m3fn:
         return 128 if mean >= MANY_FP8_PAIRS else min(64, pairs)
-    if dtype in PACKED:
+    if dtype == torch.int32:
         if mean >= MANY_EXPERT_PAIRS:
             return min(128, pairs)
         wide = 48 <= mean < 100 or (mean >= 48 and num_tokens * top_k >= MANY_LAYER_PAIRS)
@@ -89,14 +97,18 @@ def gathers(unit_pairs: int, dtype: torch.dtype) -> bool:
 
 PACKED = (torch.uint8, torch.int32)
 """dtypes of weights that are unpacked in registers: MXFP4; INT4 and NVFP4."""
+MXFP4_PAIRS = (16, 32, 48, 64, 96, 128)
+"""Numbers of pairs that units of MXFP4 products may have."""
+MXFP4_REGISTERS = {32: 128, 64: 168}
+"""The limit of registers of their tiles, by the number of pairs."""
 GATHERED_PAIRS = {torch.bfloat16: 64, torch.float32: 64, torch.float8_e4m3fn: 32}
 """Maximum number of pairs of a unit at which programs gather rows, by dtype of the weights. Only tests use fp32."""
 MANY_EXPERT_PAIRS = 256
-"""Mean number of pairs per expert from which units of MXFP4 products have 128 pairs."""
+"""Mean number of pairs per expert from which units of INT4 and NVFP4 products have 128 pairs."""
 MANY_FP8_PAIRS = 512
 """The same for FP8 products."""
 MANY_LAYER_PAIRS = 8192
-"""Number of pairs of a layer from which wider units still give every multiprocessor a program."""
+"""Number of pairs of a layer from which wider units of INT4 and NVFP4 still give every multiprocessor a program."""
 
 
 FEW_UNITS = 8
@@ -111,18 +123,24 @@ def expert_tile(unit_pairs: int, num_units: int, card: Card, *, gated: bool, dty
 def _measured_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
     """The tile on an H200.
 
-    Measured on one on 2026-11-22 with `batchspec.kernels.benchmarks.moe_bench --sweep`: MXFP4 on gpt-oss-20b (32 experts)
-    and gpt-oss-120b (128), bf16 and FP8 on Qwen3-30B-A3B (128), each at 16, 64, 256, 512, 1,024 and 4,096 tokens, 0.5 to 512
-    pairs an expert. The two products of a layer together take at most 2 % longer than with the fastest tiles of each. Between
-    these points the units grow with the mean number of pairs (`unit_pairs_of`). With 128 registers a thread, four programs of
-    units of 32 pairs share a multiprocessor instead of three: 342 and 178 us instead of 356 and 190 (120b, 512 tokens); other
-    units become slower. One token of gpt-oss takes 47 us a layer with 6 stages, 53 with 3; from four tokens on 3 stages are
-    faster.
+    Measured on one on 2026-11-22 with `batchspec.kernels.benchmarks.moe_bench --sweep`: bf16 and FP8 on Qwen3-30B-A3B (128
+    experts), each at 16, 64, 256, 512, 1,024 and 4,096 tokens, 1 to 256 pairs an expert. The two products of a layer together
+    take at most 2 % longer than with the fastest tiles of each. Between these points the units grow with the mean number of pairs
+    (`unit_pairs_of`).
+    MXFP4 was measured on 2026-11-26, on gpt-oss-20b (32 experts) and gpt-oss-120b (128) at 64, 256, 512, 1,024, 4,096 and 16,384
+    tokens, 2 to 2,048 pairs an expert, with the units that `unit_pairs_of` gives and those next to them. The two products
+    together take at most 3 % longer than with the fastest of these units and the fastest tile of each product; at 2,048 pairs an
+    expert 4 %, where low=128 was as much faster for gpt-oss-20b, and at 512 pairs 3 % slower for gpt-oss-120b. With four stages
+    units of 128 pairs take half as long again, since fewer programs share a multiprocessor. Limits of registers let more programs
+    share one: up of gpt-oss-120b takes 354 instead of 391 us with units of 32 pairs (512 tokens), 456 instead of 601 with units
+    of 64 (1,024). Other units become slower. At 64 pairs an expert (gpt-oss-20b, 512 tokens) up and down take 172 and 95 us with
+    units of 96 pairs, with the next best units, of 64, 178 and 101.
     FP8 tiles with `turned` were timed on Qwen3-30B-A3B at 512 to 16,384 tokens, and on MiniMax-M2 at 1,024 and 4,096. Three
     programs of 64 pairs, or two of 128 pairs and eight warps, share a multiprocessor; one program of twice the rows of W takes
     longer.
-    INT4 and NVFP4 were not measured: they have the tiles of MXFP4, whose kernel loads and computes the same blocks. Their
-    programs of 32 pairs need fewer than 128 registers without a limit.
+    INT4 and NVFP4 were not measured: they have the tiles that were fastest for MXFP4 on 2026-11-22, in a kernel that loaded and
+    computed the same blocks as theirs. One token of gpt-oss took 47 us a layer with 6 stages, 53 with 3; from four tokens on 3
+    stages were faster.
     """
     if dtype == torch.float32:
         return ExpertTile(unit_pairs, 64, 32, 2, 4, False)
@@ -132,15 +150,18 @@ def _measured_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch
         if unit_pairs == 64:
             return ExpertTile(64, 64 if gated else 128, 128, 3, 4, turned=True)
         return ExpertTile(unit_pairs, 64 if gated else 128, 128, 3, 8, low=unit_pairs, turned=True)
-    if dtype in PACKED:
+    if dtype == torch.uint8:
+        low, registers = 16 if unit_pairs <= 64 else 32, MXFP4_REGISTERS.get(unit_pairs)
+        return ExpertTile(
+            unit_pairs, mxfp4_rows(gated=gated), 128, 3, 4, low=low, joined=unit_pairs > 32, registers=registers
+        )
+    if dtype == torch.int32:
         if unit_pairs == 128:
             return ExpertTile(unit_pairs, 64, 128, 2, 4, low=32) if gated else ExpertTile(unit_pairs, 128, 128, 2, 8, low=128)
         if unit_pairs == 16 and num_units <= FEW_UNITS:
             return ExpertTile(16, 64, 128, 6, 4)
-        joined, registers = unit_pairs > 64, 128 if unit_pairs == 32 and dtype == torch.uint8 else None
-        return ExpertTile(
-            unit_pairs, 64 if gated else 128, 128, 3, 4, low=32 if joined else 16, joined=joined, registers=registers
-        )
+        joined = unit_pairs > 64
+        return ExpertTile(unit_pairs, 64 if gated else 128, 128, 3, 4, low=32 if joined else 16, joined=joined)
     if unit_pairs == 16:
         return ExpertTile(unit_pairs, 64, 128, 3, 4)
     low = 16 if unit_pairs <= 64 else 32
@@ -152,11 +173,13 @@ def _measured_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch
 # Values of (block_n, block_k, stages, warps) worth timing.
 PLAIN = ((64, 64, 4, 4), (64, 64, 6, 4), (64, 128, 3, 4), (128, 64, 3, 4), (128, 64, 4, 8), (128, 128, 2, 8), (256, 64, 3, 8))
 FP8 = ((64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 3, 4), (128, 128, 4, 4), (128, 128, 3, 8), (128, 128, 4, 8), (64, 128, 4, 8))
-MXFP4 = (
+FOUR_BIT = (
     (64, 128, 2, 4), (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 3, 4), (128, 128, 4, 4), (128, 128, 2, 8),
     (128, 128, 3, 8), (128, 128, 4, 8), (256, 128, 2, 8), (256, 128, 3, 8), (256, 128, 4, 8),
 )
-OTHERS = {torch.float8_e4m3fn: FP8, torch.uint8: MXFP4, torch.int32: MXFP4}
+MXFP4 = tuple((0, 128, stages, 4) for stages in (2, 3, 4))
+"""Rows: `mxfp4_rows`."""
+OTHERS = {torch.float8_e4m3fn: FP8, torch.uint8: MXFP4, torch.int32: FOUR_BIT}
 
 
 def candidates(
@@ -179,7 +202,8 @@ def candidates(
                 tile = ExpertTile(block_t, block_n, block_k, stages, warps, card.has_tma, low=low, joined=joined)
                 others = []
                 if dtype == torch.uint8:
-                    others = [tile._replace(registers=128)]
+                    tile = tile._replace(block_n=mxfp4_rows(gated=gated))
+                    others = [tile._replace(registers=limit) for limit in (128, 168) if block_t <= 64]
                 elif dtype == torch.float8_e4m3fn and block_t >= 64:
                     others = [tile._replace(turned=True, block_n=block_n if gated else 2 * block_n)]
                 found += [own for own in (tile, *others) if fits(own, card, gated=gated, dtype=dtype)]
@@ -204,7 +228,7 @@ def fitted(tile: ExpertTile, card: Card, *, gated: bool, dtype: torch.dtype) -> 
 
 
 def stage_bytes(tile: ExpertTile, *, gated: bool, dtype: torch.dtype) -> int:
-    """Bytes of the weights and tokens that a program loads in a step of the loop over K. dtype: of the weights."""
-    width = {torch.uint8: 17 / 32, torch.int32: 9 / 16}.get(dtype, dtype.itemsize)  # INT4 has at most as many as NVFP4
+    """Bytes of shared memory for what a program loads in a step of the loop over K, weights and tokens. dtype: of the weights."""
+    width = {torch.uint8: 0, torch.int32: 9 / 16}.get(dtype, dtype.itemsize)  # INT4 has at most as many as NVFP4
     weights = tile.block_n * (2 if gated else 1) * tile.block_k * width
     return round(weights + tile.block_t * tile.block_k * (1 if dtype == torch.float8_e4m3fn else 2))

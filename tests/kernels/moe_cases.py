@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.moe.route import lists_reference
+from batchspec.kernels.moe.tiles import ExpertTile, mxfp4_rows
 from batchspec.kernels.moe.units import Routing
 
 SPREADS = ["every token other experts", "all tokens on the same", "experts without tokens"]
@@ -20,6 +21,11 @@ def routing_of(tokens: int, experts: int, top_k: int, spread: str, unit_pairs: i
     else:
         ids = torch.rand(tokens, max(top_k, experts // 2)).argsort(1)[:, :top_k] * (experts // max(top_k, experts // 2))
     return lists_reference(ids.int().contiguous().to(device), torch.rand(tokens, top_k, device=device), experts, unit_pairs)
+
+
+def mxfp4_tile(tile: ExpertTile, *, gated: bool) -> ExpertTile:
+    """This tile with the rows of W and the warps that MXFP4 weights have."""
+    return tile._replace(block_n=mxfp4_rows(gated=gated), warps=4)
 
 
 def sorted_pairs(y: Tensor, routing: Routing) -> Tensor:

@@ -114,9 +114,10 @@ def standing_for(card: Card) -> Iterator[None]:
     def product(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype) if out is None else out
 
-    def shuffled(blocks: Tensor, scales: Tensor) -> Mxfp4Weight:
-        rows, num_scales = scales.shape
-        return Mxfp4Weight(*(torch.empty(shape, dtype=torch.uint8) for shape in mxfp4_shapes(rows, 32 * num_scales)))
+    def shuffled(blocks: Tensor, scales: Tensor, *, gated: bool) -> Mxfp4Weight:
+        rows, k = scales.shape[0], 32 * scales.shape[1]
+        words, exponents = (torch.empty(shape, dtype=torch.uint8) for shape in mxfp4_shapes(rows, k))
+        return Mxfp4Weight(words, exponents, rows, k, gated)
 
     with pytest.MonkeyPatch.context() as patch, assumed(card):
         patch.setattr(policy, "has_kernels", lambda device: True)

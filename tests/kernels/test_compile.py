@@ -61,18 +61,32 @@ OF_FOUR_BIT = ("four_bit_linear_kernel", "experts_four_bit_kernel")
 
 
 def multiplies_from_registers(name: str, ptx: str) -> None:
-    """Every tile of INT4 or NVFP4 weights is an operand (M) of wgmma in registers. It is loaded from shared memory 16 bytes at a
-    time, and copied there 16 bytes at a time or by TMA."""
+    """Every tile of weights of four bits is an operand (M) of wgmma in registers."""
     found = set(re.findall(r"(?:mma\.sync|wgmma\.mma_async)\S*", ptx))
     assert found, name
     assert all(re.match(r"wgmma\S*m64n\d+k16\.f32\.bf16\.bf16$", each) for each in found), f"{name}: {found}"
     multiplied = re.findall(r"wgmma\.mma_async\S*\s*\{[^}]*\},\s*(\S)", ptx)
     assert set(multiplied) == {"{"}, f"{name}: W is read from shared memory"
+    assert ".local" not in ptx, f"{name}: spilled by LLVM"
+
+
+def passes_shared_memory_in_16_bytes(name: str, ptx: str) -> None:
+    """INT4 and NVFP4 weights are loaded from shared memory 16 bytes at a time, and copied there 16 bytes at a time or by TMA."""
     words = re.findall(r"ld\.shared\.v\d\.b\d+", ptx)
     assert words.count("ld.shared.v4.b32") >= 2, f"{name}: {set(words)}"
     copied = re.findall(r"cp\.async\.c[ag]\.shared\.global\s*\[[^\]]*\][^,]*,\s*\[[^\]]*\],\s*0x(\w+)", ptx)
     assert "cp.async.bulk.tensor" in ptx or copied.count("10") >= 2, f"{name}: {set(copied)}"
-    assert ".local" not in ptx, f"{name}: spilled by LLVM"
+
+
+def passes_no_shared_memory(name: str, ttgir: str, ptx: str) -> None:
+    """MXFP4 weights are loaded 16 bytes at a time, a step ahead, into the registers in which they are unpacked: only bf16, which
+    tokens are, is allocated in shared memory, and the operand (M) is what unpacking leaves in each thread."""
+    words = re.findall(r"ld\.global\S*evict_first\S*", ptx)
+    assert len(words) >= 8, name
+    assert all(word.endswith(".v4.b32") for word in words), f"{name}: {set(words)}"
+    stored = set(re.findall(r"memdesc<[\dx]*x(\w+), #shared", ttgir))
+    assert stored <= {"bf16", "i64"}, f"{name}: {stored}"
+    assert ptx.count("shfl.") < 8, f"{name}: weights move between threads"  # one by each of the loops that load by TMA
 
 
 def multiples_of_16(function: Any, signature: dict[str, str], *, sizes: bool) -> list[int]:
@@ -122,9 +136,13 @@ def compile_case(name: str, architecture: int) -> str:
     usage = usage_of_bytes(compiled.metadata._asdict(), compiled.asm["cubin"])
     if unpacks:
         assert_unpacks_to_the_bit(compiled.asm["ttgir"])
-    if is_four_bit and architecture == 90:
+    if in_tiles and architecture == 90:
         multiplies_from_registers(name, compiled.asm["ptx"])
         assert usage.spilled_bytes == 0, name
+        if is_four_bit:
+            passes_shared_memory_in_16_bytes(name, compiled.asm["ptx"])
+        else:
+            passes_no_shared_memory(name, compiled.asm["ttgir"], compiled.asm["ptx"])
     return usage.misfit(card)
 
 

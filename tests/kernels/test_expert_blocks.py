@@ -16,7 +16,7 @@ from batchspec.kernels.moe.gate import Gate
 from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows, quantise_rows_reference
 from batchspec.kernels.moe.route import lists_reference
 from batchspec.kernels.moe.tiles import ExpertTile, expert_tile
-from tests.kernels.moe_cases import SPREADS, assert_near, noise, routing_of
+from tests.kernels.moe_cases import SPREADS, assert_near, mxfp4_tile, noise, routing_of
 
 SHAPE = MoeShape(4, 2, 160, 96, Gate(7.0), True)  # tails of the blocks of K and of the tiles over rows of W
 TILE = ExpertTile(16, 64, 128, 2, 4)
@@ -41,6 +41,7 @@ def test_every_height_of_tile_gives_the_product_of_each_pair(
 ) -> None:
     tokens = 45  # units of 1 to 64 pairs
     for product in products_of(form, device):
+        tile = mxfp4_tile(tile, gated=product.gated) if form == "mxfp4" else tile
         routing = routing_of(tokens, SHAPE.experts, SHAPE.top_k, spread, tile.block_t, device)
         x = product.inputs(tokens)
         wanted = product.reference(x, routing)
@@ -104,6 +105,7 @@ def test_rows_that_are_gathered_give_the_bits_of_sorted_ones(
 def test_rows_past_the_pairs_of_a_unit_change_nothing(form: str, tile: ExpertTile, device: torch.device) -> None:
     """A tile reads rows of the next expert, which may hold any numbers."""
     product = products_of(form, device)[1]
+    tile = mxfp4_tile(tile, gated=False) if form == "mxfp4" else tile
     routing = routing_of(20, SHAPE.experts, SHAPE.top_k, SPREADS[0], tile.block_t, device)
     first = int(routing.offsets[1])
     rows = product.rows_of(noise(40, product.k, dtype=torch.bfloat16, device=device), routing)

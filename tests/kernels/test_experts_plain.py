@@ -15,7 +15,7 @@ from batchspec.kernels.moe.experts_plain import (
 )
 from batchspec.kernels.moe.gate import GEGLU, SWIGLU, Gate
 from batchspec.kernels.moe.sort_rows import sort_rows
-from batchspec.kernels.moe.tiles import ExpertTile, candidates, expert_tile, fits, unit_pairs_of
+from batchspec.kernels.moe.tiles import MXFP4_PAIRS, ExpertTile, candidates, expert_tile, fits, unit_pairs_of
 from batchspec.kernels.moe.units import max_units
 from batchspec.tuning.cards import known_card
 from tests.kernels.moe_cases import SPREADS, assert_near, noise, routing_of, sorted_pairs
@@ -142,7 +142,7 @@ TYPES = [torch.bfloat16, torch.float8_e4m3fn, torch.uint8]
 @pytest.mark.parametrize("name", ["A100-80GB", "L40S", "H200", "RTX-5090"])
 def test_tiles_fit(name: str, dtype: torch.dtype, gated: bool) -> None:
     card = known_card(name).card
-    for unit_pairs in (16, 32, 64, 128) if dtype is not torch.uint8 else (16, 32, 64, 96, 128):
+    for unit_pairs in (16, 32, 64, 128) if dtype is not torch.uint8 else MXFP4_PAIRS:
         tile = expert_tile(unit_pairs, 1000, card, gated=gated, dtype=dtype)
         assert tile.block_t == unit_pairs
         assert 16 <= tile.low <= tile.block_t
@@ -161,6 +161,8 @@ def test_units_grow_with_the_pairs_of_an_expert() -> None:
     counts = (1, 16, 64, 256, 512, 1024, 4096, 16384)
     assert [unit_pairs_of(tokens, 8, 128) for tokens in counts] == [16, 16, 16, 32, 64, 128, 128, 128]
     assert [unit_pairs_of(tokens, 8, 128, E4M3) for tokens in counts] == [16, 16, 16, 32, 64, 64, 64, 128]
-    assert [unit_pairs_of(tokens, 4, 32, torch.uint8) for tokens in counts] == [16, 16, 16, 64, 96, 64, 128, 128]
-    assert [unit_pairs_of(tokens, 4, 128, torch.uint8) for tokens in counts] == [16, 16, 16, 16, 32, 64, 96, 128]
+    assert [unit_pairs_of(tokens, 4, 32, torch.uint8) for tokens in counts] == [16, 16, 16, 48, 96, 128, 128, 128]
+    assert [unit_pairs_of(tokens, 4, 128, torch.uint8) for tokens in counts] == [16, 16, 16, 16, 32, 48, 128, 128]
+    assert [unit_pairs_of(tokens, 4, 32, torch.int32) for tokens in counts] == [16, 16, 16, 64, 96, 64, 128, 128]
+    assert [unit_pairs_of(tokens, 4, 128, torch.int32) for tokens in counts] == [16, 16, 16, 16, 32, 64, 96, 128]
     assert [unit_pairs_of(tokens, 1, 1, E4M3) for tokens in (1, 17, 64, 65, 300, 512)] == [16, 32, 64, 64, 64, 128]

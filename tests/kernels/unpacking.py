@@ -53,11 +53,12 @@ def assert_each_number_has_its_own_operands(ttgir: str) -> None:
 
 def assert_pairs_are_neighbours(ttgir: str) -> None:
     """The two numbers of an instruction are in one row, in columns 2 i and 2 i + 1: all pairs of a row then share a register with
-    its scale twice, and words come from shared memory as the tensor cores read the numbers."""
-    layouts = set(re.findall(r"fma.rn.bf16x2.*-> tensor<\d+x32xbf16, (#\w+)>", ttgir))
+    its scale twice, and words come from shared memory, or those of MXFP4 from memory, as the tensor cores read the numbers."""
+    layouts = set(re.findall(r"fma.rn.bf16x2.*-> tensor<\d+x(?:32|8)xbf16, (#\w+)>", ttgir))
     assert layouts
     for layout in layouts:
-        assert re.search(rf"^{layout} = #ttg\.linear<\{{register = \[\[0, 1\]", ttgir, re.MULTILINE), layout
+        linear, own = r"linear<\{register = \[\[0, 1\]", r"blocked<\{sizePerThread = \[1, 8\], .* order = \[1, 0\]"
+        assert re.search(rf"^{layout} = #ttg\.(?:{linear}|{own})", ttgir, re.MULTILINE), layout
 
 
 def assert_unpacks_nvfp4(programs: list[str], words: Words, bits: NDArray[np.int64]) -> None:

@@ -8,6 +8,7 @@ Source: OCP Microscaling Formats (MX) 1.0, sections 5.2, 5.3; transformers, inte
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -71,8 +72,7 @@ class Mxfp4(Plain):
     def expert_nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
         if not self.packs(k, dtype):
             return self.nbytes(rows, k, dtype)
-        (_, words), (blocks, _, scales) = mxfp4_shapes(rows, k)
-        return rows * (words + blocks * scales)
+        return sum(math.prod(shape) for shape in mxfp4_shapes(rows, k))
 
     def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedProduct:
         if self.packs(spec.k, weights.dtype):
@@ -93,7 +93,7 @@ class Mxfp4(Plain):
         for expert in range(spec.num_experts):
             values, own = order(weights.entry(blocks, expert)), order(weights.entry(scales, expert))
             largest = torch.maximum(largest, own.max())
-            shuffled = shuffle_mxfp4(values, own.clamp(max=LARGEST_SCALE))
+            shuffled = shuffle_mxfp4(values, own.clamp(max=LARGEST_SCALE), gated=spec.interleaved)
             words[expert].copy_(shuffled.words)
             exponents[expert].copy_(shuffled.scales)
         if int(largest) > LARGEST_SCALE:
@@ -101,7 +101,7 @@ class Mxfp4(Plain):
                 f"{scales}: a scale is 2^{int(largest) - 127}, but the kernels for MXFP4 weights read at most 2^1; "
                 "set model.dtype=float32, which converts the weights"
             )
-        return PackedExperts(Mxfp4Weight(words, exponents), stacked_biases(weights, spec))
+        return PackedExperts(Mxfp4Weight(words, exponents, spec.rows, spec.k, spec.interleaved), stacked_biases(weights, spec))
 
     @property
     def block(self) -> int:
