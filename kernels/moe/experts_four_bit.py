@@ -4,7 +4,7 @@ cores read them.
 INT4 weights are rounded once to bf16, as `dequantise` gives them (`common/four_bit.py`). Formula, work list, order of rows and
 order of sums are those of `experts_plain.py`, so the result equals that of `experts_plain.py` with dequantised weights. NVFP4
 weights are not rounded, and sums are multiplied by row scales (`common/nvfp4.py`). The loop over K is that of the dense product
-(`gemm/four_bit_steps.py`), units of pairs and their tiles are those of `experts_mxfp4.py`.
+(`gemm/four_bit_steps.py`).
 Bound by memory (the weights of the experts that have tokens); the instructions that unpack INT4 weights take two thirds as long,
 those of NVFP4 weights four fifths.
 """

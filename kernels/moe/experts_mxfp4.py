@@ -1,9 +1,9 @@
 """Grouped products of experts with MXFP4 weights: 4-bit values become bf16 in registers, from which the tensor cores read them.
 
 bf16 holds every dequantised weight exactly. Formula, work list, order of rows and order of sums are those of `experts_plain.py`,
-so the result equals that of `experts_plain.py` with dequantised weights. Weights are in the order of `mxfp4.py`: each thread loads
-the words of its own operands, a step of the loop over K ahead. The four values of every word form one operand of 128 columns, so
-the tensor cores compute a whole block of K without waiting in between.
+so the result equals that of `experts_plain.py` with dequantised weights. Weights are in the order of `mxfp4.py`: each thread
+loads the words of its own operands, a step of the loop over K ahead. The four values of every word form one operand of 128
+columns, so the tensor cores compute a whole block of K without waiting in between.
 Bound by memory (17/32 bytes per weight); the instructions that unpack weights, about four per two values, take nearly as long.
 """
 

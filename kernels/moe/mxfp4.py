@@ -165,7 +165,7 @@ def unshuffle_mxfp4(weight: Mxfp4Weight) -> tuple[Tensor, Tensor]:
 def _in_rows(pairs: Tensor, weight: Mxfp4Weight, columns: int) -> Tensor:
     """The inverse of `_in_pairs`: the rows [..., N, columns] of a weight."""
     parts = 2 if weight.gated else 1
-    rows = (pairs.transpose(-5, -4) if weight.gated else pairs).flatten(-2).flatten(-4, -2)
+    rows: Tensor = (pairs.transpose(-5, -4) if weight.gated else pairs).flatten(-2).flatten(-4, -2)
     rows = rows.unflatten(-2, (parts, -1))[..., : weight.num_rows // parts, :columns]
     return rows.flatten(-3, -2).contiguous()
 

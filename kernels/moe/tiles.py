@@ -57,7 +57,7 @@ class ExpertTile(NamedTuple):
 
 
 def mxfp4_rows(*, gated: bool) -> int:
-    """The block_n of MXFP4 tiles: a program computes a pair of blocks of 64 rows, in a gated product one of gate and one of up."""
+    """The block_n of MXFP4 tiles: a program computes a pair of blocks of 64 rows, one of gate and one of up if gated."""
     return 64 if gated else 128
 
 
@@ -131,7 +131,7 @@ def _measured_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch
     tokens, 2 to 2,048 pairs an expert, with the units that `unit_pairs_of` gives and those next to them. The two products
     together take at most 3 % longer than with the fastest of these units and the fastest tile of each product; at 2,048 pairs an
     expert 4 %, where low=128 was as much faster for gpt-oss-20b, and at 512 pairs 3 % slower for gpt-oss-120b. With four stages
-    units of 128 pairs take half as long again, since fewer programs share a multiprocessor. Limits of registers let more programs
+    units of 128 pairs take up to half as long again: fewer programs share a multiprocessor. Limits of registers let more programs
     share one: up of gpt-oss-120b takes 354 instead of 391 us with units of 32 pairs (512 tokens), 456 instead of 601 with units
     of 64 (1,024). Other units become slower. At 64 pairs an expert (gpt-oss-20b, 512 tokens) up and down take 172 and 95 us with
     units of 96 pairs, with the next best units, of 64, 178 and 101.
