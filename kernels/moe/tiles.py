@@ -112,7 +112,8 @@ MANY_LAYER_PAIRS = 8192
 
 
 FEW_UNITS = 8
-"""Number of units up to which more steps are loaded ahead: with few programs, the bytes in flight limit the bandwidth."""
+"""Number of units of INT4 and NVFP4 up to which more steps are loaded ahead: with few programs, the bytes in flight limit the
+bandwidth."""
 
 
 def expert_tile(unit_pairs: int, num_units: int, card: Card, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
@@ -133,8 +134,8 @@ def _measured_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch
     expert 4 %, where low=128 was as much faster for gpt-oss-20b, and at 512 pairs 3 % slower for gpt-oss-120b. With four stages
     units of 128 pairs take up to half as long again: fewer programs share a multiprocessor. Limits of registers let more programs
     share one: up of gpt-oss-120b takes 354 instead of 391 us with units of 32 pairs (512 tokens), 456 instead of 601 with units
-    of 64 (1,024). Other units become slower. At 64 pairs an expert (gpt-oss-20b, 512 tokens) up and down take 172 and 95 us with
-    units of 96 pairs, with the next best units, of 64, 178 and 101.
+    of 64 (1,024). Other units gain nothing on both models. At 64 pairs an expert (gpt-oss-20b, 512 tokens) up and down take 172
+    and 95 us with units of 96 pairs, 178 and 101 with the next best, of 64.
     FP8 tiles with `turned` were timed on Qwen3-30B-A3B at 512 to 16,384 tokens, and on MiniMax-M2 at 1,024 and 4,096. Three
     programs of 64 pairs, or two of 128 pairs and eight warps, share a multiprocessor; one program of twice the rows of W takes
     longer.
