@@ -31,9 +31,8 @@ def _growing_rope(config: ConfigReader) -> RopeSpec:
     rope, spec = rope_part(config), plain_rope(config)
     if not rope.given(_GROWTH):
         return spec
-    return replace(
-        spec, query_growth=rope.number(_GROWTH), original_max_len=rope.integer("original_max_position_embeddings")
-    )
+    original = spec.original_max_len or rope.integer("original_max_position_embeddings")  # a type without scaling has read none
+    return replace(spec, query_growth=rope.number(_GROWTH), original_max_len=original)
 
 
 MISTRAL = Family(
