@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.fetch import fetch_to_l2
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.moe.blocks import blocks_of, check_launch
 from batchspec.kernels.moe.experts_plain import experts_plain_down_reference, experts_plain_up_reference
@@ -24,15 +25,20 @@ from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.mxfp4 import BLOCK, Mxfp4Weight, dequantise_mxfp4, mxfp4_shapes
 from batchspec.kernels.moe.mxfp4_steps import load_columns, load_scales, load_words, scales_of_blocks, unpack_block
 from batchspec.kernels.moe.packed_tiles import FIRST_ROWS, HEIGHT_OF, JOINED_BELOW, MORE_ROWS, store_sums, wait_for
-from batchspec.kernels.moe.tiles import ExpertTile, mxfp4_rows
+from batchspec.kernels.moe.tiles import FEW_UNITS, ExpertTile, mxfp4_rows
 from batchspec.kernels.moe.units import Routing, program_place
+
+FETCHED = 3
+"""Steps of weights that a program fetches to the L2 cache ahead, if there are at most FEW_UNITS units: the loads of so few
+programs do not use the whole bandwidth. One token of gpt-oss takes 33 us a layer with it, 39 without; more tokens gain at most
+what such runs differ by (one H200, 2026-11-26)."""
 
 
 @triton.jit
 def multiply(
     x, x_more, w, w_scales, bias, pairs, out, expert, begin, count, tile, num_rows, n, k,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    BLOCK_T: tl.constexpr, MORE: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_T: tl.constexpr, MORE: tl.constexpr, FETCHED: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """A pair of blocks of 64 rows of W (gated: of gate and up; others: adjacent) by BLOCK_T rows of x and the MORE after them.
 
@@ -55,8 +61,15 @@ def multiply(
     up = tl.zeros([64, BLOCK_T], tl.float32)
     acc_more = tl.zeros([64, max(MORE, 1)], tl.float32)
     up_more = tl.zeros([64, max(MORE, 1)], tl.float32)
+    if FETCHED:
+        fetch_to_l2(w, tl.minimum(steps, FETCHED) * size * 4)
+        fetch_to_l2(w_scales, steps * 512)
     next_a, next_b, next_scales = load_words(w, 0), load_words(w + second, turn), load_scales(w_scales)
     for step in range(steps):
+        if FETCHED:
+            ahead = step + FETCHED
+            if ahead < steps:
+                fetch_to_l2(w + ahead * size, size * 4)
         a, b = next_a, next_b
         a_scales, b_scales = scales_of_blocks(next_scales)
         later = tl.minimum(step + 1, steps - 1)  # the last step loads its own again
@@ -86,12 +99,13 @@ def multiply(
 def experts_mxfp4_kernel(
     x16, x32, x64, x128, x256, w, w_scales, bias, pairs, units, out, num_units, num_rows, n, k,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    LOW: tl.constexpr, BLOCK_T: tl.constexpr, JOINED: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
-    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    LOW: tl.constexpr, BLOCK_T: tl.constexpr, JOINED: tl.constexpr, GROUP: tl.constexpr, FETCHED: tl.constexpr,
+    TMA: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):
     """x16 to x256: x [num_rows, k] with blocks of that many rows, None if no height of the tile needs it.
 
     w, w_scales: int32, of all experts in the order of `mxfp4.py`. A program has four warps, as that order.
+    FETCHED: only on cards with early starts (`pdl.py`), which have what `fetch_to_l2` needs.
     JOINED: units of up to 48, 80 and 96 pairs run as 32 + 16, 64 + 16 and 64 + 32.
     """
     unit, tile = program_place(num_units, tl.cdiv(n, 64 if GATED else 128), GROUP)
@@ -105,7 +119,8 @@ def experts_mxfp4_kernel(
             below = JOINED_BELOW[step] if JOINED else HEIGHT_OF[step] // 2
             if (count > (below if HEIGHT_OF[step] > LOW else 0)) & (count <= HEIGHT_OF[step]):
                 multiply(blocks[step][0], blocks[step][1], w, w_scales, bias, pairs, out, expert, begin, count, tile, num_rows,
-                         n, k, SCATTER, GATED, LIMIT, ALPHA, FIRST_ROWS[step], MORE_ROWS[step], TMA, INTERPRETED)
+                         n, k, SCATTER, GATED, LIMIT, ALPHA, FIRST_ROWS[step], MORE_ROWS[step], FETCHED if PDL else 0, TMA,
+                         INTERPRETED)
 
 
 def experts_mxfp4_up(
@@ -167,14 +182,15 @@ def launch(
     if not len(routing.units):
         return
     tma = tile.tma and x.data_ptr() % 16 == 0 and k * x.itemsize % 16 == 0
+    fetched = FETCHED if len(routing.units) <= FEW_UNITS else 0
     grid = (len(routing.units) * triton.cdiv(n, tile.block_n),)
     start = partial(experts_mxfp4_kernel.warmup, grid=grid) if compile_only else experts_mxfp4_kernel[grid]
     start(
         *blocks_of(x, tile, tma), weight.words.view(torch.int32), weight.scales.view(torch.int32), bias, routing.pairs,
         routing.units, out, len(routing.units), num_pairs, n, k,
         SCATTER=not gated, GATED=gated, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,
-        LOW=tile.low, BLOCK_T=tile.block_t, JOINED=tile.joined, GROUP=tile.group, TMA=tma, INTERPRETED=not x.is_cuda,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **launch_args(x),
+        LOW=tile.low, BLOCK_T=tile.block_t, JOINED=tile.joined, GROUP=tile.group, FETCHED=fetched, TMA=tma,
+        INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **launch_args(x),
     )
 
 

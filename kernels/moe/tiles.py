@@ -112,8 +112,8 @@ MANY_LAYER_PAIRS = 8192
 
 
 FEW_UNITS = 8
-"""Number of units of INT4 and NVFP4 up to which more steps are loaded ahead: with few programs, the bytes in flight limit the
-bandwidth."""
+"""Number of units up to which weights of four bits are loaded or fetched more steps ahead: with few programs, the bytes in flight
+limit the bandwidth."""
 
 
 def expert_tile(unit_pairs: int, num_units: int, card: Card, *, gated: bool, dtype: torch.dtype) -> ExpertTile:

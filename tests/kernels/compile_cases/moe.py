@@ -101,7 +101,8 @@ for _gated, _low, _t, _tma in (
     case(f"experts_mxfp4_kernel gated {_gated}, {_low} to {_t} pairs, TMA {_tma}", "experts_mxfp4", 4,
          **_tokens_of("bf16", _low, _t, 128, _tma, _joined), w=PI32, w_scales=PI32, bias="*bf16", pairs=PI32, units=PI32,
          out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, SCATTER=not _gated, GATED=_gated,
-         LIMIT=7.0 if _gated else None, ALPHA=1.702, LOW=_low, BLOCK_T=_t, JOINED=_joined, GROUP=8, TMA=_tma, INTERPRETED=False)
+         LIMIT=7.0 if _gated else None, ALPHA=1.702, LOW=_low, BLOCK_T=_t, JOINED=_joined, GROUP=8, FETCHED=3 if _t == 16 else 0,
+         TMA=_tma, INTERPRETED=False)
 # (gated, lowest tile, pairs, rows of W, warps, TMA, group, zero points); the first four are those of the rule for Qwen3-30B-A3B.
 # Groups of 16: NVFP4.
 for _gated, _low, _t, _n, _warps, _tma, _group, _zeros in (
