@@ -72,7 +72,7 @@ def test_without_the_global_scale_every_number_is_exact_in_bf16() -> None:
     assert torch.equal(dequantise(weight, torch.bfloat16).double(), dequantise(weight, torch.float64))
 
 
-def test_thewords_of_mxfp4_hold_these_codes_and_each_16words_of_a_value_are_a_group() -> None:
+def test_the_words_of_mxfp4_hold_these_codes_and_each_16_words_of_a_value_are_a_group() -> None:
     """What the module says to those who write kernels: a masked word as bf16, times s 2^118, is e2m1 s 2^-8 without rounding."""
     weight = random_weight(6, 256)
     words = words_of(weight.codes.view(6, 2, 64))

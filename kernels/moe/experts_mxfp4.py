@@ -30,7 +30,7 @@ from batchspec.kernels.moe.units import Routing, program_place
 
 FETCHED = 3
 """Steps of weights that a program fetches to the L2 cache ahead, if there are at most FEW_UNITS units: the loads of so few
-programs do not use the whole bandwidth. One token of gpt-oss takes 33 us a layer with it, 39 without; more tokens gain at most
+programs do not use the whole bandwidth. One token of gpt-oss takes 33 us a layer with it, 38 without; more tokens gain at most
 what such runs differ by (one H200, 2026-11-26)."""
 
 

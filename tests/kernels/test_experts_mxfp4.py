@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import multiprocessing
 import random
 from math import prod
 
@@ -259,3 +262,34 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
         experts_mxfp4_up(x, weight._replace(words=weight.words[..., :64]), None, routing, tile=TILE, interpret=True)
     with pytest.raises(ValueError, match="the weight was shuffled with gated=True; must be False"):
         experts_mxfp4_down(x, weight, None, routing, tile=mxfp4_tile(TILE, gated=False), interpret=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="memory that may not be read is made for the interpreter")
+@pytest.mark.parametrize("width", [32, 64, 96])
+def test_nothing_after_the_last_word_and_scale_is_read(width: int) -> None:
+    """The last pair of the last expert, stored as one block or as two, ends where memory ends."""
+    child = multiprocessing.get_context("fork").Process(target=run_both_at_the_end_of_memory, args=(width,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0  # -11: a read after the end
+
+
+def run_both_at_the_end_of_memory(width: int) -> None:
+    routing = routing_of(3, 2, 2, SPREADS[0], 16, torch.device("cpu"))
+    up, down = (
+        weight._replace(words=at_the_end_of_memory(weight.words), scales=at_the_end_of_memory(weight.scales))
+        for weight in both(2, 64 + width, width, torch.device("cpu"))
+    )
+    x = sort_rows(noise(3, 64 + width, dtype=torch.bfloat16, device=torch.device("cpu")), routing)
+    h = experts_mxfp4_up(x, up, None, routing, tile=mxfp4_tile(TILE, gated=True), interpret=True)
+    experts_mxfp4_down(h, down, None, routing, tile=mxfp4_tile(TILE, gated=False), interpret=True)
+
+
+def at_the_end_of_memory(tensor: Tensor) -> Tensor:
+    """A copy after whose last byte comes a page that may not be read."""
+    size = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+    after = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + size
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(after), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    found = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=size - tensor.nbytes).view(tensor.shape)
+    return found.copy_(tensor)
