@@ -28,7 +28,7 @@ def of_ranks(logits: Tensor, rows: Any, count: int, table: Table | None = None) 
         return logits[:, rank * vocab // count : (rank + 1) * vocab // count]
 
     found = on_ranks(count, lambda ranks: searched_cutoffs(own(ranks.rank), row_ids, rows, vocab, ranks), table)
-    assert all(torch.equal(found[0], other) for other in found)
+    assert all(torch.equal(found[0].view(torch.int32), other.view(torch.int32)) for other in found)  # a row of -inf has NaN
     return found[0]
 
 
