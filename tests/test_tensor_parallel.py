@@ -196,8 +196,8 @@ HEAD_DIMS = {"fp8 blocks": [4, 64, 128], **{form: [8, 32, 64] for form in FORMAT
 
 
 def spec_to_cut(
-    family: str, form: str, *, head_dim: int, inner_size: int, heads: int, kv_heads: int, vocab_size: int, tie: bool, experts: int,
-    key_heads: int, of_key_head: int,
+    family: str, form: str, *, head_dim: int, inner_size: int, heads: int, kv_heads: int, vocab_size: int, tie: bool,
+    experts: int, key_heads: int, of_key_head: int,
 ) -> ModelSpec:
     """of_key_head: value heads of each key head"""
     shape: dict[str, Any] = {
