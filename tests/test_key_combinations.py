@@ -189,7 +189,7 @@ def test_any_value_of_any_key_is_read_as_transformers_reads_it_or_refused(family
 
 def test_the_length_of_the_pretraining_beside_the_rotary_embedding_overrides_the_one_in_it(tmp_path: Path) -> None:
     """Ministral's q grows from that length on, and yarn's frequencies depend on it."""
-    changes = ({}, {"original_max_position_embeddings": 5}, {"original_max_position_embeddings": 64})
+    changes: tuple[dict[str, Any], ...] = ({}, {"original_max_position_embeddings": 5}, {"original_max_position_embeddings": 64})
     specs = []
     for one in changes:
         assert check(changed("ministral3", one), tmp_path / "model") == "equal"
