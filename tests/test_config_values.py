@@ -76,7 +76,23 @@ def objects(keys: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict[s
     return st.fixed_dictionaries(keys).map(lambda found: {key: value for key, value in found.items() if value is not NOTHING})
 
 
-ROPES = st.one_of(st.just(NOTHING), st.none(), st.just({}), objects(ROPE_KEYS))
+WHOLE_ROPES: dict[str, dict[str, Any]] = {
+    "default": {}, "linear": {"factor": 2.0}, "yarn": {"factor": 4.0, "original_max_position_embeddings": 1024},
+    "llama3": {"factor": 8.0, "original_max_position_embeddings": 1024, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+"""What each type needs: of keys drawn one by one hardly any make a llama3."""
+
+
+def with_others(rope: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """With other values of up to three keys, or without them."""
+    others = st.lists(st.sampled_from([key for key in ROPE_KEYS if key not in ("rope_type", "type")]), max_size=3, unique=True)
+    return others.flatmap(lambda names: objects({
+        **{key: st.just(value) for key, value in rope.items()}, **{key: ROPE_KEYS[key] for key in names},
+    }))
+
+
+WHOLE = st.sampled_from([{name: kind, **keys} for kind, keys in WHOLE_ROPES.items() for name in ("rope_type", "type")])
+ROPES = st.one_of(st.just(NOTHING), st.none(), st.just({}), objects(ROPE_KEYS), WHOLE.flatmap(with_others))
 CONFIGS = st.builds(
     lambda family, keys, scaling, parameters: {
         **LLAMA, "model_type": family, **keys,
@@ -119,20 +135,31 @@ def rotary(config: dict[str, Any]) -> Any:
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 
 
-@settings(max_examples=300)
-@example({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": YARN, "rope_theta": 2e4})
-@example({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 5e5}})
-@example({**LLAMA, "rope_scaling": {}, "rope_parameters": YARN})
-@example({**LLAMA, "rope_parameters": {**YARN, "truncate": None}, "original_max_position_embeddings": 2048})
-@example({**LLAMA, "model_type": "qwen2", "num_attention_heads": 32})
-@example({**LLAMA, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0})
-@example({**LLAMA, "model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 2})
-@given(CONFIGS)
-def test_what_is_read_is_what_transformers_reads(config: dict[str, Any]) -> None:
-    spec, theirs = ours(config), rotary(config)
-    if spec is None or theirs is None:
-        return  # refusing what it reads is right where it is not supported; both directions have tests of their own below
-    made, embedding = theirs
+def test_what_is_read_is_what_transformers_reads() -> None:
+    compared = set()
+
+    @settings(max_examples=300)
+    @example({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": YARN, "rope_theta": 2e4})
+    @example({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 5e5}})
+    @example({**LLAMA, "rope_scaling": {}, "rope_parameters": YARN})
+    @example({**LLAMA, "rope_parameters": {**YARN, "truncate": None}, "original_max_position_embeddings": 2048})
+    @example({**LLAMA, "model_type": "qwen2", "num_attention_heads": 32})
+    @example({**LLAMA, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0})
+    @example({**LLAMA, "model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 2})
+    @given(CONFIGS)
+    def check(config: dict[str, Any]) -> None:
+        spec, theirs = ours(config), rotary(config)
+        if spec is None or theirs is None:
+            return  # refusing what it reads is right where it is not supported; both directions have tests of their own below
+        compare(spec, config, *theirs)
+        compared.add((config["model_type"], spec.rope.type))
+
+    check()
+    assert {kind for _, kind in compared} == set(WHOLE_ROPES)
+    assert {family for family, kind in compared if kind != "default"} == set(FAMILIES)
+
+
+def compare(spec: ModelSpec, config: dict[str, Any], made: Any, embedding: Any) -> None:
     assert (spec.num_heads, spec.num_kv_heads) == (made.num_attention_heads, made.num_key_value_heads)
     # Qwen2 knows no head_dim of its own but takes it from the file where it is there.
     assert spec.head_dim == (getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads)

@@ -17,7 +17,7 @@ from batchspec.commands.export import main
 from batchspec.config.schema import InputConfig, OutputConfig
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.openai_keys import TURN_KEYS
-from batchspec.dataset.openai_requests import BadRequest, parse_request
+from batchspec.dataset.openai_requests import BadRequest, filled, parse_request, request_row, request_schema
 from batchspec.dataset.reader import table_source
 from batchspec.dataset.writer import build_table
 from batchspec.errors import ConfigError, InputError, OutputError
@@ -411,14 +411,34 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-keys = st.sampled_from(["messages", "max_tokens", "temperature", "seed", "stop", "n", "tools", "stream", "other"])
+roles, numbers = st.sampled_from(["user", "assistant", "system"]), st.integers(0, 5) | st.floats(0, 1)
+chats = st.lists(st.builds(turn, roles, st.text()), min_size=1, max_size=3)
+keys = st.sampled_from(["max_tokens", "temperature", "seed", "stop", "n", "tools", "stream", "other"])
+bodies = st.builds(
+    lambda messages, more: {**more, **messages},
+    st.fixed_dictionaries({"messages": chats}) | st.fixed_dictionaries({}, optional={"messages": json_values}),
+    st.dictionaries(keys, numbers | json_values, max_size=3),
+)
 
 
-@given(body=st.dictionaries(keys, json_values, max_size=5), custom_id=json_values)
-def test_any_line_is_a_row_or_one_error(body: dict[str, Any], custom_id: Any) -> None:
-    try:
-        row = parse_request(json.dumps({"custom_id": custom_id, "body": body}))
-    except BadRequest:
-        return
-    assert isinstance(row["id"], str)
-    assert all({"role", "content"} <= set(turn) <= set(TURN_KEYS) for turn in row["messages"])
+def test_any_line_is_a_row_or_one_error() -> None:
+    rows, problems = list[dict[str, Any]](), dict[str, str]()
+
+    @given(body=bodies, custom_id=st.text() | st.integers() | json_values)
+    def check(body: dict[str, Any], custom_id: Any) -> None:
+        try:
+            row = parse_request(json.dumps({"custom_id": custom_id, "body": body}))
+        except BadRequest as bad:
+            problems[str(bad)] = bad.kind
+            return
+        rows.append(row)
+        assert row["id"] == str(custom_id)
+        assert row["messages"] == body["messages"]
+        assert all({"role", "content"} <= set(turn) <= set(TURN_KEYS) for turn in row["messages"])
+        schema = request_schema(filled(row))
+        pa.Table.from_pylist([request_row(row, schema)], schema=schema).validate(full=True)
+
+    check()
+    assert rows
+    assert len(set(problems.values())) > 2
+    assert all(map(str.isprintable, problems))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ def changed(family: str, changes: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.second
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_combination_is_read_as_transformers_reads_it_or_refused(family: str, tmp_path: Path) -> None:
-    outcomes = set()
+    outcomes = Counter[str]()
 
     @settings(max_examples=40)
     @given(changes_of(family))
@@ -171,10 +172,10 @@ def test_any_combination_is_read_as_transformers_reads_it_or_refused(family: str
     def check_combination(changes: dict[str, Any]) -> None:
         said = check(changed(family, changes), tmp_path / "model")
         assert said.isprintable()
-        outcomes.add(said)
+        outcomes[said] += 1
 
     check_combination()
-    assert "equal" in outcomes
+    assert outcomes["equal"] > 5, "of combinations, not of the unchanged config alone"
     assert len(outcomes) > 2
 
 
@@ -188,7 +189,7 @@ def test_any_value_of_any_key_is_read_as_transformers_reads_it_or_refused(family
 
 def test_the_length_of_the_pretraining_beside_the_rotary_embedding_overrides_the_one_in_it(tmp_path: Path) -> None:
     """Ministral's q grows from that length on, and yarn's frequencies depend on it."""
-    changes = ({}, {"original_max_position_embeddings": 5}, {"original_max_position_embeddings": 64})
+    changes: tuple[dict[str, Any], ...] = ({}, {"original_max_position_embeddings": 5}, {"original_max_position_embeddings": 64})
     specs = []
     for one in changes:
         assert check(changed("ministral3", one), tmp_path / "model") == "equal"

@@ -36,7 +36,7 @@ from batchspec.model.spec import read_spec
 from batchspec.model.target import Target
 from batchspec.records import Request, SamplingParams
 from tests import nvfp4_layouts
-from tests.engines import DEVICE, in_e4m3, make_engine, packed, plain_tokens, request
+from tests.engines import DEVICE, ForcedDrafter, in_e4m3, make_engine, packed, plain_tokens, request
 from tests.int4_layouts import of_awq, of_compressed_tensors, of_gptq
 from tests.kernels.covering import covering
 from tests.moe_models import Strong, ids_of, tiny_config
@@ -72,7 +72,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe", {**INT4, "moe_intermediate_size": 48, "quantization_config": nvfp4_layouts.FP8_AND_NVFP4}
     ),
 }
-DRAFTERS = ("none", "eagle3", "parallel", "tree", "window", "lookup")
+DRAFTERS = ("none", "eagle3", "parallel", "tree", "window", "lookup", "right")
 SLOTS, PAGE_SIZE, K = 4, 1, 4
 
 
@@ -126,7 +126,9 @@ def expected_of(name: str, fp8_kv: bool) -> dict[str, list[int]]:
     return {one.request_id: plain_tokens(target_of(name, fp8_kv), one) for one in requests_of_a_job()}
 
 
-def drafter_of(kind: str, name: str, target: Target) -> Drafter:
+def drafter_of(kind: str, name: str, target: Target, outputs: dict[str, list[int]]) -> Drafter:
+    """Of drafts of random heads few are accepted; those of "right" are the outputs."""
+    by_key = {one.seed: outputs[one.request_id] for one in requests_of_a_job()}
     made: dict[str, Callable[[], Drafter]] = {
         "none": NoDrafter,
         "eagle3": lambda: ChainDrafter(head_of(name), target, K, slots=SLOTS),
@@ -134,6 +136,7 @@ def drafter_of(kind: str, name: str, target: Target) -> Drafter:
         "tree": lambda: TreeDrafter(head_of(name), target, TreeShape(topk=3, depth=3, nodes=8), slots=SLOTS),
         "window": lambda: WindowDrafter(target, K, slots=SLOTS, window=4, sink=1),
         "lookup": lambda: LookupDrafter(K, min_ngram=1, max_ngram=2),
+        "right": lambda: ForcedDrafter(K, by_key, right=True, fixed_len=True),
     }
     return made[kind]()
 
@@ -142,7 +145,7 @@ def drafter_of(kind: str, name: str, target: Target) -> Drafter:
 def test_tokens_are_those_of_plain_decoding(name: str, kind: str, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     target, requests = target_of(name, setting.fp8_kv), requests_of_a_job()
     expected = expected_of(name, setting.fp8_kv)
-    drafter = drafter_of(kind, name, target)
+    drafter = drafter_of(kind, name, target, expected)
     longest = max(len(one.prompt_ids) + one.max_new_tokens for one in requests)
     ahead = drafter.shape.kv_per_round if isinstance(drafter, TreeDrafter) else 0
     batch = packed(
@@ -157,6 +160,7 @@ def test_tokens_are_those_of_plain_decoding(name: str, kind: str, setting: Setti
     assert {done.request_id: ids_of(done) for done in engine.run(iter(requests))} == expected
     assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)
     assert (engine.totals.preempted > 0) == setting.scarce_pages
+    assert engine.totals.accepted > 20 or kind != "right"
     assert kind == "none" or (len(widths) > 1 and RoundWidth(0) in widths) == setting.auto_k
     assert any(width.mean_len is not None for width in widths) == (setting.auto_k and kind not in ("none", "tree"))
 

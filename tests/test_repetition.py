@@ -86,8 +86,9 @@ def test_a_job_ends_rows_that_repeat_themselves_and_says_so(model: Path, tmp_pat
 
 def test_a_retry_of_cut_off_rows_leaves_rows_that_repeat_themselves(model: Path, tmp_path: Path) -> None:
     keys = [f"{REPETITION}.max_pattern_size=20", f"{REPETITION}.min_count=2"]
-    before = job(model, tmp_path, "out", *keys, "decode.max_new_tokens=30")
+    before = job(model, tmp_path, "out", *keys, "decode.max_new_tokens=40")
     after = job(model, tmp_path, "out", *keys, "decode.max_new_tokens=60", "resume=length")
+    assert {old["finish_reason"] for old in before} == {"repetition", "length"}
     for old, new in zip(before, after, strict=True):
         if old["finish_reason"] == "repetition":
             assert new["token_ids"] == old["token_ids"]

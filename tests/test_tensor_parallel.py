@@ -22,7 +22,7 @@ from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
 from batchspec.errors import ConfigError
 from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
-from batchspec.model.blocks.base import Shard
+from batchspec.model.blocks.base import Shard, TensorSpec
 from batchspec.model.decoder import ResidualStream
 from batchspec.model.fused import rms_norm
 from batchspec.model.quant.plain import Linear
@@ -45,7 +45,14 @@ LONG = [[(7 * i + 3) % 31 for i in range(23)], [2, 4, 8, 16]]
 
 
 class Loud(Noise):
-    """Noise with norms that are not 1, and large enough that a wrong part shows."""
+    """Noise with norms that are not 1, scales that differ, and large enough that a wrong part shows."""
+
+    def _noise(self, tensor: TensorSpec, shape: tuple[int, ...]) -> Tensor:
+        found = super()._noise(tensor, shape)
+        if tensor.role != "scale" or found.dtype is torch.uint8 or found.numel() == 1:
+            return found
+        factors = torch.linspace(0.5, 2.0, found.numel(), dtype=torch.float64, device=found.device)
+        return (found.double() * factors[_order(found.numel())].view(shape)).to(found.dtype)
 
     def tensor(self, name: str) -> Tensor:
         found = super().tensor(name)
@@ -54,6 +61,11 @@ class Loud(Noise):
             cut = () if self._slices is None else self._slices[name]
             return taken(own, cut).clone() if cut else own
         return found.mul_(8) if name.endswith("proj.weight") and found.dtype is self.dtype else found
+
+
+def _order(count: int) -> Tensor:
+    """Neighbours are far apart: a scale taken from the next place is another one, in e4m3 too."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(0))
 
 
 def batch_of(rows: list[list[int]], num_pages: int, page_size: int = 4) -> FlatBatch:
@@ -178,7 +190,42 @@ INNER_SIZES = {
     **{form: st.sampled_from([96, 128, 160, 256, 288]) for form in FORMATS if "int4" in form},
     **{form: st.sampled_from([16, 32, 80, 128, 240]) for form in FORMATS if "nvfp4" in form},
 }
+SIZES_TO_CUT = {"plain": (12, 22), "fp8 rows": (12, 22), "fp8 blocks": (128, 512), "mxfp4": (12, 128)}
+"""Of a head and of an MLP, which two ranks can have halves of."""
 HEAD_DIMS = {"fp8 blocks": [4, 64, 128], **{form: [8, 32, 64] for form in FORMATS if "int4" in form or "nvfp4" in form}}
+
+
+def spec_to_cut(
+    family: str, form: str, *, head_dim: int, inner_size: int, heads: int, kv_heads: int, vocab_size: int, tie: bool,
+    experts: int, key_heads: int, of_key_head: int,
+) -> ModelSpec:
+    """of_key_head: value heads of each key head"""
+    shape: dict[str, Any] = {
+        "num_attention_heads": heads, "head_dim": head_dim, "num_hidden_layers": 1,
+        "num_key_value_heads": kv_heads, "intermediate_size": inner_size,
+        "moe_intermediate_size": inner_size if family in MOE_SIZED else None,
+        "shared_intermediate_size": inner_size if family == "granitemoehybrid" else None,
+        "layer_types": ["attention"] if family == "granitemoehybrid" else None,
+        "n_group": 1 if family == "glm4_moe" else None, "topk_group": 1 if family == "glm4_moe" else None,
+        "first_k_dense_replace": 0 if family == "glm4_moe" else None,
+        "shared_expert_intermediate_size": inner_size if family == "qwen3_next" else None,
+        "partial_rotary_factor": 0.5 if family in ("phi3", "glm4", "glm4_moe", *RECURRENT) else None,
+        "vocab_size": vocab_size, "tie_word_embeddings": tie,
+        "num_experts" if family in MOE_SIZED and family != "glm4_moe" else "num_local_experts":
+            experts if family in (*EXPERTS, "gpt_oss") else None,
+    }
+    if "int4" in form or "nvfp4" in form:
+        shape["hidden_size"] = 64
+    if family in RECURRENT:
+        shape |= {
+            "linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * of_key_head,
+            "linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim, "num_hidden_layers": 2,
+        }
+    if family.startswith("gemma4"):
+        shape |= {"num_hidden_layers": 2, "global_head_dim": 2 * head_dim}
+    if family == "phi3":
+        shape["hidden_size"] = head_dim * shape["num_attention_heads"]
+    return spec_of(family, **{name: value for name, value in shape.items() if value is not None}, **FORMATS[form])
 
 
 @settings(max_examples=60)
@@ -187,35 +234,14 @@ def test_what_plan_lets_through_every_rank_loads_and_computes(data: st.DataObjec
     """Families x formats x ranks x sizes: `part_of` refuses a cut on all ranks, with one line, or the ranks do what one does."""
     family, form = data.draw(st.sampled_from(CUT))
     ranks = data.draw(st.sampled_from([2, 4, 8]))
-    head_dim = data.draw(st.sampled_from(HEAD_DIMS.get(form, [4, 12])))
-    inner_size = data.draw(INNER_SIZES.get(form, st.integers(1, 40) | st.integers(1, 6).map(lambda count: 8 * count)))
-    shape: dict[str, Any] = {
-        "num_attention_heads": 4 * data.draw(st.sampled_from([1, 2, 3])), "head_dim": head_dim, "num_hidden_layers": 1,
-        "num_key_value_heads": data.draw(st.sampled_from([1, 2, 4])), "intermediate_size": inner_size,
-        "moe_intermediate_size": inner_size if family in MOE_SIZED else None,
-        "shared_intermediate_size": inner_size if family == "granitemoehybrid" else None,
-        "layer_types": ["attention"] if family == "granitemoehybrid" else None,
-        "n_group": 1 if family == "glm4_moe" else None, "topk_group": 1 if family == "glm4_moe" else None,
-        "first_k_dense_replace": 0 if family == "glm4_moe" else None,
-        "shared_expert_intermediate_size": inner_size if family == "qwen3_next" else None,
-        "partial_rotary_factor": 0.5 if family in ("phi3", "glm4", "glm4_moe", *RECURRENT) else None,
-        "vocab_size": data.draw(st.sampled_from([31, 33, 46])), "tie_word_embeddings": data.draw(st.booleans()),
-        "num_experts" if family in MOE_SIZED and family != "glm4_moe" else "num_local_experts":
-            data.draw(st.sampled_from([3, 4, 7])) if family in (*EXPERTS, "gpt_oss") else None,
-    }
-    if "int4" in form or "nvfp4" in form:
-        shape["hidden_size"] = 64
-    if family in RECURRENT:
-        key_heads = data.draw(st.sampled_from([2, 3, 4]))
-        shape |= {
-            "linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * data.draw(st.sampled_from([1, 2])),
-            "linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim, "num_hidden_layers": 2,
-        }
-    if family.startswith("gemma4"):
-        shape |= {"num_hidden_layers": 2, "global_head_dim": 2 * head_dim}
-    if family == "phi3":
-        shape["hidden_size"] = head_dim * shape["num_attention_heads"]
-    spec = spec_of(family, **{name: value for name, value in shape.items() if value is not None}, **FORMATS[form])
+    spec = spec_to_cut(
+        family, form, head_dim=data.draw(st.sampled_from(HEAD_DIMS.get(form, [4, 12]))),
+        inner_size=data.draw(INNER_SIZES.get(form, st.integers(1, 40) | st.integers(1, 6).map(lambda count: 8 * count))),
+        heads=4 * data.draw(st.sampled_from([1, 2, 3])), kv_heads=data.draw(st.sampled_from([1, 2, 4])),
+        vocab_size=data.draw(st.sampled_from([31, 33, 46])), tie=data.draw(st.booleans()),
+        experts=data.draw(st.sampled_from([3, 4, 7])), key_heads=data.draw(st.sampled_from([2, 3, 4])),
+        of_key_head=data.draw(st.sampled_from([1, 2])),
+    )
     found: list[ModelSpec | str] = []
     for rank in range(ranks):
         try:
@@ -232,6 +258,18 @@ def test_what_plan_lets_through_every_rank_loads_and_computes(data: st.DataObjec
     assert sum(part.layers[0].mlp.inner_size for part in parts) == spec.layers[0].mlp.inner_size
     assert parts[0].layers[0].mlp.inner_size == max(part.layers[0].mlp.inner_size for part in parts)
     assert_like_one(spec, ranks, [[3, 9, 1], [5]])
+
+
+@pytest.mark.second
+@pytest.mark.parametrize(("family", "form"), dict.fromkeys(CUT))
+def test_every_family_is_cut_in_every_format(family: str, form: str) -> None:
+    """Of the shapes drawn above most are refused, and few of these pairs are among the others."""
+    head_dim, inner_size = SIZES_TO_CUT.get(form, (64, 256))
+    spec = spec_to_cut(
+        family, form, head_dim=head_dim, inner_size=inner_size, heads=4, kv_heads=2, vocab_size=33, tie=False, experts=4,
+        key_heads=2, of_key_head=2,
+    )
+    assert_like_one(spec, 2, [[3, 9, 1], [5]])
 
 
 def test_a_layer_exchanges_twice_and_a_norm_over_all_heads_once_more() -> None:
