@@ -80,7 +80,7 @@ WHOLE_ROPES: dict[str, dict[str, Any]] = {
     "default": {}, "linear": {"factor": 2.0}, "yarn": {"factor": 4.0, "original_max_position_embeddings": 1024},
     "llama3": {"factor": 8.0, "original_max_position_embeddings": 1024, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
-"""What each type needs: of keys drawn one by one hardly any make a llama3."""
+"""What each type needs: keys drawn one by one rarely make a llama3."""
 
 
 def with_others(rope: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:

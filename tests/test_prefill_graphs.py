@@ -487,7 +487,7 @@ def test_a_pass_is_padded_to_powers_of_two_and_midpoints(spans: list[tuple[int, 
     assert shapes_of().of(rows_of(*spans), GREEDY, ALWAYS) == PassShape(num_tokens, num_rows, max_q, max_kv, max_keys, GREEDY)
 
 
-@example([(0, 400)] * 11)  # more tokens than a graph has, which lists that are drawn hardly ever are
+@example([(0, 400)] * 11)  # more tokens than a graph has, which drawn lists rarely are
 @example([(900, 1)] * 24)
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 400)), min_size=1, max_size=24))
 def test_a_pass_stays_within_the_bounds_of_its_shape(rows: list[tuple[int, int]]) -> None:
