@@ -132,7 +132,7 @@ def rotary(config: dict[str, Any]) -> Any:
     return made, embedding
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+YARN = {"rope_type": "yarn", **WHOLE_ROPES["yarn"]}
 
 
 def test_what_is_read_is_what_transformers_reads() -> None:

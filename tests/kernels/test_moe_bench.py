@@ -13,7 +13,7 @@ from batchspec.kernels.benchmarks.moe_weights import FORMATS, MODELS, MoeShape, 
 from batchspec.kernels.benchmarks.timing import relative_error
 from batchspec.kernels.common.card import INTERPRETER
 from batchspec.kernels.moe.gate import Gate
-from batchspec.kernels.moe.tiles import ExpertTile, expert_tile
+from batchspec.kernels.moe.tiles import ExpertTile, expert_tile, mxfp4_rows
 from tests.kernels.call_clock import Clock
 from tests.kernels.moe_cases import SPREADS, routing_of
 
@@ -75,7 +75,7 @@ def test_spreads_and_tiles(device: torch.device) -> None:
 def test_a_sweep_times_all_tiles_that_are_right(
     form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiles = [ExpertTile(block_t, 128 if form == "mxfp4" else 64, 128, 2, 4) for block_t in (16, 32)]
+    tiles = [ExpertTile(block_t, mxfp4_rows(gated=False) if form == "mxfp4" else 64, 128, 2, 4) for block_t in (16, 32)]
     monkeypatch.setattr(moe_bench, "tiles_of", lambda product, tokens, sweep: tiles)
     product = make_products(SHAPE, form, device)[1]
     monkeypatch.setattr(type(product), "tolerance", 2e-2)
