@@ -66,7 +66,7 @@ def test_every_tile_that_the_tuner_times_is_right_and_the_same_each_time(group: 
     weight = weight_of(rows, k, group)
     x = noise(tokens, weight.k)
     expected = in_fp64(x, weight)
-    for tile in candidates(tokens, rows, weight.k, card_of(GPU))[::3]:
+    for tile in candidates(tokens, rows, weight.k, group, card_of(GPU))[::3]:
         outs = [torch.full((tokens, rows), torch.nan, device=GPU) for _ in range(2)]
         for out in outs:
             four_bit_linear(x, weight, tile=tile, out=out)
@@ -78,7 +78,7 @@ def test_every_tile_that_the_tuner_times_is_right_and_the_same_each_time(group: 
 @pytest.mark.parametrize("tokens", [1, 16, 64, 256])
 def test_swiglu_is_that_of_its_rounded_product(tokens: int, group: int, zeros: bool) -> None:
     weight, x = four_bit_weight(2 * 1408, 2048, group, GPU, zeros=zeros), noise(tokens, 2048)
-    for tile in candidates(tokens, 2 * 1408, 2048, card_of(GPU), gated=True)[::5]:
+    for tile in candidates(tokens, 2 * 1408, 2048, group, card_of(GPU), gated=True)[::5]:
         gate, up = four_bit_linear(x, weight, tile=tile._replace(block_n=2 * tile.block_n)).chunk(2, -1)
         assert_near(four_bit_swiglu(x, weight, tile=tile), F.silu(gate.float()) * up.float(), 6e-3)
 

@@ -124,7 +124,7 @@ def test_a_tuned_product_has_the_choice_that_measured_fastest(monkeypatch: pytes
     assert policy.four_bit_tile(9, 64, 256, 128, CPU, gated=False) == tile
     assert policy.four_bit_tile(9, 64, 256, 128, CPU, gated=True) is None
     for group, rows in ((64, 64), (128, 80)):
-        rule = four_bit_tiles.four_bit_tile(9, rows, 256, INTERPRETER, gated=True)
+        rule = four_bit_tiles.four_bit_tile(9, rows, 256, group, INTERPRETER, gated=True)
         assert policy.four_bit_tile(9, rows, 256, group, CPU, gated=True) == rule
 
 

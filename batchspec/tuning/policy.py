@@ -108,7 +108,7 @@ def four_bit_tile(tokens: int, rows: int, k: int, group: int, device: torch.devi
     op = four_bit_tiles.op_of(group, gated=gated)
     if is_measured(op, rows, k, device):
         return measured_tile(op, tokens, rows, k, device)
-    return four_bit_tiles.four_bit_tile(tokens, rows, k, card_of(device), gated=gated)
+    return four_bit_tiles.four_bit_tile(tokens, rows, k, group, card_of(device), gated=gated)
 
 
 def ordered_four_bit_tile(tokens: int, *, gated: bool = False) -> Tile:

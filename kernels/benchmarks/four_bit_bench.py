@@ -35,7 +35,7 @@ from batchspec.kernels.common.pdl import set_enabled
 from batchspec.kernels.gemm import four_bit_linear as kernel
 from batchspec.kernels.gemm.four_bit_dequantise import multiply_dequantised
 from batchspec.kernels.gemm.four_bit_linear import four_bit_linear, four_bit_linear_reference, launch
-from batchspec.kernels.gemm.four_bit_tiles import candidates, four_bit_tile
+from batchspec.kernels.gemm.four_bit_tiles import candidates, compiled_as, four_bit_tile
 from batchspec.kernels.gemm.four_bit_trial import random_four_bit
 from batchspec.kernels.gemm.tiles import Tile
 
@@ -96,8 +96,10 @@ def time_product(
     (rows, k), device = (weights[0].num_rows, weights[0].k), weights[0].words.device
     x, found = torch.randn(tokens, k, device=device).bfloat16(), Timings()
     wanted, card, name = four_bit_linear_reference(x, weights[0]), card_of(device), f"T={tokens} {rows}x{k}"
-    found.rule = four_bit_tile(tokens, rows, k, card)
-    for tile in (None, *candidates(tokens, rows, k, card)):
+    group = weights[0].kernel_group
+    assert group is not None
+    found.rule = four_bit_tile(tokens, rows, k, group, card)
+    for tile in (None, *candidates(tokens, rows, k, group, card)):
         with continue_on_error(f"{name} {text_of(tile)}"):
             calls = [call_of(x, weight, tile) for weight in weights]
             error = relative_error(calls[0](), wanted)
@@ -128,7 +130,8 @@ def line_of(timings: Timings, tokens: int, weight: FourBitWeight) -> str:
 def text_of(tile: Tile | None) -> str:
     if tile is None:
         return "library"
-    return f"{tile.block_m}x{tile.block_n} s{tile.stages} w{tile.warps} {'t' if tile.tma else 'p'} /{tile.split}"
+    form, loads = "d" if tile.direct else "", "t" if tile.tma else "p"
+    return f"{form}{tile.block_m}x{tile.block_n} s{tile.stages} w{tile.warps} {loads} /{tile.split}"
 
 
 class Forward:
@@ -200,7 +203,7 @@ def bench_forward(name: str, forward: Forward, tokens: int, timings: Sequence[Ti
 
 @contextmanager
 def no_early_reads() -> Iterator[None]:
-    """Within this block programs do not fetch weights to the L2 cache while earlier launches still run."""
+    """Within this block programs of tiles that are not direct fetch no weights while earlier launches still run."""
     before, kernel.FETCH_BYTES = kernel.FETCH_BYTES, 0
     try:
         yield
@@ -220,22 +223,22 @@ def compile_one(task: tuple[Tile, int]) -> str:
     return ""
 
 
-def kernels_of(products: Iterable[tuple[int, int]], token_counts: Sequence[int], card: Card) -> list[Tile]:
-    """One tile for each kernel to compile: all splits share a kernel."""
-    tiles = (tile for rows, k in products for tokens in token_counts for tile in candidates(tokens, rows, k, card))
-    return list(dict.fromkeys(tile._replace(split=min(tile.split, 2)) for tile in tiles))
+def kernels_of(products: Iterable[tuple[int, int]], token_counts: Sequence[int], group: int, card: Card) -> list[Tile]:
+    """One tile for each kernel to compile."""
+    tiles = (tile for rows, k in products for tokens in token_counts for tile in candidates(tokens, rows, k, group, card))
+    return list(dict.fromkeys(map(compiled_as, tiles)))
 
 
 def bench(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
     begin, device, group = time.monotonic(), torch.device("cuda"), arguments.group
     shapes = dict.fromkeys(shape for model in arguments.models for shape in MODELS[model].products)
-    tiles = kernels_of(shapes, arguments.tokens, card_of(device))
+    tiles = kernels_of(shapes, arguments.tokens, group, card_of(device))
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
         for failure in pool.imap_unordered(compile_one, [(tile, group) for tile in tiles]):
             if failure:
                 print(f"not compiled: {failure}", flush=True)
     print(f"{torch.cuda.get_device_name(device)}; {len(tiles)} kernels compiled in {time.monotonic() - begin:.0f} s; a tile is "
-          "tokens x rows of W, stages, warps, pointers or TMA, split of K", flush=True)
+          "(d: direct) tokens x rows of W, stages, warps, pointers or TMA, split of K", flush=True)
     clock, found = GraphClock(device), dict[tuple[int, int, int], Timings]()
     for rows, k in shapes:
         weights = [random_four_bit(rows, k, group, device) for _ in range(max(2, CACHE_BYTES // (rows * k // 2) + 1))]

@@ -79,6 +79,11 @@ class Card:
         return max(1, min(stages, room // stage_bytes + in_registers))
 
     @property
+    def has_wgmma(self) -> bool:
+        """Whether a warp group's tensor cores multiply with an operand in its registers (Hopper alone)."""
+        return self.capability[0] == 9
+
+    @property
     def has_same_bits_in_all_tiles(self) -> bool:
         """Whether tensor cores give a row the same bits in tiles of any size: measured only on the Hopper generation."""
         return self.capability[0] == 9

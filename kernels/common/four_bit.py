@@ -144,6 +144,11 @@ def scale_dtype(row_scales: Tensor | None) -> torch.dtype:
     return torch.bfloat16 if row_scales is None else torch.int16
 
 
+def pairs_of(values: Tensor | None) -> Tensor | None:
+    """Scales or zero points [..., N'] of 16 bits, if there are any, as int32 [..., N' / 2] of two rows each."""
+    return None if values is None else values.view(torch.int32)
+
+
 def _codes(weight: FourBitWeight, words: Tensor) -> Tensor:
     """uint8 [N, K] of words whose lowest bits are the first of their codes."""
     octets = words.contiguous().view(torch.uint8).unflatten(2, (2, 8, 4, 4, 2, 2))

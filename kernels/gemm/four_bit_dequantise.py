@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.common.checks import check
-from batchspec.kernels.common.four_bit import BLOCK, ROWS, WORDS, FourBitWeight, dequantise
+from batchspec.kernels.common.four_bit import BLOCK, ROWS, WORDS, FourBitWeight, dequantise, pairs_of
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.gemm.four_bit_linear import check_weight, pairs_of
+from batchspec.kernels.gemm.four_bit_linear import check_weight
 from batchspec.kernels.gemm.four_bit_steps import SIZE, load_parts, load_words, unpack_block
 
 BLOCK_N = 64

@@ -5,7 +5,8 @@
 
 INT4 weights are rounded once to bf16, as `dequantise` gives them (`common/four_bit.py`), but only in registers: memory is read 4
 bits and scales a number (`four_bit_steps.py`). So the result is that of the product with dequantised weights, up to the order of
-sums. NVFP4 weights are not rounded (`common/nvfp4.py`).
+sums. NVFP4 weights are not rounded (`common/nvfp4.py`). Direct tiles have a kernel of their own, `four_bit_direct.py`; this one
+passes weights through shared memory.
 
 A tile of the output can be shared by several programs, each of which sums a part of the blocks of K. The last one to finish adds
 their sums in the order of K (`split_k.py`): the bits are the same in every run. They depend on how K is divided, not on the sizes
@@ -27,9 +28,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.fetch import fetch_to_l2
-from batchspec.kernels.common.four_bit import BLOCK, ROWS, WORDS, FourBitWeight, multiplied, scale_dtype
+from batchspec.kernels.common.four_bit import BLOCK, ROWS, WORDS, FourBitWeight, multiplied, pairs_of, scale_dtype
 from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.gemm.four_bit_direct import launch_direct
 from batchspec.kernels.gemm.four_bit_steps import SIZE, sum_blocks
+from batchspec.kernels.gemm.four_bit_tiles import MOST_PARTS
 from batchspec.kernels.gemm.linear import write_tile
 from batchspec.kernels.gemm.split_k import MAX_TILES, counters, join_parts
 from batchspec.kernels.gemm.tiles import Tile
@@ -152,6 +155,9 @@ def launch(
     num_tiles, split = -(-num_tokens // tile.block_m) * -(-n // tile.block_n), tile.split > 1
     if split and num_tiles > MAX_TILES:
         raise ValueError(f"four_bit_linear: {num_tiles} tiles split along K; at most {MAX_TILES}: use larger tiles or split=1")
+    if tile.direct:
+        launch_direct(x, weight, bias, out=out, tile=tile, gated=gated, group=group, compile_only=compile_only)
+        return
     height, grid = tile.block_n * (2 if gated else 1), (num_tiles * tile.split,)
     slots = (num_tiles + grid[0]) * height * tile.block_m
     partials = x.new_empty(slots, dtype=torch.float32) if split else None
@@ -175,11 +181,6 @@ def words_operand(words: Tensor, n: int, block_n: int, *, gated: bool) -> Tensor
         return TensorDescriptor.from_tensor(words.view(2 * blocks, n, WORDS), [2, block_n, WORDS])
     rows = (blocks - 1) * stride // WORDS + words.shape[-2] * ROWS
     return TensorDescriptor.from_tensor(words.as_strided((rows, WORDS), (WORDS, 1)), [block_n, WORDS])
-
-
-def pairs_of(values: Tensor | None) -> Tensor | None:
-    """Scales or zero points [..., N'] of 16 bits, if there are any, as int32 [..., N' / 2] of two rows each."""
-    return None if values is None else values.view(torch.int32)
 
 
 def check_weight(kernel: str, weight: FourBitWeight) -> int:
@@ -208,6 +209,10 @@ def _check(x: Tensor, weight: FourBitWeight, bias: Tensor | None, out: Tensor, t
         raise ValueError(f"four_bit_swiglu: {n} outputs of a weight; must be a multiple of {ROWS}, and not a slice of its rows")
     if tile.block_k != BLOCK or tile.block_n % ROWS or tile.per_sm:
         raise ValueError(f"four_bit_linear: {tile}; block_k must be {BLOCK}, block_n a multiple of {ROWS}, and per_sm 0")
+    rows, of_a_warp = tile.block_n * (2 if gated else 1), (2 * ROWS,) if gated else (ROWS, 2 * ROWS)
+    if tile.direct and (rows not in [own * tile.warps for own in of_a_warp] or tile.split > MOST_PARTS):
+        needed = f"{' or '.join(map(str, of_a_warp))} rows of W a warp and a split of at most {MOST_PARTS}"
+        raise ValueError(f"four_bit_linear: {tile}; a direct one has {needed}")
 
 
 if __name__ == "__main__":

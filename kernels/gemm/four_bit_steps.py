@@ -39,17 +39,17 @@ NVFP4_BITS, NVFP4_SIZE = tl.constexpr(0x0FF00FF0), tl.constexpr(0x70007000)
 def load_tokens(
     x, begin, at, num_rows, k, stride, BLOCK_T: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """128 columns of rows of x, transposed: [128, BLOCK_T], columns past k 0. Rows past the last one are unspecified."""
+    """128 columns of rows of x, transposed: [128, BLOCK_T]. Rows and columns past the last ones are 0 and not read."""
     if TMA:
         tokens = x.load([begin, at])
     else:
-        row = tl.minimum(begin + tl.arange(0, BLOCK_T), num_rows - 1).to(tl.int64)
-        column = at + tl.arange(0, 128)
-        places = x + row[:, None] * stride + column[None, :]
+        row, column = begin + tl.arange(0, BLOCK_T), at + tl.arange(0, 128)
+        places = x + row.to(tl.int64)[:, None] * stride + column[None, :]
+        inside = (row < num_rows)[:, None]
         if EVEN_K:
-            tokens = tl.load(places)
+            tokens = tl.load(places, mask=inside, other=0.0)
         else:
-            tokens = tl.load(places, mask=column[None, :] < k, other=0.0)
+            tokens = tl.load(places, mask=inside & (column < k)[None, :], other=0.0)
     tokens = tl.trans(tokens)
     return tokens.to(tl.float32) if INTERPRETED else tokens
 
@@ -88,25 +88,33 @@ def load_pairs(source, first, n, last, GATED: tl.constexpr, BLOCK_N: tl.constexp
 
 
 @triton.jit
-def of_rows(pairs, ROWS: tl.constexpr):
-    """int32 [ROWS / 2] of two rows each -> int16 [ROWS]. No number moves between threads."""
-    return tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).reshape(ROWS // 16, 8, 2).permute(0, 2, 1).reshape(ROWS)
+def of_rows(pairs, LANES: tl.constexpr):
+    """int32 [P] of two rows each -> int16 [2 P], in the order of rows; LANES: first the first rows of all pairs, then the second
+    ones. No number moves between threads."""
+    PAIRS: tl.constexpr = pairs.shape[0]
+    both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+    if LANES:
+        rows = both.permute(1, 0).reshape(2 * PAIRS)
+    else:
+        rows = both.reshape(PAIRS // 8, 8, 2).permute(0, 2, 1).reshape(2 * PAIRS)
+    return rows
 
 
 @triton.jit
-def unpack_int4(words, scale_pairs, zero_pairs, PART: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
+def unpack_int4(words, scale_pairs, zero_pairs, PART: tl.constexpr, LANES: tl.constexpr, INTERPRETED: tl.constexpr):
     """`unpack_part` of INT4 weights."""
+    ROWS: tl.constexpr = words.shape[0]
     if INTERPRETED:
         code = ((words.to(tl.int32) >> (4 * PART)) & 15).to(tl.float32)
-        scale = (of_rows(scale_pairs, ROWS).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-        zero = tl.full([ROWS], 8, tl.int32) if zero_pairs is None else of_rows(zero_pairs, ROWS).to(tl.int32) & 15
+        scale = (of_rows(scale_pairs, LANES).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        zero = tl.full([ROWS], 8, tl.int32) if zero_pairs is None else of_rows(zero_pairs, LANES).to(tl.int32) & 15
         exact = ((code - zero.to(tl.float32)[:, None]) * scale[:, None]).to(tl.int32, bitcast=True)
         return ((exact + 0x7FFF + ((exact >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True) / 256
-    scale = of_rows(scale_pairs + (LOW_SCALE if PART % 2 == 0 else HIGH_SCALE), ROWS)
+    scale = of_rows(scale_pairs + (LOW_SCALE if PART % 2 == 0 else HIGH_SCALE), LANES)
     if zero_pairs is None:
-        shift = of_rows((scale_pairs ^ SIGNS) - OFFSET, ROWS)
+        shift = of_rows((scale_pairs ^ SIGNS) - OFFSET, LANES)
     else:
-        shift = of_rows(zero_pairs if PART % 2 == 0 else zero_pairs << 4, ROWS)
+        shift = of_rows(zero_pairs if PART % 2 == 0 else zero_pairs << 4, LANES)
     scale = tl.broadcast_to(scale[:, None], words.shape)
     shift = tl.broadcast_to(shift[:, None], words.shape)
     # Each instruction works on two words, two scales and so on. PTX names: $1 words, $2 scales, $3 what is added or subtracted.
@@ -126,26 +134,30 @@ def unpack_int4(words, scale_pairs, zero_pairs, PART: tl.constexpr, ROWS: tl.con
 
 
 @triton.jit
-def unpack_nvfp4(words, scale_pairs, PART: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
+def unpack_nvfp4(words, scale_pairs, PART: tl.constexpr, LANES: tl.constexpr, INTERPRETED: tl.constexpr):
     """`unpack_part` of NVFP4 weights without row scales, exact. Each pair has two scales of 8 bits of each row."""
-    first = of_rows(((scale_pairs << 4) & NVFP4_BITS) | NVFP4_SIZE, ROWS)
-    second = of_rows(((scale_pairs >> 4) & NVFP4_BITS) | NVFP4_SIZE, ROWS)
-    scale = tl.broadcast_to(tl.join(first, second)[:, :, None], [ROWS, 2, 16]).reshape(ROWS, 32)
+    ROWS: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1]
+    first = of_rows(((scale_pairs << 4) & NVFP4_BITS) | NVFP4_SIZE, LANES)
+    second = of_rows(((scale_pairs >> 4) & NVFP4_BITS) | NVFP4_SIZE, LANES)
+    scale = tl.broadcast_to(tl.join(first, second)[:, :, None], [ROWS, 2, WORDS // 2]).reshape(ROWS, WORDS)
     return times_scale(words, scale, PART, INTERPRETED)
 
 
 @triton.jit
 def unpack_part(
-    words, scale_pairs, zero_pairs, PART: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr
+    words, scale_pairs, zero_pairs, PART: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """Columns PART * 32 to PART * 32 + 31 of a block, w * 2^-8: bf16 [ROWS, 32]; fp32 in Triton's interpreter.
+    """Code PART of each word, w * 2^-8: bf16 [R, W]; fp32 in Triton's interpreter.
 
-    words  int16 [ROWS, 32]; scale_pairs, zero_pairs (or None) int32 [ROWS / 2] of the group of these columns
+    words        int16 [R, W], those of a group of 16 columns in the first half of W and those of the next one in the second
+    scale_pairs  int32 [R / 2] those of the group of 32 columns that code PART is of; zero_pairs alike, or None
+    LANES        whether rows are in the order of `of_rows(LANES=True)`
     """
     if GROUP == 16:
-        part = unpack_nvfp4(words, scale_pairs, PART, ROWS, INTERPRETED)
+        part = unpack_nvfp4(words, scale_pairs, PART, LANES, INTERPRETED)
     else:
-        part = unpack_int4(words, scale_pairs, zero_pairs, PART, ROWS, INTERPRETED)
+        part = unpack_int4(words, scale_pairs, zero_pairs, PART, LANES, INTERPRETED)
     return part
 
 
@@ -155,10 +167,10 @@ def unpack_block(words, scales, zeros, GROUP: tl.constexpr, ROWS: tl.constexpr, 
 
     scales, zeros: for each of the four parts the pairs of its group, or None for zeros
     """
-    zero = unpack_part(words, scales[0], zeros[0], 0, GROUP, ROWS, INTERPRETED)
-    one = unpack_part(words, scales[1], zeros[1], 1, GROUP, ROWS, INTERPRETED)
-    two = unpack_part(words, scales[2], zeros[2], 2, GROUP, ROWS, INTERPRETED)
-    three = unpack_part(words, scales[3], zeros[3], 3, GROUP, ROWS, INTERPRETED)
+    zero = unpack_part(words, scales[0], zeros[0], 0, GROUP, False, INTERPRETED)
+    one = unpack_part(words, scales[1], zeros[1], 1, GROUP, False, INTERPRETED)
+    two = unpack_part(words, scales[2], zeros[2], 2, GROUP, False, INTERPRETED)
+    three = unpack_part(words, scales[3], zeros[3], 3, GROUP, False, INTERPRETED)
     parts = tl.join(tl.join(zero, two), tl.join(one, three))  # [ROWS, 32, two bits of the part: high, low]
     return parts.permute(0, 2, 3, 1).reshape(ROWS, 128)
 

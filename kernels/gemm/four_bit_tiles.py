@@ -1,15 +1,24 @@
 """How a dense product with weights of four bits is divided among programs: the rule, and the candidates that the tuner times.
 
-A tile's block_m are tokens, its block_n outputs; a gated product reads as many rows of up as of the gate. The rule is an estimate
-from the compiled kernels (registers, shared memory, instructions). On one H200 (2026-11-25, `four_bit_linear.py`'s program) all
-products of an 8B in groups of 128 ran at 40, 45, 37 and 59 % of the speed that bytes or arithmetic allow at 1, 16, 64 and 256
-tokens by the rule, and at 47, 52, 38 and 73 % with the tiles that are fastest together. NVFP4 weights were not measured.
+A tile's block_m are tokens, its block_n outputs; a gated product reads as many rows of up as of the gate. The rule follows what
+was measured of the products of an 8B, INT4 in groups of 128, on one H200 (2026-11-26). All of them in one graph run at this share
+of the speed that bytes or arithmetic allow, by the tiles that are fastest together, of those that pass weights through shared
+memory and of those that load them directly (`four_bit_direct.py`); NVFP4 with scales in another order than now:
+
+    tokens                     1    4   16   64  128  256
+    INT4, shared memory       48   48   51   43   65   76 %
+    INT4, direct              55   55   55   48   58   66 %
+    NVFP4, shared memory      39   40   40   38   50   52 %
+    NVFP4, direct             50   50   49   42   54   68 %
+
+Gated products and those of 17 to 32 tokens follow by analogy.
 """
 
 from __future__ import annotations
 
 from batchspec.kernels.common.card import Card
 from batchspec.kernels.common.four_bit import BLOCK
+from batchspec.kernels.common.fp4 import GROUP
 from batchspec.kernels.gemm.tiles import Tile
 
 MOST_TOKENS = 1024
@@ -18,6 +27,12 @@ the kernel runs at 490 TFLOP/s, the library at 650, and writing and reading a we
 MIN_BLOCKS = 4
 """Minimum number of blocks of 128 of K in a part of a split."""
 SPLITS = (1, 2, 3, 4, 6, 8)
+DIRECT_SPLITS = (1, 2, 4, 8)
+MOST_PARTS = 8
+"""Of a direct tile."""
+AHEAD = 2
+"""Blocks that a program of a direct tile loads ahead, and of a step of its loop. Of 1, 2 and 4, two were fastest or within 3 % of
+it (one H200, 2026-11-26), but for NVFP4 in tiles of 256 tokens, which need 1: 68 % of the limit instead of 62."""
 HEIGHTS = (16, 32, 64, 128, 256)
 # (rows of W, stages, warps) by tokens of a tile; without TMA, programs of few tokens take fewer instructions.
 CUTS = {
@@ -26,6 +41,15 @@ CUTS = {
     64: ((64, 3, 4), (128, 3, 4), (128, 3, 8), (128, 4, 8), (256, 3, 8), (256, 3, 16)),
     128: ((64, 3, 4), (128, 2, 4), (128, 3, 8), (256, 2, 8), (256, 3, 8), (256, 3, 16)),
     256: ((64, 2, 4), (128, 2, 8), (128, 3, 8)),
+}
+
+
+# Direct tiles: (rows of W, stages, warps, TMA) by tokens of a tile.
+DIRECT = {
+    16: ((128, 3, 8, False), (64, 3, 4, False), (128, 3, 4, False)),
+    32: ((128, 3, 8, False), (128, 3, 8, True), (128, 3, 4, False)),
+    64: ((128, 3, 8, True), (64, 3, 4, True), (128, 3, 4, True)),
+    128: ((128, 3, 8, True), (64, 3, 4, True)),
 }
 
 
@@ -39,25 +63,29 @@ def group_of(op: str) -> int:
     return int(op.rpartition("_g")[2])
 
 
-def four_bit_tile(num_tokens: int, rows: int, k: int, card: Card, *, gated: bool = False) -> Tile | None:
-    """A good tile, by estimate, for x [num_tokens, k] with W [rows, k]; None: dequantise W, then the library's product.
+def four_bit_tile(num_tokens: int, rows: int, k: int, group: int, card: Card, *, gated: bool = False) -> Tile | None:
+    """A good tile, by estimate, for x [num_tokens, k] with W [rows, k] in groups of so many columns (0: one of a row; 16: NVFP4);
+    None: dequantise W, then the library's product.
 
-    Few tokens: 128 rows of W a program, so that x is read from the L2 cache half as often as W; K is split until two programs run
-    on each multiprocessor, which leaves room for those of the next launch, that fetch its weights meanwhile. From 64 tokens on
-    the tensor cores limit: tiles have as many outputs as registers hold, and two programs or warp groups take turns at them.
+    Few tokens: direct tiles of 128 rows of W. K is split until up to three programs run on each multiprocessor; with more tokens
+    partial sums cost more, and there are fewer. From 65 tokens on the tensor cores limit, and INT4 weights pass through shared
+    memory: there one product runs while weights are unpacked for the next. If tiles of 128 outputs are fewer than the
+    multiprocessors, tiles have half as many.
     """
     if num_tokens > MOST_TOKENS:
         return None
-    height = height_of(num_tokens)
-    n = rows // 2 if gated else rows
-    if height <= 32:
-        base = Tile(height, 128, BLOCK, 4, 4, False)
+    height, n = height_of(num_tokens), rows // 2 if gated else rows
+    if card.has_wgmma and (height <= 32 or (not gated and (height == 64 or group == GROUP))):
+        warps, programs = 4 if gated else 8, 3 * card.num_sms if height <= 32 else 3 * card.num_sms // 2
+        base, splits = Tile(min(height, 128), 128, BLOCK, 3, warps, height > 32, direct=True), DIRECT_SPLITS
     else:
-        base = Tile(min(height, 128), 128, BLOCK, 3, 8, True)
+        programs, splits = 2 * card.num_sms, SPLITS
+        base = Tile(height, 128, BLOCK, 4, 4, False) if height <= 32 else Tile(min(height, 128), 128, BLOCK, 3, 8, True)
+        if height > 64 and not gated and group != GROUP and _num_tiles(base, num_tokens, n) < card.num_sms:
+            base = base._replace(block_n=64, warps=4)
     base = fitted(_of_outputs(base, gated=gated), card, gated=gated)
-    num_tiles = -(-num_tokens // base.block_m) * -(-n // base.block_n)
-    most = min(2 * card.num_sms / num_tiles, -(-k // BLOCK) / MIN_BLOCKS)
-    return base._replace(split=max(split for split in SPLITS if split == 1 or split <= most))
+    most = min(programs / _num_tiles(base, num_tokens, n), -(-k // BLOCK) / MIN_BLOCKS)
+    return base._replace(split=max(split for split in splits if split == 1 or split <= most))
 
 
 def ordered_four_bit_tile(num_tokens: int, *, gated: bool = False) -> Tile:
@@ -70,24 +98,43 @@ def ordered_four_bit_tile(num_tokens: int, *, gated: bool = False) -> Tile:
     return _of_outputs(base, gated=gated)
 
 
-def candidates(num_tokens: int, rows: int, k: int, card: Card, *, gated: bool = False) -> list[Tile]:
+def candidates(num_tokens: int, rows: int, k: int, group: int, card: Card, *, gated: bool = False) -> list[Tile]:
     """Tiles worth timing on this card; first the one that `four_bit_tile` chooses, if it does."""
-    rule = four_bit_tile(num_tokens, rows, k, card, gated=gated)
+    rule = four_bit_tile(num_tokens, rows, k, group, card, gated=gated)
     found = [] if rule is None else [rule]
     n = rows // 2 if gated else rows
-    for height in HEIGHTS:
-        if not height_of(num_tokens) // 2 <= height <= max(16, height_of(num_tokens)):
-            continue
-        loads = (False, True) if height <= 64 and card.has_tma else (card.has_tma,)
-        for block_n, stages, warps in CUTS[height]:
-            for tma in loads:
-                tile = _of_outputs(Tile(height, block_n, BLOCK, stages, warps, tma), gated=gated)
-                num_tiles = -(-num_tokens // height) * -(-n // tile.block_n)
-                for split in SPLITS:
-                    few = num_tiles * split <= 4 * card.num_sms and -(-k // BLOCK) // split >= MIN_BLOCKS
-                    if fits(tile, card, gated=gated) and (split == 1 or few):
-                        found.append(tile._replace(split=split))
+    for tile in _uncut(num_tokens, card, gated=gated):
+        num_tiles = _num_tiles(tile, num_tokens, n)
+        for split in DIRECT_SPLITS if tile.direct else SPLITS:
+            few = num_tiles * split <= 4 * card.num_sms and -(-k // BLOCK) // split >= MIN_BLOCKS
+            if split == 1 or few:
+                found.append(tile._replace(split=split))
     return list(dict.fromkeys(found))
+
+
+def _uncut(num_tokens: int, card: Card, *, gated: bool) -> list[Tile]:
+    """Tiles without a split that fit the card."""
+    found, most = list[Tile](), height_of(num_tokens)
+    for height in HEIGHTS:
+        if most // 2 <= height <= max(16, most):
+            loads = (False, True) if height <= 64 and card.has_tma else (card.has_tma,)
+            found += [Tile(height, *cut[:1], BLOCK, *cut[1:], tma) for cut in CUTS[height] for tma in loads]
+            if card.has_wgmma:
+                for block_n, stages, warps, tma in DIRECT.get(height, ()):
+                    if not gated or block_n == 32 * warps:
+                        found.append(Tile(height, block_n, BLOCK, stages, warps, tma, direct=True))
+    outputs = [_of_outputs(tile, gated=gated) for tile in found]
+    return [tile for tile in outputs if fits(tile, card, gated=gated)]
+
+
+def parts_of(split: int) -> int:
+    """The number of parts that the kernel of direct tiles is compiled for."""
+    return next(parts for parts in (1, 4, MOST_PARTS) if parts >= split)
+
+
+def compiled_as(tile: Tile) -> Tile:
+    """The tile that stands for all that share its kernel: several splits do."""
+    return tile._replace(split=parts_of(tile.split) if tile.direct else min(tile.split, 2))
 
 
 def fits(tile: Tile, card: Card, *, gated: bool) -> bool:
@@ -100,8 +147,14 @@ def fitted(tile: Tile, card: Card, *, gated: bool) -> Tile:
     """The tile with as many stages as fit into the card's shared memory, and with the kind of loads that the card has."""
     rows = tile.block_n * (2 if gated else 1)
     most_of_scales = 8  # in groups of 16 (NVFP4) or 32
-    stages = card.stages_that_fit(tile.stages, rows * (BLOCK // 2 + most_of_scales) + tile.block_m * BLOCK * 2)
+    tokens = tile.block_m * BLOCK * 2
+    a_stage = AHEAD * tokens if tile.direct else tokens + rows * (BLOCK // 2 + most_of_scales)
+    stages = card.stages_that_fit(tile.stages, a_stage)
     return tile._replace(stages=stages, tma=tile.tma and card.has_tma)
+
+
+def _num_tiles(tile: Tile, num_tokens: int, n: int) -> int:
+    return -(-num_tokens // tile.block_m) * -(-n // tile.block_n)
 
 
 def height_of(num_tokens: int) -> int:

@@ -20,7 +20,7 @@ from batchspec.kernels.gemm.activation import silu_and_mul
 from batchspec.kernels.gemm.autotune import COPIES_BYTES, Trial
 from batchspec.kernels.gemm.four_bit_dequantise import multiply_dequantised
 from batchspec.kernels.gemm.four_bit_linear import launch
-from batchspec.kernels.gemm.four_bit_tiles import candidates, group_of
+from batchspec.kernels.gemm.four_bit_tiles import candidates, compiled_as, group_of
 from batchspec.kernels.gemm.tiles import Tile
 
 
@@ -46,10 +46,10 @@ class FourBitTrial(Trial):
         return [random_four_bit(self.rows, self.k, group_of(self.op), self.device) for _ in range(copies)]
 
     def candidates(self, tokens: int) -> list[Tile]:
-        return candidates(tokens, self.rows, self.k, card_of(self.device), gated=self.gated)
+        return candidates(tokens, self.rows, self.k, group_of(self.op), card_of(self.device), gated=self.gated)
 
     def kernel_of(self, tile: Tile, tokens: int) -> tuple[Any, ...]:
-        return *tile[:6], tile.split > 1
+        return tuple(compiled_as(tile))
 
     def calls(self, tile: Tile, x: Tensor, out: Tensor, *, compile_only: bool = False) -> list[Call]:
         options: dict[str, Any] = {"out": out, "tile": tile, "gated": self.gated, "compile_only": compile_only}

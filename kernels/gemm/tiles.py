@@ -36,6 +36,8 @@ class Tile(NamedTuple):
     """Number of programs that share a tile."""
     per_sm: int = 0
     """0: `split` applies; else all units are divided among this number of programs for each SM (stream-K)."""
+    direct: bool = False
+    """Only of weights of four bits: whether they are loaded straight into registers (`four_bit_direct.py`)."""
 
     def work(self, num_tokens: int, n: int, k: int, num_sms: int) -> Work:
         k_blocks = -(-k // self.block_k)

@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.common.checks import check
-from batchspec.kernels.common.four_bit import BLOCK, ROWS, WORDS, FourBitWeight, multiplied, scale_dtype
+from batchspec.kernels.common.four_bit import BLOCK, ROWS, WORDS, FourBitWeight, multiplied, pairs_of, scale_dtype
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.gemm.four_bit_linear import pairs_of, words_operand
+from batchspec.kernels.gemm.four_bit_linear import words_operand
 from batchspec.kernels.gemm.four_bit_steps import SIZE, sum_blocks
 from batchspec.kernels.moe.blocks import blocks_of, check_launch
 from batchspec.kernels.moe.experts_plain import experts_plain_down_reference, experts_plain_up_reference

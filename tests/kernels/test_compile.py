@@ -57,7 +57,8 @@ def multiplies_e4m3_itself(name: str, ptx: str) -> None:
     assert all(re.match(r"wgmma\S*m64n\d+k32\.f32\.e4m3\.e4m3$", each) for each in found), f"{name}: {found}"
 
 
-OF_FOUR_BIT = ("four_bit_linear_kernel", "experts_four_bit_kernel")
+OF_FOUR_BIT = ("four_bit_linear_kernel", "four_bit_direct_kernel", "experts_four_bit_kernel")
+DIRECT = ("four_bit_direct_kernel", "experts_mxfp4_kernel")
 
 
 def multiplies_from_registers(name: str, ptx: str) -> None:
@@ -79,8 +80,8 @@ def passes_shared_memory_in_16_bytes(name: str, ptx: str) -> None:
 
 
 def passes_no_shared_memory(name: str, ttgir: str, ptx: str) -> None:
-    """MXFP4 weights are loaded 16 bytes at a time, a step ahead, into the registers in which they are unpacked: only bf16, which
-    tokens are, is allocated in shared memory, and the operand (M) is what unpacking leaves in each thread."""
+    """Weights of these kernels are loaded 16 bytes at a time, a step ahead, into the registers in which they are unpacked: only
+    bf16, which tokens are, is allocated in shared memory, and the operand (M) is what unpacking leaves in each thread."""
     words = re.findall(r"ld\.global\S*evict_first\S*", ptx)
     assert len(words) >= 8, name
     assert all(word.endswith(".v4.b32") for word in words), f"{name}: {set(words)}"
@@ -122,7 +123,7 @@ def compile_case(name: str, architecture: int) -> str:
             signature[argument] = "constexpr"
             constants[argument] = {"fp32": tl.float32, "fp64": tl.float64}.get(str(kind), kind)
     assert list(signature) == function.arg_names, f"{name}: the kernel's arguments are {function.arg_names}"
-    is_four_bit, in_tiles = kernel in OF_FOUR_BIT, kernel in (*OF_FOUR_BIT, "experts_mxfp4_kernel")
+    in_tiles = kernel in (*OF_FOUR_BIT, *DIRECT)
     unpacks = in_tiles or kernel == "four_bit_dequantise_kernel"
     multiples = multiples_of_16(function, signature, sizes=in_tiles) if unpacks or aligned else []
     attributes = {(place,): [["tt.divisibility", 16]] for place in multiples}
@@ -139,10 +140,10 @@ def compile_case(name: str, architecture: int) -> str:
     if in_tiles and architecture == 90:
         multiplies_from_registers(name, compiled.asm["ptx"])
         assert usage.spilled_bytes == 0, name
-        if is_four_bit:
-            passes_shared_memory_in_16_bytes(name, compiled.asm["ptx"])
-        else:
+        if kernel in DIRECT:
             passes_no_shared_memory(name, compiled.asm["ttgir"], compiled.asm["ptx"])
+        else:
+            passes_shared_memory_in_16_bytes(name, compiled.asm["ptx"])
     return usage.misfit(card)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import multiprocessing
 import random
 from math import prod
 
@@ -31,6 +28,7 @@ from batchspec.kernels.moe.route import lists_reference
 from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.tiles import MXFP4_PAIRS, ExpertTile, expert_tile
 from batchspec.kernels.moe.units import Routing
+from tests.kernels.end_of_memory import assert_reads_nothing_after_it, at_the_end_of_memory, interpreted
 from tests.kernels.moe_cases import SPREADS, assert_near, mxfp4_tile, noise, routing_of
 
 TILE = ExpertTile(16, 64, 128, 2, 4)
@@ -264,14 +262,11 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
         experts_mxfp4_down(x, weight, None, routing, tile=mxfp4_tile(TILE, gated=False), interpret=True)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="memory that may not be read is made for the interpreter")
+@interpreted
 @pytest.mark.parametrize("width", [32, 64, 96])
 def test_nothing_after_the_last_word_and_scale_is_read(width: int) -> None:
     """The last pair of the last expert, stored as one block or as two, ends where memory ends."""
-    child = multiprocessing.get_context("fork").Process(target=run_both_at_the_end_of_memory, args=(width,))
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0  # -11: a read after the end
+    assert_reads_nothing_after_it(run_both_at_the_end_of_memory, width)
 
 
 def run_both_at_the_end_of_memory(width: int) -> None:
@@ -283,13 +278,3 @@ def run_both_at_the_end_of_memory(width: int) -> None:
     x = sort_rows(noise(3, 64 + width, dtype=torch.bfloat16, device=torch.device("cpu")), routing)
     h = experts_mxfp4_up(x, up, None, routing, tile=mxfp4_tile(TILE, gated=True), interpret=True)
     experts_mxfp4_down(h, down, None, routing, tile=mxfp4_tile(TILE, gated=False), interpret=True)
-
-
-def at_the_end_of_memory(tensor: Tensor) -> Tensor:
-    """A copy after whose last byte comes a page that may not be read."""
-    size = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
-    after = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + size
-    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(after), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-    found = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=size - tensor.nbytes).view(tensor.shape)
-    return found.copy_(tensor)

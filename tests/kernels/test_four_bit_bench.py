@@ -77,7 +77,8 @@ def test_the_fastest_together_are_found_one_product_after_another() -> None:
 
 def test_one_kernel_for_all_splits() -> None:
     shapes, card = MODELS["llama8b"].products, known_card("H200").card
-    kernels = kernels_of(shapes, [16], card)
-    assert {tile.split for tile in kernels} == {1, 2}
-    asked = {tile._replace(split=min(tile.split, 2)) for shape in shapes for tile in candidates(16, *shape, card)}
-    assert set(kernels) == asked
+    kernels = kernels_of(shapes, [16], 128, card)
+    assert {tile.split for tile in kernels if not tile.direct} == {1, 2}
+    assert {tile.split for tile in kernels if tile.direct} == {1, 4, 8}
+    asked = {tile for shape in shapes for tile in candidates(16, *shape, 128, card)}
+    assert {tile._replace(split=1) for tile in kernels} == {tile._replace(split=1) for tile in asked}

@@ -212,13 +212,15 @@ def test_large_weights_are_dequantised_in_pieces(monkeypatch: pytest.MonkeyPatch
 
 
 CARDS = [INTERPRETER, *(known.card for known in known_cards() if known.card.computes_bf16)]
-SHAPES = st.tuples(st.integers(1, 1200), st.integers(2, 60000), st.integers(1, 30000), st.sampled_from(CARDS))
+SHAPES = st.tuples(
+    st.integers(1, 1200), st.integers(2, 60000), st.integers(1, 30000), st.sampled_from([0, 16, 128]), st.sampled_from(CARDS)
+)
 
 
 @given(shape=SHAPES, gated=st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_the_rule_gives_tiles_that_the_kernel_takes(shape: tuple[int, int, int, Card], gated: bool) -> None:
-    tokens, _, k, card = shape
+def test_the_rule_gives_tiles_that_the_kernel_takes(shape: tuple[int, int, int, int, Card], gated: bool) -> None:
+    tokens, _, k, _, card = shape
     rule, every = four_bit_tile(*shape, gated=gated), candidates(*shape, gated=gated)
     assert (rule is None) == (tokens > MOST_TOKENS)
     assert every[0] == rule or rule is None
@@ -230,17 +232,27 @@ def test_the_rule_gives_tiles_that_the_kernel_takes(shape: tuple[int, int, int, 
         assert tile.stages >= 2
         assert card.has_tma or not tile.tma
         assert tile.split == 1 or tile.split <= -(-k // 128) // 4
+        if tile.direct:
+            assert card.has_wgmma
+            assert tile.block_n in ({16 * tile.warps} if gated else {16 * tile.warps, 32 * tile.warps})
 
 
 @pytest.mark.parametrize(
-    ("rows", "k", "tokens", "programs"),
-    [(6144, 4096, 16, 192), (4096, 4096, 16, 256), (28672, 4096, 16, 224), (4096, 14336, 16, 256), (4096, 14336, 256, 256)],
+    ("rows", "k", "tokens", "programs", "direct"),
+    [
+        (6144, 4096, 16, 384, True), (4096, 4096, 16, 256, True), (28672, 4096, 16, 224, True), (4096, 14336, 16, 256, True),
+        (6144, 4096, 64, 192, True), (4096, 4096, 64, 128, True), (28672, 4096, 64, 224, True), (4096, 14336, 64, 128, True),
+        (6144, 4096, 256, 192, False), (4096, 4096, 256, 256, False), (28672, 4096, 256, 448, False),
+        (4096, 14336, 256, 256, False),
+    ],
 )
-def test_the_rule_fills_an_h200(rows: int, k: int, tokens: int, programs: int) -> None:
-    """With two programs on each of its 132 multiprocessors at most."""
-    tile = four_bit_tile(tokens, rows, k, known_card("H200").card)
+def test_the_rule_divides_products_of_an_8b_on_an_h200_as_measured(
+    rows: int, k: int, tokens: int, programs: int, direct: bool
+) -> None:
+    tile = four_bit_tile(tokens, rows, k, 128, known_card("H200").card)
     assert tile is not None
     assert -(-rows // tile.block_n) * -(-tokens // tile.block_m) * tile.split == programs
+    assert tile.direct == direct
 
 
 @pytest.mark.second

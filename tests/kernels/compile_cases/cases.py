@@ -26,7 +26,8 @@ class Case(NamedTuple):
     def on(self, card: Card) -> Case | None:
         """The case as it is launched on a card: where it has no loads by descriptor, by pointers. None: not launched there."""
         e4m3 = "fp8e4nv" in str(self.arguments) or self.arguments.get("kv") == "*u8"
-        if (e4m3 and not card.has_e4m3) or (self.module in ORDERED and not card.has_same_bits_in_all_tiles):
+        ordered, direct = self.module in ORDERED, self.module == "four_bit_direct"
+        if (e4m3 and not card.has_e4m3) or (ordered and not card.has_same_bits_in_all_tiles) or (direct and not card.has_wgmma):
             return None
         own = dict(self.arguments)
         if not card.has_tma:

@@ -85,6 +85,21 @@ for _t, _n, _warps, _tma, _gated, _group, _zeros, _split, _even in (
          GATED=_gated, TWO=_n >= (16 if _gated else 32) * _warps, SPLIT=_split, BLOCK_T=_t, BLOCK_N=_n,
          FETCHED=1024 // _n // (2 if _gated else 1), TMA=_tma, EVEN_K=_even, INTERPRETED=False)
     CASES[_name] = CASES[_name]._replace(stages=2 if _t == 256 else 3)
+# (tokens, rows of W, warps, TMA, gated, group, zero points, parts, whole pairs of blocks of K). The first four are those of the
+# rule for Llama-3.1-8B at 1 to 16, 32, 64 and, gated, at 16 tokens.
+for _t, _n, _warps, _tma, _gated, _group, _zeros, _parts, _even in (
+    (16, 128, 8, False, False, 128, False, 8, True), (32, 128, 8, False, False, 128, False, 4, True),
+    (64, 128, 8, True, False, 128, False, 4, True), (16, 64, 4, False, True, 128, False, 1, True),
+    (16, 128, 8, False, False, 16, False, 8, True), (128, 128, 8, True, False, 16, False, 4, True),
+    (16, 64, 4, False, False, 32, True, 4, False), (16, 64, 4, False, True, 64, True, 4, True),
+    (64, 64, 4, True, False, 0, True, 1, True), (64, 128, 4, True, False, 128, False, 1, True),
+):
+    _name = f"four_bit_direct_kernel {_t} tokens x {_n}, {_warps} warps, TMA {_tma}, gated {_gated}, groups of {_group}"
+    case(_name, "four_bit_direct", _warps, x=f"tensordesc<bf16[{_t}, 128]>" if _tma else "*bf16", w=PI32, scales=PI32,
+         zeros=PI32 if _zeros else None, row_scales=PF32 if _group == 16 else None, bias="*bf16" if _gated else None, out="*bf16",
+         partials=PF32 if _parts > 1 else None, arrived=PI32 if _parts > 1 else None, num_tokens=I32, n=I32, w_rows=I32, k=I32,
+         stride_x=I32, split=I32, part_blocks=I32, GROUP=_group, GATED=_gated, TWO=_n >= (16 if _gated else 32) * _warps,
+         PARTS=_parts, BLOCK_T=_t, WARPS=_warps, TMA=_tma, EVEN_K=_even, INTERPRETED=False)
 for _group, _zeros in ((128, False), (32, True), (64, False), (0, False), (16, False)):
     case(f"four_bit_dequantise_kernel groups of {_group}", "four_bit_dequantise", 4, w="*i16", scales=PI32,
          zeros=PI32 if _zeros else None, row_scales=PF32 if _group == 16 else None, out="*bf16", n=I32, w_rows=I32, k=I32,
