@@ -34,12 +34,12 @@ from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import RoundShape, ScheduledStep, Segment
 from batchspec.kernels.rounds.accept import WAITING
-from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
+from batchspec.records import Completion, Repetition, Request, SamplingParams, Snapshot, Thinking
 from batchspec.structured import expand_process, lazy_dfa
 from batchspec.structured.channels import state_after_header
 from batchspec.structured.limited_process import Died
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens, written
-from tests.engines import DEVICE, VOCAB, ForcedDrafter, lazy_of, make_engine, packed, request, tiny_target
+from tests.engines import DEVICE, VOCAB, ForcedDrafter, lazy_of, make_engine, packed, repeats, request, tiny_target
 from tests.grammars import (
     GRAMMARS,
     ExpandLate,
@@ -501,6 +501,35 @@ def test_a_row_is_an_error_row_only_if_its_own_states_take_too_much(name: str, d
             assert needs[req.row_index] > most
             assert out.error.message.startswith("grammar: full (after output token ")
             assert out.error.code == "large_schema"
+
+
+@pytest.mark.parametrize("name", ["none", "lookup", "eagle3"])
+def test_a_row_that_fails_has_ended_if_its_tokens_end_it_before(name: str) -> None:
+    """Features examine tokens now and then, and rounds of other lengths at other times: a row that waits for a state that cannot
+    be found may have tokens that nobody has examined."""
+    deep, most = Grammar({"S": ("aSa", "bSb", "cSc", "d")}), 150
+    rule = Repetition(min_pattern_size=1, max_pattern_size=2, min_count=2)
+    plain = [following(request(i, [i, 9], cap=14, sampling=SAMPLINGS[1]), deep) for i in range(24)]
+    kept = {req.row_index: tokens_before_failing(req, deep, most) for req in plain if states_alone(req, deep) > most}
+    ends = {row: first_repetition(grammar_tokens(plain[row], deep)[: kept[row]], rule) for row in kept}
+    expected = {row: "error" if end is None else "repetition" for row, end in ends.items()}
+    assert set(expected.values()) == {"error", "repetition"}
+    done = run([replace(plain[row], repetition=rule) for row in kept], ALL[name](), expanding=ExpandScarcely(0, most))
+    assert {row: done[row].finish_reason for row in kept} == expected
+    for row, end in ends.items():
+        if end is not None:
+            assert tokens(done)[row] == grammar_tokens(plain[row], deep)[:end]
+
+
+def first_repetition(out: Sequence[int], rule: Repetition) -> int | None:
+    """The number of tokens with which an output first repeats itself."""
+    return next((end for end in range(1, len(out) + 1) if repeats(out[:end], rule)), None)
+
+
+def tokens_before_failing(req: Request, grammar: Grammar, most: int) -> int:
+    """The number of tokens after which no state is found, as it takes more than `most`."""
+    out = tuple(grammar_tokens(req, grammar))
+    return next(count for count in range(len(out)) if _states_alone(grammar, out[: count + 1]) > most)
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 60.0], ids=["", "much read ahead"])
