@@ -97,6 +97,29 @@ def test_a_retry_of_cut_off_rows_leaves_rows_that_repeat_themselves(model: Path,
             assert len(new["token_ids"]) > len(old["token_ids"])
 
 
+def test_rows_that_repeated_themselves_go_on_if_a_retry_asks_for_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They then have the tokens of a job without the detection; rows that are cut off at the limit stay."""
+    keys = [f"{REPETITION}.max_pattern_size=20", f"{REPETITION}.min_count=2"]
+    whole, before = job(model, tmp_path, "whole"), job(model, tmp_path, "out", *keys)
+    assert {old["finish_reason"] for old in before} == {"repetition", "length"}
+    with pytest.raises(AssertionError):
+        job(model, tmp_path, "out", *keys, "resume=repetition")
+    assert f"{REPETITION} ended; turn it off with {REPETITION}.max_pattern_size=0" in capsys.readouterr().err
+    after = job(model, tmp_path, "out", "resume=repetition", "draft=lookup")
+    assert [new["token_ids"] for new in after] == [row["token_ids"] for row in whole]
+    for old, new in zip(before, after, strict=True):
+        assert new["finish_reason"] == "length"
+        assert (new["perf"] == old["perf"]) == (old["finish_reason"] == "length")
+    capsys.readouterr()
+    assert job(model, tmp_path, "out", "resume=repetition") == after
+    assert "nothing left for resume=repetition" in capsys.readouterr().err
+    with pytest.raises(AssertionError):
+        job(model, tmp_path, "out", *keys)
+    assert "run the command with resume=repetition" in capsys.readouterr().err
+
+
 def test_another_repetition_is_another_job_and_none_is_the_job_of_before(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,7 +106,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "input.final_assistant": ("error", "continue", "drop"),
     "output.messages": ("full", "prompt", "none"),
     "decode.score": ("none", "prompts", "choices"),
-    "resume.retry": ("none", "error", "length"),
+    "resume.retry": ("none", "error", "length", "repetition"),
     "device": ("auto", "cpu", "cuda"),
     "draft.name": tuple(DRAFTERS),
     "draft.lengths": ("auto", "fixed"),

@@ -18,17 +18,22 @@ from batchspec.runstate.manifest import differing
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 
-CAP = "decode.max_new_tokens"
-RETRY_MAY_CHANGE = {"length": (CAP,), "error": (), "none": ()}
+CAP, DETECTION = "decode.max_new_tokens", "decode.repetition_detection"
+RETRY_MAY_CHANGE = {"length": (CAP,), "repetition": (DETECTION,), "error": (), "none": ()}
 """Keys of the fingerprint that this kind of retry may change."""
 TRUNCATED = (pl.col("status") == "truncated") & (pl.col("finish_reason") == "length")
+TO_RETRY = {
+    "error": (pl.col("status") == "error") & pl.col("error").struct.field("retryable"),
+    "length": TRUNCATED,
+    "repetition": pl.col("finish_reason") == "repetition",
+}
 
 
 def new_retry(job: Job, output: OutputFolder) -> Generation | None:
     """The retry that the job's command asks for; None if it was begun before, or no row needs it.
 
-    Raises OutputError if there is no job, if it or the retry before this one is not complete, and if decode.max_new_tokens is not
-    larger than before.
+    Raises OutputError if there is no job, if it or the retry before this one is not complete, if decode.max_new_tokens is not
+    larger than before, and if decode.repetition_detection would end rows again.
     """
     kind = job.config.resume.retry
     if kind == "none":
@@ -41,7 +46,7 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
     past = [change for change in changes if isinstance(change, Generation)]
     config = asdict(job.config)
     config["resume"]["retry"] = "none"
-    fingerprint = dict(manifest.fingerprint) | {CAP: compared[CAP]}
+    fingerprint = dict(manifest.fingerprint) | {key: compared[key] for key in (CAP, DETECTION)}
     wanted = Generation(
         number=len(changes) + 1, retry=kind, began=output.command.names, fingerprint=fingerprint, config=config, shards=()
     )
@@ -62,7 +67,11 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
             f"{output.path}: resume=length {CAP}={new} gives no row more tokens: rows were cut off at {old}; "
             f"run the command with a larger {CAP}"
         )
-    shards = _shards_with(output, kind) if kind == "error" or new > old else ()
+    if kind == "repetition" and json.loads(compared[DETECTION]) is not None:
+        raise OutputError(
+            f"{output.path}: resume=repetition continues rows that {DETECTION} ended; turn it off with {DETECTION}.max_pattern_size=0"
+        )
+    shards = _shards_with(output, kind) if kind != "length" or new > old else ()
     return replace(wanted, shards=shards) if shards else None
 
 
@@ -83,13 +92,13 @@ def retry_advice(job: Job, output: OutputFolder) -> str:
 def _was_begun(wanted: Generation, changes: Sequence[Change], output: OutputFolder) -> bool:
     """Whether the retry needs no beginning: it is not concluded yet, or was done before.
 
-    A retry of lengths is done once for each limit, which rows of later extensions have from the start. One of errors is done once
-    for each command, and has not seen the rows of a later extension. A command without a name, which a run that was interrupted
+    A retry of lengths or repetitions is done once for each limit, which rows of later extensions have from the start. One of
+    errors is done once for each command, and has not seen the rows of a later extension. A command without a name, which a run that was interrupted
     during the push tells to be given again, goes on with the latest retry until that is concluded.
     """
     extended = max((change.number for change in changes if isinstance(change, Extension)), default=0)
     same = [one for one in changes if isinstance(one, Generation) and one.identity == wanted.identity]
-    if wanted.retry == "length":
+    if wanted.retry != "error":
         return bool(same)
     same = [one for one in same if one.number > extended]
     is_latest = bool(same) and same[-1] is changes[-1]
@@ -98,8 +107,7 @@ def _was_begun(wanted: Generation, changes: Sequence[Change], output: OutputFold
 
 def _shards_with(output: OutputFolder, kind: str) -> tuple[int, ...]:
     """Shards that may hold a row to retry."""
-    failed = (pl.col("status") == "error") & pl.col("error").struct.field("retryable")
-    rows = output.scan().filter(failed if kind == "error" else TRUNCATED).select("row_index")
+    rows = output.scan().filter(TO_RETRY[kind]).select("row_index")
     with scanning(output.path):
         found = rows.collect()["row_index"].unique().to_list()
     return tuple(sorted({*map(output.manifest.layout.shard_of, found)}))

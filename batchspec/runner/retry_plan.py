@@ -1,8 +1,10 @@
 """The plan of a retry: which rows are computed again, from which tokens they continue, and which rows are carried over.
 
-resume=error   computes rows again whose error may be temporary: a crash, but not a bad prompt
-resume=length  computes rows that decode.max_new_tokens cut off, if it is larger now. They continue from their stored tokens, with
-               which a run with the larger limit would have begun too; rows without stored tokens are computed from the start.
+resume=error       computes rows again whose error may be temporary: a crash, but not a bad prompt
+resume=length      computes rows that decode.max_new_tokens cut off, if it is larger now. They continue from their stored tokens,
+                   with which a run with the larger limit would have begun too; rows without stored tokens are computed from the
+                   start
+resume=repetition  computes rows that decode.repetition_detection ended, alike: it is off now
 
 Every other row is carried over: the new file of its shard holds the old row.
 """
@@ -90,8 +92,8 @@ class RetryPlan:
             return entry
         if self._kind == "error":
             anew = row["status"] == "error" and bool(row["error"]["retryable"])
-        else:  # no room for more tokens under the larger limit: keep the row
-            anew = isinstance(entry, Request) and row["finish_reason"] == "length" and entry.device_limit > _num_tokens(row)
+        else:  # no room for more tokens under the limit: keep the row
+            anew = isinstance(entry, Request) and row["finish_reason"] == self._kind and entry.device_limit > _num_tokens(row)
         if not anew:
             return None
         return replace(entry, resumed=_snapshot(entry, row)) if isinstance(entry, Request) else entry

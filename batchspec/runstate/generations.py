@@ -45,7 +45,7 @@ class Generation:
     number: int
     """From 1."""
     retry: str
-    """error or length."""
+    """error, length or repetition."""
     began: tuple[str, ...] = ()
     """Names of the command that began the retry, see overwrite.py."""
     fingerprint: Mapping[str, str]
