@@ -347,10 +347,11 @@ OF_FEATURES = (
 )
 # What no name in the core is made of.
 WORDS_OF_FEATURES = {
-    "adapter", "adapters", "automata", "automaton", "channels", "constrain", "constraint", "constraints", "grammar", "harmony",
-    "lazy", "logprob", "logprobs", "lora", "repetition", "schema", "scored", "scoring", "thinking", "thought", "thoughts",
-    "tools",
+    "adapter", "adapters", "automata", "automaton", "channels", "constrain", "constrained", "constraint", "constraints", "grammar",
+    "harmony", "lazy", "logprob", "logprobs", "lora", "reasoning", "repetition", "schema", "scored", "scoring", "thinking",
+    "thought", "thoughts", "tools",
 }
+NAMES_OF_FEATURES = ("bad_words", "stop_strings")
 
 
 def rooms() -> list[tuple[str, Path]]:
@@ -377,12 +378,16 @@ def test_the_core_of_the_engine_names_no_feature() -> None:
         for name in names(ast.parse(path.read_text(encoding="utf-8"))):
             words = {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name)}
             assert words.isdisjoint(WORDS_OF_FEATURES), f"{module_of(path)} names {name}"
+            assert not any(part in name for part in NAMES_OF_FEATURES), f"{module_of(path)} names {name}"
 
 
 def names(tree: ast.AST) -> set[str]:
-    """Every name of a file: of modules, classes, functions, arguments, variables and attributes; not the words of its texts."""
+    """Every name of a file: of modules, classes, functions, arguments, variables and attributes, also those that getattr, hasattr
+    and setattr are called with; not the words of its texts."""
     found = set[str]()
     for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr", "setattr"):
+            found |= {text for own in node.args if isinstance(own, ast.Constant) and isinstance(text := own.value, str)}
         for of_node in ("id", "attr", "arg", "name", "module"):
             if isinstance(name := getattr(node, of_node, None), str):
                 found.add(name)

@@ -68,9 +68,8 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
             f"run the command with a larger {CAP}"
         )
     if kind == "repetition" and json.loads(compared[DETECTION]) is not None:
-        raise OutputError(
-            f"{output.path}: resume=repetition continues rows that {DETECTION} ended; turn it off with {DETECTION}.max_pattern_size=0"
-        )
+        off = f"{DETECTION}.max_pattern_size=0"
+        raise OutputError(f"{output.path}: resume=repetition continues rows that {DETECTION} ended; turn it off with {off}")
     shards = _shards_with(output, kind) if kind != "length" or new > old else ()
     return replace(wanted, shards=shards) if shards else None
 
@@ -93,8 +92,8 @@ def _was_begun(wanted: Generation, changes: Sequence[Change], output: OutputFold
     """Whether the retry needs no beginning: it is not concluded yet, or was done before.
 
     A retry of lengths or repetitions is done once for each limit, which rows of later extensions have from the start. One of
-    errors is done once for each command, and has not seen the rows of a later extension. A command without a name, which a run that was interrupted
-    during the push tells to be given again, goes on with the latest retry until that is concluded.
+    errors is done once for each command, and has not seen the rows of a later extension. A command without a name, which a run
+    that was interrupted during the push tells to be given again, goes on with the latest retry until that is concluded.
     """
     extended = max((change.number for change in changes if isinstance(change, Extension)), default=0)
     same = [one for one in changes if isinstance(one, Generation) and one.identity == wanted.identity]

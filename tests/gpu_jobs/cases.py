@@ -199,6 +199,7 @@ def draw_group(number: int, folder: Path, *, gpu: bool) -> Group:
         **({"decode.stop": rng.choice([["\n\n"], ["?", " is"]])} if rng.random() < 0.2 else {}),
         **({"decode.stop_ids": [1 if constrained else rng.randrange(3, model.vocab)]} if rng.random() < 0.2 else {}),
         **({"decode.min_new_tokens": min(default, rng.choice([1, 3, 8]))} if rng.random() < 0.25 else {}),
+        **(_repetition(rng) if rng.random() < 0.3 else {}),
         **({"decode.ignore_eos": True} if rng.random() < 0.3 and not constrained else {}),
         **({"output.logprobs": rng.choice([0, 2, 5])} if rng.random() < 0.5 else {}),
     }
@@ -218,6 +219,13 @@ def draw_group(number: int, folder: Path, *, gpu: bool) -> Group:
     return Group(
         number=number, setting=setting, gpu=gpu, model=model, kind=kind, keys=keys, plain=plain, rows=rows, max_len=max_len
     )
+
+
+def _repetition(rng: Random) -> Keys:
+    """Rows end where they repeat themselves, which those of small random models soon do."""
+    least, most = sorted((rng.choice([1, 2, 5]), rng.choice([1, 4, 20])))
+    values = {"min_pattern_size": least, "max_pattern_size": most, "min_count": rng.choice([2, 3, 6])}
+    return {f"decode.repetition_detection.{name}": value for name, value in values.items()}
 
 
 def _memory(gpu: bool) -> Keys:

@@ -19,7 +19,7 @@ from tests.gpu_jobs.rows import Row
 
 _TEXT, _WHOLE, _TEXTS = pl.String(), pl.Int64(), pl.List(pl.String())
 TYPES: dict[str, pl.DataType] = {
-    "id": _TEXT, "prompt": _TEXT, "prompt_ids": pl.List(pl.Int64()), "stop": _TEXTS, "choice": _TEXTS,
+    "id": _TEXT, "prompt": _TEXT, "prompt_ids": pl.List(pl.Int64()), "stop": _TEXTS, "bad_words": _TEXTS, "choice": _TEXTS,
     "messages": pl.List(pl.Struct({"role": pl.String(), "content": pl.String()})),
     **dict.fromkeys(("max_new_tokens", "top_k", "seed", "n", "thinking_token_budget"), _WHOLE),
     **dict.fromkeys(

@@ -39,7 +39,7 @@ CONSTRAINTS: tuple[tuple[str, Any], ...] = (
 STOPS = (".", " the", ", and", "\n\n", "e", "is", "1", "ing ", "?", "}")
 COLUMNS = (
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "seed", "n", "stop", "schema", "regex", "choice", "grammar", "response_format", "adapter",
+    "logit_bias", "seed", "n", "stop", "bad_words", "schema", "regex", "choice", "grammar", "response_format", "adapter",
     "thinking_token_budget",
 )
 
@@ -111,6 +111,7 @@ def _asks(rng: Random, model: Model, share: dict[str, float], *, cap: int, think
         "repetition_penalty": rng.choice([1.1, 1.5, 0.8]), "presence_penalty": rng.choice([0.6, -0.5, 2.0]),
         "frequency_penalty": rng.choice([0.3, 1.5, -0.3]), "logit_bias": _biases(rng, model), "seed": rng.randrange(1 << 40),
         "n": rng.randint(2, 4) if drawn else 1, "stop": rng.sample(STOPS, rng.randint(1, 3)),
+        "bad_words": rng.sample((*STOPS, *WORDS), rng.randint(1, 6)),
         "thinking_token_budget": rng.choice([0, 1, 7, 30]) if think else None,
         "adapter": f"a{rng.randrange(adapters)}" if adapters else None,
     }
