@@ -4,8 +4,8 @@ read    open_job            every check of input and model; nothing is written b
         open_run            what the output folder holds of this job, and what this run does      runner/job_run.py
         check_target        with output.push_to_hub: no other job's dataset has that name         runner/job_run.py
 admit   survey_first        the first rows become requests; the others do while rows are decoded  prepare.py
-        run.read_saved      what earlier runs left: rows, K/V scales, sums of the weights         runner/job_run.py
-plan    EngineWithFallback  a `LoadedEngine`, and a smaller one once memory runs out              runner/oom_fallback.py
+plan    run.read_saved      what earlier runs left: rows, K/V scales, sums of the weights         runner/job_run.py
+        EngineWithFallback  a `LoadedEngine`, and a smaller one once memory runs out              runner/oom_fallback.py
         run.begin           the manifest: from here on the folder is a job                        runner/job_run.py
 decode  ShardRunner.run     claim shards, admit and decode their rows, commit each shard once     runner/run_shards.py
 write   conclude            the card and the report, once no shard is missing; the push to a hub  runner/conclude.py

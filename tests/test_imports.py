@@ -347,9 +347,9 @@ OF_FEATURES = (
 )
 # What no name in the core is made of.
 WORDS_OF_FEATURES = {
-    "adapter", "adapters", "automata", "automaton", "channels", "constrain", "constrained", "constraint", "constraints", "grammar",
-    "harmony", "lazy", "logprob", "logprobs", "lora", "reasoning", "repetition", "schema", "scored", "scoring", "thinking",
-    "thought", "thoughts", "tools",
+    "adapter", "adapters", "automata", "automaton", "channels", "constrain", "constrained", "constraint", "constraints",
+    "grammar", "harmony", "lazy", "logprob", "logprobs", "lora", "reasoning", "repetition", "schema", "scored", "scoring",
+    "thinking", "thought", "thoughts", "tools",
 }
 NAMES_OF_FEATURES = ("bad_words", "stop_strings")
 

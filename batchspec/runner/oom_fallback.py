@@ -28,7 +28,10 @@ FEWEST_PREFILL = 512
 
 
 class EngineWithFallback:
-    """Loads the engine; if it does not fit, loads a smaller one, once. Raises CapacityError if that does not fit either."""
+    """Loads the engine; if it does not fit, loads a smaller one, once. Raises CapacityError if that does not fit either.
+
+    `loaded` is the engine with its model and tokenizer, which runs rows; `current` the `Engine` in it, for its counts.
+    """
 
     loaded: LoadedEngine[Engine]
     """The present engine; the larger one before it is gone when a smaller one is made."""

@@ -46,9 +46,9 @@ class ShardRunner:
         self, run: JobRun, work: ShardWork | ShardWorkers, engines: EngineWithFallback, survey: Survey,
         progress: ProgressBar, watchdog: Watchdog, signals: EndSignals,
     ) -> None:
-        self.job, self.folder, self.plan = run.job, run.folder, run.plan()
+        self.job, self.folder, self.work_plan = run.job, run.folder, run.plan()
         self.work, self.engines, self.progress, self._signals = work, engines, progress, signals
-        self._committer = ShardCommitter(self.folder, work, self.plan.take_old_shard, self.job.source.check)
+        self._committer = ShardCommitter(self.folder, work, self.work_plan.take_old_shard, self.job.source.check)
         self.num_errors, self._journaled, self._mean_output = run.num_errors, run.saved, survey.mean_output
         self._all_shards = set(range(self.folder.num_shards))
         self._claims, self._attempts, self._journal = self.folder.claims(), self.folder.attempts(), self.folder.journal()
@@ -159,7 +159,7 @@ class ShardRunner:
             loaded,
             monitor,
             self.work,
-            rows=self.plan.rows,
+            rows=self.work_plan.rows,
             journal=self._journal,
             journaled=self._journaled,
             claim=claimed.healthy,
@@ -170,7 +170,7 @@ class ShardRunner:
             self.progress.phase(f"{len(suspects)} shards were in flight when a run crashed: their rows are retried apart")
             shards = claimed.suspect(job.source.shards(job.layout, self._all_shards - suspects))
             suspect_shards = SuspectShards(
-                loaded, self.plan, attempts, self._journal, self._journaled, on_round=monitor.after_round,
+                loaded, self.work_plan, attempts, self._journal, self._journaled, on_round=monitor.after_round,
                 finished=monitor.finished,
             )
             yield from map(monitor.count_shard, suspect_shards.decode(shards))

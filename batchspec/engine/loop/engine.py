@@ -88,7 +88,7 @@ class Engine:
         """Whether prompts share K/V with prompts of an earlier run, provided that the run was not stopped."""
         self._kept_pools: PagePools | None = None
         """Pages of a run that was not stopped: no row owns one, and their prefixes can be found."""
-        self._begin(ListedRequests(()))  # an empty run: there are pools, slots and a scheduler before the first real one
+        self._begin(ListedRequests(()))  # an empty run, so that `_current` always is one: it has pools, slots and a scheduler
 
     @property
     def pools(self) -> PagePools:

@@ -150,7 +150,7 @@ class Executor:
         if scheduled.new_prefix_groups is not None:
             self.prefix_groups.write(scheduled.new_prefix_groups, scheduled.shape.num_rows)
         self.drafter.refresh(scheduled.drafter_update)
-        result = self.graphs.run(scheduled.shape)
+        result = self.graphs.run(scheduled.shape)  # on a GPU replays a graph, in which `Round.run` was captured
         if scheduled.counts_experts:
             result = replace(result, experts_read=self.target.experts_read())
         self._pending.append(PendingResult.send(result))

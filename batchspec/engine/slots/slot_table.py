@@ -147,12 +147,6 @@ class SlotTable:
         assert not self._num_buffered[state.slot], state.request.request_id
         self.decodes[state.slot] = True
 
-    @property
-    def held(self) -> list[RequestState]:
-        """Requests in slots that do not decode, those that entered first first."""
-        found = [self.at(slot) for slot in np.flatnonzero((self.owner >= 0) & ~self.decodes).tolist()]
-        return sorted(found, key=lambda state: state.order)
-
     def note_pages(self, state: RequestState) -> None:
         """Update the page counts of a request that has got pages or given some back."""
         self.num_columns[state.slot], self.num_held[state.slot] = state.pages.num_columns, state.pages.num_held
