@@ -101,8 +101,9 @@ def run(
     short_cap: int = 512,
     options: RoundOptions | None = None,
     lengths: int | None = None,
+    target: Target | None = None,
 ) -> tuple[dict[str, list[int]], Engine]:
-    engine = make_engine(tiny_target(), drafter, batch, device=DEVICE, options=options, lengths=lengths)
+    engine = make_engine(target or tiny_target(), drafter, batch, device=DEVICE, options=options, lengths=lengths)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", short_cap)
         done = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(requests)) if c.token_ids is not None}
@@ -117,8 +118,8 @@ def mixed_requests(count: int = 5, **options: Any) -> list[Request]:
     return [request(i, prompt, cap=16 - i, predicted=2, **options) for i, prompt in enumerate(prompts)]
 
 
-def expected_tokens(requests: list[Request]) -> dict[str, list[int]]:
-    return {r.request_id: plain_tokens(tiny_target(), r) for r in requests}
+def expected_tokens(requests: list[Request], target: Target | None = None) -> dict[str, list[int]]:
+    return {r.request_id: plain_tokens(target or tiny_target(), r) for r in requests}
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -136,13 +137,18 @@ def test_drafts_are_those_of_a_plain_forward(family: str, vocab: int, parallel: 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.9, top_k=9)])
 def test_tokens_are_those_of_plain_decoding_with_preempted_rows_and_run_ahead(sampling: SamplingParams, tmp_path: Path) -> None:
+    """The target drafts for itself, with masks: the first draft of a round, which follows none, is often right."""
     folder = write(tmp_path / "m", "qwen3")
     requests = [request(i, [i, 5, 7], cap=60, predicted=4, sampling=sampling) for i in range(4)]
+    target = Target.load(folder, load_spec(folder), dtype=torch.float64, device=DEVICE)
     drafter = drafter_of(folder, 3, slots=4)
     batch = packed(4, num_pages=32, max_len=63, draft_len=3, run_ahead=2)
-    tokens, engine = run(requests, batch, drafter, short_cap=2, options=RoundOptions(coupled=False), lengths=3)
+    tokens, engine = run(
+        requests, batch, drafter, short_cap=2, options=RoundOptions(coupled=False), lengths=3, target=target
+    )
     assert engine.totals.preempted > 0
-    assert tokens == expected_tokens(requests)
+    assert engine.totals.accepted > 20
+    assert tokens == expected_tokens(requests, target)
     check_drafts(folder, drafter)
 
 
