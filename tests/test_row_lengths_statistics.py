@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ class Rounds:
         """Note each round of this engine from now on."""
         learn = engine.planner.learn
 
-        def noted(launch: UnreadLaunch, result: PendingResult, log: RoundLog) -> None:
+        def noted(launch: UnreadLaunch, result: PendingResult, log: RoundLog, *worth: Any) -> None:
             if not launch.is_prefill:
                 lines, table = result.result.log.numpy(), engine.slots
                 slots, own = result.rows_of(launch.owners, table.owner)
@@ -83,9 +84,9 @@ class Rounds:
                     state = table.requests[slot]
                     assert state is not None
                     self.by_row[state.request.request_id].append((verified, accepted))
-            learn(launch, result, log)
+            learn(launch, result, log, *worth)
 
-        engine.planner.learn = noted  # type: ignore[method-assign]
+        engine.planner.learn = noted  # type: ignore[method-assign,assignment]
 
 
 def run(name: str, *, lengths: int, batch: PackedBatch) -> tuple[dict[str, Completion], Rounds, Engine]:

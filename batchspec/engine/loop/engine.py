@@ -237,7 +237,7 @@ class Engine:
         if not self.executor.decodes:
             self.totals.tokens += launch.num_prefilled
         self.totals.live_rows = self.slots.num_live
-        self.planner.learn(launch, result, log)
+        self.planner.learn(launch, result, log, None if launch.is_prefill else self.slots.token_worth(slots))
         if self.planner.experts is not None:
             self.totals.expert_correlation = self.planner.experts.correlation
         now = time.perf_counter()
