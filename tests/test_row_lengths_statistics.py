@@ -10,13 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.flat_batch import FlatBatch
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
+from batchspec.engine.rounds.records import RoundResult
 from batchspec.engine.rounds.results import PendingResult, RoundLog
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.packed_batch import PackedBatch
@@ -177,3 +183,50 @@ def test_the_sums_of_an_engine_are_those_of_its_rows_and_rounds(name: str, lengt
     assert sum(one.drafts for one in found.values()) == tried
     assert sum(one.accepted for one in found.values()) == totals.accepted
     assert all(0 <= one.accepted <= one.drafts and 0 < one.expected <= one.drafts for one in found.values())
+
+
+def drafting(drafter: Drafter) -> list[int]:
+    """From now on the positions of each pass in which this drafter drafts."""
+    found = list[int]()
+    own: Any = getattr(drafter, "_chain", None) or drafter
+    if isinstance(own, ChainDrafter):
+        draft = own._draft
+
+        def drafted(rows: DeviceBatch, draft_ids: Tensor, *others: Any) -> Tensor:
+            found.append(len(draft_ids))
+            return draft(rows, draft_ids, *others)
+
+        own._draft = drafted  # type: ignore[method-assign,assignment]
+        return found
+    layout: UniformLayout = own._layout
+    batch = layout.batch
+
+    def noted(ids: Tensor, *others: Any) -> FlatBatch:
+        found.append(ids.numel())
+        return batch(ids, *others)
+
+    layout.batch = noted  # type: ignore[method-assign,assignment]
+    return found
+
+
+@pytest.mark.parametrize("name", ["chain", "parallel", "window", "pard", "pard chain"])
+def test_nothing_is_drafted_that_a_round_has_no_draft_for(name: str) -> None:
+    """A chain makes as many passes as the round has drafts, the first of which the round before has prepared with a head; heads
+    that draft in one pass have as many positions of each row."""
+    drafter = DRAFTERS[name]()
+    engine = make_engine(tiny_target(window=5), drafter, packed(SLOTS, draft_len=K), device=DEVICE, lengths=4)
+    passes, run_round, widths = drafting(drafter), engine.executor.round.run, set[int]()
+
+    def checked(rows: DeviceBatch, mode: SamplingMode, draft_len: int, *others: Any) -> RoundResult:
+        passes.clear()
+        result, num_rows = run_round(rows, mode, draft_len, *others), len(rows.live)
+        if name in ("parallel", "pard"):
+            assert passes == [num_rows * draft_len] * (draft_len > 0)
+        else:
+            assert passes == [num_rows] * max(0, draft_len - (name == "chain"))
+        widths.add(draft_len)
+        return result
+
+    engine.executor.round.run = checked  # type: ignore[method-assign,assignment]
+    assert len(list(engine.run(iter(requests())))) == len(requests())
+    assert widths == set(range(K + 1))
