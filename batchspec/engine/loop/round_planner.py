@@ -210,6 +210,12 @@ class RoundPlanner:
             total += num_layers * int(keys.sum())
         return total // self._windows.total()
 
+    def counts_acceptance(self, launch: UnreadLaunch) -> bool:
+        """Whether `learn` counts what the rows of this round accept. Rows that verified fewer drafts than others say nothing of
+        what others would accept."""
+        width = launch.width
+        return self._lengths is not None and not launch.is_prefill and width.draft_len > 0 and width.mean_len is None
+
     def learn(
         self, launch: UnreadLaunch, result: PendingResult, log: RoundLog, worth: NDArray[np.float64] | None = None
     ) -> None:
@@ -236,8 +242,8 @@ class RoundPlanner:
         self, lengths: DraftLengths, launch: UnreadLaunch, result: PendingResult, log: RoundLog,
         worth: NDArray[np.float64] | None,
     ) -> None:
-        """Note the acceptance of a round. Rows that verified fewer drafts than others say nothing of what others would accept."""
-        if launch.width.mean_len is None:
+        """Note the acceptance of a round."""
+        if self.counts_acceptance(launch):
             took_part = log.num_kept > 0
             weight = None if worth is None else worth[took_part]
             lengths.observe(launch.width.draft_len, log.accepted_len[took_part], log.after_draft[took_part], weight)
