@@ -23,6 +23,7 @@ from batchspec.engine.rounds.draft_lengths import (
 from batchspec.engine.rounds.results import PendingResult
 from batchspec.engine.rounds.round_widths import candidates
 from batchspec.engine.slots.launch import UnreadLaunch
+from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.step import RoundWidth
 from batchspec.kernels.rounds.allocate_drafts import LEVELS
 
@@ -440,6 +441,55 @@ def test_a_round_is_timed_from_the_one_before_it_or_with_the_passes_between(monk
     results = [launched(1.0), launched(3.0), *passes, launched(6.0), launched(9.0)]
     expected_ = [None, (2.0, 0), None, None, (3.0, 100), (3.0, 0)]
     assert [clock.add(*one) for one in results] == [None if one is None else RoundTime(*one) for one in expected_]
+
+
+GOOD, BAD = (0.9, 8 / 9, 7 / 8), (0.3, 1 / 3, 0.3)
+MS = {k: 22.4 + 6.95 * k for k in range(4)}
+"""Of a round over 256 rows of an 8B model: 11.8 for the newest tokens, 10.6 for keys and values, 6.6 + 0.35 for each draft."""
+
+
+def job_ms(slots: int, requests: int, *, fixed: int | None = None) -> float:
+    """Time of a job whose rows, of 512 tokens each, are of two kinds in turn. A round takes less with fewer rows, at the end."""
+    rng, lengths, table = np.random.default_rng(0), DraftLengths(3), SlotTable(slots, 1, 3)
+    for k, cost in MS.items():
+        for prepare_next in (False, True):
+            lengths.set_base(slots, k, cost, prepare_next=prepare_next)
+    chances, left, taken = np.array([GOOD, BAD] * (requests // 2)), requests - slots, 0.0
+    row, live = np.arange(slots), np.ones(slots, bool)
+    table.num_tokens[:] = 1
+    while live.any():
+        k = lengths.choose(slots, 0, live_rows=int(live.sum()))[0].draft_len if fixed is None else fixed
+        there = np.flatnonzero(live)
+        accepted = (rng.random((len(there), k)) < chances[row[there], :k]).cumprod(1).sum(1)
+        lengths.observe(k, accepted.astype(np.int32), None, table.token_worth(there))
+        table.num_tokens[there] += accepted + 1
+        table.num_rounds[there] += 1
+        taken += MS[k] * max(0.25, len(there) / slots)
+        for slot in np.flatnonzero(live & (table.num_tokens > 512)):
+            live[slot], row[slot], left = left > 0, requests - left if left else 0, max(0, left - 1)
+            table.num_tokens[slot], table.num_rounds[slot] = 1, 0
+    return taken
+
+
+def test_what_rows_that_end_soon_accept_does_not_decide_for_the_others() -> None:
+    """Two drafts make 4 % more tokens a second than one while slots have as many rows of either kind. But most of these tokens
+    are those of rows that need few rounds anyway, and slots are full of the others soon: one draft ends the job earlier."""
+    assert expected([0.6, 1.05 / 0.6 - 1], [MS[0], MS[1], MS[2]]).argmax() == 2
+    fixed = {k: job_ms(256, 768, fixed=k) for k in MS}
+    assert min(fixed, key=fixed.__getitem__) == 1
+    assert fixed[1] / job_ms(256, 768) > 0.995
+
+
+def test_rows_count_by_what_their_tokens_are_worth() -> None:
+    """One of four rows waits after a right draft; the two that count three times as much reject the first draft or the second."""
+    lengths = DraftLengths(2, choices=(0, 1, 2))
+    for k in range(3):
+        lengths.set_base(ROWS, k, 1.0)
+    worth, waits = np.array([0.5, 1.5, 1.5, 0.5]) * 1000, np.array([False, False, False, True])
+    lengths.observe(2, np.array([2, 0, 1, 0], np.int32), waits, worth)
+    tried = PRIOR_ROWS + np.array([4000, 2000])
+    kept = PRIOR_RATE * PRIOR_ROWS + np.array([2500, 500])
+    assert lengths.scores(ROWS, 0) == pytest.approx(expected(list(kept / tried), [1.0] * 3), rel=1e-12)
 
 
 BASE = {RoundWidth(0): 7.3, RoundWidth(1): 13.1, RoundWidth(2): 22.0, RoundWidth(3): 26.3}

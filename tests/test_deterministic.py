@@ -131,22 +131,25 @@ def test_tokens_and_logprobs_are_those_of_the_row_alone_with_any_drafter(name: s
         assert sum(one.stats.num_accepted for one in done if one.stats is not None) > 0
 
 
-def test_preemption_changes_no_bit() -> None:
-    """Generated positions are prefilled again then: prefill and rounds agree. Nor does the size of pages."""
+@pytest.mark.parametrize(("name", "draft_len"), [("none", 0), ("lookup", 3), pytest.param("chain", 3, marks=pytest.mark.slow)])
+def test_preemption_changes_no_bit(name: str, draft_len: int) -> None:
+    """Generated positions are prefilled again then: prefill and rounds agree, however many drafts these verify. Nor does the size
+    of pages."""
     rng = np.random.default_rng(4)
     asked = [request(i, rng.integers(0, 61, 66).tolist(), cap=24, predicted=3) for i in range(2)]
-    found, done = run(asked, shape(2, prefill_tokens=256, page_size=4, num_pages=43), NoDrafter(), target())
+    batch = shape(2, prefill_tokens=256, page_size=4, num_pages=43, draft_len=draft_len)
+    found, done = run(asked, batch, drafter_of(name, 2, draft_len), target(), lengths=2)
     assert sum(one.stats.num_prefills for one in done if one.stats is not None) > len(done)
     assert found == run(asked, shape(1, prefill_tokens=256), NoDrafter(), target())[0]
 
 
 def test_a_run_that_is_stopped_resumes_with_the_same_tokens() -> None:
-    """In another engine, with other drafts and slots."""
+    """In another engine, with other drafts, draft lengths and slots."""
     found: dict[str, list[int]] = {}
     left = {one.request_id: one for one in requests()}
     for slots, drafter in ((4, NoDrafter()), (3, LookupDrafter(3, min_ngram=1, max_ngram=3))):
         batch = shape(slots, prefill_tokens=100, draft_len=drafter.max_len)
-        engine = make_engine(target(), drafter, batch, device=DEVICE, decode=decode)
+        engine = make_engine(target(), drafter, batch, device=DEVICE, decode=decode, lengths=3)
         if not drafter.max_len:
 
             def stop(totals: EngineTotals, engine: Engine = engine) -> None:

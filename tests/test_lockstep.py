@@ -131,7 +131,9 @@ def restless(engine: Engine, lead: Lead) -> dict[str, list[int]]:
         RoundClock.add = add  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("name", "count"), [("eagle3", 2), ("corpus", 4), ("tree", 2), ("hybrid", 2), ("window", 2)])
+@pytest.mark.parametrize(("name", "count"), [
+    ("eagle3", 2), ("parallel", 2), ("pard", 2), ("corpus", 4), ("tree", 2), ("hybrid", 2), ("window", 2)
+])
 def test_followers_have_the_leaders_tokens_whatever_the_clock_says(
     name: str, count: int, handle: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ float64, where the comparison is exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -491,16 +491,29 @@ def test_an_engine_serves_one_stream_after_another() -> None:
     assert runs[0] == runs[1]
 
 
+DRAFTERS: dict[str, Callable[[int, int], Drafter]] = {
+    "lookup": lambda draft_len, _: lookup(draft_len, 3, 0),
+    "chain": lambda draft_len, slots: ChainDrafter(parallel_head(), tiny_target(window=5), draft_len, slots=slots),
+    "parallel": lambda draft_len, slots: ParallelDrafter(parallel_head(), tiny_target(window=5), draft_len, slots=slots),
+    "pard": lambda draft_len, slots: PardDrafter(pard_model(), tiny_target().spec, draft_len, slots=slots, parallel=True),
+    "window": lambda draft_len, slots: WindowDrafter(tiny_target(window=5), draft_len, slots=slots, window=3, sink=1),
+    "hybrid": lambda draft_len, slots: hybrid(draft_len, min(2, draft_len), slots, chain=True, corpus_tokens=50),
+}
+"""Of the length and for as many slots. What heads keep of a row is made anew when it resumes."""
+
+
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(requests=requests_of_a_job(), data=st.data())
 def test_a_run_that_is_stopped_is_resumed_by_another_with_the_same_tokens(requests: list[Request], data: st.DataObject) -> None:
-    """Stopped again and again, each time by another engine with other drafts, slots and pages, until all rows are done."""
+    """Stopped again and again, each time by another engine with another drafter, other slots and pages, until all rows are
+    done."""
     expected, tokens, left = expected_tokens(requests), {}, {r.request_id: r for r in requests}
     stats = {}
     for turn in range(20):
-        draft_len = data.draw(st.integers(0, 4))
-        drafter: Drafter = LookupDrafter(draft_len, min_ngram=1, max_ngram=3) if draft_len else NoDrafter()
-        batch = packed(data.draw(st.sampled_from([1, 3, 8])), draft_len=draft_len, run_ahead=data.draw(st.integers(0, 2)))
+        draft_len, slots = data.draw(st.integers(0, 4)), data.draw(st.sampled_from([1, 3, 8]))
+        kind = data.draw(st.sampled_from(list(DRAFTERS)), label="drafter")
+        drafter = DRAFTERS[kind](draft_len, slots) if draft_len else NoDrafter()
+        batch = packed(slots, draft_len=draft_len, run_ahead=data.draw(st.integers(0, 2)))
         lengths = data.draw(LENGTHS, label="lengths")
         engine = make_engine(tiny_target(window=5), drafter, batch, device=DEVICE, decode=decode, lengths=lengths)
         rounds = data.draw(st.integers(1, 6)) if turn < 19 else 10**6

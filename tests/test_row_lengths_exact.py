@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from batchspec.automata.token_automaton import OTHER, TokenAutomaton, TokenSymbols
+from batchspec.batch.automata import Automata, AutomataCapacity, AutomatonUpload, ConstraintOffsets, place_of
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.logits import LogitRows
@@ -29,15 +31,42 @@ from batchspec.engine.rounds.records import RoundOptions, RoundResult
 from batchspec.engine.rounds.round import Round
 from batchspec.kernels.sampling.counter_rng import uniform_reference
 from batchspec.records import Request, SamplingParams
+from batchspec.structured.dfa import dfa_of
+from batchspec.structured.regex import regex_node
+from batchspec.structured.regular import Repeat, text
+from batchspec.structured.token_masks import over_tokens
 from tests.chi_square import chi_square
 from tests.engines import DEVICE, packed, request, tiny_spec
 
 VOCAB, K, NUM_TOKENS, NUM_ROWS = 3, 3, 4, 6000
 PROMPT = (0,)
+A, B, EOS = range(VOCAB)
+VOCABULARY = TokenSymbols.of([b"a", b"b", OTHER])
 LOGITS = torch.tensor([[0.2, 1.1, -0.4], [0.9, -0.2, 0.6], [-0.3, 0.5, 1.2]], dtype=torch.float64, device=DEVICE)
 """Of the next token, after each token."""
+
+
+def pairs_of_b() -> TokenAutomaton:
+    """(a|bb)*: after one b there must be another, which is drafted; otherwise all may come, and the text may end."""
+    present = np.isin(np.arange(256), [ord("a"), ord("b")])
+    dfa = dfa_of(regex_node("(a|bb)*"), Repeat(text("\n"), 0, 1), present)
+    made = over_tokens(dfa, VOCABULARY, (EOS,), thinks=False, may_begin=False)
+    assert isinstance(made, TokenAutomaton)
+    return made
+
+
+def allowed_by_pairs(output: tuple[int, ...]) -> set[int]:
+    """By the definition of (a|bb)*."""
+    newest = list(output)
+    while newest and newest[-1] == B:
+        newest.pop()
+    return {B} if (len(output) - len(newest)) % 2 else {A, B, EOS}
+
+
+PAIRS = pairs_of_b()
+PATTERN: dict[str, Any] = {"stop_ids": (EOS,), "automaton": PAIRS, "automaton_state": PAIRS.answer}
 ASKED: dict[str, Request] = {
-    name: request(0, PROMPT, cap=NUM_TOKENS, **options)
+    name: replace(request(0, PROMPT, cap=NUM_TOKENS), **options)
     for name, options in dict[str, dict[str, Any]](
         {
             "greedy": {},
@@ -47,6 +76,11 @@ ASKED: dict[str, Request] = {
             "bad words": {"sampling": SamplingParams(temperature=1.0, bad_words=((0, 1), (2, 2), (1, 0, 2)))},
             "a stop id after two tokens": {
                 "sampling": SamplingParams(temperature=1.0), "stop_ids": (2,), "min_new_tokens": 2,
+            },
+            "a pattern": {"sampling": SamplingParams(temperature=1.0), **PATTERN},
+            "a pattern, greedy": PATTERN,
+            "a pattern, penalties and top-p": {
+                "sampling": SamplingParams(temperature=1.2, top_p=0.9, presence_penalty=0.5, repetition_penalty=1.3), **PATTERN,
             },
         }
     ).items()
@@ -149,7 +183,14 @@ def decoded(asked: Request, *, truth: Tensor | None = None, rule: Rule | None = 
     """
     batch = packed(NUM_ROWS, row_buckets=(NUM_ROWS,), max_len=len(PROMPT) + NUM_TOKENS, draft_len=K)
     rows = DeviceBatch.allocate(batch, vocab_size=VOCAB, device=DEVICE)
+    if asked.automaton is not None:
+        rows.automata = Automata(VOCABULARY, AutomataCapacity(num_tokens=VOCAB, table_words=1 << 10, masks_bytes=1 << 8), DEVICE)
     rows.begin(range(NUM_ROWS), [replace(asked, seed=10**6 + 7919 * i) for i in range(NUM_ROWS)], [()] * NUM_ROWS)
+    if rows.automata is not None:
+        place = 1
+        rows.automata.upload([AutomatonUpload.of(PAIRS, place, np.arange(len(PAIRS.masks), dtype=np.int32))])
+        begin = ConstraintOffsets(place, place_of(PAIRS, asked.automaton_state, place))
+        rows.constrain([(row, begin) for row in range(NUM_ROWS)])
     rows.live.fill_(1)
     target: Any = MarkovTarget()
     drafter, spec = Prophet(truth), tiny_spec()
@@ -158,7 +199,8 @@ def decoded(asked: Request, *, truth: Tensor | None = None, rule: Rule | None = 
     one = Round(target, drafter, cache, batch, RoundOptions(row_lengths=True), DEVICE)
     if rule is not None:
         follow(one, rows, rule)
-    mode, results = SamplingMode.of(asked.sampling, asked.min_new_tokens), list[RoundResult]()
+    mode = SamplingMode.of(asked.sampling, asked.min_new_tokens, constrained=asked.automaton is not None)
+    results = list[RoundResult]()
     for draft_len in widths(truth is not None):
         if not rows.live.any():
             break
@@ -206,6 +248,8 @@ def probabilities(asked: Request, output: tuple[int, ...]) -> Tensor:
     for *earlier, last in params.bad_words:
         if len(earlier) <= len(output) and list(output[len(output) - len(earlier) :]) == earlier:
             logits[last] = -torch.inf
+    if asked.automaton is not None:
+        logits[list(set(range(VOCAB)) - allowed_by_pairs(output))] = -torch.inf
     if len(output) < asked.min_new_tokens:
         logits[list(asked.stop_ids)] = -torch.inf
     if params.temperature == 0:
@@ -232,11 +276,14 @@ def exact_of_outputs(asked: Request) -> dict[tuple[int, ...], float]:
 
 
 def misfit(asked: Request, tokens: Tensor) -> float:
-    """The chi-square of the outputs over the bound that it keeps if they have the probabilities of the definition."""
+    """The chi-square of the outputs over the bound that it keeps if they have the probabilities of the definition; infinite if
+    one of them has none."""
     exact = exact_of_outputs(asked)
     assert sum(exact.values()) == pytest.approx(1.0)
     number = {output: place for place, output in enumerate(exact)}
     outputs = [tuple(token for token in row if token >= 0) for row in tokens.tolist()]
+    if not number.keys() >= set(outputs):
+        return np.inf
     chi, limit = chi_square(np.array([number[output] for output in outputs]), np.array(list(exact.values())))
     return chi / limit
 
@@ -257,7 +304,7 @@ def test_each_noise_key_has_its_tokens_whatever_is_verified(name: str) -> None:
     found["by chances"] = decoded(asked, truth=plain.tokens, by_chances=True)
     for what, one in found.items():
         assert torch.equal(one.tokens, plain.tokens), what
-        assert 0 < one.verified < whole.verified or name == "greedy", what
+        assert 0 < one.verified < whole.verified or "greedy" in name, what
 
 
 def redrawn(known: Known) -> Tensor:
@@ -297,10 +344,11 @@ def shifted(known: Known) -> Tensor:
     return verified
 
 
+@pytest.mark.parametrize("name", ["temperature", "a pattern, penalties and top-p"])
 @pytest.mark.parametrize(("fault", "biased"), [(redrawn, True), (unverified, True), (shifted, False)])
-def test_a_fault_in_what_is_verified_changes_tokens(fault: Rule, biased: bool) -> None:
+def test_a_fault_in_what_is_verified_changes_tokens(name: str, fault: Rule, biased: bool) -> None:
     """And, if it lets a choice decide about itself, what tokens are drawn how often."""
-    asked = ASKED["temperature"]
+    asked = ASKED[name]
     plain = decoded(asked)
     faulty = decoded(asked, truth=plain.tokens, rule=fault)
     assert not torch.equal(faulty.tokens, plain.tokens)

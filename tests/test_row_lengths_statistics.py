@@ -6,22 +6,30 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.flat_batch import FlatBatch
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.pard import PardDrafter
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
+from batchspec.engine.rounds.records import RoundResult
 from batchspec.engine.rounds.results import PendingResult, RoundLog
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, ForcedDrafter, make_engine, packed, plain_tokens, request, tiny_target
 from tests.mtp_drafting import trusting
-from tests.test_lossless import check_statistics, lookup, parallel_head
+from tests.test_lossless import check_statistics, hybrid, lookup, parallel_head, pard_model
 
 pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
 
@@ -49,6 +57,11 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "chain": lambda: ChainDrafter(parallel_head(), tiny_target(window=5), K, slots=SLOTS),
     "parallel": lambda: ParallelDrafter(parallel_head(), tiny_target(window=5), K, slots=SLOTS),
     "window": lambda: WindowDrafter(tiny_target(window=5), K, slots=SLOTS, window=3, sink=1),
+    "pard": lambda: PardDrafter(pard_model(), tiny_target().spec, K, slots=SLOTS, parallel=True),
+    "pard chain": lambda: PardDrafter(pard_model(), tiny_target().spec, K, slots=SLOTS, parallel=False),
+    "hybrid": lambda: hybrid(K, 3, SLOTS, chain=True),
+    "hybrid, corpus": lambda: hybrid(K, K, SLOTS, chain=False, corpus_tokens=50),
+    "corpus": lambda: lookup(K, 2, 50),
 }
 Counts = dict[str, list[tuple[int, int]]]
 
@@ -66,7 +79,7 @@ class Rounds:
         """Note each round of this engine from now on."""
         learn = engine.planner.learn
 
-        def noted(launch: UnreadLaunch, result: PendingResult, log: RoundLog) -> None:
+        def noted(launch: UnreadLaunch, result: PendingResult, log: RoundLog, *worth: Any) -> None:
             if not launch.is_prefill:
                 lines, table = result.result.log.numpy(), engine.slots
                 slots, own = result.rows_of(launch.owners, table.owner)
@@ -77,12 +90,12 @@ class Rounds:
                     state = table.requests[slot]
                     assert state is not None
                     self.by_row[state.request.request_id].append((verified, accepted))
-            learn(launch, result, log)
+            learn(launch, result, log, *worth)
 
-        engine.planner.learn = noted  # type: ignore[method-assign]
+        engine.planner.learn = noted  # type: ignore[method-assign,assignment]
 
 
-def run(name: str, *, lengths: int, batch: PackedBatch) -> tuple[dict[str, Completion], Rounds]:
+def run(name: str, *, lengths: int, batch: PackedBatch) -> tuple[dict[str, Completion], Rounds, Engine]:
     engine = make_engine(tiny_target(window=5), DRAFTERS[name](), batch, device=DEVICE, lengths=lengths)
     rounds = Rounds()
     rounds.note(engine)
@@ -91,7 +104,7 @@ def run(name: str, *, lengths: int, batch: PackedBatch) -> tuple[dict[str, Compl
     assert {one.seed: ids_of(one) for one in done.values()} == outputs()
     assert max(one.stats.num_prefills for one in done.values() if one.stats) > 1, "no row was preempted"
     assert len({launch.num_rows for launch, *_ in rounds.launches}) > 1, "no row moved"
-    return done, rounds
+    return done, rounds, engine
 
 
 def ids_of(done: Completion) -> list[int]:
@@ -103,7 +116,8 @@ def ids_of(done: Completion) -> list[int]:
 @pytest.mark.parametrize("lengths", [4, 5])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_statistics_of_rows_are_those_of_the_drafts_that_were_verified(name: str, lengths: int) -> None:
-    done, rounds = run(name, lengths=lengths, batch=packed(SLOTS, num_pages=20, max_len=40, draft_len=K, run_ahead=lengths - 3))
+    batch = packed(SLOTS, num_pages=20, max_len=40, draft_len=K, run_ahead=lengths - 3)
+    done, rounds, _ = run(name, lengths=lengths, batch=batch)
     for completion in done.values():
         check_statistics(completion, name, scarce_pages=True)
         stats, own = completion.stats, np.array(rounds.by_row[completion.request_id], int).reshape(-1, 2)
@@ -120,7 +134,7 @@ def test_statistics_of_rows_are_those_of_the_drafts_that_were_verified(name: str
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_the_drafts_of_a_round_fit_into_its_positions(name: str) -> None:
     """One position of each live row is that of its newest token."""
-    _, rounds = run(name, lengths=2, batch=packed(SLOTS, num_pages=20, max_len=40, draft_len=K, run_ahead=1))
+    _, rounds, _ = run(name, lengths=2, batch=packed(SLOTS, num_pages=20, max_len=40, draft_len=K, run_ahead=1))
     parted, uneven = 0, 0
     for launch, log, _ in rounds.launches:
         verified, width = log.draft_len, launch.width
@@ -135,7 +149,7 @@ def test_the_drafts_of_a_round_fit_into_its_positions(name: str) -> None:
 
 
 def test_all_positions_of_a_round_are_used_if_there_are_so_many_drafts() -> None:
-    _, rounds = run("parallel", lengths=4, batch=packed(SLOTS, num_pages=20, max_len=40, draft_len=K))
+    _, rounds, _ = run("parallel", lengths=4, batch=packed(SLOTS, num_pages=20, max_len=40, draft_len=K))
     num_full, num_cut = 0, 0
     for launch, log, offered in rounds.launches:
         num_positions = launch.width.num_positions(launch.num_rows) or launch.num_rows * (launch.width.draft_len + 1)
@@ -144,3 +158,75 @@ def test_all_positions_of_a_round_are_used_if_there_are_so_many_drafts() -> None
         num_full += 0 < offered <= places
         num_cut += offered > places
     assert min(num_full, num_cut) > 5
+
+
+@pytest.mark.parametrize("lengths", [4, 5])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_sums_of_an_engine_are_those_of_its_rows_and_rounds(name: str, lengths: int) -> None:
+    """Nothing runs ahead, so no row is in a round whose result does not count. A draft counts in the calibration if those before
+    it were accepted."""
+    done, rounds, engine = run(name, lengths=lengths, batch=packed(SLOTS, num_pages=20, max_len=40, draft_len=K))
+    stats, totals = [one.stats for one in done.values() if one.stats], engine.totals
+    assert len(stats) == len(done)
+    assert totals.row_rounds == sum(one.num_rounds for one in stats)
+    assert (totals.drafted, totals.accepted) == (sum(one.num_drafted for one in stats), sum(one.num_accepted for one in stats))
+    assert totals.tokens == sum(len(ids_of(one)) for one in done.values()) + sum(one.num_discarded for one in stats)
+    verified, full, tried = 0, 0, 0
+    for launch, log, _ in rounds.launches:
+        own, uniform = len(log.draft_len) * (launch.width.draft_len + 1), engine.executor.round.is_uniform
+        full += own
+        verified += own if uniform and launch.width.mean_len is None else len(log.draft_len) + int(log.draft_len.sum())
+        tried += int(np.minimum(log.accepted_len + 1, log.draft_len).sum())
+    assert (totals.rounds, totals.positions, totals.full_positions) == (len(rounds.launches), verified, full)
+    found = engine.calibration()
+    assert set(found) <= set(range(len(engine.drafter.prior_chances)))
+    assert sum(one.drafts for one in found.values()) == tried
+    assert sum(one.accepted for one in found.values()) == totals.accepted
+    assert all(0 <= one.accepted <= one.drafts and 0 < one.expected <= one.drafts for one in found.values())
+
+
+def drafting(drafter: Drafter) -> list[int]:
+    """From now on the positions of each pass in which this drafter drafts."""
+    found = list[int]()
+    own: Any = getattr(drafter, "_chain", None) or drafter
+    if isinstance(own, ChainDrafter):
+        draft = own._draft
+
+        def drafted(rows: DeviceBatch, draft_ids: Tensor, *others: Any) -> Tensor:
+            found.append(len(draft_ids))
+            return draft(rows, draft_ids, *others)
+
+        own._draft = drafted  # type: ignore[method-assign,assignment]
+        return found
+    layout: UniformLayout = own._layout
+    batch = layout.batch
+
+    def noted(ids: Tensor, *others: Any) -> FlatBatch:
+        found.append(ids.numel())
+        return batch(ids, *others)
+
+    layout.batch = noted  # type: ignore[method-assign,assignment]
+    return found
+
+
+@pytest.mark.parametrize("name", ["chain", "parallel", "window", "pard", "pard chain"])
+def test_nothing_is_drafted_that_a_round_has_no_draft_for(name: str) -> None:
+    """A chain makes as many passes as the round has drafts, the first of which the round before has prepared with a head; heads
+    that draft in one pass have as many positions of each row."""
+    drafter = DRAFTERS[name]()
+    engine = make_engine(tiny_target(window=5), drafter, packed(SLOTS, draft_len=K), device=DEVICE, lengths=4)
+    passes, run_round, widths = drafting(drafter), engine.executor.round.run, set[int]()
+
+    def checked(rows: DeviceBatch, mode: SamplingMode, draft_len: int, *others: Any) -> RoundResult:
+        passes.clear()
+        result, num_rows = run_round(rows, mode, draft_len, *others), len(rows.live)
+        if name in ("parallel", "pard"):
+            assert passes == [num_rows * draft_len] * (draft_len > 0)
+        else:
+            assert passes == [num_rows] * max(0, draft_len - (name == "chain"))
+        widths.add(draft_len)
+        return result
+
+    engine.executor.round.run = checked  # type: ignore[method-assign,assignment]
+    assert len(list(engine.run(iter(requests())))) == len(requests())
+    assert widths == set(range(K + 1))

@@ -45,11 +45,14 @@ def test_rounds_added_by_arrays_are_those_added_row_by_row(data: st.DataObject) 
     rows, twins = ([RequestState.of(request(i, [1], cap=MAX_LEN - 1), K) for i in range(SLOTS - 1)] for _ in range(2))
     for slot, row in enumerate(rows):
         table.fill([row], [slot], order=slot)
+    num_rounds = [0] * len(rows)
     for _ in range(data.draw(st.integers(1, 9))):
         width = data.draw(st.integers(1, K + 1))
         there = [row for row in rows if data.draw(st.booleans())]
         lines = log_lines(data, there, width)
         table.add_round(np.array([row.slot for row in there], np.intp), RoundLog.of(lines))
+        for row in there:
+            num_rounds[row.request.row_index] += 1
         for row, (accepted, drafted, kept, _, *tokens) in zip(there, lines.tolist(), strict=True):
             add_round(twins[row.request.row_index], accepted, drafted, tokens[:kept])
         if data.draw(st.booleans()):
@@ -57,6 +60,7 @@ def test_rounds_added_by_arrays_are_those_added_row_by_row(data: st.DataObject) 
         free = table.free()
         if data.draw(st.booleans()):
             table.move([(rows[0].slot, free[0])])
+    assert [table.num_rounds[row.slot] for row in rows] == num_rounds
     for row, twin in zip(rows, twins, strict=True):
         table.clear(row)
         assert row.tokens == twin.tokens
@@ -98,3 +102,21 @@ def test_results_are_counted_from_zero_in_the_order_of_launches() -> None:
     assert (unread.num_launched, unread.num_read) == (3, 0)
     unread.take_oldest()
     assert (unread.num_launched, unread.num_read) == (3, 1)
+
+
+def test_a_token_of_a_row_that_takes_many_rounds_is_worth_more() -> None:
+    """Three rows of a prompt of one token, after ten rounds, and one that has just entered, which is taken for an average one."""
+    table = SlotTable(SLOTS, MAX_LEN, K)
+    for slot in range(SLOTS):
+        table.fill([RequestState.of(request(slot, [1], cap=MAX_LEN - 1), K)], [slot], order=slot)
+    assert table.token_worth(np.arange(SLOTS)).tolist() == [1.0] * SLOTS
+    table.num_tokens[:], table.num_rounds[:] = [2 + 10, 2 + 20, 2 + 30, 2], [10, 10, 10, 0]
+    worth = table.token_worth(np.arange(SLOTS))
+    mean_speed = 68 / 38
+    expected = np.array([18 / (emitted + 8 * mean_speed) for emitted in (10, 20, 30)] + [1 / mean_speed])
+    assert worth.tolist() == (expected / expected.mean()).tolist()
+    assert worth.argsort().tolist() == [2, 1, 3, 0]
+    assert table.token_worth(np.arange(0)).tolist() == []
+    table.clear(table.at(0))
+    table.fill([RequestState.of(request(9, [1, 2], cap=9), K)], [0], order=9)
+    assert table.num_rounds[0] == 0

@@ -210,8 +210,19 @@ class RoundPlanner:
             total += num_layers * int(keys.sum())
         return total // self._windows.total()
 
-    def learn(self, launch: UnreadLaunch, result: PendingResult, log: RoundLog) -> None:
-        """Learn from the result of a round or prefill pass; `log` has the lines of its live rows."""
+    def counts_acceptance(self, launch: UnreadLaunch) -> bool:
+        """Whether `learn` counts what the rows of this round accept. Rows that verified fewer drafts than others say nothing of
+        what others would accept."""
+        width = launch.width
+        return self._lengths is not None and not launch.is_prefill and width.draft_len > 0 and width.mean_len is None
+
+    def learn(
+        self, launch: UnreadLaunch, result: PendingResult, log: RoundLog, worth: NDArray[np.float64] | None = None
+    ) -> None:
+        """Learn from the result of a round or prefill pass; `log` has the lines of its live rows.
+
+        worth  float64 [lines] what a token of each row is worth (`SlotTable.token_worth`); None: all the same
+        """
         if launch.counts_experts and self.experts is not None and result.result.experts_read is not None:
             self.experts.observe(result.result.experts_read.numpy(), self.positions(launch, result)[0])
         took = self._clock.add(launch, result)
@@ -220,18 +231,22 @@ class RoundPlanner:
         if self._lengths is None:
             return
         if not launch.is_prefill:
-            self._observe(self._lengths, launch, result, log)
+            self._observe(self._lengths, launch, result, log, worth)
         if took is not None and not took.num_prefilled:
             self._lengths.timed(
                 launch.num_rows, launch.width, launch.context_tokens, took.seconds, prepare_next=launch.prepare_next,
                 live_rows=launch.live_rows,
             )
 
-    def _observe(self, lengths: DraftLengths, launch: UnreadLaunch, result: PendingResult, log: RoundLog) -> None:
-        """Note the acceptance of a round. Rows that verified fewer drafts than others say nothing of what others would accept."""
-        if launch.width.mean_len is None:
+    def _observe(
+        self, lengths: DraftLengths, launch: UnreadLaunch, result: PendingResult, log: RoundLog,
+        worth: NDArray[np.float64] | None,
+    ) -> None:
+        """Note the acceptance of a round."""
+        if self.counts_acceptance(launch):
             took_part = log.num_kept > 0
-            lengths.observe(launch.width.draft_len, log.accepted_len[took_part], log.after_draft[took_part])
+            weight = None if worth is None else worth[took_part]
+            lengths.observe(launch.width.draft_len, log.accepted_len[took_part], log.after_draft[took_part], weight)
         if (levels := result.result.levels) is not None:
             lengths.observe_levels(levels.numpy(), int((result.result.log.numpy()[:, 0] >= 0).sum()))
 

@@ -16,6 +16,8 @@ from batchspec.kernels.rounds.accept import WAITING
 
 FREE = -1
 """Owner of a slot without a request."""
+PRIOR_ROUNDS = 8.0
+"""Rounds at the mean speed of all rows that are added to those of each row."""
 
 
 class SlotTable:
@@ -43,6 +45,8 @@ class SlotTable:
         """Number of pages that the row owns in each K/V group."""
         self.num_prefilled = zeros()
         """Number of tokens with which the row entered its slot."""
+        self.num_rounds = zeros()
+        """Number of rounds that the row has been in since then."""
         self.prompt_len, self.max_tokens, self.predicted_tokens = zeros(), zeros(), zeros()
         self.decodes = np.zeros(num_slots, bool)
         """Whether rounds emit tokens for the row: not while it is held, nor if it ends with its prefill."""
@@ -58,8 +62,8 @@ class SlotTable:
         self._num_buffered, self._num_prefills, self._num_discarded = self._counts[:, :3].T
         self._accepted, self._drafted = self._counts[:, 3 : 3 + width], self._counts[:, 3 + width :]
         self._arrays: tuple[NDArray[np.generic], ...] = (
-            self.owner, self.num_tokens, self.num_columns, self.num_held, self.num_prefilled, self.prompt_len, self.max_tokens,
-            self.predicted_tokens, self.decodes, self.watch_at, self.watch_token, self._tokens, self._counts,
+            self.owner, self.num_tokens, self.num_columns, self.num_held, self.num_prefilled, self.num_rounds, self.prompt_len,
+            self.max_tokens, self.predicted_tokens, self.decodes, self.watch_at, self.watch_token, self._tokens, self._counts,
         )
         self._modes: Counter[SamplingMode] = Counter()
         self.num_live = 0
@@ -111,6 +115,7 @@ class SlotTable:
         requests, pages = [state.request for state in states], [state.pages for state in states]
         prompt_len = np.array([len(request.prompt_ids) for request in requests])
         self.num_tokens[slots] = self.num_prefilled[slots] = prompt_len + [len(state.tokens) for state in states]
+        self.num_rounds[slots] = 0
         self.num_columns[slots], self.num_held[slots] = [own.num_columns for own in pages], [own.num_held for own in pages]
         self.prompt_len[slots] = prompt_len
         self.max_tokens[slots] = prompt_len + [request.max_new_tokens for request in requests]
@@ -136,6 +141,14 @@ class SlotTable:
         due |= ((at < NEVER) | watches_token) & (log.finish != 0) & (log.finish != WAITING)
         found: Slots = slots[due]
         return found
+
+    def token_worth(self, slots: Slots) -> NDArray[np.float64]:
+        """What a token of each of these rows is worth beside one of the others, 1 on average: it brings the row's end nearer by
+        the time that the row takes for a token. Rows that accept most need fewer rounds for the rest of their tokens anyway."""
+        rounds, emitted = self.num_rounds[slots], (self.num_tokens - self.num_prefilled - 1)[slots].clip(0)
+        mean_speed = (emitted.sum() + PRIOR_ROUNDS) / (rounds.sum() + PRIOR_ROUNDS)
+        worth: NDArray[np.float64] = (rounds + PRIOR_ROUNDS) / (emitted + PRIOR_ROUNDS * mean_speed)
+        return worth / (worth.mean() if len(slots) else 1.0)
 
     def hold(self, state: RequestState) -> None:
         """The request stays in its slot and does not decode until `resume`."""
@@ -202,6 +215,7 @@ class SlotTable:
     def add_round(self, slots: Slots, log: RoundLog) -> None:
         """Add one round of live rows; a slot occurs at most once."""
         kept = log.num_kept
+        self.num_rounds[slots] += 1
         self._accepted[slots, log.accepted_len] += 1
         self._drafted[slots, log.draft_len] += 1
         self._num_discarded[slots] += log.accepted_len + 1 - kept
