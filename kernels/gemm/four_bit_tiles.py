@@ -75,17 +75,19 @@ def four_bit_tile(num_tokens: int, rows: int, k: int, group: int, card: Card, *,
     if num_tokens > MOST_TOKENS:
         return None
     height, n = height_of(num_tokens), rows // 2 if gated else rows
-    if card.has_wgmma and (height <= 32 or (not gated and (height == 64 or group == GROUP))):
-        warps, programs = 4 if gated else 8, 3 * card.num_sms if height <= 32 else 3 * card.num_sms // 2
-        base, splits = Tile(min(height, 128), 128, BLOCK, 3, warps, height > 32, direct=True), DIRECT_SPLITS
+    direct = card.has_wgmma and (height <= 32 or (not gated and (height == 64 or group == GROUP)))
+    if direct:
+        base = Tile(min(height, 128), 128, BLOCK, 3, 4 if gated else 8, height > 32, direct=True)
+    elif height <= 32:
+        base = Tile(height, 128, BLOCK, 4, 4, False)
     else:
-        programs, splits = 2 * card.num_sms, SPLITS
-        base = Tile(height, 128, BLOCK, 4, 4, False) if height <= 32 else Tile(min(height, 128), 128, BLOCK, 3, 8, True)
+        base = Tile(min(height, 128), 128, BLOCK, 3, 8, True)
         if height > 64 and not gated and group != GROUP and _num_tiles(base, num_tokens, n) < card.num_sms:
             base = base._replace(block_n=64, warps=4)
     base = fitted(_of_outputs(base, gated=gated), card, gated=gated)
-    most = min(programs / _num_tiles(base, num_tokens, n), -(-k // BLOCK) / MIN_BLOCKS)
-    return base._replace(split=max(split for split in splits if split == 1 or split <= most))
+    of_an_sm = 2.0 if not direct else 3.0 if height <= 32 else 1.5
+    most = min(of_an_sm * card.num_sms / _num_tiles(base, num_tokens, n), -(-k // BLOCK) / MIN_BLOCKS)
+    return base._replace(split=max(split for split in (DIRECT_SPLITS if direct else SPLITS) if split == 1 or split <= most))
 
 
 def ordered_four_bit_tile(num_tokens: int, *, gated: bool = False) -> Tile:
