@@ -461,7 +461,7 @@ def job_ms(slots: int, requests: int, *, fixed: int | None = None) -> float:
         k = lengths.choose(slots, 0, live_rows=int(live.sum()))[0].draft_len if fixed is None else fixed
         there = np.flatnonzero(live)
         accepted = (rng.random((len(there), k)) < chances[row[there], :k]).cumprod(1).sum(1)
-        lengths.observe(k, accepted.astype(np.int32), None, table.token_worth(there))
+        lengths.observe(k, accepted.astype(np.int32), None, table.token_weights(there))
         table.num_tokens[there] += accepted + 1
         table.num_rounds[there] += 1
         taken += MS[k] * max(0.25, len(there) / slots)
@@ -485,8 +485,8 @@ def test_rows_count_by_what_their_tokens_are_worth() -> None:
     lengths = DraftLengths(2, choices=(0, 1, 2))
     for k in range(3):
         lengths.set_base(ROWS, k, 1.0)
-    worth, waits = np.array([0.5, 1.5, 1.5, 0.5]) * 1000, np.array([False, False, False, True])
-    lengths.observe(2, np.array([2, 0, 1, 0], np.int32), waits, worth)
+    weights, waits = np.array([0.5, 1.5, 1.5, 0.5]) * 1000, np.array([False, False, False, True])
+    lengths.observe(2, np.array([2, 0, 1, 0], np.int32), waits, weights)
     tried = PRIOR_ROWS + np.array([4000, 2000])
     kept = PRIOR_RATE * PRIOR_ROWS + np.array([2500, 500])
     assert lengths.scores(ROWS, 0) == pytest.approx(expected(list(kept / tried), [1.0] * 3), rel=1e-12)

@@ -193,9 +193,9 @@ def test_rounds_learn_that_drafts_before_a_wait_were_right(monkeypatch: pytest.M
     engine = engine_of(ExpandLate(0, most_polls=3), drafter=ForcedDrafter(4, outputs, right=True, fixed_len=True), lengths=4)
     heard, learn = list[RoundLog](), engine.planner.learn
 
-    def noted(launch: UnreadLaunch, result: PendingResult, log: RoundLog, *worth: Any) -> None:
+    def noted(launch: UnreadLaunch, result: PendingResult, log: RoundLog, *weights: Any) -> None:
         heard.append(log)
-        learn(launch, result, log, *worth)
+        learn(launch, result, log, *weights)
 
     monkeypatch.setattr(engine.planner, "learn", noted)
     done = {one.row_index: one for one in engine.run(iter([req for req, _ in ruled]))}

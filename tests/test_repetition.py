@@ -106,7 +106,7 @@ def test_rows_that_repeated_themselves_go_on_if_a_retry_asks_for_it(
     assert {old["finish_reason"] for old in before} == {"repetition", "length"}
     with pytest.raises(AssertionError):
         job(model, tmp_path, "out", *keys, "resume=repetition")
-    assert f"{REPETITION} ended; turn it off with {REPETITION}.max_pattern_size=0" in capsys.readouterr().err
+    assert f"{REPETITION} on would end the same rows again; set {REPETITION}.max_pattern_size=0" in capsys.readouterr().err
     after = job(model, tmp_path, "out", "resume=repetition", "draft=lookup")
     assert [new["token_ids"] for new in after] == [row["token_ids"] for row in whole]
     for old, new in zip(before, after, strict=True):

@@ -79,7 +79,7 @@ class Rounds:
         """Note each round of this engine from now on."""
         learn = engine.planner.learn
 
-        def noted(launch: UnreadLaunch, result: PendingResult, log: RoundLog, *worth: Any) -> None:
+        def noted(launch: UnreadLaunch, result: PendingResult, log: RoundLog, *weights: Any) -> None:
             if not launch.is_prefill:
                 lines, table = result.result.log.numpy(), engine.slots
                 slots, own = result.rows_of(launch.owners, table.owner)
@@ -90,7 +90,7 @@ class Rounds:
                     state = table.requests[slot]
                     assert state is not None
                     self.by_row[state.request.request_id].append((verified, accepted))
-            learn(launch, result, log, *worth)
+            learn(launch, result, log, *weights)
 
         engine.planner.learn = noted  # type: ignore[method-assign,assignment]
 

@@ -109,14 +109,14 @@ def test_a_token_of_a_row_that_takes_many_rounds_is_worth_more() -> None:
     table = SlotTable(SLOTS, MAX_LEN, K)
     for slot in range(SLOTS):
         table.fill([RequestState.of(request(slot, [1], cap=MAX_LEN - 1), K)], [slot], order=slot)
-    assert table.token_worth(np.arange(SLOTS)).tolist() == [1.0] * SLOTS
+    assert table.token_weights(np.arange(SLOTS)).tolist() == [1.0] * SLOTS
     table.num_tokens[:], table.num_rounds[:] = [2 + 10, 2 + 20, 2 + 30, 2], [10, 10, 10, 0]
-    worth = table.token_worth(np.arange(SLOTS))
+    weights = table.token_weights(np.arange(SLOTS))
     mean_speed = 68 / 38
     expected = np.array([18 / (emitted + 8 * mean_speed) for emitted in (10, 20, 30)] + [1 / mean_speed])
-    assert worth.tolist() == (expected / expected.mean()).tolist()
-    assert worth.argsort().tolist() == [2, 1, 3, 0]
-    assert table.token_worth(np.arange(0)).tolist() == []
+    assert weights.tolist() == (expected / expected.mean()).tolist()
+    assert weights.argsort().tolist() == [2, 1, 3, 0]
+    assert table.token_weights(np.arange(0)).tolist() == []
     table.clear(table.at(0))
     table.fill([RequestState.of(request(9, [1, 2], cap=9), K)], [0], order=9)
     assert table.num_rounds[0] == 0

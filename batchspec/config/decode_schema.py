@@ -13,9 +13,8 @@ class RepetitionConfig:
     min_pattern_size: int = 1
     """Minimum number of tokens of such a pattern. Tables and drawings repeat single tokens: a few tokens spare these."""
     min_count: int = 10
-    """How often the pattern must follow itself. The completion ends with the token that completes the last of them, with status
-    truncated and finish_reason repetition. resume=repetition, not resume=length, continues
-    it."""
+    """How many times in a row the pattern must occur. The completion ends with the token that completes the last of them, with
+    status truncated and finish_reason repetition. resume=repetition, not resume=length, continues it."""
 
 
 @dataclass(slots=True, kw_only=True)

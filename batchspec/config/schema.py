@@ -214,8 +214,8 @@ class ResumeConfig:
 
     retry: str = "none"
     """Which rows of a complete job are computed again. error: rows with an error that may pass; length: rows that were cut off,
-    with a larger decode.max_new_tokens; repetition: rows that decode.repetition_detection ended, without it; none. Their shards
-    are replaced one by one, all other rows stay."""
+    with a larger decode.max_new_tokens; repetition: rows that decode.repetition_detection ended, with it turned off; none.
+    Their shards are replaced one by one, all other rows stay."""
     extend: bool = False
     """Whether input rows that come after all rows of the job in output.dir, from new files or a higher input.limit, are added to
     it. Its rows and files stay as they are."""

@@ -69,7 +69,7 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
         )
     if kind == "repetition" and json.loads(compared[DETECTION]) is not None:
         off = f"{DETECTION}.max_pattern_size=0"
-        raise OutputError(f"{output.path}: resume=repetition continues rows that {DETECTION} ended; turn it off with {off}")
+        raise OutputError(f"{output.path}: resume=repetition with {DETECTION} on would end the same rows again; set {off}")
     shards = _shards_with(output, kind) if kind != "length" or new > old else ()
     return replace(wanted, shards=shards) if shards else None
 
@@ -91,9 +91,9 @@ def retry_advice(job: Job, output: OutputFolder) -> str:
 def _was_begun(wanted: Generation, changes: Sequence[Change], output: OutputFolder) -> bool:
     """Whether the retry needs no beginning: it is not concluded yet, or was done before.
 
-    A retry of lengths or repetitions is done once for each limit, which rows of later extensions have from the start. One of
-    errors is done once for each command, and has not seen the rows of a later extension. A command without a name, which a run
-    that was interrupted during the push tells to be given again, goes on with the latest retry until that is concluded.
+    resume=length and resume=repetition are done once for each limit; rows of later extensions have their settings from the start.
+    resume=error is done once for each command, and has not seen the rows of a later extension. A command without a name, which a
+    run that was interrupted during the push tells to be given again, goes on with the latest retry until that is concluded.
     """
     extended = max((change.number for change in changes if isinstance(change, Extension)), default=0)
     same = [one for one in changes if isinstance(one, Generation) and one.identity == wanted.identity]

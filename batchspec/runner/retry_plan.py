@@ -4,7 +4,7 @@ resume=error       computes rows again whose error may be temporary: a crash, bu
 resume=length      computes rows that decode.max_new_tokens cut off, if it is larger now. They continue from their stored tokens,
                    with which a run with the larger limit would have begun too; rows without stored tokens are computed from the
                    start
-resume=repetition  computes rows that decode.repetition_detection ended, alike: it is off now
+resume=repetition  computes rows that decode.repetition_detection ended, in the same way; it is off now
 
 Every other row is carried over: the new file of its shard holds the old row.
 """

@@ -203,7 +203,7 @@ def bench_forward(name: str, forward: Forward, tokens: int, timings: Sequence[Ti
 
 @contextmanager
 def no_early_reads() -> Iterator[None]:
-    """Within this block programs of tiles that are not direct fetch no weights while earlier launches still run."""
+    """Within this block no program fetches weights to the L2 cache while earlier launches still run; direct tiles never do."""
     before, kernel.FETCH_BYTES = kernel.FETCH_BYTES, 0
     try:
         yield

@@ -2,8 +2,9 @@
 which the tensor cores read them (`four_bit_registers.py`), two blocks of K ahead.
 
 Only x passes through shared memory. The first two blocks are asked for before earlier launches have ended, as weights are
-constant. Parts of K are written as threads hold their sums, and the last program of a tile asks for several parts at once.
-Results have the bits of the other form for the same parts of K.
+constant. Partial sums are stored in the order in which threads hold them, and the last program of a tile loads several parts at
+once. Results are equal to the bit to those of `four_bit_linear_kernel` where K is divided into the same parts. Parts are whole
+steps of two blocks, so fewer than `Tile.split` programs may share a tile.
 """
 
 from __future__ import annotations

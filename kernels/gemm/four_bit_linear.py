@@ -211,8 +211,8 @@ def _check(x: Tensor, weight: FourBitWeight, bias: Tensor | None, out: Tensor, t
         raise ValueError(f"four_bit_linear: {tile}; block_k must be {BLOCK}, block_n a multiple of {ROWS}, and per_sm 0")
     rows, of_a_warp = tile.block_n * (2 if gated else 1), (2 * ROWS,) if gated else (ROWS, 2 * ROWS)
     if tile.direct and (rows not in [own * tile.warps for own in of_a_warp] or tile.split > MOST_PARTS):
-        needed = f"{' or '.join(map(str, of_a_warp))} rows of W a warp and a split of at most {MOST_PARTS}"
-        raise ValueError(f"four_bit_linear: {tile}; a direct one has {needed}")
+        needed = f"{' or '.join(map(str, of_a_warp))} rows of W for each warp and a split of at most {MOST_PARTS}"
+        raise ValueError(f"four_bit_linear: {tile}; direct=True needs {needed}")
 
 
 if __name__ == "__main__":

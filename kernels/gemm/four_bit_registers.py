@@ -1,8 +1,9 @@
 """Words and scales of weights of four bits, loaded straight into the registers from which the tensor cores read W.
 
-`common/four_bit.py` stores words in the order of these registers: of 16 rows of a block, 512 bytes are the first 16 bytes of each
-thread of a warp, 512 the second ones. So no word passes through shared memory, and no barrier waits for one. A warp has 16 rows;
-of their sums a thread has those of rows lane / 4 and 8 + lane / 4. The numbers are those of `four_bit_steps.py`.
+`common/four_bit.py` stores words in the order of these registers: of the 1,024 bytes of 16 rows of a block, the first 512 are the
+first 16 bytes of each thread of a warp, the others the second 16. So no word passes through shared memory, and no barrier waits
+for one. A warp has 16 rows; of their sums a thread has those of rows lane / 4 and 8 + lane / 4. Words are unpacked as in
+`four_bit_steps.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from batchspec.kernels.gemm.four_bit_steps import unpack_part
 
 @triton.jit
 def words_of(w, block, stop, k_blocks, stride, first, last, WARPS: tl.constexpr):
-    """The words of a block of columns of 16 * WARPS rows: int32 [2 row halves * WARPS * 32 lanes, 4], unspecified from `stop` on.
+    """The words of a block of columns of 16 * WARPS rows: int32 [2 row halves * WARPS * 32 lanes, 4]. Blocks from `stop` on are
+    not loaded; rows after the last 16 and blocks after the last one have the words of the last ones.
 
-    w: int32 words. stride: rows of a block in memory. last: the last 16 rows; those after them have its words, and a block after
-    the last one has the last one's
+    w: int32 words. stride: rows of a block in memory. last: index of the last 16 rows
     """
     row = tl.arange(0, WARPS * 64)
     lane, warp, half = row % 32, row // 32 % WARPS, row // (32 * WARPS)

@@ -89,8 +89,8 @@ def load_pairs(source, first, n, last, GATED: tl.constexpr, BLOCK_N: tl.constexp
 
 @triton.jit
 def of_rows(pairs, LANES: tl.constexpr):
-    """int32 [P] of two rows each -> int16 [2 P], in the order of rows; LANES: first the first rows of all pairs, then the second
-    ones. No number moves between threads."""
+    """int32 [P] of two rows each -> int16 [2 P]. LANES: the first rows of all pairs, then the second ones; otherwise in the order
+    of the rows. No number moves between threads."""
     PAIRS: tl.constexpr = pairs.shape[0]
     both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
     if LANES:

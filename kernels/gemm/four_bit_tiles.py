@@ -1,15 +1,15 @@
 """How a dense product with weights of four bits is divided among programs: the rule, and the candidates that the tuner times.
 
 A tile's block_m are tokens, its block_n outputs; a gated product reads as many rows of up as of the gate. The rule follows what
-was measured of the products of an 8B, INT4 in groups of 128, on one H200 (2026-11-26). All of them in one graph run at this share
-of the speed that bytes or arithmetic allow, by the tiles that are fastest together, of those that pass weights through shared
-memory and of those that load them directly (`four_bit_direct.py`); NVFP4 with scales in another order than now:
+was measured of the products of an 8B on one H200 (2026-11-26): the share of the limit by bandwidth or arithmetic at which 16
+layers of them run in one CUDA graph, with the best combination of tiles of each kind. Shared memory: `four_bit_linear.py`;
+direct: `four_bit_direct.py`. INT4 has groups of 128. NVFP4 was measured before its scales had the present order in memory:
 
     tokens                     1    4   16   64  128  256
     INT4, shared memory       48   48   51   43   65   76 %
     INT4, direct              55   55   55   48   58   66 %
     NVFP4, shared memory      39   40   40   38   50   52 %
-    NVFP4, direct             50   50   49   42   54   68 %
+    NVFP4, direct             50   50   49   42   54   62 %
 
 Gated products and those of 17 to 32 tokens follow by analogy.
 """
@@ -29,10 +29,10 @@ MIN_BLOCKS = 4
 SPLITS = (1, 2, 3, 4, 6, 8)
 DIRECT_SPLITS = (1, 2, 4, 8)
 MOST_PARTS = 8
-"""Of a direct tile."""
+"""Most programs that may share a direct tile along K."""
 AHEAD = 2
-"""Blocks that a program of a direct tile loads ahead, and of a step of its loop. Of 1, 2 and 4, two were fastest or within 3 % of
-it (one H200, 2026-11-26), but for NVFP4 in tiles of 256 tokens, which need 1: 68 % of the limit instead of 62."""
+"""Blocks of K that a program of a direct tile loads ahead, and that a step of its loop multiplies. Of 1, 2 and 4, two were
+fastest or within 3 % of it (one H200, 2026-11-26), with one exception: NVFP4 at 256 tokens reaches 68 % of the limit with 1."""
 HEIGHTS = (16, 32, 64, 128, 256)
 # (rows of W, stages, warps) by tokens of a tile; without TMA, programs of few tokens take fewer instructions.
 CUTS = {
@@ -67,10 +67,10 @@ def four_bit_tile(num_tokens: int, rows: int, k: int, group: int, card: Card, *,
     """A good tile, by estimate, for x [num_tokens, k] with W [rows, k] in groups of so many columns (0: one of a row; 16: NVFP4);
     None: dequantise W, then the library's product.
 
-    Few tokens: direct tiles of 128 rows of W. K is split until up to three programs run on each multiprocessor; with more tokens
-    partial sums cost more, and there are fewer. From 65 tokens on the tensor cores limit, and INT4 weights pass through shared
-    memory: there one product runs while weights are unpacked for the next. If tiles of 128 outputs are fewer than the
-    multiprocessors, tiles have half as many.
+    Direct tiles (Hopper alone): up to 32 tokens; products that are not gated also up to 64, and of NVFP4 always. K is split until
+    up to three programs run on each multiprocessor, half as many from 33 tokens on, where partial sums cost more.
+    Others pass weights through shared memory: with many tokens the tensor cores then multiply while the next weights are
+    unpacked. INT4 products that are not gated have tiles of 64 outputs where tiles of 128 are fewer than the multiprocessors.
     """
     if num_tokens > MOST_TOKENS:
         return None
@@ -85,8 +85,8 @@ def four_bit_tile(num_tokens: int, rows: int, k: int, group: int, card: Card, *,
         if height > 64 and not gated and group != GROUP and _num_tiles(base, num_tokens, n) < card.num_sms:
             base = base._replace(block_n=64, warps=4)
     base = fitted(_of_outputs(base, gated=gated), card, gated=gated)
-    of_an_sm = 2.0 if not direct else 3.0 if height <= 32 else 1.5
-    most = min(of_an_sm * card.num_sms / _num_tiles(base, num_tokens, n), -(-k // BLOCK) / MIN_BLOCKS)
+    per_sm = 2.0 if not direct else 3.0 if height <= 32 else 1.5
+    most = min(per_sm * card.num_sms / _num_tiles(base, num_tokens, n), -(-k // BLOCK) / MIN_BLOCKS)
     return base._replace(split=max(split for split in (DIRECT_SPLITS if direct else SPLITS) if split == 1 or split <= most))
 
 

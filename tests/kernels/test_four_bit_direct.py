@@ -95,7 +95,7 @@ def test_nan_of_a_token_stays_in_its_row(device: torch.device) -> None:
 def test_tiles_that_the_kernel_does_not_take_are_refused(device: torch.device) -> None:
     weight, x = four_bit_weight(160, 256, 128, device), x_of(4, 256, device)
     for tile in (DIRECT._replace(block_n=64), DIRECT._replace(split=9), DIRECT._replace(warps=2)):
-        with pytest.raises(ValueError, match="a direct one has 16 or 32 rows of W a warp and a split of at most 8"):
+        with pytest.raises(ValueError, match="direct=True needs 16 or 32 rows of W for each warp and a split of at most 8"):
             four_bit_linear(x, weight, tile=tile, interpret=True)
-    with pytest.raises(ValueError, match="a direct one has 32 rows of W a warp"):
+    with pytest.raises(ValueError, match="direct=True needs 32 rows of W for each warp"):
         four_bit_swiglu(x, weight, tile=DIRECT._replace(block_n=64), interpret=True)

@@ -237,8 +237,8 @@ class Engine:
         if not self.executor.decodes:
             self.totals.tokens += launch.num_prefilled
         self.totals.live_rows = self.slots.num_live
-        worth = self.slots.token_worth(slots) if self.planner.counts_acceptance(launch) else None
-        self.planner.learn(launch, result, log, worth)
+        weights = self.slots.token_weights(slots) if self.planner.counts_acceptance(launch) else None
+        self.planner.learn(launch, result, log, weights)
         if self.planner.experts is not None:
             self.totals.expert_correlation = self.planner.experts.correlation
         now = time.perf_counter()

@@ -165,7 +165,7 @@ class EngineRun:
     def take_ended(self, *, stopping: bool) -> list[Ended]:
         """The requests that have ended and wait for nothing, once each. If nothing else is left to do, waits for a while."""
         now, done, waiting = time.perf_counter(), list[Ended](), list[Ended]()
-        self._ended += [Ended(state, slot, now) for state, slot in self.scheduler.take_failed()]
+        self._ended += [Ended(state, slot, now) for state, slot in self.scheduler.take_stopped()]
         for one in self._ended:
             (done if self.features.ready(one.state) else waiting).append(one)
         self._ended[:] = waiting

@@ -217,11 +217,11 @@ class RoundPlanner:
         return self._lengths is not None and not launch.is_prefill and width.draft_len > 0 and width.mean_len is None
 
     def learn(
-        self, launch: UnreadLaunch, result: PendingResult, log: RoundLog, worth: NDArray[np.float64] | None = None
+        self, launch: UnreadLaunch, result: PendingResult, log: RoundLog, weights: NDArray[np.float64] | None = None
     ) -> None:
         """Learn from the result of a round or prefill pass; `log` has the lines of its live rows.
 
-        worth  float64 [lines] what a token of each row is worth (`SlotTable.token_worth`); None: all the same
+        weights  float64 [lines] of the tokens of each row (`SlotTable.token_weights`); None: all are 1
         """
         if launch.counts_experts and self.experts is not None and result.result.experts_read is not None:
             self.experts.observe(result.result.experts_read.numpy(), self.positions(launch, result)[0])
@@ -231,7 +231,7 @@ class RoundPlanner:
         if self._lengths is None:
             return
         if not launch.is_prefill:
-            self._observe(self._lengths, launch, result, log, worth)
+            self._observe(self._lengths, launch, result, log, weights)
         if took is not None and not took.num_prefilled:
             self._lengths.timed(
                 launch.num_rows, launch.width, launch.context_tokens, took.seconds, prepare_next=launch.prepare_next,
@@ -240,13 +240,13 @@ class RoundPlanner:
 
     def _observe(
         self, lengths: DraftLengths, launch: UnreadLaunch, result: PendingResult, log: RoundLog,
-        worth: NDArray[np.float64] | None,
+        weights: NDArray[np.float64] | None,
     ) -> None:
         """Note the acceptance of a round."""
         if self.counts_acceptance(launch):
             took_part = log.num_kept > 0
-            weight = None if worth is None else worth[took_part]
-            lengths.observe(launch.width.draft_len, log.accepted_len[took_part], log.after_draft[took_part], weight)
+            own = None if weights is None else weights[took_part]
+            lengths.observe(launch.width.draft_len, log.accepted_len[took_part], log.after_draft[took_part], own)
         if (levels := result.result.levels) is not None:
             lengths.observe_levels(levels.numpy(), int((result.result.log.numpy()[:, 0] >= 0).sum()))
 

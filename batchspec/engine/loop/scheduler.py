@@ -54,7 +54,7 @@ class Scheduler:
         self._held: dict[RequestState, int] = {}
         """Rows in slots that wait, and the number of results after which all their tokens are known."""
         self._resumed: list[int] = []
-        self._failed: list[tuple[RequestState, int]] = []
+        self._stopped: list[tuple[RequestState, int]] = []
         self.finished = finished
         self.num_rows = self.batch.num_slots
         """Row bucket of the next round."""
@@ -108,13 +108,13 @@ class Scheduler:
                 self._killed.append(state.slot)
                 self.hold(state, num_results=self.unread.num_launched)
             elif state.slot < 0:
-                self._failed.append((state, -1))
+                self._stopped.append((state, -1))
             else:
                 self._end_failed(state)
 
     def _end_failed(self, state: RequestState) -> None:
-        """Take a row that has failed out of its slot, unless its tokens end it or are replaced: features examine rows now and
-        then, so that rounds would decide whether they saw this before the row failed."""
+        """Take a row that has failed out of its slot. Its features examine its newest tokens first: if these end it, it ends with
+        their reason; if they are replaced, it is preempted. Otherwise the lengths of rounds would decide which comes first."""
         error, state.finish_reason, state.error = state.error, None, None
         self.slots.flush(state)
         self.examine(state)
@@ -122,13 +122,14 @@ class Scheduler:
             return
         if state.finish_reason is None:
             state.fail(error)
-        self._failed.append((state, state.slot))
+        self._stopped.append((state, state.slot))
         self.release(state, on_device=False)
 
-    def take_failed(self) -> list[tuple[RequestState, int]]:
-        """Rows that features have failed since the last call, and the slots that they had; -1 for none."""
-        failed, self._failed = self._failed, []
-        return failed
+    def take_stopped(self) -> list[tuple[RequestState, int]]:
+        """Rows that features have failed since the last call, or that had ended before they did, and the slots that they had; -1
+        for none."""
+        stopped, self._stopped = self._stopped, []
+        return stopped
 
     def hold(self, state: RequestState, *, num_results: int = 0) -> None:
         """The row stays in its slot and waits until it is `ready`, once so many results of the run have been read. The device has
@@ -148,7 +149,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether all launched work has been read, and every row that has failed was taken."""
-        return not (self.unread or self._failed)
+        return not (self.unread or self._stopped)
 
     def release(self, state: RequestState, *, on_device: bool) -> None:
         """Take the request out of its slot. on_device: the device has ended its row already."""

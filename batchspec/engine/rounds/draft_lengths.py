@@ -7,9 +7,9 @@ seconds are those of `round_times.py`. p_k is the share of rows that accept draf
 prior for the first rounds; where survival is known, p_1 ... p_k is the mean survival of draft k. Observations fade with every
 round, also with those without drafts: after many of these, one probe outweighs what was known.
 
-In the shares a row counts by what a token of it is worth (`SlotTable.token_worth`), because the job ends when all rows have
-ended. A width can make most tokens a second for the rows in slots now, and make the job slower: these are tokens of rows that
-accept much, which end soon in any case, and slots are full of the others, whose drafts are in vain.
+In the shares a row counts by the weight of its tokens (`SlotTable.token_weights`): slow rows count more, because they stay
+longest and decide when the job ends. The width with the most tokens a second for the rows in slots now favours rows that accept
+much, which end soon in any case.
 
 Acceptance beyond the current K and the times of other K are not observed, so some rounds are probes, which verify all their
 drafts: one round in PROBE_EVERY takes the K next above or next below what a row verifies now on average, the K next above what is
@@ -134,20 +134,20 @@ class DraftLengths:
 
     def observe(
         self, draft_len: int, accepted: NDArray[np.int32], after_draft: NDArray[np.bool_] | None = None,
-        worth: NDArray[np.float64] | None = None,
+        weights: NDArray[np.float64] | None = None,
     ) -> None:
         """Note the draft tokens that each row accepted, int32 [rows], in a round that verified all drafts of all rows.
 
         after_draft  of `RoundLog`: one more draft of the row was right, and of those after it nothing is known. None: of no row
-        worth        float64 [rows], 1 on average: how much each row counts; None: 1
+        weights      float64 [rows], 1 on average: how much each row counts; None: 1
         """
         if not len(accepted):
             return
         right = accepted if after_draft is None else accepted + after_draft
-        at_least = np.bincount(right, worth, draft_len + 1)[::-1].cumsum()[::-1]
+        at_least = np.bincount(right, weights, draft_len + 1)[::-1].cumsum()[::-1]
         tried = at_least
         if after_draft is not None and after_draft.any():
-            tried = at_least - np.bincount(right[after_draft], None if worth is None else worth[after_draft], draft_len + 1)
+            tried = at_least - np.bincount(right[after_draft], None if weights is None else weights[after_draft], draft_len + 1)
         for k, (num_tried, num_kept) in enumerate(zip(tried[:-1].tolist(), at_least[1:].tolist(), strict=True)):
             self._tried[k] += num_tried
             self._kept[k] += num_kept

@@ -27,8 +27,8 @@ class RowFeature:
     """A feature in one run of the engine. Only `arrive` must be defined; the other methods are called for its rows alone.
 
     A row **waits** while one of its features is not `ready`: for a slot, in its slot after it was stopped there, or, when it has
-    ended, for its completion. Meanwhile other rows go ahead. The device stops a row with WAITING where its drafts meet a choice
-    that is not there yet; the scheduler **holds** it in its slot until it is ready.
+    ended, for its completion. Meanwhile other rows go ahead. The device stops a row with WAITING at a token whose mask
+    it does not have yet; the scheduler **holds** it in its slot until it is ready.
     """
 
     def arrive(self, state: RequestState) -> bool:

@@ -17,7 +17,7 @@ from batchspec.kernels.rounds.accept import WAITING
 FREE = -1
 """Owner of a slot without a request."""
 PRIOR_ROUNDS = 8.0
-"""Rounds at the mean speed of all rows that are added to those of each row."""
+"""Each row counts as if it had been in so many more rounds, at the mean speed of all rows: a few rounds tell little."""
 
 
 class SlotTable:
@@ -142,13 +142,13 @@ class SlotTable:
         found: Slots = slots[due]
         return found
 
-    def token_worth(self, slots: Slots) -> NDArray[np.float64]:
-        """What a token of each of these rows is worth beside one of the others, 1 on average: it brings the row's end nearer by
-        the time that the row takes for a token. Rows that accept most need fewer rounds for the rest of their tokens anyway."""
+    def token_weights(self, slots: Slots) -> NDArray[np.float64]:
+        """The weight of a token of each of these rows, 1 on average: the rounds that the row takes for a token. A token of a slow
+        row brings the end of the job nearer than one of a row that accepts much."""
         rounds, emitted = self.num_rounds[slots], (self.num_tokens - self.num_prefilled - 1)[slots].clip(0)
         mean_speed = (emitted.sum() + PRIOR_ROUNDS) / (rounds.sum() + PRIOR_ROUNDS)
-        worth: NDArray[np.float64] = (rounds + PRIOR_ROUNDS) / (emitted + PRIOR_ROUNDS * mean_speed)
-        return worth / (worth.mean() if len(slots) else 1.0)
+        weights: NDArray[np.float64] = (rounds + PRIOR_ROUNDS) / (emitted + PRIOR_ROUNDS * mean_speed)
+        return weights / (weights.mean() if len(slots) else 1.0)
 
     def hold(self, state: RequestState) -> None:
         """The request stays in its slot and does not decode until `resume`."""
