@@ -445,7 +445,8 @@ def test_a_round_is_timed_from_the_one_before_it_or_with_the_passes_between(monk
 
 GOOD, BAD = (0.9, 8 / 9, 7 / 8), (0.3, 1 / 3, 0.3)
 MS = {k: 22.4 + 6.95 * k for k in range(4)}
-"""Of a round over 256 rows of an 8B model: 11.8 for the newest tokens, 10.6 for keys and values, 6.6 + 0.35 for each draft."""
+"""Assumed for a round over 256 rows of an 8B model: 11.8 for the newest tokens, 10.6 for keys and values, 6.6 + 0.35 for each
+draft."""
 
 
 def job_ms(slots: int, requests: int, *, fixed: int | None = None) -> float:

@@ -347,7 +347,7 @@ def shifted(known: Known) -> Tensor:
 @pytest.mark.parametrize("name", ["temperature", "a pattern, penalties and top-p"])
 @pytest.mark.parametrize(("fault", "biased"), [(redrawn, True), (unverified, True), (shifted, False)])
 def test_a_fault_in_what_is_verified_changes_tokens(name: str, fault: Rule, biased: bool) -> None:
-    """And, if it lets a choice decide about itself, what tokens are drawn how often."""
+    """And their distribution too, if whether a token is verified depends on the draw of that token."""
     asked = ASKED[name]
     plain = decoded(asked)
     faulty = decoded(asked, truth=plain.tokens, rule=fault)

@@ -210,7 +210,7 @@ def drafting(drafter: Drafter) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["chain", "parallel", "window", "pard", "pard chain"])
-def test_nothing_is_drafted_that_a_round_has_no_draft_for(name: str) -> None:
+def test_drafters_draft_no_more_than_a_round_verifies(name: str) -> None:
     """A chain makes as many passes as the round has drafts, the first of which the round before has prepared with a head; heads
     that draft in one pass have as many positions of each row."""
     drafter = DRAFTERS[name]()

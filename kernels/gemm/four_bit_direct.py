@@ -1,5 +1,5 @@
 """The form of `four_bit_linear` for tiles that say so (`Tile.direct`): its programs load weights straight into the registers from
-which the tensor cores read them (`four_bit_registers.py`), two blocks of K ahead.
+which the tensor cores read them (`four_bit_direct_steps.py`), two blocks of K ahead.
 
 Only x passes through shared memory. The first two blocks are asked for before earlier launches have ended, as weights are
 constant. Partial sums are stored in the order in which threads hold them, and the last program of a tile loads several parts at
@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchspec.kernels.common.four_bit import BLOCK, WORDS, FourBitWeight, pairs_of
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.gemm.four_bit_registers import groups_of, unpack, words_of
+from batchspec.kernels.gemm.four_bit_direct_steps import groups_of, unpack, words_of
 from batchspec.kernels.gemm.four_bit_steps import SIZE, load_tokens
 from batchspec.kernels.gemm.four_bit_tiles import AHEAD, parts_of
 from batchspec.kernels.gemm.linear import write_tile

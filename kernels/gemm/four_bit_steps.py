@@ -1,5 +1,5 @@
 """What a program of the products with weights of four bits computes: the sums over K of a tile (`four_bit_linear.py`,
-`moe/experts_four_bit.py`).
+`moe/experts_four_bit.py`). Direct tiles (`four_bit_direct_steps.py`) and `four_bit_dequantise.py` unpack words as here.
 
 Rows of W are the side M of the tensor cores' products, which is at least 64, and tokens the side N: few tokens waste nothing.
 Each block of 128 columns of W (`common/four_bit.py`) is unpacked in registers, from which the tensor cores read it. Of INT4
