@@ -25,6 +25,7 @@ from batchspec.draft.base import Drafter
 from batchspec.engine.features.lazy_constraints import LazyConstraints
 from batchspec.engine.features.lazy_places import LazyPlaces
 from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.scheduler import Scheduler
 from batchspec.engine.prefill.passes import prefill_chunk
 from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.records import RoundResult
@@ -519,6 +520,33 @@ def test_a_row_that_fails_has_ended_if_its_tokens_end_it_before(name: str) -> No
     for row, end in ends.items():
         if end is not None:
             assert tokens(done)[row] == grammar_tokens(plain[row], deep)[:end]
+
+
+def test_a_row_that_fails_while_it_has_no_slot_has_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that waits for a state is preempted, and fails before it has a slot again."""
+    deep, most = Grammar({"S": ("aSa", "bSb", "cSc", "d")}), 150
+    rule = Repetition(min_pattern_size=1, max_pattern_size=2, min_count=2)
+    row = replace(following(request(0, [0, 9], cap=14, sampling=SAMPLINGS[1], predicted=1), deep), repetition=rule)
+    kept = tokens_before_failing(row, deep, most)
+    assert first_repetition(grammar_tokens(row, deep)[:kept], rule) is not None
+    launch, preempted = Scheduler._round, list[int]()
+
+    def after_preempting(scheduler: Scheduler, *, reads: bool = True) -> Iterator[ScheduledStep]:
+        for held in [] if scheduler.unread or preempted else list(scheduler._held):
+            scheduler.slots.flush(held)
+            if len(held.tokens) == kept:
+                preempted.append(held.request.row_index)
+                scheduler.preempt(held)
+        yield from launch(scheduler, reads=reads)
+
+    monkeypatch.setattr(Scheduler, "_round", after_preempting)
+    others, without_slot = [request(100 + i, [i, 3], cap=60, predicted=60) for i in range(2)], 0
+    for seed in range(6):
+        preempted.clear()
+        done = run([*others, row], ALL["none"](), expanding=ExpandScarcely(seed, most), short_cap=0, run_ahead=0)
+        assert done[0].finish_reason == "repetition"
+        without_slot += len(preempted)
+    assert without_slot
 
 
 def first_repetition(out: Sequence[int], rule: Repetition) -> int | None:

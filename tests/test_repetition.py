@@ -114,10 +114,52 @@ def test_rows_that_repeated_themselves_go_on_if_a_retry_asks_for_it(
         assert (new["perf"] == old["perf"]) == (old["finish_reason"] == "length")
     capsys.readouterr()
     assert job(model, tmp_path, "out", "resume=repetition") == after
+    with pytest.raises(AssertionError):
+        job(model, tmp_path, "out", *keys, "resume=repetition")
+    assert "would end the same rows again" in capsys.readouterr().err
+    assert job(model, tmp_path, "out", "resume=repetition") == after
     assert "nothing left for resume=repetition" in capsys.readouterr().err
     with pytest.raises(AssertionError):
         job(model, tmp_path, "out", *keys)
     assert "run the command with resume=repetition" in capsys.readouterr().err
+
+
+def test_a_row_that_repeats_itself_at_its_limit_was_cut_off_once_the_detection_is_off(model: Path, tmp_path: Path) -> None:
+    """As in a job without detection: a later retry with a larger limit continues it, and its statistics are kept."""
+    keys = [f"{REPETITION}.max_pattern_size=20", f"{REPETITION}.min_count=2"]
+    whole = job(model, tmp_path, "whole")
+    repetition = Repetition(min_pattern_size=1, max_pattern_size=20, min_count=2)
+    ends = [next((end for end in range(1, 61) if repeats(row["token_ids"][:end], repetition)), 61) for row in whole]
+    at = ends.index(min(ends))
+    limit = f"decode.max_new_tokens={ends[at]}"
+    before = job(model, tmp_path, "out", *keys, limit)
+    assert (before[at]["finish_reason"], len(before[at]["token_ids"])) == ("repetition", ends[at])
+    off = job(model, tmp_path, "out", limit, "resume=repetition")
+    assert [row["finish_reason"] for row in off] == ["length"] * 6
+    assert off[at]["token_ids"] == before[at]["token_ids"]
+    longer = job(model, tmp_path, "out", "resume=length", "draft=lookup")
+    assert [row["token_ids"] for row in longer] == [row["token_ids"] for row in whole]
+    for row in longer:
+        counts = row["spec_decode"]
+        assert counts["num_prefills"] >= 2
+        emitted = counts["num_prefills"] + counts["num_accepted_draft_tokens"] + counts["num_spec_steps"]
+        assert emitted - counts["num_discarded_tokens"] == 60
+
+
+def test_rows_examined_late_keep_their_counts_when_they_go_on(model: Path, tmp_path: Path) -> None:
+    """Some tokens of a row that repeats itself are decoded in vain, because it is examined now and then; nothing was drafted."""
+    keys = [f"{REPETITION}.max_pattern_size=20", f"{REPETITION}.min_count=2"]
+    before = job(model, tmp_path, "out", *keys)
+    in_vain = [row["finish_reason"] == "repetition" and row["perf"]["rounds"] >= len(row["token_ids"]) for row in before]
+    assert any(in_vain)
+    for was_in_vain, row in zip(in_vain, job(model, tmp_path, "out", "resume=repetition", "draft=lookup"), strict=True):
+        if was_in_vain:
+            counts = row["spec_decode"]
+            assert counts["num_prefills"] == 2
+            assert counts["num_discarded_tokens"] > 0
+            assert counts["num_prefills"] + counts["num_accepted_draft_tokens"] + counts["num_spec_steps"] == (
+                60 + counts["num_discarded_tokens"]
+            )
 
 
 def test_another_repetition_is_another_job_and_none_is_the_job_of_before(

@@ -37,7 +37,7 @@ from batchspec.packed_batch import ExpectedRows, PackedBatch
 from batchspec.packing.memory import GRAPH_BYTES, MOST_LENGTHS, MOST_PARTIAL_BUCKETS, MOST_PARTS, reserve_bytes
 from batchspec.packing.planner import Demand, row_buckets
 from batchspec.tuning.cards import known_card
-from tests.engines import DEVICE, ForcedDrafter, make_engine, packed, request, tiny_target
+from tests.engines import DEVICE, VOCAB, ForcedDrafter, make_engine, packed, plain_tokens, request, tiny_target
 from tests.stand_ins import small_spec
 
 BASE = {(0, False): 1.0, (0, True): 1.25, (1, True): 1.5}
@@ -163,6 +163,45 @@ def test_every_kind_of_round_is_charged_with_what_such_rounds_take(accepted: int
     scores = one._lengths.scores(4, 1000)
     assert scores[0] == pytest.approx(1 / (1.0 + ATTENTION))
     assert (scores[1] > scores[0]) == bool(accepted)
+
+
+def test_rows_of_a_round_count_by_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that took part; a round without drafts, or that verified a part of them, is not counted."""
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(PendingResult, "seconds_since", lambda result, began: result.arrived - began)
+    one, seen = planner(packed(4), 1), list[list[float]]()
+    one.prepare(MODE)
+    assert one._lengths is not None
+    monkeypatch.setattr(one._lengths, "observe", lambda k, accepted, after, weights: seen.append(weights.tolist()))
+    launch = replace(chosen(one, 4, np.array([0, 1, -1, 3]), np.array([300, 300, 5000, 400])), width=RoundWidth(1))
+    assert one.counts_acceptance(launch)
+    log = accepting(3, 1)
+    log.num_kept[1] = 0  # it waits: nothing of the round was kept
+    one.learn(launch, arrived(1.0), log, np.array([0.5, 1.0, 1.5]))
+    assert seen == [[0.5, 1.5]]
+    for width in (RoundWidth(0), RoundWidth(1, mean_len=0.5)):
+        assert not one.counts_acceptance(replace(launch, width=width))
+
+
+def test_an_engine_gives_the_weights_of_the_rows_of_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row accepts all drafts, the other none: its tokens weigh more with every round."""
+    jobs = [request(i, [i, 7], cap=24) for i in range(2)]
+    outputs = {job.seed: plain_tokens(tiny_target(), job) for job in jobs}
+    outputs[jobs[1].seed] = [(token + 1) % VOCAB for token in outputs[jobs[1].seed]]
+    drafter = ForcedDrafter(3, outputs, right=True, fixed_len=True)
+    engine, seen = make_engine(tiny_target(), drafter, packed(2, draft_len=3), device=DEVICE), list[list[float]]()
+    monkeypatch.setattr(engine.planner, "counts_acceptance", lambda launch: not launch.is_prefill)
+    monkeypatch.setattr(
+        engine.planner, "learn", lambda launch, result, log, weights: seen.append([] if weights is None else weights.tolist())
+    )
+    list(engine.run(iter(jobs)))
+    both = [weights for weights in seen if len(weights) == 2]
+    assert len(both) > 3
+    assert all(sum(weights) == pytest.approx(2) for weights in both)
+    ratios = [slow / fast for fast, slow in both]
+    assert ratios[0] == 1
+    assert ratios == sorted(ratios)
+    assert ratios[-1] > 1.3
 
 
 @pytest.mark.parametrize(("longest", "rehearsed"), [(40, 40), (None, 127), (128, 127)])

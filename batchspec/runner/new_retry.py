@@ -43,6 +43,9 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
     changes, manifest = output.latest_changes(), output.manifest
     compared = facts_of_job(job)
     check_unchanged(output, compared, RETRY_MAY_CHANGE[kind])
+    if kind == "repetition" and json.loads(compared[DETECTION]) is not None:
+        off = f"{DETECTION}.max_pattern_size=0"
+        raise OutputError(f"{output.path}: resume=repetition with {DETECTION} on would end the same rows again; set {off}")
     past = [change for change in changes if isinstance(change, Generation)]
     config = asdict(job.config)
     config["resume"]["retry"] = "none"
@@ -60,16 +63,14 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
     old, new = (json.loads(known[CAP]) for known in (manifest.fingerprint, fingerprint))
     if missing := output.missing():
         last = past and past[-1] is changes[-1]  # otherwise an extension, or the job itself, is not complete
-        before = f"with {past[-1]}" if last else f"with {CAP}={old} and without resume={kind}"
+        as_it_was = f", {DETECTION} as it was" if kind == "repetition" else ""
+        before = f"with {past[-1]}" if last else f"with {CAP}={old}{as_it_was} and without resume={kind}"
         raise OutputError(f"{output.path}: {len(missing)} shards are not done; run the command {before} to its end, then retry")
     if kind == "length" and (new < old or (new == old and _num_cut_off_at(output, old))):
         raise OutputError(
             f"{output.path}: resume=length {CAP}={new} gives no row more tokens: rows were cut off at {old}; "
             f"run the command with a larger {CAP}"
         )
-    if kind == "repetition" and json.loads(compared[DETECTION]) is not None:
-        off = f"{DETECTION}.max_pattern_size=0"
-        raise OutputError(f"{output.path}: resume=repetition with {DETECTION} on would end the same rows again; set {off}")
     shards = _shards_with(output, kind) if kind != "length" or new > old else ()
     return replace(wanted, shards=shards) if shards else None
 

@@ -92,8 +92,11 @@ class RetryPlan:
             return entry
         if self._kind == "error":
             anew = row["status"] == "error" and bool(row["error"]["retryable"])
-        else:  # no room for more tokens under the limit: keep the row
-            anew = isinstance(entry, Request) and row["finish_reason"] == self._kind and entry.device_limit > _num_tokens(row)
+        elif isinstance(entry, Request) and row["finish_reason"] == self._kind:
+            # A row that was cut off and has no room for more tokens is kept; one that repeated itself there was cut off now.
+            anew = self._kind == "repetition" or entry.device_limit > _num_tokens(row)
+        else:
+            anew = False
         if not anew:
             return None
         return replace(entry, resumed=_snapshot(entry, row)) if isinstance(entry, Request) else entry
@@ -111,12 +114,13 @@ def _snapshot(request: Request, row: Row) -> Snapshot | None:
     if prompt is not None and prompt != request.prompt_ids.tolist():
         return None
     spec, perf = row["spec_decode"], row["perf"]
-    if spec is None:  # nothing drafted: each token was forced, or came from its own prefill or round
-        num_forced = num_closing_tokens(request, tokens)
-        rounds = min(perf["rounds"] or 0, len(tokens) - num_forced)
-        num_prefills = len(tokens) - num_forced - rounds
+    if spec is None:  # nothing drafted: each token was forced, or came from its own prefill or round, which may be discarded
+        num_forced, rounds = num_closing_tokens(request, tokens), perf["rounds"] or 0
+        num_own = len(tokens) - num_forced
+        num_discarded = max(0, rounds + 1 - num_own) if rounds or num_own else 0  # with at least one prefill
         counts: dict[str, Any] = {
-            "num_prefills": num_prefills, "accepted": (rounds,), "drafted": (rounds,), "num_forced": num_forced
+            "num_prefills": num_own + num_discarded - rounds, "accepted": (rounds,), "drafted": (rounds,),
+            "num_discarded": num_discarded, "num_forced": num_forced,
         }
     else:
         at_least = [spec["num_spec_steps"], *spec["drafted_per_position"], 0]

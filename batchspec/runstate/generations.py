@@ -63,7 +63,8 @@ class Generation:
 
     def __str__(self) -> str:
         """The command-line overrides of this retry."""
-        return f"resume={self.retry} decode.max_new_tokens={self.identity[1]}"
+        off = " decode.repetition_detection.max_pattern_size=0" if self.retry == "repetition" else ""
+        return f"resume={self.retry} decode.max_new_tokens={self.identity[1]}{off}"
 
     def of(self, before: Manifest) -> Manifest:
         """The job's manifest with the changes of this retry."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.common.card import INTERPRETER, Card
+from batchspec.kernels.common.card import INTERPRETER, Card, assumed
 from batchspec.kernels.common.four_bit import FourBitWeight, dequantise, multiplied
 from batchspec.kernels.common.fp4 import GROUP
 from batchspec.kernels.common.int4 import arrange, pack
@@ -21,9 +21,10 @@ from batchspec.kernels.common.nvfp4 import dequantise as nvfp4_dequantise
 from batchspec.kernels.gemm import four_bit_dequantise as dequantising
 from batchspec.kernels.gemm.four_bit_dequantise import four_bit_dequantise, multiply_dequantised
 from batchspec.kernels.gemm.four_bit_linear import four_bit_linear, four_bit_linear_reference, four_bit_swiglu
-from batchspec.kernels.gemm.four_bit_tiles import MOST_TOKENS, candidates, fits, four_bit_tile, ordered_four_bit_tile
+from batchspec.kernels.gemm.four_bit_tiles import MOST_TOKENS, candidates, fits, fitted, four_bit_tile, ordered_four_bit_tile
 from batchspec.kernels.gemm.split_k import counters
 from batchspec.kernels.gemm.tiles import Tile
+from batchspec.tuning import policy
 from batchspec.tuning.cards import known_card, known_cards
 from tests.interpreter import dots_of_one_order
 from tests.kernels.covering import covering
@@ -253,6 +254,26 @@ def test_the_rule_divides_products_of_an_8b_on_an_h200_as_measured(
     assert tile is not None
     assert -(-rows // tile.block_n) * -(-tokens // tile.block_m) * tile.split == programs
     assert tile.direct == direct
+
+
+@pytest.mark.parametrize(("tokens", "gated", "group", "direct"), [
+    (256, False, 16, True), (256, False, 128, False), (64, True, 16, False), (32, True, 128, True), (65, False, 0, False),
+])
+def test_which_products_load_weights_directly(tokens: int, gated: bool, group: int, direct: bool) -> None:
+    """On Hopper alone, as chosen for a GPU too."""
+    for name, expected in (("H200", direct), ("B200", False), ("A100-80GB", False)):
+        card = known_card(name).card
+        tile = four_bit_tile(tokens, 4096, 4096, group, card, gated=gated)
+        assert tile is not None
+        assert tile.direct == expected
+        with assumed(card):
+            assert policy.four_bit_tile(tokens, 4096, 4096, group, torch.device("cpu"), gated=gated) == tile
+
+
+def test_a_step_of_a_direct_tile_takes_two_blocks_of_x_of_shared_memory() -> None:
+    tile = Tile(256, 64, 128, 2, 4, True, direct=True)
+    assert fitted(tile, known_card("H200").card, gated=False).stages == 1
+    assert fitted(tile._replace(block_m=128), known_card("H200").card, gated=False).stages == 2
 
 
 @pytest.mark.second

@@ -134,7 +134,7 @@ class EngineRun:
         rows = [self.slots.at(slot) for slot in due]
         self.slots.flush(*rows)
         for slot, state in zip(due, rows, strict=True):
-            self.scheduler.examine(state)
+            self._examine(state)
             if state.slot < 0:  # preempted
                 ended.pop(slot, None)
             elif state.finish_reason is not None:
@@ -144,6 +144,16 @@ class EngineRun:
             if finish == WAITING and state.finish_reason is None:
                 self.scheduler.hold(state)
         return [(state, finish) for state, finish in found if finish != WAITING or state.finish_reason is not None]
+
+    def _examine(self, state: RequestState) -> None:
+        """Let the features examine a row, whose tokens are flushed. If they have replaced some, prefill it with the new ones."""
+        before = state.watch
+        self.features.examine(state)
+        if state.watch != before:
+            self.slots.watch(state)
+        if state.rewritten and state.finish_reason is None:
+            self.scheduler.preempt(state)
+        state.rewritten = False
 
     def end_request(self, state: RequestState, finish: int, now: float) -> None:
         """Take a request that has ended out of its slot.

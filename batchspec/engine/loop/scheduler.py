@@ -91,39 +91,27 @@ class Scheduler:
         if self._resumed:  # at once: another step may move rows
             yield self._make_step()
 
-    def examine(self, state: RequestState) -> None:
-        """Let the features examine a row, whose tokens are flushed. If they have replaced some, prefill it with the new ones."""
-        before = state.watch
-        self._features.examine(state)
-        if state.watch != before:
-            self.slots.watch(state)
-        if state.rewritten and state.finish_reason is None:
-            self.preempt(state)
-        state.rewritten = False
-
     def _stop(self, states: Iterable[RequestState]) -> None:
-        """Take rows that have failed out of their slots, and hold others. Rows without a slot have failed."""
+        """End rows that have failed, and hold others, which are in slots."""
         for state in states:
             if state.finish_reason is None:
                 self._killed.append(state.slot)
                 self.hold(state, num_results=self.unread.num_launched)
-            elif state.slot < 0:
-                self._stopped.append((state, -1))
             else:
                 self._end_failed(state)
 
     def _end_failed(self, state: RequestState) -> None:
-        """Take a row that has failed out of its slot. Its features examine its newest tokens first: if these end it, it ends with
-        their reason; if they are replaced, it is preempted. Otherwise the lengths of rounds would decide which comes first."""
+        """End a row that has failed. Its features examine its newest tokens first: if these end it, it ends with their reason.
+        Otherwise the lengths of rounds would decide which comes first."""
         error, state.finish_reason, state.error = state.error, None, None
-        self.slots.flush(state)
-        self.examine(state)
-        if state.slot < 0:  # preempted
-            return
+        if state.slot >= 0:
+            self.slots.flush(state)
+        self._features.examine(state)
         if state.finish_reason is None:
             state.fail(error)
         self._stopped.append((state, state.slot))
-        self.release(state, on_device=False)
+        if state.slot >= 0:
+            self.release(state, on_device=False)
 
     def take_stopped(self) -> list[tuple[RequestState, int]]:
         """Rows that features have failed since the last call, or that had ended before they did, and the slots that they had; -1
