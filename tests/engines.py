@@ -182,6 +182,11 @@ def repeats(out: Sequence[int], repetition: Repetition) -> bool:
     return any(list(out[-count * size :]) == list(out[-size:]) * count for size in sizes)
 
 
+def first_repetition(out: Sequence[int], repetition: Repetition) -> int | None:
+    """The number of tokens with which an output first repeats itself."""
+    return next((end for end in range(1, len(out) + 1) if repeats(out[:end], repetition)), None)
+
+
 @torch.inference_mode()
 def _next_token(target: Target, req: Request, out: Sequence[int]) -> int:
     """The token after the prompt and `out`."""

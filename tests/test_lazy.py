@@ -40,7 +40,17 @@ from batchspec.structured import expand_process, lazy_dfa
 from batchspec.structured.channels import state_after_header
 from batchspec.structured.limited_process import Died
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens, written
-from tests.engines import DEVICE, VOCAB, ForcedDrafter, lazy_of, make_engine, packed, repeats, request, tiny_target
+from tests.engines import (
+    DEVICE,
+    VOCAB,
+    ForcedDrafter,
+    first_repetition,
+    lazy_of,
+    make_engine,
+    packed,
+    request,
+    tiny_target,
+)
 from tests.grammars import (
     GRAMMARS,
     ExpandLate,
@@ -506,8 +516,8 @@ def test_a_row_is_an_error_row_only_if_its_own_states_take_too_much(name: str, d
 
 @pytest.mark.parametrize("name", ["none", "lookup", "eagle3"])
 def test_a_row_that_fails_has_ended_if_its_tokens_end_it_before(name: str) -> None:
-    """Features examine tokens now and then, and rounds of other lengths at other times: a row that waits for a state that cannot
-    be found may have tokens that nobody has examined."""
+    """A feature examines a row every few tokens, after a number that depends on the lengths of rounds. So a row that waits for a
+    state which cannot be found may have tokens that no feature has examined."""
     deep, most = Grammar({"S": ("aSa", "bSb", "cSc", "d")}), 150
     rule = Repetition(min_pattern_size=1, max_pattern_size=2, min_count=2)
     plain = [following(request(i, [i, 9], cap=14, sampling=SAMPLINGS[1]), deep) for i in range(24)]
@@ -547,11 +557,6 @@ def test_a_row_that_fails_while_it_has_no_slot_has_ended_too(monkeypatch: pytest
         assert done[0].finish_reason == "repetition"
         without_slot += len(preempted)
     assert without_slot
-
-
-def first_repetition(out: Sequence[int], rule: Repetition) -> int | None:
-    """The number of tokens with which an output first repeats itself."""
-    return next((end for end in range(1, len(out) + 1) if repeats(out[:end], rule)), None)
 
 
 def tokens_before_failing(req: Request, grammar: Grammar, most: int) -> int:

@@ -16,10 +16,13 @@ from batchspec.config.compose import compose
 from batchspec.engine.features.repetition import RepetitionFinder
 from batchspec.errors import ConfigError
 from batchspec.records import Repetition
-from tests.engines import repeats
+from tests.engines import first_repetition
 from tests.runs import make_model
 
 REPETITION = "decode.repetition_detection"
+KEYS = [f"{REPETITION}.max_pattern_size=20", f"{REPETITION}.min_count=2"]
+TWICE = Repetition(min_pattern_size=1, max_pattern_size=20, min_count=2)
+"""What these keys ask for."""
 
 
 @given(
@@ -32,7 +35,7 @@ def test_the_first_repetition_is_found_whatever_pieces_the_tokens_come_in(
     tokens: list[int], cuts: list[int], sizes: tuple[int, int], count: int
 ) -> None:
     repetition = Repetition(min_pattern_size=min(sizes), max_pattern_size=max(sizes), min_count=count)
-    expected = next((end for end in range(1, len(tokens) + 1) if repeats(tokens[:end], repetition)), None)
+    expected = first_repetition(tokens, repetition)
     finder = RepetitionFinder(repetition)
     pieces = [finder.go_on(tokens[:end], 0) for end in sorted({*(cut for cut in cuts if cut < len(tokens)), len(tokens)})]
     assert next((found for found in pieces if found is not None), None) == expected
@@ -65,13 +68,11 @@ def job(model: Path, folder: Path, out: str, *more: str) -> list[dict[str, Any]]
 
 def test_a_job_ends_rows_that_repeat_themselves_and_says_so(model: Path, tmp_path: Path) -> None:
     """The tiny model loops in all of its greedy rows. The same with drafts; OpenAI's file has only a reason that OpenAI knows."""
-    keys = [f"{REPETITION}.max_pattern_size=20", f"{REPETITION}.min_count=2"]
-    repetition = Repetition(min_pattern_size=1, max_pattern_size=20, min_count=2)
-    whole, cut = job(model, tmp_path, "whole"), job(model, tmp_path, "cut", *keys, f"output.openai={tmp_path / 'openai.jsonl'}")
+    whole, cut = job(model, tmp_path, "whole"), job(model, tmp_path, "cut", *KEYS, f"output.openai={tmp_path / 'openai.jsonl'}")
     ended = 0
     for before, after in zip(whole, cut, strict=True):
         tokens = before["token_ids"]
-        end = next((end for end in range(1, len(tokens) + 1) if repeats(tokens[:end], repetition)), None)
+        end = first_repetition(tokens, TWICE)
         assert after["token_ids"] == tokens[:end]
         assert after["status"] == "truncated"
         assert after["finish_reason"] == ("length" if end is None else "repetition")
@@ -80,14 +81,13 @@ def test_a_job_ends_rows_that_repeat_themselves_and_says_so(model: Path, tmp_pat
     lines = [json.loads(line) for line in (tmp_path / "openai.jsonl").read_text().splitlines()]
     reasons = [choice["finish_reason"] for line in lines if "response" in line for choice in line["response"]["body"]["choices"]]
     assert reasons == ["length"] * 6
-    drafted = job(model, tmp_path, "drafted", *keys, "draft=lookup", "packing.max_num_seqs=2")
+    drafted = job(model, tmp_path, "drafted", *KEYS, "draft=lookup", "packing.max_num_seqs=2")
     assert [row["token_ids"] for row in drafted] == [row["token_ids"] for row in cut]
 
 
 def test_a_retry_of_cut_off_rows_leaves_rows_that_repeat_themselves(model: Path, tmp_path: Path) -> None:
-    keys = [f"{REPETITION}.max_pattern_size=20", f"{REPETITION}.min_count=2"]
-    before = job(model, tmp_path, "out", *keys, "decode.max_new_tokens=40")
-    after = job(model, tmp_path, "out", *keys, "decode.max_new_tokens=60", "resume=length")
+    before = job(model, tmp_path, "out", *KEYS, "decode.max_new_tokens=40")
+    after = job(model, tmp_path, "out", *KEYS, "decode.max_new_tokens=60", "resume=length")
     assert {old["finish_reason"] for old in before} == {"repetition", "length"}
     for old, new in zip(before, after, strict=True):
         if old["finish_reason"] == "repetition":
@@ -101,11 +101,10 @@ def test_rows_that_repeated_themselves_go_on_if_a_retry_asks_for_it(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They then have the tokens of a job without the detection; rows that are cut off at the limit stay."""
-    keys = [f"{REPETITION}.max_pattern_size=20", f"{REPETITION}.min_count=2"]
-    whole, before = job(model, tmp_path, "whole"), job(model, tmp_path, "out", *keys)
+    whole, before = job(model, tmp_path, "whole"), job(model, tmp_path, "out", *KEYS)
     assert {old["finish_reason"] for old in before} == {"repetition", "length"}
     with pytest.raises(AssertionError):
-        job(model, tmp_path, "out", *keys, "resume=repetition")
+        job(model, tmp_path, "out", *KEYS, "resume=repetition")
     assert f"{REPETITION} on would end the same rows again; set {REPETITION}.max_pattern_size=0" in capsys.readouterr().err
     after = job(model, tmp_path, "out", "resume=repetition", "draft=lookup")
     assert [new["token_ids"] for new in after] == [row["token_ids"] for row in whole]
@@ -115,24 +114,22 @@ def test_rows_that_repeated_themselves_go_on_if_a_retry_asks_for_it(
     capsys.readouterr()
     assert job(model, tmp_path, "out", "resume=repetition") == after
     with pytest.raises(AssertionError):
-        job(model, tmp_path, "out", *keys, "resume=repetition")
+        job(model, tmp_path, "out", *KEYS, "resume=repetition")
     assert "would end the same rows again" in capsys.readouterr().err
     assert job(model, tmp_path, "out", "resume=repetition") == after
     assert "nothing left for resume=repetition" in capsys.readouterr().err
     with pytest.raises(AssertionError):
-        job(model, tmp_path, "out", *keys)
+        job(model, tmp_path, "out", *KEYS)
     assert "run the command with resume=repetition" in capsys.readouterr().err
 
 
 def test_a_row_that_repeats_itself_at_its_limit_was_cut_off_once_the_detection_is_off(model: Path, tmp_path: Path) -> None:
     """As in a job without detection: a later retry with a larger limit continues it, and its statistics are kept."""
-    keys = [f"{REPETITION}.max_pattern_size=20", f"{REPETITION}.min_count=2"]
     whole = job(model, tmp_path, "whole")
-    repetition = Repetition(min_pattern_size=1, max_pattern_size=20, min_count=2)
-    ends = [next((end for end in range(1, 61) if repeats(row["token_ids"][:end], repetition)), 61) for row in whole]
+    ends = [first_repetition(row["token_ids"], TWICE) or 61 for row in whole]
     at = ends.index(min(ends))
     limit = f"decode.max_new_tokens={ends[at]}"
-    before = job(model, tmp_path, "out", *keys, limit)
+    before = job(model, tmp_path, "out", *KEYS, limit)
     assert (before[at]["finish_reason"], len(before[at]["token_ids"])) == ("repetition", ends[at])
     off = job(model, tmp_path, "out", limit, "resume=repetition")
     assert [row["finish_reason"] for row in off] == ["length"] * 6
@@ -140,16 +137,13 @@ def test_a_row_that_repeats_itself_at_its_limit_was_cut_off_once_the_detection_i
     longer = job(model, tmp_path, "out", "resume=length", "draft=lookup")
     assert [row["token_ids"] for row in longer] == [row["token_ids"] for row in whole]
     for row in longer:
-        counts = row["spec_decode"]
-        assert counts["num_prefills"] >= 2
-        emitted = counts["num_prefills"] + counts["num_accepted_draft_tokens"] + counts["num_spec_steps"]
-        assert emitted - counts["num_discarded_tokens"] == 60
+        assert row["spec_decode"]["num_prefills"] >= 2
+        assert num_kept(row) == 60
 
 
 def test_rows_examined_late_keep_their_counts_when_they_go_on(model: Path, tmp_path: Path) -> None:
     """Some tokens of a row that repeats itself are decoded in vain, because it is examined now and then; nothing was drafted."""
-    keys = [f"{REPETITION}.max_pattern_size=20", f"{REPETITION}.min_count=2"]
-    before = job(model, tmp_path, "out", *keys)
+    before = job(model, tmp_path, "out", *KEYS)
     in_vain = [row["finish_reason"] == "repetition" and row["perf"]["rounds"] >= len(row["token_ids"]) for row in before]
     assert any(in_vain)
     for was_in_vain, row in zip(in_vain, job(model, tmp_path, "out", "resume=repetition", "draft=lookup"), strict=True):
@@ -157,9 +151,14 @@ def test_rows_examined_late_keep_their_counts_when_they_go_on(model: Path, tmp_p
             counts = row["spec_decode"]
             assert counts["num_prefills"] == 2
             assert counts["num_discarded_tokens"] > 0
-            assert counts["num_prefills"] + counts["num_accepted_draft_tokens"] + counts["num_spec_steps"] == (
-                60 + counts["num_discarded_tokens"]
-            )
+            assert num_kept(row) == 60
+
+
+def num_kept(row: dict[str, Any]) -> int:
+    """The number of tokens that a row has by its counts, without forced ones."""
+    counts = row["spec_decode"]
+    emitted: int = counts["num_prefills"] + counts["num_accepted_draft_tokens"] + counts["num_spec_steps"]
+    return emitted - int(counts["num_discarded_tokens"])
 
 
 def test_another_repetition_is_another_job_and_none_is_the_job_of_before(

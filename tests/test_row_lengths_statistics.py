@@ -211,8 +211,8 @@ def drafting(drafter: Drafter) -> list[int]:
 
 @pytest.mark.parametrize("name", ["chain", "parallel", "window", "pard", "pard chain"])
 def test_drafters_draft_no_more_than_a_round_verifies(name: str) -> None:
-    """A chain makes as many passes as the round has drafts, the first of which the round before has prepared with a head; heads
-    that draft in one pass have as many positions of each row."""
+    """A chain makes one pass for each draft of the round; a head's first pass was made at the end of the round before. A head
+    that drafts in one pass computes one position of each row for each draft."""
     drafter = DRAFTERS[name]()
     engine = make_engine(tiny_target(window=5), drafter, packed(SLOTS, draft_len=K), device=DEVICE, lengths=4)
     passes, run_round, widths = drafting(drafter), engine.executor.round.run, set[int]()

@@ -1,17 +1,9 @@
 """How a dense product with weights of four bits is divided among programs: the rule, and the candidates that the tuner times.
 
 A tile's block_m are tokens, its block_n outputs; a gated product reads as many rows of up as of the gate. The rule follows what
-was measured of the products of an 8B on one H200 (2026-11-26): the share of the limit by bandwidth or arithmetic at which 16
-layers of them run in one CUDA graph, with the best combination of tiles of each kind. Shared memory: `four_bit_linear.py`;
-direct: `four_bit_direct.py`. INT4 has groups of 128. NVFP4 was measured before its scales had the present order in memory:
-
-    tokens                     1    4   16   64  128  256
-    INT4, shared memory       48   48   51   43   65   76 %
-    INT4, direct              55   55   55   48   58   66 %
-    NVFP4, shared memory      39   40   40   38   50   52 %
-    NVFP4, direct             50   50   49   42   54   62 %
-
-Gated products and those of 17 to 32 tokens follow by analogy.
+was measured of the products of an 8B on one H200 (jobs/NOTEBOOK.md): direct tiles (`four_bit_direct.py`) win up to 64 tokens for
+INT4 and always for NVFP4, tiles that pass weights through shared memory (`four_bit_linear.py`) beyond that for INT4. For gated
+products and for 17 to 32 tokens the rule goes by analogy.
 """
 
 from __future__ import annotations
@@ -28,7 +20,7 @@ MIN_BLOCKS = 4
 """Minimum number of blocks of 128 of K in a part of a split."""
 SPLITS = (1, 2, 3, 4, 6, 8)
 DIRECT_SPLITS = (1, 2, 4, 8)
-MOST_PARTS = 8
+MOST_PARTS = DIRECT_SPLITS[-1]
 """Most programs that may share a direct tile along K."""
 AHEAD = 2
 """Blocks of K that a program of a direct tile loads ahead, and that a step of its loop multiplies. Of 1, 2 and 4, two were
@@ -135,7 +127,7 @@ def parts_of(split: int) -> int:
 
 
 def compiled_as(tile: Tile) -> Tile:
-    """The tile that stands for all that share its kernel: several splits do."""
+    """The tile with the split for which its kernel is compiled: one kernel serves several splits."""
     return tile._replace(split=parts_of(tile.split) if tile.direct else min(tile.split, 2))
 
 
