@@ -217,6 +217,11 @@ class Request:
         )
 
     @property
+    def prefix_key(self) -> bytes:
+        """What K and V of the prompt depend on besides its tokens: rows share pages only if it is the same."""
+        return self.adapter.to_bytes(4) if self.adapter else b""
+
+    @property
     def device_limit(self) -> int:
         """Number of output tokens after which the row ends on the device: max_new_tokens, or synthetic_len if that is smaller."""
         return self.max_new_tokens if self.synthetic_len is None else min(self.max_new_tokens, self.synthetic_len)

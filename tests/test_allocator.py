@@ -322,15 +322,15 @@ def test_a_prefix_that_nobody_owns_any_more_counts_as_pages_to_be_taken() -> Non
     st.sampled_from([b"", b"\0\0\0\1"]),
 )
 def test_a_page_key_is_the_hash_of_the_key_before_and_of_the_page_and_its_lookahead(
-    ids: list[int], page_size: int, lookahead: int, salt: bytes
+    ids: list[int], page_size: int, lookahead: int, first: bytes
 ) -> None:
-    expected, key = [], salt
+    expected, key = [], first
     for begin in range(0, len(ids), page_size):
         if begin + page_size + lookahead <= len(ids):
             page = np.array(ids[begin : begin + page_size + lookahead], np.int32)
             key = blake2b(key + page.tobytes(), digest_size=16).digest()
             expected.append(key)
-    assert prefix_hashes(np.array(ids, np.int32), page_size, lookahead, salt=salt) == expected
+    assert prefix_hashes(np.array(ids, np.int32), page_size, lookahead, key=first) == expected
 
 
 def test_a_page_key_depends_on_everything_before_the_page() -> None:

@@ -187,10 +187,10 @@ def test_a_model_that_drafts_for_itself_drafts_with_the_adapter_of_the_row() -> 
 
 def test_prefixes_of_different_adapters_have_different_hashes() -> None:
     ids = np.arange(20, dtype=np.int32)
-    salts = [b"", *(bytes([adapter]) for adapter in (1, 2, 3))]
-    by_adapter = [prefix_hashes(ids, 4, lookahead, salt=salt) for salt in salts for lookahead in (0, 1)]
+    keys = [replace(request(0, [1], cap=1), adapter=number).prefix_key for number in range(4)]
+    by_adapter = [prefix_hashes(ids, 4, lookahead, key=key) for key in keys for lookahead in (0, 1)]
     assert len({found for hashes in by_adapter for found in hashes}) == sum(map(len, by_adapter))
-    assert prefix_hashes(ids, 4, salt=b"") == prefix_hashes(ids, 4)
+    assert prefix_hashes(ids, 4, key=b"") == prefix_hashes(ids, 4)
 
 
 def test_rows_of_one_adapter_and_prefix_are_decoded_together_and_only_they_count_as_shared() -> None:

@@ -190,14 +190,14 @@ def _draft_kv(layer: LayerState, num_pages: int, device: torch.device) -> LayerK
     return LayerKV(layout.allocate(1, num_pages, device)[0], layout, ones)
 
 
-def prefix_hashes(ids: Ids, page_size: int, lookahead: int = 0, *, salt: bytes = b"") -> list[bytes]:
+def prefix_hashes(ids: Ids, page_size: int, lookahead: int = 0, *, key: bytes = b"") -> list[bytes]:
     """A hash for each full page of `ids`, over all tokens up to the page's end: equal hashes mean equal K/V.
 
     lookahead  number of tokens after a page that its K/V depends on too (1 for an EAGLE head): the hash covers them, and a page
                that is not followed by as many tokens in `ids` gets no hash
-    salt       what all K/V of the row depend on besides: rows with different ones share no page
+    key        as `Request.prefix_key`
     """
-    hashes, parent = [], salt
+    hashes, parent = [], key
     data, token_bytes = ids.tobytes(), ids.itemsize
     page_bytes, lookahead_bytes = page_size * token_bytes, lookahead * token_bytes
     for end in range(page_bytes, len(data) - lookahead_bytes + 1, page_bytes):

@@ -12,7 +12,6 @@
   logprobs.py           log-probabilities of output tokens
   scoring.py            log-probabilities of prompt tokens; choices.py: of given answers
   repetition.py         a stop where tokens repeat themselves
-  adapter.py            LoRA adapters of rows
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.batch.automata import Automata, AutomataCapacity
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.page_tables import PagePools
-from batchspec.engine.features.adapter import Adapter
 from batchspec.engine.features.constraints import FiniteConstraints
 from batchspec.engine.features.last_check import LastCheck
 from batchspec.engine.features.lazy_constraints import LazyConstraints
@@ -97,10 +95,10 @@ class RowFeatures(Features):
         if self.scores:
             if self._scores is None:
                 self._scores = PromptScores(pools.pools[0].num_pages, pools.page_size, self.num_top or 0)
-            return Adapter(), Scoring(slots, self._scores, shares_prefixes=not pools.any_window and pools.states is None)
+            return (Scoring(slots, self._scores, shares_prefixes=not pools.any_window and pools.states is None),)
         check = None if self.symbols is None else LastCheck(self.symbols, self.expanding)
         stops = StopStrings(self._decode_of)
-        features: list[RowFeature] = [Adapter(), ThinkingBudgets(), stops, RepetitionStop()]
+        features: list[RowFeature] = [ThinkingBudgets(), stops, RepetitionStop()]
         self.lazy = None
         if check is not None and self.capacity is not None:
             features.append(FiniteConstraints(check, self.capacity))

@@ -203,7 +203,7 @@ class SlotAllocator:
         """Hashes of the prompt's full pages, as far as they may be shared; computed once."""
         if state.prefix_hashes is None:
             ids = state.request.prompt_ids if state.shares_prefix else state.request.prompt_ids[:0]
-            state.prefix_hashes = prefix_hashes(ids, self.batch.page_size, lookahead=self._lookahead, salt=state.prefix_salt)
+            state.prefix_hashes = prefix_hashes(ids, self.batch.page_size, lookahead=self._lookahead, key=state.request.prefix_key)
         return state.prefix_hashes
 
     def _free_passed_pages(self) -> None:

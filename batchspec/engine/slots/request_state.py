@@ -29,8 +29,6 @@ class RequestState:
     mode: SamplingMode = field(init=False)
     shares_prefix: bool = True
     """Whether its prompt's pages may be shared with other rows."""
-    prefix_salt: bytes = b""
-    """Rows share pages only if they have the same."""
     num_recomputed: int = 0
     """Number of the last tokens in shared pages that are computed again, because a feature reads their hidden states. Their K and
     V are not written."""
