@@ -23,7 +23,7 @@ class OneRow:
     def __init__(self, request: Request, *, draft_len: int = 3, **features: Any) -> None:
         self.request, self.draft_len, self.made = request, draft_len, features
         self.table = SlotTable(1, len(request.prompt_ids) + request.max_new_tokens + 64, draft_len)
-        pools: Any = SimpleNamespace(any_window=False, page_size=16, pools=[SimpleNamespace(num_pages=2)])
+        pools: Any = SimpleNamespace(page_size=16, pools=[SimpleNamespace(num_pages=2)])
         self.features = RunFeatures(RowFeatures(**features).begin(self.table, pools))
         self.state = self.features.arrive(request, draft_len)
         self.table.fill([self.state], [0], 0)

@@ -43,8 +43,8 @@ def shapes(slots: int = 32) -> PassShapes:
     return PassShapes(engine.executor.round, num_slots=slots, max_tokens=4096)
 
 
-def uses(rows: ExpectedRows, *, lookahead: int = 0) -> dict[PassShape, float]:
-    return expected_uses(rows, shapes(), GREEDY, COST, num_slots=32, draft_len=2, round_s=1.0, page_size=16, lookahead=lookahead)
+def uses(rows: ExpectedRows) -> dict[PassShape, float]:
+    return expected_uses(rows, shapes(), GREEDY, COST, num_slots=32, draft_len=2, round_s=1.0, page_size=16)
 
 
 def test_uses_are_those_of_all_rows_of_the_job_and_each_number_of_tokens_occurs_once() -> None:
@@ -60,14 +60,14 @@ def test_uses_are_those_of_all_rows_of_the_job_and_each_number_of_tokens_occurs_
         assert any(shape.holds(exact) for shape in found), count
 
 
-@pytest.mark.parametrize(("common", "lookahead", "computed"), [(0, 0, 100), (15, 0, 100), (33, 0, 68), (32, 1, 84), (100, 0, 4)])
-def test_tokens_of_pages_that_all_prompts_share_are_not_computed(common: int, lookahead: int, computed: int) -> None:
-    """The last token of a prompt is always computed."""
+@pytest.mark.parametrize(("common", "computed"), [(0, 100), (16, 100), (33, 68), (32, 84), (100, 4)])
+def test_tokens_of_pages_that_all_prompts_share_are_not_computed(common: int, computed: int) -> None:
+    """A page is shared if the token after it is common too, so the last token of a prompt is always computed."""
     rows = ExpectedRows(prompt_lens=np.full(64, 100, np.int32), common_tokens=common, output_tokens=160.0, num_rows=1000)
     counts = [round(size * rows_of_a_refill(32, fixed_s=2.0, round_s=1.0, rounds=80)) for size in SIZES]
     own = shapes()
     fitting = [own.fitting(PassShape(computed * n, n, computed, 100, 100 * n, GREEDY), COST) for n in counts]
-    assert {shape.num_tokens for shape in uses(rows, lookahead=lookahead)} == {shape.num_tokens for shape in fitting if shape}
+    assert {shape.num_tokens for shape in uses(rows)} == {shape.num_tokens for shape in fitting if shape}
 
 
 def test_fewer_surveyed_rows_than_a_refill_has_give_no_shape() -> None:

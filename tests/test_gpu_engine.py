@@ -421,7 +421,7 @@ def test_prompts_are_scored_on_the_card_as_on_the_cpu(kind: str) -> None:
         assert engine.executor.graphs.num_captured == 0
     assert found["cuda"].keys() == found["cpu"].keys() == set(range(40))
     shared = sum(done.cached_tokens for done in found["cuda"].values())
-    assert (shared > 0) == (kind != "windows")
+    assert shared > 0
     for row, done in found["cuda"].items():
         one = found["cpu"][row]
         assert done.prompt_logprobs is not None and one.prompt_logprobs is not None  # noqa: PT018

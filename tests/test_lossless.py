@@ -423,10 +423,10 @@ def test_the_tail_is_compacted_into_smaller_buckets() -> None:
 
 
 def test_shared_prefixes_are_prefilled_once() -> None:
-    beginning = list(range(20))
+    beginning = list(range(21))
     requests = [request(i, [*beginning, i], cap=5) for i in range(6)]
     tokens, done, engine = run(requests, packed(3), NoDrafter())
-    assert engine.totals.prefill_tokens == 21 + 5  # pages of 4: 20 tokens are five whole pages
+    assert engine.totals.prefill_tokens == 22 + 5 * 2  # pages of 4: of 21 common tokens 20 are five whole pages
     assert sorted(c.cached_tokens for c in done.values()) == [0, 20, 20, 20, 20, 20]
     assert tokens == expected_tokens(requests)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchspec.engine.rounds.round import Round
-from batchspec.records import Request, RowStats
+from batchspec.cache.pages import prefix_hashes
+from batchspec.records import Ids, Request, RowStats
 from tests.engines import VOCAB, request
 from tests.mtp_checkpoints import make_mtp_model
 from tests.mtp_definition import Predicted, Rows, predicted_rounds
@@ -93,11 +93,14 @@ def test_a_prefix_is_shared_with_regard_to_the_token_after_it(exact: Model, monk
     requests = [request(i, [*prompt[:CHUNK], i, 3, 2 * i], cap=15) for i in range(5)]
     batch = wide_batch(2, 4, page_size=16, num_pages=60)
 
+    def without_next(ids: Ids, page_size: int, *, key: bytes) -> list[bytes]:
+        return prefix_hashes(np.where(np.arange(len(ids)) < CHUNK, ids, 0), page_size, key=key)
+
     def accepted() -> float:
         return acceptance(stats_of(run(exact.target, requests, batch, drafter_of(exact, 4, slots=2))))
 
     assert accepted() == 1
-    monkeypatch.setattr(Round, "prefix_lookahead", property(lambda self: 0, lambda self, value: None), raising=False)
+    monkeypatch.setattr("batchspec.engine.slots.allocator.prefix_hashes", without_next)
     assert accepted() < 0.9
 
 

@@ -113,11 +113,10 @@ def test_a_row_takes_over_the_state_of_just_its_own_prefix(data: st.DataObject) 
             columns = -(-len(prompt) // page_size)
             if columns > pools.num_free[0]:
                 break
-            shared = hashes[: (len(prompt) - 1) // page_size]
-            state.pages, state.prefix_plan = planner.plan(shared)
+            state.pages, state.prefix_plan = planner.plan(hashes)
             if data.draw(st.integers(0, 5)) == 0:
                 break  # it did not get its pages: nothing of its plan is carried out, and no later one is of the group
-            planner.admit(state.prefix_plan, shared)
+            planner.admit(state.prefix_plan, hashes)
             state.num_shared_pages, state.slot = state.pages.num_columns, slot
             pools.admit(state.pages, columns, hashes)
             state.tokens = [7] * data.draw(st.sampled_from([0, 0, 9]))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,16 @@ from torch import Tensor
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.features import scoring
+from batchspec.engine.features.choices import run_with_choices
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.vocabulary_of_ranks import DIVERGED
 from batchspec.model.target import Target
-from batchspec.records import Completion, Request
+from batchspec.packed_batch import RECURRENT_CHUNK
+from batchspec.records import Choice, Completion, Request
+from batchspec.request_stream import ListedRequests
 from tests.engines import DEVICE, VOCAB, full_logits, make_engine, packed, request, tiny_spec, tiny_target
 from tests.ranks import on_ranks, part_of, whole_of
+from tests.recurrent import hybrid_target
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -66,17 +71,28 @@ def check(done: list[Completion], target: Target, num_top: int) -> None:
                 np.testing.assert_allclose(after[i - 1][ids[i].tolist()], best.values, atol=2e-6)
 
 
+TARGETS: dict[str, Callable[[], Target]] = {
+    "all keys": tiny_target,
+    "some windows": partial(tiny_target, window=5),
+    "windows alone": cache(lambda: whole_of(tiny_spec(windows=(5, 9)))),
+    "recurrent layers": hybrid_target,
+    "recurrent layers and windows": partial(hybrid_target, window=5),
+}
+SHARED_AT = {"all keys": 16, "some windows": 16, "recurrent layers": RECURRENT_CHUNK}
+"""Where a shared prefix may end, in tokens. Models without a layer that reads all keys share none."""
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_packing_gives_the_logprobs_of_the_definition(data: st.DataObject) -> None:
     """Common beginnings of whole pages and of parts of pages, prompts that are wholly alike, few pages, passes of few tokens."""
-    window, token = data.draw(st.sampled_from([None, 5])), st.integers(0, VOCAB - 1)
+    kind, token = data.draw(st.sampled_from(["all keys", "some windows", "windows alone"])), st.integers(0, VOCAB - 1)
     beginnings = data.draw(st.lists(st.lists(token, max_size=14), min_size=1, max_size=2))
     own = data.draw(st.lists(st.tuples(st.sampled_from(beginnings), st.lists(token, max_size=9)), min_size=1, max_size=7))
     prompts = [[*beginning, *rest] or [3] for beginning, rest in own]
     page_size, num_top = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([0, 1, 4]))
     pages_of_a_row = -(-24 // page_size)
-    target = tiny_target(window=window)
+    target = TARGETS[kind]()
     num_pages = 1 + data.draw(st.integers(1, 5)) * pages_of_a_row
     engine = engine_of(
         target, num_top, slots=data.draw(st.integers(1, 4)), page_size=page_size, max_len=24, num_pages=num_pages,
@@ -96,7 +112,45 @@ def test_no_pass_is_captured_because_no_row_draws_a_token() -> None:
     assert engine_of(tiny_target(), 0, prefill_graphs=True).executor.prefill_graphs is None
 
 
-def test_shared_pages_are_computed_once_but_for_the_last_token() -> None:
+def engine_of_chunks(target: Target, num_top: int) -> Engine:
+    """Few slots and pages, so that rows share prefixes with those before them and with those that prefill with them."""
+    return engine_of(target, num_top, page_size=16, max_len=140, num_pages=1 + 40, prefill_tokens=100)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_prefixes_end_at_the_border_of_a_page_or_next_to_it(kind: str, more: int) -> None:
+    """Prompts that go on with other tokens there, that end there, and that have the first half in common."""
+    target, common = TARGETS[kind](), [(3 * i * i + i) % VOCAB for i in range(128 + more)]
+    other = [[*common[: 64 + more], 7, i, 3] for i in range(2)]
+    prompts = [*([*common, i, 3, 2 * i] for i in range(4)), *other, common, common]
+    done = list(engine_of_chunks(target, 2).run(iter(prompts_of(*prompts))))
+    assert len(done) == len(prompts)
+    check(done, target, 2)
+    step = SHARED_AT.get(kind, len(common))
+    assert max(one.cached_tokens for one in done) == (len(common) - 1) // step * step
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_choices_after_a_prompt_that_ends_at_the_border_of_a_page_or_next_to_it(kind: str, more: int) -> None:
+    target, prompt = TARGETS[kind](), [(3 * i * i + i) % VOCAB for i in range(64 + more)]
+    choices = tuple(Choice(text=str(number), token_ids=ids) for number, ids in enumerate([(3,), (4, 5), (4, 6, 7), (8, 1)]))
+    asked = [replace(one, choices=choices) for one in prompts_of(prompt, prompt[: 48 + more])]
+    done = list(run_with_choices(engine_of_chunks(target, 0), ListedRequests(asked)))
+    assert len(done) == 2
+    for one in done:
+        assert one.prompt_ids is not None
+        assert one.choice_logprobs is not None
+        before = one.prompt_ids.tolist()
+        for choice, (_, found) in zip(choices, one.choice_logprobs, strict=True):
+            ids = [*before, *choice.token_ids]
+            parts = [float(logprobs_after(target, tuple(ids[:i]))[ids[i]]) for i in range(len(before), len(ids))]
+            assert found == pytest.approx(sum(parts), abs=1e-5)
+
+
+def test_shared_pages_are_computed_once() -> None:
+    """Those that the same token follows: the log-probability of that token is kept with them."""
     target, common = tiny_target(), list(range(16))
     engine = engine_of(target, 2, page_size=4)
     computed = list[int]()
@@ -110,16 +164,15 @@ def test_shared_pages_are_computed_once_but_for_the_last_token() -> None:
         patch.setattr(target, "forward", counted)
         done = list(engine.run(iter(prompts_of([*common, 20, 21], [*common, 22], [*common, 20, 23, 24]))))
     check(done, target, 2)
-    assert [one.cached_tokens for one in sorted(done, key=lambda one: one.row_index)] == [0, 16, 16]
-    assert sum(computed) == 18 + (1 + 1) + (1 + 3)
+    assert [one.cached_tokens for one in sorted(done, key=lambda one: one.row_index)] == [0, 12, 16]
+    assert sum(computed) == 18 + 5 + 3
 
 
 def test_keys_and_values_of_shared_pages_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the last shared token go to page 0."""
     target, common = tiny_target(), list(range(8))
     engine = engine_of(target, 0, page_size=4, slots=1, prefill_tokens=2)
     engine.keeps_prefixes = True
-    list(engine.run(iter(prompts_of([*common, 9]))))
+    list(engine.run(iter(prompts_of([*common, 9, 12]))))
     written: dict[int, int] = {}
     forward = target.forward
 
@@ -128,12 +181,12 @@ def test_keys_and_values_of_shared_pages_are_not_written_again(monkeypatch: pyte
         return forward(batch, *rest, **options)
 
     monkeypatch.setattr(target, "forward", noted)
-    done = list(engine.run(iter(prompts_of([*common, 10, 11]))))
+    done = list(engine.run(iter(prompts_of([*common, 9, 11]))))
     monkeypatch.undo()
     check(done, target, 0)
     assert done[0].cached_tokens == 8
-    assert sorted(written) == [7, 8, 9]
-    assert [position for position, slot in written.items() if slot < 4] == [7]
+    assert sorted(written) == [8, 9]
+    assert all(slot >= 4 for slot in written.values()), "page 0 is no row's"
 
 
 def test_logits_of_few_positions_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

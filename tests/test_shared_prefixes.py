@@ -60,7 +60,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def family(first: int, beginning: int, caps: list[int], stops: tuple[str, ...] = ()) -> list[Request]:
     """Requests with a beginning in common, one for each cap; they end when the cap says so."""
     ids = np.random.default_rng(beginning).integers(0, VOCAB, PREFIX).tolist()
-    return [request(first + i, [*ids, i, beginning], cap=cap, stop=stops, predicted=4) for i, cap in enumerate(caps)]
+    return [request(first + i, [*ids, beginning, i], cap=cap, stop=stops, predicted=4) for i, cap in enumerate(caps)]
 
 
 def tokens(

@@ -54,8 +54,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int | None, bool]]:
 def requests(caps: list[int]) -> list[Request]:
     """One for each cap; all but the first begin alike."""
     rng = np.random.default_rng(3)
-    beginning = rng.integers(0, VOCAB, PREFIX).tolist()
-    prompts = [(beginning if i else []) + rng.integers(0, VOCAB, 2 + i).tolist() for i in range(len(caps))]
+    beginning = rng.integers(0, VOCAB, PREFIX + 1).tolist()
+    prompts = [(beginning if i else []) + rng.integers(0, VOCAB, max(2, 1 + i)).tolist() for i in range(len(caps))]
     return [request(i, prompt, cap=cap, predicted=1) for i, (prompt, cap) in enumerate(zip(prompts, caps, strict=True))]
 
 

@@ -190,18 +190,18 @@ def _draft_kv(layer: LayerState, num_pages: int, device: torch.device) -> LayerK
     return LayerKV(layout.allocate(1, num_pages, device)[0], layout, ones)
 
 
-def prefix_hashes(ids: Ids, page_size: int, lookahead: int = 0, *, key: bytes = b"") -> list[bytes]:
-    """A hash for each full page of `ids`, over all tokens up to the page's end: equal hashes mean equal K/V.
+def prefix_hashes(ids: Ids, page_size: int, *, key: bytes = b"") -> list[bytes]:
+    """A hash for each full page of `ids` that is followed by a token, over all tokens up to that one: equal hashes mean equal
+    K/V, and that all else is equal which is kept of the page's tokens. What is kept of a token may depend on the next one: K/V
+    of a draft head do, and the log-probability of the next token does.
 
-    lookahead  number of tokens after a page that its K/V depends on too (1 for an EAGLE head): the hash covers them, and a page
-               that is not followed by as many tokens in `ids` gets no hash
-    key        as `Request.prefix_key`
+    key  as `Request.prefix_key`
     """
     hashes, parent = [], key
     data, token_bytes = ids.tobytes(), ids.itemsize
-    page_bytes, lookahead_bytes = page_size * token_bytes, lookahead * token_bytes
-    for end in range(page_bytes, len(data) - lookahead_bytes + 1, page_bytes):
-        parent = blake2b(parent + data[end - page_bytes : end + lookahead_bytes], digest_size=16).digest()
+    page_bytes = page_size * token_bytes
+    for end in range(page_bytes, len(data) - token_bytes + 1, page_bytes):
+        parent = blake2b(parent + data[end - page_bytes : end + token_bytes], digest_size=16).digest()
         hashes.append(parent)
     return hashes
 

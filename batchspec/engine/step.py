@@ -25,8 +25,6 @@ class Segment:
     begin: int
     end: int
     last: bool
-    num_recomputed: int = 0
-    """Number of its first tokens whose K/V are in a shared page: they are computed again, and their K/V are not written."""
     restores: int | None = None
     """Entry with the recurrent states after the tokens before it, which are copied to the row's slot first; None: the row goes
     on with its own."""

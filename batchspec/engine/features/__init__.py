@@ -95,7 +95,7 @@ class RowFeatures(Features):
         if self.scores:
             if self._scores is None:
                 self._scores = PromptScores(pools.pools[0].num_pages, pools.page_size, self.num_top or 0)
-            return (Scoring(slots, self._scores, shares_prefixes=not pools.any_window and pools.states is None),)
+            return (Scoring(slots, self._scores, shares_prefixes=pools.groups.windows[0] is None),)
         check = None if self.symbols is None else LastCheck(self.symbols, self.expanding)
         stops = StopStrings(self._decode_of)
         features: list[RowFeature] = [ThinkingBudgets(), stops, RepetitionStop()]

@@ -1,8 +1,7 @@
 """Scoring prompts: log-probabilities of the prompts' tokens, from prefill passes without rounds.
 
-The log-probability of token i is computed from the hidden state of token i - 1 and depends on tokens 0 .. i alone, as K and V
-do: it is kept by page, so that rows that share pages share it. A row whose first pages are shared needs one more hidden state
-than it has tokens of its own, that of the last shared token: it is computed again, without writing its K and V.
+The log-probability of token i + 1 is computed from the hidden state of token i. It is kept at the place of token i, by page, as K
+and V are, so rows that share pages share it: a page is shared only if the token after it is the same too (`prefix_hashes`).
 
 T tokens of a pass, H hidden, N likeliest tokens (`output.prompt_logprobs`).
 """
@@ -38,13 +37,14 @@ class Scoring(RowFeature):
     """Every row ends with its prefill, and has the scores of its prompt."""
 
     def __init__(self, slots: SlotTable, scores: PromptScores, *, shares_prefixes: bool) -> None:
-        """shares_prefixes: rows may share pages. Not if a layer has a window: the last shared token is computed again, and its
-        window may reach a key that no shared page holds any more."""
+        """shares_prefixes: rows may share pages. Not if all layers have windows: then rows share no page that the windows have
+        passed, and its scores would be missing."""
         self._slots, self._scores, self._shares_prefixes = slots, scores, shares_prefixes
         self._scored: dict[RequestState, Scores] = {}
 
     def arrive(self, state: RequestState) -> bool:
-        state.num_recomputed, state.shares_prefix = 1, self._shares_prefixes
+        if not self._shares_prefixes:
+            state.prefix_hashes = []
         return True
 
     def read(self, launch: UnreadLaunch, result: RoundResult, slots: Slots, log: RoundLog) -> None:
@@ -69,7 +69,8 @@ has none: NaN, and ids of -1."""
 
 
 class PromptScores:
-    """Log-probabilities of all prompt tokens whose pages hold K and V: float32 [pages, page_size], and [pages, page_size, N]."""
+    """Of each prompt token whose page of the first K/V group is in use the log-probability of the next token: float32
+    [pages, page_size], and [pages, page_size, N]."""
 
     def __init__(self, num_pages: int, page_size: int, num_top: int) -> None:
         shape = (num_pages, page_size)
@@ -86,16 +87,15 @@ class PromptScores:
             if launch.owners[segment.slot] != slots.owner[segment.slot]:
                 continue
             state = slots.at(segment.slot)
-            first, end = segment.begin + 1, min(segment.end + 1, len(state.request.prompt_ids))
-            indices, count = self._page_indices(state, first, end), max(0, end - first)
+            end = min(segment.end, len(state.request.prompt_ids) - 1)
+            indices, count = self._page_indices(state, segment.begin, end), max(0, end - segment.begin)
             self._logprobs[indices] = logprobs[begin : begin + count]
             if top:
                 self._top_ids[indices], self._top[indices] = (values[begin : begin + count] for values in top)
 
     def of(self, state: RequestState) -> Scores:
         """The scores of a row's prompt. Call it when the results of all its passes have been added and it has its pages."""
-        count = len(state.request.prompt_ids)
-        indices = self._page_indices(state, 1, count)
+        indices = self._page_indices(state, 0, len(state.request.prompt_ids) - 1)
         logprobs = np.concatenate((np.full(1, np.nan, np.float32), self._logprobs[indices]))
         if not self._num_top:
             return logprobs, None

@@ -100,7 +100,6 @@ class EngineRun:
             self._waiting,
             features=self.features,
             slots=self.slots,
-            lookahead=round_.prefix_lookahead,
             num_lookahead_slots=round_.num_lookahead_slots,
             prefill_cost=prefill_cost,
         )

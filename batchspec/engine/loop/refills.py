@@ -32,17 +32,11 @@ def prefill_of(
     multiple  of a model with recurrent layers: prompts are cut at positions that are multiples of it, and tokens that the rows
               had generated before they were preempted go in passes of their own. None: passes may be cut anywhere
     """
-    spans = [
-        (refill.slot, max(0, refill.num_cached - state.num_recomputed), state.num_tokens)
-        for state, refill in zip(group, refills, strict=True)
-    ]
+    spans = [(refill.slot, refill.num_cached, state.num_tokens) for state, refill in zip(group, refills, strict=True)]
     if multiple is None:
         passes = tuple(tuple(segments) for segments in chunks(spans, batch.prefill_tokens))
     else:
         passes = _of_recurrent_layers(group, spans, batch, multiple)
-    if any(state.num_recomputed for state in group):
-        num_cached = {refill.slot: refill.num_cached for refill in refills}
-        passes = tuple(tuple(_recomputing(one, num_cached[one.slot]) for one in segments) for segments in passes)
     return Prefill(passes=passes, mode=SamplingMode.union([state.mode for state in group]))
 
 
@@ -91,8 +85,3 @@ def _of_pieces(pieces: Sequence[_Piece], max_tokens: int, multiple: int) -> list
 
     found = chunks([piece[:3] for piece in pieces], max_tokens, multiple=multiple)
     return [tuple(completed(segment) for segment in segments) for segments in found]
-
-
-def _recomputing(segment: Segment, num_cached: int) -> Segment:
-    """The segment with the number of its first tokens whose K and V are in shared pages already."""
-    return replace(segment, num_recomputed=max(0, min(segment.end, num_cached) - segment.begin))

@@ -41,7 +41,7 @@ def rows_of_a_refill(num_slots: int, *, fixed_s: float, round_s: float, rounds: 
 
 def expected_uses(
     rows: ExpectedRows, shapes: PassShapes, mode: SamplingMode, cost: PrefillCost, *,
-    num_slots: int, draft_len: int, round_s: float, page_size: int, lookahead: int,
+    num_slots: int, draft_len: int, round_s: float, page_size: int,
 ) -> dict[PassShape, float]:
     """Shapes for the padded passes that the job will most likely have, one for each number of tokens, with the expected number of
     passes of each; the most frequent first.
@@ -49,13 +49,12 @@ def expected_uses(
     cost       in seconds, with the time of a replay
     draft_len  K; a round is assumed to accept half of its drafts
     round_s    seconds of a round over all slots
-    lookahead  number of tokens after a page on which its K/V also depend
     """
     assert cost.replay is not None
     rounds = max(1.0, rows.output_tokens / (1 + draft_len / 2))
     estimate = rows_of_a_refill(num_slots, fixed_s=cost.replay, round_s=round_s, rounds=rounds)
     ends = rows.prompt_lens.astype(np.int64)
-    cached = np.minimum(max(0, rows.common_tokens - lookahead), ends - 1) // page_size * page_size
+    cached = np.minimum(max(0, rows.common_tokens - 1), ends - 1) // page_size * page_size
     uses: defaultdict[int, float] = defaultdict(float)
     found: dict[int, PassShape] = {}
     for size in SIZES:

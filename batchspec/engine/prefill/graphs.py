@@ -117,7 +117,7 @@ class PrefillGraphs:
         drafter = self._round.drafter
         uses = expected_uses(
             expected, self._shapes, mode, cost, num_slots=self._rows.live.shape[0], draft_len=drafter.max_len, round_s=round_s,
-            page_size=self._round.cache.page_size, lookahead=self._round.prefix_lookahead,
+            page_size=self._round.cache.page_size,
         )
         most = min(int(PREPARED_SHARE * PREFILL_GRAPHS) - len(self._graphs), int(PREPARE_S / (2 * cost.least)))
         often = [shape for shape, count in uses.items() if count >= CAPTURE_AT]

@@ -198,11 +198,6 @@ def flat_batch(rows: DeviceBatch, segments: Sequence[Segment], page_size: int) -
     )
     batch.host = HostLayout(lengths, [s.end for s in segments])
     batch.recurrence = "steps" if segments[0].generated else "chunks"
-    begin = 0
-    for segment, length in zip(segments, lengths, strict=True):
-        if segment.num_recomputed:
-            batch.slot_mapping[begin : begin + segment.num_recomputed] = 0  # page 0, which no row reads
-        begin += length
     return batch, slot_ids
 
 

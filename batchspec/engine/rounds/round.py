@@ -17,7 +17,6 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.logits import LogitRows, adjusts_drafts, check_drafts, commit_rules, park
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.cache.layer_state import windows_of
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
 from batchspec.draft.shapes import ChainShape
@@ -56,8 +55,6 @@ class Round:
         """Draft lengths for which graphs are captured."""
         self.num_lookahead_slots = drafter.shape.num_lookahead_slots
         """Number of K/V positions after a row's last token that a round may write and read."""
-        self.prefix_lookahead = 1 if windows_of(drafter.layer_states(cache.page_size)) else 0
-        """Number of tokens after a page on which its K/V depend too: a drafter's K/V depend on the next token."""
         self.nodes: int | None = None
         """Number of nodes that a round with drafts verifies, for trees; None for chains."""
         self._accepted_len = torch.zeros(batch.num_slots, dtype=torch.int32, device=device)

@@ -43,7 +43,6 @@ class SlotAllocator:
         *,
         features: RunFeatures | None = None,
         slots: SlotTable | None = None,
-        lookahead: int = 0,
         num_lookahead_slots: int = 0,
         prefill_cost: PrefillCost | None = None,
     ) -> None:
@@ -51,7 +50,6 @@ class SlotAllocator:
         waiting              the requests that wait for slots
         features             of the run's rows; None: they have none
         slots                None: an empty table
-        lookahead            as `Round.prefix_lookahead`
         num_lookahead_slots  K/V slots after a row's last token that it needs too, such as those of a tree's nodes
         prefill_cost         None: `PrefillCost.default`
         """
@@ -60,7 +58,7 @@ class SlotAllocator:
         self._features = features or RunFeatures()
         self._waiting = waiting
         self._num_refills = 0
-        self._lookahead, self._num_lookahead_slots = lookahead, num_lookahead_slots
+        self._num_lookahead_slots = num_lookahead_slots
         self._prefixes = None if pools.states is None else PrefixPlanner(pools, pools.states)
         self._expected_pages = ExpectedPages(batch.page_size, num_lookahead_slots)
         self._idle_slots = IdleSlots(prefill_cost or PrefillCost.default(batch.prefill_tokens), batch.num_slots)
@@ -179,10 +177,8 @@ class SlotAllocator:
                 f"request {request.request_id!r}: prompt and output of {state.max_tokens} tokens need {most} pages,"
                 f" the pool has {self.pools.most_columns}; raise packing.pages or packing.memory_gb"
             )
-        hashes = self._hash(state)
-        # The last prompt token is always computed: its logits give the first output token.
-        shared = hashes[: (len(request.prompt_ids) - 1) // self.batch.page_size]
-        prefix, plan = (self.pools.match(shared), None) if self._prefixes is None else self._prefixes.plan(shared)
+        hashes = self._hash(state)  # the last prompt token is in no such page: it is computed, and gives the first output token
+        prefix, plan = (self.pools.match(hashes), None) if self._prefixes is None else self._prefixes.plan(hashes)
         num_columns = self.pages_for(state.num_tokens)
         expected, num_idle = self.pools.most_held_by_row(self._expected_pages.of_waiting(state)), self.pools.num_idle(prefix)
         for group, (first, held) in enumerate(zip(prefix.first, prefix.num_held, strict=True)):
@@ -192,7 +188,7 @@ class SlotAllocator:
                 return False
         state.pages, state.num_shared_pages, state.prefix_plan = prefix, prefix.num_columns, plan
         if plan is not None and self._prefixes is not None:
-            self._prefixes.admit(plan, shared)
+            self._prefixes.admit(plan, hashes)
         num_columns = min(num_columns + self._pages_ahead(num_columns), most)
         self.pools.admit(state.pages, num_columns, hashes)
         for group, held in enumerate(prefix.num_held):
@@ -200,10 +196,10 @@ class SlotAllocator:
         return True
 
     def _hash(self, state: RequestState) -> list[bytes]:
-        """Hashes of the prompt's full pages, as far as they may be shared; computed once."""
+        """Hashes of the prompt's pages that may be shared; computed once."""
         if state.prefix_hashes is None:
-            ids = state.request.prompt_ids if state.shares_prefix else state.request.prompt_ids[:0]
-            state.prefix_hashes = prefix_hashes(ids, self.batch.page_size, lookahead=self._lookahead, key=state.request.prefix_key)
+            request = state.request
+            state.prefix_hashes = prefix_hashes(request.prompt_ids, self.batch.page_size, key=request.prefix_key)
         return state.prefix_hashes
 
     def _free_passed_pages(self) -> None:

@@ -27,11 +27,6 @@ class RequestState:
     draft_len: int
     """K: the length of the per-position statistics."""
     mode: SamplingMode = field(init=False)
-    shares_prefix: bool = True
-    """Whether its prompt's pages may be shared with other rows."""
-    num_recomputed: int = 0
-    """Number of the last tokens in shared pages that are computed again, because a feature reads their hidden states. Their K and
-    V are not written."""
     resumable: bool = True
     """Whether another run may continue it from its tokens."""
     slot: int = -1
@@ -44,7 +39,7 @@ class RequestState:
     order: int = 0
     """Number of the refill that gave it its slot: the highest is the youngest request."""
     prefix_hashes: list[bytes] | None = None
-    """Hashes of the prompt's full pages; None until they are needed."""
+    """Hashes of the prompt's pages that may be shared with other rows; None until they are needed."""
     tokens: list[int] = field(default_factory=list)
     """Output tokens, up to the latest flush of the slot."""
     forced: list[range] = field(default_factory=list)

@@ -33,7 +33,7 @@ class RowFeature:
 
     def arrive(self, state: RequestState) -> bool:
         """A request has come, before anything else happens to it. Returns whether the feature is one of its row's; it may set the
-        state's mode, and how its prefix is shared."""
+        state's mode, and `prefix_hashes` to [] if no page of its prompt may be shared."""
         raise NotImplementedError
 
     def keep(self, state: RequestState, tokens: Sequence[int]) -> Sequence[int] | None:
