@@ -50,6 +50,8 @@ class PackedBatch:
     """Longest prompt + max_new_tokens among the surveyed rows, for which rounds are prepared; None: max_len."""
     graph_tokens: int | None = None
     """Maximum number of tokens, padding included, of a prefill pass that is a CUDA graph; None: prefill_tokens."""
+    decodes: bool = True
+    """Whether rows have room for output tokens. If none has, all end with their prefill, and there are no rounds."""
     more_pages: tuple[int, ...] = ()
     """K/V pages of the other K/V groups, layers with narrower windows; (): num_pages each."""
 

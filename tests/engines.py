@@ -267,6 +267,7 @@ def make_engine(
         decode=decode, defers_text=defers_text, num_top=logprobs, scores=scores, symbols=vocabulary,
         capacity=automata_capacity, expanding=expanding,
     )
+    batch = replace(batch, decodes=not scores)
     if lengths is None:
         return Engine(target, drafter, batch, device=device, features=features, **more)
     options = replace(more.pop("options", None) or RoundOptions(), row_lengths=True)

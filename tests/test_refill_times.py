@@ -134,7 +134,7 @@ def test_a_result_of_passes_counts_their_tokens_and_no_others() -> None:
     """A row's first pass has no result: its tokens count with those of the pass in which the row ends."""
     table = SlotTable(2, 40, 3)
     table.fill([RequestState.of(request(i, [1] * 7, cap=8), 3) for i in range(2)], [0, 1], 0)
-    unread = UnreadLaunches(table, decodes=True)
+    unread = UnreadLaunches(table)
     passes = ((Segment(0, 0, 4, last=False),), (Segment(0, 4, 7, last=True),), (Segment(1, 0, 7, last=True),))
     unread.add_prefill(Prefill(passes=passes, mode=SamplingMode()))
     assert [launch.num_prefilled for launch in unread] == [7, 7]

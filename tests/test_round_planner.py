@@ -116,7 +116,6 @@ def planner(
         sharing=SharingCost(page_bytes=1, row_bytes=0, pass_bytes=pass_bytes),
         prefill_graphs=None,
         prefill_multiple=None,
-        decodes=True,
     )
     executor._move_row = lambda: None
     executor.compile_ahead = lambda *_: False

@@ -95,7 +95,7 @@ def test_a_row_that_fills_its_slot_to_the_last_token_keeps_them_all() -> None:
 
 def test_results_are_counted_from_zero_in_the_order_of_launches() -> None:
     table = SlotTable(1, 8, K)
-    unread = UnreadLaunches(table, decodes=True)
+    unread = UnreadLaunches(table)
     assert (unread.num_launched, unread.num_read) == (0, 0)
     for _ in range(3):
         unread.add(UnreadLaunch(owners=table.owner.copy()))

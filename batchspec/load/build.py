@@ -168,6 +168,7 @@ def build_engine(
     call_parser  finds the tool calls in answers; None: calls stay text
     """
     ablation, scores, adaptive = config.ablation, config.decode.score != "none", config.draft.adaptive is not False
+    assert batch.decodes is not scores, "the batch was planned for another job"
     num_top = (config.output.prompt_logprobs or 0) if scores else config.output.logprobs
     return Engine(
         target,

@@ -83,4 +83,5 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
         num_lookahead_slots=shape.num_lookahead_slots,
         draft_layers=job.drafter.layer_states(job.dtype, PAGE_SIZE),
         free_bytes=max(0, free_bytes(job, loaded=loaded) - taken),
+        decodes=job.config.decode.score == "none",
     )

@@ -88,6 +88,7 @@ def choose_batch(
     num_lookahead_slots: int = 0,
     draft_layers: Sequence[LayerState] = (),
     free_bytes: int,
+    decodes: bool = True,
 ) -> PackedBatch:
     """The shape with the highest predicted tokens/s that fits the memory; what `packing` sets explicitly is kept.
 
@@ -95,6 +96,7 @@ def choose_batch(
     num_lookahead_slots  K/V positions after a row's last token that a round may write
     draft_layers         the drafter's layers, with pages of PAGE_SIZE tokens
     free_bytes           memory that is free after the weights are loaded
+    decodes              as in `PackedBatch`
     Raises CapacityError if not even one row of demand.max_tokens fits.
     """
     on_cpu = device.type == "cpu"
@@ -145,6 +147,7 @@ def choose_batch(
         longest_prompt=demand.longest_prompt,
         longest_row=demand.longest_row,
         graph_tokens=graph_tokens(spec, prefill_tokens),
+        decodes=decodes,
     )
 
 

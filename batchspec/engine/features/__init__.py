@@ -49,7 +49,7 @@ class RowFeatures(Features):
     decode     token ids -> text; None without a tokenizer
     defers_text  leave the decoding of text to the maker of the table (`Completion.text_due`)
     num_top    log-probabilities are written, with those of so many of the likeliest tokens; None: they are not
-    scores     prompts are scored, and nothing is decoded; num_top is then of prompt tokens
+    scores     prompts are scored, in a batch that does not decode; num_top is then of prompt tokens
     symbols    of the vocabulary: set if rows may have constraints; capacity: the device's memory for these, None for the default
     expanding  set if rows may have lazy constraints
     call_parser  finds the tool calls in answers; None: calls stay text
@@ -78,10 +78,6 @@ class RowFeatures(Features):
         if self.num_top is None and not self.scores:
             return None
         return LogprobReader(self.num_top or 0)
-
-    @property
-    def decodes(self) -> bool:
-        return not self.scores
 
     @property
     def prefill_pass(self) -> PrefillPass:

@@ -234,7 +234,7 @@ class Engine:
             verified, full = self.planner.positions(launch, result)
             self.totals.positions += verified
             self.totals.full_positions += full
-        if not self.executor.decodes:
+        if not self.batch.decodes:
             self.totals.tokens += launch.num_prefilled
         self.totals.live_rows = self.slots.num_live
         weights = self.slots.token_weights(slots) if self.planner.counts_acceptance(launch) else None

@@ -65,9 +65,6 @@ class Executor:
         prefill_graphs  run short prefill passes as CUDA graphs if that pays
         """
         features = features or Features()
-        self.decodes = features.decodes
-        """As `Features.decodes`."""
-        assert self.decodes or drafter.max_len == 0, "nothing is decoded that could be drafted"
         spec = target.spec
         self.target, self.drafter, self.batch = target, drafter, batch
         self.prefill_multiple = RECURRENT_CHUNK if spec.is_recurrent else None
@@ -104,7 +101,7 @@ class Executor:
             self.sharing = spec.sharing_cost(target.dtype, page_size=batch.page_size, max_q=batch.draft_len + 1)
         self._prefill_pass = partial(features.prefill_pass, self.round, self.rows)
         self.prefill_graphs: PrefillGraphs | None = None
-        if prefill_graphs and self.decodes:  # graphs hold passes that choose the rows' next tokens
+        if prefill_graphs and batch.decodes:  # graphs hold passes that choose the rows' next tokens
             self.prefill_graphs = PrefillGraphs(
                 self.round, self.rows, self.graphs, self._prefill_pass, max_tokens=batch.most_graph_tokens
             )
@@ -209,7 +206,7 @@ class Executor:
             num_slots, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch), multiple=self.prefill_multiple
         )
         prefills = [partial(self._prefill_pass, segments, mode) for segments in reversed(passes)]
-        rounds = self.graphs.launches(shapes) if self.decodes else []
+        rounds = self.graphs.launches(shapes)
         moves = [self._move_row] if num_slots > 1 else []
         return [*prefills[:2], *rounds[:1], *moves, *prefills[2:], *rounds[1:]]
 

@@ -66,7 +66,7 @@ class RoundPlanner:
         self._num_rounds = 0
         self._lengths: DraftLengths | None = None
         self._partial: PartialRounds | None = None
-        if adaptive and executor.graphs.captures and executor.decodes:
+        if adaptive and executor.graphs.captures and executor.round.draft_lens:
             self._lengths = DraftLengths(
                 self._max_len, executor.round.draft_lens, self.experts, executor.round.nodes,
                 row_lengths=executor.round.chances is not None,
@@ -110,8 +110,6 @@ class RoundPlanner:
         began = time.perf_counter()
         cost = self._executor.rehearse(mode)
         rehearsed = time.perf_counter()
-        if not self._executor.decodes:  # there are no rounds
-            return cost
         if partial is not None:
             num_rounds = None
             if expected is not None and most_rounds is not None:
@@ -123,8 +121,8 @@ class RoundPlanner:
             shapes = [shape for shape in shapes if shape.num_rows == batch.num_slots]
         else:
             graphs.prepare(shape for shape in variants if shape.num_rows < batch.num_slots)
-        if cost is None:
-            return None
+        if cost is None or not shapes:
+            return cost
         self._refills = None if cost.replay is None else RefillTimes(cost, batch.num_slots)
         self._timer.time_all(shapes, replace(plain, draft_len=0, prepare_next=False))
         self._width = shapes[-1].width
@@ -142,12 +140,12 @@ class RoundPlanner:
 
     def _shapes(self, mode: SamplingMode) -> list[RoundShape]:
         """The rounds of every row bucket and draft length that may be chosen, without shared prefixes, and that verify all
-        drafts."""
+        drafts; none if there are no rounds."""
         lengths = self._lengths
         return [
             RoundShape(num_rows, draft_len, mode, prepare_next=prepare_next, max_kv=self.usual_kv)
             for num_rows in self._batch.row_buckets
-            for draft_len in ((self._max_len,) if lengths is None else lengths.choices)
+            for draft_len in (self._executor.round.draft_lens[-1:] if lengths is None else lengths.choices)
             for prepare_next in ((True,) if draft_len or lengths is None else (True, False))
         ]
 

@@ -47,7 +47,7 @@ class Scheduler:
         self.slots, self.batch, self._features = allocator.slots, allocator.batch, features
         self._allocator, self._planner, self._executor, self._totals = allocator, planner, executor, totals
         self._prefix_groups = PrefixGroups(self.batch.num_slots, executor.sharing.pays)
-        self.unread = UnreadLaunches(self.slots, decodes=executor.decodes)
+        self.unread = UnreadLaunches(self.slots)
         self._rounds_before_refill = 0
         """Number of further rounds that are launched before the next refill is prepared."""
         self._killed: list[int] = []

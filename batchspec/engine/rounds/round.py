@@ -51,8 +51,8 @@ class Round:
         """Maximum number of tokens that a round emits for a row: K + 1."""
         self.kv_per_round = drafter.shape.kv_per_round
         """Number of K/V positions that a round writes, from a row's newest token on."""
-        self.draft_lens = candidates(drafter.max_len)
-        """Draft lengths for which graphs are captured."""
+        self.draft_lens = candidates(drafter.max_len) if batch.decodes else ()
+        """Draft lengths for which graphs are captured, up to the drafter's; none if there are no rounds."""
         self.num_lookahead_slots = drafter.shape.num_lookahead_slots
         """Number of K/V positions after a row's last token that a round may write and read."""
         self.nodes: int | None = None

@@ -39,9 +39,8 @@ class UnreadLaunch:
 class UnreadLaunches:
     """All launches of a run that the host still has to read, the oldest first."""
 
-    def __init__(self, slots: SlotTable, *, decodes: bool) -> None:
-        """decodes: as in `Features`; if not, every pass has a result."""
-        self._slots, self._decodes = slots, decodes
+    def __init__(self, slots: SlotTable) -> None:
+        self._slots = slots
         self._queue: deque[UnreadLaunch] = deque()
         self.num_launched = 0
         """Number of launches so far that have a result."""
@@ -67,10 +66,11 @@ class UnreadLaunches:
         self.num_launched += 1
 
     def add_prefill(self, prefill: Prefill) -> None:
-        """Note passes that are launched now. A pass has a result if the tokens of any of its slots end in it."""
-        num_tokens = 0
+        """Note passes that are launched now. A pass has a result if the tokens of any of its rows end in it, or if it has a row
+        that does not decode: of such a row all tokens are read."""
+        num_tokens, decodes = 0, self._slots.decodes
         for segments in prefill.passes:
-            slots = [segment.slot for segment in segments if segment.last or not self._decodes]
+            slots = [segment.slot for segment in segments if segment.last or not decodes[segment.slot]]
             num_tokens += sum(segment.end - segment.begin for segment in segments)
             if slots:
                 owners = np.full_like(self._slots.owner, FREE)

@@ -88,13 +88,8 @@ class Features:
         return None
 
     @property
-    def decodes(self) -> bool:
-        """Whether rows decode after their prefill. If not, they end with it: there are no rounds, and every pass has a result."""
-        return True
-
-    @property
     def prefill_pass(self) -> PrefillPass:
-        """Launches one prefill pass kernel by kernel."""
+        """Launches one prefill pass kernel by kernel. Where rows decode, CUDA graphs of `prefill_chunk` may take its place."""
         return prefill_chunk
 
     def allocate(self, rows: DeviceBatch) -> None:
