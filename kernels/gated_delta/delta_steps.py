@@ -11,7 +11,8 @@ nothing in fp32. So no bit of an output depends on how many tokens a round has, 
 stored.
 Bound by memory (bytes of a row: 2 * HV * DV * DK * itemsize of the state) with two positions, at 87 to 93 % of an H200's copy
 bandwidth; eight positions take 1.7 times as long. The DV lines of a state are independent, and a program has 16 of them. A thread
-has 16 of every 128 bytes of a line: most of a sum over DK is within threads, and the rest takes 3 shuffles.
+has 16 of every 128 bytes of a line: most of a sum over DK is within threads, and the rest takes 3 shuffles. The inputs of a
+position are loaded while the one before it is computed.
 Source: models/qwen3_5 of transformers 5.24; Yang et al. 2024 (arXiv 2412.06464). To replay inputs: batchspec's own.
 """
 
@@ -35,11 +36,31 @@ from batchspec.kernels.gated_delta.layout import (
 )
 
 WARPS = 1  # a program of one warp waits for no other
+REGISTERS = 128
+"""Of a thread, so that a multiprocessor has 16 programs: left to itself, the compiler takes 165 where rows may be dead."""
 LANE_BYTES = 128
 """Of neighbours of DK in the last dimension of a tile: 8 threads load 16 bytes each."""
 SIDE = tl.constexpr(4)
 """A program has SIDE * SIDE lines of a state."""
 TILE = SIDE.value**2
+
+
+@triton.jit
+def load_position(
+    position, begin, first, slot, head, key_head, q, k, v, gates, keys, values, ring_gates, keys_stride, values_stride,
+    gates_stride, column, line, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr,
+):
+    """(k, q, v, g, beta) of a position: of a token, or from the rings, which have no q."""
+    own = position >= first
+    token = (begin + position - first).to(tl.int64)
+    place = position % RING
+    key_at = tl.where(own, k + token * (HK * DK), keys + slot * keys_stride + place * (HK * DK))
+    value_at = tl.where(own, v + token * (HV * DV), values + slot * values_stride + place * (HV * DV))
+    gate_at = tl.where(own, gates + token * (HV * 2), ring_gates + slot * gates_stride + place * (HV * 2))
+    key = tl.load(key_at + key_head * DK + column, mask=column < DK, other=0.0)
+    query = tl.load(q + (token * HK + key_head) * DK + column, mask=column < tl.where(own, DK, 0), other=0.0)
+    value = tl.load(value_at + head * DV + line, mask=line < DV, other=0.0)
+    return key, query, value, tl.load(gate_at + head * 2), tl.load(gate_at + head * 2 + 1)
 
 
 @triton.jit(do_not_specialize=["commits"])
@@ -67,18 +88,21 @@ def delta_steps_kernel(
     at = state + slot * state_stride + head * (DV * DK) + (line * DK)[:, None, :, None] + column[None, :, None, :]
     exists = (line < DV)[:, None, :, None] & (column < DK)[None, :, None, :]
     s = tl.load(at, mask=exists & (column < tl.where(start > 0, DK, 0))[None, :, None, :], other=0.0).to(ACC)
+    last = first + count - 1
+    next_key, next_query, next_value, next_gate, next_beta = load_position(
+        start, begin, first, slot, head, key_head, q, k, v, gates, keys, values, ring_gates, keys_stride, values_stride,
+        gates_stride, column, line, HK, HV, DK, DV, RING,
+    )
     for position in range(start, first + count):
+        raw_key, query, raw_value, gate, beta = next_key, next_query, next_value, next_gate, next_beta
+        next_key, next_query, next_value, next_gate, next_beta = load_position(
+            tl.minimum(position + 1, last), begin, first, slot, head, key_head, q, k, v, gates, keys, values, ring_gates,
+            keys_stride, values_stride, gates_stride, column, line, HK, HV, DK, DV, RING,
+        )
         own = position >= first
         token = (begin + position - first).to(tl.int64)
-        place = position % RING
-        key_at = tl.where(own, k + token * (HK * DK), keys + slot * keys_stride + place * (HK * DK))
-        value_at = tl.where(own, v + token * (HV * DV), values + slot * values_stride + place * (HV * DV))
-        gate_at = tl.where(own, gates + token * (HV * 2), ring_gates + slot * gates_stride + place * (HV * 2))
-        key = tl.load(key_at + key_head * DK + column, mask=column < DK, other=0.0).to(ACC)
-        query = tl.load(q + (token * HK + key_head) * DK + column, mask=column < tl.where(own, DK, 0), other=0.0)
-        value = tl.load(value_at + head * DV + line, mask=line < DV, other=0.0).to(ACC)
-        decay = tl.exp(tl.load(gate_at + head * 2))
-        beta = tl.load(gate_at + head * 2 + 1)
+        key, value = raw_key.to(ACC), raw_value.to(ACC)
+        decay = tl.exp(gate)
         inverse = tl.rsqrt(tl.sum(tl.sum(key * key, 0), 0) + L2_EPS)
         key = key[None, :, None, :]
         delta = inverse * beta * (value - inverse * decay * tl.sum(tl.sum(s * key, 1), 2))
@@ -118,7 +142,8 @@ def delta_steps(
             batch.cu_seqlens, batch.positions, batch.slots, batch.live, out, int(commits), state.state.stride(0),
             state.keys.stride(0), state.values.stride(0), state.gates.stride(0), HK=key_heads, HV=value_heads, DK=key_dim,
             DV=value_dim, RING=ring, PARTS=triton.next_power_of_2(triton.cdiv(key_dim, lanes)), LANES=lanes,
-            ACC=tl.float64 if out.dtype == torch.float64 else tl.float32, num_warps=WARPS, **launch_args(out),
+            ACC=tl.float64 if out.dtype == torch.float64 else tl.float32, num_warps=WARPS,
+            maxnreg=None if out.dtype == torch.float64 else REGISTERS, **launch_args(out),
         )
 
 
