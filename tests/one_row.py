@@ -53,9 +53,9 @@ class OneRow:
     def examine(self) -> bool:
         """Let the features examine the tokens. Returns whether they have replaced some."""
         self.features.examine(self.state)
-        rewritten, self.state.rewritten = self.state.rewritten, False
+        replaced, self.state.replaced = self.state.replaced, False
         self.table.num_tokens[0] = self.state.num_tokens
-        return rewritten
+        return replaced
 
     def completion(self, *, drafter: str = "lookup", eos_ids: frozenset[int] = frozenset(), now: float = 1.0) -> Completion:
         """The completion of the row, which has ended."""

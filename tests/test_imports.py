@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from batchspec.engine import features as engine_features
+from batchspec.engine.slots.row_feature import RowFeature
+
 ROOT = Path(__file__).parents[1]
 EVERYONE = {
     "records",
@@ -379,6 +382,15 @@ def test_the_core_of_the_engine_names_no_feature() -> None:
             words = {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name)}
             assert words.isdisjoint(WORDS_OF_FEATURES), f"{module_of(path)} names {name}"
             assert not any(part in name for part in NAMES_OF_FEATURES), f"{module_of(path)} names {name}"
+
+
+def test_no_member_of_the_seam_is_there_for_one_feature_alone() -> None:
+    """But `poll`: it belongs to the rule of rows that wait, of which rows with lazy automata are one case."""
+    features = [one for one in vars(engine_features).values() if isinstance(one, type) and issubclass(one, RowFeature)]
+    for member in vars(RowFeature):
+        if not member.startswith("_"):
+            users = {one for one in features if getattr(one, member) is not getattr(RowFeature, member)}
+            assert len(users) > 1 or member == "poll", f"RowFeature.{member} is defined by {[one.__name__ for one in users]}"
 
 
 def names(tree: ast.AST) -> set[str]:

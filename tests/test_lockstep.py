@@ -34,7 +34,8 @@ from batchspec.engine.ranks.messages import Begin, Build, Calibrate, End, Load, 
 from batchspec.engine.rounds import draft_lengths
 from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.rounds.results import PendingResult
-from batchspec.engine.rounds.vocabulary_of_ranks import DIVERGED, checksums
+from batchspec.engine.rounds.vocabulary import DIVERGED
+from batchspec.engine.rounds.vocabulary_of_ranks import checksums
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.step import RoundWidth, ScheduledStep
 from batchspec.errors import DivergedError, RankLost

@@ -18,8 +18,9 @@ from batchspec.distributed.collectives import Collectives
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.features import scoring
 from batchspec.engine.features.choices import run_with_choices
+from batchspec.engine.features.scoring import mark_diverged
 from batchspec.engine.loop.engine import Engine
-from batchspec.engine.rounds.vocabulary_of_ranks import DIVERGED
+from batchspec.engine.rounds.vocabulary import DIVERGED
 from batchspec.model.target import Target
 from batchspec.packed_batch import RECURRENT_CHUNK
 from batchspec.records import Choice, Completion, Request
@@ -251,7 +252,7 @@ def test_a_pass_of_ranks_with_different_states_is_marked_though_no_row_ends_in_i
         hidden = torch.ones(4, 16, dtype=torch.float64, device=DEVICE)
         hidden[2, 5] += differs * ranks.rank
         log = torch.full((3, 5), -1, dtype=torch.int32, device=DEVICE)
-        engine.executor.round.vocabulary.mark_diverged(hidden, log, torch.tensor([1], device=DEVICE))
+        mark_diverged(log, [1], engine.executor.round.vocabulary.diverged(hidden))
         return log.tolist()
 
     kept = [-1] * 5

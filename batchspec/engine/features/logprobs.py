@@ -38,8 +38,9 @@ class LogprobReader:
 
 
 class Logprobs(RowFeature):
-    """Keeps them by place in the row's output: what a feature rewrites has none, and a row cannot go on in another run, because
-    all of them must come from one."""
+    """Keeps them by place in the row's output: tokens that a feature puts in have none. All of a row come from one run."""
+
+    continues = False
 
     def __init__(self, slots: SlotTable, num_top: int) -> None:
         self._slots, self._num_top = slots, num_top
@@ -47,7 +48,6 @@ class Logprobs(RowFeature):
 
     def arrive(self, state: RequestState) -> bool:
         self._rows[state] = _Kept(self._num_top)
-        state.resumable = False
         return True
 
     def read(self, launch: UnreadLaunch, result: RoundResult, slots: Slots, log: RoundLog) -> None:

@@ -22,6 +22,7 @@ from batchspec.engine.prefill.passes import Prefilled, flat_batch, prefilling
 from batchspec.engine.rounds.records import RoundResult
 from batchspec.engine.rounds.results import RoundLog, Slots
 from batchspec.engine.rounds.round import Round
+from batchspec.engine.rounds.vocabulary import DIVERGED
 from batchspec.engine.slots.completion import non_finite
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState
@@ -32,9 +33,14 @@ from batchspec.kernels.rounds.accept import FULL
 from batchspec.packed_batch import SCORED_TOKENS
 from batchspec.records import Completion
 
+ENDS_RUN = (0, 0, 0, 0, DIVERGED)
+"""The line of a row in a log whose reader ends the run."""
+
 
 class Scoring(RowFeature):
     """Every row ends with its prefill, and has the scores of its prompt."""
+
+    continues = False
 
     def __init__(self, slots: SlotTable, scores: PromptScores, *, shares_prefixes: bool) -> None:
         """shares_prefixes: rows may share pages. Not if all layers have windows: then rows share no page that the windows have
@@ -121,8 +127,16 @@ def score_pass(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], mo
         log = torch.full((rows.live.shape[0], 5), -1, dtype=torch.int32, device=device)
         if ending := [segment.slot for segment in segments if segment.last]:
             log[upload(ending, torch.int64, device)] = upload([0, 0, 0, FULL, -1], torch.int32, device)
-        round_.vocabulary.mark_diverged(hidden, log, upload([segment.slot for segment in segments], torch.int64, device))
+        mark_diverged(log, [segment.slot for segment in segments], round_.vocabulary.diverged(hidden))
     return Prefilled(RoundResult(log, read), None)
+
+
+def mark_diverged(log: Tensor, slots: Sequence[int], diverged: Tensor | None) -> None:
+    """Write ENDS_RUN into `log` int32 [R, 5] of these slots, if ranks have different hidden states: no row of the pass chooses a
+    token, and none may end in it. diverged: as `Vocabulary.diverged`."""
+    if diverged is not None:
+        lines, line = upload(slots, torch.int64, log.device), upload(ENDS_RUN, log.dtype, log.device)
+        log[lines] = torch.where(diverged.any(), line, log[lines])
 
 
 def _read(round_: Round, hidden: Tensor, next_ids: Tensor) -> tuple[Tensor, ...]:

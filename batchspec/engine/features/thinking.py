@@ -43,7 +43,7 @@ class ThinkingBudgets(RowFeature):
         budget, thinking = self._rows[state], state.request.thinking
         assert thinking is not None
         if (forced := budget.forced(state.tokens)) is not None:
-            state.rewrite(*forced)
+            state.replace(*forced)
             budget.forced(state.tokens)  # it reads the closing tokens
         if thinking.budget is None:
             return None

@@ -150,9 +150,9 @@ class EngineRun:
         self.features.examine(state)
         if state.watch != before:
             self.slots.watch(state)
-        if state.rewritten and state.finish_reason is None:
+        if state.replaced and state.finish_reason is None:
             self.scheduler.preempt(state)
-        state.rewritten = False
+        state.replaced = False
 
     def end_request(self, state: RequestState, finish: int, now: float) -> None:
         """Take a request that has ended out of its slot.
@@ -193,15 +193,15 @@ class EngineRun:
         return stopping or (not self.slots.num_live and self._allocator.exhausted and not self._ended)
 
     def unfinished(self) -> list[Snapshot]:
-        """Snapshots of all requests that have tokens and whose completions the caller does not have.
+        """Snapshots of all requests that another run may continue: they have tokens, and the caller has no completion of them.
 
         Requests that have ended and wait for their completion are included: the next run completes them without decoding.
         Requests that have failed are not: the next run decodes them from the beginning.
         """
         now = time.perf_counter()
         self.slots.flush(*self.slots.live)
-        taken = (state for state in self.taken if state.resumable and state.tokens and state.finish_reason != "error")
-        return [state.snapshot(now) for state in taken]
+        left = (state for state in self.taken if state.tokens and state.finish_reason != "error")
+        return [state.snapshot(now) for state in left if self.features.continues(state)]
 
 
 def _arrive(

@@ -11,8 +11,14 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.logits import LogitRows, adjusts, masks_alone
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.rounds.sampling import choose, greedy_sample
+from batchspec.kernels.rounds.accept import WAIT
+from batchspec.kernels.sampling.argmax import NO_TOKEN
 from batchspec.kernels.sampling.log_normaliser import log_normaliser
 from batchspec.model.target import Target
+
+DIVERGED = min(NO_TOKEN, WAIT) - 1
+"""In place of a token, also in a log, if ranks have different hidden states: as with NO_TOKEN, nothing is emitted and the row
+ends. The leader that reads it ends the run with DivergedError."""
 
 
 class Vocabulary:
@@ -70,6 +76,7 @@ class Vocabulary:
         best = raw.topk(num, dim=1)
         return best.indices.int(), best.values
 
-    def mark_diverged(self, hidden: Tensor, log: Tensor, slot_ids: Tensor) -> None:
-        """For a pass that chooses no token: if several ranks have different `hidden`, write a line into `log` int32 [R, 5] of
-        these slots that makes the leader end the run with DivergedError. `choose` does this by itself."""
+    def diverged(self, hidden: Tensor) -> Tensor | None:
+        """bool [T] where several ranks have different rows of `hidden` [T, H]; None: one process computes alone. `choose` asks by
+        itself, and writes DIVERGED there."""
+        return None

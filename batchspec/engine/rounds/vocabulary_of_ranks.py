@@ -21,19 +21,15 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.logits import LogitRows, adjust_logits, mark_undecided
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.batch.upload import upload
 from batchspec.distributed.collectives import Collectives
 from batchspec.engine.rounds.cutoff_of_ranks import searched_cutoffs
 from batchspec.engine.rounds.sampling import Greedy
-from batchspec.engine.rounds.vocabulary import Vocabulary
-from batchspec.kernels.rounds.accept import WAIT
+from batchspec.engine.rounds.vocabulary import DIVERGED, Vocabulary
 from batchspec.kernels.sampling.argmax import NO_TOKEN
 from batchspec.kernels.sampling.cutoff import QUICK_TOP, cutoff_of_largest
 from batchspec.kernels.sampling.sample import sample_part
 from batchspec.model.vocabulary import best_of_ranks, greedy_of_ranks
 
-DIVERGED = min(NO_TOKEN, WAIT) - 1
-"""In place of a token if ranks have different hidden states: as with NO_TOKEN, nothing is emitted and the row ends."""
 MORE = 8
 """If the exchanged largest logits do not determine a cutoff, this many times as many are exchanged."""
 
@@ -45,8 +41,7 @@ class SharedVocabulary(Vocabulary):
         self, hidden: Tensor, logit_rows: LogitRows | None, rows: DeviceBatch, mode: SamplingMode, *, keeps_raw: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         ids, raw = super().choose(hidden, logit_rows, rows, mode, keeps_raw=keeps_raw)
-        sums = self._ranks.gather(checksums(hidden))
-        return torch.where((sums == sums[0]).all(0) | (ids < 0), ids, DIVERGED), raw
+        return torch.where(self.diverged(hidden) & (ids >= 0), DIVERGED, ids), raw
 
     def choose_by_logits(self, logits: Tensor, logit_rows: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> Tensor:
         spec = self.target.spec
@@ -79,10 +74,9 @@ class SharedVocabulary(Vocabulary):
         found = values.topk(num, dim=1)
         return ids.gather(1, found.indices), found.values
 
-    def mark_diverged(self, hidden: Tensor, log: Tensor, slot_ids: Tensor) -> None:
+    def diverged(self, hidden: Tensor) -> Tensor:
         sums = self._ranks.gather(checksums(hidden))
-        line = upload([0, 0, 0, 0, DIVERGED], log.dtype, log.device)
-        log[slot_ids] = torch.where((sums == sums[0]).all(), log[slot_ids], line)
+        return (sums != sums[0]).any(0)
 
     @property
     def _ranks(self) -> Collectives:

@@ -27,8 +27,6 @@ class RequestState:
     draft_len: int
     """K: the length of the per-position statistics."""
     mode: SamplingMode = field(init=False)
-    resumable: bool = True
-    """Whether another run may continue it from its tokens."""
     slot: int = -1
     """-1 without a slot."""
     pages: RowPages = field(default_factory=RowPages)
@@ -69,9 +67,9 @@ class RequestState:
     """The text that ended it."""
     stop_id: int | None = None
     """The token that ended it."""
-    rewritten: bool = False
-    """A feature has replaced tokens that K/V are computed of: the request must be prefilled again."""
-    newest_forced: range = range(0)
+    replaced: bool = False
+    """A feature has replaced tokens that K/V are computed of: unless it has ended, the request must be prefilled again."""
+    _newest_forced: range = range(0)
     """Places in the output of the tokens that a feature forced last."""
 
     def __post_init__(self) -> None:
@@ -165,23 +163,21 @@ class RequestState:
         self.finish_reason, self.error = "error", error
 
     def cut(self, num_kept: int, finish_reason: str, stop_reason: str | None = None, *, truncated: bool = False) -> None:
-        """A feature ends the request after its first `num_kept` tokens. Tokens that another one forced after these did not
-        happen."""
-        unforced = len(range(max(num_kept, self.newest_forced.start), self.newest_forced.stop))
-        self.num_forced -= unforced
-        self.num_discarded += len(self.tokens) - num_kept - unforced
-        del self.tokens[num_kept:]
+        """A feature ends the request after its first `num_kept` tokens."""
+        self.replace(num_kept)
         self.finish_reason, self.truncated, self.stop_reason, self.stop_id = finish_reason, truncated, stop_reason, None
 
-    def rewrite(self, num_kept: int, forced: Sequence[int]) -> None:
-        """A feature replaces all tokens after the first `num_kept` by `forced`, which may end the request."""
-        self.num_discarded += len(self.tokens) - num_kept
-        self.num_forced += len(forced)
-        kept = self.tokens[:num_kept]
+    def replace(self, num_kept: int, forced: Sequence[int] = ()) -> None:
+        """A feature replaces all tokens after the first `num_kept` by `forced`, which may end the request. If some of those had
+        been forced, they did not happen."""
+        unforced = len(range(max(num_kept, self._newest_forced.start), self._newest_forced.stop))
+        self.num_discarded += len(self.tokens) - num_kept - unforced
         self.finish_reason, self.truncated, self.stop_reason, self.stop_id = None, False, None, None
-        self.tokens, self.rewritten = [], True
-        self._add([*kept, *forced])
-        self.newest_forced = range(num_kept, len(self.tokens))
+        self.replaced = True
+        del self.tokens[num_kept:]
+        self._add(forced)
+        self._newest_forced = range(num_kept, len(self.tokens))
+        self.num_forced += len(forced) - unforced
 
     def _add(self, tokens: Sequence[int]) -> None:
         """Add tokens that are known already, up to the first that ends the request."""

@@ -28,8 +28,13 @@ class RowFeature:
 
     A row **waits** while one of its features is not `ready`: for a slot, in its slot after it was stopped there, or, when it has
     ended, for its completion. Meanwhile other rows go ahead. The device stops a row with WAITING at a token whose mask
-    it does not have yet; the scheduler **holds** it in its slot until it is ready.
+    it does not have yet; the scheduler **holds** it in its slot until it is ready. `poll` stops rows that must wait before they
+    reach such a token.
     """
+
+    continues = True
+    """Whether another run may continue its rows from their tokens. Not if it keeps what it reads of results: a snapshot has none
+    of it."""
 
     def arrive(self, state: RequestState) -> bool:
         """A request has come, before anything else happens to it. Returns whether the feature is one of its row's; it may set the
@@ -57,7 +62,7 @@ class RowFeature:
         result, whatever rows took part."""
 
     def examine(self, state: RequestState) -> Watch | None:
-        """Look at the row's tokens, which are flushed: when it arrives, and when its last watch is due. It may `cut` or `rewrite`
+        """Look at the row's tokens, which are flushed: when it arrives, and when its last watch is due. It may `cut` or `replace`
         them. Returns the next watch; None: the row need not be examined again."""
 
     def poll(self) -> Iterable[RequestState]:

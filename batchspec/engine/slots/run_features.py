@@ -40,8 +40,12 @@ class RunFeatures:
         if tokens is not None:
             state.resume(tokens)
         self.examine(state)
-        state.rewritten = False  # nothing of it is on the device
+        state.replaced = False  # nothing of it is on the device
         return state
+
+    def continues(self, state: RequestState) -> bool:
+        """Whether another run may continue the row from its tokens."""
+        return all(feature.continues for feature in self._of(state))
 
     def ready(self, state: RequestState) -> bool:
         """Whether the row need not wait for any of its features."""
