@@ -44,6 +44,7 @@ from batchspec.engine.loop.totals import EngineTotals
 from batchspec.engine.rounds.records import RoundOptions, RoundResult
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.slots import expected_pages
+from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import RoundShape, ScheduledRound
 from batchspec.model import mixer_inputs
 from batchspec.model.target import Target
@@ -462,6 +463,31 @@ def check_logprobs(target: Target, req: Request, done: Completion) -> None:
         best = logprobs.topk(4)
         assert done.top_logprobs[0][place].tolist() == best.indices.tolist()
         torch.testing.assert_close(torch.from_numpy(done.top_logprobs[1][place]), best.values.float())
+
+
+def test_rows_with_logprobs_are_not_continued_though_they_have_ended() -> None:
+    """Three rows end in one step; the caller takes the first completion alone."""
+    engine = make_engine(tiny_target(), NoDrafter(), packed(3, draft_len=0), device=DEVICE, logprobs=1)
+    done = engine.run(iter([request(i, [3, 4, 5 + i], cap=4) for i in range(3)]))
+    next(done)
+    done.close()
+    assert engine.unfinished() == []
+
+
+@pytest.mark.parametrize(
+    ("kept", "forced", "discarded"),
+    [((0,), 0, 6), ((1, 0), 0, 6), ((4,), 2, 4), ((3,), 1, 4), ((6, 5, 1), 0, 5), ((4, 3), 1, 4), ((6,), 2, 2)],
+)
+def test_tokens_that_are_replaced_are_counted_once(kept: tuple[int, ...], forced: int, discarded: int) -> None:
+    """Two tokens are forced after two, then four drawn ones come; then the first so many are kept, one number after the other."""
+    state = RequestState.of(request(0, [1], cap=20), 0)
+    state.tokens = [5, 6]
+    state.replace(2, [7, 8])
+    state.tokens += [1, 2, 3, 4]
+    state.replace(kept[0])
+    for count in kept[1:]:
+        state.cut(count, "stop", "x")
+    assert (state.num_forced, state.num_discarded, len(state.tokens)) == (forced, discarded, kept[-1])
 
 
 def test_tokens_after_a_stop_string_leave_no_logprobs() -> None:

@@ -226,6 +226,20 @@ def test_a_prompt_whose_logits_are_not_finite_is_an_error_row(monkeypatch: pytes
     check([second], target, 1)
 
 
+def test_a_page_with_a_score_that_is_not_finite_is_shared_with_no_later_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, prompt = tiny_target(), list(range(12))
+    engine = engine_of(target, 0, page_size=4)
+    engine.keeps_prefixes = True
+    logits = target.logits
+    monkeypatch.setattr(target, "logits", lambda hidden: logits(hidden) * torch.nan)
+    (failed,) = engine.run(iter(prompts_of(prompt)))
+    assert failed.error is not None
+    monkeypatch.undo()
+    done = list(engine.run(iter(prompts_of(prompt))))
+    check(done, target, 0)
+    assert done[0].cached_tokens == 0
+
+
 def test_a_prompt_of_all_max_len_tokens_is_scored() -> None:
     target = tiny_target()
     done = list(engine_of(target, 0, max_len=9).run(iter(prompts_of(list(range(9)), [4]))))

@@ -10,9 +10,9 @@ does all of it in fp32 (fp64 for fp64). At every position S + d k' is rounded to
 nothing in fp32. So no bit of an output depends on how many tokens a round has, on how many positions it replays or on when S is
 stored.
 Bound by memory (bytes of a row: 2 * HV * DV * DK * itemsize of the state) with two positions, at 93 to 97 % of an H100's copy
-bandwidth; eight positions take 1.20 to 1.26 times as long. The DV lines of a state are independent, and a program has 16 of them. A
-thread has 16 of every 128 bytes of a line: most of a sum over DK is within threads, and the rest takes 3 shuffles. The inputs of a
-position are loaded while the one before it is computed.
+bandwidth; eight positions take 1.20 to 1.26 times as long. The DV lines of a state are independent, and a program has 16 of them.
+A thread has 16 of every 128 bytes of a line: most of a sum over DK is within threads, and the rest takes 3 shuffles. The inputs
+of a position are loaded while the one before it is computed.
 Source: models/qwen3_5 of transformers 5.24; Yang et al. 2024 (arXiv 2412.06464). To replay inputs: batchspec's own.
 """
 

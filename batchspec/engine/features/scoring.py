@@ -23,7 +23,7 @@ from batchspec.engine.rounds.records import RoundResult
 from batchspec.engine.rounds.results import RoundLog, Slots
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.rounds.vocabulary import DIVERGED
-from batchspec.engine.slots.completion import non_finite
+from batchspec.engine.slots.completion import non_finite_at
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import RowFeature
@@ -57,15 +57,16 @@ class Scoring(RowFeature):
         self._scores.add(launch, result, self._slots)
 
     def leave(self, state: RequestState) -> None:
-        self._scored[state] = self._scores.of(state)
+        """A row whose scores are not finite fails: later rows share no page of its prompt."""
+        logprobs, _ = self._scored[state] = self._scores.of(state)
+        bad = np.flatnonzero(~np.isfinite(logprobs[1:]))
+        if len(bad):
+            state.fail(non_finite_at(f"position {bad[0] + 1} (prompt token {bad[0] + 1})"))
 
     def finish(self, state: RequestState, done: Completion) -> Completion:
         logprobs, top = self._scored.pop(state)
         if done.token_ids is None:
             return done
-        bad = np.flatnonzero(~np.isfinite(logprobs[1:]))
-        if len(bad):
-            return non_finite(done, f"position {bad[0] + 1} (prompt token {bad[0] + 1})")
         return done.replace(status="ok", text=None, prompt_logprobs=logprobs, prompt_top_logprobs=top)
 
 

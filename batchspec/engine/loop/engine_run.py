@@ -200,8 +200,8 @@ class EngineRun:
         """
         now = time.perf_counter()
         self.slots.flush(*self.slots.live)
-        left = (state for state in self.taken if state.tokens and state.finish_reason != "error")
-        return [state.snapshot(now) for state in left if self.features.continues(state)]
+        left = (state for state in self.taken if state.continues and state.tokens and state.finish_reason != "error")
+        return [state.snapshot(now) for state in left]
 
 
 def _arrive(

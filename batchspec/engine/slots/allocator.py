@@ -171,6 +171,7 @@ class SlotAllocator:
         alone     True if no request is in a slot or about to enter one; then predicted needs do not delay this one
         """
         request = state.request
+        assert (request.device_limit > 0) == self.batch.decodes, f"{request.request_id!r}: the batch was planned for other rows"
         most = self.pages_for(state.max_tokens + self._num_lookahead_slots)
         if most > self.pools.most_columns:
             raise CapacityError(

@@ -39,7 +39,8 @@ def completion_of(
     if state.finish_reason == "error":
         if state.error is not None:
             return done.failed(state.error)
-        return non_finite(done, num_tokens=len(state.tokens), of_left=tokens_left(state.mode))
+        where = f"position {state.num_tokens} (output token {len(state.tokens)})"
+        return done.failed(non_finite_at(where, of_left=tokens_left(state.mode)))
     stop_id = None if state.stop_id is None or state.stop_id in eos_ids else str(state.stop_id)
     return done.replace(
         status="truncated" if state.truncated else "ok",
@@ -49,19 +50,13 @@ def completion_of(
     )
 
 
-def non_finite(done: Completion, where: str | None = None, *, num_tokens: int = 0, of_left: str = "") -> Completion:
-    """The error row of a request whose logits were not finite.
-
-    where    the position of the failure; None: that of the newest of its `num_tokens` output tokens
-    of_left  as `tokens_left`
-    """
-    assert done.prompt_ids is not None
-    where = where or f"position {len(done.prompt_ids) + num_tokens} (output token {num_tokens})"
+def non_finite_at(where: str, *, of_left: str = "") -> RowError:
+    """The error of a request whose logits were not finite at this position. of_left: as `tokens_left`"""
     message = (
         f"the model's logits at {where} hold NaN or +inf, or no finite value{of_left}; check the weights and model.dtype, or "
         "drop the row"
     )
-    return done.failed(RowError(code=NON_FINITE, stage="decode", message=message, retryable=True))
+    return RowError(code=NON_FINITE, stage="decode", message=message, retryable=True)
 
 
 def _stats(state: RequestState, drafter: str, slot: int, now: float, nodes: int | None) -> RowStats:

@@ -27,6 +27,8 @@ class RequestState:
     draft_len: int
     """K: the length of the per-position statistics."""
     mode: SamplingMode = field(init=False)
+    continues: bool = True
+    """Whether another run may continue it from its tokens: as all of its features say."""
     slot: int = -1
     """-1 without a slot."""
     pages: RowPages = field(default_factory=RowPages)
@@ -69,8 +71,8 @@ class RequestState:
     """The token that ended it."""
     replaced: bool = False
     """A feature has replaced tokens that K/V are computed of: unless it has ended, the request must be prefilled again."""
-    _newest_forced: range = range(0)
-    """Places in the output of the tokens that a feature forced last."""
+    _forced_at: list[range] = field(default_factory=list)
+    """Places in the output of the tokens that features forced in this run, ascending."""
 
     def __post_init__(self) -> None:
         self.mode = SamplingMode.of(self.request.sampling, self.request.min_new_tokens)
@@ -170,14 +172,15 @@ class RequestState:
     def replace(self, num_kept: int, forced: Sequence[int] = ()) -> None:
         """A feature replaces all tokens after the first `num_kept` by `forced`, which may end the request. If some of those had
         been forced, they did not happen."""
-        unforced = len(range(max(num_kept, self._newest_forced.start), self._newest_forced.stop))
+        kept = [range(one.start, min(one.stop, num_kept)) for one in self._forced_at if one.start < num_kept]
+        unforced = sum(map(len, self._forced_at)) - sum(map(len, kept))
         self.num_discarded += len(self.tokens) - num_kept - unforced
         self.finish_reason, self.truncated, self.stop_reason, self.stop_id = None, False, None, None
         self.replaced = True
         del self.tokens[num_kept:]
         self._add(forced)
-        self._newest_forced = range(num_kept, len(self.tokens))
-        self.num_forced += len(forced) - unforced
+        self._forced_at = [*kept, range(num_kept, len(self.tokens))] if forced else kept
+        self.num_forced += len(self.tokens) - num_kept - unforced
 
     def _add(self, tokens: Sequence[int]) -> None:
         """Add tokens that are known already, up to the first that ends the request."""

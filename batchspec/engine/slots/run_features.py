@@ -34,6 +34,7 @@ class RunFeatures:
         own = tuple(feature for feature in self._features if feature.arrive(state))
         if own:
             self._of_row[state] = own
+        state.continues = all(feature.continues for feature in own)
         tokens: Sequence[int] | None = None if request.resumed is None else request.resumed.tokens
         for feature in own:
             tokens = None if tokens is None else feature.keep(state, tokens)
@@ -42,10 +43,6 @@ class RunFeatures:
         self.examine(state)
         state.replaced = False  # nothing of it is on the device
         return state
-
-    def continues(self, state: RequestState) -> bool:
-        """Whether another run may continue the row from its tokens."""
-        return all(feature.continues for feature in self._of(state))
 
     def ready(self, state: RequestState) -> bool:
         """Whether the row need not wait for any of its features."""
