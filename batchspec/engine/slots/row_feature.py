@@ -55,7 +55,7 @@ class RowFeature:
         """The row, which was ready, enters its slot, or goes on in it."""
 
     def leave(self, state: RequestState) -> None:
-        """The row leaves its slot: it has ended, or is preempted."""
+        """The row leaves its slot: it has ended, or is preempted. May fail a row that has ended."""
 
     def read(self, launch: UnreadLaunch, result: RoundResult, slots: Slots, log: RoundLog) -> None:
         """A result was read; line i of `log` is that of the row in slots[i], whose tokens are not flushed yet. Called for every
