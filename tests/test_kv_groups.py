@@ -345,12 +345,12 @@ def admitted(pools: PagePools, ids: Sequence[int]) -> RowPages:
 def test_a_prefix_is_shared_as_far_as_every_group_has_what_its_window_reads() -> None:
     """Pages of 2, a window of 5: after n columns of a prefix the keys from 2 n - 4 on are read, in n - 2 and later columns."""
     pools = PagePools(KVGroups((None, 5), (0, 1), 0), (40, 40), 2)
-    first = admitted(pools, range(16))
+    first = admitted(pools, range(17))
     pools.free_passed(first, 16)
     assert first.first == [0, 5]
     second = pools.match(prefix_hashes(np.arange(20, dtype=np.int32), 2))
     assert second.num_columns == 8  # the pages that the first row gave back are there still
-    assert second.tables[1] == [SCRATCH_PAGE] * 6 + first.tables[1][6:]
+    assert second.tables[1] == [SCRATCH_PAGE] * 6 + first.tables[1][6:8]
     taken = pools.pools[1].take(pools.pools[1].num_free)  # now they hold something else
     third = pools.match(prefix_hashes(np.arange(20, dtype=np.int32), 2))
     assert third.num_columns == 8
@@ -359,19 +359,19 @@ def test_a_prefix_is_shared_as_far_as_every_group_has_what_its_window_reads() ->
     pools.release(first)
     pools.pools[1].take(pools.pools[1].num_free)
     assert pools.match(prefix_hashes(np.arange(20, dtype=np.int32), 2)).num_columns == 0
-    assert len(pools.pools[0].match(prefix_hashes(np.arange(16, dtype=np.int32), 2))) == 8
+    assert len(pools.pools[0].match(prefix_hashes(np.arange(17, dtype=np.int32), 2))) == 8
 
 
 def test_a_prefix_ends_before_a_missing_page_that_the_window_reads() -> None:
     pools = PagePools(KVGroups((3,), (0,), 0), (40,), 2)
-    row = admitted(pools, range(16))
+    row = admitted(pools, range(17))
     pools.pools[0].release([row.tables[0][5]])  # as if this page alone had been taken for something else
     while row.tables[0][5] in pools.pools[0]._idle:
         pools.pools[0].take(1)
-    match = pools.match(prefix_hashes(np.arange(16, dtype=np.int32), 2))
+    match = pools.match(prefix_hashes(np.arange(17, dtype=np.int32), 2))
     assert match.num_columns == 8
     assert match.tables[0][:7] == [SCRATCH_PAGE] * 7
-    assert pools.match(prefix_hashes(np.arange(13, dtype=np.int32), 2)).num_columns == 5
+    assert pools.match(prefix_hashes(np.arange(12, dtype=np.int32), 2)).num_columns == 5
 
 
 def test_models_without_windows_map_slots_once() -> None:
