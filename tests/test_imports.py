@@ -385,7 +385,7 @@ def test_the_core_of_the_engine_names_no_feature() -> None:
 
 
 def test_no_member_of_the_seam_is_there_for_one_feature_alone() -> None:
-    """But `poll`: it belongs to the rule of rows that wait, of which rows with lazy automata are one case."""
+    """`poll` is the exception: any feature may let rows wait, but today only lazy automata do."""
     features = [one for one in vars(engine_features).values() if isinstance(one, type) and issubclass(one, RowFeature)]
     for member in vars(RowFeature):
         if not member.startswith("_"):

@@ -54,6 +54,7 @@ def expected_uses(
     rounds = max(1.0, rows.output_tokens / (1 + draft_len / 2))
     estimate = rows_of_a_refill(num_slots, fixed_s=cost.replay, round_s=round_s, rounds=rounds)
     ends = rows.prompt_lens.astype(np.int64)
+    # a page is shared only if the token after it is common too: see `prefix_hashes`
     cached = np.minimum(max(0, rows.common_tokens - 1), ends - 1) // page_size * page_size
     uses: defaultdict[int, float] = defaultdict(float)
     found: dict[int, PassShape] = {}

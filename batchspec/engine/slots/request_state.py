@@ -51,7 +51,6 @@ class RequestState:
     num_drafted: int = 0
     num_accepted: int = 0
     num_discarded: int = 0
-    num_forced: int = 0
     histogram: list[int] = field(init=False)
     drafted_at: list[int] = field(init=False)
     accepted_at: list[int] = field(init=False)
@@ -73,6 +72,8 @@ class RequestState:
     """A feature has replaced tokens that K/V are computed of: unless it has ended, the request must be prefilled again."""
     _forced_at: list[range] = field(default_factory=list)
     """Places in the output of the tokens that features forced in this run, ascending."""
+    _num_forced_before: int = 0
+    """Number of its tokens that features forced in earlier runs."""
 
     def __post_init__(self) -> None:
         self.mode = SamplingMode.of(self.request.sampling, self.request.min_new_tokens)
@@ -92,10 +93,15 @@ class RequestState:
         assert resumed is not None
         self.num_prefills, self.cached_tokens = resumed.num_prefills, resumed.cached_tokens
         self.num_discarded = resumed.num_discarded
-        self.num_forced = resumed.num_forced - (len(resumed.tokens) - len(tokens))
+        self._num_forced_before = resumed.num_forced - (len(resumed.tokens) - len(tokens))
         self.prefill_s, self.earlier_s = resumed.prefill_s, resumed.decode_s
         self.add_counts(resumed.accepted, resumed.drafted)
         self._add(tokens)
+
+    @property
+    def num_forced(self) -> int:
+        """Number of its tokens that features forced."""
+        return self._num_forced_before + sum(map(len, self._forced_at))
 
     @property
     def num_tokens(self) -> int:
@@ -172,15 +178,15 @@ class RequestState:
     def replace(self, num_kept: int, forced: Sequence[int] = ()) -> None:
         """A feature replaces all tokens after the first `num_kept` by `forced`, which may end the request. If some of those had
         been forced, they did not happen."""
-        kept = [range(one.start, min(one.stop, num_kept)) for one in self._forced_at if one.start < num_kept]
-        unforced = sum(map(len, self._forced_at)) - sum(map(len, kept))
-        self.num_discarded += len(self.tokens) - num_kept - unforced
+        num_before = self.num_forced
+        self._forced_at = [range(one.start, min(one.stop, num_kept)) for one in self._forced_at if one.start < num_kept]
+        self.num_discarded += len(self.tokens) - num_kept - (num_before - self.num_forced)
         self.finish_reason, self.truncated, self.stop_reason, self.stop_id = None, False, None, None
         self.replaced = True
         del self.tokens[num_kept:]
         self._add(forced)
-        self._forced_at = [*kept, range(num_kept, len(self.tokens))] if forced else kept
-        self.num_forced += len(self.tokens) - num_kept - unforced
+        if forced:
+            self._forced_at.append(range(num_kept, len(self.tokens)))
 
     def _add(self, tokens: Sequence[int]) -> None:
         """Add tokens that are known already, up to the first that ends the request."""
