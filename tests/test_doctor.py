@@ -88,6 +88,7 @@ def test_an_unknown_card_is_named_with_what_it_costs(capsys: pytest.CaptureFixtu
     assert f"torch {torch.__version__}" in said[1]
     assert said[2:] == [
         "prefill   attention by torch up to 2,048 keys a row, by FlashInfer above",
+        "recurrent layers: prefill by batchspec up to 2,048 keys a row, by FlashInfer above",
         "products  none tuned for this card: all by cuBLAS, none fused; batchspec doctor --tune MODEL times them",
     ]
 
@@ -99,6 +100,7 @@ def test_what_is_missing_is_named_with_what_it_costs(monkeypatch: pytest.MonkeyP
     assert cli.main(["doctor"]) == 0
     said = capsys.readouterr().out
     assert "by torch, slower above 2,048 keys: FlashInfer is missing; pip install 'flashinfer-python>=0.6.13'" in said
+    assert "recurrent layers: prefill by batchspec\n" in said
     assert "launches  one after another" in said
 
 
