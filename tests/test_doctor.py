@@ -46,6 +46,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(doctor, "flashinfer", lambda: object())
+    monkeypatch.setattr(doctor, "has_delta_rule", lambda card: True)
     tuning.forget_tables()
 
 
@@ -96,6 +97,7 @@ def test_an_unknown_card_is_named_with_what_it_costs(capsys: pytest.CaptureFixtu
 @pytest.mark.usefixtures("gpu")
 def test_what_is_missing_is_named_with_what_it_costs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "flashinfer", lambda: None)
+    monkeypatch.setattr(doctor, "has_delta_rule", lambda card: False)
     torch.cuda.get_device_properties(0).major = 8
     assert cli.main(["doctor"]) == 0
     said = capsys.readouterr().out

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch, HostLayout
 from batchspec.cache import flash
+from batchspec.kernels.common.card import Card
 from batchspec.kernels.common.dry_run import dry_run
 from batchspec.kernels.gated_delta.delta_chunks import delta_chunks
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs
@@ -36,7 +37,7 @@ def stand_in(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, initial_state: Tensor | None, output_final_state: bool,
     cu_seqlens: Tensor, output: Tensor, output_state: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence of `chunk_gated_delta_rule` of flashinfer 0.6.13, one token after another.
+    """The recurrence of `chunk_gated_delta_rule` of FlashInfer, one token after another.
 
     As the kernel's launcher it refuses other shapes; as the kernel it multiplies the tokens after a row by zeros, up to the end
     of the row's last chunk.
@@ -209,31 +210,58 @@ def test_a_model_takes_it_in_each_recurrent_layer_unless_sums_have_one_order(rul
         assert 0 < (state - after).norm() < 0.02 * after.norm()
 
 
+HOPPER = Mock(spec=Card, capability=(9, 0))
+
+
 @pytest.fixture
-def no_kernel_known() -> Iterator[None]:
-    """Whether FlashInfer has a kernel is asked anew within the test."""
-    flash.delta_rule.cache_clear()
-    yield
-    flash.delta_rule.cache_clear()
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Puts a FlashInfer with these modules in the place of an installed one; what it has is asked anew."""
+
+    def install(**modules: SimpleNamespace) -> None:
+        monkeypatch.setattr(flash, "flashinfer", lambda: object())
+        monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(**modules))
+        for name in ("gdn_kernels", "gdn_prefill"):
+            monkeypatch.setitem(sys.modules, f"flashinfer.{name}", modules.get(name))
+        for asked in (flash.has_delta_rule, flash.delta_rule):
+            asked.cache_clear()
+
+    yield install
+    for asked in (flash.has_delta_rule, flash.delta_rule):
+        asked.cache_clear()
 
 
-@pytest.mark.usefixtures("no_kernel_known")
-@pytest.mark.parametrize(("capability", "warnings"), [((9, 0), 1), ((10, 0), 0), ((8, 0), 0)])
-def test_where_flashinfer_cannot_compile_one_warning_says_so(
-    capability: tuple[int, int], warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+SINCE_0_7 = SimpleNamespace(chunk_gated_delta_rule_sm90=object())
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (8, 0)])
+def test_other_cards_have_none(capability: tuple[int, int], installed: Callable[..., None]) -> None:
+    installed(gdn_kernels=SINCE_0_7)
+    assert flash.has_delta_rule(HOPPER)
+    assert not flash.has_delta_rule(Mock(spec=Card, capability=capability))
+
+
+@pytest.mark.parametrize("kernels", [None, SimpleNamespace(), SimpleNamespace(chunk_gated_delta_rule_sm90=None)])
+def test_versions_that_need_nvcc_for_it_or_miss_cute_dsl_have_none(
+    kernels: SimpleNamespace | None, installed: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(flash, "flashinfer", lambda: object())
-    monkeypatch.setattr(flash, "card_of", lambda device: Mock(capability=capability))
-    module = SimpleNamespace(chunk_gated_delta_rule=Mock(side_effect=RuntimeError("Could not find nvcc\nand much more")))
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(gdn_prefill=module))
-    monkeypatch.setitem(sys.modules, "flashinfer.gdn_prefill", module)
+    installed(**({} if kernels is None else {"gdn_kernels": kernels}))
+    assert not flash.has_delta_rule(HOPPER)
+
+
+def test_if_it_does_not_compile_one_warning_says_so(
+    installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule = Mock(side_effect=RuntimeError("No such file libcuda.so\nand much more"))
+    installed(gdn_kernels=SINCE_0_7, gdn_prefill=SimpleNamespace(chunk_gated_delta_rule=rule))
+    monkeypatch.setattr(flash, "card_of", lambda device: HOPPER)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, device, **options: zeros(*size, **options))
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
     for _ in range(2):
         assert flash.delta_rule(torch.device("cuda")) is None
-    assert len(caplog.messages) == warnings
-    assert all("gated delta rule (Could not find nvcc): batchspec's own is used" in message for message in caplog.messages)
+    assert caplog.messages == [
+        "FlashInfer cannot compile its gated delta rule (No such file libcuda.so): batchspec's own is used, which takes longer"
+    ]
 
 
 def test_a_cpu_never_imports_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from batchspec.cache.layout import KVLayout, LayerKV
 from batchspec.kernels.attention.apply_sinks import apply_sinks
 from batchspec.kernels.attention.ragged_prefill import ragged_prefill
-from batchspec.kernels.common.card import card_of
+from batchspec.kernels.common.card import Card, card_of
 from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 
@@ -35,8 +35,7 @@ _FLASH_HEAD_DIM = 256
 """Largest head size of torch's attention."""
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 """Those for which FlashInfer has kernels on every card: `prefill_sm90.cuh` of 0.6.13 allows no other."""
-DELTA_RULE_CAPABILITY = (9, 0)
-"""Compute capability of the cards for which FlashInfer compiles its delta rule by nvcc."""
+_DELTA_RULE_CAPABILITY = (9, 0)
 log = logging.getLogger(__name__)
 
 
@@ -88,21 +87,31 @@ def _flashinfer_compiles(device: torch.device, dtype: torch.dtype, head_dim: int
 
 
 @cache
+def has_delta_rule(card: Card) -> bool:
+    """Whether FlashInfer is installed and has a gated delta rule for this card that CuTe DSL compiles in seconds, as 0.7.2 does
+    on Hopper. 0.6.13 has 64 variants, which nvcc did not compile in ten minutes on 16 cores: they are not used."""
+    if card.capability != _DELTA_RULE_CAPABILITY or flashinfer() is None:
+        return False
+    try:
+        from flashinfer.gdn_kernels import chunk_gated_delta_rule_sm90 as kernel
+    except (ImportError, OSError, RuntimeError):
+        return False
+    return kernel is not None
+
+
+@cache
 def delta_rule(device: torch.device) -> Callable[..., Any] | None:
-    """FlashInfer's gated delta rule of prefill for Hopper; None for other cards, or if it is not installed. The first call
-    compiles it, as that of attention; if that fails, a warning says so, and the job goes on with batchspec's kernel."""
-    if device.type != "cuda" or card_of(device).capability != DELTA_RULE_CAPABILITY or flashinfer() is None:
+    """FlashInfer's gated delta rule of prefill; None if it has none for this device. The first call compiles it; if that fails, a
+    warning says so, and the job goes on with batchspec's kernel."""
+    if device.type != "cuda" or not has_delta_rule(card_of(device)):
         return None
-    found: list[Callable[..., Any]] = []
+    from flashinfer.gdn_prefill import chunk_gated_delta_rule as rule
 
     def take_one_token() -> None:
-        from flashinfer.gdn_prefill import chunk_gated_delta_rule
-
         one, gate = torch.zeros(1, 1, 128, dtype=torch.bfloat16, device=device), torch.zeros(1, 1, device=device)
-        chunk_gated_delta_rule(one, one, one, gate, gate, cu_seqlens=_cu_seqlens([1]).long().to(device))
-        found.append(chunk_gated_delta_rule)
+        rule(one, one, one, gate, gate, cu_seqlens=_cu_seqlens([1]).long().to(device))
 
-    return found[0] if _compiles(take_one_token, "gated delta rule", "batchspec's own is used, which takes longer") else None
+    return rule if _compiles(take_one_token, "gated delta rule", "batchspec's own is used, which takes longer") else None
 
 
 def _compiles(use: Callable[[], None], kernel: str, instead: str) -> bool:
