@@ -46,7 +46,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(doctor, "flashinfer", lambda: object())
-    monkeypatch.setattr(doctor, "has_delta_rule", lambda card: True)
     tuning.forget_tables()
 
 
@@ -89,7 +88,6 @@ def test_an_unknown_card_is_named_with_what_it_costs(capsys: pytest.CaptureFixtu
     assert f"torch {torch.__version__}" in said[1]
     assert said[2:] == [
         "prefill   attention by torch up to 2,048 keys a row, by FlashInfer above",
-        "recurrent layers: prefill by batchspec up to 2,048 keys a row, by FlashInfer above",
         "products  none tuned for this card: all by cuBLAS, none fused; batchspec doctor --tune MODEL times them",
     ]
 
@@ -97,12 +95,10 @@ def test_an_unknown_card_is_named_with_what_it_costs(capsys: pytest.CaptureFixtu
 @pytest.mark.usefixtures("gpu")
 def test_what_is_missing_is_named_with_what_it_costs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "flashinfer", lambda: None)
-    monkeypatch.setattr(doctor, "has_delta_rule", lambda card: False)
     torch.cuda.get_device_properties(0).major = 8
     assert cli.main(["doctor"]) == 0
     said = capsys.readouterr().out
     assert "by torch, slower above 2,048 keys: FlashInfer is missing; pip install 'flashinfer-python>=0.6.13'" in said
-    assert "recurrent layers: prefill by batchspec\n" in said
     assert "launches  one after another" in said
 
 

@@ -1,11 +1,11 @@
 """Prefill attention on a GPU: FlashInfer (FA3 on Hopper) for long rows, planned on the host, which knows all lengths; torch's own
 FlashAttention 2 for short rows, for passes of which the host knows only bounds, and if FlashInfer is not installed; a kernel of
-batchspec's for heads that neither supports. And FlashInfer's kernel for recurrent layers (`model/blocks/flash_delta.py`)."""
+batchspec's for heads that neither supports."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from batchspec.cache.layout import KVLayout, LayerKV
 from batchspec.kernels.attention.apply_sinks import apply_sinks
 from batchspec.kernels.attention.ragged_prefill import ragged_prefill
-from batchspec.kernels.common.card import Card, card_of
 from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 
@@ -35,7 +34,6 @@ _FLASH_HEAD_DIM = 256
 """Largest head size of torch's attention."""
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 """Those for which FlashInfer has kernels on every card: `prefill_sm90.cuh` of 0.6.13 allows no other."""
-_DELTA_RULE_CAPABILITY = (9, 0)
 log = logging.getLogger(__name__)
 
 
@@ -76,53 +74,18 @@ def _flashinfer_compiles(device: torch.device, dtype: torch.dtype, head_dim: int
     that fails, a warning says so, and the job goes on with torch's attention."""
     if head_dim not in _FLASHINFER_HEAD_DIMS or flashinfer() is None:
         return False
-
-    def plan_one() -> None:
+    try:
         one = _cu_seqlens([1])
         _ring(device).take().plan(
             one, one, 1, 1, head_dim, causal=True, window_left=0 if windowed else -1, q_data_type=dtype, kv_data_type=dtype
         )
-
-    return _compiles(plan_one, "prefill kernel", f"torch's attention is used, slower above {SHORT} keys")
-
-
-@cache
-def has_delta_rule(card: Card) -> bool:
-    """Whether FlashInfer is installed and has a gated delta rule for this card that CuTe DSL compiles in seconds, as 0.7.2 does
-    on Hopper. 0.6.13 has 64 variants, which nvcc did not compile in ten minutes on 16 cores: they are not used."""
-    if card.capability != _DELTA_RULE_CAPABILITY or flashinfer() is None:
-        return False
-    try:
-        from flashinfer.gdn_kernels import chunk_gated_delta_rule_sm90 as kernel
-    except (ImportError, OSError, RuntimeError):
-        return False
-    return kernel is not None
-
-
-@cache
-def delta_rule(device: torch.device) -> Callable[..., Any] | None:
-    """FlashInfer's gated delta rule of prefill; None if it has none for this device. The first call compiles it; if that fails, a
-    warning says so, and the job goes on with batchspec's kernel."""
-    if device.type != "cuda" or not has_delta_rule(card_of(device)):
-        return None
-    from flashinfer.gdn_prefill import chunk_gated_delta_rule as rule
-
-    def take_one_token() -> None:
-        one, gate = torch.zeros(1, 1, 128, dtype=torch.bfloat16, device=device), torch.zeros(1, 1, device=device)
-        rule(one, one, one, gate, gate, cu_seqlens=_cu_seqlens([1]).long().to(device))
-
-    return rule if _compiles(take_one_token, "gated delta rule", "batchspec's own is used, which takes longer") else None
-
-
-def _compiles(use: Callable[[], None], kernel: str, instead: str) -> bool:
-    """Whether FlashInfer's kernel can be used; if not, a warning says what is used instead."""
-    try:
-        use()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a compiler may fail in many ways
         cause = str(error).strip().partition("\n")[0]
-        log.warning("FlashInfer cannot compile its %s (%s): %s", kernel, cause, instead)
+        log.warning(
+            "FlashInfer cannot compile its prefill kernel (%s): torch's attention is used, slower above %d keys", cause, SHORT
+        )
         return False
     return True
 

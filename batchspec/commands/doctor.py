@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from batchspec import __version__
-from batchspec.cache.flash import SHORT, flashinfer, has_delta_rule
+from batchspec.cache.flash import SHORT, flashinfer
 from batchspec.commands.card_text import about, launches, paths
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
@@ -129,9 +129,6 @@ def _report(args: argparse.Namespace, device: torch.device, wanted: list[Product
         if flashinfer() is not None
         else f"prefill   attention by torch, slower above {SHORT:,} keys: FlashInfer is missing; "
         "pip install 'flashinfer-python>=0.6.13'",
-        f"recurrent layers: prefill by batchspec up to {SHORT:,} keys a row, by FlashInfer above"
-        if has_delta_rule(card)
-        else "recurrent layers: prefill by batchspec",
         f"products  {len(tuned)} tuned for this card"
         if tuned
         else "products  none tuned for this card: all by cuBLAS, none fused; batchspec doctor --tune MODEL times them",

@@ -15,7 +15,6 @@ from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaState
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.model.blocks.flash_delta import FlashRows, flash_rows
 from batchspec.model.decoder import PagedAttend, PagedStore
 from batchspec.model.rope import Rope
 from batchspec.model.spec import ModelSpec
@@ -29,7 +28,6 @@ class RecurrentStore:
     batch: DeltaBatch
     recurrence: Recurrence
     lora: LoraTokens | None = None
-    flash_rows: FlashRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +65,7 @@ class MixerInputs:
         index = self._kv_ids.get(layer)
         if index is None:
             return RecurrentStore(
-                state=self._state(layer), batch=self._delta_batch, recurrence=self._batch.recurrence, lora=self._lora,
-                flash_rows=self._flash_rows,
+                state=self._state(layer), batch=self._delta_batch, recurrence=self._batch.recurrence, lora=self._lora
             )
         norm_ranks = self._ranks if self._spec.layers[layer].attention.qk_norm_rows else None
         return PagedStore(
@@ -112,11 +109,6 @@ class MixerInputs:
             cu_seqlens=batch.cu_seqlens_q, positions=batch.positions, row_ids=batch.row_ids, slots=slots.int(), live=batch.kv_len,
             max_tokens=batch.max_q,
         )
-
-    @cached_property
-    def _flash_rows(self) -> FlashRows | None:
-        """None with sums in one order too, because FlashInfer's is not that of `delta_chunks`."""
-        return None if self._spec.ordered else flash_rows(self._batch, self._delta_batch)
 
 
 class _Range(TypedDict):

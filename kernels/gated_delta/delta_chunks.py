@@ -11,7 +11,6 @@ Operands of products are bf16 where the inputs are: copies of the state, `solve`
 Sums, and the state itself within a chunk, are fp32. By emulation over 512 positions, outputs are then off by 0.35 to 0.48 % of
 their norm; they are off by 0.37 to 0.54 % where normalised keys and the two products that FLA stores are rounded. fp32 inputs are
 multiplied in fp32, on CUDA cores, which takes long. Nothing is added up by atomics, so the bits are the same in every run.
-On Hopper, FlashInfer's kernel takes long prefills in its place where it is installed (`model/blocks/flash_delta.py`).
 Bound by latency with few rows: a row's chunks follow each other, in HV * DV / TILE programs. With many by tensor cores.
 Source: Yang et al. 2024 (arXiv 2406.06484, arXiv 2412.06464).
 """

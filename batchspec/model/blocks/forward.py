@@ -19,7 +19,6 @@ from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Gating, GroupedSpec, ProductSpec
-from batchspec.model.blocks.flash_delta import FlashRows
 from batchspec.model.fused import rms_norm, silu_and_mul
 
 
@@ -193,10 +192,6 @@ class StoreState(Protocol):
     @property
     def recurrence(self) -> Recurrence:
         """How the layer takes the tokens."""
-
-    @property
-    def flash_rows(self) -> FlashRows | None:
-        """The rows, if FlashInfer may take them."""
 
     @property
     def lora(self) -> LoraTokens | None:

@@ -38,7 +38,6 @@ from batchspec.model.blocks.base import (
     scaled,
     shifted,
 )
-from batchspec.model.blocks.flash_delta import flash_delta
 from batchspec.model.blocks.forward import BlockSource, Selected, StoreState, Stream
 
 DT_BIASES, A_LOGS = (-6.9, -2.2), (0.0, 2.8)
@@ -121,7 +120,7 @@ class GatedDeltaSpec(NormedSpec):
     @property
     def activation_size(self) -> int:
         """Values of q, k, v and z, and q, k and v again after the convolution; b and a, and the fp32 gates; what `delta_chunks`
-        computes before it takes the states (`flash_delta` needs no more); the output before and after its norm."""
+        computes before it takes the states; the output before and after its norm."""
         of_chunks: int = 2 * CHUNK.value + 8
         return self.qkvz.rows + self.channels + (6 + of_chunks) * self.num_value_heads + 2 * self.inner_size
 
@@ -217,11 +216,10 @@ class GatedDelta:
         drafts = store.recurrence == "drafts"
         inputs = convolve(x, ba, self._weights, self._columns, store.state, batch, keeps_inputs=drafts)
         out = torch.empty_like(inputs.v)
-        flash = store.flash_rows
-        if store.recurrence != "chunks":
-            delta_steps(inputs, store.state, batch, out, commits=not drafts)
-        elif flash is None or not flash_delta(inputs, store.state, batch, flash, out):
+        if store.recurrence == "chunks":
             delta_chunks(inputs, store.state, batch, out)
+        else:
+            delta_steps(inputs, store.state, batch, out, commits=not drafts)
         return gated_norm(out, x, self._columns, self._out_norm, spec.eps)
 
     def finish(self, begun: Tensor, stream: Stream, attend: Selected, *, add_in_product: bool) -> None:
