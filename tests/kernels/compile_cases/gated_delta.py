@@ -37,9 +37,6 @@ for _dtype in ("bf16", "fp32"):
         case(f"chunk_products_kernel {_dtype}, {_heads} heads", "chunk_products", 4, q=_values, k=_values, gates=PF32, **_rows,
              **_slots, out_solve=_values, out_attend=_values, out_factors=PF32, num_rows=I32, HK=KEY_HEADS, HV=_heads, DK=DIM,
              ROWS=64, DIM=DIM, ACC="fp32", INTERPRETED=False)
-        case(f"normalise_kernel {_dtype}, {_heads} heads", "normalise", 4, q=_values, k=_values, v=_values, gates=PF32,
-             cu_seqlens=PI32, row_ids=PI32, out_alpha=PF32, out_beta=PF32, **_sizes, HEADS=KEY_HEADS,
-             GROUP={32: 2, 48: 4}[_heads], LANES=DIM, ACC="fp32")
     for _weight in (_values, PF32) if _dtype == "bf16" else (_values,):
         case(f"gated_norm_kernel {_dtype}, weight {_weight}", "gated_norm", 4, o=_values, x=_values, weight=_weight, out=_values,
              num_heads=I32, x_stride=I32, EPS=1e-6, VALUE_HEADS=32, GROUP=2, DV=DIM, Z=(8192, 256), HEADS=16, LANES=DIM,
