@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.kernels.benchmarks.timing import Bench
@@ -35,13 +36,13 @@ def state_of(rows: int, heads: int, device: torch.device, *, folded: int, dtype:
         state=torch.randn(rows, heads, DIM, DIM, device=device).to(dtype),
         gates=torch.rand(rows, RING, heads, 2, device=device) * -0.1,
         conv_inputs=torch.randn(rows, RING, (2 * KEY_HEADS + heads) * DIM, **narrow),
-        keys=torch.randn(rows, RING, KEY_HEADS, DIM, **narrow), values=torch.randn(rows, RING, heads, DIM, **narrow),
+        keys=F.normalize(torch.randn(rows, RING, KEY_HEADS, DIM, **narrow), dim=-1), values=torch.randn(rows, RING, heads, DIM, **narrow),
         folded=torch.full((rows,), folded, dtype=torch.int32, device=device),
     )
 
 
 def inputs_of(tokens: int, heads: int, device: torch.device) -> DeltaInputs:
-    q, k = torch.randn(2, tokens, KEY_HEADS, DIM, device=device).bfloat16()
+    q, k = F.normalize(torch.randn(2, tokens, KEY_HEADS, DIM, device=device), dim=-1).bfloat16()
     v, beta = torch.randn(tokens, heads, DIM, device=device).bfloat16(), torch.rand(tokens, heads, device=device)
     return DeltaInputs(q=q, k=k, v=v, gates=torch.stack((-0.1 * beta, beta), 2))
 

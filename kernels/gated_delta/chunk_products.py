@@ -1,15 +1,14 @@
 """What `delta_chunks.py` needs of each chunk of CHUNK positions and value head that does not depend on the state.
 
-    G = cumsum(g) in the chunk;  D[i, j] = exp(G_i - G_j) for j <= i, else 0;  r_i = 1 / |k_i|,  s_i = 1 / |q_i| / sqrt(DK)
-    solve  = (I + strictly lower part of (beta_i r_i r_j (k_i . k_j) D[i, j]))^-1 diag(beta)
-    attend = s_i r_j (q_i . k_j) D[i, j]
-    factors: from_keys exp(G_i) r_i,  from_queries exp(G_i) s_i,  to_state exp(G_last - G_i) r_i,  decay exp(G_last)
+    G = cumsum(g) in the chunk;  D[i, j] = exp(G_i - G_j) for j <= i, else 0
+    solve  = (I + strictly lower part of (beta_i (k_i . k_j) D[i, j]))^-1 diag(beta)
+    attend = (q_i . k_j) D[i, j]
+    factors: from_state exp(G_i),  to_state exp(G_last - G_i),  decay exp(G_last)
 
-Keys and queries enter the products of tiles as they are, in bf16 without rounding; their lengths are divided out in fp32 after.
 The inverse: that of the diagonal blocks of 16 by forward substitution, all at once. The rest M = inverse * (the blocks below the
 diagonal) is nilpotent, M^4 = 0, so (I + M)^-1 = (I - M) (I + M^2). Powers of the whole matrix would do without substitution, but
 where keys repeat they grow beyond what fp32 can subtract again; those of M do not.
-Bound by tensor cores and latency; bytes of a token and value head: 2 * CHUNK * itemsize and 16 written.
+Bound by tensor cores and latency; bytes of a token and value head: 2 * CHUNK * itemsize and 12 written.
 Source: the UT transform of Yang et al. 2024 (arXiv 2406.06484), with decay (arXiv 2412.06464).
 """
 
@@ -19,11 +18,12 @@ import triton
 import triton.language as tl
 
 from batchspec.kernels.common.pdl import await_earlier
-from batchspec.kernels.gated_delta.layout import L2_EPS, row_of
+from batchspec.kernels.gated_delta.layout import row_of
 
 CHUNK = tl.constexpr(64)
 BLOCK = tl.constexpr(16)
 """Diagonal blocks, of which a chunk has four."""
+FACTORS = tl.constexpr(3)
 
 
 @triton.jit
@@ -89,20 +89,17 @@ def chunk_products_kernel(
     total = tl.cumsum(tl.load(gate, mask=exists, other=0.0), 0)
     beta = tl.load(gate + 1, mask=exists, other=0.0)
     last = tl.sum(tl.where(lane == CHUNK - 1, total, 0.0), 0)
-    key_scale = tl.rsqrt(tl.sum(key.to(ACC) * key.to(ACC), 1) + L2_EPS)
-    query_scale = tl.rsqrt(tl.sum(query.to(ACC) * query.to(ACC), 1) + L2_EPS) * DK**-0.5
     lower = lane[:, None] >= lane[None, :]
-    scaled = tl.exp(tl.where(lower, total[:, None] - total[None, :], float("-inf"))) * key_scale[None, :]
+    decays = tl.exp(tl.where(lower, total[:, None] - total[None, :], float("-inf")))
     turned = tl.trans(key.to(DOT))
     place = token * HV + head
     pair_at = (place * CHUNK)[:, None] + lane[None, :]
-    attend = tl.dot(query.to(DOT), turned, input_precision="ieee", out_dtype=ACC) * scaled * query_scale[:, None]
+    attend = tl.dot(query.to(DOT), turned, input_precision="ieee", out_dtype=ACC) * decays
     tl.store(out_attend + pair_at, attend.to(out_attend.dtype.element_ty), mask=exists[:, None])
-    factor = out_factors + place * 4
-    tl.store(factor, tl.exp(total) * key_scale, mask=exists)
-    tl.store(factor + 1, tl.exp(total) * query_scale, mask=exists)
-    tl.store(factor + 2, tl.exp(last - total) * key_scale, mask=exists)
-    tl.store(factor + 3, tl.zeros_like(total) + tl.exp(last), mask=exists)
-    a = tl.dot(key.to(DOT), turned, input_precision="ieee", out_dtype=ACC) * scaled * (beta * key_scale)[:, None]
+    factor = out_factors + place * FACTORS
+    tl.store(factor, tl.exp(total), mask=exists)
+    tl.store(factor + 1, tl.exp(last - total), mask=exists)
+    tl.store(factor + 2, tl.zeros_like(total) + tl.exp(last), mask=exists)
+    a = tl.dot(key.to(DOT), turned, input_precision="ieee", out_dtype=ACC) * decays * beta[:, None]
     solve = inverse_of_unit_lower(tl.where(lane[:, None] > lane[None, :], a, 0.0), PRECISION, ACC) * beta[None, :]
     tl.store(out_solve + pair_at, solve.to(out_solve.dtype.element_ty), mask=exists[:, None])

@@ -1,10 +1,11 @@
 """Inputs of the gated delta rule: a short causal convolution over q, k and v of each channel, and the gates of each value head.
 
     y[t, c] = silu(sum over w of weight[c, w] * raw[t - (W-1) + w, c])
+    k = y / |y|,   q = y / |y| / sqrt(DK) of each head,   v = y
     g = -exp(a_log) * softplus(a + dt_bias),   beta = sigmoid(b)
 
 raw before a row's first flat token is what `conv_inputs` keeps of its earlier positions, and 0 before position 0.
-fp32 inside (fp64 for fp64), y rounded once. The newest P raw inputs of each row go into `conv_inputs`. If one of them could take
+fp32 inside (fp64 for fp64), q, k and v rounded once. The newest P raw inputs of each row go into `conv_inputs`. If one of them could take
 the place of an input that another program still reads (long rows, so in prefill only), a second launch writes them.
 Bound by memory (bytes: 2 * T * C * itemsize), by launch latency at decode sizes.
 Source: models/qwen3_5 of transformers 5.24.
@@ -21,6 +22,7 @@ from torch import Tensor
 from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.gated_delta.layout import (
+    L2_EPS,
     DeltaBatch,
     DeltaColumns,
     DeltaInputs,
@@ -28,6 +30,7 @@ from batchspec.kernels.gated_delta.layout import (
     DeltaWeights,
     check_batch,
     check_state,
+    l2_normalised,
     ring_of,
     row_of,
     wide,
@@ -94,7 +97,11 @@ def convolve_kernel(
             raw += tl.load(window + kept[:, None], mask=older, other=0.0).to(ACC)
         tap = tl.load(weight + (channel + lane) * TAPS + (TAPS - 1 - back), mask=lane < width, other=0.0).to(ACC)
         acc += raw * tap[None, :]
-    y = (acc / (1.0 + tl.exp(-acc))).to(out_q.dtype.element_ty)
+    y = acc / (1.0 + tl.exp(-acc))
+    if head < 2 * HK:
+        inverse = tl.rsqrt(tl.sum(y * y, 1) + L2_EPS)
+        y = y * tl.where(head < HK, inverse * DK**-0.5, inverse)[:, None]
+    y = y.to(out_q.dtype.element_ty)
     exists_here = within & exists[:, None]
     place = position % RING
     if KEEPS_RAW:  # raw of the last tap is the token's own
@@ -208,20 +215,21 @@ def convolve_reference(
     group, taps, acc = value_heads // key_heads, layer.conv.shape[1], wide(x.dtype)
     parts = ((columns.q, key_dim), (columns.k, key_dim), (columns.v, group * value_dim))
     raw = x[:, torch.cat([columns.part(part, width, x.device) for part, width in parts])]
-    y = torch.zeros_like(raw)
+    y = torch.zeros_like(raw, dtype=acc)
     for slot, own, first in batch.rows():
         before = torch.arange(first - taps + 1, first, device=x.device)
         window = state.conv_inputs[slot, ring_of(before, state.conv_inputs)].where(before[:, None] >= 0, 0.0)
         inputs = torch.cat((window, raw[own])).to(acc)
         count = own.stop - own.start
         summed = sum(inputs[tap : tap + count] * layer.conv[:, tap].to(acc) for tap in range(taps))
-        y[own] = F.silu(torch.as_tensor(summed)).to(x.dtype)
+        y[own] = F.silu(torch.as_tensor(summed))
     a, b = (ba[:, columns.part(part, group, x.device)].to(acc) for part in (columns.a, columns.b))
     g = -layer.a_log.to(acc).exp() * F.softplus(a + layer.dt_bias.to(acc))
     q, k, v = y.split([key_heads * key_dim, key_heads * key_dim, value_heads * value_dim], 1)
+    q, k = (l2_normalised(part.unflatten(1, (key_heads, key_dim))) for part in (q, k))
     out = DeltaInputs(
-        q=q.unflatten(1, (key_heads, key_dim)).contiguous(), k=k.unflatten(1, (key_heads, key_dim)).contiguous(),
-        v=v.unflatten(1, (value_heads, value_dim)).contiguous(), gates=torch.stack((g, b.sigmoid()), 2),
+        q=(q * key_dim**-0.5).to(x.dtype), k=k.to(x.dtype), v=v.unflatten(1, (value_heads, value_dim)).to(x.dtype).contiguous(),
+        gates=torch.stack((g, b.sigmoid()), 2),
     )
     rings = [(state.conv_inputs, raw)]
     rings += [(state.keys, out.k), (state.values, out.v), (state.gates, out.gates)] if keeps_inputs else []

@@ -1,6 +1,6 @@
 """The gated delta rule by chunks of 64 positions: prefill. The formula is that of `delta_steps.py`.
 
-    seen = from_keys K S';   V' = solve (V - seen);   O = from_queries Q S' + attend V';   S = decay S + (to_state V')' K
+    seen = from_state K S';   V' = solve (V - seen);   O = from_state Q S' + attend V';   S = decay S + (to_state V')' K
 
 Chunks lie on multiples of 64 from position 0, and after each chunk S is rounded to the dtype in which it is stored (which is
 nothing for fp32). So a prefill that is cut at such multiples has the bits of one pass.
@@ -8,8 +8,7 @@ Two launches: `chunk_products.py` computes, for all chunks at once, what does no
 chunks of one row, value head and TILE columns of V in order, with its part of the state in registers, and five products a chunk.
 Other kernels (FLA) compute the outputs in a third launch, from a state of each chunk, with several times the scratch memory.
 Operands of products are bf16 where the inputs are: copies of the state, `solve`, `attend`, V - seen and V' are rounded to it.
-Sums, and the state itself within a chunk, are fp32. By emulation over 512 positions, outputs are then off by 0.35 to 0.48 % of
-their norm; they are off by 0.37 to 0.54 % where normalised keys and the two products that FLA stores are rounded. fp32 inputs are
+Sums, and the state itself within a chunk, are fp32. fp32 inputs are
 multiplied in fp32, on CUDA cores, which takes long. Nothing is added up by atomics, so the bits are the same in every run.
 Bound by latency with few rows: a row's chunks follow each other, in HV * DV / TILE programs. With many by tensor cores.
 Source: Yang et al. 2024 (arXiv 2406.06484, arXiv 2412.06464).
@@ -23,16 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.gated_delta.chunk_products import CHUNK, chunk_products_kernel
-from batchspec.kernels.gated_delta.layout import (
-    DeltaBatch,
-    DeltaInputs,
-    DeltaState,
-    check_inputs,
-    l2_normalised,
-    row_of,
-    wide,
-)
+from batchspec.kernels.gated_delta.chunk_products import CHUNK, FACTORS, chunk_products_kernel
+from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState, check_inputs, row_of, wide
 
 TILE, WARPS, STAGES = 32, 4, 2
 
@@ -72,15 +63,14 @@ def delta_chunks_kernel(
         pair_at = (place * CHUNK)[:, None] + lane[None, :]
         solved = tl.load(solve + pair_at, mask=exists[:, None], other=0.0).to(DOT)
         attended = tl.load(attend + pair_at, mask=exists[:, None], other=0.0).to(DOT)
-        from_keys = tl.load(factors + place * 4, mask=exists, other=0.0)
-        from_queries = tl.load(factors + place * 4 + 1, mask=exists, other=0.0)
-        to_state = tl.load(factors + place * 4 + 2, mask=exists, other=0.0)
+        from_state = tl.load(factors + place * FACTORS, mask=exists, other=0.0)
+        to_state = tl.load(factors + place * FACTORS + 1, mask=exists, other=0.0)
         one = (begin + tl.maximum(chunk * CHUNK - first, 0)).to(tl.int64) * HV + head  # any token of the chunk
-        decay = tl.load(factors + one * 4 + 3)
+        decay = tl.load(factors + one * FACTORS + 2)
         before = s.to(DOT)
-        seen = tl.dot(key, before, input_precision="ieee", out_dtype=ACC) * from_keys[:, None]
+        seen = tl.dot(key, before, input_precision="ieee", out_dtype=ACC) * from_state[:, None]
         new = tl.dot(solved, (value - seen).to(DOT), input_precision="ieee", out_dtype=ACC)
-        o = tl.dot(query, before, input_precision="ieee", out_dtype=ACC) * from_queries[:, None]
+        o = tl.dot(query, before, input_precision="ieee", out_dtype=ACC) * from_state[:, None]
         o = tl.dot(attended, new.to(DOT), o, input_precision="ieee", out_dtype=ACC)
         s = tl.dot(tl.trans(key), (new * to_state[:, None]).to(DOT), s * decay, input_precision="ieee", out_dtype=ACC)
         s = s.to(state.dtype.element_ty).to(ACC)
@@ -96,7 +86,7 @@ def delta_chunks(inputs: DeltaInputs, state: DeltaState, batch: DeltaBatch, out:
             holds. `folded` and the rings are not read
     out     [T, HV, DV] of the inputs' dtype, contiguous; not written for padding and dead rows
 
-    Allocates T * HV * (2 * 64 * itemsize + 16) bytes of scratch memory (fp64: + 32). Does not synchronise on a GPU. Raises
+    Allocates T * HV * (2 * 64 * itemsize + 12) bytes of scratch memory (fp64: + 24). Does not synchronise on a GPU. Raises
     ValueError for other shapes, dtypes or strides.
     """
     check_inputs("delta_chunks", inputs, state, batch, out)
@@ -109,7 +99,7 @@ def delta_chunks(inputs: DeltaInputs, state: DeltaState, batch: DeltaBatch, out:
         return
     acc, dim = tl.float64 if out.dtype == torch.float64 else tl.float32, max(16, triton.next_power_of_2(key_dim))
     solve, attend = (out.new_empty(num_tokens, value_heads, CHUNK.value) for _ in range(2))
-    factors = out.new_empty(num_tokens, value_heads, 4, dtype=wide(out.dtype))
+    factors = out.new_empty(num_tokens, value_heads, FACTORS.value, dtype=wide(out.dtype))
     rows = batch.cu_seqlens, batch.positions, batch.slots, batch.live
     chunk_products_kernel[((num_tokens // CHUNK.value + 2 * num_rows) * value_heads,)](
         inputs.q, inputs.k, inputs.gates, *rows, solve, attend, factors, num_rows, HK=key_heads, HV=value_heads, DK=key_dim,
@@ -133,7 +123,7 @@ def delta_chunks_reference(inputs: DeltaInputs, state: DeltaState, batch: DeltaB
             end = min(last, begin - begin % size + size)
             chunk = slice(own.start + begin - first, own.start + end - first)
             q, k, v = (x[chunk].to(acc).transpose(0, 1) for x in (inputs.q, inputs.k, inputs.v))  # [heads, n, ...]
-            q, k = (l2_normalised(x).repeat_interleave(group, 0) for x in (q, k))
+            q, k = (x.repeat_interleave(group, 0) for x in (q, k))
             g, beta = inputs.gates[chunk].permute(2, 1, 0)[..., None]  # [HV, n, 1]
             total = g.cumsum(1)
             decay = (total - total.mT).tril().exp().tril()
@@ -141,7 +131,7 @@ def delta_chunks_reference(inputs: DeltaInputs, state: DeltaState, batch: DeltaB
             seen = total.exp() * (k @ s.mT)
             new = torch.linalg.solve_triangular(matrix, beta * (v - seen), upper=False, unitriangular=True)
             o = total.exp() * (q @ s.mT) + (q @ k.mT * decay) @ new
-            out[chunk] = (o * q.shape[-1] ** -0.5).transpose(0, 1)
+            out[chunk] = o.transpose(0, 1)
             s = total[:, -1:].exp() * s + ((total[:, -1:] - total).exp() * new).mT @ k
             s = s.to(state.state.dtype).to(acc)
         state.state[slot] = s

@@ -1,8 +1,8 @@
 """The gated delta rule, position by position: rounds, and the tail of a prefill that must have the bits of rounds.
 
-    S = exp(g) S;   d = beta (v - S k);   S = S + d k';   o = S q          S [DV, DK] of each value head, k and q of length 1
+    S = exp(g) S;   d = beta (v - S k);   S = S + d k';   o = S q          S [DV, DK] of each value head
 
-    k = k / |k|,   q = q / |q| / sqrt(DK);   value head h has k and q of key head h // G
+`convolve` gives k of length 1 and q of length 1 / sqrt(DK). Value head h has k and q of key head h // G.
 
 A program loads its part of the state once, replays positions folded .. n-1 from the rings, goes on with the row's own tokens
 n, n+1, ... and stores the state once: after position n-1, or with `commits` after the last token. One loop of one compiled kernel
@@ -24,16 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.gated_delta.layout import (
-    L2_EPS,
-    DeltaBatch,
-    DeltaInputs,
-    DeltaState,
-    check_inputs,
-    l2_normalised,
-    row_of,
-    wide,
-)
+from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState, check_inputs, row_of, wide
 
 WARPS = 1  # a program of one warp waits for no other
 REGISTERS = 128
@@ -49,6 +40,7 @@ TILE = SIDE.value**2
 def load_position(
     position, begin, first, slot, head, key_head, q, k, v, gates, keys, values, ring_gates, keys_stride, values_stride,
     gates_stride, column, line, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr,
+    ACC: tl.constexpr,
 ):
     """(k, q, v, g, beta) of a position: of a token, or from the rings, which have no q."""
     own = position >= first
@@ -60,7 +52,8 @@ def load_position(
     key = tl.load(key_at + key_head * DK + column, mask=column < DK, other=0.0)
     query = tl.load(q + (token * HK + key_head) * DK + column, mask=column < tl.where(own, DK, 0), other=0.0)
     value = tl.load(value_at + head * DV + line, mask=line < DV, other=0.0)
-    return key, query, value, tl.load(gate_at + head * 2), tl.load(gate_at + head * 2 + 1)
+    gate, beta = tl.load(gate_at + head * 2), tl.load(gate_at + head * 2 + 1)
+    return key.to(ACC), query.to(ACC), value.to(ACC), gate, beta
 
 
 @triton.jit(do_not_specialize=["commits"])
@@ -91,27 +84,23 @@ def delta_steps_kernel(
     last = first + count - 1
     next_key, next_query, next_value, next_gate, next_beta = load_position(
         start, begin, first, slot, head, key_head, q, k, v, gates, keys, values, ring_gates, keys_stride, values_stride,
-        gates_stride, column, line, HK, HV, DK, DV, RING,
+        gates_stride, column, line, HK, HV, DK, DV, RING, ACC,
     )
     for position in range(start, first + count):
-        raw_key, query, raw_value, gate, beta = next_key, next_query, next_value, next_gate, next_beta
+        key, query, value, gate, beta = next_key, next_query, next_value, next_gate, next_beta
         next_key, next_query, next_value, next_gate, next_beta = load_position(
             tl.minimum(position + 1, last), begin, first, slot, head, key_head, q, k, v, gates, keys, values, ring_gates,
-            keys_stride, values_stride, gates_stride, column, line, HK, HV, DK, DV, RING,
+            keys_stride, values_stride, gates_stride, column, line, HK, HV, DK, DV, RING, ACC,
         )
         own = position >= first
         token = (begin + position - first).to(tl.int64)
-        key, value = raw_key.to(ACC), raw_value.to(ACC)
         decay = tl.exp(gate)
-        inverse = tl.rsqrt(tl.sum(tl.sum(key * key, 0), 0) + L2_EPS)
         key = key[None, :, None, :]
-        delta = inverse * beta * (value - inverse * decay * tl.sum(tl.sum(s * key, 1), 2))
+        delta = beta * (value - decay * tl.sum(tl.sum(s * key, 1), 2))
         s = s * decay + delta[:, None, :, None] * key
         s = s.to(state.dtype.element_ty).to(ACC)
         if own:
-            wide_query = query.to(ACC)
-            scale = tl.rsqrt(tl.sum(tl.sum(wide_query * wide_query, 0), 0) + L2_EPS) * DK**-0.5
-            o = scale * tl.sum(tl.sum(s * wide_query[None, :, None, :], 1), 2)
+            o = tl.sum(tl.sum(s * query[None, :, None, :], 1), 2)
             tl.store(out + (token * HV + head) * DV + line, o, mask=line < DV)
         if position + 1 == stored:
             tl.store(at, s, mask=exists)
@@ -150,7 +139,7 @@ def delta_steps(
 def delta_steps_reference(inputs: DeltaInputs, state: DeltaState, batch: DeltaBatch, out: Tensor, *, commits: bool) -> None:
     """The same in plain torch, row by row. Operations of one shape for each position: a vector of another length may have its
     exponentials computed by other code."""
-    group, key_dim, acc = state.state.shape[1] // state.keys.shape[2], state.state.shape[3], wide(out.dtype)
+    group, acc = state.state.shape[1] // state.keys.shape[2], wide(out.dtype)
     for slot, own, first in batch.rows():
         start = first if commits else min(int(state.folded[slot]), first)
         last = first + own.stop - own.start
@@ -161,13 +150,12 @@ def delta_steps_reference(inputs: DeltaInputs, state: DeltaState, batch: DeltaBa
                 k, v, gates = inputs.k[token], inputs.v[token], inputs.gates[token]
             else:
                 k, v, gates = state.keys[slot, place], state.values[slot, place], state.gates[slot, place]
-            k = l2_normalised(k.to(acc)).repeat_interleave(group, 0)[:, None]
+            k = k.to(acc).repeat_interleave(group, 0)[:, None]
             s = s * gates[:, :1, None].exp()
             delta = gates[:, 1:] * (v.to(acc) - (s * k).sum(-1))
             s = (s + delta[:, :, None] * k).to(state.state.dtype).to(acc)
             if position >= first:
-                q = l2_normalised(inputs.q[token].to(acc)).repeat_interleave(group, 0)[:, None]
-                out[token] = (s * q).sum(-1) * key_dim**-0.5
+                out[token] = (s * inputs.q[token].to(acc).repeat_interleave(group, 0)[:, None]).sum(-1)
             if position + 1 == (last if commits else first):
                 state.state[slot] = s
 

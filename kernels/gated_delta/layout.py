@@ -93,7 +93,7 @@ class DeltaState:
     conv_inputs: Tensor
     """[slots, P, C] of the model's dtype: inputs of the convolution"""
     keys: Tensor
-    """[slots, P, HK, DK] of the model's dtype: after the convolution and SiLU, not normalised"""
+    """[slots, P, HK, DK] of the model's dtype: after the convolution and SiLU, of length 1"""
     values: Tensor
     """[slots, P, HV, DV] of the model's dtype: after the convolution and SiLU"""
     gates: Tensor
@@ -136,9 +136,9 @@ class DeltaInputs:
     """The inputs of the recurrence for T flat tokens, as `convolve` gives them."""
 
     q: Tensor
-    """[T, HK, DK] of the model's dtype, not normalised"""
+    """[T, HK, DK] of the model's dtype, of length 1 / sqrt(DK)"""
     k: Tensor
-    """[T, HK, DK]"""
+    """[T, HK, DK], of length 1"""
     v: Tensor
     """[T, HV, DV]"""
     gates: Tensor

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState, wide
@@ -82,9 +83,10 @@ def random_inputs(num_tokens: int, sizes: Sizes, device: torch.device, *, dtype:
     key_heads, value_heads, key_dim, value_dim = sizes.four
     g = -torch.rand(num_tokens, value_heads, dtype=torch.float64).pow(3) * 4
     beta = torch.randn(num_tokens, value_heads, dtype=torch.float64).sigmoid()
+    q, k = F.normalize(torch.randn(2, num_tokens, key_heads, key_dim, dtype=torch.float64), dim=-1)
     return DeltaInputs(
-        q=torch.randn(num_tokens, key_heads, key_dim).to(device, dtype),
-        k=torch.randn(num_tokens, key_heads, key_dim).to(device, dtype),
+        q=(q * key_dim**-0.5).to(device, dtype),
+        k=k.to(device, dtype),
         v=torch.randn(num_tokens, value_heads, value_dim).to(device, dtype),
         gates=torch.stack((g, beta), 2).to(device, wide(dtype)),
     )
@@ -125,7 +127,6 @@ def by_definition(inputs: DeltaInputs, before: Tensor | None = None) -> tuple[Te
         s = states[head]
         for t in range(num_tokens):
             k, q = (x[t, head * key_heads // value_heads] for x in (inputs.k, inputs.q))
-            k, q = k / (k @ k + 1e-6).sqrt(), q / (q @ q + 1e-6).sqrt() / key_dim**0.5
             g, beta = inputs.gates[t, head]
             s = g.exp() * (s - beta * torch.outer(s @ k, k)) + beta * torch.outer(inputs.v[t, head], k)
             out[t, head] = s @ q

@@ -81,11 +81,10 @@ class Layer:
         padded = F.pad(self.raw.double().mT[None], (self.sizes.taps - 1, 0))
         y = F.silu(F.conv1d(padded, self.weights.conv.double()[:, None], groups=self.sizes.channels))[0].mT
         q, k, v = y.split([key_heads * key_dim, key_heads * key_dim, value_heads * value_dim], 1)
+        q, k = (part.unflatten(1, (key_heads, key_dim)) for part in (q, k))
+        q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
         g = -self.weights.a_log.double().exp() * F.softplus(self.a.double() + self.weights.dt_bias.double())
-        return (
-            q.unflatten(1, (key_heads, key_dim)), k.unflatten(1, (key_heads, key_dim)), v.unflatten(1, (value_heads, value_dim)),
-            g, self.b.double().sigmoid(),
-        )
+        return q / key_dim**0.5, k, v.unflatten(1, (value_heads, value_dim)), g, self.b.double().sigmoid()
 
     def like(self) -> Layer:
         """The same weights with products of another row."""

@@ -35,9 +35,9 @@ def test_the_recurrence_is_theirs(theirs: Any, rule: str, begin: int, interpret:
         state.state.normal_()
     q, k, v, gates = (x.unflatten(0, (2, count)) for x in (inputs.q, inputs.k, inputs.v, inputs.gates))
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))  # transformers 5.17 leaves that to its layer
-    wanted, after = getattr(theirs, rule)(
-        q, k, v, g=gates[..., 0], beta=gates[..., 1], initial_state=state.state.mT if begin else None, output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
+    wanted, after = getattr(theirs, rule)(  # which divides queries by sqrt(DK)
+        q * SMALL.key_dim**0.5, k, v, g=gates[..., 0], beta=gates[..., 1], initial_state=state.state.mT if begin else None,
+        output_final_state=True,
     )
     before, batch = state.state.clone(), batch_of([Row(0, begin, count), Row(1, begin, count)], device)
     for chunks in (True, False):
@@ -63,9 +63,11 @@ def test_the_convolution_is_theirs(theirs: Any, dtype: torch.dtype, interpret: b
     state, batch = poisoned_state(1, SMALL, device, dtype=dtype), batch_of([Row(0, 0, 30)], device)
     found = convolve(x, ba, weights, columns, state, batch, keeps_inputs=False, interpret=interpret)
     wanted = theirs.causal_conv1d_fn(x[None, :, : SMALL.channels].mT, weights.conv, activation="silu")[0].mT
-    made = torch.cat([part.flatten(1) for part in (found.q, found.k, found.v)], 1)
+    q, k, v = wanted.split([SMALL.key_heads * SMALL.key_dim] * 2 + [value_heads * SMALL.value_dim], 1)
+    q, k = (theirs.l2norm(part.unflatten(1, (SMALL.key_heads, SMALL.key_dim))).flatten(1) for part in (q, k))
     tolerance = 1e-12 if dtype == torch.float64 else 2e-6
-    torch.testing.assert_close(made, wanted, rtol=tolerance, atol=tolerance)
+    for made, part in ((found.q * SMALL.key_dim**0.5, q), (found.k, k), (found.v, v)):
+        torch.testing.assert_close(made.flatten(1), part, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -121,7 +121,7 @@ class GatedDeltaSpec(NormedSpec):
     def activation_size(self) -> int:
         """Values of q, k, v and z, and q, k and v again after the convolution; b and a, and the fp32 gates; what `delta_chunks`
         computes before it takes the states; the output before and after its norm."""
-        of_chunks: int = 2 * CHUNK.value + 8
+        of_chunks: int = 2 * CHUNK.value + 6
         return self.qkvz.rows + self.channels + (6 + of_chunks) * self.num_value_heads + 2 * self.inner_size
 
     @property
