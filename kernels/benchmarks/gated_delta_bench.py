@@ -36,7 +36,8 @@ def state_of(rows: int, heads: int, device: torch.device, *, folded: int, dtype:
         state=torch.randn(rows, heads, DIM, DIM, device=device).to(dtype),
         gates=torch.rand(rows, RING, heads, 2, device=device) * -0.1,
         conv_inputs=torch.randn(rows, RING, (2 * KEY_HEADS + heads) * DIM, **narrow),
-        keys=F.normalize(torch.randn(rows, RING, KEY_HEADS, DIM, **narrow), dim=-1), values=torch.randn(rows, RING, heads, DIM, **narrow),
+        keys=F.normalize(torch.randn(rows, RING, KEY_HEADS, DIM, **narrow), dim=-1),
+        values=torch.randn(rows, RING, heads, DIM, **narrow),
         folded=torch.full((rows,), folded, dtype=torch.int32, device=device),
     )
 

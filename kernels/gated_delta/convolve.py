@@ -5,8 +5,8 @@
     g = -exp(a_log) * softplus(a + dt_bias),   beta = sigmoid(b)
 
 raw before a row's first flat token is what `conv_inputs` keeps of its earlier positions, and 0 before position 0.
-fp32 inside (fp64 for fp64), q, k and v rounded once. The newest P raw inputs of each row go into `conv_inputs`. If one of them could take
-the place of an input that another program still reads (long rows, so in prefill only), a second launch writes them.
+fp32 inside (fp64 for fp64), q, k and v rounded once. The newest P raw inputs of each row go into `conv_inputs`. If one of them
+could take the place of an input that another program still reads (long rows, so in prefill only), a second launch writes them.
 Bound by memory (bytes: 2 * T * C * itemsize), by launch latency at decode sizes.
 Source: models/qwen3_5 of transformers 5.24.
 """
