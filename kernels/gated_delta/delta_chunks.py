@@ -8,8 +8,8 @@ Two launches: `chunk_products.py` computes, for all chunks at once, what does no
 chunks of one row, value head and TILE columns of V in order, with its part of the state in registers, and five products a chunk.
 Other kernels (FLA) compute the outputs in a third launch, from a state of each chunk, with several times the scratch memory.
 Operands of products are bf16 where the inputs are: copies of the state, `solve`, `attend`, V - seen and V' are rounded to it.
-Sums, and the state itself within a chunk, are fp32. fp32 inputs are
-multiplied in fp32, on CUDA cores, which takes long. Nothing is added up by atomics, so the bits are the same in every run.
+Sums, and the state itself within a chunk, are fp32. fp32 inputs are multiplied in fp32, on CUDA cores, which takes long. Nothing
+is added up by atomics, so the bits are the same in every run.
 Bound by latency with few rows: a row's chunks follow each other, in HV * DV / TILE programs. With many by tensor cores.
 Source: Yang et al. 2024 (arXiv 2406.06484, arXiv 2412.06464).
 """
