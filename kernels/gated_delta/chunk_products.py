@@ -24,6 +24,7 @@ CHUNK = tl.constexpr(64)
 BLOCK = tl.constexpr(16)
 """Diagonal blocks, of which a chunk has four."""
 FACTORS = tl.constexpr(3)
+"""Factors of a token and value head."""
 
 
 @triton.jit

@@ -22,7 +22,6 @@ from torch import Tensor
 from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.gated_delta.layout import (
-    L2_EPS,
     DeltaBatch,
     DeltaColumns,
     DeltaInputs,
@@ -30,13 +29,14 @@ from batchspec.kernels.gated_delta.layout import (
     DeltaWeights,
     check_batch,
     check_state,
-    l2_normalised,
     ring_of,
     row_of,
     wide,
 )
 
 TOKENS = 16  # of one program
+L2_EPS = tl.constexpr(1e-6)
+"""Added to the squared length of a key or query before it is normalised."""
 
 
 @triton.jit
@@ -226,7 +226,8 @@ def convolve_reference(
     a, b = (ba[:, columns.part(part, group, x.device)].to(acc) for part in (columns.a, columns.b))
     g = -layer.a_log.to(acc).exp() * F.softplus(a + layer.dt_bias.to(acc))
     q, k, v = y.split([key_heads * key_dim, key_heads * key_dim, value_heads * value_dim], 1)
-    q, k = (l2_normalised(part.unflatten(1, (key_heads, key_dim))) for part in (q, k))
+    q, k = (part.unflatten(1, (key_heads, key_dim)) for part in (q, k))
+    q, k = (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + L2_EPS.value) for part in (q, k))
     out = DeltaInputs(
         q=(q * key_dim**-0.5).to(x.dtype), k=k.to(x.dtype), v=v.unflatten(1, (value_heads, value_dim)).to(x.dtype).contiguous(),
         gates=torch.stack((g, b.sigmoid()), 2),

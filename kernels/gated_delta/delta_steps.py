@@ -39,17 +39,18 @@ TILE = SIDE.value**2
 
 @triton.jit
 def load_position(
-    position, first, own_key, own_value, own_gate, kept_key, kept_value, kept_gate, query, column, line,
+    position, first, own_key, own_value, own_gate, kept_key, kept_value, kept_gate, own_query, column, line,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, ACC: tl.constexpr,
 ):
-    """(k, q, v, g, beta) of a position: of a token, or from the rings, which have no q. Pointers are those of position 0."""
+    """(k, q, v, g, beta) of a position. own_*: where position 0 would be among the row's tokens, of which those from `first` on
+    exist; kept_*: where its rings begin, which have no q."""
     own = position >= first
     place = tl.where(own, position, position % RING).to(tl.int64)
     key = tl.load(tl.where(own, own_key, kept_key) + place * (HK * DK) + column, mask=column < DK, other=0.0)
-    q = tl.load(query + place * (HK * DK) + column, mask=column < tl.where(own, DK, 0), other=0.0)
+    query = tl.load(own_query + place * (HK * DK) + column, mask=column < tl.where(own, DK, 0), other=0.0)
     value = tl.load(tl.where(own, own_value, kept_value) + place * (HV * DV) + line, mask=line < DV, other=0.0)
     gate = tl.where(own, own_gate, kept_gate) + place * (HV * 2)
-    return key.to(ACC), q.to(ACC), value.to(ACC), tl.load(gate), tl.load(gate + 1)
+    return key.to(ACC), query.to(ACC), value.to(ACC), tl.load(gate), tl.load(gate + 1)
 
 
 @triton.jit(do_not_specialize=["commits"])
@@ -78,7 +79,7 @@ def delta_steps_kernel(
     exists = (line < DV)[:, None, :, None] & (column < DK)[None, :, None, :]
     s = tl.load(at, mask=exists & (column < tl.where(start > 0, DK, 0))[None, :, None, :], other=0.0).to(ACC)
     last = first + count - 1
-    token = (begin - first).to(tl.int64)  # and a position: its token
+    token = (begin - first).to(tl.int64)  # where position 0 would be; the row's tokens are those from `first` on
     own_key, own_query = k + (token * HK + key_head) * DK, q + (token * HK + key_head) * DK
     own_value, own_gate = v + (token * HV + head) * DV, gates + (token * HV + head) * 2
     kept_key, kept_value = keys + slot * keys_stride + key_head * DK, values + slot * values_stride + head * DV

@@ -22,9 +22,6 @@ from torch import Tensor
 
 from batchspec.kernels.common.checks import FLOATS, check
 
-L2_EPS = tl.constexpr(1e-6)
-"""Added to the squared length of a key or query before it is normalised."""
-
 
 @dataclass(frozen=True, slots=True)
 class Columns:
@@ -153,11 +150,6 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def ring_of(positions: Tensor, ring: Tensor) -> Tensor:
     """int64: where a ring [slots, P, ...] holds these positions."""
     return positions % ring.shape[1]
-
-
-def l2_normalised(x: Tensor) -> Tensor:
-    """Rows of the last dimension, of length 1."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS.value)
 
 
 @triton.jit
