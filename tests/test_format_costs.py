@@ -61,17 +61,16 @@ def test_fp8_weights_that_were_converted_at_load_cost_what_plain_ones_do() -> No
     assert prefill_s(spec) == prefill_s(shape_spec("llama8b"))
 
 
-def test_mxfp4_products_run_at_the_rate_of_plain_ones() -> None:
+def test_mxfp4_products_of_many_tokens_run_at_the_rate_of_plain_ones() -> None:
     spec = shape_spec("gpt-oss-20b")
-    assert prefill_s(kept(spec)) == pytest.approx(prefill_s(plain(spec)))
+    assert prefill_s(kept(spec)) == pytest.approx(prefill_s(plain(spec)), rel=5e-3)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 64])
-@pytest.mark.parametrize("name", ["llama8b-fp8", "gpt-oss-120b", "qwen3-30b-a3b-fp8"])
+@pytest.mark.parametrize("name", ["llama8b-fp8", "qwen3-30b-a3b-fp8"])
 def test_few_tokens_take_as_long_as_reading_their_weights_takes(name: str, rows: int) -> None:
     """A weight in half of the bytes takes half of the time: what products take at few tokens is no limit of arithmetic."""
-    spec = shape_spec(name)
-    spec = kept(spec) if "oss" in name else spec.with_fp8_activations()
+    spec = shape_spec(name).with_fp8_activations()
     for own in (spec, plain(spec)):
         bytes_s = read_bytes(own, BF16, rows) / round_s(own, rows)
         assert bytes_s == pytest.approx(QUICK.weight_bytes_s(BF16), rel=0.02)
@@ -102,23 +101,31 @@ def test_w8a8_products_are_measured_where_a_model_has_them() -> None:
     assert calibrate(device, torch.float32).fp8_speedup == 1
 
 
-def test_int4_weights_are_unpacked_once_for_each_tile_of_tokens() -> None:
-    """At few tokens while they are read, at a tile's tokens besides the arithmetic, at many dequantised once."""
+def own_seconds(spec: ModelSpec, tokens: int, rates: Rates) -> float:
+    return round_seconds(spec, rates, dtype=BF16, rows=tokens, context_tokens=1, tokens_per_row=1)
+
+
+def test_int4_weights_are_read_and_then_unpacked_once_for_each_tile_of_tokens_or_multiplied() -> None:
+    """The longer of the two is added to the time of reading; the output matrix is plain."""
     int4, bf16 = shape_spec("llama8b-int4"), shape_spec("llama8b")
     size = sum(gemm.size for prefix, gemm in int4.gemms(1) if int4.unpacking(prefix, gemm))
     assert size == 32 * 4096 * (6144 + 4096 + 3 * 14336)
-    quick, slow = (replace(QUICK, unpack_s=rate) for rate in (float("inf"), size / 1e-3))
+    quick, slow = (replace(QUICK, unpack_s=rate) for rate in (float("inf"), size / 1e-1))
+    for tokens, tiles in ((1, 1), (128, 1), (256, 2), (512, 4)):
+        arithmetic_s = 2.0 * size * tokens / QUICK.full_flop_s
+        assert own_seconds(int4, tokens, slow) - own_seconds(int4, tokens, quick) == pytest.approx(0.1 * tiles - arithmetic_s)
+    assert own_seconds(int4, 8192, quick) == pytest.approx(own_seconds(bf16, 8192, quick), rel=0.01)
+    assert 0.2 < own_seconds(int4, 1, quick) / own_seconds(bf16, 1, quick) < 0.3
 
-    def seconds(spec: ModelSpec, tokens: int, rates: Rates) -> float:
-        return round_seconds(spec, rates, dtype=BF16, rows=tokens, context_tokens=1, tokens_per_row=1)
 
-    assert seconds(int4, 1, quick) == seconds(int4, 1, slow)
-    assert 0.3 < seconds(int4, 1, slow) / seconds(bf16, 1, slow) < 0.4  # the output matrix is plain
-    for tokens, tiles in ((128, 1), (256, 2), (512, 4)):
-        assert seconds(int4, tokens, slow) - seconds(int4, tokens, quick) == pytest.approx(1e-3 * tiles, rel=1e-6)
-        assert seconds(int4, tokens, quick) == pytest.approx(seconds(bf16, tokens, quick), rel=0.3)
-    dequantised_s = 4.5 * size / QUICK.bytes_s
-    assert seconds(int4, 8192, slow) - seconds(bf16, 8192, slow) == pytest.approx(dequantised_s, rel=1e-6)
+# us a layer of an 8B's products with INT4 weights in groups of 128, one H200 (jobs/NOTEBOOK.md)
+@pytest.mark.parametrize(("tokens", "measured_us"), [(1, 47.4), (16, 47.4), (64, 74.0), (128, 121.0), (256, 215.0)])
+def test_the_predicted_time_of_int4_products_is_near_the_measured_one(tokens: int, measured_us: float) -> None:
+    rates = replace(QUICK, unpack_s=1.2e13)
+    head = 2.0 * 128256 * 4096
+    head_s = max(head / QUICK.weight_bytes_s(BF16), head * tokens / QUICK.product_flop_s(tokens, fp8=False))
+    layer_us = (own_seconds(shape_spec("llama8b-int4"), tokens, rates) - head_s) / 32 * 1e6
+    assert layer_us == pytest.approx(measured_us, rel=0.15)
 
 
 def test_int4_experts_are_unpacked_if_tokens_choose_them() -> None:
@@ -133,20 +140,30 @@ def test_int4_experts_are_unpacked_if_tokens_choose_them() -> None:
 
 
 def test_nvfp4_weights_are_read_in_their_bytes_and_take_a_third_longer_than_int4_to_be_unpacked() -> None:
-    """In experts too; at many tokens dense ones are dequantised once as those of INT4."""
     size = 32 * 4096 * (6144 + 4096 + 3 * 14336)
-    quick, slow = (replace(QUICK, unpack_s=rate) for rate in (float("inf"), size / 1e-3))
-
-    def seconds(spec: ModelSpec, tokens: int, rates: Rates) -> float:
-        return round_seconds(spec, rates, dtype=BF16, rows=tokens, context_tokens=1, tokens_per_row=1)
-
+    quick, slow = (replace(QUICK, unpack_s=rate) for rate in (float("inf"), size / 1e-1))
     nvfp4, int4 = kept(shape_spec("llama8b-nvfp4")), shape_spec("llama8b-int4")
-    assert seconds(nvfp4, 256, slow) - seconds(nvfp4, 256, quick) == pytest.approx(2e-3 * 4 / 3, rel=1e-6)
-    assert seconds(nvfp4, 8192, slow) == pytest.approx(seconds(int4, 8192, slow), rel=1e-6)
-    bytes_s = read_bytes(nvfp4, BF16, 1) / round_s(nvfp4)
-    assert bytes_s == pytest.approx(QUICK.weight_bytes_s(BF16), rel=0.02)
+    later, sooner = (own_seconds(spec, 256, slow) - own_seconds(spec, 256, quick) for spec in (nvfp4, int4))
+    assert later - sooner == pytest.approx(0.2 / 3)
+    more = read_bytes(nvfp4, BF16, 1) - read_bytes(int4, BF16, 1)
+    assert own_seconds(nvfp4, 1, quick) - own_seconds(int4, 1, quick) == pytest.approx(more / QUICK.bytes_s)
     experts = kept(shape_spec("qwen3-30b-a3b-nvfp4"))
     assert round_s(experts, 64) < 0.4 * round_s(shape_spec("qwen3-30b-a3b"), 64)
+
+
+# us of a layer's experts, one H200 (jobs/NOTEBOOK.md)
+@pytest.mark.parametrize(
+    ("name", "tokens", "measured_us"),
+    [("20b", 64, 128), ("20b", 256, 185), ("20b", 512, 274), ("120b", 64, 411), ("120b", 256, 492)],
+)
+def test_the_predicted_time_of_mxfp4_experts_is_near_the_measured_one(name: str, tokens: int, measured_us: float) -> None:
+    spec, rates = kept(shape_spec(f"gpt-oss-{name}")), replace(QUICK, unpack_s=1.2e13)
+    experts = [gemm for _, gemm in spec.gemms(tokens) if gemm.grouped]
+    bytes_s, flop_s = rates.weight_bytes_s(BF16), rates.flop_s(tokens)
+    of_plain_s = sum(max(2.0 * g.read * g.size / bytes_s, 2.0 * g.active * g.size * tokens / flop_s) for g in experts)
+    others_s = own_seconds(plain(spec), tokens, rates) - of_plain_s
+    layer_us = (own_seconds(spec, tokens, rates) - others_s) / spec.num_layers * 1e6
+    assert layer_us == pytest.approx(measured_us, rel=0.15)
 
 
 def test_without_kernels_nvfp4_weights_are_dequantised_in_each_pass() -> None:

@@ -103,6 +103,6 @@ def test_formats_that_differ_among_modules_keep_their_own_kernels() -> None:
         own = spec.on(CPU, BF16)
     experts = "model.layers.0.mlp.experts.0.up_proj"
     assert own.formats.of(experts) == MODELOPT_LAYOUT.for_kernels() != COMPRESSED.for_kernels()
-    assert (own.formats.unpacking(experts), own.formats.dequantises(experts)) == (4 / 3, False)
-    assert (spec.formats.unpacking(experts), spec.formats.dequantises(experts)) == (0, True)
-    assert own.formats.unpacking("model.layers.0.self_attn.q_proj") == 0
+    assert (own.formats.of(experts).unpacking(grouped=True), own.formats.dequantises(experts)) == (4 / 3, False)
+    assert (spec.formats.of(experts).unpacking(grouped=True), spec.formats.dequantises(experts)) == (None, True)
+    assert own.formats.of("model.layers.0.self_attn.q_proj").unpacking(grouped=False) is None

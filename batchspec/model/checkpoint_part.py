@@ -88,9 +88,10 @@ class CheckpointPart(ABC):
         dtype."""
         return self.formats.quantises_input_of(prefix + gemm.product.parts[0].name)
 
-    def unpacking(self, prefix: str, gemm: Gemm) -> float:
-        """How long this product takes to unpack a weight, besides its arithmetic, where 1 is that of INT4; 0: it does not."""
-        return self.formats.unpacking(prefix + gemm.product.parts[0].name)
+    def unpacking(self, prefix: str, gemm: Gemm) -> float | None:
+        """How long the kernel of this product takes to unpack a weight, where 1 is that of INT4; None: its weights are not
+        packed."""
+        return self.formats.of(prefix + gemm.product.parts[0].name).unpacking(grouped=gemm.grouped)
 
     def dequantises(self, prefix: str, gemm: Gemm) -> bool:
         """Whether this product dequantises NVFP4 weights in plain torch, of experts all, and multiplies each with every token."""

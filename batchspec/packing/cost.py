@@ -9,10 +9,13 @@ or by arithmetic, whichever is slower:
 
 g runs over the products of all layers and the output matrix. W_g(T) bytes of the weights of g that are read, in their format; P_g
 weights of g with which a token is multiplied; flop_s_g the rate of their format: FP8 weights with quantised activations (W8A8)
-have their own; MXFP4 weights are unpacked and multiplied like plain ones. INT4 and NVFP4 weights take time to be unpacked too,
-once for each tile of tokens: u_g P_g max(1, T / unpack_tokens) / unpack_s is added to the arithmetic, u_g = 1 for INT4
-(`Formats.unpacking`); for many tokens they are dequantised instead, if that takes less (`_unpacking_s`). The rate is known of an
-H200 and of assumed cards (`rates.card_rates`); elsewhere, and in plain torch, it is not counted.
+have their own. Kernels of packed weights (INT4, NVFP4, MXFP4) do not overlap reading and arithmetic, and unpack a weight once for
+each tile of tokens:
+
+    W_g(T) / bytes_s + max(2 P_g T / full_flop_s, u_g P_g max(1, T / unpack_tokens) / unpack_s)
+
+u_g = 1 for INT4 (`WeightFormat.unpacking`). unpack_s is known of measured and of assumed cards (`rates.card_rates`); elsewhere,
+and in plain torch, unpacking is not counted.
 Where no kernel runs, NVFP4 weights are dequantised in plain torch in each pass, which moves NVFP4_BYTES for each, before they are
 multiplied; a GPU does so with all experts, and multiplies each with every token. A CPU computes chosen experts alone, so it takes
 less.
@@ -33,11 +36,9 @@ from batchspec.model.spec import ModelSpec, layer_prefix
 from batchspec.packing.exchange import exchange_seconds
 from batchspec.packing.rates import Rates
 
-DEQUANTISED_BYTES = 4.5
-"""Bytes that are moved to dequantise an INT4 or NVFP4 weight to bf16 by a kernel, and to read it again."""
 NVFP4_BYTES = 33.0
-"""The same in plain torch, of an NVFP4 weight: counted from the operations of `kernels/common/nvfp4.py`, most of them in fp32,
-and not measured."""
+"""Bytes that are moved to dequantise an NVFP4 weight to bf16 in plain torch, and to read it again: counted from the operations of
+`kernels/common/nvfp4.py`, most of them in fp32, and not measured."""
 LORA_LAUNCH_S, LORA_SLOWDOWN = 3e-6, 2.0
 """Minimum seconds of a low-rank product in a CUDA graph, and its time relative to that of its bytes or operations. Fitted to
 rounds of Llama-8B on an H200 with 16 adapters of rank 16 or 64, 256 and 1,024 tokens (2026-11): within 23 percent of the 1.9 to
@@ -123,32 +124,25 @@ def _products_s(
     outputs = tokens if outputs is None else outputs
     late = {layer_prefix(i) for i in range(spec.last_kept + 1, spec.num_layers)}
 
-    def times(count: float, nbytes: float, size: float, *, fp8: bool) -> tuple[float, float]:
-        """Seconds in which weights are read, and those of the arithmetic."""
-        rounded = _whole_tiles(rates, count)
-        arithmetic_s = 2.0 * size * rounded / rates.product_flop_s(rounded, fp8=fp8)
-        return min(1.0, count) * nbytes / rates.weight_bytes_s(dtype), arithmetic_s
-
     total_s = 0.0
     for prefix, gemm in spec.gemms(correlation * tokens):
         count = outputs if prefix in late else tokens
         dequantised = gemm.stored if spec.dequantises(prefix, gemm) else 0
-        nbytes, size = gemm.read * spec.gemm_bytes(prefix, gemm, dtype), (dequantised or gemm.active) * gemm.size
-        read_s, arithmetic_s = times(count, nbytes, size, fp8=spec.multiplies_fp8(prefix, gemm))
-        if unpacking := spec.unpacking(prefix, gemm):
-            tiles = unpacking * max(gemm.read, gemm.active * count / rates.unpack_tokens)
-            arithmetic_s += _unpacking_s(rates, gemm.size, tiles, dense=not gemm.grouped)
-        total_s += max(read_s, arithmetic_s) + dequantised * gemm.size * NVFP4_BYTES / rates.bytes_s
+        nbytes = min(1.0, count) * gemm.read * spec.gemm_bytes(prefix, gemm, dtype)
+        size, rounded = (dequantised or gemm.active) * gemm.size, _whole_tiles(rates, count)
+        unpacking = spec.unpacking(prefix, gemm)
+        if unpacking is not None:
+            unpacked = unpacking * gemm.size * max(gemm.read, gemm.active * count / rates.unpack_tokens)
+            total_s += nbytes / rates.bytes_s + max(2.0 * size * rounded / rates.full_flop_s, unpacked / rates.unpack_s)
+        else:
+            flop_s = rates.product_flop_s(rounded, fp8=spec.multiplies_fp8(prefix, gemm))
+            total_s += max(nbytes / rates.weight_bytes_s(dtype), 2.0 * size * rounded / flop_s)
+            total_s += dequantised * gemm.size * NVFP4_BYTES / rates.bytes_s
     size = spec.num_logits * spec.hidden_size
-    total_s += max(times(outputs, size * dtype.itemsize, size, fp8=False))
+    rounded = _whole_tiles(rates, outputs)
+    read_s = min(1.0, outputs) * size * dtype.itemsize / rates.weight_bytes_s(dtype)
+    total_s += max(read_s, 2.0 * size * rounded / rates.product_flop_s(rounded, fp8=False))
     return max(total_s, spec.num_layers * rates.layer_s) + _adapters_s(spec, rates, dtype, tokens)
-
-
-def _unpacking_s(rates: Rates, size: int, tiles: float, *, dense: bool) -> float:
-    """Seconds in which `size` weights are unpacked in each of these tiles of tokens, besides the arithmetic; or, of a dense
-    product, dequantised once to memory, if that takes less."""
-    unpacked_s = size * tiles / rates.unpack_s
-    return min(unpacked_s, size * DEQUANTISED_BYTES / rates.bytes_s) if dense else unpacked_s
 
 
 def _adapters_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float) -> float:

@@ -44,7 +44,7 @@ class Rates:
     fp8_speedup: float = 1.0
     """flop/s of W8A8 products of many tokens divided by those of plain products."""
     unpack_s: float = float("inf")
-    """INT4 weights that are unpacked in a second."""
+    """INT4 weights that are unpacked in a second, while nothing is multiplied."""
     unpack_tokens: int = 128
     """Number of tokens for which a weight is unpacked once."""
 
@@ -54,11 +54,14 @@ class Rates:
         return min(self.bytes_s, dtype.itemsize * rate / (2 * tokens))
 
     def product_flop_s(self, tokens: float, *, fp8: bool) -> float:
-        """flop/s of products with this number of tokens, without the reading of weights; fp8: of W8A8 products.
+        """flop/s of products with this number of tokens; fp8: of W8A8 products, without the reading of weights."""
+        return self.fp8_speedup * self.full_flop_s if fp8 else self.flop_s(max(tokens, self.gemm[0][0]))
 
-        Plain products of few tokens are bound by reading, which tells nothing about W8A8 products: their rate is one number.
-        """
-        return self.fp8_speedup * self.gemm[-1][1] if fp8 else self.flop_s(max(tokens, self.gemm[0][0]))
+    @property
+    def full_flop_s(self) -> float:
+        """flop/s of plain products with many tokens. That of few is bound by reading plain weights, which tells nothing about
+        other formats."""
+        return self.gemm[-1][1]
 
     def flop_s(self, tokens: float) -> float:
         """flop/s of plain products with this number of tokens, interpolated between measured points; fewer tokens than the first
@@ -96,6 +99,7 @@ def card_rates(known: KnownCard) -> Rates:
     Measured: one H200, Llama-3.1-8B shape, cuBLAS, 2026-11: 64 rows x 1, 2, 3, 4, 6, 8 tokens. fp8_speedup lies between what was
     measured at 8,192 tokens and more: 1.5 for the dense products of Llama-8B, 0.9 to 1.0 for the experts of Qwen3-30B-A3B.
     unpack_s is an estimate: 300 instructions of four warps for 128 x 128 weights (`kernels/gemm/four_bit_steps.py`).
+    One H100, the products of 16 layers of the same shape one after the other in a graph, cuBLAS, random numbers, 2026-11.
     """
     card = known.card
     if known.rates is not None:

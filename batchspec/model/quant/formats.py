@@ -16,16 +16,12 @@ from batchspec.model.config_values import ConfigReader
 from batchspec.model.files import listed
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.fp8 import Fp8
-from batchspec.model.quant.int4_format import Int4
 from batchspec.model.quant.module_names import begins_with, is_in
 from batchspec.model.quant.nvfp4_format import Nvfp4
 from batchspec.model.quant.ordered import ORDERED
 from batchspec.model.quant.plain import PLAIN, Plain
 from batchspec.model.wrapped import is_of_text
 from batchspec.tuning.policy import has_fast_experts, has_fast_fp8
-
-NVFP4_UNPACKING = 4 / 3
-"""By the instructions in a step of the compiled kernels: 400 of four warps for 128 x 128 weights, of INT4 270 to 300."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +132,6 @@ class Formats:
         """Whether the projection with this name quantises activations."""
         own = self.of(name)
         return isinstance(own, Fp8) and own.quantises
-
-    def unpacking(self, name: str) -> float:
-        """How long kernels take to unpack a weight of the projection with this name, where 1 is that of INT4; 0: they do not."""
-        own = self.of(name)
-        if isinstance(own, Nvfp4):
-            return NVFP4_UNPACKING if own.fast else 0.0
-        return 1.0 if isinstance(own, Int4) else 0.0
 
     def dequantises(self, name: str) -> bool:
         """Whether products of the projection with this name dequantise NVFP4 weights in plain torch at each call."""

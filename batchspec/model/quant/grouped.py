@@ -163,6 +163,9 @@ class SeparateExperts(ABC):
     def expert_nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
         return self.nbytes(rows, k, dtype)
 
+    def unpacking(self, *, grouped: bool) -> float | None:
+        return None
+
     def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedProduct:
         """Copy each matrix into the allocation as soon as it is read, so that only one matrix at a time is in memory twice."""
         weight = torch.empty((spec.num_experts, spec.rows, spec.k), dtype=weights.dtype, device=weights.device)

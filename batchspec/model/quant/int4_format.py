@@ -53,6 +53,9 @@ class Int4(SeparateExperts):
     def kept(self) -> str:
         return "INT4 weights"
 
+    def unpacking(self, *, grouped: bool) -> float | None:
+        return 1.0
+
     def for_kernels(self) -> Self:
         return self
 

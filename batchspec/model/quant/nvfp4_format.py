@@ -39,6 +39,9 @@ _TYPICAL = 7e-3
 _FIRST_BAD = 0x7F
 """Of the bytes of e4m3 from here on, one is NaN and the others are negative or NaN."""
 
+UNPACKING = 4 / 3
+"""By the instructions in a step of the compiled kernels: 400 of four warps for 128 x 128 weights, of INT4 270 to 300."""
+
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4(SeparateExperts):
@@ -58,6 +61,9 @@ class Nvfp4(SeparateExperts):
     @property
     def kept(self) -> str:
         return "NVFP4 weights"
+
+    def unpacking(self, *, grouped: bool) -> float | None:
+        return UNPACKING if self.fast else None
 
     def for_kernels(self) -> Nvfp4:
         return replace(self, fast=True)
