@@ -2,13 +2,24 @@
 
 A test marked `second` starts, hangs and kills programs, or computes for long. It is left out unless asked for with -m; a test
 that is also marked `smoke` stays in the first tier. tests/test_tiers.py checks that each test is in exactly one tier.
+
+CI runs every function of the second tier, but only half of the cases of one that has parameters, unless it is marked
+`every_case`. `BATCHSPEC_TURN`, the number of the commit, says which half. Without it all cases run.
 """
 
 from __future__ import annotations
 
+import os
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from zlib import crc32
 
 import pytest
+
+TURN = "BATCHSPEC_TURN"
+TURNS_OF_A_HALF = 10
+"""Turns in a row that run the same half: as many as compile for all architectures (`tests/kernels/architectures.py`)."""
 
 SMOKE = (
     "a whole job", "resume after SIGKILL", "an S3 kill at a PUT", "two workers of which one dies", "a retry", "an extension",
@@ -27,6 +38,29 @@ class Marks:
 
 COLLECTED = pytest.StashKey[list[Marks]]()
 """In pytest's configuration: all tests of the run, before one is left out."""
+
+
+def turn() -> int | None:
+    """The value of TURN, by which runs of CI differ; None: not in CI."""
+    given = os.environ.get(TURN)
+    return None if given is None else int(given)
+
+
+def is_halved(item: pytest.Item) -> bool:
+    marks = {mark.name for mark in item.iter_markers()}
+    return "second" in marks and not marks & {"smoke", "slow", "soak", "every_case"}
+
+
+def cases_of_other_turns(items: Iterable[pytest.Function], turn: int) -> set[str]:
+    """Node ids of the cases that this turn leaves out: every other one of each function that has several."""
+    cases = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item.nodeid)
+    half = turn // TURNS_OF_A_HALF
+    return {
+        case for function, own in cases.items() for place, case in enumerate(own)
+        if len(own) > 1 and (place + crc32(function.encode()) + half) % 2
+    }
 
 
 def marks_of(item: pytest.Item) -> Marks:

@@ -14,23 +14,19 @@ import triton
 
 from batchspec.kernels.common.card import Card
 from batchspec.tuning.cards import known_card
+from tests.tiers import turn
 
 CARDS = {80: "A100-80GB", 86: "RTX-3090", 89: "L40S", 90: "H200", 100: "B200", 120: "RTX-5090"}
 """Architecture -> the card whose tiles are compiled."""
 ROTATION = (90, 80, 90, 89, 90, 120, 90, 100, 90, 86)
 """CI compiles for one of them, every other time for the one on which everything is measured."""
 CHOICE = "BATCHSPEC_COMPILE_FOR"
-"""Environment variable: an architecture as in 89, or any larger number, which is a place in ROTATION."""
+"""Environment variable: an architecture, as in 89."""
 
 
 def chosen() -> int:
     """The architecture for which a run of the tests compiles, unless it asks for all with `-m cards`."""
-    return turn() if turn() in CARDS else ROTATION[turn() % len(ROTATION)]
-
-
-def turn() -> int:
-    """The value of CHOICE, by which what a run compiles for the architecture changes too."""
-    return int(os.environ.get(CHOICE, "90"))
+    return int(os.environ.get(CHOICE, ROTATION[(turn() or 0) % len(ROTATION)]))
 
 
 def card_for(architecture: int) -> Card:

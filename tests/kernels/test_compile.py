@@ -35,6 +35,7 @@ from tests.kernels.compile_cases import (
 )
 from tests.kernels.compile_cases.cases import Case
 from tests.kernels.unpacking import assert_unpacks_to_the_bit
+from tests.tiers import TURN
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (attention, distributed, drafting, gated_delta, gemm, kv_cache, lora, moe, norm_rope, rounds, sampling, train, tree)
@@ -205,6 +206,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("name", "architecture"), VARIANTS)
 def test_kernel_compiles_and_fits(name: str, architecture: int, compiler: subprocess.Popen[str]) -> None:
     assert compiler.stdin is not None
@@ -234,9 +236,10 @@ def test_only_kernels_that_a_card_refuses_are_left_out_for_it(architecture: int)
 
 
 def test_the_rotation_visits_every_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CHOICE, raising=False)
     seen = []
     for place in range(1000, 1010):
-        monkeypatch.setenv(CHOICE, str(place))
+        monkeypatch.setenv(TURN, str(place))
         seen.append(chosen())
     assert set(seen) == set(CARDS)
     monkeypatch.setenv(CHOICE, "120")
