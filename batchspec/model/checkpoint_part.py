@@ -89,8 +89,8 @@ class CheckpointPart(ABC):
         return self.formats.quantises_input_of(prefix + gemm.product.parts[0].name)
 
     def unpacking(self, prefix: str, gemm: Gemm) -> float | None:
-        """How long the kernel of this product takes to unpack a weight, where 1 is that of INT4; None: its weights are not
-        packed."""
+        """How long the kernel of this product takes to unpack a weight, relative to INT4; None: no kernel unpacks its weights,
+        which are not packed, or dequantised by plain torch."""
         return self.formats.of(prefix + gemm.product.parts[0].name).unpacking(grouped=gemm.grouped)
 
     def dequantises(self, prefix: str, gemm: Gemm) -> bool:

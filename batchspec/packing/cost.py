@@ -1,24 +1,28 @@
 """The cost model: seconds of a round and of a prefill, bytes of weights that are read and of K/V.
 
 A forward pass over T flat tokens reads every weight once (of experts, those that its tokens choose) and multiplies it with T
-tokens. Attention reads each row's K/V once, whatever the number of query tokens. Each product, and attention, is bound by memory
-or by arithmetic, whichever is slower:
+tokens. Attention reads each row's K/V once, whatever the number of query tokens. Attention, and each product whose weights are
+not packed, takes the longer of the times of memory and of arithmetic:
 
-    round_s = max(sum_g max(W_g(T) / weight_bytes_s, 2 P_g T / flop_s_g(T)), L layer_s)
-              + max(R kv sum_l C_l / bytes_s, 4 A T sum_l C_l / flop_s(T)) + 2 R S / bytes_s + overhead
+    round_s = max(sum_g product_s_g, L layer_s) + max(R kv sum_l C_l / bytes_s, 4 A T sum_l C_l / flop_s(T)) + 2 R S / bytes_s
+              + overhead + exchange_s
+    product_s_g = max(W_g(T) / weight_bytes_s, 2 P_g T / flop_s_g(T))
 
 g runs over the products of all layers and the output matrix. W_g(T) bytes of the weights of g that are read, in their format; P_g
 weights of g with which a token is multiplied; flop_s_g the rate of their format: FP8 weights with quantised activations (W8A8)
-have their own. Kernels of packed weights (INT4, NVFP4, MXFP4) do not overlap reading and arithmetic, and unpack a weight once for
-each tile of tokens:
+have their own. exchange_s is the time of exchanges between GPUs (`exchange.py`).
 
-    W_g(T) / bytes_s + max(2 P_g T / full_flop_s, u_g P_g max(1, T / unpack_tokens) / unpack_s)
+Kernels of packed weights (INT4, NVFP4, experts in MXFP4) are taken to read first, and then to unpack while they multiply. Each of
+the N_g(T) weights that are read is unpacked once for each tile of tokens:
 
-u_g = 1 for INT4 (`WeightFormat.unpacking`). unpack_s is known of measured and of assumed cards (`rates.card_rates`); elsewhere,
-and in plain torch, unpacking is not counted.
-Where no kernel runs, NVFP4 weights are dequantised in plain torch in each pass, which moves NVFP4_BYTES for each, before they are
-multiplied; a GPU does so with all experts, and multiplies each with every token. A CPU computes chosen experts alone, so it takes
-less.
+    product_s_g = W_g(T) / bytes_s + max(2 P_g T / full_flop_s, u_g max(N_g(T), P_g T / unpack_tokens) / unpack_s)
+
+full_flop_s is the rate of plain products with many tokens, u_g the time to unpack a weight relative to INT4
+(`WeightFormat.unpacking`). The cards of the table have an unpack_s (`rates.card_rates`); elsewhere, and in plain torch, unpacking
+is not counted. That many tokens are multiplied with dequantised INT4 and NVFP4 weights is not modelled.
+Where no kernel runs, each pass first dequantises NVFP4 weights in plain torch, which moves NVFP4_BYTES for each weight. A GPU
+does so with all experts, and multiplies each with every token. A CPU computes only the chosen experts: there the estimate is too
+high.
 R rows, C_l keys of a row that layer l reads, T = R * tokens_per_row, kv bytes of K/V a token and layer, A query heads * head_dim,
 L layers. C_l is the row's context; in a layer with a window it is min(context, window + tokens_per_row - 1). S bytes of the
 states of a row in all recurrent layers: a round reads and writes them once. In prefill these layers take the arithmetic of

@@ -54,13 +54,14 @@ class Rates:
         return min(self.bytes_s, dtype.itemsize * rate / (2 * tokens))
 
     def product_flop_s(self, tokens: float, *, fp8: bool) -> float:
-        """flop/s of products with this number of tokens; fp8: of W8A8 products, without the reading of weights."""
+        """flop/s of products with this number of tokens and plain weights, as measured; fp8: of the arithmetic of W8A8
+        products."""
         return self.fp8_speedup * self.full_flop_s if fp8 else self.flop_s(max(tokens, self.gemm[0][0]))
 
     @property
     def full_flop_s(self) -> float:
-        """flop/s of plain products with many tokens. That of few is bound by reading plain weights, which tells nothing about
-        other formats."""
+        """flop/s of plain products with many tokens. For packed and W8A8 weights it is that of any number of tokens: the rate
+        measured with few is bound by reading plain weights."""
         return self.gemm[-1][1]
 
     def flop_s(self, tokens: float) -> float:
@@ -96,10 +97,11 @@ def card_rates(known: KnownCard) -> Rates:
     """The measured rates of a card in bf16, or computed ones: a product takes the time of reading the weight once, plus that of
     its arithmetic.
 
-    Measured: one H200, Llama-3.1-8B shape, cuBLAS, 2026-11: 64 rows x 1, 2, 3, 4, 6, 8 tokens. fp8_speedup lies between what was
-    measured at 8,192 tokens and more: 1.5 for the dense products of Llama-8B, 0.9 to 1.0 for the experts of Qwen3-30B-A3B.
-    unpack_s is an estimate: 300 instructions of four warps for 128 x 128 weights (`kernels/gemm/four_bit_steps.py`).
-    One H100, the products of 16 layers of the same shape one after the other in a graph, cuBLAS, random numbers, 2026-11.
+    Rates of the H200: Llama-3.1-8B shape, cuBLAS, 64 rows x 1, 2, 3, 4, 6, 8 tokens, 2026-11. Rates of the H100: the products of
+    16 layers of that shape, one after the other in a CUDA graph, cuBLAS, random numbers, 2026-11; its overhead, fp8_speedup and
+    unpack_s are those of the H200. fp8_speedup lies between what was measured at 8,192 tokens and more: 1.5 for the dense
+    products of Llama-8B, 0.9 to 1.0 for the experts of Qwen3-30B-A3B. unpack_s is an estimate: 300 instructions of four warps
+    for 128 x 128 weights (`kernels/gemm/four_bit_steps.py`).
     """
     card = known.card
     if known.rates is not None:

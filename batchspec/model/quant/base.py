@@ -67,8 +67,10 @@ class WeightFormat(Protocol):
         """Bytes in memory of the weight [rows, k] of one expert of a grouped product, in a model that computes in `dtype`."""
 
     def unpacking(self, *, grouped: bool) -> float | None:
-        """How long kernels take to unpack a weight, of experts if `grouped`, where 1 is that of INT4; None: no kernel reads
-        packed weights."""
+        """How long kernels take to unpack a weight of this format, relative to INT4; None: no kernel unpacks it.
+
+        grouped  whether it is a weight of experts
+        """
 
     def matrix(self, weights: Weights, name: str) -> Tensor:
         """The weight [N, K] of the projection with this name, in any floating-point dtype."""

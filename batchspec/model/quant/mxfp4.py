@@ -39,7 +39,8 @@ from batchspec.model.quant.plain import Plain
 
 BLOCK = 32
 UNPACKING = 0.4
-"""Fitted to the experts' products of gpt-oss-20b and -120b with 16 to 256 tokens on an H200 (2026-11)."""
+"""Time to unpack a weight, relative to INT4. Fitted to the experts' products of gpt-oss-20b and -120b with 16 to 256 tokens on an
+H200 (2026-11)."""
 
 
 @dataclass(frozen=True, slots=True)
