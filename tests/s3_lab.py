@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import select
 import socket
@@ -100,6 +101,7 @@ def running_lab() -> Iterator[Lab]:
     from werkzeug.serving import make_server
 
     faults = Faults()
+    one_at_a_time = threading.Lock()  # moto looks for an object before it writes it: two writers could be told that they won
     inner = DomainDispatcherApplication(create_backend_app)
 
     def app(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
@@ -110,7 +112,10 @@ def running_lab() -> Iterator[Lab]:
         wrong = faults.before(environ)
         if wrong is None:
             started: list[Any] = []
-            done = list(inner(environ, lambda *values: started.extend(values)))
+            if length := environ.get("CONTENT_LENGTH"):  # read before: a client that hangs stops no other
+                environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(length)))
+            with one_at_a_time:
+                done = list(inner(environ, lambda *values: started.extend(values)))
             wrong = faults.after(environ)
             if wrong is None:
                 start(*started)
