@@ -132,21 +132,32 @@ def _products_s(
     for prefix, gemm in spec.gemms(correlation * tokens):
         count = outputs if prefix in late else tokens
         dequantised = gemm.stored if spec.dequantises(prefix, gemm) else 0
-        nbytes = min(1.0, count) * gemm.read * spec.gemm_bytes(prefix, gemm, dtype)
-        size, rounded = (dequantised or gemm.active) * gemm.size, _whole_tiles(rates, count)
+        nbytes, size = gemm.read * spec.gemm_bytes(prefix, gemm, dtype), (dequantised or gemm.active) * gemm.size
         unpacking = spec.unpacking(prefix, gemm)
         if unpacking is not None:
             unpacked = unpacking * gemm.size * max(gemm.read, gemm.active * count / rates.unpack_tokens)
-            total_s += nbytes / rates.bytes_s + max(2.0 * size * rounded / rates.full_flop_s, unpacked / rates.unpack_s)
+            total_s += _packed_s(rates, count, nbytes, size, unpacked)
         else:
-            flop_s = rates.product_flop_s(rounded, fp8=spec.multiplies_fp8(prefix, gemm))
-            total_s += max(nbytes / rates.weight_bytes_s(dtype), 2.0 * size * rounded / flop_s)
+            total_s += _product_s(rates, dtype, count, nbytes, size, fp8=spec.multiplies_fp8(prefix, gemm))
             total_s += dequantised * gemm.size * NVFP4_BYTES / rates.bytes_s
     size = spec.num_logits * spec.hidden_size
-    rounded = _whole_tiles(rates, outputs)
-    read_s = min(1.0, outputs) * size * dtype.itemsize / rates.weight_bytes_s(dtype)
-    total_s += max(read_s, 2.0 * size * rounded / rates.product_flop_s(rounded, fp8=False))
+    total_s += _product_s(rates, dtype, outputs, size * dtype.itemsize, size, fp8=False)
     return max(total_s, spec.num_layers * rates.layer_s) + _adapters_s(spec, rates, dtype, tokens)
+
+
+def _product_s(rates: Rates, dtype: torch.dtype, count: float, nbytes: float, size: float, *, fp8: bool) -> float:
+    """Seconds of a product of `count` tokens that reads while it multiplies each with `size` weights."""
+    rounded = _whole_tiles(rates, count)
+    return max(
+        min(1.0, count) * nbytes / rates.weight_bytes_s(dtype), 2.0 * size * rounded / rates.product_flop_s(rounded, fp8=fp8)
+    )
+
+
+def _packed_s(rates: Rates, count: float, nbytes: float, size: float, unpacked: float) -> float:
+    """Seconds of a product of `count` tokens that reads packed weights, then unpacks as many as `unpacked` of INT4 while it
+    multiplies each token with `size` weights."""
+    arithmetic_s = 2.0 * size * _whole_tiles(rates, count) / rates.full_flop_s
+    return min(1.0, count) * nbytes / rates.bytes_s + max(arithmetic_s, unpacked / rates.unpack_s)
 
 
 def _adapters_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float) -> float:
