@@ -178,13 +178,11 @@ def test_a_folder_of_more_than_a_page_is_listed_and_deleted_in_full(lab: Lab) ->
 def test_ages_are_by_the_stores_clock(lab: Lab) -> None:
     here = store(lab)
     here.put("old", b"")
-    time.sleep(1.1)  # the clock of such a store has seconds
+    time.sleep(3.1)  # the clock of such a store has seconds, and on a busy machine seconds pass between two answers
     here.put("new", b"")
-    began = time.monotonic()
     old, new, gone = here.ages_s(["old", "new", "gone"])
-    took_s = time.monotonic() - began  # on a busy machine seconds pass between two answers
     assert 1 <= old <= BOUND_S
-    assert 0 <= new < old + took_s
+    assert 0 <= new < old
     assert gone == float("inf")
     assert here.list("_batchspec/tmp") == []
 

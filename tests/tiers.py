@@ -46,16 +46,12 @@ def turn() -> int | None:
     return None if given is None else int(given)
 
 
-def is_halved(item: pytest.Item) -> bool:
-    marks = {mark.name for mark in item.iter_markers()}
-    return "second" in marks and not marks & {"smoke", "slow", "soak", "every_case"}
-
-
-def cases_of_other_turns(items: Iterable[pytest.Function], turn: int) -> set[str]:
-    """Node ids of the cases that this turn leaves out: every other one of each function that has several."""
+def cases_of_other_turns(collected: Iterable[Marks], turn: int) -> set[str]:
+    """The cases that this turn leaves out: every other one of each function of the second tier that has several."""
     cases = defaultdict(list)
-    for item in items:
-        cases[item.nodeid.partition("[")[0]].append(item.nodeid)
+    for marks in collected:
+        if "second" in marks.names and not marks.names & {"smoke", "slow", "soak", "every_case"}:
+            cases[marks.test.partition("[")[0]].append(marks.test)
     half = turn // TURNS_OF_A_HALF
     return {
         case for function, own in cases.items() for place, case in enumerate(own)

@@ -42,8 +42,12 @@ def load_position(
     position, first, own_key, own_value, own_gate, kept_key, kept_value, kept_gate, own_query, column, line,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, ACC: tl.constexpr,
 ):
-    """(k, q, v, g, beta) of a position. own_*: where position 0 would be among the row's tokens, of which those from `first` on
-    exist; kept_*: where its rings begin, which have no q."""
+    """Loads (k, q, v, g, beta) of one position of a row: those of the row's tokens from `first` on, which come with the launch,
+    or those before it, from the row's rings.
+
+    own_*   pointers to position 0 of the row's tokens, as if all of them came with the launch
+    kept_*  pointers to the row's rings, which hold no q
+    """
     own = position >= first
     place = tl.where(own, position, position % RING).to(tl.int64)
     key = tl.load(tl.where(own, own_key, kept_key) + place * (HK * DK) + column, mask=column < DK, other=0.0)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.architectures import CARDS, CHOICE, card_for, chosen, usage_of_bytes
+from tests.kernels.architectures import CARDS, CHOICE, ROTATION, card_for, chosen, usage_of_bytes
 from tests.kernels.compile_cases import (
     attention,
     distributed,
@@ -35,7 +35,7 @@ from tests.kernels.compile_cases import (
 )
 from tests.kernels.compile_cases.cases import Case
 from tests.kernels.unpacking import assert_unpacks_to_the_bit
-from tests.tiers import TURN
+from tests.tiers import TURN, TURNS_OF_A_HALF
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (attention, distributed, drafting, gated_delta, gemm, kv_cache, lora, moe, norm_rope, rounds, sampling, train, tree)
@@ -236,6 +236,7 @@ def test_only_kernels_that_a_card_refuses_are_left_out_for_it(architecture: int)
 
 
 def test_the_rotation_visits_every_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(ROTATION) == TURNS_OF_A_HALF
     monkeypatch.delenv(CHOICE, raising=False)
     seen = []
     for place in range(1000, 1010):
