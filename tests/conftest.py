@@ -39,11 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Before -m takes a tier's tests."""
-    config.stash[COLLECTED] = [marks_of(item) for item in items]
+    collected = [marks_of(item) for item in items]
+    config.stash[COLLECTED] = collected
     if "CI" not in os.environ:
         draw_fewer_examples({item.function for item in items if isinstance(item, pytest.Function)})
     if (now := turn()) is not None:
-        others = cases_of_other_turns(config.stash[COLLECTED], now)
+        others = cases_of_other_turns(collected, now)
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
         items[:] = [item for item in items if item.nodeid not in others]
 
