@@ -79,3 +79,7 @@ class ExpectedRows:
     """Mean predicted number of tokens of an output."""
     num_rows: int
     """Number of requests of the job."""
+
+    def rounds(self, num_slots: int) -> float:
+        """Number of rounds that decode the job without drafts: of full slots, in which each row emits one token a round."""
+        return self.num_rows * self.output_tokens / num_slots

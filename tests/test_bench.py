@@ -21,6 +21,7 @@ from batchspec.bench.engines import Bench, variant_specs
 from batchspec.bench.profile import read_trace
 from batchspec.bench.schemas import following, symbols_of
 from batchspec.bench.workloads import make_job, make_workload
+from batchspec.config.compose import compose
 from batchspec.draft import pard
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.prefill.graphs import PrefillGraphs
@@ -28,7 +29,9 @@ from batchspec.errors import ConfigError, InputError
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.lora_products import LoraStacks
 from batchspec.model.shapes import COMMON, SHAPES
+from batchspec.packed_batch import ExpectedRows
 from batchspec.packing.survey import Survey
+from batchspec.prepare import open_job, survey_first
 from batchspec.records import Completion, Request, RowError
 from batchspec.request_stream import RequestStream
 from tests.models import make_checkpoint, make_tokenizer
@@ -319,6 +322,32 @@ def test_an_engine_is_prepared_and_fed_as_in_a_job(shape: Path, tmp_path: Path, 
     outputs = seen.lengths("predicted_tokens").tolist()
     assert outputs == sorted(outputs, reverse=True), "surveyed in the order in which they are fed"
     assert max(taken) > 1
+
+
+@pytest.mark.parametrize(("eos", "tokens"), [(True, 100), (False, 200)])
+def test_an_engine_expects_as_many_rounds_as_in_a_job_of_the_same_rows(
+    eos: bool, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that EOS may end are predicted to reach half their limit of 200 tokens."""
+    make_tokenizer(tmp_path / "model")
+    make_checkpoint(tmp_path / "model", "llama", eos_token_id=2)
+    pl.DataFrame({"prompt": [f"{i} and {i + 1}?" for i in range(9)]}).write_parquet(tmp_path / "in.parquet")
+    words = [f"model.path={tmp_path}/model", f"input.path={tmp_path}/in.parquet", f"output.dir={tmp_path}/out", "draft=none"]
+    job = open_job(compose([*words, "device=cpu", "decode.max_new_tokens=200", f"decode.ignore_eos={not eos}"]))
+    of_job = survey_first(job).expected_rows(job.source.num_rows, window_rows=9)
+
+    prepared: list[ExpectedRows | None] = []
+    monkeypatch.setattr(
+        "batchspec.bench.variants.prepare_engine",
+        lambda engine, mode, survey, num_rows, window_rows: prepared.append(survey.expected_rows(num_rows, window_rows)),
+    )
+    real = ["--model", str(tmp_path / "model"), "--input", str(tmp_path / "in.parquet"), *(["--eos"] if eos else [])]
+    sizes = ["--batch", "4", "--gen", "200", "--dtype", "float32", "--device", "cpu"]
+    assert bench.main([str(tmp_path / "o"), "o", *real, "--draft", "none", *sizes]) == 0
+    (of_bench,) = prepared
+    assert of_job is not None
+    assert of_bench is not None
+    assert of_bench.rounds(4) == of_job.rounds(4) == 9 * tokens / 4
 
 
 def test_a_model_runs_to_the_cap_or_to_its_own_ends_over_prompts_as_chats(tmp_path: Path) -> None:

@@ -120,12 +120,15 @@ def test_a_short_job_captures_none(num_rows: int | None, wanted: bool) -> None:
     assert (one._executor.round.chances is not None) == wanted
 
 
-def test_rows_that_may_come_more_than_once_are_no_short_job() -> None:
+@pytest.mark.parametrize("most_rounds", [None, 10**6])
+def test_a_job_is_as_short_if_its_last_rows_may_take_any_number_of_rounds(most_rounds: int | None) -> None:
+    """So is a benchmark of its rows, which runs them several times."""
     batch = packed(64, row_buckets=(64,), draft_len=3)
-    one: Any = planner(batch, 3, draft_lens=candidates(3), base=by_positions, row_lengths=True)
+    one: Any = planner(batch, 3, draft_lens=candidates(3), base=lambda shape: by_positions(shape) / 1000, row_lengths=True)
     one._executor.prepare_passes = lambda *_, **__: 0
-    one.prepare(MODE, expected=ExpectedRows(prompt_lens=np.ones(1, np.int32), common_tokens=0, output_tokens=1.0, num_rows=64))
-    assert parts(one) == {64: 4}
+    rows = ExpectedRows(prompt_lens=np.ones(1, np.int32), common_tokens=0, output_tokens=100.0, num_rows=64)
+    one.prepare(MODE, most_rounds=most_rounds, expected=rows)
+    assert parts(one) == {}
 
 
 def test_rounds_of_a_second_sampling_mode_are_not_decided_about_again() -> None:

@@ -145,7 +145,7 @@ def _real(args: argparse.Namespace, device: torch.device, group: Group | None) -
             if fits and (kind_of is None or kind_of[entry.row_index - shard.first_row] in kinds):
                 assert isinstance(entry, Request)
                 request = _request(len(found), entry.prompt_ids, args.gen, row=len(found))
-                found.append(replace(request, stop_ids=entry.stop_ids) if args.eos else request)
+                found.append(job.admission.predicted(replace(request, stop_ids=entry.stop_ids)) if args.eos else request)
     if not found:
         raise ConfigError(f"--input {args.input} --kind {args.kind}: no prompt is left; check the kind column")
     target = _load(args, job.folder, job.spec, job.dtype, device, group)

@@ -96,8 +96,8 @@ class RoundPlanner:
         most_rounds  after the job's last row began, its rows end within this many rounds; None: unknown, the rows may come more
                      than once. Row buckets smaller than all slots serve only these rounds: they are left out if preparing them
                      takes longer than they would save
-        expected     also capture the prefill passes that these rows will most likely need (`PrefillGraphs.prepare`); if the
-                     job has few rounds, none that verify a part of their drafts (`PartialRounds`)
+        expected     also capture the prefill passes that these rows will most likely need (`PrefillGraphs.prepare`); if they
+                     have few rounds, none that verify a part of their drafts (`PartialRounds`)
         Returns the cost of prefill passes in seconds; None if rounds are not CUDA graphs (CPU, float64): then nothing is timed.
         """
         batch, graphs, shapes = self._batch, self._executor.graphs, self._shapes(mode)
@@ -111,9 +111,7 @@ class RoundPlanner:
         cost = self._executor.rehearse(mode)
         rehearsed = time.perf_counter()
         if partial is not None:
-            num_rounds = None
-            if expected is not None and most_rounds is not None:
-                num_rounds = expected.num_rows * expected.output_tokens / batch.num_slots
+            num_rounds = None if expected is None else expected.rounds(batch.num_slots)
             partial.decide(plain, batch.row_buckets, num_rounds=num_rounds)
         graphs.prepare(shape for shape in variants if shape.num_rows == batch.num_slots)
         if most_rounds is not None and self._ends_before_smaller_rounds_pay(most_rounds, shapes):
