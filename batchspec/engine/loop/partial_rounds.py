@@ -66,10 +66,8 @@ class PartialRounds:
         """
         shapes = self.shapes(plain, row_buckets)
         for num_rows in dict.fromkeys(shape.num_rows for shape in shapes):
-            if self._measures:
-                whole_s, part_s = self._time_probes(plain, num_rows)
-                if part_s > PART_WORTH * whole_s:
-                    return
+            if self._measures and not self._saved_s(plain, num_rows):
+                return
             own = [shape for shape in shapes if shape.num_rows == num_rows]
             self._executor.graphs.prepare([*own, *(replace(shape, shared=True) for shape in own if shared)])
             with self._timer.as_live_rows():
@@ -79,10 +77,9 @@ class PartialRounds:
     def _pays(self, shapes: Sequence[RoundShape], plain: RoundShape, num_rounds: float | None) -> bool:
         graphs = self._executor.graphs
         spent_s = graphs.capture_s
-        whole_s, part_s = self._time_probes(plain, plain.num_rows)
+        saved_s = self._saved_s(plain, plain.num_rows)
         prepare_s = (graphs.capture_s - spent_s) * len(shapes)  # two were captured; warm-up rounds take as long again
-        gained_s = LIKELY_GAIN * (whole_s - part_s)
-        if part_s <= PART_WORTH * whole_s and (num_rounds is None or gained_s * num_rounds > prepare_s):
+        if saved_s and (num_rounds is None or LIKELY_GAIN * saved_s * num_rounds > prepare_s):
             return True
         graphs.forget(self._probes(plain, plain.num_rows))
         return False
@@ -92,13 +89,13 @@ class PartialRounds:
         width = max(self._lengths.partial, key=lambda width: width.draft_len - width.verified)
         return self._shape(plain, num_rows, RoundWidth(width.draft_len)), self._shape(plain, num_rows, width)
 
-    def _time_probes(self, plain: RoundShape, num_rows: int) -> tuple[float, float]:
-        """Seconds of each of `_probes`."""
+    def _saved_s(self, plain: RoundShape, num_rows: int) -> float:
+        """Seconds by which the probe that verifies a part is shorter than the other; 0 if it would never be chosen."""
         probes = self._probes(plain, num_rows)
         self._executor.graphs.prepare(probes)
         with self._timer.as_live_rows():
             whole_s, part_s = (self._timer.time(shape) for shape in probes)
-        return whole_s, part_s
+        return whole_s - part_s if part_s <= PART_WORTH * whole_s else 0.0
 
     def _shape(self, plain: RoundShape, num_rows: int, width: RoundWidth) -> RoundShape:
         return replace(plain, num_rows=num_rows, draft_len=width.draft_len, mean_len=width.mean_len)
