@@ -52,10 +52,10 @@ def allocate_at_random(chances: DraftChances, noise: random.Random) -> None:
     """From now on rounds with fewer places than drafts give rows a random number of them, in a random order of rows."""
     allocate = chances.allocate
 
-    def drawn(live: Tensor, draft_len: Tensor, *, width: int, num_positions: int) -> Tensor:
+    def drawn(live: Tensor, draft_len: Tensor, *, width: int, num_positions: int | None) -> Tensor:
         offered = draft_len.tolist()
         levels = allocate(live, draft_len, width=width, num_positions=num_positions)
-        if num_positions < len(live) * (width + 1):
+        if num_positions is not None and num_positions < len(live) * (width + 1):
             taken, left = [0] * len(offered), num_positions - int((live != 0).sum())
             for row in noise.sample(range(len(offered)), len(offered)):
                 taken[row] = noise.randint(0, min(left, offered[row]))

@@ -224,7 +224,7 @@ def follow(one: Round, rows: DeviceBatch, rule: Rule) -> None:
     allocate = chances.allocate
     assert isinstance(drafter, Prophet)
 
-    def ruled(live: Tensor, draft_len: Tensor, *, width: int, num_positions: int) -> Tensor:
+    def ruled(live: Tensor, draft_len: Tensor, *, width: int, num_positions: int | None) -> Tensor:
         levels = allocate(live, draft_len, width=width, num_positions=num_positions)
         known = Known(rows, one.inputs.ids(len(live), width)[:, 1:], drafter.choices(rows, width + 1), one)
         draft_len.copy_(torch.minimum(draft_len, rule(known)))

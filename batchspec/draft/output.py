@@ -61,12 +61,12 @@ class DraftOutput:
         elif self._ranks is not None:
             own = self._own_logits(normed, self._matrix)
             self._store(greedy_of_ranks(own, self._part.start, self._ranks, out_confidence=out_confidence), out_ids)
-        elif out_confidence is not None:
-            argmax(self.logits(normed), out_ids=out_ids, map_ids=self.map_ids, out_confidence=out_confidence)
         elif (tile := self._fused_tile(normed)) is not None:
-            lm_head(normed, self._matrix, out_ids=out_ids, map_ids=self.map_ids, tile=tile)
+            lm_head(
+                normed, self._matrix, out_ids=out_ids, map_ids=self.map_ids, out_confidence=out_confidence, tile=tile
+            )
         else:
-            argmax(self.logits(normed), out_ids=out_ids, map_ids=self.map_ids)
+            argmax(self.logits(normed), out_ids=out_ids, map_ids=self.map_ids, out_confidence=out_confidence)
 
     def branches(self, normed: Tensor, count: int, draws: Draws | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """normed [N, H] after the final norm -> the most probable draft tokens of each, in descending order.

@@ -29,9 +29,10 @@ class OutputHead(Protocol):
         """[N, V], which nothing else holds"""
 
     def greedy(
-        self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool, allowed: Allowed | None = None
+        self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool, allowed: Allowed | None = None,
+        out_confidence: Tensor | None = None,
     ) -> None:
-        """out_ids int32 [N]: the token of each row's largest logit, as the kernel `argmax`.
+        """out_ids int32 [N]: the token of each row's largest logit, and out_confidence, as the kernel `argmax`.
 
         allowed  only where `masks_in_product`
         """
@@ -63,10 +64,12 @@ class WrittenLogits(ABC):
         """[N, V]"""
 
     def greedy(
-        self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool, allowed: Allowed | None = None
+        self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool, allowed: Allowed | None = None,
+        out_confidence: Tensor | None = None,
     ) -> None:
         assert allowed is None
-        argmax(self.logits(hidden), out_ids=out_ids, vocab=vocab, flag_nonfinite=flag_nonfinite)
+        logits = self.logits(hidden)
+        argmax(logits, out_ids=out_ids, vocab=vocab, flag_nonfinite=flag_nonfinite, out_confidence=out_confidence)
 
     def masks_in_product(self, hidden: Tensor) -> bool:
         return False
@@ -115,16 +118,20 @@ class NarrowHead(WrittenLogits):
         return torch.mm(hidden, self._weight.t(), out_dtype=torch.float32)
 
     def greedy(
-        self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool, allowed: Allowed | None = None
+        self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool, allowed: Allowed | None = None,
+        out_confidence: Tensor | None = None,
     ) -> None:
         tile = self._tile(hidden)
         if tile is None:
-            super().greedy(hidden, out_ids=out_ids, vocab=vocab, flag_nonfinite=flag_nonfinite, allowed=allowed)
+            super().greedy(
+                hidden, out_ids=out_ids, vocab=vocab, flag_nonfinite=flag_nonfinite, allowed=allowed,
+                out_confidence=out_confidence,
+            )
             return
         masks, mask_rows = allowed or (None, None)
         lm_head(
             hidden, self._weight, out_ids=out_ids, tile=tile, vocab=vocab, flag_nonfinite=flag_nonfinite, masks=masks,
-            mask_rows=mask_rows,
+            mask_rows=mask_rows, out_confidence=out_confidence,
         )
 
     def rows(self, ids: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.kernels.sampling.argmax import argmax
 from batchspec.model.decoder import LayerWeights, ResidualStream
 from batchspec.model.kv_scales import scales_of_part
 from batchspec.model.lora import Adapter, adapted
@@ -272,7 +271,7 @@ class Target:
         out_confidence: Tensor | None = None,
     ) -> Tensor:
         """int32 [N]: the token of each row's largest logit, the lowest id among equals. On a GPU the logits are not written,
-        unless they are capped or a confidence is asked for.
+        unless they are capped.
 
         vocab           choose among the first `vocab` tokens; None: among all
         flag_nonfinite  NO_TOKEN if the logits hold NaN or +inf, or no finite value; otherwise NaN counts as -inf
@@ -285,11 +284,9 @@ class Target:
                 out_confidence=out_confidence,
             )
         out = torch.empty(hidden.shape[0], dtype=torch.int32, device=hidden.device)
-        if out_confidence is None:
-            self._head.greedy(hidden, out_ids=out, vocab=vocab, flag_nonfinite=flag_nonfinite, allowed=allowed)
-        else:
-            logits = self.logits(hidden)
-            argmax(logits, out_ids=out, vocab=vocab, flag_nonfinite=flag_nonfinite, out_confidence=out_confidence)
+        self._head.greedy(
+            hidden, out_ids=out, vocab=vocab, flag_nonfinite=flag_nonfinite, allowed=allowed, out_confidence=out_confidence
+        )
         return out
 
     @torch.no_grad()  # not in inference mode: training multiplies by them

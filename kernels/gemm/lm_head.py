@@ -7,6 +7,7 @@ id is always below `vocab`; with `flag_nonfinite` NaN, +inf or no finite logit g
 With `masks` a row chooses among the tokens that its mask allows, as if the others' logits were -inf: 32 tokens a word, read after
 the product, one load for 32 columns. A load for each element took 128 of them a thread and spilled registers: 67 of 98 us at T =
 256, V = 49152, H = 576 on an H200.
+With `out_confidence` each tile also sums exp(logit - its largest logit) for each row, and the second kernel joins these sums.
 Bound by the product. It saves 2 * 4 * T * V bytes of memory traffic, 0.25 ms at T = 1024, V = 128256 on an H200.
 """
 
@@ -23,7 +24,7 @@ from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.gemm.operands import DTYPES, operands, read_block
 from batchspec.kernels.gemm.tiles import Tile
-from batchspec.kernels.sampling.argmax import argmax
+from batchspec.kernels.sampling.argmax import argmax, confidence_bin
 
 TILE = Tile(128, 128, 64, 3, 4, True)
 BLOCK = 1024
@@ -31,7 +32,7 @@ BLOCK = 1024
 
 @triton.jit(do_not_specialize=["num_tokens", "vocab"])
 def lm_head_kernel(
-    x, w, masks, mask_rows, top, top_ids, num_tokens, width, vocab, num_parts, k, stride_x, stride_w, mask_stride,
+    x, w, masks, mask_rows, top, top_ids, totals, num_tokens, width, vocab, num_parts, k, stride_x, stride_w, mask_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr, TMA: tl.constexpr,
     EVEN_K: tl.constexpr, FLAG: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -65,21 +66,31 @@ def lm_head_kernel(
     places = rows.to(tl.int64) * num_parts + part
     tl.store(top + places, best, mask=rows < num_tokens)
     tl.store(top_ids + places, winner, mask=rows < num_tokens)
+    if totals is not None:
+        above = tl.where(best > float("-inf"), best, 0)  # of a tile without a choice every term is exp(-inf)
+        tl.store(totals + places, tl.sum(tl.exp(acc - above[:, None]), 1), mask=rows < num_tokens)
 
 
 @triton.jit
 def first_top_kernel(
-    top, top_ids, map_ids, out_ids, out_stride, num_parts, FLAG: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    top, top_ids, totals, map_ids, out_ids, out_confidence, out_stride, confidence_stride, num_parts,
+    FLAG: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_ids = tl.zeros([BLOCK], tl.int32)
+    total = tl.zeros([BLOCK], tl.float32)
     await_earlier(PDL)
     for first in range(0, num_parts, BLOCK):
         exists = first + lanes < num_parts
         x = tl.load(top + row * num_parts + first + lanes, mask=exists, other=float("-inf"))
         ids = tl.load(top_ids + row * num_parts + first + lanes, mask=exists, other=0)
+        if totals is not None:
+            part = tl.load(totals + row * num_parts + first + lanes, mask=exists, other=0)
+            above = tl.maximum(best, x)
+            total = tl.where(best > float("-inf"), total * tl.exp(best - above), 0)
+            total += tl.where(x > float("-inf"), part * tl.exp(x - above), 0)
         better = x > best  # false for a tie: the lane keeps its lowest id
         best = tl.where(better, x, best)
         best_ids = tl.where(better, ids, best_ids)
@@ -90,12 +101,15 @@ def first_top_kernel(
     if map_ids is not None:
         winner = tl.load(map_ids + winner)
     tl.store(out_ids + row * out_stride, winner.to(tl.int32))
+    if totals is not None:
+        sums = tl.sum(tl.where(best > float("-inf"), total * tl.exp(best - largest), 0), 0)
+        tl.store(out_confidence + row * confidence_stride, confidence_bin(largest, sums))
 
 
 def lm_head(
     hidden: Tensor, weight: Tensor, *, out_ids: Tensor, vocab: int | None = None, map_ids: Tensor | None = None,
-    flag_nonfinite: bool = False, masks: Tensor | None = None, mask_rows: Tensor | None = None, tile: Tile = TILE,
-    interpret: bool = False, compile_only: bool = False,
+    flag_nonfinite: bool = False, masks: Tensor | None = None, mask_rows: Tensor | None = None,
+    out_confidence: Tensor | None = None, tile: Tile = TILE, interpret: bool = False, compile_only: bool = False,
 ) -> None:
     """Write the token of the largest logit of every row.
 
@@ -107,6 +121,7 @@ def lm_head(
     flag_nonfinite  NO_TOKEN for a row with NaN, +inf or no finite logit among the valid columns; not with map_ids
     masks    int32 [M, W]  bit v % 32 of word v // 32: token v is allowed; None: all are
     mask_rows  int32 [T]   the row of masks of each row of hidden, -1: all tokens are allowed
+    out_confidence  int32 [T] of any stride, or None: how sure each choice is among the allowed tokens, as `argmax` writes it
     tile     how the work is split, with split=1 and per_sm=0
 
     `compile_only` compiles without a launch. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or
@@ -117,6 +132,8 @@ def lm_head(
     check("lm_head: hidden", hidden, (num_tokens, k), *DTYPES, rows=True)
     check("lm_head: weight", weight, (width, k), hidden.dtype)
     check("lm_head: out_ids", out_ids, (num_tokens,), torch.int32, strided=True)
+    if out_confidence is not None:
+        check("lm_head: out_confidence", out_confidence, (num_tokens,), torch.int32, strided=True)
     if map_ids is not None:
         check("lm_head: map_ids", map_ids, (width,), torch.int32, torch.int64)
         if flag_nonfinite:
@@ -135,17 +152,18 @@ def lm_head(
     if not (hidden.is_cuda or interpret):
         lm_head_reference(
             hidden, weight, out_ids=out_ids, vocab=vocab, map_ids=map_ids, flag_nonfinite=flag_nonfinite, masks=masks,
-            mask_rows=mask_rows,
+            mask_rows=mask_rows, out_confidence=out_confidence,
         )
     elif num_tokens:
         num_parts = triton.cdiv(vocab, tile.block_n)
         top = hidden.new_empty(num_tokens, num_parts, dtype=torch.float32)
         top_ids = hidden.new_empty(num_tokens, num_parts, dtype=torch.int32)
+        totals = None if out_confidence is None else torch.empty_like(top)
         grid = (triton.cdiv(num_tokens, tile.block_m) * num_parts,)
         *matrices, tma = operands(hidden, weight, tile)
         start = partial(lm_head_kernel.warmup, grid=grid) if compile_only else lm_head_kernel[grid]
         start(
-            *matrices, masks, mask_rows, top, top_ids, num_tokens, width, vocab, num_parts, k, hidden.stride(0), k,
+            *matrices, masks, mask_rows, top, top_ids, totals, num_tokens, width, vocab, num_parts, k, hidden.stride(0), k,
             0 if masks is None else masks.stride(0),
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, WORDS=max(1, tile.block_n // 32), TMA=tma,
             EVEN_K=k % tile.block_k == 0, FLAG=flag_nonfinite, INTERPRETED=not hidden.is_cuda, num_warps=tile.warps,
@@ -154,14 +172,16 @@ def lm_head(
         )
         if not compile_only:
             first_top_kernel[(num_tokens,)](
-                top, top_ids, map_ids, out_ids, out_ids.stride(0), num_parts, FLAG=flag_nonfinite, BLOCK=BLOCK, num_warps=4,
-                **launch_args(hidden),
+                top, top_ids, totals, map_ids, out_ids, out_confidence, out_ids.stride(0),
+                0 if out_confidence is None else out_confidence.stride(0), num_parts, FLAG=flag_nonfinite, BLOCK=BLOCK,
+                num_warps=4, **launch_args(hidden),
             )
 
 
 def lm_head_reference(
     hidden: Tensor, weight: Tensor, *, out_ids: Tensor, vocab: int | None = None, map_ids: Tensor | None = None,
     flag_nonfinite: bool = False, masks: Tensor | None = None, mask_rows: Tensor | None = None,
+    out_confidence: Tensor | None = None,
 ) -> None:
     """The same with stored logits; on a GPU by cuBLAS and the argmax kernel."""
     if hidden.is_cuda and hidden.dtype is torch.bfloat16:
@@ -173,4 +193,6 @@ def lm_head_reference(
         words = masks[mask_rows.clamp(min=0).long()][:, ids >> 5]
         forbidden = ((words >> (ids & 31).int()) & 1 == 0) & (mask_rows >= 0)[:, None]
         logits = logits.masked_fill(forbidden, float("-inf"))
-    argmax(logits, out_ids=out_ids, vocab=vocab, map_ids=map_ids, flag_nonfinite=flag_nonfinite)
+    argmax(
+        logits, out_ids=out_ids, vocab=vocab, map_ids=map_ids, flag_nonfinite=flag_nonfinite, out_confidence=out_confidence
+    )

@@ -38,6 +38,15 @@ NO_TOKEN = -1
 
 
 @triton.jit
+def confidence_bin(largest, total):
+    """The bin of a choice, from its logit and the sum of exp(logit - largest logit)."""
+    others = total - 1
+    odds = tl.where(others > 0, -tl.log(tl.maximum(others, 1e-9)), 32.0)
+    step = tl.minimum(tl.maximum(tl.floor(4 * (odds + 3)), 0), 31).to(tl.int32)
+    return tl.where(tl.abs(largest) < float("inf"), step, 0)
+
+
+@triton.jit
 def argmax_kernel(
     logits, map_ids, out_ids, out_top, out_total, out_confidence, stride_row, out_stride, confidence_stride, vocab,
     FLAG: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -73,10 +82,8 @@ def argmax_kernel(
     if out_total is not None:
         tl.store(out_total + row, tl.sum(tl.where(best > float("-inf"), total * tl.exp(best - top), 0), 0))
     if out_confidence is not None:
-        others = tl.sum(tl.where(best > float("-inf"), total * tl.exp(best - top), 0), 0) - 1
-        odds = tl.where(others > 0, -tl.log(tl.maximum(others, 1e-9)), 32.0)
-        step = tl.minimum(tl.maximum(tl.floor(4 * (odds + 3)), 0), 31).to(tl.int32)
-        tl.store(out_confidence + row * confidence_stride, tl.where(tl.abs(top) < float("inf"), step, 0))
+        sums = tl.sum(tl.where(best > float("-inf"), total * tl.exp(best - top), 0), 0)
+        tl.store(out_confidence + row * confidence_stride, confidence_bin(top, sums))
 
 
 def argmax(

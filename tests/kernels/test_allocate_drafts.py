@@ -15,7 +15,7 @@ BINS = 8
 
 
 def allocated(
-    confidence: list[list[int]], costs: list[list[int]], lengths: list[int], live: list[int], num_places: int,
+    confidence: list[list[int]], costs: list[list[int]], lengths: list[int], live: list[int], num_places: int | None,
     device: torch.device, interpret: bool,
 ) -> tuple[list[int], Tensor]:
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
@@ -78,6 +78,9 @@ def test_no_draft_that_is_left_out_survives_more_likely_than_one_that_is_taken(
             if j < len(line):
                 expected[line[j]] += 1
         assert counts[j].tolist() == expected
+    kept, counts_of_all = allocated(confidence, costs, lengths, live, None, device, interpret)
+    assert kept == lengths, "with places for all drafts they are only counted"
+    assert counts_of_all.equal(counts)
 
 
 @settings(deadline=None, max_examples=20)

@@ -14,7 +14,7 @@ from torch import Tensor
 from batchspec.kernels.gemm import lm_head as lm_head_module
 from batchspec.kernels.gemm.lm_head import BLOCK, lm_head, lm_head_reference
 from batchspec.kernels.gemm.tiles import Tile
-from batchspec.kernels.sampling.argmax import NO_TOKEN
+from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
 
 POISON = -7
 INF, NAN = float("inf"), float("nan")
@@ -216,3 +216,40 @@ def test_what_a_mask_forbids_may_be_nan(interpret: bool, device: torch.device) -
         choose(torch.ones(5, 1, device=device), weight, interpret, masks=bits_of(allowed))
     with pytest.raises(ValueError, match="32 bits, and there are 40 tokens"):
         choose(torch.ones(5, 1, device=device), torch.ones(40, 1, device=device), interpret, **masks)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("tokens", "width", "vocab"), [(1, 5, 5), (21, 130, 127), (40, 77, 77)])
+def test_confidence_is_that_of_the_argmax_of_the_same_logits(
+    tokens: int, width: int, vocab: int, masked: bool, interpret: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of tiles are joined across blocks of the second kernel, and masked or missing tokens count nothing."""
+    monkeypatch.setattr(lm_head_module, "BLOCK", 4)
+    noise = torch.Generator().manual_seed(tokens)
+    rows = 4 * torch.randn(tokens, width, generator=noise)
+    rows[0, vocab // 2] = 30  # all but certain
+    allowed = torch.rand(tokens, vocab, generator=noise) < 0.3
+    allowed[:, vocab - 1] = True
+    allowed[tokens // 2] = False
+    hidden, weight = selector(rows.tolist(), device)
+    masks, mask_rows = bits_of(allowed.to(device)), torch.arange(tokens, dtype=torch.int32, device=device)
+    given: dict[str, Any] = {"masks": masks, "mask_rows": mask_rows} if masked else {}
+    found, wanted, ids = torch.full((3, tokens, 2), POISON, dtype=torch.int32, device=device).unbind()
+    lm_head(hidden, weight, out_ids=ids[:, 0], vocab=vocab, out_confidence=found[:, 1], tile=TILE, interpret=interpret, **given)
+    logits = rows[:, :vocab].masked_fill(~allowed, -INF) if masked else rows[:, :vocab]
+    argmax(logits.to(device), out_ids=ids[:, 1], out_confidence=wanted[:, 1])
+    assert ids[:, 0].equal(ids[:, 1])
+    assert (found - wanted).abs().max() <= 1, "a sum in another order may fall on the other side of a border"
+    assert (found == wanted).float().mean() > 0.95
+    assert found[:, 0].eq(POISON).all()
+    if masked:
+        assert found[tokens // 2, 1] == 0, "no token is allowed"
+
+
+def test_a_choice_that_is_not_finite_has_no_confidence(interpret: bool, device: torch.device) -> None:
+    weight = torch.tensor([[1.0], [NAN], [-INF], [2.0]], device=device)
+    hidden = torch.tensor([[1.0], [NAN], [INF]], device=device)
+    found, ids = torch.full((2, 3), POISON, dtype=torch.int32, device=device).unbind()
+    lm_head(hidden, weight, out_ids=ids, out_confidence=found, tile=TILE, interpret=interpret)
+    assert found.tolist() == [16, 0, 0]  # ln of the odds of e^2 against e^1 is 1
+    assert ids.tolist() == [3, 0, 0]

@@ -49,9 +49,9 @@ class DraftChances:
         """int32 [slots, P] confidence in each draft of the present round."""
         drafter.confidence = self.confidence
 
-    def allocate(self, live: Tensor, draft_len: Tensor, *, width: int, num_positions: int) -> Tensor:
+    def allocate(self, live: Tensor, draft_len: Tensor, *, width: int, num_positions: int | None) -> Tensor:
         """Cut draft_len int32 [R] of rows with up to `width` drafts so that all live rows have `num_positions` positions, one
-        of each for its newest token.
+        of each for its newest token. None: all drafts are verified, and only counted here.
 
         Returns int32 [K, LEVELS]: how many drafts there were, by position and level of survival, whether verified or not.
         """

@@ -168,8 +168,7 @@ class Round:
         else:
             inputs.limit_lengths(rows, draft_len)
         if self.chances is not None and draft_len:
-            most = num_positions or len(lengths) * (draft_len + 1)
-            levels = self.chances.allocate(rows.live, lengths, width=draft_len, num_positions=most)
+            levels = self.chances.allocate(rows.live, lengths, width=draft_len, num_positions=num_positions)
         return inputs.ragged(rows, draft_len, num_positions) if batch is None else batch, levels
 
     @contextmanager

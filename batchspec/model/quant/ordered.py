@@ -66,14 +66,14 @@ class OrderedHead:
 
     def greedy(
         self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool,
-        allowed: tuple[Tensor, Tensor] | None = None,
+        allowed: tuple[Tensor, Tensor] | None = None, out_confidence: Tensor | None = None,
     ) -> None:
         """The tokens int32 [N] of the largest of these logits, as the kernel `lm_head` finds them. Masks are not supported."""
         assert allowed is None
         tile = ordered_head_tile(hidden.shape[0], self._rows, self._k, hidden.device)
         lm_head(
             hidden, self.weight, out_ids=out_ids, tile=tile, vocab=vocab, flag_nonfinite=flag_nonfinite,
-            interpret=not hidden.is_cuda,
+            out_confidence=out_confidence, interpret=not hidden.is_cuda,
         )
 
     def rows(self, ids: Tensor) -> Tensor:

@@ -38,14 +38,15 @@ for _out, _tma, _m, _n, _warps, _segments, _split, _gated in (
          GATED=_gated, INTERPRETED=False)
 for _dtype, _tma in (("bf16", True), ("bf16", False), ("fp32", False)):
     _x = f"tensordesc<{_dtype}[64, 64]>" if _tma else f"*{_dtype}"
-    for _masks in (None, PI32):
-        case(f"lm_head_kernel {_dtype}, TMA {_tma}, masks {_masks}", "lm_head", 4, x=_x, w=_x, masks=_masks, mask_rows=_masks,
-             top=PF32, top_ids=PI32, num_tokens=I32, width=I32, vocab=I32, num_parts=I32, k=I32, stride_x=I32, stride_w=I32,
-             mask_stride=I32, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, WORDS=2, TMA=_tma, EVEN_K=True, FLAG=True,
-             INTERPRETED=False)
-for _map in (None, PI32, PI64):
-    case(f"first_top_kernel map {_map}", "lm_head", 4, top=PF32, top_ids=PI32, map_ids=_map, out_ids=PI32, out_stride=I32,
-         num_parts=I32, FLAG=_map is None, BLOCK=1024)
+    for _masks, _totals in ((None, None), (PI32, None), (None, PF32)):
+        case(f"lm_head_kernel {_dtype}, TMA {_tma}, masks {_masks}, totals {_totals}", "lm_head", 4, x=_x, w=_x, masks=_masks,
+             mask_rows=_masks, top=PF32, top_ids=PI32, totals=_totals, num_tokens=I32, width=I32, vocab=I32, num_parts=I32,
+             k=I32, stride_x=I32, stride_w=I32, mask_stride=I32, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64,
+             WORDS=2, TMA=_tma, EVEN_K=True, FLAG=True, INTERPRETED=False)
+for _map, _totals in ((None, None), (PI32, None), (PI64, None), (None, PF32), (PI32, PF32)):
+    case(f"first_top_kernel map {_map}, totals {_totals}", "lm_head", 4, top=PF32, top_ids=PI32, totals=_totals, map_ids=_map,
+         out_ids=PI32, out_confidence=_totals and PI32, out_stride=I32, confidence_stride=I32, num_parts=I32,
+         FLAG=_map is None, BLOCK=1024)
 for _gated, _one, _scale in ((False, False, None), (True, True, None), (False, True, "fp32")):
     case(f"quantise_tokens_kernel gated {_gated}, whole {_one}, given {_scale}", "fp8_tokens", 8, x="*bf16", out="*fp8e4nv",
          out_scales=PF32, given=_scale, num_rows=I32, stride=I32, k=I32, GATED=_gated, GELU=0.0, WHOLE=_one, GROUP=128,
@@ -111,7 +112,7 @@ CASES.seldom |= {
     "four_bit_linear_kernel 16 tokens x 256, 8 warps, TMA False, gated False, groups of 128",
     "four_bit_linear_kernel 128 tokens x 256, 8 warps, TMA True, gated False, groups of 128",
     "four_bit_dequantise_kernel groups of 64",
-    "first_top_kernel map *i32",
+    "first_top_kernel map *i32, totals None",
     "linear_kernel linear bf16, TMA True, split False",
     "linear_kernel linear bf16, TMA True, split True",
     "linear_kernel linear bf16, TMA False, split True",

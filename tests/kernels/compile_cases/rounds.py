@@ -40,10 +40,10 @@ for _rows in (64, 512):
          draft_ids=PI32, draft_len=PI32, page_table=PI32, out_ids=PI32, out_row_ids=PI32, out_positions=PI64,
          out_slot_mapping=PI64, out_cu_seqlens_q=PI32, out_kv_len=PI32, token_stride=I32, draft_stride=I32, num_rows=I32,
          num_flat_tokens=I32, max_pages=I32, PAGE_SIZE=16, ROWS=_rows, BLOCK=128)
-for _k, _rows, _bins in ((4, 256, 32), (64, 1024, 64)):
-    case(f"allocate_drafts_kernel K={_k}, {_rows} rows", "allocate_drafts", min(16, _rows // 64), confidence=PI32, costs=PI32,
-         live=PI32, draft_len=PI32, out_counts=PI32, num_places=I32, num_rows=I32, confidence_stride=I32, K=_k, BINS=_bins,
-         ROWS=_rows, LEVELS=256)
+for _k, _rows, _bins, _cut in ((4, 256, 32, True), (4, 256, 32, False), (64, 1024, 64, True)):
+    case(f"allocate_drafts_kernel K={_k}, {_rows} rows, cut {_cut}", "allocate_drafts", min(16, _rows // 64),
+         confidence=PI32, costs=PI32, live=PI32, draft_len=PI32, out_counts=PI32, num_places=I32, num_rows=I32,
+         confidence_stride=I32, CUT=_cut, K=_k, BINS=_bins, ROWS=_rows, LEVELS=256)
 for _bins in (32, 64):
     case(f"learn_acceptance_kernel {_bins} bins", "learn_acceptance", 4, confidence=PI32, log=PI32, prior=PF32, tried=PF32,
          accepted=PF32, costs=PI32, totals="*fp64", num_rows=I32, num_cells=I32, confidence_stride=I32, log_stride=I32,
