@@ -29,11 +29,12 @@ from batchspec.errors import ConfigError, InputError
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.lora_products import LoraStacks
 from batchspec.model.shapes import COMMON, SHAPES
-from batchspec.packed_batch import ExpectedRows
+from batchspec.packed_batch import ExpectedRows, PackedBatch
 from batchspec.packing.survey import Survey
 from batchspec.prepare import open_job, survey_first
 from batchspec.records import Completion, Request, RowError
 from batchspec.request_stream import RequestStream
+from tests.assistants import make_assistant, make_target
 from tests.models import make_checkpoint, make_tokenizer
 from tests.padded_prefill import ALWAYS
 from tests.waiting_requests import count_waiting
@@ -322,6 +323,26 @@ def test_an_engine_is_prepared_and_fed_as_in_a_job(shape: Path, tmp_path: Path, 
     outputs = seen.lengths("predicted_tokens").tolist()
     assert outputs == sorted(outputs, reverse=True), "surveyed in the order in which they are fed"
     assert max(taken) > 1
+
+
+def test_layers_with_a_window_have_pages_for_it_alone_and_an_assistant_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 128 tokens in layers that read all keys, and in layers that read the newest 7."""
+    batches = list[PackedBatch]()
+    monkeypatch.setattr("batchspec.bench.variants.prepare_engine", lambda engine, *_a, **_k: batches.append(engine.batch))
+    target = make_target(tmp_path / "model", "dense")
+    drafts = ["--draft", "none", "mtp", "--draft-path", str(make_assistant(tmp_path / "assistant", target)), "--k", "2"]
+    rows = lines(
+        target / "config.json", tmp_path / "o.jsonl", "--gen", "120", "--prefill-tokens", "32", *drafts, "--accept", "1,0"
+    )
+    assert [(row["variant"], row["tokens"], row["mean_live_rows"]) for row in rows] == [
+        ("none", 480, 4.0), ("mtp K=2", 480, pytest.approx(4, abs=0.1))
+    ]
+    for batch in batches:
+        every_key, windowed = batch.group_pages(2)
+        assert every_key >= 1 + 4 * 128 // batch.page_size
+        assert windowed < every_key / 1.5
 
 
 @pytest.mark.parametrize(("eos", "tokens"), [(True, 100), (False, 200)])

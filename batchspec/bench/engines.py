@@ -8,6 +8,7 @@ that no row waits for memory.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,8 +33,9 @@ from batchspec.load.build import build_engine
 from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.model.shapes import DRAFT_VOCAB
 from batchspec.packed_batch import PackedBatch
+from batchspec.packing.kv_memory import KVMemory
 from batchspec.packing.memory import graph_tokens
-from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, row_buckets
+from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, most_uncommitted, row_buckets
 
 OPTIONS = (
     "coupled", "lengths", "dead_positions", "uniform_slots", "argmax", "dead_rows", "prefill_graphs", "sharing", "sharded_draft",
@@ -121,7 +123,7 @@ def config_of(args: argparse.Namespace, variant: VariantSpec) -> RunConfig:
         vocab_size=args.draft_vocab,
         corpus_tokens=args.corpus_tokens,
         window=args.window,
-        sink_tokens=args.sink,
+        sink_tokens=args.sink or None,
         cache_dtype=args.draft_kv,
         tree=tree,
         synthetic=accept,
@@ -213,18 +215,26 @@ class Bench:
         """A slot for each of --batch rows, and pages for all of them up to their end, so that no row is preempted."""
         requests = self.workload.requests
         demand = survey_of(requests).demand(len(requests), max_len=0)
-        on_cpu, num_lookahead_slots = self.device.type == "cpu", drafter.shape.num_lookahead_slots
-        spec, prefill_tokens = self.workload.target.spec, self.args.prefill_tokens or (CPU_PREFILL if on_cpu else GPU_PREFILL)
+        target, draft_len, on_cpu = self.workload.target, drafter.shape.num_verified, self.device.type == "cpu"
+        prefill_tokens = self.args.prefill_tokens or (CPU_PREFILL if on_cpu else GPU_PREFILL)
+        run_ahead = 0 if on_cpu else GPU_RUN_AHEAD
+        memory = KVMemory.of(
+            target.spec, target.dtype, drafter.layer_states(PAGE_SIZE), page_size=PAGE_SIZE, max_len=demand.max_tokens,
+            max_tokens=demand.max_tokens + drafter.shape.num_lookahead_slots,
+            lookahead=most_uncommitted(run_ahead, draft_len), pass_tokens=prefill_tokens, draft_len=draft_len,
+        )
+        pages, *more_pages = memory.num_pages(sys.maxsize, self.args.batch)
         return PackedBatch(
             num_slots=self.args.batch,
             row_buckets=row_buckets(self.args.batch),
-            num_pages=1 + self.args.batch * -(-(demand.max_tokens + num_lookahead_slots) // PAGE_SIZE),
+            num_pages=pages,
+            more_pages=tuple(more_pages),
             page_size=PAGE_SIZE,
             max_len=demand.max_tokens,
             longest_prompt=demand.longest_prompt,
             longest_row=demand.longest_row,
-            draft_len=drafter.shape.num_verified,
+            draft_len=draft_len,
             prefill_tokens=prefill_tokens,
-            run_ahead=0 if on_cpu else GPU_RUN_AHEAD,
-            graph_tokens=graph_tokens(spec, prefill_tokens),
+            run_ahead=run_ahead,
+            graph_tokens=graph_tokens(target.spec, prefill_tokens),
         )

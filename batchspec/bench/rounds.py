@@ -119,9 +119,10 @@ def begin_rows(engine: Engine, past: int) -> None:
     noise = torch.Generator(device).manual_seed(0)
     rows.tokens.random_(FIRST_ID, engine.executor.round.target.spec.vocab_size, generator=noise)
     for table, num_pages in zip(rows.page_tables, engine.batch.group_pages(len(rows.page_tables)), strict=True):
-        slots, width = table.shape
-        width = min(width, (num_pages - 1) // slots)
-        table[:, :width] = 1 + torch.randperm(slots * width, device=device, generator=noise).view(slots, width).int()
+        slots, columns = table.shape
+        width = min(columns, (num_pages - 1) // slots)  # a window's pages take turns, as when a row gives back its oldest one
+        pages = 1 + torch.randperm(slots * width, device=device, generator=noise).view(slots, width).int()
+        table.copy_(pages[:, torch.arange(columns, device=device) % width])
     rows.keys.copy_(torch.arange(len(rows.keys), device=device))
     rows.limit.fill_(engine.batch.max_len)
     for layer in engine.executor.cache.layers:

@@ -76,6 +76,11 @@ class Forecast:
     decode_s: float
 
 
+def most_uncommitted(run_ahead: int, draft_len: int) -> int:
+    """Maximum number of uncommitted tokens of a row: those of all rounds that may be launched before the host reads one."""
+    return (run_ahead + MOST_ROUNDS_BEFORE_REFILL + 1) * (draft_len + 1)
+
+
 def choose_batch(
     packing: PackingConfig,
     spec: ModelSpec,
@@ -107,7 +112,7 @@ def choose_batch(
     run_ahead = packing.run_ahead if packing.run_ahead is not None else (0 if on_cpu else GPU_RUN_AHEAD)
     memory = KVMemory.of(
         spec, dtype, draft_layers, page_size=PAGE_SIZE, max_len=demand.max_tokens, max_tokens=held.max_tokens,
-        lookahead=(run_ahead + MOST_ROUNDS_BEFORE_REFILL + 1) * (draft_len + 1),
+        lookahead=most_uncommitted(run_ahead, draft_len),
         pass_tokens=packing.max_num_batched_tokens or CPU_PREFILL, draft_len=draft_len,
     )
     if on_cpu:
