@@ -50,6 +50,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """Names of --draft -> keys of `draft` that they set; a drafter without an entry is its own name."""
 DRAFTS = tuple(dict.fromkeys([*named(), *SETTINGS]))
 """Choices of --draft."""
+SHARE_FOR_PAGES = 0.8
+"""Of free GPU memory: what pages may take at most, where a smaller number of them would do."""
 LONGEST_DRAFT = 5
 """The largest K for --k auto without --accept."""
 
@@ -211,8 +213,19 @@ class Bench:
             self._automata = variant.schemas, compiled(self._symbols, variant.schemas, end_ids)
         return self._automata[1] if variant.schemas else []
 
+    def _fits(self, memory: KVMemory) -> bool:
+        """Whether this many pages leave enough memory for passes and rounds."""
+        if self.device.type == "cpu":
+            return True
+        count = zip(memory.num_pages(sys.maxsize, self.args.batch), memory.page_bytes, strict=True)
+        return sum(pages * size for pages, size in count) < SHARE_FOR_PAGES * torch.cuda.mem_get_info(self.device)[0]
+
     def batch(self, drafter: Drafter) -> PackedBatch:
-        """A slot for each of --batch rows, and pages for all of them up to their end, so that no row is preempted."""
+        """A slot for each of --batch rows, and pages for all of them up to their end, so that no row waits or is preempted.
+
+        Where memory is short, layers with a window have pages for one prefill pass besides their windows, as in a job; then rows
+        are refilled in turns, and `mean_live_rows` tells.
+        """
         requests = self.workload.requests
         demand = survey_of(requests).demand(len(requests), max_len=0)
         target, draft_len, on_cpu = self.workload.target, drafter.shape.num_verified, self.device.type == "cpu"
@@ -223,7 +236,8 @@ class Bench:
             max_tokens=demand.max_tokens + drafter.shape.num_lookahead_slots,
             lookahead=most_uncommitted(run_ahead, draft_len), pass_tokens=prefill_tokens, draft_len=draft_len,
         )
-        pages, *more_pages = memory.num_pages(sys.maxsize, self.args.batch)
+        whole = replace(memory, pass_tokens=self.args.batch * memory.max_tokens)  # all rows are prefilled before any decodes
+        pages, *more_pages = (whole if self._fits(whole) else memory).num_pages(sys.maxsize, self.args.batch)
         return PackedBatch(
             num_slots=self.args.batch,
             row_buckets=row_buckets(self.args.batch),

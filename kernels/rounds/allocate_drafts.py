@@ -9,7 +9,7 @@ Levels are integers: no sum depends on an order. The kernel also counts the draf
 knows what any number of places would be worth. A round with places for all drafts only counts them.
 
 Tokens do not depend on what is taken: a round emits the target's own choices, which depend on the row's tokens and noise only.
-Bound by launch latency: one program reads R * K integers twice.
+Bound by launch latency: one program reads R * K integers twice, or once if it only counts.
 Source: survival over the whole batch as in DSpark's Algorithm 1 (arXiv 2607.05147).
 """
 

@@ -234,7 +234,8 @@ def test_confidence_is_that_of_the_argmax_of_the_same_logits(
     hidden, weight = selector(rows.tolist(), device)
     masks, mask_rows = bits_of(allowed.to(device)), torch.arange(tokens, dtype=torch.int32, device=device)
     given: dict[str, Any] = {"masks": masks, "mask_rows": mask_rows} if masked else {}
-    found, wanted, ids = torch.full((3, tokens, 2), POISON, dtype=torch.int32, device=device).unbind()
+    found, wanted = torch.full((2, tokens, 2), POISON, dtype=torch.int32, device=device).unbind()
+    ids = torch.full((tokens, 3), POISON, dtype=torch.int32, device=device)  # another stride
     lm_head(hidden, weight, out_ids=ids[:, 0], vocab=vocab, out_confidence=found[:, 1], tile=TILE, interpret=interpret, **given)
     logits = rows[:, :vocab].masked_fill(~allowed, -INF) if masked else rows[:, :vocab]
     argmax(logits.to(device), out_ids=ids[:, 1], out_confidence=wanted[:, 1])
