@@ -270,8 +270,8 @@ class Target:
         self, hidden: Tensor, vocab: int | None = None, *, flag_nonfinite: bool = False, allowed: Allowed | None = None,
         out_confidence: Tensor | None = None,
     ) -> Tensor:
-        """int32 [N]: the token of each row's largest logit, the lowest id among equals. On a GPU the logits of a bf16 model are not
-        written where one kernel was measured to be faster, unless they are scaled, capped or divided among ranks.
+        """int32 [N]: the token of each row's largest logit, the lowest id among equals. On a GPU the logits of a bf16 model are
+        not written where one kernel was measured to be faster, unless they are scaled, capped or divided among ranks.
 
         vocab           choose among the first `vocab` tokens; None: among all
         flag_nonfinite  NO_TOKEN if the logits hold NaN or +inf, or no finite value; otherwise NaN counts as -inf
