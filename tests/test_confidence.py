@@ -31,7 +31,11 @@ from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.step import ScheduledStep
+from batchspec.kernels.gemm.lm_head import TILE
+from batchspec.kernels.sampling.argmax import argmax
 from batchspec.kernels.sampling.sample import gumbel_reference
+from batchspec.model.output_head import NarrowHead, OutputHead, WideHead
+from batchspec.model.quant.ordered import OrderedHead
 from batchspec.model.target import Target
 from batchspec.records import Request, SamplingParams
 from tests import mtp_definition
@@ -361,3 +365,20 @@ def test_the_confidence_of_a_lookup_is_the_length_of_its_match() -> None:
     for one in found:
         assert one.bins == (matched(one.prefix, 3),) * len(one.drafts)
     assert {one.bins[0] for one in found} >= {1, 3}
+
+
+@pytest.mark.parametrize("kind", ["narrow", "ordered", "wide"])
+def test_every_output_head_says_how_sure_its_greedy_choice_is(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column of a wider tensor is written, by the kernel that writes no logits too."""
+    monkeypatch.setattr("batchspec.model.output_head.gemm_tile", lambda *_: TILE)
+    noise = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 32, generator=noise).to(DEVICE, torch.bfloat16) for n in (9, 77))
+    heads: dict[str, Callable[[Tensor], OutputHead]] = {"narrow": NarrowHead, "ordered": OrderedHead, "wide": WideHead}
+    ids, wanted_ids, wanted = torch.full((3, 9), -7, dtype=torch.int32, device=DEVICE)
+    found = torch.full((9, 3), -7, dtype=torch.int32, device=DEVICE)
+    heads[kind](weight).greedy(hidden, out_ids=ids, vocab=70, flag_nonfinite=False, out_confidence=found[:, 1])
+    argmax(hidden.float() @ weight[:70].float().t(), out_ids=wanted_ids, out_confidence=wanted)
+    assert ids.equal(wanted_ids)
+    assert (found[:, 1] - wanted).abs().max() <= 1, "a sum in another order may fall on the other side of a border"
+    assert (found[:, 1] == wanted).sum() >= 7
+    assert found[:, [0, 2]].eq(-7).all()
