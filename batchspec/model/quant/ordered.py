@@ -68,7 +68,8 @@ class OrderedHead:
         self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool,
         allowed: tuple[Tensor, Tensor] | None = None, out_confidence: Tensor | None = None,
     ) -> None:
-        """The tokens int32 [N] of the largest of these logits, as the kernel `lm_head` finds them. Masks are not supported."""
+        """The tokens int32 [N] of the largest of these logits, as the kernel `lm_head` finds them. Masks are not supported.
+        Of out_confidence the last bit may depend on the batch: no token does."""
         assert allowed is None
         tile = ordered_head_tile(hidden.shape[0], self._rows, self._k, hidden.device)
         lm_head(
