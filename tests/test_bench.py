@@ -19,6 +19,7 @@ from batchspec.bench import command as bench
 from batchspec.bench.arguments import parse
 from batchspec.bench.engines import Bench, variant_specs
 from batchspec.bench.profile import read_trace
+from batchspec.bench.rounds import begin_rows
 from batchspec.bench.schemas import following, symbols_of
 from batchspec.bench.workloads import make_job, make_workload
 from batchspec.config.compose import compose
@@ -254,6 +255,26 @@ def test_single_rounds_are_timed_over_rows_with_a_made_up_past(
         assert row["tok_s"] == pytest.approx(tok_s, rel=1e-3, abs=0.06)  # written with one digit after the point
 
 
+def test_rows_with_a_made_up_past_have_pages_of_their_own_wherever_a_window_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchspec.bench.engines.free_after_loading", lambda *_: 0)
+    config, cpu = make_target(tmp_path / "model", "dense") / "config.json", torch.device("cpu")
+    sizes = ["--batch", "4", "--prompt", "300", "--rounds", "3", "--prefill-tokens", "32", "--k", "0", "--dtype", "float32"]
+    args = parse(["o", "tiny", "--shape", str(config), *sizes, "--device", "cpu"])
+    (variant,) = variant_specs(args)
+    engine = Bench(args, make_workload(args, cpu), cpu).engine(variant, buckets=(4,)).engine
+    begin_rows(engine, 300)
+    every_key, windowed = engine.executor.rows.page_tables
+    assert len(every_key[:, : -(-300 // engine.batch.page_size)].unique()) == 4 * -(-300 // engine.batch.page_size)
+    held = (engine.batch.group_pages(2)[1] - 1) // 4
+    assert 2 <= held < windowed.shape[1], "a window has fewer pages than the row has columns"
+    for start in range(windowed.shape[1] - held + 1):
+        pages = windowed[:, start : start + held]
+        assert len(pages.unique()) == 4 * held
+        assert pages.min() >= 1, "none is the scratch page"
+
+
 @pytest.mark.parametrize("more", [["--rounds", "3", "--k", "0", "2"], ["--k", "2"]])
 def test_rows_have_adapters_of_noise_in_turn(
     shape: Path, tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch
@@ -332,7 +353,7 @@ def test_layers_with_a_window_have_pages_for_it_alone_only_where_memory_is_short
     """Rows of 128 tokens in layers that read all keys, and in layers that read the newest 7; an assistant drafts."""
     batches = list[PackedBatch]()
     monkeypatch.setattr("batchspec.bench.variants.prepare_engine", lambda engine, *_a, **_k: batches.append(engine.batch))
-    monkeypatch.setattr(Bench, "_fits", lambda *_: not short)
+    monkeypatch.setattr("batchspec.bench.engines.free_after_loading", lambda *_: 0 if short else 10**12)
     target = make_target(tmp_path / "model", "dense")
     drafts = ["--draft", "none", "mtp", "--draft-path", str(make_assistant(tmp_path / "assistant", target)), "--k", "2"]
     sizes = ["--prompt", "100", "--gen", "28", "--prefill-tokens", "32"]

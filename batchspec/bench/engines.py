@@ -2,7 +2,7 @@
 
 Drafters and engines are made and prepared as a job makes them (`draft/spec.py`, `build_engine` and `prepare_engine` of
 `load/build.py`), and fed by `LoadedEngine.run`. Only the shape of the batch comes from the arguments and not from the planner, so
-that no row waits for memory.
+that no row waits for memory if there is enough.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from batchspec.engine.ranks.lead import Lead
 from batchspec.errors import ConfigError
 from batchspec.load.build import build_engine
 from batchspec.load.loaded_engine import LoadedEngine
+from batchspec.load.memory import free_after_loading
 from batchspec.model.shapes import DRAFT_VOCAB
 from batchspec.packed_batch import PackedBatch
-from batchspec.packing.kv_memory import KVMemory
+from batchspec.packing.kv_memory import KVMemory, kv_bytes
 from batchspec.packing.memory import graph_tokens
 from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, most_uncommitted, row_buckets
 
@@ -50,8 +51,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """Names of --draft -> keys of `draft` that they set; a drafter without an entry is its own name."""
 DRAFTS = tuple(dict.fromkeys([*named(), *SETTINGS]))
 """Choices of --draft."""
-SHARE_FOR_PAGES = 0.8
-"""Of free GPU memory: what pages may take at most, where a smaller number of them would do."""
+ROOM_BYTES = 12 * 10**9
+"""Bytes left free beside the pages of all rows, and if several engines are in one card's memory."""
 LONGEST_DRAFT = 5
 """The largest K for --k auto without --accept."""
 
@@ -162,12 +163,14 @@ class Bench:
     """The processes that compute the target together; None: this one alone."""
     lead: Lead | None = None
     """Set on the leader of a group if the other ranks follow its engines."""
+    free_bytes: int = field(init=False)
+    """Free memory beside the target, before any engine is made: the same number for all variants and on all ranks."""
     _weights: dict[Any, Any] = field(default_factory=dict)
     _automata: tuple[int, list[TokenAutomaton]] = (0, [])
 
     def __post_init__(self) -> None:
         """Ranks make the buffers of their exchanges once: enlarging them would make the graphs of other engines invalid."""
-        target = self.workload.target
+        self.free_bytes, target = free_after_loading(self.device, self.group), self.workload.target
         if target.ranks is not None:
             longest = max(
                 self._drafter_spec(config_of(self.args, variant)).shape.num_verified for variant in variant_specs(self.args)
@@ -213,32 +216,26 @@ class Bench:
             self._automata = variant.schemas, compiled(self._symbols, variant.schemas, end_ids)
         return self._automata[1] if variant.schemas else []
 
-    def _fits(self, memory: KVMemory) -> bool:
-        """Whether this many pages leave enough memory for passes and rounds."""
-        if self.device.type == "cpu":
-            return True
-        count = zip(memory.num_pages(sys.maxsize, self.args.batch), memory.page_bytes, strict=True)
-        return sum(pages * size for pages, size in count) < SHARE_FOR_PAGES * torch.cuda.mem_get_info(self.device)[0]
-
     def batch(self, drafter: Drafter) -> PackedBatch:
         """A slot for each of --batch rows, and pages for all of them up to their end, so that no row waits or is preempted.
 
-        Where memory is short, layers with a window have pages for one prefill pass besides their windows, as in a job; then rows
-        are refilled in turns, and `mean_live_rows` tells.
+        If memory is too small for that, layers with a window have pages for the windows and one prefill pass, as in a job. Then
+        rows may wait for others to be prefilled, and `mean_live_rows` is smaller.
         """
         requests = self.workload.requests
         demand = survey_of(requests).demand(len(requests), max_len=0)
         target, draft_len, on_cpu = self.workload.target, drafter.shape.num_verified, self.device.type == "cpu"
         prefill_tokens = self.args.prefill_tokens or (CPU_PREFILL if on_cpu else GPU_PREFILL)
         run_ahead = 0 if on_cpu else GPU_RUN_AHEAD
+        layers = drafter.layer_states(PAGE_SIZE)
         memory = KVMemory.of(
-            target.spec, target.dtype, drafter.layer_states(PAGE_SIZE), page_size=PAGE_SIZE, max_len=demand.max_tokens,
+            target.spec, target.dtype, layers, page_size=PAGE_SIZE, max_len=demand.max_tokens,
             max_tokens=demand.max_tokens + drafter.shape.num_lookahead_slots,
             lookahead=most_uncommitted(run_ahead, draft_len), pass_tokens=prefill_tokens, draft_len=draft_len,
         )
-        whole = replace(memory, pass_tokens=self.args.batch * memory.max_tokens)  # all rows are prefilled before any decodes
-        pages, *more_pages = (whole if self._fits(whole) else memory).num_pages(sys.maxsize, self.args.batch)
-        return PackedBatch(
+        prefilled_together = replace(memory, pass_tokens=self.args.batch * memory.max_tokens)
+        pages, *more_pages = prefilled_together.num_pages(sys.maxsize, self.args.batch)
+        batch = PackedBatch(
             num_slots=self.args.batch,
             row_buckets=row_buckets(self.args.batch),
             num_pages=pages,
@@ -252,3 +249,7 @@ class Bench:
             run_ahead=run_ahead,
             graph_tokens=graph_tokens(target.spec, prefill_tokens),
         )
+        if kv_bytes(batch, target.spec, target.dtype, layers) + ROOM_BYTES < self.free_bytes:
+            return batch
+        pages, *more_pages = memory.num_pages(sys.maxsize, self.args.batch)
+        return replace(batch, num_pages=pages, more_pages=tuple(more_pages))

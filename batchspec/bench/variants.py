@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.bench.engines import Bench, VariantSpec, variant_specs
+from batchspec.bench.engines import ROOM_BYTES, Bench, VariantSpec, variant_specs
 from batchspec.bench.profile import Profile, profile_rounds
 from batchspec.bench.schemas import following
 from batchspec.bench.workloads import survey_of
@@ -22,14 +22,11 @@ from batchspec.engine.ranks.messages import End
 from batchspec.errors import InputError
 from batchspec.load.build import prepare_engine
 from batchspec.load.loaded_engine import LoadedEngine
-from batchspec.load.memory import free_after_loading
 from batchspec.packing.kv_memory import kv_bytes
 from batchspec.packing.order import order_requests
 from batchspec.records import Completion, Request, RowStats, SamplingParams
 
 WARM_ROWS, WARM_TOKENS = 8, 16
-ROOM_BYTES = 12 * 10**9
-"""Bytes left free if several engines are in one card's memory."""
 
 
 @dataclass(slots=True)
@@ -132,9 +129,8 @@ def engine_variants(bench: Bench) -> list[EngineVariant]:
     if bench.device.type == "cuda" and len(found) > 1:
         target = bench.workload.target
         needed = len(found) * kv_bytes(bench.batch(NoDrafter()), target.spec, target.dtype)
-        free = free_after_loading(bench.device, bench.group)
         for variant in found:
-            variant.keeps = needed + ROOM_BYTES < free
+            variant.keeps = needed + ROOM_BYTES < bench.free_bytes
     return found
 
 

@@ -24,7 +24,7 @@ from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.gemm.operands import DTYPES, operands, read_block
 from batchspec.kernels.gemm.tiles import Tile
-from batchspec.kernels.sampling.argmax import argmax, confidence_bin
+from batchspec.kernels.sampling.argmax import add_exponentials, argmax, confidence_bin, sum_of_lanes
 
 TILE = Tile(128, 128, 64, 3, 4, True)
 BLOCK = 1024
@@ -88,9 +88,7 @@ def first_top_kernel(
         ids = tl.load(top_ids + row * num_parts + first + lanes, mask=exists, other=0)
         if totals is not None:
             part = tl.load(totals + row * num_parts + first + lanes, mask=exists, other=0)
-            above = tl.maximum(best, x)
-            total = tl.where(best > float("-inf"), total * tl.exp(best - above), 0)
-            total += tl.where(x > float("-inf"), part * tl.exp(x - above), 0)
+            total = add_exponentials(total, best, x, part)
         better = x > best  # false for a tie: the lane keeps its lowest id
         best = tl.where(better, x, best)
         best_ids = tl.where(better, ids, best_ids)
@@ -102,8 +100,7 @@ def first_top_kernel(
         winner = tl.load(map_ids + winner)
     tl.store(out_ids + row * out_stride, winner.to(tl.int32))
     if totals is not None:
-        sums = tl.sum(tl.where(best > float("-inf"), total * tl.exp(best - largest), 0), 0)
-        tl.store(out_confidence + row * confidence_stride, confidence_bin(largest, sums))
+        tl.store(out_confidence + row * confidence_stride, confidence_bin(largest, sum_of_lanes(total, best, largest)))
 
 
 def lm_head(

@@ -55,7 +55,7 @@ def allocate_drafts_kernel(
         left = num_places - tl.sum(alive.to(tl.int32), 0)
         total = tl.where(levels < LEVELS, total, 0)
         up_to = tl.cumsum(total, 0)
-        last = tl.sum(((up_to < left) & (levels < LEVELS)).to(tl.int32), 0)  # the level of which only some are taken
+        last = tl.sum(((up_to < left) & (levels < LEVELS)).to(tl.int32), 0)  # the places end within this level
         wanted = left - tl.sum(tl.where(levels < last, total, 0), 0)
 
         level = tl.zeros([ROWS], tl.int32)

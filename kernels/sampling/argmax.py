@@ -38,6 +38,22 @@ NO_TOKEN = -1
 
 
 @triton.jit
+def add_exponentials(total, best, x, terms):
+    """A running sum of exp(logit - best), relative to the larger of best and x from now on, and `terms` exp(x - it) more. NaN and
+    -inf in x add nothing."""
+    known = x > float("-inf")  # not NaN either
+    above = tl.where(known, tl.maximum(best, x), best)
+    total = tl.where(best > float("-inf"), total * tl.exp(best - above), 0)
+    return total + tl.where(known, terms * tl.exp(x - above), 0)
+
+
+@triton.jit
+def sum_of_lanes(total, best, largest):
+    """The sum of exp(logit - largest logit), from the running sums of all lanes and the largest logit of each."""
+    return tl.sum(tl.where(best > float("-inf"), total * tl.exp(best - largest), 0), 0)
+
+
+@triton.jit
 def confidence_bin(largest, total):
     """The bin of a choice, from its logit and the sum of exp(logit - largest logit)."""
     others = total - 1
@@ -63,10 +79,7 @@ def argmax_kernel(
         if FLAG:
             x = tl.where(x == x, x, float("inf"))  # tl.max ignores NaN: turn it into +inf, which is flagged too
         if (out_confidence is not None) | (out_total is not None):
-            known = x > float("-inf")  # not NaN either
-            above = tl.where(known, tl.maximum(best, x), best)
-            total = tl.where(best > float("-inf"), total * tl.exp(best - above), 0)
-            total += tl.where(known, tl.exp(x - above), 0)
+            total = add_exponentials(total, best, x, 1.0)
         better = x > best  # false for NaN and for a tie: the lane keeps its lowest id
         best = tl.where(better, x, best)
         best_ids = tl.where(better, ids, best_ids)
@@ -80,10 +93,9 @@ def argmax_kernel(
     if out_top is not None:
         tl.store(out_top + row, top)
     if out_total is not None:
-        tl.store(out_total + row, tl.sum(tl.where(best > float("-inf"), total * tl.exp(best - top), 0), 0))
+        tl.store(out_total + row, sum_of_lanes(total, best, top))
     if out_confidence is not None:
-        sums = tl.sum(tl.where(best > float("-inf"), total * tl.exp(best - top), 0), 0)
-        tl.store(out_confidence + row * confidence_stride, confidence_bin(top, sums))
+        tl.store(out_confidence + row * confidence_stride, confidence_bin(top, sum_of_lanes(total, best, top)))
 
 
 def argmax(
