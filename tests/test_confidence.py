@@ -26,6 +26,7 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.mtp import MtpDrafter
+from batchspec.draft.output import DraftOutput
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.window import WindowDrafter
@@ -381,4 +382,28 @@ def test_every_output_head_says_how_sure_its_greedy_choice_is(kind: str, monkeyp
     assert ids.equal(wanted_ids)
     assert (found[:, 1] - wanted).abs().max() <= 1, "a sum in another order may fall on the other side of a border"
     assert (found[:, 1] == wanted).sum() >= 7
+    assert found[:, [0, 2]].eq(-7).all()
+
+
+@pytest.mark.parametrize("way", ["one kernel", "two kernels", "softmax"])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_head_of_its_own_says_how_sure_each_draft_is_in_every_way(
+    way: str, mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are target ids, and as sure as the choice among the head's own tokens."""
+    monkeypatch.setattr(DraftOutput, "_fused_tile", lambda *_: TILE if way == "one kernel" else None)
+    noise = torch.Generator().manual_seed(2)
+    hidden, matrix = (torch.randn(n, 32, generator=noise).to(DEVICE, torch.bfloat16) for n in (9, 40))
+    map_ids = (3 * torch.arange(40) + 1).int().to(DEVICE) if mapped else None
+    output = DraftOutput(
+        tiny_target(torch.bfloat16), matrix, map_ids, draft_vocab_size=40, part=slice(0, 40), ranks=None, argmax=way != "softmax"
+    )
+    drafts, found = torch.full((2, 9, 3), -7, dtype=torch.int32, device=DEVICE).unbind()
+    output.choose(hidden, drafts[:, 1], out_confidence=found[:, 1])
+    own_ids, wanted = torch.full((2, 9), -7, dtype=torch.int32, device=DEVICE).unbind()
+    argmax(hidden.float() @ matrix.float().t(), out_ids=own_ids, out_confidence=wanted)
+    assert drafts[:, 1].equal(own_ids if map_ids is None else map_ids[own_ids])
+    assert (found[:, 1] - wanted).abs().max() <= 1, "a sum in another order may fall on the other side of a border"
+    assert (found[:, 1] == wanted).sum() >= 7
+    assert drafts[:, [0, 2]].eq(-7).all()
     assert found[:, [0, 2]].eq(-7).all()

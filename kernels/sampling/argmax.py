@@ -152,18 +152,17 @@ def argmax_reference(
     out_top: Tensor | None = None, out_total: Tensor | None = None, out_confidence: Tensor | None = None,
 ) -> None:
     """The same in plain torch."""
-    if out_total is not None or out_confidence is not None:
-        x = torch.where(logits.isnan(), float("-inf"), logits)[:, :vocab]
+    if out_top is not None or out_total is not None or out_confidence is not None:
+        x = torch.where(logits.isnan(), float("inf") if flag_nonfinite else float("-inf"), logits)[:, :vocab]
         x = x.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
-        largest = x.amax(1, keepdim=True)
-        total = torch.where(x > float("-inf"), torch.exp(x - largest), 0).sum(1)
+        largest = x.amax(1)
+        total = torch.where(x > float("-inf"), torch.exp(x - largest.unsqueeze(1)), 0).sum(1)
+        if out_top is not None:
+            out_top.copy_(largest)
         if out_total is not None:
             out_total.copy_(total)
         if out_confidence is not None:
-            out_confidence.copy_(torch.where(largest.squeeze(1).isfinite(), confidence_of(total), 0))
-    if out_top is not None:
-        nan = float("inf") if flag_nonfinite else float("-inf")
-        out_top.copy_(torch.where(logits.isnan(), nan, logits)[:, :vocab].amax(1))
+            out_confidence.copy_(torch.where(largest.isfinite(), confidence_of(total), 0))
     ids = first_max(logits[:, :vocab], flag_nonfinite=flag_nonfinite)
     out_ids.copy_(ids if map_ids is None else map_ids[ids])
 

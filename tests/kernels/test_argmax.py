@@ -156,9 +156,11 @@ def test_wrong_arguments_are_refused() -> None:
         argmax(logits, out_ids=out_ids, map_ids=torch.arange(8), flag_nonfinite=True)
 
 
-def confidence(logits: Tensor, interpret: bool, vocab: int | None = None) -> list[int]:
+def confidence(logits: Tensor, interpret: bool, vocab: int | None = None, flag_nonfinite: bool = False) -> list[int]:
     out, ids = torch.full((2, len(logits), 2), POISON, dtype=torch.int32, device=logits.device).unbind()
-    argmax(logits, out_ids=ids[:, 0], out_confidence=out[:, 1], vocab=vocab, interpret=interpret)
+    argmax(
+        logits, out_ids=ids[:, 0], out_confidence=out[:, 1], vocab=vocab, flag_nonfinite=flag_nonfinite, interpret=interpret
+    )
     assert out[:, 0].tolist() == [POISON] * len(logits)
     return [int(i) for i in out[:, 1]]
 
@@ -193,3 +195,9 @@ def test_confidence_of_any_logits(dtype: torch.dtype, interpret: bool, device: t
 def test_a_choice_among_no_finite_logits_has_no_confidence(interpret: bool, device: torch.device) -> None:
     logits = torch.tensor([[-INF, NAN], [INF, 1.0], [NAN, NAN], [0.0, -INF]], device=device)
     assert confidence(logits, interpret) == [0, 0, 0, CONFIDENCE_BINS - 1]
+
+
+def test_a_flagged_choice_has_no_confidence(interpret: bool, device: torch.device) -> None:
+    logits = torch.tensor([[1.0, NAN, 0.0], [INF, 1.0, 0.0], [-INF, -INF, -INF], [9.0, -INF, 9.0]], device=device)
+    assert confidence(logits, interpret, flag_nonfinite=True) == [0, 0, 0, confidence(logits[3:], interpret)[0]]
+    assert confidence(logits[:1], interpret) != [0], "unflagged, NaN counts as -inf"
