@@ -52,7 +52,10 @@ def ordered_tile(
 
 
 def ordered_head_tile(tokens: int, rows: int, k: int, device: torch.device) -> Tile:
-    """Tile of `lm_head` whose logits must have the bits of `ordered_linear`: any of at least MIN_BLOCK_M tokens."""
+    """Tile of `lm_head` whose logits must have the bits of `ordered_linear`: any of at least MIN_BLOCK_M tokens.
+
+    How sure a choice is (`out_confidence`), which decides only what is drafted, may differ by a bin between tiles.
+    """
     tile = measured_tile("lm_head", tokens, rows, k, device)
     if tile is None or tile.block_m < MIN_BLOCK_M:
         return lm_head.TILE if tokens > MIN_BLOCK_M else lm_head.TILE._replace(block_m=MIN_BLOCK_M)
