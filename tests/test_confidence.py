@@ -56,6 +56,7 @@ pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
 SLOTS, K = 4, 4
 TARGET = partial(tiny_target, window=5)
 HOT = 0.8
+MOST_JOBS = 20
 
 
 @pytest.fixture(autouse=True)
@@ -110,24 +111,29 @@ def expected_bins(proposal: Proposal, logits_of: LogitsOf) -> tuple[int, ...]:
     return tuple(found)
 
 
-def requests(*, sampled: bool) -> list[Request]:
+def requests(job: int, *, sampled: bool) -> list[Request]:
     """More than slots and of very different lengths; greedy ones, or every second one is sampled."""
-    rng, samplings = np.random.default_rng(0), (SamplingParams(), SamplingParams(temperature=HOT * sampled))
+    rng, samplings = np.random.default_rng(job), (SamplingParams(), SamplingParams(temperature=HOT * sampled))
     return [
         request(i, rng.integers(0, VOCAB, 1 + 3 * (i % 4)).tolist(), cap=5 + 9 * (i % 3), sampling=samplings[i % 2], predicted=2)
         for i in range(9)
     ]
 
 
-def proposals_of(case: Case, *, sampled: bool) -> list[Proposal]:
-    """Of a job whose rounds draft 0 to K tokens, in which rows are preempted and, if some are sampled, move."""
+def proposals_of(
+    case: Case, *, sampled: bool, enough: Callable[[list[Proposal]], bool] = lambda found: True
+) -> list[Proposal]:
+    """Of jobs whose rounds draft 0 to K tokens: as many as it takes until rows were preempted and, if some are sampled, moved,
+    and `enough` is true of the proposals. A GPU draws other weights than a CPU, so the same job may move a row on one of them
+    alone.
+    """
     drafter = case.drafter
     batch = packed(
         SLOTS, num_pages=16, max_len=40, draft_len=drafter.max_len, prefill_tokens=CHUNK, run_ahead=1,
         row_buckets=(1, 2, 3, 4),
     )
     engine = make_engine(case.target, drafter, batch, device=DEVICE, lengths=4)
-    found, steps = note_proposals(engine), list[ScheduledStep]()
+    found, steps, preempted = note_proposals(engine), list[ScheduledStep](), 0
     execute = engine.executor.execute
 
     def noted(step: ScheduledStep) -> None:
@@ -135,12 +141,18 @@ def proposals_of(case: Case, *, sampled: bool) -> list[Proposal]:
         execute(step)
 
     engine.executor.execute = noted  # type: ignore[method-assign]
-    assert len(list(engine.run(iter(requests(sampled=sampled))))) == 9
-    assert engine.totals.preempted > 0
-    assert any(step.moves for step in steps) or not sampled
-    assert any(refill.tokens for step in steps for refill in step.refills)
-    assert {len(one.drafts) for one in found} >= set(range(1, drafter.max_len + 1))
-    return found
+    for job in range(MOST_JOBS):
+        assert len(list(engine.run(iter(requests(job, sampled=sampled))))) == 9
+        preempted += engine.totals.preempted
+        if (
+            preempted
+            and (any(step.moves for step in steps) or not sampled)
+            and any(refill.tokens for step in steps for refill in step.refills)
+            and {len(one.drafts) for one in found} >= set(range(1, drafter.max_len + 1))
+            and enough(found)
+        ):
+            return found
+    raise AssertionError(f"{MOST_JOBS} jobs did not show what the test is about")
 
 
 def note_proposals(engine: Engine) -> list[Proposal]:
@@ -322,10 +334,12 @@ def test_a_first_draft_with_the_confidence_of_another_row_is_found(
 ) -> None:
     case = chain(tmp_path)
     fault(monkeypatch)
-    found = proposals_of(case, sampled=True)
-    expected = [expected_bins(one, case.logits_of) for one in found]
-    assert any(one.bins[0] != own[0] for one, own in zip(found, expected, strict=True))
-    assert all(one.bins[1:] == own[1:] for one, own in zip(found, expected, strict=True))
+
+    def differs(found: list[Proposal]) -> bool:
+        return any(one.bins[0] != expected_bins(one, case.logits_of)[0] for one in found)
+
+    found = proposals_of(case, sampled=True, enough=differs)
+    assert all(one.bins[1:] == expected_bins(one, case.logits_of)[1:] for one in found)
 
 
 def matched(prefix: Sequence[int], most: int) -> int:
@@ -346,11 +360,15 @@ def test_a_hybrid_says_which_of_both_drafted_and_how_sure_that_one_is(name: str,
     head: Any = case.drafter
     drafter = HybridDrafter(head, lookup(K, 3, 0), slots=SLOTS, device=DEVICE)
     assert drafter.prior_chances == (*head.prior_chances, *drafter.lookup.prior_chances)
-    found = proposals_of(replace(case, drafter=drafter), sampled=sampled)
     first = len(head.prior_chances)
+
+    def both(found: list[Proposal]) -> bool:
+        num_copied = sum(one.bins[0] >= first for one in found)
+        return min(num_copied, len(found) - num_copied) > 10
+
+    found = proposals_of(replace(case, drafter=drafter), sampled=sampled, enough=both)
     copied = [one for one in found if one.bins[0] >= first]
     drafted = [one for one in found if one.bins[0] < first]
-    assert min(len(copied), len(drafted)) > 10
     for one in copied:
         assert one.bins == (first + matched(one.prefix, 3),) * len(one.drafts)
     wrong = [one for one in drafted if one.bins != expected_bins(one, case.logits_of)]
