@@ -81,6 +81,7 @@ def group_run(
     expanding: Expanding | None = None,
     batch: PackedBatch = BATCH,
     watchdog: Beats | None = None,
+    synthetic: tuple[tuple[float, ...], ...] | None = None,
 ) -> tuple[Any, list[bytes]]:
     """What `lead` returns of the leader's engine, and the digests of all ranks' states at the end. Threads are the ranks."""
 
@@ -91,7 +92,7 @@ def group_run(
         engine = make_engine(
             target, made(name, target), batch, device=DEVICE, decode=letters, lead=leading,
             vocabulary=VOCABULARY, automata_capacity=ROOM, expanding=None if leading is None else expanding,
-            options=RoundOptions(row_lengths=True),
+            options=RoundOptions(row_lengths=True, synthetic=synthetic),
         )
         if leading is None:
             follower(engine)
@@ -193,6 +194,30 @@ def test_ranks_follow_lazy_automata_whose_states_the_leader_finds(name: str, cou
     assert len(set(digests)) == 1
     whole = whole_of(SPEC, Loud)
     assert found == {one.row_index: grammar_tokens(one, grammar, target=whole) for one, grammar in asked}
+
+
+def test_ranks_make_up_the_same_acceptance_and_confidence(handle: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they would leave out other drafts than the leader."""
+    monkeypatch.setattr(draft_lengths, "LEAST_ROWS", 1)
+    monkeypatch.setattr(draft_lengths, "PART_WORTH", 1.5)
+    partial_rounds = 0
+
+    def lead(engine: Engine, lead: Lead) -> None:
+        nonlocal partial_rounds
+        launch = engine.executor.execute
+
+        def noted(step: ScheduledStep) -> None:
+            nonlocal partial_rounds
+            partial_rounds += step.round is not None and step.round.shape.mean_len is not None
+            launch(step)
+
+        engine.executor.execute = noted  # type: ignore[method-assign]
+        restless(engine, lead)
+
+    rates = ((0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3), (0.4, 0.2, 0.1, 0.05, 0.02, 0.01, 0.0))
+    _, digests = group_run(handle, 2, lead, synthetic=rates)
+    assert len(set(digests)) == 1
+    assert partial_rounds > 0
 
 
 def test_an_engine_may_run_again_also_after_a_run_that_was_left(handle: int) -> None:

@@ -221,7 +221,8 @@ def assert_like_transformers(
 
     for r in range(len(rows)):
         logits = torch.cat([part[r] for part in parts])
-        torch.testing.assert_close(logits.double(), reference[r][: len(logits)], atol=1e-9 if dtype is torch.float64 else 1e-4, rtol=0)
+        limit = 1e-9 if dtype is torch.float64 else 1e-4
+        torch.testing.assert_close(logits.double(), reference[r][: len(logits)], atol=limit, rtol=0)
         assert logits[len(rows[r]) - 1 : -1].argmax(1).tolist() == expected[r][len(rows[r]) : len(logits)]
         assert len(logits) >= len(rows[r]) + 60
 
