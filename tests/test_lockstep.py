@@ -30,7 +30,20 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.follower import Beats, follow
 from batchspec.engine.loop.round_clock import RoundClock, RoundTime
 from batchspec.engine.ranks.lead import RUN, Lead
-from batchspec.engine.ranks.messages import Begin, Build, Calibrate, End, Load, Message, Prepare, Scales, Step, decode, encode
+from batchspec.engine.ranks.messages import (
+    Begin,
+    Build,
+    Calibrate,
+    End,
+    Load,
+    Message,
+    NewWeights,
+    Prepare,
+    Scales,
+    Step,
+    decode,
+    encode,
+)
 from batchspec.engine.rounds import draft_lengths
 from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.rounds.results import PendingResult
@@ -96,7 +109,7 @@ def group_run(
         )
         if leading is None:
             follower(engine)
-            follow(end, engine, watchdog)
+            follow(end, engine, watchdog, new_weights=lambda _: None)
             return None, state_digest(engine.executor)
         try:
             found = lead(engine, leading)
@@ -218,6 +231,26 @@ def test_ranks_make_up_the_same_acceptance_and_confidence(handle: int, monkeypat
     _, digests = group_run(handle, 2, lead, synthetic=rates)
     assert len(set(digests)) == 1
     assert partial_rounds > 0
+
+
+def test_all_ranks_forget_the_chances_of_drafts_with_new_weights(handle: int) -> None:
+    """The leader would choose drafts by other chances than its followers."""
+    tried = list[float]()
+
+    def lead(engine: Engine, lead: Lead) -> None:
+        chances = engine.executor.round.chances
+        assert chances is not None
+        list(engine.run(request(i, [i, 3], cap=12) for i in range(6)))
+        tried.append(float(chances.tried.sum()))
+        lead.send(NewWeights(""))
+        with engine.changing_target():
+            pass
+        tried.append(float(chances.tried.sum()))
+
+    _, digests = group_run(handle, 2, lead)
+    assert tried[0] > 0
+    assert tried[1] == 0
+    assert len(set(digests)) == 1
 
 
 def test_an_engine_may_run_again_also_after_a_run_that_was_left(handle: int) -> None:

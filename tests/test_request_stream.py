@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -111,6 +112,21 @@ def test_no_prefix_is_kept_over_new_weights_or_scales() -> None:
     with engine.changing_target():
         pass
     assert {done.cached_tokens for done in engine.run(iter(rows()))} == {0}
+
+
+def test_chances_of_drafts_are_the_prior_ones_again_after_new_weights() -> None:
+    drafter = LookupDrafter(4, min_ngram=1, max_ngram=3)
+    engine = make_engine(tiny_target(), drafter, packed(4, draft_len=4), device=DEVICE, lengths=4)
+    chances = engine.executor.round.chances
+    assert chances is not None
+    learnt = (chances.tried, chances.accepted, chances._costs)
+    prior = [one.clone() for one in learnt]
+    repeating = [request(i, [i, 5, 7, i] * 3, cap=20) for i in range(6)]
+    list(engine.run(iter(repeating)))
+    assert not any(map(torch.equal, learnt, prior))
+    with engine.changing_target():
+        pass
+    assert all(map(torch.equal, learnt, prior))
 
 
 def test_requests_that_end_at_once_make_the_engine_prefetch_none_that_is_not_ready() -> None:

@@ -193,22 +193,24 @@ def test_the_start_of_each_run_is_shown_by_phase_and_a_log_without_one_is_left_o
     ]
 
 
-def test_the_calibration_of_drafts_is_summed_over_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_calibration_of_drafts_is_summed_over_runs_of_a_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the drafter's confidence, the least likely drafts first; damaged logs are left out."""
     job(tmp_path, mixed())
     logs = tmp_path / "_batchspec" / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     written: list[object] = [
         {"calibration": {"4": [10, 3, 2.5], "20": [80, 70, 72.0]}}, {"calibration": {"4": [30, 9, 7.5]}},
+        {"drafter": "eagle3", "calibration": {"4": [100, 40, 50.0]}},  # numbers its confidence in another way
         {"calibration": {"4": [1]}}, {"calibration": 3}, {"tokens": 3}, [1],
     ]
     for i, log in enumerate(written):
         (logs / f"run-{i:032x}.json").write_text(json.dumps(log))
     assert job_stats(tmp_path).calibration == (
-        Calibration(drafts=40, expected=0.25, accepted=0.3), Calibration(drafts=80, expected=0.9, accepted=0.875),
+        Calibration(drafts=40, expected=0.25, accepted=0.3), Calibration(drafts=100, expected=0.5, accepted=0.4),
+        Calibration(drafts=80, expected=0.9, accepted=0.875),
     )
     assert main([str(tmp_path)]) == 0
     block = capsys.readouterr().out.partition("drafts by the drafter's confidence\n")[2].partition("\n\n")[0]
     assert [line.split() for line in block.splitlines()] == [
-        ["drafts", "expected", "rate", "rate"], ["40", "0.250", "0.300"], ["80", "0.900", "0.875"],
+        ["drafts", "expected", "rate", "rate"], ["40", "0.250", "0.300"], ["100", "0.500", "0.400"], ["80", "0.900", "0.875"],
     ]

@@ -28,9 +28,10 @@ class RunSummary:
     preempted: int
     expert_correlation: float | None = None
     """Share of the tokens of a round that would read as many experts if they chose independently; None without experts."""
+    drafter: str = "none"
     calibration: Mapping[int, tuple[int, int, float]] = field(default_factory=dict)
     """By the drafter's confidence: drafts that were verified after accepted ones, those accepted, and how many were expected to
-    be."""
+    be. Drafters count their confidence in different ways."""
 
     @property
     def tok_s(self) -> float:
@@ -65,6 +66,7 @@ class RunSummary:
         if self.expert_correlation is not None:
             found["expert_correlation"] = round(self.expert_correlation, 4)
         if self.calibration:
+            found["drafter"] = self.drafter
             found["calibration"] = {str(i): [*counts, round(expected, 2)] for i, (*counts, expected) in self.calibration.items()}
         return found
 
@@ -91,12 +93,14 @@ class Calibration:
 
 
 def calibration_of(logs: Iterable[str]) -> tuple[Calibration, ...]:
-    """Sums over the logs of runs, by ascending expected share; empty if none chose drafts by their chances."""
-    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    """Sums over the runs of each drafter, from their logs, by ascending expected share; empty if none chose drafts by chances."""
+    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for log in logs:
         try:
-            for confidence, counts in json.loads(log)["calibration"].items():
-                sums[confidence] = [float(old) + float(new) for old, new in zip(sums[confidence], counts, strict=True)]
+            run = json.loads(log)
+            for confidence, counts in run["calibration"].items():
+                key = str(run.get("drafter")), confidence
+                sums[key] = [float(old) + float(new) for old, new in zip(sums[key], counts, strict=True)]
         except (ValueError, TypeError, KeyError, AttributeError):  # damaged, or of another kind
             continue
     found = [

@@ -201,6 +201,7 @@ class Engine:
             self.executor.synchronise()  # the new weights may come from a stream of the caller's
             yield
         finally:
+            self.executor.forget_acceptance()
             self.executor.synchronise()
             self.pools.forget()
             self.planner.forget()

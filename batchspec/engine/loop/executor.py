@@ -166,6 +166,11 @@ class Executor:
         self._pending.clear()
         self.rows.clear()
 
+    def forget_acceptance(self) -> None:
+        """Discard what rounds have learnt of their drafts' chances: the target's weights have changed. Every rank calls this."""
+        if self.round.chances is not None:
+            self.round.chances.forget()
+
     def rehearse(self, mode: SamplingMode) -> PrefillCost | None:
         """Compile prefill and time it; no row may be live. Returns None, and times nothing, if rounds are not CUDA graphs."""
         self.rows.live.zero_()

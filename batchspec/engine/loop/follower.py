@@ -78,6 +78,7 @@ def follow(
                 assert new_weights is not None
                 engine.executor.synchronise()
                 new_weights(message)
+                engine.executor.forget_acceptance()
                 engine.executor.synchronise()
             case Calibrate(prompts):
                 calibrate(engine.target, prompts)

@@ -40,10 +40,10 @@ class DraftChances:
         """The drafter writes its confidence here from now on."""
         shape = (drafter.max_len, len(drafter.prior_chances))
         self._prior = torch.tensor(drafter.prior_chances, dtype=torch.float32, device=device)
-        self.tried, self.accepted = torch.zeros(2, *shape, dtype=torch.float32, device=device)
+        self.tried, self.accepted = torch.empty(2, *shape, dtype=torch.float32, device=device)
         """fp32 [P, B] drafts verified after accepted ones, and those of them that were accepted; old ones count less."""
-        levels = (-PER_HALF * self._prior.log2() + 0.5).clamp(min=0, max=LEVELS - 1)
-        self._costs = levels.int().expand(shape).contiguous()
+        self._costs = torch.empty(shape, dtype=torch.int32, device=device)
+        self.forget()
         self._totals = torch.zeros(3, *shape, dtype=torch.float64, device=device)
         self.confidence = torch.zeros(slots, drafter.max_len, dtype=torch.int32, device=device)
         """int32 [slots, P] confidence in each draft of the present round."""
@@ -66,6 +66,12 @@ class DraftChances:
             self.confidence[: len(log), : log.shape[1] - 5], log, self._prior, tried=self.tried, accepted=self.accepted,
             costs=self._costs, totals=self._totals, weight=PRIOR_DRAFTS, half_life=HALF_LIFE_DRAFTS,
         )
+
+    def forget(self) -> None:
+        """Discard what was learnt, in place, where captured rounds read it: the chances are the drafter's prior ones."""
+        self.tried.zero_()
+        self.accepted.zero_()
+        self._costs.copy_((-PER_HALF * self._prior.log2() + 0.5).clamp(min=0, max=LEVELS - 1))
 
     def calibration(self) -> dict[int, Calibration]:
         """By confidence, of those that had drafts, over the engine's life. Synchronises."""
