@@ -104,6 +104,9 @@ def test_a_column_of_nulls_or_empty_lists_asks_for_nothing(model: Path) -> None:
         (["output.reasoning_in_messages=true"], "output.reasoning_in_messages=true needs think tokens"),
         (["draft=none", "draft.num_speculative_tokens=3"], "draft.num_speculative_tokens=3 is not used by draft=none"),
         (["draft=none", "draft.adaptive=false"], "draft.adaptive=false is not used by draft=none"),
+        (["draft=none", "draft.lengths=fixed"], "draft.lengths=fixed is not used with draft=none"),
+        (["draft.adaptive=false", "draft.lengths=fixed"], "draft.lengths=fixed is not used with draft.adaptive=false"),
+        (["draft=tree", "draft.path=x", "draft.lengths=fixed"], "draft.lengths=fixed is not used with draft.tree.topk=10, a tree"),
         (
             ["draft=eagle3", "model.load_format=dummy", "ablation.sharded_draft=true"],
             "ablation.sharded_draft=true has no effect with cluster.tensor_parallel=1",

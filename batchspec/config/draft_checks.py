@@ -55,6 +55,14 @@ def _refuse_unread(config: RunConfig) -> None:
             raise ConfigError(
                 f"draft.{name}={str(value).lower()} is not used by draft=none; remove the key, or choose draft=lookup"
             )
+    whole = (
+        "draft=none" if draft.name == "none"
+        else "draft.adaptive=false" if draft.adaptive is False
+        else f"draft.tree.topk={draft.tree.topk}, a tree" if draft.tree.topk > 1
+        else ""
+    )
+    if whole and draft.lengths != defaults.draft.lengths:
+        raise ConfigError(f"draft.lengths={draft.lengths} is not used with {whole}; remove the key")
 
 
 def _synthetic(draft: DraftConfig, rates: list[float]) -> None:

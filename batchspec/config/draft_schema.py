@@ -55,8 +55,8 @@ class DraftConfig:
     CPU."""
     lengths: str = "auto"
     """Whether rows of a round may verify different numbers of drafts. auto spends the positions of a round on the drafts that are
-    most likely to be accepted, where measured times say that it pays; fixed verifies all drafts of every row. Only where
-    draft.adaptive is true."""
+    most likely to be accepted, where measured times say that it pays; fixed verifies all drafts of every row. Only with
+    draft.adaptive, and not of trees."""
     parallel: Any = "auto"
     """Whether all K draft tokens come from one forward pass. auto is true if the head or draft model was trained for it."""
     tree: TreeConfig = field(default_factory=TreeConfig)
