@@ -60,6 +60,17 @@ def test_every_row_is_a_shape_of_bench_or_has_real_weights() -> None:
     assert all(name.endswith(f"-{row.batch}x{row.prompt}") for name, row in peers.ROWS.items() if row.shape)
 
 
+PAGES = list(PATH.parent.glob("*.md"))
+
+
+@pytest.mark.parametrize("command", sorted({
+    line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("python jobs/peers.py ")
+}))
+def test_a_command_on_a_page_can_be_run(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.join(shlex.split(command, comments=True)[2:])
+    assert arguments(monkeypatch, words, "batchspec" if "--k auto" in command else "vllm").rows
+
+
 def test_rows_of_the_readme_are_there() -> None:
     table = (PATH.parents[1] / "README.md").read_text(encoding="utf-8").split("## Performance")[1].split("## How")[0]
     named = {tuple(line.split("|")[1].split(", ")[:2]) for line in table.splitlines() if "EAGLE-3 |" in line}
