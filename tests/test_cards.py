@@ -28,7 +28,7 @@ NAMES = [known.card.name for known in known_cards()]
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A job of Llama-8B in FP8 with dummy weights, but for its model."""
     folder = tmp_path_factory.mktemp("job")
-    for shape in ("llama8b-fp8", "llama70b"):
+    for shape in ("llama8b-fp8", "llama8b", "llama70b"):
         (folder / shape).mkdir()
         (folder / shape / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
     pq.write_table(pa.table({"prompt_ids": [[1] * 1024] * 400}), folder / "in.parquet")
@@ -69,6 +69,15 @@ def test_an_unknown_name_lists_the_known_ones_in_one_line(capsys: pytest.Capture
         assert said.startswith("batchspec: --card H300 is not a card that batchspec knows; choose one of V100-16GB, ")
         assert all(name in said for name in NAMES)
         assert said.count("\n") == 1
+
+
+def test_a_job_whose_products_have_unknown_times_is_refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert planned("L40S", words, "model.dtype=float32", model="llama8b") == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "batchspec: model.dtype=float32: the times of L40S are known in bfloat16 alone; add model.dtype=bfloat16, or run plan "
+        "on a machine with that card\n"
+    )
 
 
 def test_a_card_without_a_name_and_a_job_for_a_cpu_are_refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:

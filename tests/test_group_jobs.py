@@ -269,7 +269,7 @@ def test_a_leader_whose_main_thread_waits_for_a_lost_rank_saves_its_work_and_end
 from batchspec.supervise import watchdog
 watchdog.LOST_S = 0.2
 dog = watchdog.Watchdog(1000.0, lost=lambda: True)
-dog.save = lambda: "3 more rows are saved"
+dog.save = lambda: "3 more outputs are saved"
 with dog.watching():
     time.sleep(60)
 """])

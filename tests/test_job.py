@@ -253,7 +253,7 @@ def test_a_signal_saves_rows_while_the_store_holds_up_the_renewal_of_a_claim(
     command = arguments(model, data, tmp_path / "out", "output.shard_rows=3", "packing.max_num_seqs=4")
     patch = partial(signalled_while_a_renewal_waits, tmp_path / "renewals")
     code, said = run_apart(command, tmp_path / "log", patch)
-    assert (code, "more rows are saved" in said) == (75, True), said
+    assert (code, "more outputs are saved" in said) == (75, True), said
     owners = [json.loads(path.read_text())["owner"] for path in (tmp_path / "out" / claims.FOLDER).iterdir()]
     assert len(owners) > 1
     assert set(owners) == {""}, "claims are released, and no renewal comes after that"

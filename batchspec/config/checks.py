@@ -137,6 +137,11 @@ def _decode(config: RunConfig) -> None:
     given = [key for key in ("schema", "regex", "choice", "grammar") if getattr(decode, key) not in (None, [])]
     if len(given) > 1:
         raise ConfigError(f"decode.{given[0]} and decode.{given[1]} are both given, and an answer follows one; remove one")
+    for key in ("schema", "regex", "grammar"):
+        if getattr(decode, key) == "":
+            raise ConfigError(f"decode.{key}= is empty, and every answer would be; give a {key} or remove the key")
+    if decode.choice and not any(decode.choice):
+        raise ConfigError(f"decode.choice={decode.choice} allows empty answers alone; give other texts or remove the key")
     if decode.deterministic and config.draft.tree.topk > 1:
         raise ConfigError(
             f"decode.deterministic=true with draft.tree.topk={config.draft.tree.topk} is not supported: a tree's keys lie in "

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchspec.errors import ConfigError
 from batchspec.kernels.common.card import assumed_card, card_of
 from batchspec.model.quant.fp8_products import product_of_ones
 from batchspec.tuning.cards import KnownCard, entry_of
@@ -85,10 +86,20 @@ LAUNCH_S, LAYER_S, TILE, UNPACK_S = 1e-4, 1.9e-5, 128, 9e10
 
 def device_rates(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> Rates:
     """In bf16 the rates of a GPU that the table knows as measured, and those of an assumed card; otherwise measured, in well
-    under a second. fp8: W8A8 products too."""
-    if device.type == "cuda" and dtype is torch.bfloat16:
+    under a second. fp8: W8A8 products too.
+
+    Raises ConfigError for an assumed card and another dtype, whose times are not known.
+    """
+    card = assumed_card()
+    if device.type == "cuda" and (dtype is torch.bfloat16 or card is not None):
         known = entry_of(card_of(device).name)
-        if known is not None and (known.rates is not None or assumed_card() is not None):
+        if card is not None and dtype is not torch.bfloat16:
+            name = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"model.dtype={name}: the times of {card.name} are known in bfloat16 alone; add model.dtype=bfloat16, or run "
+                "plan on a machine with that card"
+            )
+        if known is not None and (known.rates is not None or card is not None):
             return card_rates(known)
     return calibrate(device, dtype, fp8=fp8)
 

@@ -64,13 +64,13 @@ class Journaled:
 
 
 def saved_rows(journaled: Journaled) -> str:
-    """A message about the number of saved rows, and of the unfinished ones among them."""
+    """A message about the number of saved outputs (of a row, or of a sample of it), and of the unfinished ones among them."""
     unfinished = journaled.snapshots.values()
     tokens = sum(len(snapshot.tokens) for snapshot in unfinished)
     some = f", {len(unfinished):,} of them unfinished with {tokens:,} tokens" if unfinished else ""
     number = journaled.num_rows
-    rows = "1 more row is" if number == 1 else f"{number:,} more rows are" if number else "no more rows are"
-    return f"{rows} saved{some}"
+    outputs = "1 more output is" if number == 1 else f"{number:,} more outputs are" if number else "no more outputs are"
+    return f"{outputs} saved{some}"
 
 
 class Journal:

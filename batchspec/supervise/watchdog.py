@@ -156,7 +156,7 @@ class Watchdog:
 
 
 def _nothing_to_save() -> str:
-    return "no more rows are saved"
+    return "no more outputs are saved"
 
 
 def _why(limit_s: float, *, loading: bool) -> str:
