@@ -43,8 +43,8 @@ def test_the_table_has_a_line_of_each_family(capsys: Any) -> None:
         ("qwen3_next", ("bf16, FP8, INT4, NVFP4", "no window, no trees, mtp", "1, 2, 4, 8")),
         ("phi3", ("bf16, FP8, INT4, NVFP4", "all", "1, 2")),
         ("glm4_moe", ("bf16, FP8, INT4, NVFP4", "all, mtp", "1, 2, 4, 8")),
-        ("gemma4_text", ("bf16, FP8, INT4, NVFP4", "all", "1, 2, 4, 8")),
-        ("gemma4_unified_text", ("bf16, FP8, INT4, NVFP4", "all", "1, 2, 4, 8")),
+        ("gemma4_text", ("bf16, FP8, INT4, NVFP4", "all, mtp", "1, 2, 4, 8")),
+        ("gemma4_unified_text", ("bf16, FP8, INT4, NVFP4", "all, mtp", "1, 2, 4, 8")),
     ],
 )
 def test_facts_are_those_of_the_shape(family: str, expected: tuple[str, str, str]) -> None:

@@ -262,6 +262,8 @@ def without(name: str) -> Change:
         (GPTQ, without(f"{UP}.g_idx"), f"1 missing tensors: {UP}.g_idx"),
         (GPTQ, put(f"{UP}.scales", lambda x: x[:2]), f"{UP}.scales is [2, 320], config.json says [6, 320]"),
         (GPTQ, put(f"{UP}.g_idx", lambda x: x.flip(0)), f"{UP}.g_idx does not divide the columns in order"),
+        (GPTQ, put(f"{UP}.g_idx", lambda x: x + 1), f"{UP}.g_idx does not divide the columns in order"),
+        (GPTQ, put(f"{UP}.scales", lambda x: x.index_fill(0, torch.tensor([0]), float("nan"))), f"{UP}: a scale is not finite"),
         (GPTQ_ORDER, put(f"{UP}.g_idx", lambda x: x + 1), f"{UP}.g_idx names groups 1 .. 6, and there are 6"),
         (CT_ORDER, put(f"{UP}.weight_g_idx", lambda x: x - 1), f"{UP}.weight_g_idx names groups -1 .. 4"),
         (GROUPED, put(f"{UP}.weight_packed", lambda x: x[:, :-1]), f"{UP}.weight_packed is [320, 23], config.json says"),

@@ -12,7 +12,7 @@ from batchspec.draft.registry import named
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import Shard
 from batchspec.model.families.base import Family
-from batchspec.model.families.registry import FAMILIES
+from batchspec.model.families.registry import ASSISTANTS, FAMILIES
 from batchspec.model.shapes import COMMON, SHAPES, shape_spec
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec
@@ -20,8 +20,9 @@ from batchspec.model.spec import ModelSpec
 RANKS = (1, 2, 4, 8)
 _NOTES = (
     f"drafters: all are {', '.join(name for name in named() if name != 'mtp')} and trees of eagle3; mtp is the layer of the "
-    "checkpoint; window and trees need layers that all attend",
-    "GPUs: how many can compute one copy of the model of this size together (cluster.tensor_parallel)",
+    "checkpoint or the model's assistant (draft.path); window and trees need layers that all attend",
+    "GPUs: how many can compute one copy of the model of this size in bf16 together (cluster.tensor_parallel); other weights may "
+    "allow fewer, see `batchspec plan`",
     "a first job: batchspec run model.path=MODEL input.path=PROMPTS output.dir=OUT; its speed, with random weights: "
     "batchspec bench OUT.jsonl NAME --shape SHAPE",
 )
@@ -56,10 +57,11 @@ def row_of(family: Family) -> Row:
     shape = next(name for name, config in SHAPES.items() if {**COMMON, **config}["model_type"] == family.name)
     spec = shape_spec(shape)
     drafters = "no window, no trees" if spec.is_recurrent else "all"
+    has_assistant = family.name in {assistant.text for assistant in ASSISTANTS.values()}
     return Row(
         models=family.models, model_type=family.name, weights=", ".join(weights_of(spec)),
-        drafters=drafters if spec.mtp is None else f"{drafters}, mtp", gpus=", ".join(map(str, ranks_of(spec))),
-        model=family.example, shape=shape,
+        drafters=f"{drafters}, mtp" if spec.mtp is not None or has_assistant else drafters,
+        gpus=", ".join(map(str, ranks_of(spec))), model=family.example, shape=shape,
     )
 
 

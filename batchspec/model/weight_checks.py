@@ -126,8 +126,8 @@ def _other_experts(missing: Iterable[str], unexpected: Iterable[str]) -> list[st
     if len(asked) == len(found) == 1 and asked != found:
         (own,), (other,) = asked, found
         return [
-            f"the file holds the experts of a layer {ways[other]}, but in this family they are supported only {ways[own]}, as "
-            "transformers saves them: use a checkpoint of that form"
+            f"the file holds the experts of a layer {ways[other]}; with these weights they are supported only {ways[own]}: use a "
+            "checkpoint of that form"
         ]
     return []
 

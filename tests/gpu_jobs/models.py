@@ -70,6 +70,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size_per_layer_input": 320,
         },
     ),
+    "gemma4_unified": ("gemma4_unified_text", {"sliding_window": 24, "global_head_dim": 64, "num_hidden_layers": 4}),
+    "qwen2": ("qwen2", {}),
     "phi3": ("phi3", {"sliding_window": 33}),
     "olmo2": ("olmo2", {}),
     "glm4": ("glm4", {}),
@@ -106,6 +108,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5": ("qwen3_5_text", {**_RECURRENT, "num_hidden_layers": 5}),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {
+            **_RECURRENT, "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
     "qwen3_next": (
         "qwen3_next",
         {

@@ -68,7 +68,7 @@ class Gptq(Int4):
             f"{name}.qweight": tuple((in_words(columns), rows) for rows, columns in pieces),
             f"{name}.qzeros": tuple((of, in_words(rows)) for (rows, _), of in zip(pieces, groups, strict=True)),
             f"{name}.scales": tuple((of, rows) for (rows, _), of in zip(pieces, groups, strict=True)),
-            f"{name}.g_idx": tuple((columns,) for _, columns in pieces) if share.cut == "rows" else (),
+            f"{name}.g_idx": tuple((columns,) for _, columns in pieces) if self.act_order and share.cut == "rows" else (),
         } | shard_bias(part, share)
 
 

@@ -79,8 +79,10 @@ class Int4(SeparateExperts):
     ) -> FourBitWeight:
         """The form in memory of the projection of this name; see `arrange`. In a model of bf16 its scales are rounded to bf16.
 
-        Raises CheckpointError for scales that the kernels cannot read.
+        Raises CheckpointError for scales that are not finite, and for those that the kernels cannot read. Synchronises.
         """
+        if not bool(scales.isfinite().all()):
+            raise CheckpointError(f"{name}: a scale is not finite; download the file again, or quantise again")
         if weights.dtype is torch.bfloat16:
             try:
                 scales = bf16_scales(scales)
@@ -136,14 +138,14 @@ class Int4(SeparateExperts):
     def groups_of(self, index: Tensor, num_groups: int, name: str) -> Tensor | None:
         """The groups of columns as `arrange` takes them, from a tensor of this name.
 
-        index       [K] the group of each column of the part that this process holds
+        index       [K] the group of each column: in act order of the part that this process holds, else of all
         num_groups  that it holds
         Raises CheckpointError for a group that is not there and, unless in act order, for columns that are not in order.
         Synchronises on a GPU.
         """
         in_order = torch.arange(len(index), device=index.device) // (self.group_size or len(index))
         if not self.act_order:
-            if torch.equal((index - index[0]).long(), in_order):
+            if torch.equal(index.long(), in_order):
                 return None
             raise CheckpointError(
                 f"{name} does not divide the columns in order, and by quantization_config it does (desc_act=false); correct it"
