@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.schema import InputConfig, ModelConfig, OutputConfig, RunConfig
 from batchspec.config.typed import from_json, to_json
 from batchspec.report.card import _without_local_paths, _yaml
+from tests.int4_layouts import make, of_gptq
 from tests.models import make_checkpoint, make_tokenizer
 
 ROWS = 7
@@ -43,6 +45,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     assert run.main(words) == 0
     return folder
+
+
+def test_the_card_and_the_statistics_say_how_the_weights_were_kept(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "| Weights | `float64` |" in (made / "out" / "README.md").read_text()
+    model = make_tokenizer(make(tmp_path / "int4", of_gptq(32))[0])
+    pl.DataFrame({"prompt": ["a b", "c"]}).write_parquet(tmp_path / "in.parquet")
+    words = [f"model.path={model}", "model.dtype=float32", f"input.path={tmp_path}/in.parquet", f"output.dir={tmp_path}/out"]
+    assert run.main([*words, "decode.max_new_tokens=3"]) == 0
+    assert "| Weights | `INT4 weights, the rest in float32` |" in (tmp_path / "out" / "README.md").read_text()
+    capsys.readouterr()
+    assert cli.main(["stats", str(tmp_path / "out")]) == 0
+    assert re.search(r"^ *weights +INT4 weights, the rest in float32$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_openai_requests_are_exported_as_openai_responses_in_their_order(made: Path, tmp_path: Path) -> None:

@@ -102,6 +102,8 @@ def _speed(stats: JobStats) -> str:
         "prompt tokens": f"{stats.prompt_tokens:,} ({stats.cached_tokens:,} from shared prefixes)",
         "completion tokens": f"{stats.completion_tokens:,}",
     }
+    if stats.weights:
+        facts["weights"] = stats.weights
     if stats.reasoning_tokens:
         facts["reasoning tokens"] = f"{stats.reasoning_tokens:,} of these, {stats.reasoning_truncated:,} thoughts truncated"
     if stats.run_seconds:

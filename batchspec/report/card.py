@@ -120,6 +120,7 @@ def _facts(manifest: Manifest, stats: JobStats) -> dict[str, str]:
     revision = f" at {for_markdown(model['revision'])}" if model.get("revision") else ""
     facts = {
         "Model": for_markdown(last_part(model.get("path"))) + revision,
+        **({"Weights": for_markdown(weights)} if (weights := manifest.recorded.get("weights")) else {}),
         **({"LoRA adapter": adapter} if (adapter := _adapter(manifest)) else {}),
         **({"LoRA adapters of rows": adapters} if (adapters := _adapters(manifest)) else {}),
         "Chat template": for_markdown(last_part(template)) if template else "the checkpoint's own",

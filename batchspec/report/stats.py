@@ -112,6 +112,8 @@ class JobStats:
     run_tokens: int
     run_seconds: float
     """Tokens and seconds of the runs that have ended, start-up left out."""
+    weights: str | None
+    """How the model's weights were kept: their format and dtype; None: a job of an earlier version, which did not record it."""
     drafter: str
     """The drafters of the rows, comma-separated; "none" without a drafter."""
     overall: Acceptance
@@ -165,6 +167,7 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
         quality=tally.quality.result(folder),
         run_tokens=sum(tokens for tokens, _ in speeds),
         run_seconds=sum(seconds for _, seconds in speeds),
+        weights=folder.manifest.recorded.get("weights"),
         drafter=",".join(sorted(tally.drafters)) or "none",
         overall=next(iter(_groups(tally.overall)), _acceptance({"name": "all"})),
         by_position=tuple(

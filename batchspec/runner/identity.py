@@ -100,6 +100,7 @@ def _cache_parts(cache: CacheConfig) -> dict[str, Any]:
 
 
 def recorded_facts(job: Job) -> dict[str, Any]:
+    kept, dtype = job.spec.formats.kept, str(job.dtype).removeprefix("torch.")
     device = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu"
     return {
         "batchspec": __version__,
@@ -107,6 +108,7 @@ def recorded_facts(job: Job) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "device": device if job.group is None else f"{job.group.ranks} x {device}",
         "model": str(job.config.model.path),
+        "weights": f"{kept}, the rest in {dtype}" if kept else dtype,
         "drafter": job.config.draft.name,
         **({"why_drafter": f"draft=auto: {job.why_drafter}"} if job.why_drafter else {}),
         **({} if job.adapter is None else {"adapter_sha256": job.adapter.digest}),
