@@ -3,8 +3,8 @@
 A test marked `second` starts, hangs and kills programs, or computes for long. It is left out unless asked for with -m; a test
 that is also marked `smoke` stays in the first tier. tests/test_tiers.py checks that each test is in exactly one tier.
 
-CI runs every function of the second tier, but only half of the cases of one that has parameters, unless it is marked
-`every_case`. `BATCHSPEC_TURN`, the number of the commit, says which half. Without it all cases run.
+CI runs half of the second tier: every other case of a function that has parameters, and half of the other functions, unless they
+are marked `every_case`. `BATCHSPEC_TURN`, the number of the commit, says which half. Without it all run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def turn() -> int | None:
 
 
 def cases_of_other_turns(collected: Iterable[Marks], turn: int) -> set[str]:
-    """The cases that this turn leaves out: every other one of each function of the second tier that has several."""
+    """What this turn leaves out of the second tier: every other case of each function, and half of the functions with one."""
     cases = defaultdict(list)
     for marks in collected:
         if "second" in marks.names and not marks.names & {"smoke", "slow", "soak", "every_case"}:
@@ -55,7 +55,7 @@ def cases_of_other_turns(collected: Iterable[Marks], turn: int) -> set[str]:
     half = turn // TURNS_OF_A_HALF
     return {
         case for function, own in cases.items() for place, case in enumerate(own)
-        if len(own) > 1 and (place + crc32(function.encode()) + half) % 2
+        if (place + crc32(function.encode()) + half) % 2
     }
 
 
