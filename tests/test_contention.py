@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import tempfile
@@ -99,6 +100,7 @@ def test_a_run_that_sleeps_past_its_claims_loses_them_and_does_no_harm_when_it_w
     began = time.monotonic()
     assert lab.run(out, conduct=Conduct(stale_s=1.5)) == 0
     assert time.monotonic() - began > 1.5  # it had to wait: the sleeper's process was there all the time
+    assert re.search(r"shards? left, claimed by other runs: waiting up to \d+ s to learn", lab.said.read_text())
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     parts = {path for path in before if path.parent.name == "data"}
     assert len(parts) == SHARDS

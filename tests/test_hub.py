@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -46,6 +47,12 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["./nope", "/nope/at/all", "a/b/c", "~nobody/x", "nope/"])
 def test_a_missing_folder(path: str) -> None:
     assert f"model.path={path}: no such folder; give a model folder, a hub id (owner/name) or smollm2-135m" in refusal(path)
+
+
+def test_a_missing_folder_of_a_head_is_no_model() -> None:
+    said = re.escape("draft.path=/nope: no such folder; give a folder or a hub id (owner/name)")
+    with pytest.raises(CheckpointError, match=said):
+        find_model("/nope", key="draft.path")
 
 
 def test_a_shipped_head_is_named_by_its_folder() -> None:

@@ -99,7 +99,7 @@ class Plan:
             return []
         stats = constraints.compiler.stats
         if not stats.num_compiled and not stats.lazy:
-            return ["structured   no row asks for it"]
+            return ["structured   no admitted row asks for it"]
         lazy = [
             f"lazy         {counted(count, 'distinct constraint')}, states computed while rows wait for them: {one_line(reason)}"
             for reason, count in sorted(stats.lazy.items())

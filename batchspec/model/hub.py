@@ -45,7 +45,8 @@ def find_model(path: str, revision: str | None = None, *, key: str = "model.path
             return LocalFiles(smollm2_folder())
         return LocalFiles(local)
     if not _HUB_ID.fullmatch(path) or path.startswith("."):
-        raise CheckpointError(f"{key}={path}: no such folder; give a model folder, a hub id (owner/name) or {NAME}")
+        given = f"a model folder, a hub id (owner/name) or {NAME}" if key == "model.path" else "a folder or a hub id (owner/name)"
+        raise CheckpointError(f"{key}={path}: no such folder; give {given}")
     return _on_hub(path, revision, key)
 
 

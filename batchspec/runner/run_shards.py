@@ -7,6 +7,7 @@ from collections.abc import Container, Generator, Sequence
 from contextlib import ExitStack, closing
 
 from batchspec.cluster import slurm
+from batchspec.console.text import counted
 from batchspec.errors import InputError, Interrupted, RankLost, TooManyErrors, WorkerLost
 from batchspec.packing.survey import Survey
 from batchspec.packing.work_plan import DecodedShard
@@ -189,6 +190,11 @@ class ShardRunner:
                 return held | self._all_shards - missing
             if time.monotonic() - waited_from > self._claims.stale_s + RENEW_S:
                 return None
+            if looked_from == waited_from:
+                self.progress.phase(
+                    f"{counted(len(missing), 'shard')} left, claimed by other runs: waiting up to "
+                    f"{self._claims.stale_s + RENEW_S:.0f} s to learn whether these live; shards of dead ones are taken over"
+                )
             time.sleep(max(1.0, took_s))  # listing thousands of files loads the file system
             load_progress.count_step()
             looked_from = time.monotonic()
