@@ -24,7 +24,7 @@ from batchspec.model.quant.pack_quantized import PackQuantized
 from batchspec.model.spec import read_spec
 from batchspec.model.weights import DummyWeights
 from tests.int4_layouts import LAYOUTS, Layout, of_awq, of_compressed_tensors, of_gptq
-from tests.int4_samples import CASES, FILE
+from tests.int4_samples import ACT_ORDER, CASES, FILE, ODD
 from tests.moe_models import tiny_config, tiny_spec
 
 CPU = torch.device("cpu")
@@ -188,11 +188,11 @@ def test_parts_of_one_division_of_the_columns_are_one_weight() -> None:
 
 def sample_format(name: str) -> Int4:
     kind, _, rest = name.partition(" ")
-    group_size, symmetric = CASES.get(rest, (32, False))
-    own_size, act_order = None if group_size == -1 else group_size, rest == "in act order"
+    case = ACT_ORDER if rest == "in act order" else {**CASES, **ODD}[rest]
+    size = None if case.group_size == -1 else case.group_size
     if kind == "pack-quantized":
-        return PackQuantized(own_size, symmetric)
-    return Awq(own_size, symmetric) if kind == "awq" else Gptq(own_size, symmetric, act_order, minus_one=kind == "gptq")
+        return PackQuantized(size, case.symmetric)
+    return Awq(size, case.symmetric) if kind == "awq" else Gptq(size, case.symmetric, case.act_order, minus_one=kind == "gptq")
 
 
 SAMPLES = sorted({name.partition("/")[0] for name in load_file(FILE)})
