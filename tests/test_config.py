@@ -98,7 +98,7 @@ def test_the_defaults_can_run_once_the_required_keys_are_given() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"decode__regex": ""}, "decode.regex= is empty, and every answer would be; give a regex or remove the key"),
+        ({"decode__regex": ""}, "decode.regex= is empty; give a regex or remove the key"),
         ({"decode__choice": [""]}, "decode.choice=[''] allows empty answers alone; give other texts or remove the key"),
         ({"decode__top_p": 1.5}, "decode.top_p=1.5 must be above 0 and at most 1; 1 is off"),
         ({"cluster__tensor_parallel": 0}, "cluster.tensor_parallel=0 must be in 1 .. 8; 1, 2, 4 or 8 GPUs for each copy of"),

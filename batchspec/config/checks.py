@@ -139,7 +139,7 @@ def _decode(config: RunConfig) -> None:
         raise ConfigError(f"decode.{given[0]} and decode.{given[1]} are both given, and an answer follows one; remove one")
     for key in ("schema", "regex", "grammar"):
         if getattr(decode, key) == "":
-            raise ConfigError(f"decode.{key}= is empty, and every answer would be; give a {key} or remove the key")
+            raise ConfigError(f"decode.{key}= is empty; give a {key} or remove the key")
     if decode.choice and not any(decode.choice):
         raise ConfigError(f"decode.choice={decode.choice} allows empty answers alone; give other texts or remove the key")
     if decode.deterministic and config.draft.tree.topk > 1:

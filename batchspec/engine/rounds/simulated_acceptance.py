@@ -8,7 +8,6 @@ Legend: N kinds, R rows, K draft_len.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -16,11 +15,12 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.kernels.sampling.argmax import CONFIDENCE_BINS
-from batchspec.kernels.sampling.counter_rng import uniform_reference
 
 NOISE = 0.7
 """Standard deviation of the Gaussian noise in the logit of a rate."""
-MOST_DRAFTS = 64
+NUM_DRAWS = 1 << 16
+ROW_STEP, TOKEN_STEP, PLACE_STEP = 31765, 40503, 25717
+"""Odd numbers: a row, its number of tokens and the draft's place choose one of the draws."""
 
 
 class SimulatedAcceptance:
@@ -33,6 +33,9 @@ class SimulatedAcceptance:
             for draft_len in range(max_len + 1)
         ]
         self._logits = self._rates[max_len].logit(eps=1e-3)
+        draws = torch.randn(NUM_DRAWS, generator=torch.Generator().manual_seed(0))  # on the CPU: the same on every rank
+        self._noise = (NOISE * draws).to(device)
+        self._places = PLACE_STEP * torch.arange(max_len, device=device)
 
     def rates(self, draft_len: int) -> Tensor | None:
         """float32 [N, K] rates at which each draft is accepted if all before it were; None for K = 0."""
@@ -40,19 +43,12 @@ class SimulatedAcceptance:
 
     def write_confidence(self, rows: DeviceBatch, out_confidence: Tensor) -> None:
         """Write a confidence int32 [R, K] in the drafts of each row, in bins as those of `argmax`."""
-        num_rows, draft_len = out_confidence.shape
-        logits = self._logits[rows.keys[:num_rows] % len(self._logits), :draft_len]
-        noise = _gaussian(rows.keys[:num_rows], rows.num_tokens[:num_rows], draft_len)
-        bins = (4 * (noise.mul_(NOISE).add_(logits) + 3)).floor_()
+        draft_len = out_confidence.shape[1]
+        logits = self._logits[rows.keys % len(self._logits), :draft_len]
+        first = rows.keys * ROW_STEP + rows.num_tokens * TOKEN_STEP
+        noise = self._noise[(first[:, None] + self._places[:draft_len]) & (NUM_DRAWS - 1)]
+        bins = (4 * (noise.add_(logits) + 3)).floor_()
         out_confidence.copy_(bins.clamp_(min=0, max=CONFIDENCE_BINS - 1))
-
-
-def _gaussian(keys: Tensor, num_tokens: Tensor, draft_len: int) -> Tensor:
-    """fp32 [R, K] of mean 0 and variance 1, by row, its length and the draft's place. Positions are negative, those of outcomes
-    (`kernels/rounds/accept.py`) are not."""
-    draws = num_tokens.long()[:, None] * MOST_DRAFTS + torch.arange(draft_len, device=keys.device)
-    radius, angle = (uniform_reference(keys[:, None], -1 - 2 * draws - part) for part in (0, 1))
-    return (-2 * torch.log1p(-radius)).sqrt_() * torch.cos(2 * math.pi * angle)
 
 
 def conditional_rates(rates: Sequence[float], draft_len: int) -> list[float]:
