@@ -115,6 +115,15 @@ def test_a_warm_engine_says_it_once(model: Path, capsys: pytest.CaptureFixture[s
     assert said.count("column 'schema' has no effect") == 1
 
 
+def test_keys_of_sampling_in_a_greedy_job_are_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = words_of(model, tmp_path, "decode.top_p=0.5", "decode.top_k=20")
+    said = "decode.top_k=20, decode.top_p=0.5 without effect, since decode.temperature=0 is greedy: set decode.temperature, or "
+    assert planned(capsys, words)["greedy"] == f"{said}choose decode=sampled"
+    assert "greedy" not in planned(capsys, words_of(model, tmp_path))
+    assert "greedy" not in planned(capsys, [*words, "decode.temperature=0.7"])
+    assert "greedy" not in planned(capsys, words_of(model, tmp_path, "decode.top_p=0.5", temperature=0.7))
+
+
 def test_plan_and_run_count_rows_whose_several_completions_are_equal(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,5 @@
 """Lines for the user about an input: columns with the name of an option that no row reads, texts for a chat model that are not
-given to it as chats, what requests leave out, and tools whose calls stay text."""
+given to it as chats, what requests leave out, keys of sampling in a greedy job, and tools whose calls stay text."""
 
 from __future__ import annotations
 
@@ -40,10 +40,22 @@ def input_notes(config: RunConfig, admission: Admission, source: Source, tokeniz
         ("columns", _unread_columns(config, columns, source)),
         ("chat", _chat_note(config, columns, source, tokenizer)),
         ("requests", "" if filled is None else defaults_note(filled, config.decode)),
+        ("greedy", _greedy_note(config.decode, columns)),
         ("samples", _samples_note(config, columns, source)),
         ("tools", _calls_note(admission, source, config.model.tool_calls)),
     ]
     return [(label, line) for label, line in notes if line]
+
+
+def _greedy_note(decode: DecodeConfig, columns: ColumnMap) -> str:
+    """One line if keys choose among tokens that are sampled, and no row is."""
+    usual = DecodeConfig()
+    given = {key: getattr(decode, key) for key in ("top_k", "top_p", "min_p") if getattr(decode, key) != getattr(usual, key)}
+    if not given or decode.score != "none" or decode.temperature >= LEAST_TEMPERATURE or "temperature" in columns.names:
+        return ""
+    keys = ", ".join(f"decode.{key}={value:g}" for key, value in given.items())
+    heat = f"decode.temperature={decode.temperature:g} is greedy"
+    return f"{keys} without effect, since {heat}: set decode.temperature, or choose decode=sampled"
 
 
 def _samples_note(config: RunConfig, columns: ColumnMap, source: Source) -> str:
