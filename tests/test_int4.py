@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -195,6 +196,13 @@ def sample_format(name: str) -> Int4:
     return Awq(size, case.symmetric) if kind == "awq" else Gptq(size, case.symmetric, case.act_order, minus_one=kind == "gptq")
 
 
+def shapes_of(layout: Int4, part: Projection, stored: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Of the tensors that a file must hold for a projection named p, and of those that it may hold and does."""
+    tensors = {tensor.name.removeprefix("p."): tensor.shape for tensor in layout.tensors(part)}
+    spares = {tensor.name.removeprefix("p."): tensor.shape for tensor in layout.spares(part)}
+    return tensors | {name: shape for name, shape in spares.items() if name in stored}
+
+
 SAMPLES = sorted({name.partition("/")[0] for name in load_file(FILE)})
 
 
@@ -203,8 +211,7 @@ def test_what_the_packages_packed_is_what_they_dequantise_it_to(name: str) -> No
     """compressed-tensors 0.20 in bf16 and GPTQModel 7.7 in fp16, to the bit; zero points of 0 and 15 are among them."""
     own = {key.partition("/")[2]: value for key, value in load_file(FILE).items() if key.startswith(f"{name}/")}
     expected, layout = own.pop("expected"), sample_format(name)
-    specs = {tensor.name.removeprefix("p."): tensor for tensor in layout.tensors(Projection("p", *expected.shape))}
-    assert {key: tuple(value.shape) for key, value in own.items()} == {key: tensor.shape for key, tensor in specs.items()}
+    assert {key: tuple(value.shape) for key, value in own.items()} == shapes_of(layout, Projection("p", *expected.shape), own)
     weight = layout.weight(Stored(own), "p")
     assert (weight.columns is not None) == ("act order" in name)
     assert (weight.zeros is None) == layout.symmetric
@@ -221,8 +228,7 @@ def test_a_layout_is_read_as_it_was_packed(name: str, rows: int, k: int) -> None
     codes = layout.codes(torch.randn(rows, k, generator=torch.Generator().manual_seed(0)))
     found = format_of(layout)
     stored = layout.stored(codes)
-    shapes = {tensor.name.removeprefix("p."): tensor.shape for tensor in found.tensors(Projection("p", rows, k))}
-    assert {key: tuple(value.shape) for key, value in stored.items()} == shapes
+    assert {key: tuple(value.shape) for key, value in stored.items()} == shapes_of(found, Projection("p", rows, k), stored)
     weight = found.weight(Stored(stored), "p")
     assert torch.equal(dequantise(weight, torch.float64), codes.matrix())
     held = weight.words.nbytes + weight.scales.nbytes + (0 if weight.zeros is None else weight.zeros.nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -304,16 +305,31 @@ def test_sizes_that_a_layout_cannot_hold_are_refused(layout: Layout, sizes: dict
     assert str(caught.value).startswith(f"{said}, so that it cannot be in INT4 as quantization_config says; use a checkpoint")
 
 
-def test_fused_experts_in_int4_are_refused(tmp_path: Path) -> None:
-    folder, _ = make(tmp_path, of_compressed_tensors(32), "qwen3_moe", **EXPERTS)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_all_experts_of_a_layer_may_be_in_one_tensor_if_they_are_symmetric(symmetric: bool, tmp_path: Path) -> None:
+    """As files of Gemma 4 26B-A4B in INT4 have them."""
+    folder, _ = make(tmp_path, of_compressed_tensors(32, symmetric=symmetric), "qwen3_moe", **EXPERTS)
+    one_by_one = logits(load(folder))
 
     def fuse(tensors: dict[str, Tensor]) -> None:
-        for name in [name for name in tensors if ".experts." in name]:
+        for ending in ("packed", "scale"):
+            for layer in (0, 1):
+                at = f"model.layers.{layer}.mlp.experts."
+                each = [[tensors[f"{at}{i}.{part}_proj.weight_{ending}"] for part in ("gate", "up", "down")] for i in range(3)]
+                tensors[f"{at}gate_up_proj_{ending}"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in each])
+                tensors[f"{at}down_proj_{ending}"] = torch.stack([down for _, _, down in each])
+        for name in [name for name in tensors if re.search(r"\.experts\.\d", name)]:
             del tensors[name]
-        for layer in (0, 1):
-            tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj_packed"] = torch.zeros(3, 128, 24, dtype=torch.int32)
 
-    assert "the file holds the experts of a layer in one tensor" in changed(folder, fuse)
+    tensors = load_file(folder / "model.safetensors")
+    fuse(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if symmetric:
+        assert logits(load(folder)).equal(one_by_one)
+        check_two_ranks(folder)
+    else:
+        with pytest.raises(CheckpointError, match=r"missing tensors: .*weight_zero_point"):
+            load(folder)
 
 
 @pytest.mark.parametrize(

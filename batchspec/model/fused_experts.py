@@ -3,11 +3,12 @@
     experts.gate_up_proj [E, 2 I, H], the gate's rows first      experts.N.gate_proj.weight, experts.N.up_proj.weight [I, H]
     experts.down_proj    [E, H, I]                               experts.N.down_proj.weight [H, I]
 
-The same for FP8 scales, `experts.gate_up_proj_scale_inv` and `experts.N.gate_proj.weight_scale_inv`, and for the scales that
-ModelOpt names `experts.gate_up_proj_weight_scale`, `_weight_scale_2` and `_input_scale`; a scalar is every expert's.
+The same for FP8 scales, `experts.gate_up_proj_scale_inv` and `experts.N.gate_proj.weight_scale_inv`, for the scales that ModelOpt
+names `experts.gate_up_proj_weight_scale`, `_weight_scale_2` and `_input_scale`, of which a scalar is every expert's, and for
+symmetric INT4 of compressed-tensors, `experts.gate_up_proj_packed` and `_scale`.
 transformers 5 holds experts so in memory; files have either form. gpt-oss has a form of its own (`GroupedSpec.stacked`).
 Source: transformers 5, conversion_mapping.py (qwen2_moe), models/qwen3_5_moe (Qwen3_5MoeExperts); ModelOpt,
-torch/quantization/utils/core_utils.py (quantizer_attr_names).
+torch/quantization/utils/core_utils.py (quantizer_attr_names); vLLM's pull request 40886 (INT4 of Gemma 4 26B-A4B).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from batchspec.model.quant.fp8_products import BLOCK
 _SCALE = "_scale_inv"
 _OWN = {
     "": "weight", _SCALE: f"weight{_SCALE}", "_weight_scale": "weight_scale", "_weight_scale_2": "weight_scale_2",
-    "_input_scale": "input_scale",
+    "_input_scale": "input_scale", "_packed": "weight_packed", "_scale": "weight_scale",
 }
 """What follows the name of a tensor of all experts -> the name of the tensor of one projection of one expert."""
 _FUSED = {("gate_proj", "up_proj"): "gate_up_proj", ("down_proj",): "down_proj"}

@@ -3,10 +3,11 @@
     NAME.weight_packed      int32 [N, K / 8]    8 codes of a row, low bits first
     NAME.weight_scale       [N, G]
     NAME.weight_zero_point  int32 [N / 8, G]    if not symmetric: of 8 rows, low bits first
-    NAME.weight_shape       int64 [2]           N and K; not read
+    NAME.weight_shape       int64 [2]           N and K; not read, and not there if a tensor holds all experts of a layer
     NAME.weight_g_idx       int32 [K]           if actorder is group: the group of each column; all -1: they are in order
 
-G is 1 for strategy channel. Experts are stored one by one (Kimi K2, llm-compressor).
+G is 1 for strategy channel. Experts are stored one by one (Kimi K2, llm-compressor), or all of a layer in one tensor
+(`fused_experts.py`).
 Source: https://github.com/vllm-project/compressed-tensors (compressors/pack_quantized; quantized_compressors before 0.13).
 """
 
@@ -35,7 +36,6 @@ class PackQuantized(Int4):
         found = [
             TensorSpec(f"{name}.weight_packed", (rows, part.k // CODES), "weight", ("I32",)),
             TensorSpec(f"{name}.weight_scale", (rows, groups), "scale", typical=TYPICAL_SCALE),
-            TensorSpec(f"{name}.weight_shape", (2,), "index", ("I64", "I32")),
         ]
         if not self.symmetric:
             found.append(TensorSpec(f"{name}.weight_zero_point", (rows // CODES, groups), "weight", ("I32",)))
@@ -43,6 +43,9 @@ class PackQuantized(Int4):
             often = float(self.group_size or part.k)
             found.append(TensorSpec(f"{name}.weight_g_idx", (part.k,), "index", ("I32",), typical=often, shuffled=True))
         return *found, *bias_of(part)
+
+    def spares(self, part: Projection) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(f"{part.name}.weight_shape", (2,), "index", ("I64", "I32")),)
 
     def weight(self, weights: Weights, name: str) -> FourBitWeight:
         words, scales = weights.stored(f"{name}.weight_packed"), weights.stored(f"{name}.weight_scale")
@@ -61,7 +64,6 @@ class PackQuantized(Int4):
         own: Slices = {
             f"{name}.weight_packed": tuple((rows, in_words(columns)) for rows, columns in pieces),
             f"{name}.weight_scale": tuple((rows, of) for (rows, _), of in zip(pieces, groups, strict=True)),
-            f"{name}.weight_shape": (),
         }
         if not self.symmetric:
             own[f"{name}.weight_zero_point"] = tuple((in_words(rows), of) for (rows, _), of in zip(pieces, groups, strict=True))
