@@ -82,8 +82,8 @@ def test_experts_in_another_form_are_refused_by_what_is_supported(tmp_path: Path
     """Some quantisers and converters store the stacked experts of gpt-oss one by one, others stack those of other families."""
     one_by_one, stacked = "model.layers.0.mlp.experts.0.down_proj.weight", "model.layers.0.block_sparse_moe.experts.down_proj"
     for family, key, name, said in (
-        ("gpt_oss", "model.layers.0.mlp.experts.down_proj", one_by_one, "one by one, but .* supported only in one tensor, as"),
-        ("mixtral", "model.layers.0.block_sparse_moe.experts.0.w2.weight", stacked, "in one tensor, but .* only one by one, as"),
+        ("gpt_oss", "model.layers.0.mlp.experts.down_proj", one_by_one, "one by one; .* supported only in one tensor:"),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.0.w2.weight", stacked, "in one tensor; .* only one by one:"),
     ):
         folder = make_checkpoint(tmp_path / family, family, vocab=64, **EXPERTS)
         tensors = load_file(folder / "model.safetensors")

@@ -139,6 +139,21 @@ def check_copies(where: str, part: CheckpointPart, names: Collection[str], read:
             raise CheckpointError(f"{where}: {copy} differs from the embedding although tie_word_embeddings is true")
 
 
+def check_orders(where: str, part: CheckpointPart, names: Collection[str], read: Callable[[str], Tensor]) -> None:
+    """Raises CheckpointError for groups of columns that are not in order although config.json says so. read: the tensor of one of
+    `names`."""
+    if not any(name.endswith(".g_idx") for name in names):
+        return
+    for tensor in part.tensors():
+        if tensor.role == "index" and not tensor.shuffled and tensor.name in names:
+            index = read(tensor.name)
+            if not torch.equal(index.long(), torch.arange(len(index), device=index.device) // int(tensor.typical)):
+                raise CheckpointError(
+                    f"{where}: {tensor.name} does not divide the columns in order, and by quantization_config it does "
+                    "(desc_act=false); correct it"
+                )
+
+
 def check_spares(where: str, part: CheckpointPart, names: Collection[str], read: Callable[[str], Tensor]) -> None:
     """Raises CheckpointError for a bias that is not used and is not zero. read: the tensor of one of `names`."""
     if any(name.endswith(".bias") for name in names):

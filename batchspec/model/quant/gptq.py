@@ -3,7 +3,7 @@
     NAME.qweight  int32 [K / 8, N]   8 codes of a column of W', low bits first
     NAME.qzeros   int32 [G, N / 8]   zero points of 8 outputs, low bits first; checkpoint_format gptq stores z - 1, gptq_v2 z
     NAME.scales   [G, N]
-    NAME.g_idx    int32 [K]          the group of each input: with desc_act any, otherwise k // group_size
+    NAME.g_idx    int32 [K]          the group of each input: with desc_act any, otherwise k // group_size (checked)
     NAME.bias     [N]                some tools write zeros where the model has no bias
 
 With sym z is 8, whatever is stored. Of format gptq, GPTQModel subtracts and adds the 1 of all 8 zero points as one number, so a z
@@ -54,8 +54,9 @@ class Gptq(Int4):
 
     def weight(self, weights: Weights, name: str) -> FourBitWeight:
         words, scales = (weights.stored(f"{name}.{x}").t() for x in ("qweight", "scales"))
-        groups = self.groups_of(weights.stored(f"{name}.g_idx"), scales.shape[1], f"{name}.g_idx")
-        zeros = None
+        groups, zeros, of_columns = None, None, f"{name}.g_idx"
+        if self.act_order:
+            groups = self.groups_of(weights.stored(of_columns), scales.shape[1], of_columns)
         if not self.symmetric:
             stored = weights.stored(f"{name}.qzeros")
             zeros = unpack(stored + _ONES if self.minus_one else stored).t()
@@ -68,7 +69,7 @@ class Gptq(Int4):
             f"{name}.qweight": tuple((in_words(columns), rows) for rows, columns in pieces),
             f"{name}.qzeros": tuple((of, in_words(rows)) for (rows, _), of in zip(pieces, groups, strict=True)),
             f"{name}.scales": tuple((of, rows) for (rows, _), of in zip(pieces, groups, strict=True)),
-            f"{name}.g_idx": tuple((columns,) for _, columns in pieces) if self.act_order and share.cut == "rows" else (),
+            f"{name}.g_idx": tuple((columns,) for _, columns in pieces) if share.cut == "rows" else (),
         } | shard_bias(part, share)
 
 

@@ -136,20 +136,13 @@ class Int4(SeparateExperts):
         return slice(columns.start // self.group_size, -(-columns.stop // self.group_size))
 
     def groups_of(self, index: Tensor, num_groups: int, name: str) -> Tensor | None:
-        """The groups of columns as `arrange` takes them, from a tensor of this name.
+        """The groups of columns in act order as `arrange` takes them, from a tensor of this name.
 
-        index       [K] the group of each column: in act order of the part that this process holds, else of all
+        index       [K] the group of each column of the part that this process holds
         num_groups  that it holds
-        Raises CheckpointError for a group that is not there and, unless in act order, for columns that are not in order.
-        Synchronises on a GPU.
+        Raises CheckpointError for a group that is not there. Synchronises on a GPU.
         """
         in_order = torch.arange(len(index), device=index.device) // (self.group_size or len(index))
-        if not self.act_order:
-            if torch.equal(index.long(), in_order):
-                return None
-            raise CheckpointError(
-                f"{name} does not divide the columns in order, and by quantization_config it does (desc_act=false); correct it"
-            )
         low, high = (int(value) for value in index.aminmax())
         if low < 0 or high >= num_groups:
             raise CheckpointError(
