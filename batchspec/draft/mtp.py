@@ -81,8 +81,9 @@ class MtpDrafterSpec(DrafterSpec[Mtp]):
         found = load_spec(find_model(model.path or "", model.revision).folder).mtp if tuned else target.mtp
         if found is None:
             raise ConfigError(
-                f"draft=mtp: {model.path or 'this shape'} has no MTP layer in its files, or none that is supported; choose draft=lookup, or "
-                "draft=eagle3 with a head made for the model, or set draft.path to an assistant made for it, as Gemma 4 has"
+                f"draft=mtp: {model.path or 'this shape'} has no MTP layer in its files, or none that is supported; choose "
+                "draft=lookup, or draft=eagle3 with a head made for the model, or set draft.path to an assistant made for it, as "
+                "Gemma 4 has"
             )
         spec = replace(found, formats=target.formats)
         return spec if self._dummy else open_mtp(self._files, spec)
