@@ -402,6 +402,15 @@ def test_a_loading_run_takes_no_time_left_or_saved_tokens_away(tmp_path: Path) -
     assert (got.completions, got.share) == (1, (1 + 1) / 20), "the tokens that the first one saved are still there"
 
 
+def test_a_killed_run_takes_no_saved_tokens_away(tmp_path: Path) -> None:
+    """It saved none of its own, so the next run resumes the rows from those of the run before."""
+    job(tmp_path, committed=0)
+    say(tmp_path, 1, end="interrupted", open_shards=[[0, 1]], in_flight_tokens=100, at=NOW - 50)
+    say(tmp_path, 2, began_at=NOW - 40, open_shards=[[0, 1]], in_flight_tokens=300, end="crashed")
+    got = look(tmp_path)
+    assert (got.state, got.completions, got.share) == ("stopped", 1, (1 + 1) / 20)
+
+
 def test_the_time_left_is_unknown_where_rows_are_longer_than_was_expected(tmp_path: Path) -> None:
     job(tmp_path, committed=9)
     say(tmp_path, 1, in_flight_tokens=300)

@@ -204,8 +204,9 @@ def _open(statuses: Sequence[RunStatus], missing: set[int]) -> int:
 
 
 def _in_flight(statuses: Sequence[RunStatus]) -> int:
-    """Tokens of unfinished rows: of living runs, and of interrupted runs that saved them if no run has begun since."""
-    latest = max((status.run.began_at for status in statuses if status.run.slots), default=0.0)  # without those that only loaded
+    """Tokens of unfinished rows: of living runs, and of interrupted runs that saved them if no run has saved its own since."""
+    saving = [status.run for status in statuses if status.run.slots and status.state not in ("gone", "crashed")]
+    latest = max((run.began_at for run in saving), default=0.0)  # without those that only loaded, and those that were killed
     counted = (status.run for status in statuses if status.lives or (status.state == "interrupted" and status.run.at >= latest))
     return sum(run.in_flight_tokens for run in counted)
 
