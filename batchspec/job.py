@@ -117,7 +117,7 @@ def decode_missing(
         seconds = time.perf_counter() - began - start_up_s
         engine = engines.current
         report_speed(
-            run.folder, engine.totals, start_up, seconds=seconds, start_up_s=start_up_s, drafter=engine.executor.drafter.name,
+            run.folder, engine.totals, start_up, seconds=seconds, start_up_s=start_up_s, drafter=run.job.config.draft.name,
             calibration=engine.calibration(),
         )
 

@@ -275,7 +275,7 @@ with dog.watching():
 """])
     assert done.returncode == 75
     assert (
-        "a rank of this group is gone, and this one waits for it; the stacks above show where it hangs; 3 more rows"
+        "a rank of this group is gone, and this one waits for it; the stacks above show where it hangs; 3 more outputs"
         in done.stderr
     )
     assert "in <module>" in done.stderr
