@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -309,20 +310,13 @@ def test_sizes_that_a_layout_cannot_hold_are_refused(layout: Layout, sizes: dict
 def test_all_experts_of_a_layer_may_be_in_one_tensor_if_they_are_symmetric(symmetric: bool, tmp_path: Path) -> None:
     """As files of Gemma 4 26B-A4B in INT4 have them."""
     folder, _ = make(tmp_path, of_compressed_tensors(32, symmetric=symmetric), "qwen3_moe", **EXPERTS)
-    one_by_one = logits(load(folder))
-
-    def fuse(tensors: dict[str, Tensor]) -> None:
-        for ending in ("packed", "scale"):
-            for layer in (0, 1):
-                at = f"model.layers.{layer}.mlp.experts."
-                each = [[tensors[f"{at}{i}.{part}_proj.weight_{ending}"] for part in ("gate", "up", "down")] for i in range(3)]
-                tensors[f"{at}gate_up_proj_{ending}"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in each])
-                tensors[f"{at}down_proj_{ending}"] = torch.stack([down for _, _, down in each])
-        for name in [name for name in tensors if re.search(r"\.experts\.\d", name)]:
-            del tensors[name]
-
-    tensors = load_file(folder / "model.safetensors")
-    fuse(tensors)
+    one_by_one, tensors = logits(load(folder)), load_file(folder / "model.safetensors")
+    for layer, ending in product((0, 1), ("packed", "scale")):
+        at = f"model.layers.{layer}.mlp.experts."
+        each = [[tensors[f"{at}{i}.{part}_proj.weight_{ending}"] for part in ("gate", "up", "down")] for i in range(3)]
+        tensors[f"{at}gate_up_proj_{ending}"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in each])
+        tensors[f"{at}down_proj_{ending}"] = torch.stack([down for _, _, down in each])
+    tensors = {name: tensor for name, tensor in tensors.items() if not re.search(r"\.experts\.\d", name)}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     if symmetric:
         assert logits(load(folder)).equal(one_by_one)

@@ -55,14 +55,13 @@ def _refuse_unread(config: RunConfig) -> None:
             raise ConfigError(
                 f"draft.{name}={str(value).lower()} is not used by draft=none; remove the key, or choose draft=lookup"
             )
-    whole = (
-        "draft=none" if draft.name == "none"
-        else "draft.adaptive=false" if draft.adaptive is False
-        else f"draft.tree.topk={draft.tree.topk}, a tree" if draft.tree.topk > 1
-        else ""
-    )
-    if whole and draft.lengths != defaults.draft.lengths:
-        raise ConfigError(f"draft.lengths={draft.lengths} is not used with {whole}; remove the key")
+    chooses_none = {
+        "draft=none": draft.name == "none", "draft.adaptive=false": draft.adaptive is False,
+        f"draft.tree.topk={draft.tree.topk}, a tree": draft.tree.topk > 1,
+    }
+    for given, applies in chooses_none.items() if draft.lengths != defaults.draft.lengths else ():
+        if applies:
+            raise ConfigError(f"draft.lengths={draft.lengths} is not used with {given}; remove the key")
 
 
 def _synthetic(draft: DraftConfig, rates: list[float]) -> None:

@@ -4,7 +4,7 @@
     experts.down_proj    [E, H, I]                               experts.N.down_proj.weight [H, I]
 
 The same for FP8 scales, `experts.gate_up_proj_scale_inv` and `experts.N.gate_proj.weight_scale_inv`, for the scales that ModelOpt
-names `experts.gate_up_proj_weight_scale`, `_weight_scale_2` and `_input_scale`, of which a scalar is every expert's, and for
+names `experts.gate_up_proj_weight_scale`, `_weight_scale_2` and `_input_scale` (one number holds for all experts), and for
 symmetric INT4 of compressed-tensors, `experts.gate_up_proj_packed` and `_scale`.
 transformers 5 holds experts so in memory; files have either form. gpt-oss has a form of its own (`GroupedSpec.stacked`).
 Source: transformers 5, conversion_mapping.py (qwen2_moe), models/qwen3_5_moe (Qwen3_5MoeExperts); ModelOpt,

@@ -139,7 +139,7 @@ def check_copies(where: str, part: CheckpointPart, names: Collection[str], read:
             raise CheckpointError(f"{where}: {copy} differs from the embedding although tie_word_embeddings is true")
 
 
-def check_orders(where: str, part: CheckpointPart, names: Collection[str], read: Callable[[str], Tensor]) -> None:
+def check_column_order(where: str, part: CheckpointPart, names: Collection[str], read: Callable[[str], Tensor]) -> None:
     """Raises CheckpointError for groups of columns that are not in order although config.json says so. read: the tensor of one of
     `names`."""
     if not any(name.endswith(".g_idx") for name in names):

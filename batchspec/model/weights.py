@@ -23,7 +23,14 @@ from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.plain import Plain
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import ModelSpec, load_spec
-from batchspec.model.weight_checks import check_copies, check_groups, check_orders, check_products, check_spares, check_tensors
+from batchspec.model.weight_checks import (
+    check_column_order,
+    check_copies,
+    check_groups,
+    check_products,
+    check_spares,
+    check_tensors,
+)
 from batchspec.model.weight_files import WeightFiles
 from batchspec.model.weight_sums import Summing, WeightSums
 from batchspec.process.load_progress import count_step
@@ -97,7 +104,7 @@ class Checkpoint:
             self._files.update((name, self._open(folder / name)) for name in names)
             check_copies(shown(self._folder), whole, self._stored, self._whole)
             check_spares(shown(self._folder), whole, self._stored, self._whole)
-            check_orders(shown(self._folder), whole, self._stored, self._whole)
+            check_column_order(shown(self._folder), whole, self._stored, self._whole)
             if summed:
                 self._summing = Summing()
                 self._stack.callback(self._summing.close)

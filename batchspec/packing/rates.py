@@ -91,14 +91,14 @@ def device_rates(device: torch.device, dtype: torch.dtype, *, fp8: bool = False)
     Raises ConfigError for an assumed card and another dtype, whose times are not known.
     """
     card = assumed_card()
-    if device.type == "cuda" and (dtype is torch.bfloat16 or card is not None):
+    if card is not None and dtype is not torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"model.dtype={name}: the times of {card.name} are known in bfloat16 alone; add model.dtype=bfloat16, or run "
+            "plan on a machine with that card"
+        )
+    if device.type == "cuda" and dtype is torch.bfloat16:
         known = entry_of(card_of(device).name)
-        if card is not None and dtype is not torch.bfloat16:
-            name = str(dtype).removeprefix("torch.")
-            raise ConfigError(
-                f"model.dtype={name}: the times of {card.name} are known in bfloat16 alone; add model.dtype=bfloat16, or run "
-                "plan on a machine with that card"
-            )
         if known is not None and (known.rates is not None or card is not None):
             return card_rates(known)
     return calibrate(device, dtype, fp8=fp8)

@@ -183,17 +183,18 @@ class ShardRunner:
         shards of dead runs and leaves the others to their runs.
         """
         waited_from = looked_from = time.monotonic()
+        limit_s = self._claims.stale_s + RENEW_S
         while not self.engines.stopping and (missing := self.folder.missing()):
             took_s = time.monotonic() - looked_from
             held = self._claims.held(missing)
             if missing - held:
                 return held | self._all_shards - missing
-            if time.monotonic() - waited_from > self._claims.stale_s + RENEW_S:
+            if time.monotonic() - waited_from > limit_s:
                 return None
-            if looked_from == waited_from:
+            if looked_from == waited_from:  # the first time
                 self.progress.phase(
-                    f"{counted(len(missing), 'shard')} left, claimed by other runs: waiting up to "
-                    f"{self._claims.stale_s + RENEW_S:.0f} s to learn whether these live; shards of dead ones are taken over"
+                    f"{counted(len(missing), 'shard')} left, claimed by other runs: waiting up to {limit_s:.0f} s to learn "
+                    "whether these live; shards of dead ones are taken over"
                 )
             time.sleep(max(1.0, took_s))  # listing thousands of files loads the file system
             load_progress.count_step()
