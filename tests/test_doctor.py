@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,9 +72,9 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
 @pytest.mark.usefixtures("no_gpu")
 def test_a_machine_without_a_gpu_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "llama8b"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"no GPU that torch {torch.__version__} sees: jobs run on the CPU")
-    assert said.count("\n") == 1
+    line, model = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"no GPU that torch {torch.__version__} sees: jobs run on the CPU")
+    assert re.fullmatch(r"model llama8b: weights of (16\.06 GB in bfloat16|32\.12 GB in float32); .* GB .*", model)
     assert cli.main(["doctor", "--tune", "llama8b"]) == 2
     refused = capsys.readouterr().err
     assert refused.startswith("batchspec: doctor --tune times matrix products on a GPU, and torch sees none")
@@ -111,7 +112,10 @@ def test_the_products_of_a_model_that_the_table_lacks_are_listed(capsys: pytest.
     *_, count, model = capsys.readouterr().out.splitlines()
     assert count == f"products  {len(known)} tuned for this card"
     total = len(known) + 1
-    assert model.startswith(f"model     llama8b: {total - 1} of {total} products tuned; by cuBLAS: lm_head 32000x4096;")
+    assert model.startswith(
+        "model     llama8b: weights of 16.06 GB in bfloat16; 131.9 GB are left; "
+        f"{total - 1} of {total} products tuned; by cuBLAS: lm_head 32000x4096;"
+    )
 
 
 @pytest.mark.usefixtures("gpu")
@@ -147,7 +151,9 @@ def test_a_model_folder_is_tuned_into_the_users_table_and_known_from_then_on(
     assert (tmp_path / "batchspec" / "tuned" / "nvidia_imaginary_100.json").is_file()
     capsys.readouterr()
     assert cli.main(["doctor", str(folder)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"model     {folder}: {len(tuned)} of {len(tuned)} products tuned"
+    model = capsys.readouterr().out.splitlines()[-1]
+    assert model.startswith(f"model     {folder}: weights of ")
+    assert model.endswith(f"; {len(tuned)} of {len(tuned)} products tuned")
 
 
 @pytest.mark.parametrize(

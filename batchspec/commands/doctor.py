@@ -1,5 +1,5 @@
-"""`batchspec doctor`: print what this machine offers for a job, and what it lacks; `--tune` times a model's matrix products on
-its GPU; `--card` tells the same of a card of the table, without the machine."""
+"""`batchspec doctor`: print what this machine offers for a job, what it lacks, and whether a model's weights fit; `--tune` times
+the model's matrix products on its GPU; `--card` tells the same of a card of the table, without the machine."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB
 from batchspec.draft.weights import dummy_spec, open_head
 from batchspec.errors import ConfigError
 from batchspec.kernels.common.card import assumed, card_of
+from batchspec.model.dtype import resolve_dtype
 from batchspec.model.hub import find_model
 from batchspec.model.products import products
 from batchspec.model.shapes import DRAFT_VOCAB, SHAPES, shape_spec
@@ -41,10 +42,13 @@ def main(argv: list[str]) -> int:
     if not torch.cuda.is_available():
         if args.tune:
             raise ConfigError("doctor --tune times matrix products on a GPU, and torch sees none on this machine; leave it out")
-        free_gb = free_memory(torch.device("cpu")) / 1e9
+        cpu = torch.device("cpu")
+        free_gb = free_memory(cpu) / 1e9
         terminal.show(
             f"no GPU that torch {torch.__version__} sees: jobs run on the CPU, which has {free_gb:,.1f} GB of memory free"
         )
+        if args.model is not None:
+            terminal.show(f"model {args.model}: {_size(_spec(args.model), cpu)}")
         return 0
     device = torch.device("cuda", torch.cuda.current_device())
     if args.tune:
@@ -109,14 +113,21 @@ def _report_card(args: argparse.Namespace, known: KnownCard) -> list[str]:
     lines = [f"card      {about(known)}", *(f"{label:<9} {line}" for label, line in paths(known))]
     if args.model is not None:
         with assumed(known.card):
-            spec = _spec(args.model).on(torch.device("cuda"), torch.bfloat16)
-            weights, free = spec.weight_bytes(torch.bfloat16), free_memory(torch.device("cuda"))
-        kept = f" ({spec.formats.kept}, the rest bfloat16)" if spec.formats.kept else " in bfloat16"
-        fits, gb = weights < free, abs(free - weights) / 1e9
-        left = f"{gb:,.1f} GB are left" if fits else f"{gb:,.1f} GB too many for the card"
-        more = f"`batchspec plan --card {known.card.name}` tells slots and times"
-        lines.append(f"model     {args.model}: weights of {weights / 1e9:,.2f} GB{kept}; {left}; {more}")
+            size = _size(_spec(args.model), torch.device("cuda"))
+        lines.append(f"model     {args.model}: {size}; `batchspec plan --card {known.card.name}` tells slots and times")
     return [*lines, "computed, not measured"]
+
+
+def _size(spec: ModelSpec, device: torch.device) -> str:
+    """What the weights take on a device, in the dtype in which a job would compute, and what that leaves of its free memory."""
+    dtype = resolve_dtype("auto", spec, device)
+    spec = spec.on(device, dtype)
+    name = str(dtype).removeprefix("torch.")
+    kept = f" ({spec.formats.kept}, the rest {name})" if spec.formats.kept else f" in {name}"
+    weights, free = spec.weight_bytes(dtype), free_memory(device)
+    gb = f"{abs(free - weights) / 1e9:,.1f} GB"
+    left = f"{gb} are left" if weights < free else f"{gb} more than the memory that is free"
+    return f"weights of {weights / 1e9:,.2f} GB{kept}; {left}"
 
 
 def _report(args: argparse.Namespace, device: torch.device, wanted: list[Product]) -> list[str]:
@@ -139,5 +150,6 @@ def _report(args: argparse.Namespace, device: torch.device, wanted: list[Product
         missing = [f"{op} {rows}x{k}" for op, rows, k in wanted if (op, rows, k) not in tuned]
         how = "by cuBLAS, in four bits by estimate" if any(name.startswith("four_bit") for name in missing) else "by cuBLAS"
         rest = f"; {how}: {', '.join(missing)}; batchspec doctor --tune times them" if missing else ""
-        lines.append(f"model     {args.model}: {len(wanted) - len(missing)} of {len(wanted)} products tuned{rest}")
+        size = _size(_spec(args.model), device)
+        lines.append(f"model     {args.model}: {size}; {len(wanted) - len(missing)} of {len(wanted)} products tuned{rest}")
     return lines
