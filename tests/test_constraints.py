@@ -266,7 +266,7 @@ def test_every_completed_row_of_a_job_is_valid_whatever_drafts(
     assert plan.main([*arguments(model, data, tmp_path / "plan", "draft=none"), *keys]) == 0
     said = capsys.readouterr().out
     assert "structured   2 distinct constraints compiled in " in said
-    assert " schemas = " in said or " schemas + " in said
+    assert " tables of structured output = " in said or " tables of structured output + " in said
 
 
 def test_a_row_s_own_response_format_is_what_its_answer_is_checked_by(model: Path, tmp_path: Path) -> None:

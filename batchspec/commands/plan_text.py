@@ -225,7 +225,7 @@ class Plan:
             "weights": job.spec.weight_bytes(job.dtype),
             "drafter": job.drafter.weight_bytes(dtype=job.dtype, device=job.device),
             "corpus of the drafter": job.drafter.corpus_bytes(),
-            "schemas": automata_bytes(job),
+            "tables of structured output": automata_bytes(job),
             "graphs of prefill": padded_prefill_bytes(job),
             "K/V": pages_bytes,
             "states of rows": slots_bytes,

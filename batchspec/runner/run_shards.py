@@ -168,7 +168,7 @@ class ShardRunner:
         )
         suspects = attempts.suspect_shards() & self._all_shards - excluded
         if suspects and not self.engines.stopping:
-            self.progress.phase(f"{len(suspects)} shards were in flight when a run crashed: their rows are retried apart")
+            self.progress.phase(f"a crashed or killed run held {counted(len(suspects), 'shard')}: their rows are retried apart")
             shards = claimed.suspect(job.source.shards(job.layout, self._all_shards - suspects))
             suspect_shards = SuspectShards(
                 loaded, self.work_plan, attempts, self._journal, self._journaled, on_round=monitor.after_round,
