@@ -32,7 +32,7 @@ class ExpertTile(NamedTuple):
     stages: int
     """Steps of that loop that are loaded ahead (Triton's num_stages)."""
     warps: int
-    """4 or 8; MXFP4: 4."""
+    """4 or 8."""
     tma: bool = True
     """Load weights and tokens by TMA descriptor; False: by pointers. MXFP4 weights never are."""
     group: int = 8
@@ -134,8 +134,8 @@ def _measured_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch
     expert 4 %, where low=128 was as much faster for gpt-oss-20b, and at 512 pairs 3 % slower for gpt-oss-120b. With four stages
     units of 128 pairs take up to half as long again: fewer programs share a multiprocessor. Limits of registers let more programs
     share one: up of gpt-oss-120b takes 354 instead of 391 us with units of 32 pairs (512 tokens), 456 instead of 601 with units
-    of 64 (1,024). Other units gain nothing on both models. At 64 pairs an expert (gpt-oss-20b, 512 tokens) up and down take 172
-    and 95 us with units of 96 pairs, 178 and 101 with the next best, of 64.
+    of 64 (1,024). Other units gain nothing on both models. At 64 pairs an expert (gpt-oss-20b, 512 tokens) up and down take 168
+    and 85 us with units of 96 pairs and eight warps, 179 and 92 with four (2026-11-27); other units are slower with eight.
     FP8 tiles with `turned` were timed on Qwen3-30B-A3B at 512 to 16,384 tokens, and on MiniMax-M2 at 1,024 and 4,096. Three
     programs of 64 pairs, or two of 128 pairs and eight warps, share a multiprocessor; one program of twice the rows of W takes
     longer.
@@ -154,7 +154,8 @@ def _measured_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch
     if dtype == torch.uint8:
         low, registers = 16 if unit_pairs <= 64 else 32, MXFP4_REGISTERS.get(unit_pairs)
         return ExpertTile(
-            unit_pairs, mxfp4_rows(gated=gated), 128, 3, 4, low=low, joined=unit_pairs > 32, registers=registers
+            unit_pairs, mxfp4_rows(gated=gated), 128, 3, 8 if unit_pairs == 96 else 4, low=low, joined=unit_pairs > 32,
+            registers=registers,
         )
     if dtype == torch.int32:
         if unit_pairs == 128:
@@ -178,7 +179,7 @@ FOUR_BIT = (
     (64, 128, 2, 4), (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 3, 4), (128, 128, 4, 4), (128, 128, 2, 8),
     (128, 128, 3, 8), (128, 128, 4, 8), (256, 128, 2, 8), (256, 128, 3, 8), (256, 128, 4, 8),
 )
-MXFP4 = tuple((0, 128, stages, 4) for stages in (2, 3, 4))
+MXFP4 = (*((0, 128, stages, 4) for stages in (2, 3, 4)), (0, 128, 3, 8))
 """Rows: `mxfp4_rows`."""
 OTHERS = {torch.float8_e4m3fn: FP8, torch.uint8: MXFP4, torch.int32: FOUR_BIT}
 

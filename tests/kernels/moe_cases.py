@@ -24,8 +24,8 @@ def routing_of(tokens: int, experts: int, top_k: int, spread: str, unit_pairs: i
 
 
 def mxfp4_tile(tile: ExpertTile, *, gated: bool) -> ExpertTile:
-    """This tile with the rows of W and the warps that MXFP4 weights have."""
-    return tile._replace(block_n=mxfp4_rows(gated=gated), warps=4)
+    """This tile with the rows of W that MXFP4 weights have."""
+    return tile._replace(block_n=mxfp4_rows(gated=gated))
 
 
 def sorted_pairs(y: Tensor, routing: Routing) -> Tensor:

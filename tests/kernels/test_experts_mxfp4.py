@@ -145,6 +145,8 @@ def test_the_kernel_reads_all_codes_with_every_scale(exponent: int, device: torc
         (SPREADS[1], SWIGLU, True, TILE._replace(block_t=48, joined=True), (47, 96, 320)),
         (SPREADS[0], Gate(7.0), True, TILE._replace(block_t=64, joined=True), (60, 288, 96)),
         (SPREADS[1], Gate(7.0), True, TILE._replace(block_t=128, low=32, joined=True), (200, 96, 160)),
+        (SPREADS[1], SWIGLU, True, TILE._replace(block_t=96, low=32, joined=True, warps=8), (90, 160, 96)),
+        (SPREADS[0], Gate(7.0), False, TILE._replace(block_t=32, warps=8, tma=False), (33, 288, 160)),
     ],
 )
 def test_both_products(
@@ -177,14 +179,14 @@ def test_a_unit_of_two_tiles_gives_the_bits_of_single_tiles(
     up, down = both(2, hidden, width, device)
     bias = noise(2, 2 * width, dtype=torch.bfloat16, device=device)
     found = []
-    for tile in (TILE, TILE._replace(block_t=96 if low == 16 else 128, low=low, joined=True, tma=tokens % 2 == 0)):
+    other = TILE._replace(block_t=96 if low == 16 else 128, low=low, joined=True, tma=tokens % 2 == 0)
+    for tile in (TILE, other, other._replace(warps=8)):
         routing = routing_of(tokens, 2, 1, SPREADS[1], tile.block_t, device)
         out = torch.full((tokens, width), torch.nan, device=device)
         experts_mxfp4_up(x, up, bias, routing, tile=tile, gate=Gate(7.0), out=out, interpret=interpret)
         y = experts_mxfp4_down(h, down, None, routing, tile=mxfp4_tile(tile, gated=False), interpret=interpret)
         found.append((out, y))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+    assert all(all(map(torch.equal, found[0], own)) for own in found[1:])
     assert_near(
         found[1][0], experts_plain_up_reference(x.double(), _wide(up), bias, routing, gate=Gate(7.0)), tolerance=4e-3
     )
@@ -249,8 +251,8 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
         shuffle_mxfp4(blocks[:, :31], scales[:, :31], gated=True)
     routing = routing_of(4, 3, 2, SPREADS[0], 16, device)
     weight, x = shuffle_mxfp4(blocks, scales, gated=True), torch.zeros(8, 64, dtype=torch.bfloat16, device=device)
-    for tile in (TILE._replace(block_k=64), TILE._replace(block_n=128), TILE._replace(warps=8)):
-        with pytest.raises(ValueError, match="block_n must be 64, block_k 128 and warps 4"):
+    for tile in (TILE._replace(block_k=64), TILE._replace(block_n=128), TILE._replace(warps=2)):
+        with pytest.raises(ValueError, match="block_n must be 64, block_k 128 and warps 4 or 8"):
             experts_mxfp4_up(x, weight, None, routing, tile=tile, interpret=True)
     with pytest.raises(ValueError, match=r"low and block_t must be of \[16, 32, 64, 128, 256\]"):
         experts_mxfp4_up(x, weight, None, routing._replace(unit_pairs=48), tile=TILE._replace(block_t=48), interpret=True)

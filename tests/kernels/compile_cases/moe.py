@@ -92,17 +92,18 @@ for _blocked, _gated, _quantised, _low, _t, _n, _warps, _tma, _turned, _by_token
          out_scales=PF32 if _quantised else None, num_units=I32, x_rows=I32, num_rows=I32, n=I32, k=I32, scale_stride=I32,
          SCATTER=not _gated, GATED=_gated, LIMIT=None, ALPHA=1.702, BLOCKED=_blocked, TURNED=_turned, LOW=_low, BLOCK_T=_t,
          BLOCK_N=_n, GROUP=8, TMA=_tma, TOP_K=8 * _by_token, EVEN_K=_tma, STAGES=3, INTERPRETED=False)
-# (gated, lowest tile, pairs, TMA)
-for _gated, _low, _t, _tma in (
-    (True, 16, 64, True), (False, 32, 96, True), (True, 32, 128, True), (False, 32, 128, True), (False, 16, 32, False),
-    (True, 16, 16, False), (True, 16, 16, True), (False, 16, 48, True),
+# (gated, lowest tile, pairs, warps, TMA)
+for _gated, _low, _t, _warps, _tma in (
+    (True, 16, 64, 4, True), (False, 32, 96, 8, True), (True, 32, 96, 8, True), (True, 32, 128, 4, True),
+    (False, 32, 128, 4, True), (False, 16, 32, 4, False), (True, 16, 16, 4, False), (True, 16, 16, 4, True),
+    (False, 16, 48, 4, True),
 ):
     _joined = _t > 32
-    case(f"experts_mxfp4_kernel gated {_gated}, {_low} to {_t} pairs, TMA {_tma}", "experts_mxfp4", 4,
+    case(f"experts_mxfp4_kernel gated {_gated}, {_low} to {_t} pairs, TMA {_tma}", "experts_mxfp4", _warps,
          **_tokens_of("bf16", _low, _t, 128, _tma, _joined), w=PI32, w_scales=PI32, bias="*bf16", pairs=PI32, units=PI32,
          out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, SCATTER=not _gated, GATED=_gated,
-         LIMIT=7.0 if _gated else None, ALPHA=1.702, LOW=_low, BLOCK_T=_t, JOINED=_joined, GROUP=8, FETCHED=3 if _t == 16 else 0,
-         TMA=_tma, INTERPRETED=False)
+         LIMIT=7.0 if _gated else None, ALPHA=1.702, LOW=_low, BLOCK_T=_t, JOINED=_joined, GROUP=8, THREADS=32 * _warps,
+         FETCHED=3 if _t == 16 else 0, TMA=_tma, INTERPRETED=False)
 # (gated, lowest tile, pairs, rows of W, warps, TMA, group, zero points); the first four are those of the rule for Qwen3-30B-A3B.
 # Groups of 16: NVFP4.
 for _gated, _low, _t, _n, _warps, _tma, _group, _zeros in (
