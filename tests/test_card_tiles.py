@@ -1,6 +1,6 @@
 """The launch settings that kernels choose by the properties of a card: those of Hopper as measured, those of others fit.
 
-`tiles_of_hopper.json` holds what was chosen on an H200 before choices looked at any property but the number of SMs, for shapes of
+`tiles_of_hopper.json` holds what measurements on an H200 chose, for shapes of
 Llama-8B, Qwen3-30B-A3B, MiniMax-M2, gpt-oss, Qwen3.5, Qwen3-Next and SmolLM2.
 """
 
