@@ -73,6 +73,13 @@ def test_the_oldest_rows_are_evicted_and_a_row_that_is_too_long_keeps_its_end() 
     assert corpus.tokens.shape == (2, 12 + ROOM)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, LENGTHS[0] + 1])
+def test_a_corpus_with_no_room_for_a_run_stays_empty(num_tokens: int) -> None:
+    corpus = feed(make(num_tokens), list(range(5, 15)))
+    corpus.refresh(corpus.next_update())
+    assert kept(corpus) == []
+
+
 def test_memory_is_what_the_plan_says() -> None:
     corpus = make(1000)
     assert corpus_bytes(1000) == corpus.table.nbytes + corpus.tokens.nbytes

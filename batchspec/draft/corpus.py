@@ -120,7 +120,7 @@ class Corpus:
         common = int(differs[0]) if len(differs) else shortest
         self._before = document
         # The separator between documents counts as a token.
-        document = document[max(0, common - self.lengths[-1]) :][-(self.num_tokens - 1) :]
+        document = document[max(0, common - self.lengths[-1], len(document) - (self.num_tokens - 1)) :]
         if len(document) <= self.lengths[0]:
             return
         self._documents.append(document)
