@@ -241,6 +241,11 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
         (json.dumps(request(max_tokens=True)), r"body.max_tokens=true is not a whole number"),
         (json.dumps(request(seed=1 << 63)), "does not fit in 64 bits"),
         (json.dumps(request(temperature="hot")), r"body.temperature=\"hot\" is not a number"),
+        (json.dumps(request(temperature=float("nan"))), "body.temperature=NaN is not a number"),
+        (
+            json.dumps(request(presence_penalty=0.1)).replace("0.1", "1e400"),
+            "body.presence_penalty=Infinity is not a number",
+        ),
         (json.dumps(request(stop=[1])), r"body.stop is neither"),
         (
             json.dumps(request(max_tokens=7, max_completion_tokens=9)),

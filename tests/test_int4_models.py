@@ -272,7 +272,9 @@ def without(name: str) -> Change:
         (GROUPED, put(f"{UP}.weight_scale", lambda x: x[:, 0]), f"{UP}.weight_scale is [320], config.json says [320, 6]"),
         (ROWS_OF_8, without(f"{UP}.weight_zero_point"), f"1 missing tensors: {UP}.weight_zero_point"),
         (of_awq(32), put(f"{UP}.qzeros", lambda x: x[:, :-1]), f"{UP}.qzeros is [6, 39], config.json says [6, 40]"),
-        (of_awq(32, zero_point=False), put(f"{UP}.qzeros", lambda x: x + 1), "points besides 8, and zero_point is false"),
+        (of_awq(32, zero_point=False), put(f"{UP}.qzeros", lambda x: x + 1), f"{UP}.qzeros has zero points besides 8"),
+        (GPTQ, put(f"{UP}.qzeros", lambda x: x - 1), f"{UP}.qzeros has zero points besides 8"),
+        (of_gptq(32, v1=False), put(f"{UP}.qzeros", lambda x: x - 0x22222222), f"{UP}.qzeros has zero points besides 8"),
         (
             GPTQ, lambda tensors: tensors.update({"lm_head.qweight": torch.zeros(24, 320, dtype=torch.int32)}),
             "lm_head.qweight: a quantised output matrix is not supported",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import msgspec
@@ -282,7 +283,8 @@ def request_row(row: Line, schema: pa.Schema) -> Line:
 
 def _number(value: Any, kind: pa.DataType, where: str) -> int | float:
     whole = pa.types.is_integer(kind)
-    if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value % 1 != 0):
+    number = isinstance(value, int) or (isinstance(value, float) and isfinite(value))  # 1e400 is read as infinity
+    if isinstance(value, bool) or not number or (whole and value % 1 != 0):
         raise BadRequest(f"{where}={json.dumps(value)[:60]} is not {'a whole number' if whole else 'a number'}; correct the line")
     if (whole or isinstance(value, int)) and not -(1 << 63) <= value < 1 << 63:  # a float may not hold such an integer either
         raise BadRequest(f"{where}={str(value)[:60]} does not fit in 64 bits; correct the line")

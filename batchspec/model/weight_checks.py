@@ -154,6 +154,19 @@ def check_column_order(where: str, part: CheckpointPart, names: Collection[str],
                 )
 
 
+def check_zero_points(where: str, part: CheckpointPart, names: Collection[str], read: Callable[[str], Tensor]) -> None:
+    """Raises CheckpointError for zero points that are not read, as config.json says that all are 8, and are not. read: the tensor
+    of one of `names`."""
+    for tensor in part.tensors():
+        if tensor.words and tensor.name in names:
+            found = read(tensor.name)
+            if not torch.isin(found, torch.tensor(tensor.words, dtype=found.dtype, device=found.device)).all():
+                raise CheckpointError(
+                    f"{where}: {tensor.name} has zero points besides 8, and by quantization_config all are 8 (sym=true or "
+                    "zero_point=false); correct it"
+                )
+
+
 def check_spares(where: str, part: CheckpointPart, names: Collection[str], read: Callable[[str], Tensor]) -> None:
     """Raises CheckpointError for a bias that is not used and is not zero. read: the tensor of one of `names`."""
     if any(name.endswith(".bias") for name in names):

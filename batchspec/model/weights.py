@@ -30,6 +30,7 @@ from batchspec.model.weight_checks import (
     check_products,
     check_spares,
     check_tensors,
+    check_zero_points,
 )
 from batchspec.model.weight_files import WeightFiles
 from batchspec.model.weight_sums import Summing, WeightSums
@@ -105,6 +106,7 @@ class Checkpoint:
             check_copies(shown(self._folder), whole, self._stored, self._whole)
             check_spares(shown(self._folder), whole, self._stored, self._whole)
             check_column_order(shown(self._folder), whole, self._stored, self._whole)
+            check_zero_points(shown(self._folder), whole, self._stored, self._whole)
             if summed:
                 self._summing = Summing()
                 self._stack.callback(self._summing.close)

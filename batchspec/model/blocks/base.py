@@ -97,6 +97,8 @@ class TensorSpec:
     """Whether the values of an index among dummy weights come in any order."""
     between: tuple[float, float] | None = None
     """Range of the values among dummy weights; None: they are as its role says."""
+    words: tuple[int, ...] = ()
+    """The only values that the file may have; (): any."""
 
 
 @dataclass(frozen=True, slots=True)

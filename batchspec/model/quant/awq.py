@@ -17,15 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchspec.errors import CheckpointError
-from batchspec.kernels.common.four_bit import MIDDLE, FourBitWeight
+from batchspec.kernels.common.four_bit import FourBitWeight
 from batchspec.kernels.common.int4 import CODES, pack, unpack
 from batchspec.model.blocks.base import Projection, Share, TensorSpec
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import Slices, Weights, bias_of, shard_bias
 from batchspec.model.quant.dynamic import excluded, unsupported
 from batchspec.model.quant.formats import Formats
-from batchspec.model.quant.int4_format import TYPICAL_SCALE, Int4, in_words
+from batchspec.model.quant.int4_format import EIGHTS, TYPICAL_SCALE, Int4, in_words
 from batchspec.model.wrapped import plain_name
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -43,7 +42,7 @@ class Awq(Int4):
         name, groups, words = part.name, self.num_groups(part.k), part.rows // CODES
         return (
             TensorSpec(f"{name}.qweight", (part.k, words), "weight", ("I32",)),
-            TensorSpec(f"{name}.qzeros", (groups, words), "weight", ("I32",)),
+            TensorSpec(f"{name}.qzeros", (groups, words), "weight", ("I32",), words=(EIGHTS,) if self.symmetric else ()),
             TensorSpec(f"{name}.scales", (groups, part.rows), "scale", typical=TYPICAL_SCALE),
             *bias_of(part),
         )
@@ -51,12 +50,7 @@ class Awq(Int4):
     def weight(self, weights: Weights, name: str) -> FourBitWeight:
         stored, scales = weights.stored(f"{name}.qweight"), weights.stored(f"{name}.scales").t()
         words = torch.cat([pack(_in_order(some).t()) for some in stored.split(_WORDS, 1)])
-        zeros: Tensor | None = _in_order(weights.stored(f"{name}.qzeros")).t()
-        if self.symmetric:
-            assert zeros is not None
-            if bool((zeros != MIDDLE).any()):
-                raise CheckpointError(f"{name}.qzeros has zero points besides 8, and zero_point is false; set zero_point=true")
-            zeros = None
+        zeros = None if self.symmetric else _in_order(weights.stored(f"{name}.qzeros")).t()
         return self.arranged(weights, name, words, scales, zeros)
 
     def shard(self, part: Projection, share: Share) -> Slices:

@@ -6,8 +6,8 @@
     NAME.g_idx    int32 [K]          the group of each input: with desc_act any, otherwise k // group_size (checked)
     NAME.bias     [N]                some tools write zeros where the model has no bias
 
-With sym z is 8, whatever is stored. Of format gptq, GPTQModel subtracts and adds the 1 of all 8 zero points as one number, so a z
-of 0 borrows from its neighbour; 1 is added back in the same way. The last group may have fewer inputs.
+With sym z is 8; stored are 7 or 8, in either format. Of format gptq, GPTQModel subtracts and adds the 1 of all 8 zero points as one
+number, so a z of 0 borrows from its neighbour; 1 is added back in the same way. The last group may have fewer inputs.
 Source: https://github.com/ModelCloud/GPTQModel (nn_modules/qlinear, utils/model.py, quantization/config.py); vLLM,
 layers/quantization/auto_gptq.py and utils/gptq_utils.py.
 """
@@ -24,10 +24,10 @@ from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import Slices, Weights, bias_of, shard_bias
 from batchspec.model.quant.dynamic import excluded, unsupported
 from batchspec.model.quant.formats import Formats
-from batchspec.model.quant.int4_format import TYPICAL_SCALE, Int4, in_words
+from batchspec.model.quant.int4_format import EIGHTS, TYPICAL_SCALE, Int4, in_words
 from batchspec.model.wrapped import plain_name
 
-_ONES = 0x11111111
+_ONES, _SEVENS = 0x11111111, 0x77777777
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,10 @@ class Gptq(Int4):
         often = float(self.group_size or part.k)
         return (
             TensorSpec(f"{name}.qweight", (part.k // CODES, part.rows), "weight", ("I32",)),
-            TensorSpec(f"{name}.qzeros", (groups, part.rows // CODES), "weight", ("I32",)),
+            TensorSpec(
+                f"{name}.qzeros", (groups, part.rows // CODES), "weight", ("I32",),
+                words=(EIGHTS, _SEVENS) if self.symmetric else (),
+            ),
             TensorSpec(f"{name}.scales", (groups, part.rows), "scale", typical=TYPICAL_SCALE),
             TensorSpec(f"{name}.g_idx", (part.k,), "index", ("I32",), typical=often, shuffled=self.act_order),
             *bias_of(part),
