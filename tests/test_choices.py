@@ -132,6 +132,14 @@ def test_rows_have_their_own_choices(model: Path, tmp_path: Path) -> None:
     assert "choice is null, and there is no decode.choice" in frame["error"][1]["message"]
 
 
+def test_a_warm_engine_scores_the_choices_that_rows_bring(model: Path) -> None:
+    data = pl.DataFrame({"prompt": ["Is it so?", "Never?"], "options": [["no", "yes"], ["a", "b", "c"]]})
+    with batchspec.Engine(options(model, "model.max_len=128", "input.columns.choice=options", choice="")) as engine:
+        found = engine.generate(data)
+    check(found[0], model, ["no", "yes"])
+    check(found[1], model, ["a", "b", "c"])
+
+
 def test_a_warm_engine_scores_choices_of_chats(model: Path) -> None:
     with batchspec.Engine(options(model, "model.max_len=128", "input.chat=true")) as engine:
         found = engine.generate(["Is it so?", "Never?"])

@@ -123,6 +123,23 @@ def test_rows_that_repeated_themselves_go_on_if_a_retry_asks_for_it(
     assert "run the command with resume=repetition" in capsys.readouterr().err
 
 
+def test_a_retry_that_finds_no_row_changes_the_job_all_the_same(model: Path, tmp_path: Path) -> None:
+    """Later commands have the setting of the retry, here one that extends the job."""
+    data = tmp_path / "in"
+    data.mkdir()
+    turns = [[{"role": "user", "content": "Say 1"}]]
+    pl.DataFrame({"messages": turns, "max_new_tokens": [1]}).write_parquet(data / "a.parquet")
+    own = [f"input.path={data}"]
+    before = job(model, tmp_path, "out", *KEYS, *own)
+    assert job(model, tmp_path, "out", "resume=repetition", *own) == before
+    pl.DataFrame({"messages": turns, "max_new_tokens": [60]}).write_parquet(data / "b.parquet")
+    first, second = job(model, tmp_path, "out", "resume=extend", *own)
+    assert first == before[0]
+    assert second["finish_reason"] == "length"
+    with pytest.raises(AssertionError):
+        job(model, tmp_path, "out", *KEYS, "resume=extend", *own)
+
+
 def test_a_row_that_repeats_itself_at_its_limit_was_cut_off_once_the_detection_is_off(model: Path, tmp_path: Path) -> None:
     """As in a job without detection: a later retry with a larger limit continues it, and its statistics are kept."""
     whole = job(model, tmp_path, "whole")

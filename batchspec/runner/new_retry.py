@@ -30,7 +30,7 @@ TO_RETRY = {
 
 
 def new_retry(job: Job, output: OutputFolder) -> Generation | None:
-    """The retry that the job's command asks for; None if it was begun before, or no row needs it.
+    """The retry that the job's command asks for; None if it was begun before, or if no row needs it and it changes no setting.
 
     Raises OutputError if there is no job, if it or the retry before this one is not complete, if decode.max_new_tokens is not
     larger than before, and if decode.repetition_detection would end rows again.
@@ -72,7 +72,8 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
             f"run the command with a larger {CAP}"
         )
     shards = _shards_with(output, kind) if kind != "length" or new > old else ()
-    return replace(wanted, shards=shards) if shards else None
+    # Without a row to retry, what it changes is recorded all the same: later commands have the changed setting.
+    return replace(wanted, shards=shards) if shards or fingerprint != manifest.fingerprint else None
 
 
 def retry_advice(job: Job, output: OutputFolder) -> str:

@@ -20,6 +20,7 @@ from batchspec.process.out_of_memory import OutOfMemoryGuard
 PROMPT_TOKENS = 1024
 """Prompt length for which the shape is planned, if model.max_len leaves room for it."""
 _IDS = ColumnMap(names={"prompt_ids": "prompt_ids"}, prompt_kind="prompt_ids")
+_IDS_AND_CHOICES = ColumnMap(names={"prompt_ids": "prompt_ids", "choice": "choice"}, prompt_kind="prompt_ids")
 
 
 def open_warm(model: JobModel) -> Job:
@@ -34,9 +35,11 @@ def job_without_rows(model: JobModel) -> Job:
     config = model.config
     check_keys_of_engine(config)
     tokenizer = open_tokenizer(model.folder, config, _IDS)
-    some = table_source(pa.table({"prompt_ids": pa.array([[0]], pa.list_(pa.int32()))}))
+    cells, columns = {"prompt_ids": pa.array([[0]], pa.list_(pa.int32()))}, _IDS
+    if config.decode.score == "choices" and config.input.columns.get("choice") is not None:  # rows will bring their own
+        cells, columns = cells | {"choice": pa.array([None], pa.list_(pa.string()))}, _IDS_AND_CHOICES
     bare = replace(model, config=replace(config, output=replace(config.output, passthrough="none")))
-    job = job_of(bare, some, _IDS, tokenizer)
+    job = job_of(bare, table_source(pa.table(cells)), columns, tokenizer)
     job.admission.expect_constraints()
     return replace(job, config=config)
 

@@ -6,8 +6,8 @@
     NAME.g_idx    int32 [K]          the group of each input: with desc_act any, otherwise k // group_size (checked)
     NAME.bias     [N]                some tools write zeros where the model has no bias
 
-With sym z is 8; stored are 7 or 8, in either format. Of format gptq, GPTQModel subtracts and adds the 1 of all 8 zero points as one
-number, so a z of 0 borrows from its neighbour; 1 is added back in the same way. The last group may have fewer inputs.
+With sym z is 8; stored are 7 or 8, in either format. Of format gptq, GPTQModel subtracts and adds the 1 of all 8 zero points as
+one number, so a z of 0 borrows from its neighbour; 1 is added back in the same way. The last group may have fewer inputs.
 Source: https://github.com/ModelCloud/GPTQModel (nn_modules/qlinear, utils/model.py, quantization/config.py); vLLM,
 layers/quantization/auto_gptq.py and utils/gptq_utils.py.
 """
