@@ -45,7 +45,8 @@ def _is_id(kind: pa.DataType) -> bool:
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    # Whole numbers may be floats: pandas turns a column with gaps into floats. Admission checks the values.
+    # Whole numbers may be floats: pandas turns a column with gaps into floats, and one 2.5 makes a column of JSON lines one of
+    # floats. Admission checks the values.
     return any(test(kind) for test in (pa.types.is_integer, pa.types.is_floating))
 
 
@@ -59,7 +60,7 @@ def _is_messages(kind: pa.DataType) -> bool:
 
 
 def _is_token_ids(kind: pa.DataType) -> bool:
-    return is_list(kind) and bool(pa.types.is_integer(kind.value_type))
+    return is_list(kind) and _is_number(kind.value_type)
 
 
 def _is_stop(kind: pa.DataType) -> bool:

@@ -16,6 +16,7 @@ from batchspec.records import Ids
 
 Biases = tuple[tuple[int, float], ...]
 """(token id, what is added to its logit)."""
+NOT_WHOLE = "prompt_ids is not a list of whole numbers; correct it"
 NUMBERS = (
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "n", "thinking_token_budget", "synthetic_len",
@@ -104,7 +105,7 @@ def ids_cell(cell: Any) -> pa.Array:
         return cell
     if isinstance(cell, list) and all(item is None or (type(item) is int and abs(item) < 1 << 63) for item in cell):
         return pa.array(cell, pa.int64())
-    raise BadRow("bad_ids", "prompt_ids is not a list of whole numbers; correct it")
+    raise BadRow("bad_ids", NOT_WHOLE)
 
 
 def synthetic_len_cell(row: Mapping[str, Any]) -> int | None:

@@ -14,7 +14,7 @@ from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.messages import FINAL, BadChat, read_chat
 from batchspec.errors import RendererKilled
 from batchspec.model.text_bytes import LongText
-from batchspec.packing.cells import BadRow, json_cell
+from batchspec.packing.cells import NOT_WHOLE, BadRow, json_cell
 from batchspec.records import Ids
 
 if TYPE_CHECKING:
@@ -98,7 +98,10 @@ class PromptEncoder:
     def _checked_ids(self, prompt: pa.Array) -> Ids:
         if prompt.null_count:
             raise BadRow("bad_ids", "prompt_ids holds a null; correct it")
-        return self._known(prompt.to_numpy(), "prompt_ids")
+        ids = prompt.to_numpy()
+        if ids.dtype.kind == "f" and not np.array_equal(ids, np.floor(ids)):
+            raise BadRow("bad_ids", NOT_WHOLE)
+        return self._known(ids, "prompt_ids")
 
     def _known(self, ids: np.ndarray[Any, Any], where: str) -> Ids:
         if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
