@@ -11,7 +11,7 @@ from batchspec.errors import CheckpointError
 from batchspec.model.files import StoredTensor
 from batchspec.model.fused_experts import separate_experts
 from batchspec.model.spec import ModelSpec
-from batchspec.model.weight_checks import check_column_order, check_copies, check_spares, check_tensors, check_zero_points
+from batchspec.model.weight_checks import check_copies, check_spares, check_tensors, check_unread_tensors
 from batchspec.model.weights import as_computed
 from batchspec.model.wrapped import of_text
 
@@ -43,8 +43,7 @@ class GivenWeights:
         }
         check_tensors(WHERE, spec, stored)
         check_spares(WHERE, spec, self._tensors, self._tensors.__getitem__)
-        check_column_order(WHERE, spec, self._tensors, self._tensors.__getitem__)
-        check_zero_points(WHERE, spec, self._tensors, self._tensors.__getitem__)
+        check_unread_tensors(WHERE, self._specs.values(), self._tensors, self._tensors.__getitem__)
         check_copies(WHERE, spec, self._tensors, self._tensors.__getitem__)
 
     def tensor(self, name: str) -> Tensor:

@@ -139,28 +139,24 @@ def check_copies(where: str, part: CheckpointPart, names: Collection[str], read:
             raise CheckpointError(f"{where}: {copy} differs from the embedding although tie_word_embeddings is true")
 
 
-def check_column_order(where: str, part: CheckpointPart, names: Collection[str], read: Callable[[str], Tensor]) -> None:
-    """Raises CheckpointError for groups of columns that are not in order although config.json says so. read: the tensor of one of
-    `names`."""
-    if not any(name.endswith(".g_idx") for name in names):
-        return
-    for tensor in part.tensors():
-        if tensor.role == "index" and not tensor.shuffled and tensor.name in names:
+def check_unread_tensors(
+    where: str, tensors: Iterable[TensorSpec], names: Collection[str], read: Callable[[str], Tensor]
+) -> None:
+    """Raises CheckpointError for tensors of four-bit weights that are not read, because config.json says what they hold, and hold
+    something else: groups of columns that are not in order, and zero points besides 8. read: the tensor of one of `names`."""
+    for tensor in tensors:
+        if tensor.name not in names:
+            continue
+        if tensor.role == "index" and not tensor.shuffled:
             index = read(tensor.name)
             if not torch.equal(index.long(), torch.arange(len(index), device=index.device) // int(tensor.typical)):
                 raise CheckpointError(
                     f"{where}: {tensor.name} does not divide the columns in order, and by quantization_config it does "
                     "(desc_act=false); correct it"
                 )
-
-
-def check_zero_points(where: str, part: CheckpointPart, names: Collection[str], read: Callable[[str], Tensor]) -> None:
-    """Raises CheckpointError for zero points that are not read, as config.json says that all are 8, and are not. read: the tensor
-    of one of `names`."""
-    for tensor in part.tensors():
-        if tensor.words and tensor.name in names:
-            found = read(tensor.name)
-            if not torch.isin(found, torch.tensor(tensor.words, dtype=found.dtype, device=found.device)).all():
+        if tensor.words:
+            words = read(tensor.name)
+            if not torch.isin(words, torch.tensor(tensor.words, dtype=words.dtype, device=words.device)).all():
                 raise CheckpointError(
                     f"{where}: {tensor.name} has zero points besides 8, and by quantization_config all are 8 (sym=true or "
                     "zero_point=false); correct it"

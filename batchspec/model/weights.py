@@ -24,13 +24,12 @@ from batchspec.model.quant.plain import Plain
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.weight_checks import (
-    check_column_order,
     check_copies,
     check_groups,
     check_products,
     check_spares,
     check_tensors,
-    check_zero_points,
+    check_unread_tensors,
 )
 from batchspec.model.weight_files import WeightFiles
 from batchspec.model.weight_sums import Summing, WeightSums
@@ -105,8 +104,7 @@ class Checkpoint:
             self._files.update((name, self._open(folder / name)) for name in names)
             check_copies(shown(self._folder), whole, self._stored, self._whole)
             check_spares(shown(self._folder), whole, self._stored, self._whole)
-            check_column_order(shown(self._folder), whole, self._stored, self._whole)
-            check_zero_points(shown(self._folder), whole, self._stored, self._whole)
+            check_unread_tensors(shown(self._folder), self._specs.values(), self._stored, self._whole)
             if summed:
                 self._summing = Summing()
                 self._stack.callback(self._summing.close)
