@@ -147,7 +147,7 @@ def check_unread_tensors(
     for tensor in tensors:
         if tensor.name not in names:
             continue
-        if tensor.role == "index" and not tensor.shuffled:
+        if tensor.name.endswith(".g_idx") and not tensor.shuffled:
             index = read(tensor.name)
             if not torch.equal(index.long(), torch.arange(len(index), device=index.device) // int(tensor.typical)):
                 raise CheckpointError(
