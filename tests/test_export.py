@@ -264,6 +264,7 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
         (json.dumps(request(messages=[{"role": "user", "content": [{"type": "image_url"}]}])), "a part of type 'image_url'"),
         (json.dumps(request(messages=[{"role": "assistant", "tool_calls": [1]}])), "tool_calls that are not a list"),
         (json.dumps(request(messages=[turn("user", "x") | {"audio": 1}])), r"body.messages\[0\].audio has no place"),
+        (json.dumps(request(messages=[turn("user", "x") | {"a\x1b": 1}])), r"body.messages\[0\].a\\u001b has no place"),
     ],
 )
 def test_a_line_that_cannot_be_honoured_is_named_and_nothing_is_written(tmp_path: Path, line: str, said: str) -> None:

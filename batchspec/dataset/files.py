@@ -79,8 +79,9 @@ def reading(name: str) -> Iterator[None]:
     except (pa.ArrowException, OSError) as error:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
-        if isinstance(error, OSError) and error.strerror and error.filename:
-            reason = f"{error.filename}: {error.strerror}"
+        if isinstance(error, OSError) and error.strerror:
+            where, code = f"{error.filename}: " if error.filename else "", errno.errorcode.get(error.errno or 0, "OSError")
+            reason = f"{where}{error.strerror} ({code})"
         if isinstance(error, OSError) and error.errno in PASSING:
             raise StorageError(f"{name}: reading failed: {reason}; run the same command again after the repair") from error
         raise InputError(f"{name}: cannot be read: {reason}; repair the file or leave it out of input.path") from error

@@ -161,7 +161,7 @@ def _cells(key: str, value: Any, body: Line) -> dict[str, Any]:
         return {}
     own = JOB_KEYS.get(key)
     raise BadRequest(
-        f"body.{key}={json.dumps(value)[:60]} has no column in a batchspec input; "
+        f"body.{_shown(key)}={json.dumps(value)[:60]} has no column in a batchspec input; "
         f"{f'set {own} for the whole job, and ' if own else ''}{_dropped(key)}"
     )
 
@@ -250,7 +250,9 @@ def _messages(turns: Any) -> list[Message]:
         known = (*TURN_KEYS, *PREFIX)
         other = [key for key in turn if key not in known and turn[key] not in (None, [])] if isinstance(turn, dict) else []
         if other:
-            raise BadRequest(f"body.messages[{i}].{other[0]} has no place in a batchspec input; leave the line out or rewrite it")
+            raise BadRequest(
+                f"body.messages[{i}].{_shown(other[0])} has no place in a batchspec input; leave the line out or rewrite it"
+            )
     try:
         return read_chat([_only_read(turn) for turn in turns], final="continue")
     except BadChat as error:
@@ -279,6 +281,11 @@ def request_row(row: Line, schema: pa.Schema) -> Line:
     if not pa.types.is_large_string(schema.field("messages").type):
         return row
     return {**row, "messages": msgspec.json.encode(row["messages"]).decode()}
+
+
+def _shown(key: str) -> str:
+    """A key of a line, in at most 60 printable characters."""
+    return (key if key.isprintable() else json.dumps(key)[1:-1])[:60]
 
 
 def _number(value: Any, kind: pa.DataType, where: str) -> int | float:
