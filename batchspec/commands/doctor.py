@@ -38,7 +38,8 @@ def main(argv: list[str]) -> int:
     if args.card is not None:
         terminal.show("\n".join(_report_card(args, known_card(args.card))))
         return 0
-    wanted = [] if args.model is None else _products(args)
+    spec = None if args.model is None else _spec(args.model)
+    wanted = [] if spec is None else _products(args, spec)
     if not torch.cuda.is_available():
         if args.tune:
             raise ConfigError("doctor --tune times matrix products on a GPU, and torch sees none on this machine; leave it out")
@@ -47,15 +48,15 @@ def main(argv: list[str]) -> int:
         terminal.show(
             f"no GPU that torch {torch.__version__} sees: jobs run on the CPU, which has {free_gb:,.1f} GB of memory free"
         )
-        if args.model is not None:
-            terminal.show(f"model {args.model}: {_size(_spec(args.model), cpu)}")
+        if spec is not None:
+            terminal.show(f"model {args.model}: {_size(spec, cpu)}")
         return 0
     device = torch.device("cuda", torch.cuda.current_device())
     if args.tune:
         path = save(tune(wanted, device), torch.cuda.get_device_name(device), args.out)
         terminal.show(f"{len(wanted)} products written to {path}")
     else:
-        terminal.show("\n".join(_report(args, device, wanted)))
+        terminal.show("\n".join(_report(args, device, spec, wanted)))
     return 0
 
 
@@ -89,9 +90,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _products(args: argparse.Namespace) -> list[Product]:
+def _products(args: argparse.Namespace, spec: ModelSpec) -> list[Product]:
     known = args.model in SHAPES
-    spec = _spec(args.model)
     if torch.cuda.is_available():
         spec = spec.on(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
     head = None
@@ -130,7 +130,7 @@ def _size(spec: ModelSpec, device: torch.device) -> str:
     return f"weights of {weights / 1e9:,.2f} GB{kept}; {left}"
 
 
-def _report(args: argparse.Namespace, device: torch.device, wanted: list[Product]) -> list[str]:
+def _report(args: argparse.Namespace, device: torch.device, spec: ModelSpec | None, wanted: list[Product]) -> list[str]:
     card, tuned = card_of(device), tuned_products(device)
     lines = [
         f"card      {card.name}, compute capability {card.capability[0]}.{card.capability[1]}, "
@@ -146,10 +146,10 @@ def _report(args: argparse.Namespace, device: torch.device, wanted: list[Product
     ]
     if not card.overlaps_launches:
         lines.append(f"launches  {launches(card)}")
-    if wanted:
+    if spec is not None:
         missing = [f"{op} {rows}x{k}" for op, rows, k in wanted if (op, rows, k) not in tuned]
         how = "by cuBLAS, in four bits by estimate" if any(name.startswith("four_bit") for name in missing) else "by cuBLAS"
         rest = f"; {how}: {', '.join(missing)}; batchspec doctor --tune times them" if missing else ""
-        size = _size(_spec(args.model), device)
+        size = _size(spec, device)
         lines.append(f"model     {args.model}: {size}; {len(wanted) - len(missing)} of {len(wanted)} products tuned{rest}")
     return lines

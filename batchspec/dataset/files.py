@@ -20,6 +20,7 @@ from batchspec.errors import CapacityError, InputError, StorageError
 from batchspec.storage.exact_files import parquet_file
 from batchspec.storage.places import LocalPlace, Place
 from batchspec.storage.remote_files import Stamp
+from batchspec.storage.store import told
 
 PARQUET = (".parquet", ".pq")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -80,8 +81,7 @@ def reading(name: str) -> Iterator[None]:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
         if isinstance(error, OSError) and error.strerror:
-            where, code = f"{error.filename}: " if error.filename else "", errno.errorcode.get(error.errno or 0, "OSError")
-            reason = f"{where}{error.strerror} ({code})"
+            reason = (f"{error.filename}: " if error.filename else "") + told(error)
         if isinstance(error, OSError) and error.errno in PASSING:
             raise StorageError(f"{name}: reading failed: {reason}; run the same command again after the repair") from error
         raise InputError(f"{name}: cannot be read: {reason}; repair the file or leave it out of input.path") from error

@@ -21,7 +21,7 @@ from batchspec.console.text import one_line
 from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.process.local_files import KINDS, open_regular, unusable_name
 from batchspec.storage.exact_files import exact_path
-from batchspec.storage.store import LONGEST_NAME, STALE_S, Tail, storage_errors, storing
+from batchspec.storage.store import LONGEST_NAME, STALE_S, Tail, storage_errors, storing, told
 
 TURNS = 20
 """Number of tries if one run deletes a folder while another one writes a file there."""
@@ -65,7 +65,7 @@ class LocalStore:
                 with storing(f"making a folder in {place}"):
                     raise
             link = f"{place} is a link to {os.readlink(place)}: " if place.is_symlink() else ""
-            why = f"{link}{error.strerror} ({errno.errorcode.get(error.errno or 0, 'OSError')})"
+            why = f"{link}{told(error)}"
         if why and os.path.exists(root / "_batchspec"):
             raise StorageError(f"output.dir {self.root}: {why}; mend that and run the same command again")
         if why:

@@ -116,6 +116,11 @@ class Store(Protocol):
         """Paths of files for Arrow, and the Arrow file system that has them; None: the local one."""
 
 
+def told(error: OSError) -> str:
+    """What failed, with the name of its code, as in `Input/output error (EIO)`."""
+    return f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'OSError')})"
+
+
 @contextmanager
 def storing(what: str) -> Iterator[None]:
     """Within this block, raise an OSError as a StorageError that says what failed and what to do; a name that is too long, which
@@ -125,10 +130,9 @@ def storing(what: str) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise OutputError(f"{what} failed: a name is too long for the file system; choose a shorter one") from error
-        code = errno.errorcode.get(error.errno or 0, "OSError")
         cure = "move away what is in its place" if error.errno in IN_THE_WAY else "free space or repair the file system"
         raise StorageError(
-            f"{what} failed: {error.strerror or error} ({code}); nothing committed is lost: {cure} and run the same command again"
+            f"{what} failed: {told(error)}; nothing committed is lost: {cure} and run the same command again"
         ) from error
 
 

@@ -12,7 +12,7 @@ from batchspec.kernels.moe.mxfp4 import unpack
 @triton.jit
 def load_words(w, second, turn, THREADS: tl.constexpr):
     """Words of both blocks of a pair, 64 rows and 128 columns each, two in each number: two of int32 [upper or lower 8 rows,
-    warp, lane; 4]. With eight warps, of which each four have a block, either of the two has both.
+    warp, lane; 4]. With eight warps the first four hold the first block, the others the second, and both tensors are the same.
 
     w: where the first block begins; second: how much later the second does. turn: 2 if a warp reads those rows of the second
     block that the warp two further has, else 0
