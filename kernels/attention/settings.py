@@ -35,14 +35,17 @@ MEASURED_SHARED = 228 << 10
 """Shared memory of an SM of the cards for which `per_sm` holds."""
 
 
-def config_of(head_dim: int, tile: int, dtype: torch.dtype, card: Card, *, fp8: bool = False) -> Config:
+def config_of(
+    head_dim: int, tile: int, dtype: torch.dtype, card: Card, *, fp8: bool = False, crowded: bool = False
+) -> Config:
     """Settings for a head size and a number of (query, head) pairs in a tile: the fastest measured ones, with as many stages and
     programs as fit into the card's shared memory.
 
-    dtype  of the queries
-    fp8    K and V are in e4m3
+    dtype    of the queries
+    fp8      K and V are in e4m3
+    crowded  `AttentionWork.crowded`; the block does not depend on it, because it is chosen before the work list is made
     """
-    config = (_fp8_config_of if fp8 else _plain_config_of)(head_dim, tile, dtype)
+    config = _fp8_config_of(head_dim, tile, dtype) if fp8 else _plain_config_of(head_dim, tile, dtype, crowded)
     width = max(16, 1 << (head_dim - 1).bit_length())
     stage_bytes = 2 * config.block * width * (1 if fp8 else dtype.itemsize)
     other_bytes = tile * (width + config.block) * dtype.itemsize  # queries, and weights of a block of keys
@@ -53,10 +56,12 @@ def config_of(head_dim: int, tile: int, dtype: torch.dtype, card: Card, *, fp8: 
     return replace(config, num_stages=stages, per_sm=max(1, min(config.per_sm, most)))
 
 
-def _plain_config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
+def _plain_config_of(head_dim: int, tile: int, dtype: torch.dtype, crowded: bool) -> Config:
     """The fastest settings on an H200; `main` of verify_attention times others too.
 
-    per_sm follows from the registers and the shared memory that Triton 3.9 uses for these kernels on sm_90.
+    per_sm follows from the registers and the shared memory that Triton 3.9 uses for these kernels on sm_90. With heads of 64 a
+    program reads so little at a time that, with several of them waiting for each multiprocessor, fewer warps are faster: they
+    need not wait for each other. With one program a slot they take longer, because each program then does.
     """
     if dtype == torch.float32:  # products without tensor cores need many registers
         return Config(32, 8, 2, 4) if head_dim <= 128 else Config(16, 8, 2, 3 if head_dim <= 256 else 1)
@@ -68,6 +73,8 @@ def _plain_config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
         return Config(64, 8, 3, 2 if head_dim <= 64 else 1)
     if head_dim > 64:
         return Config(64, 4, 3, 3 if tile <= 16 else 2)
+    if crowded and tile <= 32:
+        return Config(64, 1, 2, 6) if tile <= 16 else Config(64, 2, 3, 4)
     return Config(64, 4, 3, {16: 6, 32: 5}.get(tile, 3))
 
 
@@ -78,7 +85,7 @@ def _fp8_config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
     a tile of 32, Triton gives every warp all keys, so that with more than two warps the conversions of keys would be repeated.
     """
     if dtype == torch.float32:
-        return _plain_config_of(head_dim, tile, dtype)
+        return _plain_config_of(head_dim, tile, dtype, crowded=False)
     if head_dim > 256:
         return Config(32, 4, 3, 2) if tile <= 16 else Config(32, 8, 2, 1)
     if head_dim > 128:

@@ -236,7 +236,7 @@ def verify_attention(
     if len(work.group_items):
         choice = group_config or choose(head_dim, shape.group_tile)
         launch(work.group_items, 1, shape.group_tile, shape.group_block, choice)
-    launch(work.items, 0, shape.tile, shape.block, config or choose(head_dim, shape.tile))
+    launch(work.items, 0, shape.tile, shape.block, config or choose(head_dim, shape.tile, crowded=work.crowded))
     if work.num_lines:
         merge_states(
             partials.out, partials.lse, work.row_parts, work.cu_seqlens_q, max_q=shape.max_q, out=out, sink_logits=sink_logits,

@@ -78,3 +78,8 @@ class AttentionWork:
     """int32 [R, 2] the row's first line of partial results, and its number of parts (0: written directly)"""
     num_lines: int
     """Maximum number of lines of partial results of a batch of this shape; 0: no row is ever split."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether every item is a whole row, and there are more than twice as many as the GPU runs at once."""
+        return not self.num_lines and len(self.items) * self.shape.kv_heads > 2 * self.shape.programs

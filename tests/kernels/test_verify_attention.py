@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.kernels.attention.merge_states import partials_of
-from batchspec.kernels.attention.settings import config_of, tile_of
+from batchspec.kernels.attention.settings import config_of, tile_of, work_shape
+from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.verify_attention import verify_attention
 from batchspec.kernels.common.card import INTERPRETER
+from batchspec.tuning.cards import known_card
 from tests.kernels.attention_cases import PAGE_SIZE, Case, make_case, share
 from tests.kernels.covering import covering
 
@@ -263,8 +265,30 @@ def test_settings_exist_for_every_shape(head_dim: int, dtype: torch.dtype) -> No
         tile = tile_of(head_dim, lanes, dtype)
         assert tile in (16, 32, 64, 128)
         for fp8 in (False, True):
-            assert config_of(head_dim, tile, dtype, INTERPRETER, fp8=fp8).block in (16, 32, 64, 128)
+            config = config_of(head_dim, tile, dtype, INTERPRETER, fp8=fp8)
+            assert config.block in (16, 32, 64, 128)
+            assert config_of(head_dim, tile, dtype, INTERPRETER, fp8=fp8, crowded=True).block == config.block
         assert tile * head_dim <= 16384  # its sums stay in registers
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "kv_heads", "window", "crowded"),
+    [
+        (256, 1300, 8, 0, True), (256, 8448, 8, 128, True),
+        (256, 8448, 8, 0, False), (64, 8448, 8, 128, False), (256, 400, 3, 0, False),
+    ],
+)
+def test_a_list_is_crowded_by_whole_rows_that_need_more_than_two_waves(
+    rows: int, keys: int, kv_heads: int, window: int, crowded: bool
+) -> None:
+    """Their programs have fewer warps, with which others would take longer."""
+    shape = work_shape(
+        num_rows=rows, max_q=1, max_kv=keys, num_heads=8 * kv_heads, kv_heads=kv_heads, head_dim=64, page_size=16,
+        dtype=torch.bfloat16, card=known_card("H200").card, window=window,
+    )
+    lengths = torch.full((rows,), keys, dtype=torch.int32)
+    work = split_kv_schedule(torch.arange(rows + 1).int(), lengths, lengths.long() - 1, shape=shape)
+    assert work.crowded == crowded
 
 
 def test_wrong_arguments_are_refused() -> None:
