@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
 import os
 from datetime import date
 from pathlib import Path
@@ -156,7 +157,7 @@ _VALUES = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-(1 << 63), (1 << 63) - 1)
-    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.floats()
     | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
     max_leaves=6,
@@ -169,9 +170,32 @@ def test_dictionaries_in_memory_are_the_rows_of_the_same_json_lines(
 ) -> None:
     """A cell of any kind, in a column that batchspec reads and in one of the user's: no row changes another one's value."""
     rows = [{"messages": [{**user("a"), "more": cell}], "mine": cell} for cell in cells]
-    read, found = Read(lines(tmp_path_factory.mktemp("rows") / "in.jsonl", *rows)), Read(table_of(rows))
-    assert found.template.rows == read.template.rows
-    assert list(map(_value, found.output())) == list(map(_value, read.output()))
+    read = Read(lines(tmp_path_factory.mktemp("rows") / "in.jsonl", *rows))
+    columns = {name: [row[name] for row in rows] for name in ("messages", "mine")}
+    for found in (Read(table_of(rows)), Read(table_of(columns))):
+        assert found.source.schema.equals(read.source.schema, check_metadata=True)
+        assert json.dumps(found.template.rows) == json.dumps(read.template.rows)  # NaN is not equal to itself
+        assert json.dumps(list(map(_value, found.output()))) == json.dumps(list(map(_value, read.output())))
+
+
+def test_numbers_that_polars_refuses_or_rounds_are_rows_in_memory_as_in_json_lines(tmp_path: Path) -> None:
+    cells: list[Any] = [[0, 0.5], [None, 0, 0.5], [1 << 60], [0.5], [], None]
+    rows = [{"prompt": "a", "x": cell, "y": {"z": [math.nan]}, "u": i or 0.5} for i, cell in enumerate(cells)]
+    for output in (Read(table_of(rows)).output(), Read(lines(tmp_path / "in.jsonl", *rows)).output()):
+        assert [json.loads(row["x"] or "null") for row in output] == cells
+        assert [row["u"] for row in output] == [0.5, 1, 2, 3, 4, 5]
+        assert math.isnan(json.loads(output[0]["y"])["z"][0])
+
+
+def test_text_that_is_none_in_memory_is_an_error_row_as_in_json_lines(tmp_path: Path) -> None:
+    rows = [{"id": "x", "prompt": "\ud83d"}, {"id": "y", "prompt": "b"}]
+    for read in (Read(table_of(rows)), Read(lines(tmp_path / "in.jsonl", *rows))):
+        assert list(read.errors) == ["x"]
+        assert read.errors["x"].startswith("bad_text: ")
+    assert table_of(["\ud83d", "b"])["prompt"].cast(pa.binary()).to_pylist() == [b"\xed\xa0\xbd", b"b"]
+    for name in ("\ud83d", 1):
+        with pytest.raises(InputError, match=r"^column .* has a name that is not text; rename it$"):
+            table_of([{"prompt": "a", name: 1}])
 
 
 def _value(row: Json) -> Any:

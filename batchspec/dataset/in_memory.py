@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,9 @@ from batchspec.dataset.columns import PROMPTS
 from batchspec.dataset.untyped_columns import Kinds, build
 from batchspec.errors import InputError
 
-_NUMBERS = {int, float}
+_JSON = (bool, int, float, str, list, tuple, Mapping)
+"""Types of values that JSON has; null's aside."""
+_ROWS = 4096
 
 
 def table_of(data: Any, columns: Mapping[str, str | None] | None = None) -> pa.Table:
@@ -21,22 +24,25 @@ def table_of(data: Any, columns: Mapping[str, str | None] | None = None) -> pa.T
     or of chats, or anything that polars.DataFrame accepts.
 
     columns  input.columns, for the name of the prompt's column of an empty list
-    A list of dictionaries is read as JSON lines are: a column with dictionaries, lists of lists or values of several kinds keeps
-    each cell's JSON text, so that no row changes another row's value. A list of strings becomes the column `prompt`, a list of
-    lists of messages the column `messages`; some of them may be None. Raises InputError.
+    A list of dictionaries, and a dictionary of lists, is read as JSON lines are: a column with dictionaries, lists of lists or
+    values of several kinds keeps each cell's JSON text, so that no row changes another row's value. A list of strings becomes the
+    column `prompt`, a list of lists of messages the column `messages`; some of them may be None. Raises InputError.
     """
     if isinstance(data, str | bytes):
         raise InputError("rows are one text; give a list of texts, [TEXT], a table or a list of dictionaries")
+    if isinstance(data, Mapping) and _is_lists(list(data.values())):
+        return _of_columns(data)
     if not isinstance(data, list | tuple):
         return _typed(_made_table(data))
     if not data:
         return _no_rows(columns or {})
     if all(isinstance(row, str | None) for row in data) and any(row is not None for row in data):
-        return _typed({"prompt": list(data)})
+        return _of_columns({"prompt": data})
     if all(isinstance(row, Mapping) for row in data):
-        return _of_dictionaries(data)
+        names = dict.fromkeys(name for row in data for name in row)
+        return _of_columns({name: [row.get(name) for row in data] for name in names})
     if all(row is None or _is_chat(row) for row in data) and any(data):
-        return _of_dictionaries([{"messages": row} for row in data])
+        return _of_columns({"messages": data})
     return _typed(data)
 
 
@@ -50,6 +56,11 @@ def _made_table(data: Any) -> Any:
     return data if make is None else make()
 
 
+def _is_lists(columns: Sequence[Any]) -> bool:
+    """Whether these are columns of equally many rows, at least one."""
+    return all(isinstance(column, list | tuple) and 0 < len(column) == len(columns[0]) for column in columns)
+
+
 def _is_chat(row: Any) -> bool:
     return isinstance(row, list | tuple) and all(isinstance(turn, Mapping) for turn in row)
 
@@ -60,46 +71,55 @@ def _no_rows(columns: Mapping[str, str | None]) -> pa.Table:
     return pa.table({columns.get(kind) or kind: pa.array([], pa.list_(pa.int32()) if kind == "prompt_ids" else pa.string())})
 
 
-def _of_dictionaries(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    json_names = {name for name in names if not _has_one_kind(row.get(name) for row in rows)}
-    typed = _typed([{name: row.get(name) for name in names if name not in json_names} for row in rows])
-    kinds, cells = Kinds(), {name: [_json(row.get(name), at, name) for at, row in enumerate(rows)] for name in json_names}
+def _of_columns(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
+    """JSON values become what JSON lines make of them, in every column; values of one other type keep that type."""
+    for name in columns:
+        _check_name(name)
+    own = {name: values for name, values in columns.items() if _has_own_type(values)}
+    # As rows: polars takes more kinds of values so than as columns, and does not lose time zones.
+    typed = _typed([dict(zip(own, row, strict=True)) for row in zip(*own.values(), strict=True)])
+    cells = {
+        name: [_json(value, at, name) for at, value in enumerate(values)] for name, values in columns.items() if name not in own
+    }
+    kinds = Kinds()
     for name, column in cells.items():
         for cell in column:
             kinds.add({name: cell})
-    fields = {field.name: field for field in kinds.schema()}
-    arrays = {name: build(cells[name], fields[name]) if name in json_names else typed.column(name) for name in names}
-    return pa.table(
-        list(arrays.values()),
-        schema=pa.schema([fields[name] if name in json_names else typed.schema.field(name) for name in names]),
-    )
+    made = kinds.schema()
+    fields = {name: made.field(name) if name in cells else typed.schema.field(name) for name in columns}
+    arrays = [_array(cells[name], field) if name in cells else typed.column(name) for name, field in fields.items()]
+    return pa.table(arrays, schema=pa.schema(list(fields.values())))
 
 
-def _has_one_kind(values: Iterable[Any]) -> bool:
-    """Whether a typed column holds these values unchanged: scalars of one type, or lists of such. Floats may include whole
-    numbers."""
+def _array(cells: Sequence[bytes], field: pa.Field) -> pa.ChunkedArray:
+    """In pieces, because one array of text holds at most 2 GiB."""
+    return pa.chunked_array([build(cells[at : at + _ROWS], field) for at in range(0, len(cells), _ROWS)], field.type)
+
+
+def _check_name(name: Any) -> None:
+    try:
+        name.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise InputError(f"column {name!r} has a name that is not text; rename it") from None
+
+
+def _has_own_type(values: Iterable[Any]) -> bool:
+    """Whether these values, or the items of these lists, are all of one type that JSON lacks, such as dates or NumPy arrays."""
     kinds: set[type] = set()
     items: set[type] = set()
     for value in values:
-        if isinstance(value, Mapping):
-            return False
+        kinds.add(type(value))
         if isinstance(value, list | tuple):
-            kinds.add(list)
             items.update(map(type, value))
-        elif isinstance(value, int) and value.bit_length() > 63:  # no integer column holds it
-            return False
-        elif value is not None:
-            kinds.add(type(value))
-    items.discard(type(None))
-    if any(issubclass(item, Mapping | list | tuple) for item in items):
-        return False
-    return all(len(found) <= 1 or found == _NUMBERS for found in (kinds, items))
+    found = (items if kinds - {type(None)} <= {list, tuple} else kinds) - {type(None)}
+    return len(found) == 1 and not issubclass(found.pop(), _JSON)
 
 
 def _json(value: Any, row: int, name: str) -> bytes:
+    """The value as a line of a file would hold it: NaN too, and half a surrogate pair as an escape."""
     try:
-        return msgspec.json.encode(value, enc_hook=_plain)
+        plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_plain)
+        return _encoder.encode(plain).encode("utf-8", "backslashreplace")
     except (TypeError, ValueError, RecursionError) as error:
         said = " ".join(str(error).split())
         raise InputError(
@@ -114,6 +134,10 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"it has the type {type(value).__name__}")
+
+
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+"""msgspec's would write null for NaN."""
 
 
 def _refuse_wide_decimals(data: Any) -> None:

@@ -27,7 +27,6 @@ Cell = bytes | msgspec.Raw
 _SCALARS = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "text": pa.string()}
 _WHOLE = re.compile(rb"-?[0-9]+")
 _text = msgspec.json.Decoder(str)
-_list = msgspec.json.Decoder(list[Any])
 _STARTS = {ord('"'): "text", ord("{"): "object", ord("["): "list", ord("t"): "bool", ord("f"): "bool", ord("n"): "null"}
 
 
@@ -67,8 +66,8 @@ def _looked_at(cell: bytes, kind: str) -> set[str]:
     if kind == "object" or cell[1:100].lstrip()[:1] in (b"{", b"["):
         return {kind, *calls}
     try:
-        items = _list.decode(cell)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+        items = parse(cell)  # as `build` does: NaN is a float
+    except BadJson:
         return {"list"}
     kinds = {_kind_of(item) for item in items if item is not None}
     if not kinds:
