@@ -8,14 +8,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchspec.engine.features.stop_strings import StopFinder
 from batchspec.engine.slots.completion import completion_of
 from batchspec.kernels.rounds.accept import FULL
+from batchspec.model.tokenizer import Tokenizer
 from batchspec.records import Request, SamplingParams, Thinking
 from tests.automata import automaton
 from tests.one_row import OneRow
+from tests.test_tokenizer import byte_fallback
 
 PIECES = [b"a", b"b", b"ab", b"\n", b"END", b"E", b"ND", b"\xe4", b"\xbd", b"\xa0", b"", b" x", b"b\xe4"]
 """Token id -> bytes: a tokenizer in which characters and stop strings span tokens; token 10 is special (no text), and
@@ -119,6 +122,41 @@ def test_a_stop_string_before_an_unfinished_character_is_found_though_the_charac
         progress.add_prefill([0])
         progress.add_round(0, 0, [12])
         assert finish(progress) == ("a", "stop", "b")
+
+
+@pytest.fixture(scope="module")
+def fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(byte_fallback(tmp_path_factory.mktemp("fallback")))
+
+
+FIRST_BYTE = 3
+"""The token of byte 0 in `byte_fallback`; the words are the 10 tokens after all bytes."""
+SOME_TOKENS = [FIRST_BYTE + byte for byte in b"A\xc3\xa9\xe6\x97\xa5\xf0"] + list(range(259, 269))
+
+
+@settings(max_examples=200)
+@given(
+    ids=st.lists(st.sampled_from(SOME_TOKENS), max_size=12),
+    stops=st.lists(st.sampled_from(["A", "\u00e9", "\u65e5", "H", " ", "lo", "Hello", "eA", "lo\u00e9"]), min_size=1, max_size=2),
+)
+def test_the_text_before_a_stop_string_is_that_of_all_tokens_decoded_at_once(
+    fallback: Tokenizer, ids: list[int], stops: list[str]
+) -> None:
+    """This decoder writes a run of bytes as text if it is all UTF-8, and else each byte as U+FFFD, those that were text too."""
+    finder = StopFinder(fallback.decode, stops)
+    for end, token in enumerate(ids, 1):
+        whole = fallback.decode(ids[:end])
+        found = min(((whole.find(stop), stop) for stop in stops if stop in whole), default=None)
+        assert finder.push(token) == (found and found[1])
+        if found is not None:
+            assert finder.text == whole[: found[0]]
+            return
+
+
+def test_a_byte_that_was_text_is_none_before_a_stop_string_that_follows_bad_bytes(fallback: Tokenizer) -> None:
+    finder = StopFinder(fallback.decode, ["H"])
+    assert [finder.push(token) for token in (FIRST_BYTE + 0x41, FIRST_BYTE + 0xE6, 260)] == [None, None, "H"]
+    assert finder.text == "\ufffd\ufffd"
 
 
 def test_a_stop_id_names_itself_unless_it_is_the_models_own_eos() -> None:

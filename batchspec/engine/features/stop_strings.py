@@ -74,7 +74,8 @@ class StopFinder:
     """Decodes a row's output token by token and finds the first stop string, whatever tokens or rounds it spans.
 
     What it finds depends on the tokens alone. Bytes of an unfinished character wait for the token that completes it; the text
-    before them does not wait, because the row may end without that token.
+    before them does not wait, because the row may end without that token. `text` of a row that has ended is that of all its
+    tokens, decoded at once, up to the stop string.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
@@ -102,13 +103,19 @@ class StopFinder:
             return None
         new = now[len(before) :]
         text = self.text + new.rstrip(UNFINISHED)  # text before an unfinished character is final
-        search_from = max(0, len(self.text) - self._reach)
-        found = [(begin, stop) for stop in self._stops if (begin := text.find(stop, search_from)) >= 0]
-        if not found:
+        found = self._earliest(text, max(0, len(self.text) - self._reach))
+        if found is None:
             if not new.endswith(UNFINISHED):
                 self.text = text
                 self._begin, self._settled = self._settled, len(self._ids)
             return None
-        begin, stop = min(found)
+        whole = self._decode(self._ids)  # with byte fallback a byte that is no UTF-8 turns all bytes beside it into U+FFFD
+        if (in_whole := self._earliest(whole)) is not None:
+            text, found = whole, in_whole
+        begin, stop = found
         self.text = text[:begin]
         return stop
+
+    def _earliest(self, text: str, search_from: int = 0) -> tuple[int, str] | None:
+        """Where the first stop string of a text begins, and which it is."""
+        return min(((begin, stop) for stop in self._stops if (begin := text.find(stop, search_from)) >= 0), default=None)
