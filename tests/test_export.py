@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from batchspec.dataset.writer import build_table
 from batchspec.errors import ConfigError, InputError, OutputError
 from batchspec.packing.constraints import row_constraint
 from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of
+from tests.tool_templates import tool
 
 
 def job(path: Path, *, shards: int = 2, **output: Any) -> Path:
@@ -245,6 +247,21 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
         (
             json.dumps(request(presence_penalty=0.1)).replace("0.1", "1e400"),
             "body.presence_penalty=Infinity is not a number",
+        ),
+        (json.dumps(request(max_tokens=math.nan)), "body.max_tokens=NaN is not a number"),
+        (json.dumps(request(logit_bias={"5": math.inf})), "body.logit_bias.5=Infinity is not a number"),
+        (json.dumps(request(reasoning_effort=math.nan)), "body.reasoning_effort=NaN is not a number; correct the line"),
+        (
+            json.dumps(request(chat_template_kwargs={"x": 1, "a": [0, {"b": math.nan}]})),
+            r"body.chat_template_kwargs.a\[1\].b=NaN is not a number; correct the line",
+        ),
+        (
+            json.dumps(request(tools=[tool("f", x="integer") | {"y": 0.1}])).replace("0.1", "-1e400"),
+            r"body.tools\[0\].y=-Infinity is not a number",
+        ),
+        (
+            json.dumps(request(messages=[{**turn("assistant", ""), "tool_calls": [{"function": {"x": math.nan}}]}])),
+            r"body.messages\[0\].tool_calls\[0\].function.x=NaN is not a number",
         ),
         (json.dumps(request(stop=[1])), r"body.stop is neither"),
         (

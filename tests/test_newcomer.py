@@ -292,6 +292,21 @@ def test_a_column_that_no_output_can_hold_is_refused_by_name(kind: pa.DataType) 
     output_schema(schema, map_columns(schema, {}), OutputConfig(passthrough=["prompt"]))
 
 
+def test_numbers_that_json_lacks_reach_template_and_output_and_are_refused_in_a_request_of_openai(tmp_path: Path) -> None:
+    """They would be null: a different chat, in silence."""
+    chat = [user("a"), calls({"x": math.nan, "y": -math.inf}), answers("b")]
+    for read in (Read(lines(tmp_path / "in.jsonl", {"messages": chat})), Read(table_of([{"messages": chat}]))):
+        assert json.dumps(read.template.rows[0]["messages"][1]["tool_calls"]) == json.dumps(chat[1]["tool_calls"])
+        assert '{"x":NaN,"y":-Infinity}' in read.output()[0]["messages"][1]["tool_calls"]
+    bodies: list[Json] = [{"messages": chat}, {"messages": [user("a")], "chat_template_kwargs": {"x": [math.inf]}}]
+    requests = [{"custom_id": f"r{i}", "body": body} for i, body in enumerate([*bodies, {"messages": [user("a")]}])]
+    read = Read(lines(tmp_path / "requests.jsonl", *requests))
+    assert [said.partition("body.")[2] for said in read.errors.values()] == [
+        "messages[1].tool_calls[0].function.arguments.x=NaN is not a number; correct the line",
+        "chat_template_kwargs.x[0]=Infinity is not a number; correct the line",
+    ]
+
+
 def test_tool_calls_are_kept_in_the_output_and_read_back_from_it(tmp_path: Path) -> None:
     read = Read(lines(tmp_path / "in.jsonl", *CHATS))
     output = read.output()

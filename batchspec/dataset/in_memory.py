@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import polars as pl
 import pyarrow as pa
 
 from batchspec.dataset.columns import PROMPTS
+from batchspec.dataset.json_text import json_of
 from batchspec.dataset.untyped_columns import Kinds, build
 from batchspec.errors import InputError
 
@@ -118,8 +117,7 @@ def _has_own_type(values: Iterable[Any]) -> bool:
 def _json(value: Any, row: int, name: str) -> bytes:
     """The value as a line of a file would hold it: NaN too, and half a surrogate pair as an escape."""
     try:
-        plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_plain)
-        return _encoder.encode(plain).encode("utf-8", "backslashreplace")
+        return json_of(value, _plain).encode("utf-8", "backslashreplace")
     except (TypeError, ValueError, RecursionError) as error:
         said = " ".join(str(error).split())
         raise InputError(
@@ -134,10 +132,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"it has the type {type(value).__name__}")
-
-
-_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-"""msgspec's would write null for NaN."""
 
 
 def _refuse_wide_decimals(data: Any) -> None:

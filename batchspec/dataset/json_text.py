@@ -1,4 +1,4 @@
-"""Untrusted JSON text as Python values: either a value, or an error of one line.
+"""Untrusted JSON text as Python values: either a value, or an error of one line; and values as JSON text.
 
 msgspec parses: integers of any size stay exact, and text that is nested too deeply is refused instead of crashing. What it
 refuses is parsed again by the standard library, which accepts NaN and lone surrogates and has error messages that people
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _any = msgspec.json.Decoder()
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class BadJson(ValueError):
@@ -69,6 +71,14 @@ def members(line: bytes) -> dict[str, bytes | msgspec.Raw]:
     except UnicodeEncodeError:
         raise BadText("a key holds half of a surrogate pair, such as \\ud83d, which is not text") from None
     return {key: json.dumps(item).encode() for key, item in value.items()}
+
+
+def json_of(value: Any, enc_hook: Callable[[Any], Any] | None = None) -> str:
+    """A value as JSON text, dates and bytes as strings. NaN, for which msgspec's encoder writes null, stays NaN.
+
+    enc_hook  makes a plain value of one whose type msgspec does not know, or raises TypeError
+    """
+    return _encoder.encode(msgspec.to_builtins(value, str_keys=True, enc_hook=enc_hook))
 
 
 def check_depth(data: bytes) -> None:

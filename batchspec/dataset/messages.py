@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import pyarrow as pa
 
-from batchspec.dataset.json_text import BadJson, called, parse
+from batchspec.dataset.json_text import BadJson, called, json_of, parse
 from batchspec.dataset.untyped_columns import json_kinds
 
 Message = dict[str, Any]
@@ -144,7 +143,7 @@ def kept_turn(turn: Mapping[str, Any], fields: Sequence[str]) -> Message:
     """A message as the output's column `messages` holds it."""
     kept = {name: turn.get(name) for name in fields}
     if kept.get("tool_calls") is not None:
-        kept["tool_calls"] = msgspec.json.encode(kept["tool_calls"]).decode()
+        kept["tool_calls"] = json_of(kept["tool_calls"])
     return kept
 
 

@@ -65,8 +65,8 @@ def parse_request(text: str | bytes, drop: Collection[str] = ()) -> dict[str, An
     """The input row for a request line, with only those of COLUMNS that it fills.
 
     Raises BadRequest for a line that is not JSON, another endpoint, an id or a content that is not text, a message that no
-    template can read completely, a value of the wrong type, two keys that contradict each other, and a key that batchspec cannot
-    honour, unless `drop` names it.
+    template can read completely, a value of the wrong type, NaN or an infinite number at any depth, two keys that contradict each
+    other, and a key that batchspec cannot honour, unless `drop` names it.
     """
     try:
         line = parse(text)
@@ -105,12 +105,14 @@ def _row(body: Any, drop: Collection[str]) -> dict[str, Any]:
         keys_of_body = body.items()
     except (KeyError, TypeError, AttributeError) as error:
         raise _no_request(error) from error
+    _check_finite("messages", messages)
     row: dict[str, Any] = {"messages": _messages(messages)}
     row |= _prefix(messages) if messages else {}
     keys: dict[str, str] = {}
     for key, value in keys_of_body:
         if value is None or key in ("messages", *WITHOUT_EFFECT, *drop):
             continue
+        _check_finite(key, value)
         for column, cell in _cells(key, value, body).items():
             if column in keys and row[column] != cell:
                 raise BadRequest(
@@ -119,6 +121,23 @@ def _row(body: Any, drop: Collection[str]) -> dict[str, Any]:
                 )
             row[column], keys[column] = cell, key
     return row
+
+
+def _check_finite(key: str, value: Any) -> None:
+    """Raises BadRequest for a key with a number that JSON lacks: copied as JSON it would become null."""
+    if (found := _not_finite(value)) is not None:
+        raise BadRequest(f"body.{_shown(key)}{found[-80:]} is not a number; correct the line")
+
+
+def _not_finite(value: Any) -> str | None:
+    """Which number in a value is NaN or infinite, as 1e400 is when it is read: ".a[0]=NaN"; None if none is."""
+    if isinstance(value, float):
+        return None if isfinite(value) else f"={json.dumps(value)}"
+    if isinstance(value, dict):
+        return next((f".{_shown(key)}{found}" for key, item in value.items() if (found := _not_finite(item))), None)
+    if isinstance(value, list):
+        return next((f"[{i}]{found}" for i, item in enumerate(value) if (found := _not_finite(item))), None)
+    return None
 
 
 def _dropped(key: str) -> str:
@@ -290,8 +309,7 @@ def _shown(key: str) -> str:
 
 def _number(value: Any, kind: pa.DataType, where: str) -> int | float:
     whole = pa.types.is_integer(kind)
-    number = isinstance(value, int) or (isinstance(value, float) and isfinite(value))  # 1e400 is read as infinity
-    if isinstance(value, bool) or not number or (whole and value % 1 != 0):
+    if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value % 1 != 0):
         raise BadRequest(f"{where}={json.dumps(value)[:60]} is not {'a whole number' if whole else 'a number'}; correct the line")
     if (whole or isinstance(value, int)) and not -(1 << 63) <= value < 1 << 63:  # a float may not hold such an integer either
         raise BadRequest(f"{where}={str(value)[:60]} does not fit in 64 bits; correct the line")
