@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 import batchspec
 from batchspec import prepare, run
-from batchspec.commands import verify
+from batchspec.commands import plan, verify
 from batchspec.commands.decode_again import Difference, summary
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
@@ -553,6 +553,7 @@ def test_a_job_of_nothing_but_error_rows_ends_with_exit_code_3_whatever_the_frac
         pl.DataFrame(rows).write_parquet(data)
         out = tmp_path / name
         command = [f"model.path={model}", f"input.path={data}", f"output.dir={out}", "decode.max_new_tokens=2", *more]
+        assert plan.main(command) == code, name
         for _ in range(2):  # the same command again says the same of a complete job
             assert run.main(command) == code, name
             assert {"README.md", "report.html"} <= {path.name for path in out.iterdir()}, "whatever its exit code"

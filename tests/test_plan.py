@@ -74,6 +74,37 @@ def test_rows_completions_and_bad_rows_are_counted(job: RunConfig) -> None:
     assert not list(Path(job.input.path).parent.glob("out*"))
 
 
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("prompts", "keys", "code"),
+    [
+        ([None, "a"], {}, 0),
+        ([None, None, "a"], {}, 3),
+        ([None, None, "a"], {"max_error_fraction": 1.0}, 0),
+        ([None, None], {"max_error_fraction": 1.0}, 3),
+        ([LONG, LONG, "a"], {}, 3),
+        ([LONG, LONG, "a"], {"on_overlong": "skip"}, 0),
+        ([None] * 29 + ["a"] * 71, {"max_error_fraction": 0.29}, 0),
+    ],
+)
+def test_the_exit_code_is_that_of_a_run_with_so_many_error_rows(
+    job: RunConfig, prompts: list[str | None], keys: dict[str, Any], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in keys.items():
+        setattr(job.input, name, value)
+    write(job, prompt=pa.array(prompts, pa.string()))
+    made = planned(job)
+    assert (made.exit_code, "a run ends with exit code 3: more than" in made.text()) == (code, code == 3)
+    monkeypatch.setattr(planning, "SAMPLE_ROWS", 1)
+    monkeypatch.setattr(planning, "SHARD_ROWS", 1)
+    write(job, prompt=pa.array([None, "a"] * 2, pa.string()))
+    sampled = planned(job)  # of every fourth row, the first
+    assert sampled.exit_code == 0, "the other rows may be good"
+    assert "a run ends with exit code 3 if the others are like these: more than" in sampled.text()
+
+
 @pytest.mark.parametrize(
     ("temperature", "generation", "said"),
     [

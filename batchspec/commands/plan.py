@@ -23,11 +23,12 @@ def main(argv: Sequence[str]) -> int:
     full = "--full" in words
     overrides = [item for item in words if item != "--full"]
 
-    def show(config: RunConfig) -> None:
+    def show(config: RunConfig) -> int:
         from batchspec.commands.planning import plan, plan_for  # imports torch, so only after the checks of `launch`
 
         made = plan(config, full=full) if card is None else plan_for(card, config, full=full)
         terminal.show(made.text())
+        return made.exit_code
 
     return launch(show, overrides, require=("model.path", "input.path"))
 

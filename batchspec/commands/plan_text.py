@@ -10,6 +10,7 @@ import numpy as np
 
 from batchspec.commands.card_text import about, fp8_weights, launches, paths
 from batchspec.console.text import MESSAGE_CHARS, counted, one_line
+from batchspec.errors import TooManyErrors
 from batchspec.kernels.common.card import assumed
 from batchspec.load.memory import automata_bytes, padded_prefill_bytes
 from batchspec.model.quant.fp8 import Fp8
@@ -50,6 +51,12 @@ class Plan:
     lacks_gpu: bool = False
     """Whether the job is for a GPU and this machine has none: neither shape nor times are known, nor what is in output.dir."""
 
+    @property
+    def exit_code(self) -> int:
+        """That of a run with too many error rows, if every row was read and they are certain; otherwise 0."""
+        is_certain = self.survey.num_rows == self.job.source.num_rows
+        return TooManyErrors.exit_code if is_certain and self._has_too_many_errors else 0
+
     def text(self) -> str:
         with nullcontext() if self.card is None else assumed(self.card.card):
             return "\n".join(
@@ -68,10 +75,17 @@ class Plan:
         ]
         bad = ((code, count, one_line(example, MESSAGE_CHARS)) for code, (count, example) in sorted(self.survey.bad.items()))
         lines += [f"  {code:<15}{count:>7,}  {example}" for code, count, example in bad]
-        fraction = self.job.config.input.max_error_fraction
-        if self.survey.num_bad and (self.survey.num_bad == read or self.survey.num_bad > fraction * read):
-            lines.append(f"  a run ends with exit code 3: more than input.max_error_fraction={fraction:g} of these rows, or all")
+        if self._has_too_many_errors:
+            key = f"input.max_error_fraction={self.job.config.input.max_error_fraction:g}"
+            rest = "" if read == rows else " if the others are like these"
+            lines.append(f"  a run ends with exit code 3{rest}: more than {key} of these rows are error rows, or all")
         return lines
+
+    @property
+    def _has_too_many_errors(self) -> bool:
+        """Whether a run over the rows that were read would have them, even if no row failed later."""
+        errors, read = self.survey.num_errors, self.survey.num_rows
+        return errors > 0 and (errors == read or not self.job.config.input.allows(errors, read))
 
     def _lengths(self) -> list[str]:
         lengths = self.survey.lengths("prompt_tokens")

@@ -162,6 +162,10 @@ class InputConfig:
     """Maximum share of error rows; with more of them the job ends with exit code 3. A job of nothing but error rows always
     does."""
 
+    def allows(self, num_errors: int, num_rows: int) -> bool:
+        """Whether so many of the rows of a job may be error rows."""
+        return num_errors <= self.max_error_fraction * num_rows + 1e-9  # 0.29 * 100 is a little less than 29
+
 
 @dataclass(slots=True, kw_only=True)
 class OutputConfig:

@@ -36,6 +36,8 @@ class Survey:
     """int32: longest common prefix of the first PREFIX_ROWS prompts; None before the first."""
     bad: dict[str, tuple[int, str]] = field(default_factory=dict)
     """code -> (number of rows, message of the first)"""
+    num_errors: int = 0
+    """Number of them that are error rows; input.on_overlong=skip makes skipped ones."""
 
     def add(self, num_rows: int, admitted: Iterable[Request | Completion]) -> None:
         """Count `num_rows` input rows, given their requests and completions from admission."""
@@ -52,6 +54,7 @@ class Survey:
                 assert item.error is not None
                 count, example = self.bad.get(item.error.code, (0, item.error.message))
                 self.bad[item.error.code] = (count + 1, example)
+                self.num_errors += item.status == "error"
 
     def _compare_prefix(self, request: Request) -> None:
         if len(self.prompt_tokens) > PREFIX_ROWS:

@@ -216,16 +216,17 @@ def check_errors(job: Job, num_errors: int, *, all_failed: bool = False) -> None
 
     num_errors  input rows with at least one error completion
     """
-    fraction, rows = job.config.input.max_error_fraction, job.layout.num_rows
+    rows = job.layout.num_rows
     if all_failed:
         raise TooManyErrors(
             f"every completion of all {rows} rows is an error; inspect the `error` column of the output, then correct the input, "
             "input.columns or the chat template"
         )
-    if num_errors > fraction * rows + 1e-9:  # 0.29 * 100 is a little less than 29
+    if not job.config.input.allows(num_errors, rows):
         raise TooManyErrors(
-            f"{num_errors} of {rows} rows are error rows, more than input.max_error_fraction={fraction:g} allows; "
-            "inspect the `error` column of the output, then correct the input or raise the fraction"
+            f"{num_errors} of {rows} rows are error rows, more than input.max_error_fraction="
+            f"{job.config.input.max_error_fraction:g} allows; inspect the `error` column of the output, then correct the input "
+            "or raise the fraction"
         )
 
 
