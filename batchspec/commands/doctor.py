@@ -21,7 +21,7 @@ from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB
 from batchspec.draft.weights import dummy_spec, open_head
 from batchspec.errors import ConfigError
 from batchspec.kernels.common.card import assumed, card_of
-from batchspec.model.dtype import resolve_dtype
+from batchspec.model.dtype import dtype_name, resolve_dtype
 from batchspec.model.hub import find_model
 from batchspec.model.products import products
 from batchspec.model.shapes import DRAFT_VOCAB, SHAPES, shape_spec
@@ -122,7 +122,7 @@ def _size(spec: ModelSpec, device: torch.device) -> str:
     """What the weights take on a device, in the dtype in which a job would compute, and what that leaves of its free memory."""
     dtype = resolve_dtype("auto", spec, device)
     spec = spec.on(device, dtype)
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     kept = f" ({spec.formats.kept}, the rest {name})" if spec.formats.kept else f" in {name}"
     weights, free = spec.weight_bytes(dtype), free_memory(device)
     gb = f"{abs(free - weights) / 1e9:,.1f} GB"

@@ -13,6 +13,7 @@ from batchspec.console.text import MESSAGE_CHARS, counted, one_line
 from batchspec.errors import TooManyErrors
 from batchspec.kernels.common.card import assumed
 from batchspec.load.memory import automata_bytes, padded_prefill_bytes
+from batchspec.model.dtype import dtype_name
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import num_multiplied
@@ -142,7 +143,7 @@ class Plan:
         layers = job.drafter.layer_states(job.dtype, batch.page_size)
         pages_bytes = kv_bytes(batch, spec, job.dtype, layers)
         pages = " + ".join(f"{count:,}" for count in (batch.num_pages, *batch.more_pages))
-        dtype, accepted = str(job.dtype).removeprefix("torch."), job.drafter.assumed_accepted
+        dtype, accepted = dtype_name(job.dtype), job.drafter.assumed_accepted
         kind = "prompt" if self._scores else "output"
         tokens = float(self.survey.lengths("prompt_tokens" if self._scores else "predicted_tokens").mean()) * self.num_completions
         assumed = (
@@ -200,7 +201,7 @@ class Plan:
         states = self.job.spec.states(self.job.dtype)
         if not states:
             return []
-        dtype = str(states[0].dtype).removeprefix("torch.")
+        dtype = dtype_name(states[0].dtype)
         return [
             f"states       {_bytes(sum(state.nbytes for state in states))} a row in {dtype}, of "
             f"{counted(len(states), 'recurrent layer')}"

@@ -26,6 +26,7 @@ from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.console.text import MESSAGE_CHARS, counted, for_shell, one_line
 from batchspec.errors import OutputError, StorageError
+from batchspec.model.dtype import dtype_name
 from batchspec.runstate.output_folder import OutputFolder
 
 
@@ -122,7 +123,7 @@ def verify(out: str | Path, num_rows: int, *, dtype: str | None = None, device: 
             f"{out} has no completion that can be decoded again: its rows are error rows; see batchspec stats {for_shell(out)}"
         )
     exact = job.config.decode.deterministic
-    dtypes = (json.loads(OutputFolder(out).manifest.fingerprint["model.dtype"]), str(job.dtype).removeprefix("torch."))
+    dtypes = (json.loads(OutputFolder(out).manifest.fingerprint["model.dtype"]), dtype_name(job.dtype))
     return Verified(
         num_rows=count, num_refused=len(written) - count, differences=differences, exact=exact,
         logprobs=max(gaps, key=lambda gap: gap.nats, default=None),

@@ -15,6 +15,7 @@ import torch
 
 from batchspec.commands.decode_again import Difference, decode_again, job_of, load_plain, summary, written_tokens
 from batchspec.errors import OutputError
+from batchspec.model.dtype import dtype_name
 from batchspec.model.kv_calibration import give_scales
 from batchspec.model.single_row import forward_row
 from batchspec.model.target import Target
@@ -61,7 +62,7 @@ def compare_kv(out: str | Path, num_rows: int, *, dtype: str | None = None, devi
     """
     job, written = job_of(out, dtype, device, other_kv=True), written_tokens(out, num_rows)
     loaded = load_plain(job)
-    target, model_dtype = loaded.engine.target, str(job.dtype).removeprefix("torch.")
+    target, model_dtype = loaded.engine.target, dtype_name(job.dtype)
     if target.kv_scales is None:
         weights = None if job.config.model.load_format == "dummy" else job.folder
         output = OutputFolder(out)

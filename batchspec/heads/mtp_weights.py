@@ -16,6 +16,7 @@ from torch import Tensor
 from batchspec.heads.mtp_network import MtpNetwork
 from batchspec.heads.save import write_checkpoint
 from batchspec.model.blocks.base import TensorSpec, projections
+from batchspec.model.dtype import dtype_name
 from batchspec.model.families.registry import FAMILIES
 from batchspec.model.mtp import MtpSpec
 from batchspec.model.quant.base import Weights
@@ -96,5 +97,5 @@ def mtp_config(target: ModelSpec, dtype: torch.dtype, target_name: str, draft_le
             "vocab_size": target.vocab_size,
         },
         "num_speculative_tokens": draft_len,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": dtype_name(dtype),
     }

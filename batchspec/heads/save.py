@@ -20,6 +20,7 @@ from torch import Tensor
 
 from batchspec.draft.formats import HeadSpec
 from batchspec.heads.network import HeadNetwork
+from batchspec.model.dtype import dtype_name
 from batchspec.model.families.registry import FAMILIES
 from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
@@ -88,7 +89,7 @@ def head_config(
     shape = _shape(spec, target)
     aux_layer_ids, mask_id = list(spec.aux_layer_ids), spec.mask_token_id
     parallel = mask_id is not None
-    own: dict[str, Any] = {"draft_vocab_size": spec.draft_vocab_size, "torch_dtype": str(dtype).removeprefix("torch.")}
+    own: dict[str, Any] = {"draft_vocab_size": spec.draft_vocab_size, "torch_dtype": dtype_name(dtype)}
     if layout == "flat":
         # Programs that load heads know the default layers, and differ in how they read explicit ids.
         usual = aux_layer_ids == [2, target.num_layers // 2, target.num_layers - 3]

@@ -20,6 +20,7 @@ from batchspec.engine.ranks.messages import Build, Calibrate, Load, Scales
 from batchspec.engine.rounds.records import RoundOptions
 from batchspec.kernels.common.card import card_of
 from batchspec.load.memory import check_memory, plan_batch
+from batchspec.model.dtype import dtype_name
 from batchspec.model.kv_calibration import give_scales
 from batchspec.model.lora import adapted
 from batchspec.model.target import Target
@@ -67,7 +68,7 @@ def load_engine(
     most_rounds  after the job's last row began, its rows end within this many rounds; None: unknown
     """
     config = job.config
-    dtype = str(job.dtype).removeprefix("torch.")
+    dtype = dtype_name(job.dtype)
     check_memory(job)
     on = job.device.type if job.group is None else f"{job.group.ranks} x {job.device.type}"
     progress.phase(f"loading {config.model.path} in {dtype} on {on}")

@@ -9,6 +9,7 @@ from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.four_bit import ROWS
 from batchspec.kernels.moe.route import MAX_EXPERTS, MAX_TOP_K
 from batchspec.model.blocks.moe import MoeSpec
+from batchspec.model.dtype import dtype_name
 from batchspec.model.quant.grouped import ROW_BYTES
 from batchspec.model.quant.int4_format import Int4
 from batchspec.model.spec import ModelSpec
@@ -29,9 +30,9 @@ def in_one_order(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, o
         return spec
     asked = "decode.deterministic=true"
     if on_this_machine and device.type != "cuda":
-        raise ConfigError(f"{asked} on a CPU needs model.dtype=float64, and it is {_name(dtype)}; set it, or use a GPU")
+        raise ConfigError(f"{asked} on a CPU needs model.dtype=float64, and it is {dtype_name(dtype)}; set it, or use a GPU")
     if on_this_machine and dtype is not torch.bfloat16:
-        raise ConfigError(f"{asked} on a GPU is supported with model.dtype=bfloat16 only, and it is {_name(dtype)}; set it")
+        raise ConfigError(f"{asked} on a GPU is supported with model.dtype=bfloat16 only, and it is {dtype_name(dtype)}; set it")
     if on_this_machine and not has_same_bits_in_all_tiles(device):
         raise ConfigError(
             f"{asked} is supported only on GPUs of the Hopper generation (compute capability 9.0), and this is "
@@ -71,7 +72,3 @@ def _check_experts(spec: ModelSpec, prefix: str, block: MoeSpec, asked: str) -> 
         found.append(f"{block.experts.num_experts} experts with {block.router.top_k} a token")
     if found:
         raise ConfigError(f"{asked}: {found[0]} are computed by the library, in no fixed order; remove it")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The data type in which a model computes."""
+"""The data type in which a model computes, and its name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from batchspec.errors import ConfigError
 from batchspec.model.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> bfloat16: as keys, manifests and checkpoints name it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def resolve_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:

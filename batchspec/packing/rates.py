@@ -16,6 +16,7 @@ from torch import Tensor
 
 from batchspec.errors import ConfigError
 from batchspec.kernels.common.card import assumed_card, card_of
+from batchspec.model.dtype import dtype_name
 from batchspec.model.quant.fp8_products import product_of_ones
 from batchspec.tuning.cards import KnownCard, entry_of
 
@@ -92,7 +93,7 @@ def device_rates(device: torch.device, dtype: torch.dtype, *, fp8: bool = False)
     """
     card = assumed_card()
     if card is not None and dtype is not torch.bfloat16:
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         raise ConfigError(
             f"model.dtype={name}: the times of {card.name} are known in bfloat16 alone; add model.dtype=bfloat16, or run "
             "plan on a machine with that card"

@@ -13,6 +13,7 @@ from batchspec import __version__
 from batchspec.config.schema import CacheConfig
 from batchspec.model.config_values import has_file, read_text
 from batchspec.model.deterministic import ORDER_VERSION
+from batchspec.model.dtype import dtype_name
 from batchspec.model.kv_calibration import CALIBRATION
 from batchspec.model.quant.modelopt import CONFIG_FILE
 from batchspec.model.weight_files import weight_files
@@ -38,7 +39,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "model.adapter": None if job.adapter is None else job.adapter.fingerprint,
             "model.adapters": _named(job, "fingerprint"),
             "model.tokenizer": None if job.tokenizer is None else job.tokenizer.fingerprint,
-            "model.dtype": str(job.dtype).removeprefix("torch."),
+            "model.dtype": dtype_name(job.dtype),
             "model.activations": "fp8" if job.spec.formats.quantises else "dtype",  # as resolved on this device
             "model.max_len": job.admission.max_len,
             "model.end_ids": sorted(settings.end_ids),
@@ -100,7 +101,7 @@ def _cache_parts(cache: CacheConfig) -> dict[str, Any]:
 
 
 def recorded_facts(job: Job) -> dict[str, Any]:
-    kept, dtype = job.spec.formats.kept, str(job.dtype).removeprefix("torch.")
+    kept, dtype = job.spec.formats.kept, dtype_name(job.dtype)
     device = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu"
     return {
         "batchspec": __version__,
