@@ -187,6 +187,21 @@ def test_numbers_that_polars_refuses_or_rounds_are_rows_in_memory_as_in_json_lin
         assert math.isnan(json.loads(output[0]["y"])["z"][0])
 
 
+def test_a_dictionary_may_hold_lists_arrays_and_single_values() -> None:
+    cells: list[Any] = [{"a": [0]}, {"a": [0.5], "b": 1}]
+    columns = {"x": cells, "day": [date(2026, 1, 2), None], "k": np.arange(2, dtype=np.int32), "prompt": "a"}
+    table = table_of(columns)
+    assert table.schema.names == list(columns)
+    assert table.schema.field("k").type == pa.int32()
+    assert [json.loads(cell) for cell in table["x"].to_pylist()] == cells
+    assert table["day"].to_pylist() == columns["day"]
+    assert table["prompt"].to_pylist() == ["a", "a"]
+    assert [made.prompt_ids.tolist() for made in Read(table).requests] == [[97]] * 2
+    for wrong in ({"prompt": ["a", "b"], "k": np.arange(3)}, {"prompt": ["a", "b"], "k": [1, 2, 3]}):
+        with pytest.raises(InputError, match=r"^rows of type dict do not make a table \(.*\); give a table or a list of dict"):
+            table_of(wrong)
+
+
 def test_text_that_is_none_in_memory_is_an_error_row_as_in_json_lines(tmp_path: Path) -> None:
     rows = [{"id": "x", "prompt": "\ud83d"}, {"id": "y", "prompt": "b"}]
     for read in (Read(table_of(rows)), Read(lines(tmp_path / "in.jsonl", *rows))):

@@ -29,8 +29,8 @@ def table_of(data: Any, columns: Mapping[str, str | None] | None = None) -> pa.T
     """
     if isinstance(data, str | bytes):
         raise InputError("rows are one text; give a list of texts, [TEXT], a table or a list of dictionaries")
-    if isinstance(data, Mapping) and _is_lists(list(data.values())):
-        return _of_columns(data)
+    if isinstance(data, Mapping):
+        return _of_mapping(data)
     if not isinstance(data, list | tuple):
         return _typed(_made_table(data))
     if not data:
@@ -49,15 +49,10 @@ def _made_table(data: Any) -> Any:
     """The table that an object of another library makes of itself; other data as they are."""
     if isinstance(data, pl.LazyFrame):
         return data.collect()
-    if isinstance(data, Mapping | pl.DataFrame | pl.Series) or hasattr(data, "__arrow_c_stream__"):
+    if isinstance(data, pl.DataFrame | pl.Series) or hasattr(data, "__arrow_c_stream__"):
         return data
     make = getattr(data, "to_polars", None) or getattr(data, "to_arrow", None)
     return data if make is None else make()
-
-
-def _is_lists(columns: Sequence[Any]) -> bool:
-    """Whether these are columns of equally many rows, at least one."""
-    return all(isinstance(column, list | tuple) and 0 < len(column) == len(columns[0]) for column in columns)
 
 
 def _is_chat(row: Any) -> bool:
@@ -68,6 +63,19 @@ def _no_rows(columns: Mapping[str, str | None]) -> pa.Table:
     """An empty list may be one of texts, chats or dictionaries: its table has the prompt's column alone."""
     kind = next((kind for kind in PROMPTS if columns.get(kind)), "prompt")
     return pa.table({columns.get(kind) or kind: pa.array([], pa.list_(pa.int32()) if kind == "prompt_ids" else pa.string())})
+
+
+def _of_mapping(columns: Mapping[str, Any]) -> pa.Table:
+    """Lists are read as JSON lines are; the other columns are what polars makes of them, which repeats a single value."""
+    lists = {name: values for name, values in columns.items() if isinstance(values, list | tuple)}
+    lengths = set(map(len, lists.values()))
+    if len(lengths) != 1 or 0 in lengths:
+        return _typed(columns)
+    read, (num_rows,) = _of_columns(lists), lengths
+    others = _typed({name: [None] * num_rows if name in lists else values for name, values in columns.items()})
+    parts = {name: read if name in lists else others for name in columns}
+    schema = pa.schema([part.schema.field(name) for name, part in parts.items()])
+    return pa.table([part.column(name) for name, part in parts.items()], schema=schema)
 
 
 def _of_columns(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
