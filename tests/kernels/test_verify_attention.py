@@ -291,6 +291,24 @@ def test_a_list_is_crowded_by_whole_rows_that_need_more_than_two_waves(
     assert work.crowded == crowded
 
 
+@pytest.mark.parametrize(("most_q", "tile"), [(2, 16), (4, 32)])
+@pytest.mark.parametrize("window", [0, 40])
+def test_a_crowded_list_gives_the_same_attention(
+    most_q: int, tile: int, window: int, interpret: bool, device: torch.device
+) -> None:
+    """On a GPU by the kernel with fewer warps."""
+    rows = [(1 + row % most_q, keys) for row, keys in enumerate((150, 17, 64, 0, 129, 300))]
+    case = make_case(
+        rows, heads=(16, 2), dtype=torch.bfloat16, device=device, programs=1, window=window, tile=tile, block=64, short=512,
+        max_whole=512,
+    )
+    work = case.work(interpret=interpret)
+    assert work.crowded
+    logits = torch.randn(16, device=device)
+    out, expected = case.run(work, interpret=interpret, sink_logits=logits), case.expected(work, sink_logits=logits)
+    torch.testing.assert_close(out.float(), expected, atol=TOLERANCE[torch.bfloat16], rtol=0)
+
+
 def test_wrong_arguments_are_refused() -> None:
     case = make_case([(2, 20)])
     work = case.work(interpret=False)
