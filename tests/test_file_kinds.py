@@ -20,7 +20,7 @@ import torch
 from batchspec import cli, run
 from batchspec.config.schema import InputConfig
 from batchspec.dataset.reader import open_source
-from batchspec.errors import InputError
+from batchspec.errors import InputError, StorageError
 from batchspec.model.spec import load_spec
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint, make_tokenizer
@@ -324,3 +324,99 @@ def test_a_pipe_in_an_output_folder_is_not_waited_for(model: Path, tmp_path: Pat
     capsys.readouterr()
     assert run.main(words) == 74
     assert "a pipe, not a file" in capsys.readouterr().err
+
+
+# --- a disk that fails says nothing about the file
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, call: str, bad: Path) -> None:
+    """This function of module os fails for this path; `read`: the file can be opened, and reading it fails."""
+    if call == "read":
+        bad.unlink()
+        bad.symlink_to("/proc/self/mem")  # reading its first byte is an I/O error, by the kernel
+        return
+    real = getattr(os, call)
+
+    def failing(path: Any, *more: Any, **named: Any) -> Any:
+        if isinstance(path, str | Path) and os.fspath(path) == str(bad):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(bad))
+        return real(path, *more, **named)
+
+    monkeypatch.setattr(os, call, failing)
+
+
+def check_broken(code: int, name: str, said: str) -> None:
+    assert code == 74, said
+    assert said.count("\n") == 1, said
+    assert name in said
+    assert "Input/output error (EIO)" in said
+    assert "run the same command again" in said
+
+
+@pytest.mark.parametrize("call", ["stat", "lstat", "open", "read"])
+def test_an_io_error_at_any_file_of_a_model_is_no_bad_file(
+    model: Path, head: Path, adapter: Path, tmp_path: Path, call: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_prompts(tmp_path / "in.parquet", 1)
+    folders = {"model.path": model, "draft.path": head, "model.adapter": adapter}
+    base = [f"model.path={model}", f"input.path={source}", f"output.dir={tmp_path / 'out'}", "decode.max_new_tokens=2"]
+    for index, (key, name) in enumerate(PLACES):
+        if call == "lstat" and (name.endswith(".safetensors") or "/" in name):
+            continue  # a list of the folder tells that these are there
+        folder = shutil.copytree(folders[key], tmp_path / str(index))
+        more = ["draft=eagle3"] if key == "draft.path" else []
+        with pytest.MonkeyPatch.context() as patched:
+            fail(patched, call, folder / name)
+            code = run.main([*base, *more, "input.chat=true", f"{key}={folder}"])
+        check_broken(code, name, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("call", ["stat", "lstat", "listdir"])
+def test_an_io_error_at_the_folder_of_a_model_is_no_bad_folder(
+    model: Path, tmp_path: Path, call: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, folder = make_prompts(tmp_path / "in.parquet", 1), shutil.copytree(model, tmp_path / "there")
+    fail(monkeypatch, call, folder)
+    code = run.main([f"model.path={folder}", f"input.path={source}", f"output.dir={tmp_path / 'out'}"])
+    check_broken(code, str(folder), capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("call", ["stat", "open", "read"])
+def test_an_io_error_at_a_file_that_a_job_names_is_no_bad_file(
+    model: Path, tmp_path: Path, call: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, bad = make_prompts(tmp_path / "in.parquet", 1), tmp_path / "bad"
+    bad.write_text("{}")
+    fail(monkeypatch, call, bad)
+    base = [f"model.path={model}", f"input.path={source}", f"output.dir={tmp_path / 'out'}", "decode.max_new_tokens=2"]
+    commands = [
+        ["run", *base, "input.chat=true", f"model.chat_template={bad}"], ["run", *base, f"decode.schema={bad}"],
+        ["run", *base, f"decode.grammar={bad}"], ["export", "--from-openai", str(bad), str(tmp_path / "new.parquet")],
+    ]
+    for words in commands:
+        check_broken(cli.main(words), "bad", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("call", ["stat", "open"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".csv", ".jsonl.gz"])
+@pytest.mark.parametrize("entry", ["in/bad{}", "in", "in/*{}", "**/bad{}"])
+def test_an_io_error_at_an_input_is_no_bad_file(
+    tmp_path: Path, entry: str, suffix: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = rows(tmp_path / f"in/bad{suffix}")
+    fail(monkeypatch, call, bad)
+    with pytest.raises(StorageError) as caught:
+        open_source(InputConfig(path=str(tmp_path / entry.format(suffix))))
+    check_broken(caught.value.exit_code, bad.name, f"{caught.value}\n")
+
+
+@pytest.mark.parametrize("entry", ["in", "in/**/*.jsonl", "in/deep/*.jsonl", "in/deep"])
+def test_an_io_error_at_a_folder_of_an_input_is_no_bad_folder(
+    tmp_path: Path, entry: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows(tmp_path / "in/deep/a.jsonl")
+    fail(monkeypatch, "scandir", tmp_path / "in/deep")
+    with pytest.raises(StorageError) as caught:
+        open_source(InputConfig(path=str(tmp_path / entry)))
+    check_broken(caught.value.exit_code, "in/deep", f"{caught.value}\n")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 import pytest
 
+from batchspec import errors
 from tests.test_imports import module_of, sources
 
 # Modules that open files, and which; those that a job's user names are opened by local_files.
@@ -28,10 +30,7 @@ OPENS: dict[str, str] = {
     "heads.folder": "the record that a training wrote",
     "model.packaged": "the wheel, after is_file",
     "model.from_gguf": "the file of that wheel",
-    "model.kv_scales": "after stored_tensors has opened it",
-    "draft.weights": "after stored_tensors has opened it",
-    "model.weights": "after stored_tensors has opened it",
-    "model.shapes": "after is_file",
+    "model.weight_files": "after open_regular",
     "bench.profile": "what torch's profiler wrote",
     "storage.hub_push": "shards of this job",
     "storage.new_file": "the file that it has just made",
@@ -57,6 +56,14 @@ GLOBS = {
     "model.hub": "a folder of the hub's cache",
     "storage.object_store": "the folder for temporary files",
 }
+REFUSALS = [name for name, kind in vars(errors).items() if isinstance(kind, type) and getattr(kind, "exit_code", None) == 2]
+NO_DISK = {
+    "storage.store": "a name that is too long",
+    "storage.remote_files": "a URL",
+    "storage.s3_client": "a bucket",
+    "dataset.schema": "a type of Arrow's",
+}
+"""Modules that refuse something for an OSError of another kind."""
 
 
 def calls() -> Iterator[tuple[str, str, ast.Call]]:
@@ -116,6 +123,44 @@ def test_patterns_of_users_are_looked_up_in_one_place(name: str) -> None:
             assert module in GLOBS, f"{module}: {ast.unparse(call)}"
 
 
+def test_an_io_error_is_not_taken_for_a_wrong_file() -> None:
+    """Who catches an OSError and refuses something for it (exit code 2) asks first whether the disk failed (74)."""
+    asking = set()
+    for path in sources():
+        module = module_of(path)
+        for handler in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(handler, ast.ExceptHandler) or handler.type is None:
+                continue
+            body = "\n".join(ast.unparse(statement) for statement in handler.body)
+            if "OSError" in ast.unparse(handler.type) and re.search(rf"\b({'|'.join(REFUSALS)})\(", body):
+                if module not in NO_DISK:
+                    assert re.search(r"\b(fault_of|passes)\(", body), f"{module}: {body}"
+                asking.add(module)
+    assert "model.config_values" in asking
+    assert NO_DISK.keys() <= asking
+
+
+def guarded(tree: ast.Module) -> Iterator[ast.AST]:
+    """What stands in a block that turns an OSError into an error of batchspec: `try` with such a handler, or a `with`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try) and any("OSError" in ast.unparse(each.type) for each in node.handlers if each.type):
+            yield from (inner for statement in node.body for inner in ast.walk(statement))
+        if isinstance(node, ast.With):
+            blocks = [bool(re.match(r"(readable|storing|reading)\(", ast.unparse(item.context_expr))) for item in node.items]
+            if any(blocks):
+                inside = [item.context_expr for item in node.items[blocks.index(True) :]]
+                yield from (inner for part in [*inside, *node.body] for inner in ast.walk(part))
+
+
+def test_what_opens_a_file_turns_its_errors_into_one_line() -> None:
+    for path in sources():
+        module, tree = module_of(path), ast.parse(path.read_text(encoding="utf-8"))
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "open_regular"]
+        if calls and module != "storage.places":  # whoever opens a place does it within `reading`
+            inside = {*guarded(tree)}
+            assert all(call in inside for call in calls), module
+
+
 def test_these_tables_have_no_module_that_is_gone() -> None:
     there = {module_of(path) for path in sources()}
-    assert {*OPENS, *PARQUET, *GLOBS} <= there
+    assert {*OPENS, *PARQUET, *GLOBS, *NO_DISK} <= there

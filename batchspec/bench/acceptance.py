@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from batchspec.errors import ConfigError
+from batchspec.process.local_files import fault_of
 from batchspec.storage.exact_files import parquet_file
 from batchspec.storage.local_tree import files_below
 
@@ -65,6 +66,8 @@ def _rates_of_file(file: Path) -> list[list[float]]:
             rows = reader.read(columns=[f"{COLUMN}.{RATES}"]).to_pylist()
     except (OSError, pa.ArrowException) as error:
         said = " ".join(str(error).split())
-        raise ConfigError(f"--accept {file} is neither numbers, as .6,.28,.12, nor Parquet that can be read: {said}") from None
+        where = f"--accept {file}"
+        refusal = ConfigError(f"{where} is neither numbers, as .6,.28,.12, nor Parquet that can be read: {said}")
+        raise fault_of(error, where, refusal) from None
     lists = [(row.get(COLUMN) or {}).get(RATES) or [] for row in rows]
     return [[rate or 0.0 for rate in rates] for rates in lists if any(rate is not None for rate in rates)]

@@ -57,7 +57,7 @@ from batchspec.errors import BatchspecError, CheckpointError, ConfigError, Input
 from batchspec.model.hub import find_model
 from batchspec.model.token_texts import TokenTexts
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.process.local_files import open_regular
+from batchspec.process.local_files import fault_of, open_regular
 from batchspec.records import TokenText
 from batchspec.report.answers import NO_TOKEN_IDS, check_not_in_data, rows_of, write_answers
 from batchspec.runstate.manifest import fingerprint
@@ -287,7 +287,8 @@ def _requests(source: Path, drop: Collection[str]) -> Iterator[tuple[int, dict[s
                     except BadRequest as bad:
                         yield number, bad
     except OSError as error:
-        raise InputError(f"{source}: cannot be read ({error.strerror or error}); give a file of JSON lines in UTF-8") from error
+        refusal = InputError(f"{source}: cannot be read ({error.strerror or error}); give a file of JSON lines in UTF-8")
+        raise fault_of(error, str(source), refusal) from error
 
 
 def _write_rows(rows: Iterator[Line], target: Path, schema: pa.Schema) -> int:

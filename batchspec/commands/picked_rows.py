@@ -15,6 +15,7 @@ import polars as pl
 
 from batchspec.console.text import one_line
 from batchspec.errors import ConfigError, InputError
+from batchspec.process.local_files import fault_of
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 
@@ -170,7 +171,8 @@ def _joined(path: Path) -> pl.DataFrame:
     try:
         rows = reader(path)
     except (pl.exceptions.PolarsError, OSError) as error:
-        raise InputError(f"--join {path}: cannot be read ({_said(error)})") from None
+        where = f"--join {path}"
+        raise fault_of(error, where, InputError(f"{where}: cannot be read ({_said(error)})")) from None
     if missing := [name for name in ROW_ID if name not in rows.columns]:
         raise InputError(
             f"--join {path}: no column {missing[0]!r}; a line is joined to the output row with its {' and '.join(ROW_ID)}"

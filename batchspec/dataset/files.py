@@ -3,7 +3,6 @@ memory."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,10 +16,10 @@ from batchspec.dataset.decoding import BATCH_BYTES as BATCH_BYTES
 from batchspec.dataset.decoding import BATCH_ROWS, Decoding, decoding_of
 from batchspec.dataset.lines import LineNumbers
 from batchspec.errors import CapacityError, InputError, StorageError
+from batchspec.process.local_files import passes, told
 from batchspec.storage.exact_files import parquet_file
 from batchspec.storage.places import LocalPlace, Place
 from batchspec.storage.remote_files import Stamp
-from batchspec.storage.store import told
 
 PARQUET = (".parquet", ".pq")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -28,7 +27,6 @@ DIGEST_BYTES = 256 << 20
 """Bytes of the whole input's Parquet files that are read for their digests; smaller inputs are read completely."""
 DIGEST_BLOCKS = 8
 SMALLEST_BLOCK = 64 << 10
-PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +80,7 @@ def reading(name: str) -> Iterator[None]:
         reason = lines[0] if lines else type(error).__name__
         if isinstance(error, OSError) and error.strerror:
             reason = (f"{error.filename}: " if error.filename else "") + told(error)
-        if isinstance(error, OSError) and error.errno in PASSING:
+        if passes(error):
             raise StorageError(f"{name}: reading failed: {reason}; run the same command again after the repair") from error
         raise InputError(f"{name}: cannot be read: {reason}; repair the file or leave it out of input.path") from error
 

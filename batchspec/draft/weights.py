@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from batchspec.draft.formats import HeadSpec, read_head
@@ -18,6 +17,7 @@ from batchspec.model.config_values import has_folder, shown
 from batchspec.model.files import LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
 from batchspec.model.spec import ModelSpec
 from batchspec.model.weight_checks import misfits
+from batchspec.model.weight_files import opened_weights
 
 _TABLES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.uint8, "U8": torch.uint8}
 _IGNORED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -64,7 +64,7 @@ def load_head(folder: Path, target: ModelSpec, *, dtype: torch.dtype, device: to
     spec = read_head_spec(folder, target, aux_layers=aux_layers)
     tensors: dict[str, Tensor] = {}
     for file_name in weight_names(LocalFiles(folder)):
-        with safe_open(folder / file_name, framework="pt") as file:
+        with opened_weights(folder / file_name) as file:
             tensors |= {normalised(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     map_ids = _map_ids(shown(folder), spec, tensors) if spec.mapped else None
     kept = {name: tensors[name].to(device=device, dtype=dtype) for name in expected_shapes(spec) if name != "d2t"}

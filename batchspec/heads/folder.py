@@ -18,7 +18,7 @@ from batchspec.console.text import one_line
 from batchspec.errors import OutputError, StorageError
 from batchspec.heads.save import CONFIG, WEIGHTS, write_text
 from batchspec.model.weight_sums import SumsOfJob, WeightSums
-from batchspec.process.local_files import unusable_name
+from batchspec.process.local_files import passes, unusable_name
 
 RECORD, STATE = "training.json", "checkpoint.pt"
 FIRST_RUN = "its first run"
@@ -98,7 +98,9 @@ class HeadFolder:
     def _record(self) -> dict[str, Any] | None:
         try:
             record = json.loads((self.path / RECORD).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            if passes(error):
+                raise StorageError(f"{self.path / RECORD}: cannot be read: {error}; run the same command again later") from error
             return None
         return record if isinstance(record, dict) else None
 

@@ -34,7 +34,7 @@ from batchspec.dataset.reader import open_source
 from batchspec.errors import CheckpointError, ConfigError, InputError, OutputError
 from batchspec.model.hub import find_model
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.process.local_files import open_regular
+from batchspec.process.local_files import fault_of, open_regular
 
 _MARK = "BATCHSPECUSERTURN"
 _CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -121,7 +121,8 @@ def _tasks(source: str) -> list[str]:
         with open_regular(str(file)) as text:
             lines = [line.strip() for line in text.read().decode("utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--tasks {source}: cannot be read as text: {error}") from None
+        where = f"--tasks {source}"
+        raise fault_of(error, where, InputError(f"{where}: cannot be read as text: {error}")) from None
     if not any(lines):
         raise InputError(f"--tasks {source}: it contains no task; write one a line")
     return [line for line in lines if line]
@@ -180,6 +181,7 @@ def _write(table: pa.Table, target: Path) -> None:
         os.replace(scratch, target)
     except OSError as error:
         why = error.strerror or error
-        raise OutputError(f"{target}: cannot be written: {why}; name a file in a folder that you may write to") from None
+        refusal = OutputError(f"{target}: cannot be written: {why}; name a file in a folder that you may write to")
+        raise fault_of(error, str(target), refusal) from None
     finally:
         scratch.unlink(missing_ok=True)

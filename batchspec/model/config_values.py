@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from batchspec.errors import CheckpointError
-from batchspec.process.local_files import is_folder, is_given, open_regular
+from batchspec.process.local_files import fault_of, is_folder, is_given, open_regular
 
 Json = Mapping[str, Any]
 Ranges = Mapping[str, tuple[int, int]]
@@ -271,12 +272,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def has_file(path: Path) -> bool:
-    """Whether a checkpoint has this file. Raises CheckpointError if the name is there and leads to no file."""
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Within this block, raise an OSError of a checkpoint's file in one line: StorageError if the disk failed, else
+    CheckpointError."""
     try:
-        return is_given(path)
+        yield
     except OSError as error:
-        raise _unreadable(path, error) from None
+        where, why = shown(path), error.strerror or error
+        refusal = CheckpointError(f"{where}: cannot be read ({why}); correct its permissions or path, or download it again")
+        raise fault_of(error, where, refusal) from None
+
+
+def has_file(path: Path) -> bool:
+    """Whether a checkpoint has this file. Raises as `readable` if the name is there and leads to no file."""
+    with readable(path):
+        return is_given(path)
 
 
 def has_folder(path: Path, key: str) -> bool:
@@ -284,27 +295,20 @@ def has_folder(path: Path, key: str) -> bool:
     try:
         return is_folder(path)
     except OSError as error:
-        raise CheckpointError(f"{key}={path}: {error.strerror or error}; give a folder") from None
+        where = f"{key}={path}"
+        raise fault_of(error, where, CheckpointError(f"{where}: {error.strerror or error}; give a folder")) from None
 
 
 def read_text(path: Path) -> str:
-    """A text file of a checkpoint. Raises CheckpointError, in one line, if it is unreadable, too large or not UTF-8."""
+    """A text file of a checkpoint. Raises as `readable`, and CheckpointError if it is too large or not UTF-8."""
     where = shown(path)
     try:
-        with open_regular(path) as file:
+        with readable(path), open_regular(path) as file:
             if (size := path.stat().st_size) > MAX_BYTES:
                 raise CheckpointError(f"{where}: {size:,} bytes, more than the maximum of {MAX_BYTES:,}; download it again")
             return file.read(MAX_BYTES).decode("utf-8")
-    except OSError as error:
-        raise _unreadable(path, error) from None
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{where}: not UTF-8 at byte {error.start}; download the file again") from None
-
-
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{shown(path)}: cannot be read ({error.strerror or error}); correct its permissions or path, or download it again"
-    )
 
 
 def short_json(value: Any) -> str:

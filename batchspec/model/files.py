@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from batchspec.errors import CheckpointError
-from batchspec.model.config_values import read_json, shown
-from batchspec.process.local_files import open_regular
+from batchspec.model.config_values import read_json, readable, shown
+from batchspec.process.local_files import fault_of, open_regular
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
@@ -84,16 +84,14 @@ class LocalFiles:
         try:
             return [path.name for path in self.folder.iterdir()]
         except OSError as error:
-            raise CheckpointError(f"{self.where}: cannot be read ({error.strerror or error}); give a model folder") from None
+            refusal = CheckpointError(f"{self.where}: cannot be read ({error.strerror or error}); give a model folder")
+            raise fault_of(error, self.where, refusal) from None
 
     def read(self, name: str, start: int, end: int) -> tuple[bytes, int]:
         path = self.folder / name
-        try:
-            with open_regular(path) as file:
-                file.seek(start)
-                return file.read(end - start), path.stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{shown(path)}: cannot be read ({error.strerror or error}); correct or download it") from None
+        with readable(path), open_regular(path) as file:
+            file.seek(start)
+            return file.read(end - start), path.stat().st_size
 
     def fetch(self) -> None:
         """Nothing to do: local weights are already in the folder."""

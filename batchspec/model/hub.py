@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchspec.config.values import SHIPPED, shipped
-from batchspec.errors import CheckpointError, ConfigError
+from batchspec.errors import BatchspecError, CheckpointError, ConfigError
 from batchspec.model.config_values import has_file, has_folder
 from batchspec.model.files import LocalFiles, ModelFiles, weight_names
 from batchspec.model.packaged import NAME, smollm2_folder
 from batchspec.process.load_progress import steps_of_download
+from batchspec.process.local_files import fault_of, passes
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SMALL = ["*.json", "*.jinja"]
@@ -146,7 +147,7 @@ def _hub_errors(hub_id: str, revision: str | None, key: str) -> Iterator[None]:
     try:
         yield
         return
-    except CheckpointError:
+    except BatchspecError:
         raise
     except errors.GatedRepoError:
         problem = "the hub asks for access: accept its terms on its page and log in (hf auth login, or HF_TOKEN)"
@@ -158,6 +159,8 @@ def _hub_errors(hub_id: str, revision: str | None, key: str) -> Iterator[None]:
         problem = "no such folder, and the hub cannot be reached; check the network, or give a local folder"
     except Exception as error:  # errors of requests and httpx have no common base class
         problem = f"the download from the hub failed ({_first_line(error)}); try again, or give a local folder"
+        if passes(error):  # the disk of the hub's cache
+            raise fault_of(error, f"{key}={hub_id}", CheckpointError(problem)) from error
     meant = f"; did you mean {NAME}?" if difflib.get_close_matches(hub_id, [NAME], cutoff=0.8) else ""
     raise CheckpointError(f"{key}={hub_id}: {problem}{meant}")
 

@@ -16,13 +16,13 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from batchspec.errors import CheckpointError, OutputError
 from batchspec.model.config_values import shown
 from batchspec.model.files import LocalFiles, StoredTensor
 from batchspec.model.spec import ModelSpec, layer_prefix
+from batchspec.model.weight_files import opened_weights
 from batchspec.model.wrapped import model_tensors
 
 _NAMES = {
@@ -115,7 +115,7 @@ def _most_heads(spec: ModelSpec) -> int:
 
 
 def _read(folder: Path, name: str, stored: StoredTensor, num_heads: int) -> Tensor:
-    with safe_open(folder / stored.file, framework="pt") as file:
+    with opened_weights(folder / stored.file) as file:
         values: Tensor = file.get_tensor(stored.name).float().flatten()
     if values.numel() not in (1, num_heads):
         raise CheckpointError(

@@ -27,7 +27,7 @@ from torch import Tensor
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.adapter_config import CONFIG, MERGE, LoraConfig, read_adapter_config
 from batchspec.model.blocks.base import FLOATS, Projection, projections
-from batchspec.model.config_values import has_folder, shown
+from batchspec.model.config_values import has_folder, readable, shown
 from batchspec.model.files import LocalFiles, StoredTensor, file_tensors, listed
 from batchspec.model.lora_shape import MAX_RANK
 from batchspec.model.quant.base import Weights
@@ -166,13 +166,8 @@ def _check_kept(where: str, kept: Mapping[str, Delta]) -> None:
 
 
 def _content(path: Path) -> bytes:
-    try:
-        with open_regular(path) as file:
-            return file.read()
-    except OSError as error:
-        raise CheckpointError(
-            f"{shown(path)}: cannot be read ({error.strerror or error}); correct its permissions or path"
-        ) from None
+    with readable(path), open_regular(path) as file:
+        return file.read()
 
 
 def _deltas(where: str, config: LoraConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> dict[str, Delta]:

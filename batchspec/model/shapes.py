@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchspec.errors import ConfigError
+from batchspec.model.config_values import read_text
 from batchspec.model.family_shapes import FAMILY_SHAPES
 from batchspec.model.spec import ModelSpec, load_spec
 
@@ -179,5 +180,5 @@ def config_json(name: str) -> bytes:
     if name in SHAPES:
         return json.dumps({**COMMON, **SHAPES[name]}).encode()
     if Path(name).is_file():
-        return Path(name).read_bytes()
+        return read_text(Path(name)).encode()
     raise ConfigError(f"--shape {name} is neither one of {', '.join(SHAPES)} nor a file; give a config.json")

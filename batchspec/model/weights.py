@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
@@ -31,7 +30,7 @@ from batchspec.model.weight_checks import (
     check_tensors,
     check_unread_tensors,
 )
-from batchspec.model.weight_files import WeightFiles
+from batchspec.model.weight_files import WeightFiles, opened_weights
 from batchspec.model.weight_sums import Summing, WeightSums
 from batchspec.process.load_progress import count_step
 
@@ -101,7 +100,8 @@ class Checkpoint:
         self._paths = WeightFiles(tuple(folder / name for name in names))
         self._state = self._paths.state
         with self._stack:
-            self._files.update((name, self._open(folder / name)) for name in names)
+            for name in names:
+                self._files[name] = self._stack.enter_context(opened_weights(folder / name))
             check_copies(shown(self._folder), whole, self._stored, self._whole)
             check_spares(shown(self._folder), whole, self._stored, self._whole)
             check_unread_tensors(shown(self._folder), self._specs.values(), self._stored, self._whole)
@@ -164,12 +164,6 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    def _open(self, path: Path) -> Any:
-        try:
-            return self._stack.enter_context(safe_open(path, framework="pt"))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{shown(path)}: cannot be read as safetensors ({error}); download the file again") from None
 
 
 def as_computed(spec: TensorSpec, tensor: Tensor, model: torch.dtype) -> Tensor:

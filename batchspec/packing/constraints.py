@@ -32,7 +32,7 @@ from batchspec.dataset.json_text import BadJson, parse
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import ThinkTokens
 from batchspec.packing.cells import BadRow, json_cell
-from batchspec.process.local_files import open_regular
+from batchspec.process.local_files import fault_of, open_regular
 from batchspec.records import Request, Thinking
 from batchspec.structured.channels import state_after_header
 from batchspec.structured.compiler import BadConstraint, Compiler
@@ -181,7 +181,9 @@ def _read(key: str, path: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         form = "JSON text" if key == "schema" else "the text of a grammar"
-        raise ConfigError(f"decode.{key}={path}: cannot be read ({why}); give {form}, or the path of a file of it") from None
+        where = f"decode.{key}={path}"
+        refusal = ConfigError(f"{where}: cannot be read ({why}); give {form}, or the path of a file of it")
+        raise fault_of(error, where, refusal) from None
 
 
 def row_constraint(row: Mapping[str, Any]) -> Constraint | None:

@@ -2,16 +2,19 @@
 a device may never end; and names that no file can have.
 
 Every file of a model, an input or a job is opened here (tests/test_file_rules.py); errors are OSErrors whose `strerror` says what
-is in the file's place.
+is in the file's place. `fault_of` tells a broken disk from a wrong file.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from pathlib import Path
 from typing import BinaryIO
+
+from batchspec.errors import BatchspecError, StorageError
 
 KINDS = {
     stat.S_IFREG: "a file",
@@ -21,6 +24,8 @@ KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
 }
+PASSING = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN)
+"""Errors of a disk or network that is full, broken or out of reach: after the repair the same command succeeds."""
 
 
 def open_regular(path: Path | str, *, buffering: int = -1) -> BinaryIO:
@@ -68,6 +73,27 @@ def is_folder(path: Path | str) -> bool:
     if kind != stat.S_IFDIR:
         raise NotADirectoryError(errno.ENOTDIR, f"{KINDS.get(kind, 'something else')}, not a folder", str(path))
     return True
+
+
+def told(error: OSError) -> str:
+    """What failed, with the name of its code, as in `Input/output error (EIO)`."""
+    return f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'OSError')})"
+
+
+def passes(error: BaseException) -> bool:
+    """Whether the error is one of PASSING: it says nothing about the file, and the run ends with 74 instead of a refusal."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in PASSING
+    code = re.search(r"\(os error (\d+)\)", str(error))  # so libraries in Rust end their messages, whose errors have no errno
+    return code is not None and int(code[1]) in PASSING
+
+
+def fault_of(error: BaseException, what: str, refusal: BatchspecError) -> BatchspecError:
+    """What to raise for an error of reading or writing `what`: a StorageError if it passes, else the refusal."""
+    if not passes(error):
+        return refusal
+    reason = told(error) if isinstance(error, OSError) else " ".join(str(error).split())
+    return StorageError(f"{what}: reading or writing failed: {reason}; run the same command again after the repair")
 
 
 def unusable_name(path: Path | str, below: int = 0) -> str:

@@ -19,16 +19,14 @@ import pyarrow.fs as pafs
 
 from batchspec.console.text import one_line
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.process.local_files import KINDS, open_regular, unusable_name
+from batchspec.process.local_files import KINDS, open_regular, passes, told, unusable_name
 from batchspec.storage.exact_files import exact_path
-from batchspec.storage.store import LONGEST_NAME, STALE_S, Tail, storage_errors, storing, told
+from batchspec.storage.store import LONGEST_NAME, STALE_S, Tail, storage_errors, storing
 
 TURNS = 20
 """Number of tries if one run deletes a folder while another one writes a file there."""
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV, errno.EINVAL)
 """Errors with which file systems without hard links refuse one."""
-BROKEN = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
-"""Errors of a disk that is full, broken or out of reach: the same command may succeed later."""
 
 T = TypeVar("T")
 
@@ -61,7 +59,7 @@ class LocalStore:
             if not why and not os.access(place, os.W_OK | os.X_OK):
                 why = f"{place} cannot be written"
         except OSError as error:
-            if error.errno in BROKEN:
+            if passes(error):
                 with storing(f"making a folder in {place}"):
                     raise
             link = f"{place} is a link to {os.readlink(place)}: " if place.is_symlink() else ""
@@ -265,7 +263,7 @@ def _is_there(path: Path) -> bool:
     try:
         path.lstat()
     except OSError as error:
-        if error.errno in BROKEN:
+        if passes(error):
             raise
         return False
     return True

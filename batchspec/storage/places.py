@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from batchspec.errors import ConfigError, InputError, StorageError
-from batchspec.process.local_files import check_regular, open_regular
+from batchspec.process.local_files import check_regular, open_regular, passes
 from batchspec.storage.cloud_client import SCHEMES
 from batchspec.storage.cloud_files import cloud_files
 from batchspec.storage.hub_files import HubFiles, hub_files
@@ -97,6 +97,8 @@ class LocalPlace:
         try:
             check_regular(self.path)
         except OSError as error:
+            if passes(error):
+                raise
             return error.strerror or str(error)
         return ""
 

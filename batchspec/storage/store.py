@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 import pyarrow.fs as pafs
 
 from batchspec.errors import OutputError, StorageError
+from batchspec.process.local_files import told
 
 STALE_S = 24 * 3600
 """A temporary file that was not written to for this long is abandoned: writing one takes seconds."""
@@ -114,11 +115,6 @@ class Store(Protocol):
 
     def arrow_paths(self, names: Sequence[str]) -> tuple[Sequence[str], pafs.FileSystem | None]:
         """Paths of files for Arrow, and the Arrow file system that has them; None: the local one."""
-
-
-def told(error: OSError) -> str:
-    """What failed, with the name of its code, as in `Input/output error (EIO)`."""
-    return f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'OSError')})"
 
 
 @contextmanager
