@@ -372,6 +372,35 @@ def test_an_io_error_at_any_file_of_a_model_is_no_bad_file(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("key", FILES)
+def test_an_io_error_at_any_reading_of_weights_is_no_bad_file(
+    model: Path, head: Path, adapter: Path, tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are opened several times: for their headers, for digests, and to be loaded."""
+    source = make_prompts(tmp_path / "in.parquet", 1)
+    folder = {"model.path": model, "draft.path": head, "model.adapter": adapter}[key]
+    name, opened = FILES[key][-1] if key == "model.adapter" else "model.safetensors", os.open
+    words = [f"model.path={model}", f"input.path={source}", "decode.max_new_tokens=2", f"{key}={folder}"]
+    words += ["draft=eagle3"] if key == "draft.path" else []
+    code, good = 74, -1
+    while code:
+        good, left = good + 1, [good + 1]
+
+        def failing(path: Any, *more: Any, left: list[int] = left, **named: Any) -> int:
+            left[0] -= str(path) == str(folder / name)
+            if left[0] <= 0 and str(path) == str(folder / name):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return opened(path, *more, **named)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(os, "open", failing)
+            code = run.main([*words, f"output.dir={tmp_path / str(good)}"])
+        said = capsys.readouterr().err
+        if code:
+            check_broken(code, name, said[said.rindex("\nbatchspec: ") + 1 :] if "\nbatchspec: " in said else said)
+    assert good > 1
+
+
 @pytest.mark.parametrize("call", ["stat", "lstat", "listdir"])
 def test_an_io_error_at_the_folder_of_a_model_is_no_bad_folder(
     model: Path, tmp_path: Path, call: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
