@@ -49,6 +49,8 @@ DIED = "died before "
 Row = tuple[str, int, str, tuple[int, ...] | None]
 Step = tuple[str, int]
 """What is done, and which time it is, counted from 1: the order of steps of several threads differs from run to run."""
+TIMED = re.compile(r"progress|journal|\bN-N\.json|tmp/N\.json")
+"""In kinds of steps whose number differs from run to run: how often progress and the journal are written goes by the clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,14 +185,29 @@ def watch_calls(conduct: Conduct) -> None:
 def kind_of(name: str, args: Sequence[Any]) -> str:
     """`fsync data/part-N.parquet`: what is done to what, numbers and attempts left out."""
     target = args[1] if name in ("link", "replace", "rename") else args[0]
-    path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else os.fspath(target)
+    return kind_at(name, os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else os.fspath(target))
+
+
+def kind_at(name: str, path: str) -> str:
     path = path.rpartition("/out/")[2] if "/out/" in path else path.rpartition("/")[2]
     return f"{name} {re.sub(r'(?<=^[.]batchspec-).*|[0-9a-f]{32}|[0-9]+', 'N', path)}"
 
 
-def steps_of(kinds: Sequence[str]) -> list[Step]:
-    """Each with which one of its kind it is."""
-    return [(kind, kinds[:place].count(kind)) for place, kind in enumerate(kinds, 1)]
+def killed_at_every_step(calls: Sequence[str], kill: Callable[[Step], str | None]) -> Counter[str]:
+    """Kill runs before the first, second, ... of each kind of these calls, until a run ends without coming to the next one.
+
+    calls  of an undisturbed run; of each kind that is not TIMED every run must do as many
+    kill   gives what the run that it killed was about to do, or None if that run came to its end
+    Returns how many runs were killed, by kind.
+    """
+    met = Counter[str]()
+    for kind in dict.fromkeys(calls):
+        while (died := kill((kind, met[kind] + 1))) is not None:
+            assert died == kind
+            met[kind] += 1
+    for kind, count in Counter(calls).items():
+        assert met[kind] > 0 if TIMED.search(kind) else met[kind] == count, (kind, met[kind], count)
+    return met
 
 
 def death_in(log: Path) -> str:
