@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import sys
 import threading
 import time
 from collections import deque
@@ -64,7 +65,11 @@ class Cost(NamedTuple):
     journal_us: float
     """CPU time that the journal takes for a row in a job whose engine makes TOK_S."""
     resident_mb: tuple[float, ...]
-    """The most private memory in each quarter of the run."""
+    """The median of the private memory in each quarter of the run: what rows hold for good raises it as much as the peaks."""
+    peak_mb: tuple[float, ...]
+    """The most private memory in each quarter: of a sample within a flush of the journal, more by twice the segment's size."""
+    blocks: tuple[float, ...]
+    """The median number of blocks that Python's objects take in each quarter: it does not depend on what allocators keep."""
 
 
 def run_job(folder: Path, num_rows: int) -> Cost:
@@ -72,16 +77,22 @@ def run_job(folder: Path, num_rows: int) -> Cost:
     texts = _some_texts()
     job_run = open_run(_make_job(folder, num_rows, texts))
     engine = StandInEngine(texts)
-    with _sampled(_resident_mb) as memory:
+    with _sampled(lambda: (_resident_mb(), float(sys.getallocatedblocks()))) as samples:
         began = time.process_time()
         with EndSignals() as signals:
             decode_missing(job_run, signals, load=engine.loaded)
         cpu_s = time.process_time() - began
+    quarters = np.array_split(np.array(samples), 4)
     flush_s = _flush_seconds(folder / "journal", engine.last)
     # Rows wait until their shard is committed: a flush finds the rows of one window at most.
     share = min(1.0, WINDOW_SHARDS * SHARD_ROWS / (JOURNAL_S * TOK_S / TOKENS))
-    quarters = [max(part) for part in np.array_split(np.array(memory), 4)]
-    return Cost(cpu_s / num_rows * 1e6, flush_s / len(engine.last) * share * 1e6, tuple(float(value) for value in quarters))
+    return Cost(
+        cpu_us=cpu_s / num_rows * 1e6,
+        journal_us=flush_s / len(engine.last) * share * 1e6,
+        resident_mb=tuple(float(np.median(part[:, 0])) for part in quarters),
+        peak_mb=tuple(float(max(part[:, 0])) for part in quarters),
+        blocks=tuple(float(np.median(part[:, 1])) for part in quarters),
+    )
 
 
 def _some_texts() -> list[str]:
@@ -219,9 +230,9 @@ def _resident_mb() -> float:
 
 
 @contextmanager
-def _sampled(read: Callable[[], float]) -> Iterator[list[float]]:
+def _sampled(read: Callable[[], tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:
     """The results of `read`, called every half second while the block runs and once at its end."""
-    values: list[float] = []
+    values: list[tuple[float, float]] = []
     ended = threading.Event()
 
     def watch() -> None:
