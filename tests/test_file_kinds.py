@@ -22,6 +22,7 @@ from batchspec.config.schema import InputConfig
 from batchspec.dataset.reader import open_source
 from batchspec.errors import InputError, StorageError
 from batchspec.model.spec import load_spec
+from batchspec.process.local_files import fault_of
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import make_prompts
@@ -327,6 +328,19 @@ def test_a_pipe_in_an_output_folder_is_not_waited_for(model: Path, tmp_path: Pat
 
 
 # --- a disk that fails says nothing about the file
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.EIO, "x"), 74), (OSError(errno.ENOSPC, "x"), 74), (OSError(errno.ESTALE, "x"), 74),
+        (RuntimeError("of a library in Rust: Input/output error (os error 5)"), 74),
+        (FileNotFoundError(errno.ENOENT, "x"), 2), (OSError("Is a directory (os error 21)"), 2), (OSError("5"), 2),
+        (ValueError(), 2),
+    ],
+)
+def test_errors_that_a_repair_of_the_disk_mends_are_told_from_others(error: Exception, code: int) -> None:
+    assert fault_of(error, "a", InputError("b")).exit_code == code
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, call: str, bad: Path) -> None:

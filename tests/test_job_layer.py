@@ -7,8 +7,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from batchspec.packing.ordered_requests import WINDOW_SHARDS
 from batchspec.runstate.output_folder import OutputFolder
-from tests.job_layer import SHARD_ROWS, TOK_S, TOKENS, WINDOW_SHARDS, run_job
+from tests.job_layer import SHARD_ROWS, TOK_S, TOKENS, run_job
 
 
 @pytest.mark.second
