@@ -64,12 +64,13 @@ class Cost(NamedTuple):
     """CPU time of the process for a row, without the journal's share: a run as fast as this one writes it less often."""
     journal_us: float
     """CPU time that the journal takes for a row in a job whose engine makes TOK_S."""
-    resident_mb: tuple[float, ...]
-    """The median of the private memory in each quarter of the run: what rows hold for good raises it as much as the peaks."""
+    held_mb: tuple[float, ...]
+    """The median of what malloc and Arrow have handed out, in each quarter of the run: without what allocators keep for later and
+    lose between blocks, by which private memory was seen to rise and fall by 40 MB on a machine with other work."""
     peak_mb: tuple[float, ...]
     """The most private memory in each quarter: of a sample within a flush of the journal, more by twice the segment's size."""
     blocks: tuple[float, ...]
-    """The median number of blocks that Python's objects take in each quarter: it does not depend on what allocators keep."""
+    """The median number of blocks that small Python objects take, in each quarter."""
 
 
 def run_job(folder: Path, num_rows: int) -> Cost:
@@ -77,7 +78,7 @@ def run_job(folder: Path, num_rows: int) -> Cost:
     texts = _some_texts()
     job_run = open_run(_make_job(folder, num_rows, texts))
     engine = StandInEngine(texts)
-    with _sampled(lambda: (_resident_mb(), float(sys.getallocatedblocks()))) as samples:
+    with _sampled(lambda: (_resident_mb(), _held_mb(), float(sys.getallocatedblocks()))) as samples:
         began = time.process_time()
         with EndSignals() as signals:
             decode_missing(job_run, signals, load=engine.loaded)
@@ -89,9 +90,9 @@ def run_job(folder: Path, num_rows: int) -> Cost:
     return Cost(
         cpu_us=cpu_s / num_rows * 1e6,
         journal_us=flush_s / len(engine.last) * share * 1e6,
-        resident_mb=tuple(float(np.median(part[:, 0])) for part in quarters),
+        held_mb=tuple(float(np.median(part[:, 1])) for part in quarters),
         peak_mb=tuple(float(max(part[:, 0])) for part in quarters),
-        blocks=tuple(float(np.median(part[:, 1])) for part in quarters),
+        blocks=tuple(float(np.median(part[:, 2])) for part in quarters),
     )
 
 
@@ -229,10 +230,26 @@ def _resident_mb() -> float:
     raise AssertionError("Linux tells RssAnon")
 
 
+class _Malloc(ctypes.Structure):
+    """struct mallinfo2 of glibc 2.33."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
+
+
+def _held_mb() -> float:
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = _Malloc
+    found = libc.mallinfo2()
+    return float(found.uordblks + found.hblkhd + pa.total_allocated_bytes()) / 2**20
+
+
 @contextmanager
-def _sampled(read: Callable[[], tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:
+def _sampled(read: Callable[[], tuple[float, ...]]) -> Iterator[list[tuple[float, ...]]]:
     """The results of `read`, called every half second while the block runs and once at its end."""
-    values: list[tuple[float, float]] = []
+    values: list[tuple[float, ...]] = []
     ended = threading.Event()
 
     def watch() -> None:
