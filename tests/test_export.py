@@ -255,6 +255,11 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
             json.dumps(request(chat_template_kwargs={"x": 1, "a": [0, {"b": math.nan}]})),
             r"body.chat_template_kwargs.a\[1\].b=NaN is not a number; correct the line",
         ),
+        (json.dumps(request(guided_json='{"minimum": NaN}')), "body.guided_json.minimum=NaN is not a number"),
+        (
+            json.dumps(request(structured_outputs={"json": '{"maximum": 1e400}'})),
+            "body.structured_outputs.maximum=Infinity is not a number",
+        ),
         (
             json.dumps(request(tools=[tool("f", x="integer") | {"y": 0.1}])).replace("0.1", "-1e400"),
             r"body.tools\[0\].y=-Infinity is not a number",

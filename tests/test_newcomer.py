@@ -10,7 +10,8 @@ import gzip
 import json
 import math
 import os
-from datetime import date
+from datetime import UTC, date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, cast
 
@@ -243,6 +244,38 @@ def test_numpy_values_and_dates_of_dictionaries_keep_their_types() -> None:
     assert kept == {"prompt_ids": [0, 1, 2], "day": date(2026, 1, 2), "k": '{"x":0.5,"y":[0,1]}'}
 
 
+def test_dates_keep_their_time_zones_and_dates_of_two_kinds_become_text() -> None:
+    noon = datetime(2026, 1, 2, 12, tzinfo=UTC)
+    for made in (table_of({"day": [noon], "any": [noon]}), table_of([{"day": noon, "any": noon}])):
+        assert made.schema.field("day").type == pa.timestamp("us", "UTC")
+    assert table_of([{"day": noon}, {"day": date(2026, 1, 2)}])["day"].to_pylist() == ["2026-01-02T12:00:00Z", "2026-01-02"]
+
+
+class Markup(str):
+    """Text of a kind of its own, as some libraries return it."""
+
+    def __str__(self) -> str:
+        return "shown"
+
+
+def test_kinds_of_text_and_numbers_are_read_as_python_s() -> None:
+    rows = [{"prompt": Markup("a"), "ok": np.bool_(True), "n": np.int8(3), "x": np.float32(0.5), "big": np.uint64(2**64 - 1)}]
+    for made in (table_of(rows), table_of({name: (value,) for name, value in rows[0].items()})):
+        assert made.to_pylist() == [{"prompt": "a", "ok": True, "n": 3, "x": 0.5, "big": str(2**64 - 1)}]
+    with pytest.raises(InputError, match=r"row 0: the value of 'x' cannot be written as JSON \(it has the type complex\)"):
+        table_of([{"prompt": "a", "x": np.complex64(1j)}])
+
+
+@pytest.mark.parametrize("other", [None, "text"])
+def test_many_rows_in_memory_keep_their_order(other: str | None) -> None:
+    """More than are made into an array at once; with one value of another kind also as JSON text."""
+    values = [*range(5000), other]
+    found = table_of({"k": values, "prompt": [str(value) for value in values]}).to_pylist()
+    assert [(row["k"] if other is None else json.loads(row["k"]), row["prompt"]) for row in found] == [
+        (value, str(value)) for value in values
+    ]
+
+
 def test_integers_beyond_64_bits_in_memory_are_copied_as_text_as_from_json_lines() -> None:
     assert [row["x"] for row in Read(table_of([{"prompt": "a", "x": 1 << 70}, {"prompt": "b", "x": -1}])).output()] == [
         str(1 << 70), "-1"
@@ -256,6 +289,8 @@ def test_values_that_arrow_cannot_hold_are_refused() -> None:
             table_of(rows)
     with pytest.raises(InputError, match=r"prompt: String, x: Int128 do not make an Arrow table \(.*\); cast the column"):
         table_of(pl.DataFrame({"prompt": ["a"], "x": pl.Series([1], dtype=pl.Int128)}))
+    with pytest.raises(InputError, match=r"rows of type list do not make a table \(.*too large"):
+        table_of([{"prompt": "a", "x": Decimal(10) ** 40}])
     wide = pa.decimal256(50, 3)
     for kind in (wide, pa.list_(pa.struct([("y", wide)])), pa.map_(pa.string(), wide), pa.dictionary(pa.int8(), wide)):
         table = pa.table({"prompt": ["a"], "x": pa.nulls(1, kind)})

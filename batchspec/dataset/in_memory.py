@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 
@@ -13,8 +14,9 @@ from batchspec.dataset.json_text import json_of
 from batchspec.dataset.untyped_columns import Kinds, build
 from batchspec.errors import InputError
 
-_JSON = (bool, int, float, str, list, tuple, Mapping)
-"""Types of values that JSON has; null's aside."""
+_JSON = (bool, int, float, str, list, tuple, Mapping, np.bool_, np.number)
+"""Types of values that JSON has, null's aside, and of NumPy's numbers, which are read as Python's."""
+_SCALARS = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 _ROWS = 4096
 
 
@@ -85,22 +87,44 @@ def _of_columns(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
     own = {name: values for name, values in columns.items() if _has_own_type(values)}
     # As rows: polars takes more kinds of values so than as columns, and does not lose time zones.
     typed = _typed([dict(zip(own, row, strict=True)) for row in zip(*own.values(), strict=True)])
-    cells = {
-        name: [_json(value, at, name) for at, value in enumerate(values)] for name, values in columns.items() if name not in own
-    }
-    kinds = Kinds()
-    for name, column in cells.items():
-        for cell in column:
-            kinds.add({name: cell})
-    made = kinds.schema()
-    fields = {name: made.field(name) if name in cells else typed.schema.field(name) for name in columns}
-    arrays = [_array(cells[name], field) if name in cells else typed.column(name) for name, field in fields.items()]
-    return pa.table(arrays, schema=pa.schema(list(fields.values())))
+    made: list[tuple[pa.Field, pa.ChunkedArray]] = []
+    for name, values in columns.items():
+        if name in own:
+            made.append((typed.schema.field(name), typed.column(name)))
+        elif (array := _of_one_kind(values)) is not None:
+            made.append((pa.field(name, array.type), array))
+        else:
+            made.append(_of_json(name, values))
+    fields, arrays = zip(*made, strict=True)
+    return pa.table(list(arrays), schema=pa.schema(fields))
 
 
-def _array(cells: Sequence[bytes], field: pa.Field) -> pa.ChunkedArray:
-    """In pieces, because one array of text holds at most 2 GiB."""
-    return pa.chunked_array([build(cells[at : at + _ROWS], field) for at in range(0, len(cells), _ROWS)], field.type)
+def _of_one_kind(values: Sequence[Any]) -> pa.ChunkedArray | None:
+    """What `_of_json` would make of values of one scalar kind, or of lists of one, in less time; None for any others."""
+    kinds = set(map(type, values)) - {type(None)}
+    lists = kinds == {list}
+    if lists:
+        kinds = {kind for value in values if value is not None for kind in map(type, value)} - {type(None)}
+    scalar = _SCALARS.get(kinds.pop()) if len(kinds) == 1 else None
+    if scalar is None:
+        return None
+    try:
+        return _in_pieces(lambda part: pa.array(part, kind), values, kind := pa.list_(scalar) if lists else scalar)
+    except (ValueError, OverflowError):  # half a surrogate pair, or a number that int64 does not hold
+        return None
+
+
+def _of_json(name: str, values: Sequence[Any]) -> tuple[pa.Field, pa.ChunkedArray]:
+    cells, kinds = [_json(value, at, name) for at, value in enumerate(values)], Kinds()
+    for cell in cells:
+        kinds.add({name: cell})
+    field = kinds.schema().field(name)
+    return field, _in_pieces(lambda part: build(part, field), cells, field.type)
+
+
+def _in_pieces(make: Callable[[Sequence[Any]], pa.Array], values: Sequence[Any], kind: pa.DataType) -> pa.ChunkedArray:
+    """One array of text holds at most 2 GiB."""
+    return pa.chunked_array([make(values[at : at + _ROWS]) for at in range(0, len(values), _ROWS)], kind)
 
 
 def _check_name(name: Any) -> None:
@@ -134,9 +158,13 @@ def _json(value: Any, row: int, name: str) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's and torch's values, and mappings other than dict, as plain Python values."""
+    """NumPy's and torch's values, mappings other than dict, and kinds of text and numbers, as plain Python values."""
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if type(value).__module__ != np.__name__ and isinstance(value, int | float):
+        return int.__int__(value) if isinstance(value, int) else float.__float__(value)
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"it has the type {type(value).__name__}")
@@ -160,7 +188,7 @@ def _typed(data: Any) -> pa.Table:
     _refuse_wide_decimals(data)
     try:
         frame = data if isinstance(data, pl.DataFrame) else pl.DataFrame(data, infer_schema_length=None)
-    except (TypeError, ValueError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+    except (TypeError, ValueError, RuntimeError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
         said = " ".join(str(error).split())
         raise InputError(
             f"rows of type {type(data).__name__} do not make a table ({said}); give a table or a list of dictionaries"

@@ -235,7 +235,8 @@ def _structured(key: str, value: Any, where: str) -> dict[str, str]:
     given = {name: one for name, one in asked.items() if one is not None} if isinstance(asked, dict) else {}
     match list(given.items()):
         case [("json", schema)]:
-            form: dict[str, Any] = {"type": "json_schema", "json_schema": {"schema": _parsed(schema)}}
+            form: dict[str, Any] = {"type": "json_schema", "json_schema": {"schema": (own := _parsed(schema))}}
+            _check_finite(key, own)
         case [("json_object", True)]:
             form = {"type": "json_object"}
         case [("regex" | "choice" | "grammar" as name, one)]:

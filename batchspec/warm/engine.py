@@ -29,6 +29,7 @@ from batchspec.engine.loop.engine import Engine as BatchEngine
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CheckpointError, ConfigError, EngineInUse
 from batchspec.load.loaded_engine import LoadedEngine
+from batchspec.model.dtype import dtype_name
 from batchspec.model.given import GivenWeights
 from batchspec.model.hub import find_model
 from batchspec.model.kv_calibration import give_scales
@@ -81,7 +82,7 @@ class Engine:
 
     def __repr__(self) -> str:
         model = self._model
-        facts = f"model={model.config.model.path!r}, dtype={str(model.dtype).removeprefix('torch.')}, device={model.device.type}"
+        facts = f"model={model.config.model.path!r}, dtype={dtype_name(model.dtype)}, device={model.device.type}"
         if self._loaded is None:
             return f"<batchspec.Engine {facts}, closed>"
         batch = self._loaded.batch

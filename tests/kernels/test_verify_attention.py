@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.kernels.attention.merge_states import partials_of
-from batchspec.kernels.attention.settings import config_of, tile_of, work_shape
+from batchspec.kernels.attention.settings import Config, config_of, tile_of, work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.verify_attention import verify_attention
 from batchspec.kernels.common.card import INTERPRETER
@@ -294,9 +294,17 @@ def test_a_list_is_crowded_by_whole_rows_that_need_more_than_two_waves(
 @pytest.mark.parametrize(("most_q", "tile"), [(2, 16), (4, 32)])
 @pytest.mark.parametrize("window", [0, 40])
 def test_a_crowded_list_gives_the_same_attention(
-    most_q: int, tile: int, window: int, interpret: bool, device: torch.device
+    most_q: int, tile: int, window: int, interpret: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU by the kernel with fewer warps."""
+    """By the kernel with fewer warps, which only a GPU heeds."""
+    warps: list[int] = []
+
+    def chosen(*shape: Any, **how: Any) -> Config:
+        found = config_of(*shape, **how)
+        warps.append(found.num_warps)
+        return found
+
+    monkeypatch.setattr("batchspec.kernels.attention.verify_attention.config_of", chosen)
     rows = [(1 + row % most_q, keys) for row, keys in enumerate((150, 17, 64, 0, 129, 300))]
     case = make_case(
         rows, heads=(16, 2), dtype=torch.bfloat16, device=device, programs=1, window=window, tile=tile, block=64, short=512,
@@ -307,6 +315,7 @@ def test_a_crowded_list_gives_the_same_attention(
     logits = torch.randn(16, device=device)
     out, expected = case.run(work, interpret=interpret, sink_logits=logits), case.expected(work, sink_logits=logits)
     torch.testing.assert_close(out.float(), expected, atol=TOLERANCE[torch.bfloat16], rtol=0)
+    assert warps == ([tile // 16] if interpret else [])
 
 
 def test_wrong_arguments_are_refused() -> None:
