@@ -18,7 +18,8 @@ from batchspec.commands.export import main
 from batchspec.config.schema import InputConfig, OutputConfig
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.openai_keys import TURN_KEYS
-from batchspec.dataset.openai_requests import BadRequest, filled, parse_request, request_row, request_schema
+from batchspec.dataset.openai_requests import filled, parse_request, request_row, request_schema
+from batchspec.dataset.openai_values import BadRequest
 from batchspec.dataset.reader import table_source
 from batchspec.dataset.writer import build_table
 from batchspec.errors import ConfigError, InputError, OutputError

@@ -44,15 +44,8 @@ from batchspec.console.arguments import ArgumentParser
 from batchspec.console.target_file import target_file
 from batchspec.console.text import counted, for_shell, listed
 from batchspec.dataset.lines import LongLine, lines_of
-from batchspec.dataset.openai_requests import (
-    BadRequest,
-    Line,
-    defaults_note,
-    filled,
-    parse_request,
-    request_row,
-    request_schema,
-)
+from batchspec.dataset.openai_requests import Line, defaults_note, filled, parse_request, request_row, request_schema
+from batchspec.dataset.openai_values import BadRequest
 from batchspec.errors import BatchspecError, CheckpointError, ConfigError, InputError, OutputError
 from batchspec.model.hub import find_model
 from batchspec.model.token_texts import TokenTexts

@@ -19,7 +19,8 @@ from batchspec.dataset.files import Part, check_same, reading
 from batchspec.dataset.formats import TextStream
 from batchspec.dataset.json_text import BadJson, BadText, members
 from batchspec.dataset.lines import LineNumbers, LongLine, lines_of
-from batchspec.dataset.openai_requests import BadRequest, is_request, parse_request
+from batchspec.dataset.openai_requests import is_request, parse_request
+from batchspec.dataset.openai_values import BadRequest
 from batchspec.dataset.untyped_columns import Cell, Kinds, build
 from batchspec.errors import InputError
 from batchspec.storage.places import Place

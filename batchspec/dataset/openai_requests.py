@@ -7,16 +7,13 @@ Source: https://platform.openai.com/docs/api-reference/batch, and vLLM's names f
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
-from math import isfinite
 from typing import Any
 
 import msgspec
 import pyarrow as pa
 
 from batchspec.config.decode_schema import DecodeConfig
-from batchspec.config.values import logit_bias
 from batchspec.dataset.json_text import parse
 from batchspec.dataset.messages import BadChat, Message, read_chat
 from batchspec.dataset.openai_keys import (
@@ -36,25 +33,18 @@ from batchspec.dataset.openai_keys import (
     URLS,
     WITHOUT_EFFECT,
 )
+from batchspec.dataset.openai_values import (
+    BadRequest,
+    check_finite,
+    logit_bias_cells,
+    number_of,
+    response_format_cells,
+    shown,
+    strings_of,
+    structured_cells,
+)
 
 Line = Mapping[str, Any]
-
-_KIND = re.compile(r"not a batch request|url '[^']*'|[\w.]+(?:\[\d+\][\w.]*)*")
-
-
-class BadRequest(ValueError):
-    """Why a line is no request that batchspec can follow, in one line. custom_id: of the line, if it has one."""
-
-    def __init__(self, problem: str, custom_id: str | None = None) -> None:
-        super().__init__(problem)
-        self.custom_id = custom_id
-
-    @property
-    def kind(self) -> str:
-        """What lines with the same defect have in common: the key, or the endpoint."""
-        found = _KIND.match(str(self))
-        return str(self) if found is None else re.sub(r"\[\d+\]", "[]", found[0])
-
 
 def is_request(members: Mapping[str, Any]) -> bool:
     """Whether a JSON object is a request line, and not a row with such columns. members: the JSON text of each value."""
@@ -105,14 +95,14 @@ def _row(body: Any, drop: Collection[str]) -> dict[str, Any]:
         keys_of_body = body.items()
     except (KeyError, TypeError, AttributeError) as error:
         raise _no_request(error) from error
-    _check_finite("messages", messages)
+    check_finite("messages", messages)
     row: dict[str, Any] = {"messages": _messages(messages)}
     row |= _prefix(messages) if messages else {}
     keys: dict[str, str] = {}
     for key, value in keys_of_body:
         if value is None or key in ("messages", *WITHOUT_EFFECT, *drop):
             continue
-        _check_finite(key, value)
+        check_finite(key, value)
         for column, cell in _cells(key, value, body).items():
             if column in keys and row[column] != cell:
                 raise BadRequest(
@@ -121,23 +111,6 @@ def _row(body: Any, drop: Collection[str]) -> dict[str, Any]:
                 )
             row[column], keys[column] = cell, key
     return row
-
-
-def _check_finite(key: str, value: Any) -> None:
-    """Raises BadRequest for a key with a number that JSON lacks: copied as JSON it would become null."""
-    if (found := _not_finite(value)) is not None:
-        raise BadRequest(f"body.{_shown(key)}{found[-80:]} is not a number; correct the line")
-
-
-def _not_finite(value: Any) -> str | None:
-    """Which number in a value is NaN or infinite, as 1e400 is when it is read: ".a[0]=NaN"; None if none is."""
-    if isinstance(value, float):
-        return None if isfinite(value) else f"={json.dumps(value)}"
-    if isinstance(value, dict):
-        return next((f".{_shown(key)}{found}" for key, item in value.items() if (found := _not_finite(item))), None)
-    if isinstance(value, list):
-        return next((f"[{i}]{found}" for i, item in enumerate(value) if (found := _not_finite(item))), None)
-    return None
 
 
 def _dropped(key: str) -> str:
@@ -161,26 +134,26 @@ def defaults_note(always: Collection[str], decode: DecodeConfig) -> str:
 def _cells(key: str, value: Any, body: Line) -> dict[str, Any]:
     """The columns that a key of the body fills, and their cells. Raises BadRequest, as `parse_request`."""
     if key in NUMBERS:
-        return {NUMBERS[key]: _number(value, COLUMNS[NUMBERS[key]], f"body.{key}")}
+        return {NUMBERS[key]: number_of(value, COLUMNS[NUMBERS[key]], f"body.{key}")}
     if key == "tools":
         return {"tools": json.dumps(value, ensure_ascii=False)}
     if key == TEMPLATE_KWARGS or key in OF_TEMPLATE:
         return {"template_kwargs": json.dumps(_template_kwargs(body), ensure_ascii=False)}
     if key == "response_format":
-        return _response_format(value, f"body.{key}")
+        return response_format_cells(value, f"body.{key}")
     if key == "logit_bias":
-        return _logit_bias(value, f"body.{key}")
+        return logit_bias_cells(value, f"body.{key}")
     if key == "structured_outputs" or key in GUIDED:
-        return _structured(key, value, f"body.{key}")
+        return structured_cells(key, value, f"body.{key}")
     if key == "stop":
-        return {"stop": _strings(value, "body.stop")}
+        return {"stop": strings_of(value, "body.stop")}
     if key in (GOES_ON, ADDS_ANSWER):
         return _final_assistant(body, f"body.{key}")
     if key in NEUTRAL and value == NEUTRAL[key]:
         return {}
     own = JOB_KEYS.get(key)
     raise BadRequest(
-        f"body.{_shown(key)}={json.dumps(value)[:60]} has no column in a batchspec input; "
+        f"body.{shown(key)}={json.dumps(value)[:60]} has no column in a batchspec input; "
         f"{f'set {own} for the whole job, and ' if own else ''}{_dropped(key)}"
     )
 
@@ -209,53 +182,6 @@ def _prefix(turns: Sequence[Line]) -> dict[str, str]:
     return {"final_assistant": "continue"} if any(turns[-1].get(name) for name in PREFIX) else {}
 
 
-def _logit_bias(biases: Any, where: str) -> dict[str, str]:
-    """The map as JSON text; nothing for an empty map. Admission checks the ids against the vocabulary."""
-    try:
-        found = logit_bias(biases)
-    except ValueError as error:
-        raise BadRequest(f"{where} {error}") from None
-    return {"logit_bias": json.dumps(found)} if found else {}
-
-
-def _response_format(form: Any, where: str) -> dict[str, str]:
-    """OpenAI's object unchanged; nothing for plain text. Admission checks the schema."""
-    kind = form.get("type") if isinstance(form, dict) else None
-    if kind not in ("text", "json_object", "json_schema", "grammar", "regex", "choice"):
-        raise BadRequest(
-            f"{where}.type={json.dumps(kind)[:60]} is not text, json_object, json_schema, grammar, regex or choice; "
-            "correct the line"
-        )
-    return {} if kind == "text" else {"response_format": json.dumps(form, ensure_ascii=False)}
-
-
-def _structured(key: str, value: Any, where: str) -> dict[str, str]:
-    """vLLM's `structured_outputs`, {"json", "regex", "choice", "grammar" or "json_object": ...}, or one of GUIDED."""
-    asked = {GUIDED[key]: value} if key in GUIDED else value
-    given = {name: one for name, one in asked.items() if one is not None} if isinstance(asked, dict) else {}
-    match list(given.items()):
-        case [("json", schema)]:
-            form: dict[str, Any] = {"type": "json_schema", "json_schema": {"schema": (own := _parsed(schema))}}
-            _check_finite(key, own)
-        case [("json_object", True)]:
-            form = {"type": "json_object"}
-        case [("regex" | "choice" | "grammar" as name, one)]:
-            form = {"type": name, name: one}
-        case _:
-            raise BadRequest(
-                f"{where}={json.dumps(value)[:60]} is not one of json, regex, choice, grammar and json_object; correct the line"
-            )
-    return {"response_format": json.dumps(form, ensure_ascii=False)}
-
-
-def _parsed(schema: Any) -> Any:
-    """A schema that may be given as JSON text."""
-    try:
-        return parse(schema) if isinstance(schema, str) else schema
-    except ValueError:
-        return schema
-
-
 def _template_kwargs(body: Line) -> dict[str, Any]:
     kwargs = body.get(TEMPLATE_KWARGS) or {}
     if not isinstance(kwargs, dict):
@@ -271,7 +197,7 @@ def _messages(turns: Any) -> list[Message]:
         other = [key for key in turn if key not in known and turn[key] not in (None, [])] if isinstance(turn, dict) else []
         if other:
             raise BadRequest(
-                f"body.messages[{i}].{_shown(other[0])} has no place in a batchspec input; leave the line out or rewrite it"
+                f"body.messages[{i}].{shown(other[0])} has no place in a batchspec input; leave the line out or rewrite it"
             )
     try:
         return read_chat([_only_read(turn) for turn in turns], final="continue")
@@ -301,24 +227,3 @@ def request_row(row: Line, schema: pa.Schema) -> Line:
     if not pa.types.is_large_string(schema.field("messages").type):
         return row
     return {**row, "messages": msgspec.json.encode(row["messages"]).decode()}
-
-
-def _shown(key: str) -> str:
-    """A key of a line, in at most 60 printable characters."""
-    return (key if key.isprintable() else json.dumps(key)[1:-1])[:60]
-
-
-def _number(value: Any, kind: pa.DataType, where: str) -> int | float:
-    whole = pa.types.is_integer(kind)
-    if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value % 1 != 0):
-        raise BadRequest(f"{where}={json.dumps(value)[:60]} is not {'a whole number' if whole else 'a number'}; correct the line")
-    if (whole or isinstance(value, int)) and not -(1 << 63) <= value < 1 << 63:  # a float may not hold such an integer either
-        raise BadRequest(f"{where}={str(value)[:60]} does not fit in 64 bits; correct the line")
-    return int(value) if whole else float(value)
-
-
-def _strings(value: Any, where: str) -> list[str]:
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
-        raise BadRequest(f"{where} is neither a string nor a list of strings; correct the line")
-    return strings
