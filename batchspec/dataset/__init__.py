@@ -15,11 +15,11 @@ Input:
   formats.py           which files are data, by name; text files, compressed ones too
   lines.py             the lines of a text; one that is too long is skipped
   untyped_columns.py   the type of a column of JSON lines or CSV, from all its cells
-  json_text.py         JSON text as Python values
+  json_text.py         JSON text as Python values, and values as JSON text
   columns.py           the meaning of each column
   row_ids.py           the ids of the rows
   messages.py          a chat in the form that the template reads and in the form of the output
-  openai_requests.py   requests of OpenAI's batch files as rows; openai_keys.py: their keys
+  openai_requests.py   requests of OpenAI's batch files as rows; openai_keys.py: their keys, openai_values.py: their values
 Output:
   schema.py            the columns of an output file
   plain_types.py       types of copied columns
