@@ -243,19 +243,30 @@ FILES = {
 PLACES = [(key, name) for key, names in FILES.items() for name in names]
 
 
-@pytest.mark.usefixtures("as_others")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_file_of_a_model_that_is_no_file_is_refused_by_name(
-    model: Path, head: Path, adapter: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def copies(model: Path, head: Path, adapter: Path, tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
+    """For each of PLACES: its name, the file in a copy of its folder, and the arguments of a run that reads the copy."""
     source = make_prompts(tmp_path / "in.parquet", 1)
     folders = {"model.path": model, "draft.path": head, "model.adapter": adapter}
     base = [f"model.path={model}", f"input.path={source}", f"output.dir={tmp_path / 'out'}", "decode.max_new_tokens=2"]
-    for index, (key, name) in enumerate(PLACES):
-        folder = shutil.copytree(folders[key], tmp_path / str(index))
-        said = replaced(folder / name, kind)
-        more = ["draft=eagle3"] if key == "draft.path" else []
-        assert run.main([*base, *more, "input.chat=true", f"{key}={folder}"]) == 2, (key, name)
+
+    def made() -> Iterator[tuple[str, Path, list[str]]]:
+        for index, (key, name) in enumerate(PLACES):
+            folder = shutil.copytree(folders[key], tmp_path / str(index))
+            more = ["draft=eagle3"] if key == "draft.path" else []
+            yield name, folder / name, [*base, *more, "input.chat=true", f"{key}={folder}"]
+
+    return made()
+
+
+@pytest.mark.usefixtures("as_others")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_of_a_model_that_is_no_file_is_refused_by_name(
+    copies: Iterator[tuple[str, Path, list[str]]], tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, file, words in copies:
+        said = replaced(file, kind)
+        assert run.main(words) == 2, words
         error = capsys.readouterr().err
         assert error.count("\n") == 1, error
         assert name in error
@@ -369,19 +380,14 @@ def check_broken(code: int, name: str, said: str) -> None:
 
 @pytest.mark.parametrize("call", ["stat", "lstat", "open", "read"])
 def test_an_io_error_at_any_file_of_a_model_is_no_bad_file(
-    model: Path, head: Path, adapter: Path, tmp_path: Path, call: str, capsys: pytest.CaptureFixture[str]
+    copies: Iterator[tuple[str, Path, list[str]]], tmp_path: Path, call: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = make_prompts(tmp_path / "in.parquet", 1)
-    folders = {"model.path": model, "draft.path": head, "model.adapter": adapter}
-    base = [f"model.path={model}", f"input.path={source}", f"output.dir={tmp_path / 'out'}", "decode.max_new_tokens=2"]
-    for index, (key, name) in enumerate(PLACES):
+    for name, file, words in copies:
         if call == "lstat" and (name.endswith(".safetensors") or "/" in name):
             continue  # a list of the folder tells that these are there
-        folder = shutil.copytree(folders[key], tmp_path / str(index))
-        more = ["draft=eagle3"] if key == "draft.path" else []
         with pytest.MonkeyPatch.context() as patched:
-            fail(patched, call, folder / name)
-            code = run.main([*base, *more, "input.chat=true", f"{key}={folder}"])
+            fail(patched, call, file)
+            code = run.main(words)
         check_broken(code, name, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 

@@ -108,8 +108,9 @@ def _of_one_kind(values: Sequence[Any]) -> pa.ChunkedArray | None:
     scalar = _SCALARS.get(kinds.pop()) if len(kinds) == 1 else None
     if scalar is None:
         return None
+    kind = pa.list_(scalar) if lists else scalar
     try:
-        return _in_pieces(lambda part: pa.array(part, kind), values, kind := pa.list_(scalar) if lists else scalar)
+        return _in_pieces(lambda part: pa.array(part, kind), values, kind)
     except (ValueError, OverflowError):  # half a surrogate pair, or a number that int64 does not hold
         return None
 

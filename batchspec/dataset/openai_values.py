@@ -96,8 +96,7 @@ def structured_cells(key: str, value: Any, where: str) -> dict[str, str]:
     given = {name: one for name, one in asked.items() if one is not None} if isinstance(asked, dict) else {}
     match list(given.items()):
         case [("json", schema)]:
-            form: dict[str, Any] = {"type": "json_schema", "json_schema": {"schema": (own := _parsed(schema))}}
-            check_finite(key, own)
+            form: dict[str, Any] = {"type": "json_schema", "json_schema": {"schema": _parsed(key, schema)}}
         case [("json_object", True)]:
             form = {"type": "json_object"}
         case [("regex" | "choice" | "grammar" as name, one)]:
@@ -109,9 +108,13 @@ def structured_cells(key: str, value: Any, where: str) -> dict[str, str]:
     return {"response_format": json.dumps(form, ensure_ascii=False)}
 
 
-def _parsed(schema: Any) -> Any:
-    """A schema that may be given as JSON text."""
+def _parsed(key: str, schema: Any) -> Any:
+    """A schema that may be given as JSON text, whose numbers are not checked yet."""
+    if not isinstance(schema, str):
+        return schema
     try:
-        return parse(schema) if isinstance(schema, str) else schema
+        found = parse(schema)
     except ValueError:
         return schema
+    check_finite(key, found)
+    return found

@@ -109,7 +109,9 @@ class StopFinder:
                 self.text = text
                 self._begin, self._settled = self._settled, len(self._ids)
             return None
-        whole = self._decode(self._ids)  # with byte fallback a byte that is no UTF-8 turns all bytes beside it into U+FFFD
+        # A tokenizer with byte fallback decodes a whole run of bytes to U+FFFD if one of them is invalid, so that a later token
+        # can change earlier text.
+        whole = self._decode(self._ids)
         if (in_whole := self._earliest(whole)) is not None:
             text, found = whole, in_whole
         begin, stop = found
