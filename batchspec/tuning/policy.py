@@ -133,6 +133,14 @@ def expert_tile(unit_pairs: int, num_units: int, device: torch.device, *, gated:
     return tiles.expert_tile(unit_pairs, num_units, card_of(device), gated=gated, dtype=dtype)
 
 
+def largest_units_first(unit_pairs: int, dtype: torch.dtype) -> bool:
+    """Whether experts with the largest units come first in the work list of grouped products. Changes no bit.
+
+    dtype  of the weights
+    """
+    return tiles.largest_first(unit_pairs, dtype)
+
+
 def gathers_rows(unit_pairs: int, dtype: torch.dtype) -> bool:
     """Whether the first product of experts gathers its rows by token instead of reading them sorted by expert. Changes no bit.
 

@@ -32,7 +32,7 @@ from batchspec.kernels.moe.quantise import quantise_rows
 from batchspec.kernels.moe.route import lists_reference, route, route_reference
 from batchspec.kernels.moe.router import router_logits
 from batchspec.kernels.moe.sort_rows import sort_rows
-from batchspec.kernels.moe.tiles import ExpertTile, candidates, expert_tile
+from batchspec.kernels.moe.tiles import ExpertTile, candidates, expert_tile, largest_first
 from batchspec.kernels.moe.units import Routing
 
 TOKENS = (16, 64, 256, 512, 1024, 4096)
@@ -74,9 +74,10 @@ def spread_ids(shape: MoeShape, tokens: int, spread: str, device: torch.device) 
     return (ids * (shape.experts // experts)).int().contiguous()
 
 
-def routing_of(shape: MoeShape, ids: Tensor, unit_pairs: int) -> Routing:
-    weights = torch.rand(ids.shape, device=ids.device)
-    return lists_reference(ids, weights / weights.sum(1, keepdim=True), shape.experts, unit_pairs)
+def routing_of(product: Product, ids: Tensor, unit_pairs: int) -> Routing:
+    weights, order = torch.rand(ids.shape, device=ids.device), largest_first(unit_pairs, product.dtype)
+    weights /= weights.sum(1, keepdim=True)
+    return lists_reference(ids, weights, product.shape.experts, unit_pairs, largest_first=order)
 
 
 def tiles_of(product: Product, tokens: int, sweep: bool) -> list[ExpertTile]:
@@ -95,7 +96,7 @@ def bench_case(name: str, product: Product, tokens: int, sweep: bool, clock: Gra
     case, device = f"{name} {'up' if product.gated else 'down'} {tokens}", product.device
     x, shape = product.inputs(tokens), product.shape
     all_ids = [spread_ids(shape, tokens, "all", device) for _ in range(ROUTINGS)]
-    wanted = product.reference(x, routing_of(shape, all_ids[0], 16))
+    wanted = product.reference(x, routing_of(product, all_ids[0], 16))
     out, touched = torch.empty_like(wanted, dtype=torch.bfloat16), sum(len(ids.unique()) for ids in all_ids) / len(all_ids)
     flop = 2.0 * len(out) * product.rows * product.k
     inputs: dict[int, list[tuple[Any, Routing]]] = {}
@@ -104,7 +105,7 @@ def bench_case(name: str, product: Product, tokens: int, sweep: bool, clock: Gra
     for tile in tiles_of(product, tokens, sweep):
         with continue_on_error(f"{case} {text_of(tile)}"):
             if tile.block_t not in inputs:
-                routings = [routing_of(shape, ids, tile.block_t) for ids in all_ids]
+                routings = [routing_of(product, ids, tile.block_t) for ids in all_ids]
                 inputs[tile.block_t] = [(product.rows_of(x, routing), routing) for routing in routings]
             own = inputs[tile.block_t]
             y = product.result(x, own[0][1], tile)
@@ -126,7 +127,7 @@ def check_tile(case: str, product: Product, x: Tensor, tokens: int, tile: Expert
     """Check a tile with all tokens on the same experts and on half of them, and the first tokens alone."""
     shape = product.shape
     for spread in ("same", "half"):
-        routing = routing_of(shape, spread_ids(shape, tokens, spread, product.device), tile.block_t)
+        routing = routing_of(product, spread_ids(shape, tokens, spread, product.device), tile.block_t)
         error = relative_error(product.result(x, routing, tile), product.reference(x, routing))
         if not error < product.tolerance:
             print(f"{case} {text_of(tile)}: WRONG with {spread} experts, error {error}", flush=True)
@@ -135,8 +136,8 @@ def check_tile(case: str, product: Product, x: Tensor, tokens: int, tile: Expert
     other = alone_tile(product)
     if product.device.type == "cpu":  # the interpreter adds up block by block of K, tensor cores by 16 columns
         other = other._replace(block_k=tile.block_k)
-    alone = product.result(own, routing_of(shape, ids[:few].contiguous(), 16), other)
-    if not torch.equal(alone, product.result(x, routing_of(shape, ids, tile.block_t), tile)[: len(alone)]):
+    alone = product.result(own, routing_of(product, ids[:few].contiguous(), 16), other)
+    if not torch.equal(alone, product.result(x, routing_of(product, ids, tile.block_t), tile)[: len(alone)]):
         print(f"{case} {text_of(tile)}: bits DIFFER from those of {few} tokens", flush=True)
 
 
@@ -183,7 +184,7 @@ def compile_one(task: tuple[str, str, bool, ExpertTile]) -> str:
     try:
         shape = replace(MODELS[model], experts=MODELS[model].top_k)
         product = make_products(shape, form, torch.device("cuda"), only_shapes=True)[0 if gated else 1]
-        x, routing = product.inputs(4), routing_of(shape, spread_ids(shape, 4, "all", product.device), tile.block_t)
+        x, routing = product.inputs(4), routing_of(product, spread_ids(shape, 4, "all", product.device), tile.block_t)
         product.run(product.rows_of(x, routing), routing, tile, product.empty(len(routing.pairs)), compile_only=True)
     except Exception as error:
         return f"{model} {form} {'up' if gated else 'down'} {text_of(tile)}: {type(error).__name__}: {str(error)[:200]}"

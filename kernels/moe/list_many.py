@@ -39,8 +39,8 @@ def count_kernel(expert_ids, out_counts, num_pairs, LANES: tl.constexpr, PAIRS: 
 @triton.jit(do_not_specialize=["num_pairs", "num_units", "num_blocks"])
 def place_kernel(
     expert_ids, counts, out_pairs, out_places, out_offsets, out_units, out_num_read, num_pairs, num_units, num_blocks,
-    NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr, LARGEST_FIRST: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
     """Program b places the pairs of block b; the one after the last block writes offsets and units."""
     own = tl.program_id(0)
@@ -55,7 +55,7 @@ def place_kernel(
         place += tl.sum(tl.where(block < own, read, 0), 0)
     if own == num_blocks:
         live = tl.where(lane < NUM_EXPERTS, total, 0)
-        write_units(live, out_offsets, out_units, out_num_read, num_units, NUM_EXPERTS, UNIT_PAIRS, LANES)
+        write_units(live, out_offsets, out_units, out_num_read, num_units, NUM_EXPERTS, UNIT_PAIRS, LARGEST_FIRST, LANES)
         return
     place += tl.cumsum(total, 0) - total
     index = tl.arange(0, CHUNK)
@@ -71,8 +71,8 @@ def place_kernel(
         place += tl.histogram(expert, LANES, mask=exists)
 
 
-def launch_many(routing: Routing, num_experts: int, out_num_read: Tensor | None) -> None:
-    """Fill the lists of `routing`, whose experts are chosen."""
+def launch_many(routing: Routing, num_experts: int, out_num_read: Tensor | None, *, largest_first: bool) -> None:
+    """Fill the lists of `routing`, whose experts are chosen. largest_first: see `route`"""
     num_pairs, blocks = len(routing.pairs), triton.cdiv(len(routing.pairs), PAIRS)
     pairs = PAIRS * triton.next_power_of_2(triton.cdiv(blocks, MOST_BLOCKS))
     blocks, lanes = triton.cdiv(num_pairs, pairs), max(16, triton.next_power_of_2(num_experts + 1))
@@ -80,6 +80,6 @@ def launch_many(routing: Routing, num_experts: int, out_num_read: Tensor | None)
     count_kernel[(blocks,)](routing.expert_ids, counts, num_pairs, LANES=lanes, PAIRS=pairs, num_warps=4, **pdl)
     place_kernel[(blocks + 1,)](
         routing.expert_ids, counts, routing.pairs, routing.places, routing.offsets, routing.units, out_num_read, num_pairs,
-        len(routing.units), blocks, NUM_EXPERTS=num_experts, UNIT_PAIRS=routing.unit_pairs, LANES=lanes, PAIRS=pairs,
-        CHUNK=min(CHUNK, pairs), ROWS=ROWS, num_warps=4, **pdl,
+        len(routing.units), blocks, NUM_EXPERTS=num_experts, UNIT_PAIRS=routing.unit_pairs, LARGEST_FIRST=largest_first,
+        LANES=lanes, PAIRS=pairs, CHUNK=min(CHUNK, pairs), ROWS=ROWS, num_warps=4, **pdl,
     )

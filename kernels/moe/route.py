@@ -77,7 +77,8 @@ def route_kernel(
 @triton.jit(do_not_specialize=["num_pairs", "num_units"])
 def list_kernel(
     expert_ids, out_pairs, out_places, out_offsets, out_units, out_num_read, num_pairs, num_units,
-    NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr, LARGEST_FIRST: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program e writes the pairs of expert e, program E those of dead tokens; program 0 also writes offsets and units."""
     own = tl.program_id(0)
@@ -92,13 +93,14 @@ def list_kernel(
         tl.store(out_places + pair, at, mask=mine != 0)
         place += tl.sum(mine, 0)
     if own == 0:
-        write_units(counts, out_offsets, out_units, out_num_read, num_units, NUM_EXPERTS, UNIT_PAIRS, LANES)
+        write_units(counts, out_offsets, out_units, out_num_read, num_units, NUM_EXPERTS, UNIT_PAIRS, LARGEST_FIRST, LANES)
 
 
 def route(
     logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, scale: float = 1.0,
     groups: tuple[int, int] = (1, 1), bias: Tensor | None = None, factors: Tensor | None = None, unit_pairs: int,
-    live: Tensor | None = None, out_num_read: Tensor | None = None, rows_of: Tensor | None = None, interpret: bool = False,
+    largest_first: bool = False, live: Tensor | None = None, out_num_read: Tensor | None = None, rows_of: Tensor | None = None,
+    interpret: bool = False,
 ) -> Routing:
     """Experts, weights and the work list of T tokens; see the module's docstring.
 
@@ -110,6 +112,8 @@ def route(
     bias          fp32 [E], added to the sigmoid scores to choose experts, not to the weights; None with softmax
     factors       fp32 [E] or None: the weights of each expert are multiplied by its factor
     unit_pairs    maximum number of pairs of a unit: the tile over pairs (block_t) of the grouped products
+    largest_first experts are sorted in `Routing.units` by the size of their first unit in blocks of 16 pairs, largest first, then
+                  by id; else by id. No result of a product depends on it
     live          bool [T] False for dead tokens, whose results are not used: they go through no expert; None: no token is dead
     out_num_read  int32 [1] that gets the number of experts that have tokens, or None
     rows_of       any float dtype [T, H], or None. For few tokens on a GPU, `Routing.rows` gets what `sort_rows` would return
@@ -140,7 +144,7 @@ def route(
     if not (logits.is_cuda or interpret):
         found = route_reference(
             logits, top_k, scoring=scoring, norm_topk=norm_topk, scale=scale, groups=groups, bias=bias, factors=factors,
-            unit_pairs=unit_pairs, live=live,
+            unit_pairs=unit_pairs, largest_first=largest_first, live=live,
         )
         if out_num_read is not None:
             out_num_read.copy_(num_read(found))
@@ -158,7 +162,7 @@ def route(
         rows=rows_of.new_empty(num_pairs, rows_of.shape[1]) if few and rows_of is not None else None,
     )
     live = None if live is None else live.view(torch.uint8)
-    if few:
+    if few:  # so few that an expert has at most 16 pairs: no order to choose
         launch_few(
             logits, rows_of, bias, factors, live, routing, out_num_read, sigmoid=scoring == "sigmoid", norm_topk=norm_topk,
             scale=scale, groups=groups,
@@ -171,11 +175,11 @@ def route(
         TOKENS=TOKENS, SLOTS=triton.next_power_of_2(top_k), num_warps=TOKENS, **sizes, **launch_args(logits),
     )
     if num_pairs >= MANY_PAIRS:
-        launch_many(routing, num_experts, out_num_read)
+        launch_many(routing, num_experts, out_num_read, largest_first=largest_first)
         return routing
     list_kernel[(num_experts if live is None else num_experts + 1,)](
         routing.expert_ids, routing.pairs, routing.places, routing.offsets, routing.units, out_num_read, num_pairs, num_units,
-        UNIT_PAIRS=unit_pairs, BLOCK=BLOCK, num_warps=8, **sizes, **launch_args(logits),
+        UNIT_PAIRS=unit_pairs, LARGEST_FIRST=largest_first, BLOCK=BLOCK, num_warps=8, **sizes, **launch_args(logits),
     )
     return routing
 
@@ -183,7 +187,7 @@ def route(
 def route_reference(
     logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, scale: float = 1.0,
     groups: tuple[int, int] = (1, 1), bias: Tensor | None = None, factors: Tensor | None = None, unit_pairs: int,
-    live: Tensor | None = None,
+    largest_first: bool = False, live: Tensor | None = None,
 ) -> Routing:
     """`route` in plain torch, without limits on E and k; computed in fp32, or in fp64 if the logits are fp64."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
@@ -207,7 +211,7 @@ def route_reference(
     if live is not None:
         dead = ~live[:, None]
         ids, weights = ids.masked_fill(dead, logits.shape[1]), weights.masked_fill(dead, 0.0)
-    return lists_reference(ids, weights, logits.shape[1], unit_pairs)
+    return lists_reference(ids, weights, logits.shape[1], unit_pairs, largest_first=largest_first)
 
 
 def _check_groups(groups: tuple[int, int], num_experts: int, top_k: int, scoring: Scoring) -> None:
@@ -233,7 +237,9 @@ def _in_best_groups(choices: Tensor, count: int, best: int) -> Tensor:
     return found
 
 
-def lists_reference(expert_ids: Tensor, weights: Tensor, num_experts: int, unit_pairs: int) -> Routing:
+def lists_reference(
+    expert_ids: Tensor, weights: Tensor, num_experts: int, unit_pairs: int, *, largest_first: bool = False
+) -> Routing:
     """A Routing from experts and weights [T, k] that were already chosen, in plain torch. Does not synchronise.
 
     expert_ids  num_experts in every slot of a dead token
@@ -241,11 +247,16 @@ def lists_reference(expert_ids: Tensor, weights: Tensor, num_experts: int, unit_
     (num_tokens, top_k), device = expert_ids.shape, expert_ids.device
     by_expert = torch.sort(expert_ids.flatten().int(), stable=True)
     offsets = torch.searchsorted(by_expert.values, torch.arange(num_experts + 1, dtype=torch.int32, device=device)).int()
-    own_units = (offsets.diff() + unit_pairs - 1) // unit_pairs
+    counts, order = offsets.diff(), torch.arange(num_experts, device=device)
+    if largest_first:
+        sizes = (counts.clamp(max=unit_pairs) + 15) // 16
+        order = torch.sort(sizes, descending=True, stable=True).indices
+    own_units = ((counts + unit_pairs - 1) // unit_pairs)[order]
     ends = own_units.cumsum(0)
     index = torch.arange(max_units(num_tokens, top_k, num_experts, unit_pairs), device=device)
-    expert = torch.searchsorted(ends, index, right=True).clamp(max=num_experts - 1)
-    first = offsets[expert] + (index - ends[expert] + own_units[expert]) * unit_pairs
+    rank = torch.searchsorted(ends, index, right=True).clamp(max=num_experts - 1)
+    expert = order[rank]
+    first = offsets[expert] + (index - ends[rank] + own_units[rank]) * unit_pairs
     count = (offsets[expert + 1] - first).clamp(max=unit_pairs)
     units = torch.stack((expert, first, count, torch.zeros_like(index)), 1) * (index < ends[-1])[:, None]
     pairs = by_expert.indices

@@ -3,6 +3,7 @@
 T tokens choose k of E experts each. That makes P = T * k pairs (token, slot); pair t * k + s is slot s of token t.
 `pairs` lists them sorted by expert. A unit is up to `unit_pairs` adjacent pairs of one expert in this list; each program of a
 grouped product works on one unit. Only the GPU knows the number of units; the host launches for an upper bound (`max_units`).
+Units are sorted by expert, or experts with the largest units come first, so that the programs that run longest do not start last.
 A dead token, whose result is not used, goes through no expert: no unit has its pairs, and no product writes their rows.
 Rows are in pair order if row p belongs to pair p, and in the order of the list if row i belongs to pair pairs[i].
 """
@@ -39,7 +40,7 @@ class Routing(NamedTuple):
     offsets: Tensor
     """int32 [E + 1]: the pairs of expert e are pairs[offsets[e]:offsets[e + 1]]; offsets[E]: all that have experts"""
     units: Tensor
-    """int32 [max_units, 4], sorted by expert, then by first pair; units without pairs come last"""
+    """int32 [max_units, 4], sorted by expert (see `route`: largest_first), then by first pair; units without pairs come last"""
     unit_pairs: int
     """Maximum number of pairs of a unit."""
     rows: Tensor | None = None
@@ -82,7 +83,7 @@ def place_of(program, num_units, num_tiles, GROUP: tl.constexpr):
 @triton.jit
 def write_units(
     counts, out_offsets, out_units, out_num_read, num_units, NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr,
-    LANES: tl.constexpr,
+    LARGEST_FIRST: tl.constexpr, LANES: tl.constexpr,
 ):
     """Write offsets, units and the number of experts with pairs, from `counts`, the number of pairs of each expert [LANES].
 
@@ -95,7 +96,7 @@ def write_units(
     tl.store(out_offsets + lane, first, mask=lane < NUM_EXPERTS)
     tl.store(out_offsets + NUM_EXPERTS, tl.sum(counts, 0))
     units = (counts + UNIT_PAIRS - 1) // UNIT_PAIRS
-    begin = tl.cumsum(units, 0) - units
+    begin = units_of_larger(counts, units, UNIT_PAIRS, LANES) if LARGEST_FIRST else tl.cumsum(units, 0) - units
     for index in range(tl.max(units, 0)):
         at = out_units + (begin + index) * 4
         exists = index < units
@@ -106,6 +107,19 @@ def write_units(
     for base in range(tl.sum(units, 0) * 4, num_units * 4, LANES):
         tl.store(out_units + base + lane, tl.zeros([LANES], tl.int32), mask=base + lane < num_units * 4)
     return first
+
+
+@triton.jit
+def units_of_larger(counts, units, UNIT_PAIRS: tl.constexpr, LANES: tl.constexpr):
+    """The number of units before those of each expert, if experts are sorted by the size of their first unit in blocks of 16
+    pairs, largest first, then by id [LANES]. counts: numbers of pairs"""
+    SIZES: tl.constexpr = (UNIT_PAIRS + 15) // 16
+    PADDED: tl.constexpr = triton.next_power_of_2(SIZES)
+    place = SIZES - (tl.minimum(counts, UNIT_PAIRS) + 15) // 16
+    own = tl.arange(0, PADDED)[:, None] == place[None, :]
+    found = tl.where(own, units[None, :], 0).reshape(PADDED * LANES)
+    earlier = (tl.cumsum(found, 0) - found).reshape(PADDED, LANES)
+    return tl.sum(tl.where(own, earlier, 0), 0)
 
 
 def rows_by_expert(routing: Routing) -> Iterator[tuple[int, slice]]:

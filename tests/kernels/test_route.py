@@ -121,20 +121,43 @@ def test_the_lowest_id_wins_ties(tokens: int, interpret: bool, device: torch.dev
 
 @settings(max_examples=8, deadline=None)
 @given(
-    tokens=st.integers(1, 80), experts=st.integers(1, 40), top_k=st.integers(1, 6), unit_pairs=st.sampled_from([8, 16, 32]),
-    skew=st.booleans(), seed=st.integers(0, 99),
+    tokens=st.integers(1, 80), experts=st.integers(1, 40), top_k=st.integers(1, 6), unit_pairs=st.sampled_from([8, 16, 32, 48]),
+    skew=st.booleans(), largest_first=st.booleans(), seed=st.integers(0, 99),
 )
 def test_any_size(
-    tokens: int, experts: int, top_k: int, unit_pairs: int, skew: bool, seed: int, interpret: bool, device: torch.device
+    tokens: int, experts: int, top_k: int, unit_pairs: int, skew: bool, largest_first: bool, seed: int, interpret: bool,
+    device: torch.device,
 ) -> None:
     torch.manual_seed(seed)
     logits = torch.randn(tokens, experts, device=device)
     if skew:  # all tokens on the same experts, the others without tokens
         logits += torch.linspace(0, 100, experts, device=device)
     top_k = min(top_k, experts)
-    found = route(logits, top_k, norm_topk=True, unit_pairs=unit_pairs, interpret=interpret)
-    assert_same(found, route_reference(logits, top_k, norm_topk=True, unit_pairs=unit_pairs))
+    how: dict[str, Any] = {"norm_topk": True, "unit_pairs": unit_pairs, "largest_first": largest_first}
+    found = route(logits, top_k, interpret=interpret, **how)
+    assert_same(found, route_reference(logits, top_k, **how))
     assert_lists_hold_every_pair_once(found, tokens, experts)
+
+
+@pytest.mark.parametrize("tokens", [16, 40, 150])
+@pytest.mark.parametrize("unit_pairs", [16, 48])
+@pytest.mark.parametrize("many", [False, True])
+def test_experts_with_the_largest_units_come_first(
+    tokens: int, unit_pairs: int, many: bool, interpret: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By blocks of 16 pairs; of equal sizes the lowest id is first. The units of an expert stay side by side."""
+    if many:
+        monkeypatch.setattr("batchspec.kernels.moe.route.MANY_PAIRS", 1)
+    torch.manual_seed(tokens)
+    logits = torch.randn(tokens, 11, device=device) + torch.linspace(-2, 2, 11, device=device).roll(4)
+    how: dict[str, Any] = {"norm_topk": True, "unit_pairs": unit_pairs}
+    found = route(logits, 4, largest_first=True, interpret=interpret, **how)
+    by_expert = route(logits, 4, interpret=interpret, **how).units.tolist()
+    real = [tuple(unit) for unit in by_expert if unit[2]]
+    sizes = {expert: -(-count // 16) for expert, _, count, _ in reversed(real)}  # of an expert's first unit, its largest
+    assert len(set(sizes.values())) > 1 or unit_pairs == 16 or tokens == 16
+    wanted = sorted(real, key=lambda unit: (-sizes[unit[0]], unit[0], unit[1]))
+    assert found.units.tolist() == [list(unit) for unit in wanted] + [[0, 0, 0, 0]] * (len(by_expert) - len(real))
 
 
 @pytest.mark.parametrize(("blocks", "top_k"), [(1.7, 5), (1.9, 3), (4.1, 4)])
@@ -177,8 +200,9 @@ def test_lists_of_very_many_pairs(
     logits[1:, experts // 2] += 50
     live = torch.rand(tokens, device=device) < 0.7 if dead else None
     read = torch.full((1,), -1, dtype=torch.int32, device=device)
-    found = route(logits, top_k, norm_topk=True, unit_pairs=16, live=live, out_num_read=read, interpret=interpret)
-    assert_same(found, route_reference(logits, top_k, norm_topk=True, unit_pairs=16, live=live))
+    how: dict[str, Any] = {"norm_topk": True, "unit_pairs": 32, "largest_first": True}
+    found = route(logits, top_k, live=live, out_num_read=read, interpret=interpret, **how)
+    assert_same(found, route_reference(logits, top_k, live=live, **how))
     if live is None:
         assert_lists_hold_every_pair_once(found, tokens, experts)
     assert int(read) == len(found.expert_ids[found.expert_ids < experts].unique())
@@ -194,7 +218,7 @@ def assert_lists_hold_every_pair_once(routing: Routing, tokens: int, experts: in
         own: Tensor = routing.pairs[first : first + count]
         assert (flat[own.long()] == expert).all()
         seen += own.tolist()
-    assert seen == routing.pairs.tolist()
+    assert sorted(seen) == list(range(tokens * top_k))
     assert len(routing.units) == max_units(tokens, top_k, experts, routing.unit_pairs)
 
 

@@ -41,7 +41,7 @@ from batchspec.model.blocks.base import (
 from batchspec.model.blocks.forward import BlockSource, Stream
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec, GatedProducts
 from batchspec.model.fused import sigmoid_gated
-from batchspec.tuning.policy import expert_unit_pairs, has_fast_experts
+from batchspec.tuning.policy import expert_unit_pairs, has_fast_experts, largest_units_first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,11 +223,12 @@ class Moe:
 
         Tokens that are not `live` get no expert. Does not synchronise.
         """
-        router, num_experts = self._spec.router, self._spec.experts.num_experts
-        unit_pairs = expert_unit_pairs(x.shape[0], router.top_k, num_experts, self._gate_up.weight_dtype)
+        router, num_experts, dtype = self._spec.router, self._spec.experts.num_experts, self._gate_up.weight_dtype
+        unit_pairs = expert_unit_pairs(x.shape[0], router.top_k, num_experts, dtype)
         how: dict[str, Any] = {
             "scoring": router.scoring, "norm_topk": router.norm_topk, "scale": router.scale, "groups": router.groups,
-            "bias": self._selection_bias, "factors": self._factors, "unit_pairs": unit_pairs, "live": live,
+            "bias": self._selection_bias, "factors": self._factors, "unit_pairs": unit_pairs,
+            "largest_first": largest_units_first(unit_pairs, dtype), "live": live,
         }
         has_kernels = has_fast_experts(x.device, x.dtype) and num_experts <= MAX_EXPERTS and router.top_k <= MAX_TOP_K
         if has_kernels and not x.requires_grad:  # gradients flow through plain torch only

@@ -27,13 +27,15 @@ for _tokens, _rows, _sigmoid in ((1, True, False), (8, False, True)):
 case("route_kernel with factors", "route", 4, logits=PF32, bias=None, factors=PF32, live="*u8", out_ids=PI32, out_weights=PF32,
      num_tokens=I32, stride=I32, NUM_EXPERTS=128, TOP_K=8, SIGMOID=False, NORM=True, SCALE=1.0, GROUPS=1, TOP_GROUPS=1, TOKENS=4,
      LANES=128, SLOTS=8)
-case("list_kernel", "route", 8, expert_ids=PI32, out_pairs=PI32, out_places=PI32, out_offsets=PI32, out_units=PI32,
-     out_num_read=PI32, num_pairs=I32, num_units=I32,
-     NUM_EXPERTS=120, UNIT_PAIRS=16, LANES=128, BLOCK=2048)
+for _pairs, _largest in ((16, False), (48, True)):
+    case(f"list_kernel {_pairs} pairs", "route", 8, expert_ids=PI32, out_pairs=PI32, out_places=PI32, out_offsets=PI32,
+         out_units=PI32, out_num_read=PI32, num_pairs=I32, num_units=I32,
+         NUM_EXPERTS=120, UNIT_PAIRS=_pairs, LARGEST_FIRST=_largest, LANES=128, BLOCK=2048)
 case("count_kernel", "list_many", 4, expert_ids=PI32, out_counts=PI32, num_pairs=I32, LANES=128, PAIRS=512)
-case("place_kernel", "list_many", 4, expert_ids=PI32, counts=PI32, out_pairs=PI32, out_places=PI32, out_offsets=PI32,
-     out_units=PI32, out_num_read=PI32, num_pairs=I32, num_units=I32, num_blocks=I32, NUM_EXPERTS=120, UNIT_PAIRS=128, LANES=128,
-     PAIRS=512, CHUNK=128, ROWS=16)
+for _largest in (False, True):
+    case(f"place_kernel largest first {_largest}", "list_many", 4, expert_ids=PI32, counts=PI32, out_pairs=PI32, out_places=PI32,
+         out_offsets=PI32, out_units=PI32, out_num_read=PI32, num_pairs=I32, num_units=I32, num_blocks=I32, NUM_EXPERTS=120,
+         UNIT_PAIRS=128, LARGEST_FIRST=_largest, LANES=128, PAIRS=512, CHUNK=128, ROWS=16)
 for _residual, _gain in ((None, None), ("*bf16", "*bf16"), ("*bf16", PF32)):
     case(f"combine_kernel residual {_residual}, norm {_gain}", "combine", 8, y="*bf16", weights=PF32, residual=_residual,
          norm=_gain, out="*bf16", out_aux=_residual, residual_stride=I32, out_stride=I32, aux_stride=I32, EPS=1e-5, TOP_K=6,
