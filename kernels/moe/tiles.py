@@ -98,7 +98,7 @@ def gathers(unit_pairs: int, dtype: torch.dtype) -> bool:
 def largest_first(unit_pairs: int, dtype: torch.dtype) -> bool:
     """Whether the products of a layer, with weights of this dtype, take less time if experts with the largest units come first.
 
-    The tiles of MXFP4 units of 48 pairs take up to 1.6 times as long as those of 16, and the programs of one product take two to
+    The tiles of MXFP4 units of 48 pairs take 1.4 to 1.7 times as long as those of 16, and the programs of one product take two to
     four turns on all multiprocessors. Measured on one H200 (2026-11-27), both products of gpt-oss-20b, us by expert / largest
     first: 185 / 174 at 256 tokens, 206 / 201 at 384, 251 / 244 at 512, the same at 1,024 and more. Products that reading weights
     bounds do better if units of all sizes run side by side: Qwen3-30B-A3B at 512 tokens, bf16 300 / 304, FP8 164 / 170.
