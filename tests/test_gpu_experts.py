@@ -27,7 +27,7 @@ from batchspec.model.spec import ModelSpec, layer_prefix, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights
 from batchspec.packing import memory
-from batchspec.tuning.policy import expert_unit_pairs, has_fast_experts
+from batchspec.tuning.policy import expert_unit_pairs, has_fast_experts, largest_units_first
 from tests.engines import make_engine, packed, request
 from tests.int4_layouts import of_gptq
 from tests.moe_models import ids_of, tiny_spec
@@ -111,11 +111,14 @@ def routing_of(spread: str, tokens: int, spec: MoeSpec, dtype: torch.dtype) -> R
     """dtype: of the weights."""
     num_experts, top_k = spec.experts.num_experts, spec.router.top_k
     unit_pairs = expert_unit_pairs(tokens, top_k, num_experts, dtype)
+    order = largest_units_first(unit_pairs, dtype)
     if spread == "random":
-        return route(torch.randn(tokens, num_experts, device=GPU), top_k, norm_topk=True, unit_pairs=unit_pairs)
+        logits = torch.randn(tokens, num_experts, device=GPU)
+        return route(logits, top_k, norm_topk=True, unit_pairs=unit_pairs, largest_first=order)
     own = [7, 2, 23, 11] if spread == "all on the same" else None
     ids = torch.rand(tokens, num_experts // 2).argsort(1)[:, :top_k] * 2 if own is None else torch.tensor(own).expand(tokens, 4)
-    return lists_reference(ids.int().contiguous().to(GPU), torch.rand(tokens, top_k, device=GPU), num_experts, unit_pairs)
+    ids, weights = ids.int().contiguous().to(GPU), torch.rand(tokens, top_k, device=GPU)
+    return lists_reference(ids, weights, num_experts, unit_pairs, largest_first=order)
 
 
 def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:

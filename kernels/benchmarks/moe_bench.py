@@ -156,8 +156,9 @@ def bench_rest(name: str, shape: MoeShape, token_counts: Sequence[int], device: 
     for tokens in token_counts:
         with continue_on_error(f"{name} {tokens}"):
             logits = torch.randn(tokens, shape.experts, device=device)
-            call = partial(route, logits, shape.top_k, norm_topk=True, unit_pairs=32)
-            found, wanted = call(), route_reference(logits, shape.top_k, norm_topk=True, unit_pairs=32)
+            how: dict[str, Any] = {"norm_topk": True, "unit_pairs": 32, "largest_first": "mxfp4" in shape.formats}
+            call = partial(route, logits, shape.top_k, **how)
+            found, wanted = call(), route_reference(logits, shape.top_k, **how)
             for field in ("expert_ids", "pairs", "places", "offsets", "units"):
                 assert torch.equal(getattr(found, field), getattr(wanted, field)), f"route: {field}"
             torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-7)

@@ -35,7 +35,7 @@ from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.moe.choose import choose
 from batchspec.kernels.moe.list_many import launch_many
 from batchspec.kernels.moe.route_few import is_few, launch_few
-from batchspec.kernels.moe.units import FIELDS, Routing, max_units, write_units
+from batchspec.kernels.moe.units import FIELDS, SIZE_STEP, Routing, max_units, write_units
 
 Scoring = Literal["softmax", "sigmoid"]
 MAX_EXPERTS, MAX_TOP_K = 512, 16
@@ -112,8 +112,8 @@ def route(
     bias          fp32 [E], added to the sigmoid scores to choose experts, not to the weights; None with softmax
     factors       fp32 [E] or None: the weights of each expert are multiplied by its factor
     unit_pairs    maximum number of pairs of a unit: the tile over pairs (block_t) of the grouped products
-    largest_first experts are sorted in `Routing.units` by the size of their first unit in blocks of 16 pairs, largest first, then
-                  by id; else by id. No result of a product depends on it
+    largest_first True: in `Routing.units`, experts are sorted by the number of pairs of their first unit, in steps of SIZE_STEP,
+                  largest first, then by id. False: by id. No result of a product depends on it
     live          bool [T] False for dead tokens, whose results are not used: they go through no expert; None: no token is dead
     out_num_read  int32 [1] that gets the number of experts that have tokens, or None
     rows_of       any float dtype [T, H], or None. For few tokens on a GPU, `Routing.rows` gets what `sort_rows` would return
@@ -162,7 +162,7 @@ def route(
         rows=rows_of.new_empty(num_pairs, rows_of.shape[1]) if few and rows_of is not None else None,
     )
     live = None if live is None else live.view(torch.uint8)
-    if few:  # so few that an expert has at most 16 pairs: no order to choose
+    if few:  # an expert has at most FEW_TOKENS pairs, one SIZE_STEP: largest first is by id too
         launch_few(
             logits, rows_of, bias, factors, live, routing, out_num_read, sigmoid=scoring == "sigmoid", norm_topk=norm_topk,
             scale=scale, groups=groups,
@@ -249,7 +249,7 @@ def lists_reference(
     offsets = torch.searchsorted(by_expert.values, torch.arange(num_experts + 1, dtype=torch.int32, device=device)).int()
     counts, order = offsets.diff(), torch.arange(num_experts, device=device)
     if largest_first:
-        sizes = (counts.clamp(max=unit_pairs) + 15) // 16
+        sizes = (counts.clamp(max=unit_pairs) + SIZE_STEP.value - 1) // SIZE_STEP.value
         order = torch.sort(sizes, descending=True, stable=True).indices
     own_units = ((counts + unit_pairs - 1) // unit_pairs)[order]
     ends = own_units.cumsum(0)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from batchspec.kernels.common.card import Card
-from batchspec.kernels.moe.units import max_units
+from batchspec.kernels.moe.units import SIZE_STEP, max_units
 
 HEIGHTS = (16, 32, 64, 128, 256)
 """Numbers of pairs that a tile may have in Triton (powers of two)."""
@@ -98,12 +98,13 @@ def gathers(unit_pairs: int, dtype: torch.dtype) -> bool:
 def largest_first(unit_pairs: int, dtype: torch.dtype) -> bool:
     """Whether the products of a layer, with weights of this dtype, take less time if experts with the largest units come first.
 
-    The tiles of MXFP4 units of 48 pairs take 1.4 to 1.7 times as long as those of 16, and the programs of one product take two to
-    four turns on all multiprocessors. Measured on one H200 (2026-11-27), both products of gpt-oss-20b, us by expert / largest
-    first: 185 / 174 at 256 tokens, 206 / 201 at 384, 251 / 244 at 512, the same at 1,024 and more. Products that reading weights
-    bounds do better if units of all sizes run side by side: Qwen3-30B-A3B at 512 tokens, bf16 300 / 304, FP8 164 / 170.
+    MXFP4 programs with 48 pairs take 1.4 to 1.7 times as long as those with 16, and they run in few waves: those of gpt-oss-20b
+    at 256 tokens in 3.9 and 2.0. Measured on one H200 (2026-11-27), both products of gpt-oss-20b, us by expert / largest first:
+    185 / 174 at 256 tokens, 206 / 201 at 384, 251 / 244 at 512, the same at 1,024 and more. Other formats gain nothing
+    (NVFP4 was not measured): Qwen3-30B-A3B at 512 tokens FP8 164 / 170, bf16 301 / 304, INT4 133 / 131. Units of up to SIZE_STEP
+    pairs are equally large.
     """
-    return dtype == torch.uint8 and unit_pairs > 16
+    return dtype == torch.uint8 and unit_pairs > SIZE_STEP.value
 
 
 PACKED = (torch.uint8, torch.int32)
@@ -139,14 +140,15 @@ def _measured_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch
     experts), each at 16, 64, 256, 512, 1,024 and 4,096 tokens, 1 to 256 pairs an expert. The two products of a layer together
     take at most 2 % longer than with the fastest tiles of each. Between these points the units grow with the mean number of pairs
     (`unit_pairs_of`).
-    MXFP4 was measured on 2026-11-26, on gpt-oss-20b (32 experts) and gpt-oss-120b (128) at 64, 256, 512, 1,024, 4,096 and 16,384
-    tokens, 2 to 2,048 pairs an expert, with the units that `unit_pairs_of` gives and those next to them. The two products
-    together take at most 3 % longer than with the fastest of these units and the fastest tile of each product; at 2,048 pairs an
-    expert 4 %, where low=128 was as much faster for gpt-oss-20b, and at 512 pairs 3 % slower for gpt-oss-120b. With four stages
-    units of 128 pairs take up to half as long again: fewer programs share a multiprocessor. Limits of registers let more programs
-    share one: up of gpt-oss-120b takes 354 instead of 391 us with units of 32 pairs (512 tokens), 456 instead of 601 with units
-    of 64 (1,024). Other units gain nothing on both models. At 64 pairs an expert (gpt-oss-20b, 512 tokens) up and down take 168
-    and 85 us with units of 96 pairs and eight warps, 179 and 92 with four (2026-11-27); other units are slower with eight.
+    MXFP4 was measured on 2026-11-26, with units by expert (see `largest_first`), on gpt-oss-20b (32 experts) and gpt-oss-120b
+    (128) at 64, 256, 512, 1,024, 4,096 and 16,384 tokens, 2 to 2,048 pairs an expert, with the units that `unit_pairs_of` gives
+    and those next to them. The two products together take at most 3 % longer than with the fastest of these units and the
+    fastest tile of each product; at 2,048 pairs an expert 4 %, where low=128 was as much faster for gpt-oss-20b, and at 512
+    pairs 3 % slower for gpt-oss-120b. With four stages units of 128 pairs take up to half as long again: fewer programs share a
+    multiprocessor. Limits of registers let more programs share one: up of gpt-oss-120b takes 354 instead of 391 us with units
+    of 32 pairs (512 tokens), 456 instead of 601 with units of 64 (1,024). Other units gain nothing on both models. At 64 pairs
+    an expert (gpt-oss-20b, 512 tokens) up and down take 168 and 85 us with units of 96 pairs and eight warps, 179 and 92 with
+    four (2026-11-27); other units are slower with eight.
     FP8 tiles with `turned` were timed on Qwen3-30B-A3B at 512 to 16,384 tokens, and on MiniMax-M2 at 1,024 and 4,096. Three
     programs of 64 pairs, or two of 128 pairs and eight warps, share a multiprocessor; one program of twice the rows of W takes
     longer.

@@ -23,6 +23,8 @@ from batchspec.kernels.common.checks import check
 
 FIELDS = 4
 """Numbers that describe a unit: expert, index of its first pair in `pairs`, number of pairs (0: nothing to do), 0."""
+SIZE_STEP = tl.constexpr(16)
+"""Units whose numbers of pairs fall into the same step of this size count as equally large."""
 
 
 class Routing(NamedTuple):
@@ -40,7 +42,8 @@ class Routing(NamedTuple):
     offsets: Tensor
     """int32 [E + 1]: the pairs of expert e are pairs[offsets[e]:offsets[e + 1]]; offsets[E]: all that have experts"""
     units: Tensor
-    """int32 [max_units, 4], sorted by expert (see `route`: largest_first), then by first pair; units without pairs come last"""
+    """int32 [max_units, 4]: experts by id, or largest first (see `route`); the units of an expert side by side, by first pair;
+    units without pairs come last"""
     unit_pairs: int
     """Maximum number of pairs of a unit."""
     rows: Tensor | None = None
@@ -111,11 +114,11 @@ def write_units(
 
 @triton.jit
 def units_of_larger(counts, units, UNIT_PAIRS: tl.constexpr, LANES: tl.constexpr):
-    """The number of units before those of each expert, if experts are sorted by the size of their first unit in blocks of 16
-    pairs, largest first, then by id [LANES]. counts: numbers of pairs"""
-    SIZES: tl.constexpr = (UNIT_PAIRS + 15) // 16
+    """The number of units before those of each expert, if experts are sorted by the size of their first unit in steps of
+    SIZE_STEP pairs, largest first, then by id [LANES]. counts: numbers of pairs"""
+    SIZES: tl.constexpr = (UNIT_PAIRS + SIZE_STEP - 1) // SIZE_STEP
     PADDED: tl.constexpr = triton.next_power_of_2(SIZES)
-    place = SIZES - (tl.minimum(counts, UNIT_PAIRS) + 15) // 16
+    place = SIZES - (tl.minimum(counts, UNIT_PAIRS) + SIZE_STEP - 1) // SIZE_STEP
     own = tl.arange(0, PADDED)[:, None] == place[None, :]
     found = tl.where(own, units[None, :], 0).reshape(PADDED * LANES)
     earlier = (tl.cumsum(found, 0) - found).reshape(PADDED, LANES)

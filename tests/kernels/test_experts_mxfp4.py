@@ -26,7 +26,7 @@ from batchspec.kernels.moe.mxfp4 import (
 )
 from batchspec.kernels.moe.route import lists_reference
 from batchspec.kernels.moe.sort_rows import sort_rows
-from batchspec.kernels.moe.tiles import MXFP4_PAIRS, ExpertTile, expert_tile
+from batchspec.kernels.moe.tiles import MXFP4_PAIRS, ExpertTile, expert_tile, largest_first
 from batchspec.kernels.moe.units import Routing
 from tests.kernels.end_of_memory import assert_reads_nothing_after_it, at_the_end_of_memory, interpreted
 from tests.kernels.moe_cases import SPREADS, assert_near, mxfp4_tile, noise, routing_of
@@ -194,15 +194,16 @@ def test_a_unit_of_two_tiles_gives_the_bits_of_single_tiles(
 
 @pytest.mark.parametrize("hidden", [160, 256])
 def test_tiles_of_every_number_of_pairs_give_the_same_bits(hidden: int, interpret: bool, device: torch.device) -> None:
-    """Widths are no multiple of a tile's rows."""
+    """Widths are no multiple of a tile's rows. The last expert has 40 pairs, the others 10: large units come first."""
     tokens, experts, width = 40, 5, 224
     x, h = (noise(2 * tokens, k, dtype=torch.bfloat16, device=device) for k in (hidden, width))
     x, h = (x.round(), h.round()) if interpret else (x, h)  # see above
     up, down = both(experts, hidden, width, device)
     bias, found = noise(experts, 2 * width, dtype=torch.bfloat16, device=device), []
-    ids = routing_of(tokens, experts, 2, SPREADS[0], 16, device)
+    ids = torch.stack((torch.full((tokens,), 4), torch.arange(tokens) % 4), 1).int().to(device)
     for pairs in MXFP4_PAIRS:
-        routing = _in_units(ids.expert_ids, experts, pairs)
+        routing = _in_units(ids, experts, pairs)
+        assert int(routing.units[0, 0]) == (4 if pairs > 16 else 0)
         tiles = [expert_tile(pairs, 20, INTERPRETER, gated=gated, dtype=torch.uint8) for gated in (True, False)]
         out = torch.full((len(x), width), torch.nan, device=device)
         experts_mxfp4_up(x, up, bias, routing, tile=tiles[0], gate=Gate(7.0), out=out, interpret=interpret)
@@ -234,7 +235,8 @@ def test_rows_that_fill_the_last_blocks_reach_no_output(rows: int, gated: bool, 
 
 
 def _in_units(expert_ids: Tensor, experts: int, pairs: int) -> Routing:
-    return lists_reference(expert_ids, torch.rand(expert_ids.shape, device=expert_ids.device), experts, pairs)
+    weights = torch.rand(expert_ids.shape, device=expert_ids.device)
+    return lists_reference(expert_ids, weights, experts, pairs, largest_first=largest_first(pairs, torch.uint8))
 
 
 def _wide(weight: Mxfp4Weight) -> Tensor:
