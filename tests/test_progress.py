@@ -10,6 +10,7 @@ import re
 import struct
 import termios
 import time
+from typing import Any
 
 import pytest
 
@@ -76,7 +77,22 @@ def test_the_tokens_of_prefill_alone_give_no_time_left() -> None:
     progress = ProgressBar(80, stream=stream, clock=clock, interval_s=30)
     clock.now += 36
     progress.update(tokens=4, mean_output=100, in_flight_tokens=4, live_rows=16)
-    assert stream.getvalue().splitlines() == ["0/80 completions (0.0%), 0 tok/s, 16 rows running, no round for 36 s"]
+    assert stream.getvalue().splitlines() == ["0/80 completions (0.0%), 0 tok/s, 16 rows running"]
+
+
+@pytest.mark.parametrize("result", [{"tokens": 4}, {"completions": 1}, {"rounds": 2}])
+def test_a_prefill_that_gives_tokens_or_rows_is_no_silence(result: dict[str, Any]) -> None:
+    """Jobs that score prompts have no rounds. What a run does without the engine is no result: it may commit while that hangs."""
+    clock, stream = Clock(), io.StringIO()
+    progress = ProgressBar(80, stream=stream, clock=clock, interval_s=30)
+    clock.now += 100
+    progress.update(live_rows=16, **result)
+    assert "no result" not in stream.getvalue()
+    assert progress.facts()["quiet_s"] == 0
+    clock.now += 35
+    progress.update(shards=1)
+    assert stream.getvalue().splitlines()[-1].endswith("no result for 35 s")
+    assert progress.facts()["quiet_s"] == 35
 
 
 def test_the_rate_is_that_of_the_last_minute() -> None:
@@ -139,7 +155,7 @@ def test_the_elapsed_time_is_updated_while_no_round_ends() -> None:
     progress = ProgressBar(10, stream=Terminal(), clock=clock)
     progress.update(completions=1, tokens=10, rounds=5)
     clock.now += 95
-    assert ", 01:35, 0 tok/s, no round for 95 s" in progress.bar(100)
+    assert ", 01:35, 0 tok/s, no result for 95 s" in progress.bar(100)
 
 
 def test_the_bar_is_drawn_without_anybody_s_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +178,7 @@ def test_a_log_file_hears_of_a_long_prefill_too(monkeypatch: pytest.MonkeyPatch)
         deadline = time.monotonic() + 30
         while not stream.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert stream.getvalue().splitlines()[0].endswith("no round for 31 s")
+    assert stream.getvalue().splitlines()[0].endswith("no result for 31 s")
 
 
 def test_a_log_file_hears_which_phase_of_the_start_lasts(monkeypatch: pytest.MonkeyPatch) -> None:

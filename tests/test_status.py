@@ -140,7 +140,7 @@ def test_what_became_of_every_run_is_told(tmp_path: Path) -> None:
     for said in (
         "interrupted 4 s ago, 1 shard, 2 completions: SIGTERM: 4 of 10 shards", "RuntimeError: bad \\x1b[31m news",
         "stale claims of runs that have ended, on shards 7: another run will take them over", "job 77_3 start 2",
-        "stuck: node10:50 has had no round for 03:20", "node5:45  silent 10:00 ago",
+        "stuck: node10:50 has had no result for 03:20", "node5:45  silent 10:00 ago",
     ):
         assert said in text, said
     assert "\x1b" not in text

@@ -36,6 +36,7 @@ from batchspec.records import Completion, Ids, Request
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.identity import job_fingerprint
 from batchspec.runner.kv_scales import with_saved_scales
+from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.weight_sums import with_kept_sums
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
@@ -83,14 +84,17 @@ class Again:
 
 def decode_again(loaded: LoadedEngine[Engine], written: dict[tuple[int, int], list[int]]) -> Iterator[Again]:
     """Decode the rows of `written` again, except those that admission now refuses; shows the progress."""
+    expected = sum(map(len, written.values())) / max(1, len(written))
     with within_memory("rows were decoded again", ADVICE), ProgressBar(len(written)) as progress:
+        monitor = RunMonitor(progress, expected, loaded.totals)
         for request in requests_of(loaded.job, set(written)):
             tokens = written[request.row_index, request.sample_index]
-            (again,) = loaded.run([request])
+            (again,) = loaded.run([request], on_round=monitor.after_round)
+            monitor.finished(again)
+            monitor.ended()
             plain = [] if again.token_ids is None else again.token_ids.tolist()
             difference = None if plain == tokens else first_difference(loaded.engine, request, tokens, plain)
             yield Again(request=request, completion=again, difference=difference)
-            progress.update(completions=1, tokens=len(plain), live_rows=1)
 
 
 def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: bool = False) -> Job:

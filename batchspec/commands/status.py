@@ -95,7 +95,7 @@ def _facts(status: JobStatus) -> Iterator[str]:
         yield f"  stragglers, less than half the speed of the others: {', '.join(one_line(each.run.name) for each in slow)}"
     for each in living:
         if each.state == "stuck":
-            yield f"  stuck: {one_line(each.run.name)} has had no round for {_ago(each.run.quiet_s)}; check its log"
+            yield f"  stuck: {one_line(each.run.name)} has had no result for {_ago(each.run.quiet_s)}; check its log"
     if status.stale_claims:
         shards = ", ".join(map(str, list(status.stale_claims)[:10])) + (", ..." if len(status.stale_claims) > 10 else "")
         todo = "another run will take them over" if living else "the next run will take them over"

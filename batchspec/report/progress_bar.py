@@ -28,7 +28,7 @@ TICK_S = 1.0
 DRAW_S = 0.1
 """Shortest time between two drawings of the bar."""
 QUIET_S = 30.0
-"""After this time without a round, the bar or line reports it."""
+"""After this time without a token or a finished row, the bar or line reports it."""
 MIN_BAR, MAX_BAR = 4, 40
 
 
@@ -59,7 +59,7 @@ class ProgressBar:
         self.shards = self.errors = self.in_flight_tokens = 0
         self.open_shards: Sequence[tuple[int, int]] = ()
         self.mean_output: float | None = None
-        self._done_before, self._round_at = done, clock()
+        self._done_before, self._result_at = done, clock()
         self._history = deque([(clock(), 0, done)])
         self._began_at, self._drawn_at, self._next_line = clock(), 0.0, clock() + interval_s
         self._working = False
@@ -85,7 +85,7 @@ class ProgressBar:
             self._line()
 
     def _tick(self) -> None:
-        """Redraw while no round ends: in a long prefill, or while the model loads."""
+        """Redraw while there is no result: in a long prefill, or while the model loads."""
         with suppress(OSError, ValueError):  # a closed terminal must not end the run
             while not self._over.wait(TICK_S):
                 self._show()
@@ -133,7 +133,8 @@ class ProgressBar:
         if mean_output is not None:
             self.mean_output, self.in_flight_tokens = mean_output, in_flight_tokens
         now = self.clock()
-        self._round_at = now if rounds else self._round_at
+        if rounds or tokens or completions:
+            self._result_at = now
         if len(self._history) > 1 and self._history[-1][0] - self._history[-2][0] < SAMPLE_S:
             self._history.pop()
         self._history.append((now, self.tokens, self.done))
@@ -151,7 +152,7 @@ class ProgressBar:
 
     def facts(self) -> dict[str, Any]:
         """Fields of the run's heartbeat, see runstate.heartbeats.RunHeartbeat. Any thread may call it."""
-        quiet_s = self.clock() - self._round_at
+        quiet_s = self.clock() - self._result_at
         return {
             "expected": self.total,
             "shards": self.shards,
@@ -203,8 +204,8 @@ class ProgressBar:
         return full * filled + empty * (width - filled)
 
     def _quiet(self) -> str:
-        quiet_s = self.clock() - self._round_at
-        return f"no round for {quiet_s:.0f} s" if self._working and quiet_s >= QUIET_S and self.done < self.total else ""
+        quiet_s = self.clock() - self._result_at
+        return f"no result for {quiet_s:.0f} s" if self._working and quiet_s >= QUIET_S and self.done < self.total else ""
 
     def _running(self) -> str:
         return f"{counted(self.live_rows, 'row')} running" if self.live_rows and self.done < self.total else ""

@@ -14,7 +14,7 @@ from batchspec.runstate.heartbeats import HeartbeatFiles, RunHeartbeat
 from batchspec.runstate.output_folder import OutputFolder
 
 STUCK_S = 120.0
-"""A run that has rows but no round for this time is stuck."""
+"""A run that has rows but no result for this time, no token and no finished row, is stuck."""
 SLOW = 0.5
 """A straggler is slower than this share of the median tokens a second, taken over at least MIN_RUNS runs."""
 MIN_RUNS = 3
@@ -29,7 +29,7 @@ class RunStatus:
     """running
     loading  it reads the input or loads the model: it has no batch yet
     waiting  it has no shard, because other runs work on the last ones
-    stuck    it has rows, and no round for STUCK_S
+    stuck    it has rows, and no result for STUCK_S
     silent   no heartbeat for as long as a claim lasts, by this machine's clock
     gone     it was killed or crashed: its process does not exist any more, or its batch task was started again
     done, interrupted, failed, crashed: as the run itself reported at its end
