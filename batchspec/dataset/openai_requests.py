@@ -46,6 +46,7 @@ from batchspec.dataset.openai_values import (
 
 Line = Mapping[str, Any]
 
+
 def is_request(members: Mapping[str, Any]) -> bool:
     """Whether a JSON object is a request line, and not a row with such columns. members: the JSON text of each value."""
     return {"custom_id", "body"} <= members.keys() <= {*LINE_KEYS} and bytes(members["body"]).startswith(b"{")

@@ -28,7 +28,7 @@ TICK_S = 1.0
 DRAW_S = 0.1
 """Shortest time between two drawings of the bar."""
 QUIET_S = 30.0
-"""After this time without a token or a finished row, the bar or line reports it."""
+"""After this time without a result (`RunHeartbeat.quiet_s`), the bar or line reports it."""
 MIN_BAR, MAX_BAR = 4, 40
 
 
@@ -152,7 +152,7 @@ class ProgressBar:
 
     def facts(self) -> dict[str, Any]:
         """Fields of the run's heartbeat, see runstate.heartbeats.RunHeartbeat. Any thread may call it."""
-        quiet_s = self.clock() - self._result_at
+        quiet_s = self._quiet_s
         return {
             "expected": self.total,
             "shards": self.shards,
@@ -203,8 +203,12 @@ class ProgressBar:
         filled = min(width, int(share * width))
         return full * filled + empty * (width - filled)
 
+    @property
+    def _quiet_s(self) -> float:
+        return self.clock() - self._result_at
+
     def _quiet(self) -> str:
-        quiet_s = self.clock() - self._result_at
+        quiet_s = self._quiet_s
         return f"no result for {quiet_s:.0f} s" if self._working and quiet_s >= QUIET_S and self.done < self.total else ""
 
     def _running(self) -> str:

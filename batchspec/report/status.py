@@ -14,7 +14,7 @@ from batchspec.runstate.heartbeats import HeartbeatFiles, RunHeartbeat
 from batchspec.runstate.output_folder import OutputFolder
 
 STUCK_S = 120.0
-"""A run that has rows but no result for this time, no token and no finished row, is stuck."""
+"""A run that has rows but no result (`RunHeartbeat.quiet_s`) for this time is stuck."""
 SLOW = 0.5
 """A straggler is slower than this share of the median tokens a second, taken over at least MIN_RUNS runs."""
 MIN_RUNS = 3

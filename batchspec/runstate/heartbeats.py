@@ -79,7 +79,7 @@ class RunHeartbeat:
     tok_s: float = 0.0
     """Tokens a second over the last minute."""
     quiet_s: float = 0.0
-    """Seconds since its last result: a token, or a row that finished."""
+    """Seconds since its last result: a round, a token from prefill, or a row that finished."""
     mean_output: float = 0.0
     """Expected tokens of a completion."""
     in_flight_tokens: int = 0

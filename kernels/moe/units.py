@@ -99,7 +99,7 @@ def write_units(
     tl.store(out_offsets + lane, first, mask=lane < NUM_EXPERTS)
     tl.store(out_offsets + NUM_EXPERTS, tl.sum(counts, 0))
     units = (counts + UNIT_PAIRS - 1) // UNIT_PAIRS
-    begin = units_of_larger(counts, units, UNIT_PAIRS, LANES) if LARGEST_FIRST else tl.cumsum(units, 0) - units
+    begin = units_before(counts, units, UNIT_PAIRS, LANES) if LARGEST_FIRST else tl.cumsum(units, 0) - units
     for index in range(tl.max(units, 0)):
         at = out_units + (begin + index) * 4
         exists = index < units
@@ -113,7 +113,7 @@ def write_units(
 
 
 @triton.jit
-def units_of_larger(counts, units, UNIT_PAIRS: tl.constexpr, LANES: tl.constexpr):
+def units_before(counts, units, UNIT_PAIRS: tl.constexpr, LANES: tl.constexpr):
     """The number of units before those of each expert, if experts are sorted by the size of their first unit in steps of
     SIZE_STEP pairs, largest first, then by id [LANES]. counts: numbers of pairs"""
     SIZES: tl.constexpr = (UNIT_PAIRS + SIZE_STEP - 1) // SIZE_STEP
