@@ -1,10 +1,10 @@
-"""A program that compiles what jobs launch on a card, on a machine without it: `recipe_launches.py CARD RECIPE ...`.
+"""A program that compiles what jobs launch on a card, without the card: `recipe_launches.py CARD [--no-compile] RECIPE ...`.
 
 The engine of a model in its true sizes, but of few layers and with a small vocabulary, is dry-run (`kernels/common/dry_run.py`)
 with tensors of the CPU that say that they lie on a GPU, and with a driver that only tells the architecture. Launches are compiled
 with the arguments, tiles and specialisations of a job. Weights are zeros, which take no memory until they are written.
-Prints one JSON line a launch that ended early, {"ended": why}, and at the end {"compiled": number of kernels}. The kernels are in
-TRITON_CACHE_DIR.
+Prints a JSON line a launch that ended early, {"ended": why}, and at the end {"launches": how many, "compiled": how many kernels}.
+The kernels are in TRITON_CACHE_DIR. With --no-compile launches are checked only, which takes a tenth of the time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.padded import TorchPlan
@@ -52,6 +53,7 @@ from batchspec.tuning import policy
 from batchspec.tuning.cards import known_card
 from tests.engines import make_engine, packed
 
+NO_COMPILE = "--no-compile"
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 NUM_DRAFTS, ROWS, PASS_TOKENS = 3, (1, 8, 64), 4096
 STORED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32}
@@ -93,13 +95,12 @@ def runs_on(name: str, card: Card) -> bool:
 
 
 def zeros(made: DummyWeights, tensor: TensorSpec, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of zeros whose memory is never touched; an index gets valid numbers, and the scale of a whole projection is 1."""
+    """A tensor of zeros whose memory is never touched; an index gets valid numbers, and a scale of one number is 1."""
     if tensor.role == "index":
         return made._integers(tensor, shape)
-    if tensor.role == "scale" and shape == (1,):
-        return torch.ones(shape)
-    dtype = STORED.get(tensor.dtypes[0]) if len(tensor.dtypes) == 1 else None
-    return torch.zeros(shape, dtype=dtype or weights._dtype_of(tensor, made.dtype))
+    stored = STORED.get(tensor.dtypes[0]) if len(tensor.dtypes) == 1 else None
+    dtype = stored or weights._dtype_of(tensor, made.dtype)
+    return torch.ones(shape, dtype=dtype) if tensor.role == "scale" and shape == (1,) else torch.zeros(shape, dtype=dtype)
 
 
 @contextmanager
@@ -158,8 +159,8 @@ def engine_of(recipe: Recipe) -> tuple[Engine, int]:
     return make_engine(target, drafter, batch, device=CPU, options=RoundOptions(row_lengths=True)), NUM_DRAFTS
 
 
-def dry_runs(recipe: Recipe) -> list[str]:
-    """Dry-run all launches that prepare an engine of the recipe. Returns why some ended before their end."""
+def dry_runs(recipe: Recipe) -> list[str | None]:
+    """Dry-run all launches that prepare an engine of the recipe. Returns for each why it ended early, or None."""
     with torch.inference_mode():
         engine, most = engine_of(recipe)
         executor, mode = engine.executor, SamplingMode(random=recipe.random)
@@ -167,21 +168,32 @@ def dry_runs(recipe: Recipe) -> list[str]:
         executor.rows.provide(mode)
         shapes = [RoundShape(rows, drafts, mode) for rows in ROWS for drafts in (0, most)]
         shapes += [RoundShape(max(ROWS), most, mode, mean_len=mean_len) for _, mean_len in partial_widths((0, most))]
-        return [ended for launch in executor.launches(mode, shapes) if (ended := dry_run(launch, CPU))]
+        return [dry_run(launch, CPU) for launch in executor.launches(mode, shapes)]
+
+
+def launch_nothing(*args: Any, **options: Any) -> None:
+    """In place of a launch: nothing is compiled either."""
 
 
 def main() -> None:
-    card, count = known_card(sys.argv[1]).card, [0]
+    launches = compiled = 0
 
     def listener(**event: Any) -> None:
-        count[0] += not event["cache_hit"]
+        nonlocal compiled
+        compiled += not event["cache_hit"]
 
+    card, names = known_card(sys.argv[1]).card, sys.argv[2:]
+    if names[0] == NO_COMPILE:
+        del names[0]
+        JITFunction.run = launch_nothing
     triton.knobs.compilation.listener = listener
     with standing_for(card):
-        for name in sys.argv[2:]:
+        for name in names:
             for ended in dry_runs(RECIPES[name]):
-                print(json.dumps({"ended": f"{name}: {ended}"}), flush=True)
-    print(json.dumps({"compiled": count[0]}), flush=True)
+                launches += 1
+                if ended:
+                    print(json.dumps({"ended": f"{name}: {ended}"}), flush=True)
+    print(json.dumps({"launches": launches, "compiled": compiled}), flush=True)
 
 
 if __name__ == "__main__":

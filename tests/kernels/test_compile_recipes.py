@@ -1,6 +1,7 @@
 """What a job launches on each card compiles without a GPU and fits the card, with the tiles that the policy gives for it.
 
-A run compiles one recipe for one architecture, in CI in rotation; `-m cards` compiles all.
+A run checks the launches of all recipes for one architecture and compiles those of one recipe, in CI in rotation; `-m cards`
+compiles all for all.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.kernels.architectures import CARDS, ROTATION, card_for, chosen, usage_of
-from tests.kernels.recipe_launches import RECIPES, runs_on
+from tests.kernels.recipe_launches import NO_COMPILE, RECIPES, runs_on
 from tests.tiers import turn
 
 ROOT, PROGRAM = Path(__file__).parents[2], Path(__file__).with_name("recipe_launches.py")
@@ -36,15 +38,37 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("architecture", "name"), PAIRS)
-def test_what_a_job_launches_compiles_and_fits(architecture: int, name: str, tmp_path: Path) -> None:
+def checked(architecture: int, *words: str, cache: Path) -> dict[str, Any]:
+    """The last line of recipe_launches.py, none of whose launches ended early."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DISABLE_LINE_INFO": "1", "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, str(PROGRAM), CARDS[architecture], name]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    env |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DISABLE_LINE_INFO": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(PROGRAM), CARDS[architecture], *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     *ended, last = (json.loads(line) for line in done.stdout.splitlines())
-    assert ended == []
+    assert {line["ended"] for line in ended} == set()
+    return dict(last)
+
+
+ARCHITECTURES = [
+    pytest.param(architecture, id=card, marks=[
+        *([pytest.mark.second, pytest.mark.every_case] if architecture == chosen() else [pytest.mark.slow]), pytest.mark.cards,
+    ])
+    for architecture, card in CARDS.items()
+]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_launch_of_any_recipe_ends_early(architecture: int, tmp_path: Path) -> None:
+    names = [name for name in RECIPES if runs_on(name, card_for(architecture))]
+    last = checked(architecture, NO_COMPILE, *names, cache=tmp_path)
+    assert last["launches"] > 10 * len(names)
+    assert last["compiled"] == 0
+
+
+@pytest.mark.parametrize(("architecture", "name"), PAIRS)
+def test_what_a_job_launches_compiles_and_fits(architecture: int, name: str, tmp_path: Path) -> None:
+    last = checked(architecture, name, cache=tmp_path)
     card = card_for(architecture)
     used = [usage_of(json.loads(path.with_suffix(".json").read_text()), path) for path in tmp_path.glob("*/*.cubin")]
     assert len(used) == last["compiled"] > 20
