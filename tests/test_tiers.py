@@ -55,6 +55,13 @@ def test_cases_of_other_tiers_and_those_that_are_marked_run_in_each_turn(mark: s
     assert not cases_of_other_turns([case("test[x]", mark), case("test[y]", mark)], 1000)
 
 
+def test_cases_that_rotate_over_architectures_are_not_halved_too(collected: list[Marks]) -> None:
+    """Else the turns that have a case may all be those that leave it out."""
+    rotated = [marks for marks in collected if {"cards", "second"} <= marks.names]
+    assert rotated
+    assert [marks.test for marks in rotated if not marks.names & {"every_case", "slow"}] == []
+
+
 def test_every_smoke_test_is_one_of_the_second_tier_in_the_first(collected: list[Marks]) -> None:
     smoke = [marks for marks in collected if "smoke" in marks.names]
     assert Counter(marks.smoke for marks in smoke) == Counter(SMOKE)

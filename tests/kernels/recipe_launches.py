@@ -104,8 +104,8 @@ def zeros(made: DummyWeights, tensor: TensorSpec, shape: tuple[int, ...]) -> Ten
 
 
 @contextmanager
-def standing_for(card: Card) -> Iterator[None]:
-    """CPU tensors pass for tensors of the card; nothing is launched."""
+def standing_for(card: Card, *, compiles: bool) -> Iterator[None]:
+    """CPU tensors pass for tensors of the card; nothing is launched. Without `compiles`, no kernel is compiled either."""
     major, minor = card.capability
     driver.set_active(SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 10 * major + minor, 32), get_current_device=lambda: 0,
@@ -121,6 +121,8 @@ def standing_for(card: Card) -> Iterator[None]:
         return Mxfp4Weight(words, exponents, rows, k, gated)
 
     with pytest.MonkeyPatch.context() as patch, assumed(card):
+        if not compiles:
+            patch.setattr(JITFunction, "run", lambda kernel, *args, **options: None)
         patch.setattr(policy, "has_kernels", lambda device: True)
         patch.setattr(fp8_products, "has_scaled_mm", lambda *args, **kwargs: False)
         patch.setattr(pdl, "supported", lambda device: card.overlaps_launches)
@@ -171,10 +173,6 @@ def dry_runs(recipe: Recipe) -> list[str | None]:
         return [dry_run(launch, CPU) for launch in executor.launches(mode, shapes)]
 
 
-def launch_nothing(*args: Any, **options: Any) -> None:
-    """In place of a launch: nothing is compiled either."""
-
-
 def main() -> None:
     launches = compiled = 0
 
@@ -182,13 +180,10 @@ def main() -> None:
         nonlocal compiled
         compiled += not event["cache_hit"]
 
-    card, names = known_card(sys.argv[1]).card, sys.argv[2:]
-    if names[0] == NO_COMPILE:
-        del names[0]
-        JITFunction.run = launch_nothing
+    card, *names = sys.argv[1:]
     triton.knobs.compilation.listener = listener
-    with standing_for(card):
-        for name in names:
+    with standing_for(known_card(card).card, compiles=NO_COMPILE not in names):
+        for name in [name for name in names if name != NO_COMPILE]:
             for ended in dry_runs(RECIPES[name]):
                 launches += 1
                 if ended:

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.architectures import CARDS, ROTATION, card_for, chosen, usage_of
+from tests.kernels.architectures import CARDS, CHOICE, ROTATION, card_for, chosen, usage_of
 from tests.kernels.recipe_launches import NO_COMPILE, RECIPES, runs_on
-from tests.tiers import turn
+from tests.tiers import TURN, turn
 
 ROOT, PROGRAM = Path(__file__).parents[2], Path(__file__).with_name("recipe_launches.py")
 MOST_SPILLED = 640
@@ -26,15 +26,29 @@ OF_DRAFT_LENGTHS = {"allocate_drafts_kernel", "learn_acceptance_kernel", "prepar
 """Kernels of rounds that verify more drafts of one row than of another."""
 
 
-def marks(architecture: int, name: str) -> list[pytest.MarkDecorator]:
-    own = [recipe for recipe in RECIPES if runs_on(recipe, card_for(architecture))]
-    now = architecture == chosen() and name == own[(turn() or 0) // len(ROTATION) % len(own)]
+def recipes_on(architecture: int) -> list[str]:
+    return [name for name in RECIPES if runs_on(name, card_for(architecture))]
+
+
+def recipe_of_turn(architecture: int) -> str:
+    """The recipe that this run of CI compiles if it compiles for the architecture."""
+    own = recipes_on(architecture)
+    return own[(turn() or 0) // len(ROTATION) % len(own)]
+
+
+def marks(now: bool) -> list[pytest.MarkDecorator]:
+    """now: this run of CI has the case."""
     return [pytest.mark.second if now else pytest.mark.slow, pytest.mark.cards]
 
 
+ARCHITECTURES = [
+    pytest.param(architecture, marks=marks(architecture == chosen()), id=card) for architecture, card in CARDS.items()
+]
 PAIRS = [
-    pytest.param(architecture, name, marks=marks(architecture, name), id=f"{name}, {card}")
-    for architecture, card in CARDS.items() for name in RECIPES if runs_on(name, card_for(architecture))
+    pytest.param(
+        architecture, name, marks=marks((architecture, name) == (chosen(), recipe_of_turn(architecture))), id=f"{name}, {card}"
+    )
+    for architecture, card in CARDS.items() for name in recipes_on(architecture)
 ]
 
 
@@ -50,22 +64,16 @@ def checked(architecture: int, *words: str, cache: Path) -> dict[str, Any]:
     return dict(last)
 
 
-ARCHITECTURES = [
-    pytest.param(architecture, id=card, marks=[
-        *([pytest.mark.second, pytest.mark.every_case] if architecture == chosen() else [pytest.mark.slow]), pytest.mark.cards,
-    ])
-    for architecture, card in CARDS.items()
-]
-
-
+@pytest.mark.every_case
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_launch_of_any_recipe_ends_early(architecture: int, tmp_path: Path) -> None:
-    names = [name for name in RECIPES if runs_on(name, card_for(architecture))]
+    names = recipes_on(architecture)
     last = checked(architecture, NO_COMPILE, *names, cache=tmp_path)
     assert last["launches"] > 10 * len(names)
     assert last["compiled"] == 0
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("architecture", "name"), PAIRS)
 def test_what_a_job_launches_compiles_and_fits(architecture: int, name: str, tmp_path: Path) -> None:
     last = checked(architecture, name, cache=tmp_path)
@@ -75,3 +83,12 @@ def test_what_a_job_launches_compiles_and_fits(architecture: int, name: str, tmp
     assert {usage.kernel for usage in used} >= OF_DRAFT_LENGTHS
     assert [misfit for usage in used if (misfit := usage.misfit(card))] == []
     assert [usage for usage in used if usage.spilled_bytes > MOST_SPILLED] == []
+
+
+def test_the_rotation_compiles_every_recipe_for_every_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CHOICE, raising=False)
+    seen = set()
+    for place in range(len(ROTATION) * len(RECIPES)):
+        monkeypatch.setenv(TURN, str(place))
+        seen.add((chosen(), recipe_of_turn(chosen())))
+    assert seen == {pair.values for pair in PAIRS}
