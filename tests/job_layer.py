@@ -42,6 +42,7 @@ from batchspec.runner.job_run import open_run
 from batchspec.runstate.journal import Journal
 from batchspec.storage.local_store import LocalStore
 from batchspec.supervise.signals import EndSignals
+from batchspec.tool_calls.probe import AnswerSamples
 
 TOKENS = 512
 """Tokens of a prompt, and of an output."""
@@ -132,7 +133,7 @@ class StandInTokenizer:
     eos_ids: tuple[int, ...] = (2,)
     special_ids: Mapping[str, int] = {}
     added_ids: Mapping[str, int] = {}
-    fingerprint, has_chat_template, answer_templates = "stand-in", True, ()
+    fingerprint, has_chat_template, answer_samples = "stand-in", True, AnswerSamples()
 
     def __init__(self, texts: Sequence[str]) -> None:
         random = np.random.default_rng(1)

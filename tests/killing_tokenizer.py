@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from batchspec.tool_calls.probe import AnswerSamples
+
 
 class KillingTokenizer:
     """A token a byte. Ends its process at the text `... die`, and at `FILE die once` while there is no such file."""
@@ -16,7 +18,7 @@ class KillingTokenizer:
     special_ids: Mapping[str, int] = {}
     added_ids = special_ids
     fingerprint = "kills"
-    has_chat_template, answer_templates = False, ()
+    has_chat_template, answer_samples = False, AnswerSamples()
 
     def encode(self, text: str, **_: Any) -> list[int]:
         if text.endswith("die"):

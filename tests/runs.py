@@ -32,7 +32,7 @@ from omegaconf import DictConfig
 from batchspec import run
 from batchspec.batch.automata import AutomataCapacity
 from batchspec.distributed import rank_processes
-from batchspec.model import templates, tokenizer
+from batchspec.model import chat_templates, templates
 from batchspec.model.templates import Templates
 from batchspec.packing import rates
 from batchspec.report.page import can_draw
@@ -76,7 +76,7 @@ def make_jobs_quick(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(conclude, "can_draw", lambda: False)
     patch.setattr(rates, "calibrate", cache(rates.calibrate))
     patch.setattr(Hydra, "get_mode", mode)
-    patch.setattr(tokenizer, "Templates", templates_of_a_folder)
+    patch.setattr(chat_templates, "Templates", templates_of_a_folder)
     room = AutomataCapacity.__init__.__kwdefaults__
     assert room is not None
     for name in ("masks_bytes", "lazy_masks_bytes"):

@@ -11,6 +11,7 @@ from batchspec.model.families.base import dense_layers
 from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.packing.rates import card_rates
+from batchspec.tool_calls.probe import AnswerSamples
 from batchspec.tuning.cards import known_card
 
 H200 = card_rates(known_card("H200"))
@@ -58,7 +59,7 @@ class ByteTokenizer:
     special_ids: Mapping[str, int] = {"<turn>": 256, "<end>": 257}
     added_ids = special_ids
     fingerprint = "bytes"
-    has_chat_template, answer_templates = True, ()
+    has_chat_template, answer_samples = True, AnswerSamples()
 
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {}

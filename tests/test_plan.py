@@ -454,8 +454,9 @@ import resource, sys
 from batchspec.commands.planning import plan
 from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.config.schema import RunConfig
+from batchspec.tool_calls.probe import AnswerSamples
 class Words:
-    eos_ids, special_ids, added_ids, answer_templates, fingerprint = (2,), {}, {}, (), "words"
+    eos_ids, special_ids, added_ids, answer_samples, fingerprint = (2,), {}, {}, AnswerSamples(), "words"
     def encode(self, text, **_): return [len(word) for word in text.split()]
 for path in sys.argv[2:]:
     config = RunConfig(device="cpu")

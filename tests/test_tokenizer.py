@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 
 from batchspec.errors import CheckpointError
-from batchspec.model import templates
+from batchspec.model import chat_templates, templates
 from batchspec.model import tokenizer as tokenizer_module
 from batchspec.model.tokenizer import Tokenizer
 from tests.models import CHAT_TEMPLATE, make_tokenizer
@@ -40,7 +40,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": "a <b> & 
 @pytest.fixture(autouse=True)
 def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tokenizer here has a process of its own for its templates, as outside the tests (tests/runs.py)."""
-    monkeypatch.setattr(tokenizer_module, "Templates", templates.Templates)
+    monkeypatch.setattr(chat_templates, "Templates", templates.Templates)
 
 
 @pytest.fixture
@@ -373,13 +373,13 @@ def test_the_process_of_templates_has_no_credentials_and_outlives_signals_to_all
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary")
     tokenizer = Tokenizer(folder)
     before = tokenizer.render_chat(CHAT)
-    process = tokenizer._templates._process
+    process = tokenizer.chats._templates._process
     assert process is not None
     assert b"canary" not in Path(f"/proc/{process.pid}/environ").read_bytes()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         process.send_signal(number)
     assert tokenizer.render_chat(CHAT) == before
-    assert tokenizer._templates._process is process
+    assert tokenizer.chats._templates._process is process
 
 
 @pytest.mark.parametrize("template", ["{{ x | no_such_filter }}", "{{ 9 ** 99999999 }}"])
@@ -416,7 +416,9 @@ def test_tools_and_calls_are_rendered_as_transformers_does(arguments: Any, folde
     from transformers import AutoTokenizer
 
     auto: Any = AutoTokenizer
-    expected = auto.from_pretrained(folder).apply_chat_template(chat, tools=TOOLS, tokenize=False, add_generation_prompt=True)
+    as_object = json.loads(arguments) if isinstance(arguments, str) else arguments  # as vLLM gives it to every template
+    given = [chat[0], {**chat[1], "tool_calls": [{**call, "function": {"name": "f", "arguments": as_object}}]}, answer]
+    expected = auto.from_pretrained(folder).apply_chat_template(given, tools=TOOLS, tokenize=False, add_generation_prompt=True)
     assert tokenizer.render_chat(chat, tools=TOOLS) == expected
     assert tokenizer.encode_chat(chat, tools=TOOLS) == tokenizer.encode_part(str(expected))
 
@@ -431,12 +433,12 @@ def test_tools_and_calls_are_rendered_as_transformers_does(arguments: Any, folde
         (
             "{% set f = c.function %}{% if f.arguments is string %}{{ f.arguments }}{% else %}{{ f.arguments | tojson }}"
             "{% endif %}",
-            '{ "city":"Paris"}',
+            '{"city": "Paris"}',
         ),
     ],
 )
 def test_arguments_that_are_json_text_are_encoded_once(written: str, rendered: str, folder: Path) -> None:
-    """OpenAI writes them as text. A template that makes JSON of them itself gets the object, any other one the text."""
+    """OpenAI writes them as text. A template that can write an object gets one, any other one the text."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{ "city":"Paris"}'}}
     chat: list[dict[str, Any]] = [CHAT[1], {"role": "assistant", "content": None, "tool_calls": [call]}, CHAT[1]]
     template = "{% for m in messages %}{% for c in m.tool_calls or [] %}" + written + "{% endfor %}{% endfor %}"
@@ -456,10 +458,12 @@ def test_variables_that_a_template_ignores_or_that_replace_the_chat_are_refused(
 
 def test_a_template_without_a_place_for_tools_refuses_them(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
-    with pytest.raises(ValueError, match="does not support tools"):
+    advice = "take them out of the row, or set model.chat_template to a template that writes them"
+    with pytest.raises(ValueError, match=f"^it leaves out the tools; {advice}$"):
         tokenizer.encode_chat(CHAT[1:2], tools=TOOLS)
-    with pytest.raises(ValueError, match="does not support tool_calls"):
-        tokenizer.encode_chat([CHAT[1], {"role": "assistant", "content": "x", "tool_calls": [{"id": "c"}]}, CHAT[1]])
+    call = {"role": "assistant", "content": "x", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}
+    with pytest.raises(ValueError, match=r"it leaves out the tool calls of message 1 \(role assistant\); take"):
+        tokenizer.encode_chat([CHAT[1], call, CHAT[1]])
     assert tokenizer.encode_chat(CHAT[1:2], tools=[]) == tokenizer.encode_chat(CHAT[1:2])
 
 
@@ -506,7 +510,7 @@ def test_template_files_go_before_the_config_and_the_users_before_all(folder: Pa
         (lambda folder: (folder / "tokenizer.json").write_bytes(b"{\xff"), "tokenizer.json: not UTF-8 at byte 1"),
         (lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), "chat_template.jinja: not UTF-8 at byte 0"),
         (lambda folder: (folder / "tokenizer_config.json").write_text("[" * 99_999), "tokenizer_config.json: nested too deeply"),
-        (lambda folder: (folder / "tokenizer_config.json").write_text('{"chat_template": ["x"]}'), "without name or template"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text('{"chat_template": ["x"]}'), "objects with a name and a template"),
     ],
 )
 def test_a_broken_folder_is_named_in_one_line(break_it: Any, said: str, folder: Path) -> None:

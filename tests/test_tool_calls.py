@@ -25,7 +25,8 @@ from batchspec.model.thinking import find_think_tokens
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.records import Completion
 from batchspec.tool_calls.form import Tools, typed_value
-from batchspec.tool_calls.registry import FORMS, SIGNS, choose_form, form_written_by
+from batchspec.tool_calls.probe import ARGUMENTS, FUNCTION, AnswerSamples
+from batchspec.tool_calls.registry import FORMS, choose_form, form_asked_for
 from batchspec.tool_calls.split import CallParser, call_id
 from batchspec.warm.conversations import Turn
 from tests.engines import request
@@ -67,15 +68,52 @@ def decode(ids: Any, skip_special: bool) -> str:
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("calls", [CALLS, CALLS[1:], [("f", {})]], ids=["two", "one", "no arguments"])
 def test_calls_that_a_template_writes_are_read_back(name: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
+    if name == "glm4":
+        calls = calls[:1]  # it has a turn for each call
     assert parsed(name, written(name, calls)) == ("", calls)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_template_s_own_text_says_the_form(name: str) -> None:
-    form = form_written_by([TEMPLATES[name]])
+def test_the_form_is_that_which_reads_the_call_that_the_template_writes(name: str, tmp_path: Path) -> None:
+    form = choose_form("auto", samples_of(tmp_path, TEMPLATES[name]), channels=False)
     assert form is not None
     assert form.name == name.partition(",")[0]
     assert pickle.loads(pickle.dumps(form)) == form, "admission in other processes has it too"
+
+
+def samples_of(folder: Path, template: str) -> AnswerSamples:
+    return Tokenizer(make_tokenizer(folder, chat_template=template)).answer_samples
+
+
+@pytest.mark.parametrize(
+    ("asks", "name"),
+    [
+        ('respond only with <|tool_call|> followed by a JSON list of tools', "granite"),
+        ("<|tool|>{{ tools | tojson }}<|/tool|>", "phi4"),
+        ("answer <tool_call>\n{'arguments': <args-dict>, 'name': <function-name>}\n</tool_call>", "hermes"),
+        ("write [func_name1(params_name1=params_value1)]", "pythonic"),
+        ("<|tool_list_start|>", "pythonic"),
+        ('Respond in the format {"name": function name, "parameters": dictionary}', "llama3_json"),
+        ("<seed:tool_call>\n<function=f>\n<parameter=x>1</parameter>\n</function>\n</seed:tool_call>", "seed_oss"),
+        ("call them", None),
+    ],
+)
+def test_of_a_template_that_writes_no_calls_the_prompt_with_tools_says_the_form(
+    asks: str, name: str | None, tmp_path: Path
+) -> None:
+    """Not the template's own text: a word in a branch that no prompt reaches says nothing."""
+    never = "{{ '<tool_call>[TOOL_CALLS]<arg_key><minimax:tool_call>' if false }}"
+    template = never + "{{ tools | tojson if tools }}{% if tools %}" + asks + "{% endif %}"
+    template += "{% for m in messages %}{{ m.content }}{% endfor %}"
+    form = choose_form("auto", samples_of(tmp_path, template), channels=False)
+    assert (None if form is None else form.name) == name
+
+
+def test_a_template_that_writes_calls_in_an_unknown_form_has_none(tmp_path: Path) -> None:
+    """Calls would be searched for in a form that the model does not write."""
+    template = "{{ '<tool_call>' if tools }}{% for m in messages %}{% for c in m.tool_calls or [] %}call {{ c.function.name }}"
+    template += " with {{ c.function.arguments | tojson }}{% endfor %}{{ m.content }}{% endfor %}"
+    assert choose_form("auto", samples_of(tmp_path, template), channels=False) is None
 
 
 def test_the_response_template_comes_before_the_chat_template_and_a_key_before_both() -> None:
@@ -83,10 +121,10 @@ def test_the_response_template_comes_before_the_chat_template_and_a_key_before_b
     tags = {"tag_pattern": "<parameter=(?P<key>[^>]+)>(?P<value>.*?)</parameter>"}
     calls = {"open_pattern": "<tool_call>\\s*<function=(?P<name>[^>]+)>", "content": "xml-inline", "content_args": tags}
     described = json.dumps({"fields": {"tool_calls": calls}})
-    hermes = [TEMPLATES["hermes"]]
+    hermes = written("hermes", [(FUNCTION, ARGUMENTS)])
 
     def chosen(setting: str, text: str = "", channels: bool = False) -> str | None:
-        form = choose_form(setting, [[text], hermes] if text else [hermes], channels=channels)
+        form = choose_form(setting, AnswerSamples(text, hermes), channels=channels)
         return None if form is None else form.name
 
     assert chosen("auto") == "hermes"
@@ -96,11 +134,10 @@ def test_the_response_template_comes_before_the_chat_template_and_a_key_before_b
     assert chosen("auto", channels=True) is None
     with pytest.raises(ConfigError, match=r"model.tool_calls=none has no effect: .* \(harmony\)"):
         chosen("none", channels=True)
-    assert form_written_by(["{{ messages }}"]) is None
-    assert {form.name for _, form in SIGNS} == set(FORMS)
+    assert form_asked_for("{{ messages }}") is None
 
 
-@pytest.mark.parametrize("name", sorted({*TEMPLATES} - {"llama3_json", "pythonic"}))
+@pytest.mark.parametrize("name", sorted({*TEMPLATES} - {"llama3_json", "pythonic", "glm4"}))
 def test_text_around_calls_is_the_content(name: str) -> None:
     text = written(name, CALLS[1:], content="Let me see.\n")
     assert parsed(name, text) == ("Let me see.", CALLS[1:])
@@ -127,6 +164,12 @@ def test_text_around_calls_is_the_content(name: str) -> None:
         ("qwen3_coder", "<function=say><parameter=text>\n\n</parameter> \n</parameter></function>", "",
          [("say", {"text": "\n</parameter> "})]),
         ("glm", "<tool_call>say<arg_key>text</arg_key><arg_value>5</arg_value></tool_call>", "", [("say", {"text": "5"})]),
+        ("gemma4", 'Sure.<|tool_call>call:f{x: -1.5, o:{<|"|>a b<|"|>:[]}}', "Sure.", [("f", {"x": -1.5, "o": {"a b": []}})]),
+        ("granite", '<|tool_call|> [{"name": "f"}, {"name": "say"}]', "", [("f", {}), ("say", {})]),
+        ("phi4", '<|tool_call|>[{"name": "f", "arguments": {"x": 1}}]', "", [("f", {"x": 1})]),
+        ("glm4", 'f\n{"x": 1}\n', "", [("f", {"x": 1})]),
+        ("pythonic", "<function_calls>[f(x=1)]</function_calls>Done.", "Done.", [("f", {"x": 1})]),
+        ("seed_oss", "Sure.<seed:tool_call>\n<function=f></function>\n</seed:tool_call>", "Sure.", [("f", {})]),
     ],
 )
 def test_other_ways_to_write_a_call_are_read(name: str, text: str, content: str, found: Any) -> None:
@@ -158,6 +201,20 @@ def test_other_ways_to_write_a_call_are_read(name: str, text: str, content: str,
         ("glm", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>5</arg_value>"),
         ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">5</parameter>'),
         ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"),
+        ("gemma4", "<|tool_call>call:f{x:1,}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:f{x:1<tool_call|>"),
+        ("gemma4", '<|tool_call>call:f{x:<|"|>a}<tool_call|>'),
+        ("gemma4", "<|tool_call>call:f{1}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:f{x:NaN}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:f{x:" + "[" * 100_000),
+        ("gemma4", "<|tool_call>call:f{x:1}and"),
+        ("glm4", 'f\n{"x": 1} and'),
+        ("glm4", 'Ann\n{"x": 1}'),
+        ("glm4", 'f {"x": 1}'),
+        ("granite", '<|tool_call|>[{"name": "f"}'),
+        ("phi4", '<|tool_call|>[{"name": "f"}] and <|/tool_call|>'),
+        ("pythonic", "<function_calls>f(x=1); y = 2</function_calls>"),
+        ("pythonic", "f(x=1)"),
         ("pythonic", "[Ann(x=1)]"),
         ("pythonic", "[]"),
         ("pythonic", "[1, 2]"),
@@ -193,7 +250,8 @@ _VALUES = st.recursive(
 _JSON_CALLS = st.lists(
     st.tuples(st.sampled_from(["f", "say"]), st.dictionaries(_KEYS, _VALUES, max_size=3)), min_size=1, max_size=3
 )
-OF_JSON = [name for name in TEMPLATES if name.partition(",")[0] not in ("qwen3_coder", "glm", "minimax_m2", "pythonic")]
+_OTHERS = ("qwen3_coder", "seed_oss", "glm", "glm4", "minimax_m2", "pythonic", "gemma4")
+OF_JSON = [name for name in TEMPLATES if name.partition(",")[0] not in _OTHERS]
 
 
 @settings(max_examples=40, deadline=None)
@@ -210,6 +268,25 @@ def test_any_python_literal_comes_back_as_it_was(calls: list[tuple[str, dict[str
     assert parsed("pythonic", written("pythonic", keywords)) == ("", keywords)
 
 
+@settings(max_examples=40, deadline=None)
+@given(call=_JSON_CALLS.map(lambda calls: calls[:1]))
+def test_any_json_after_a_name_comes_back_as_it_was(call: list[tuple[str, dict[str, Any]]]) -> None:
+    assert parsed("glm4", written("glm4", call)) == ("", call)
+
+
+_OF_GEMMA = st.recursive(
+    st.none() | st.booleans() | st.integers() | _TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(calls=st.lists(st.tuples(st.sampled_from(["f", "say"]), st.dictionaries(_KEYS, _OF_GEMMA, max_size=3)), min_size=1))
+def test_gemma_s_values_come_back_as_they_were(calls: list[tuple[str, dict[str, Any]]]) -> None:
+    assert parsed("gemma4", written("gemma4", calls)) == ("", calls)
+
+
 _KINDS: dict[str, Any] = {
     "integer": st.integers(-(2**53), 2**53), "number": st.floats(allow_nan=False, allow_infinity=False), "boolean": st.booleans(),
     "string": _TEXTS, "object": st.dictionaries(_TEXTS, _VALUES, max_size=3), "array": st.lists(_VALUES, max_size=3),
@@ -221,7 +298,7 @@ _TYPED = st.dictionaries(
 
 @settings(max_examples=80, deadline=None)
 @given(arguments=_TYPED)
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "minimax_m2"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "glm", "minimax_m2"])
 def test_arguments_between_tags_get_the_types_of_the_tool(name: str, arguments: dict[str, tuple[str, Any]]) -> None:
     own = tool("f", **{key: kind for key, (kind, _) in arguments.items()})
     values = {key: value for key, (_, value) in arguments.items()}
@@ -232,8 +309,8 @@ def test_arguments_between_tags_get_the_types_of_the_tool(name: str, arguments: 
 def damaged(draw: st.DrawFn, name: str) -> str:
     """What a template writes, with up to two pieces of it left out, written twice or replaced by others."""
     calls = draw(st.lists(st.sampled_from([*CALLS, ("f", {}), ("say", {"text": "[5"})]), min_size=1, max_size=3))
-    if name in ("llama3_json", "pythonic"):
-        text = written(name, calls)
+    if name in ("llama3_json", "pythonic", "glm4"):
+        text = written(name, calls[:1] if name == "glm4" else calls)
     else:
         text = written(name, calls, content=draw(st.sampled_from(["", "Let me see.\n"])))
     for _ in range(draw(st.integers(0, 2))):
@@ -516,5 +593,5 @@ def test_a_tokenizer_s_response_template_decides(tmp_path: Path) -> None:
     file = folder / "tokenizer_config.json"
     tags = {"open_pattern": "<tool_call>\\s*<function=(?P<name>[^>]+)>", "content_args": {"tag_pattern": "<parameter=(?P<k>.)>"}}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"response_template": {"fields": {"tool_calls": tags}}}))
-    form = choose_form("auto", Tokenizer(folder).answer_templates, channels=False)
+    form = choose_form("auto", Tokenizer(folder).answer_samples, channels=False)
     assert form is FORMS["qwen3_coder"]

@@ -54,7 +54,28 @@ TEMPLATES = {
         "<｜tool▁calls▁begin｜>" + _EACH + "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ f.name }}\n```json\n"
         "{{ f.arguments | tojson }}\n```<｜tool▁call▁end｜>{{ '\n' if not loop.last }}{% endfor %}<｜tool▁calls▁end｜>"
     ),
-    "pythonic": chat_template("{{ message.tool_calls }}", says="write [func_name1(params_name1=params_value1), func_name2()]"),
+    "gemma4": chat_template(
+        "{% macro write(v) %}{% if v is string %}<|\"|>{{ v }}<|\"|>{% elif v is boolean %}{{ 'true' if v else 'false' }}"
+        "{% elif v is none %}null{% elif v is mapping %}{{ '{' }}{% for k, w in v.items() %}{{ ',' if not loop.first }}{{ k }}:"
+        "{{ write(w) }}{% endfor %}{{ '}' }}{% elif v is sequence %}[{% for w in v %}{{ ',' if not loop.first }}{{ write(w) }}"
+        "{% endfor %}]{% else %}{{ v }}{% endif %}{% endmacro %}"
+        + _EACH + "<|tool_call>call:{{ f.name }}{{ write(f.arguments) }}<tool_call|>{% endfor %}"
+    ),
+    "seed_oss": chat_template(
+        _EACH + "\n<seed:tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}"
+        f"<parameter={{{{ k }}}}>{_VALUE}</parameter>\n{{% endfor %}}</function>\n</seed:tool_call>{{% endfor %}}"
+    ),
+    "granite": chat_template(f"<|tool_call|>[{_EACH}{{{{ ', ' if not loop.first }}}}{_JSON}{{% endfor %}}]"),
+    "phi4": chat_template(f"<|tool_call|>[{_EACH}{{{{ ', ' if not loop.first }}}}{_JSON}{{% endfor %}}]<|/tool_call|>"),
+    "glm4": chat_template("{% set f = message.tool_calls[0].function %}{{ f.name }}\n{{ f.arguments | tojson }}"),
+    "pythonic, by line": chat_template(
+        "<function_calls>" + _EACH + "{{ '\n' if not loop.first }}{{ f.name }}({% for k, v in f.arguments.items() %}"
+        "{{ ', ' if not loop.first }}{{ k }}={{ v | tojson }}{% endfor %}){% endfor %}</function_calls>"
+    ),
+    "pythonic": chat_template(
+        f"[{_EACH}{{{{ ', ' if not loop.first }}}}{{{{ f.name }}}}({{% for k, v in f.arguments.items() %}}"
+        "{{ ', ' if not loop.first }}{{ k }}={{ v | tojson }}{% endfor %}){% endfor %}]"
+    ),
 }
 """Each name begins with that of the form."""
 

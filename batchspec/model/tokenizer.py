@@ -6,10 +6,8 @@ This module does not import torch.
 from __future__ import annotations
 
 import json
-import os
-import re
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,10 @@ import tokenizers
 from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.config.schema import TEMPLATE_DATE
 from batchspec.errors import CheckpointError
-from batchspec.model.config_values import Json, has_file, read_json, read_text, shown
-from batchspec.model.files import LocalFiles
+from batchspec.model.chat_templates import CONTINUED, AnswerSamples, ChatTemplates, template_sources
+from batchspec.model.config_values import has_file, read_text, shown
 from batchspec.model.special_tokens import add_declared, special_tokens, tokenizer_config
 from batchspec.model.template_process import Limit
-from batchspec.model.templates import Templates
 from batchspec.model.text_bytes import LongText, text_bound
 from batchspec.model.text_growth import added_problem, growth_problem
 from batchspec.model.token_bytes import token_symbols
@@ -32,10 +29,6 @@ END_CHARS = 1 << 20
 """If only the end of a text is wanted, a text with more characters is tokenised only from its end."""
 _SPARE_TOKENS = 64
 """Tokens required beyond the wanted ones, because cutting the text changes the few tokens right after the cut."""
-_WRITES_ARGUMENTS = re.compile(r"\barguments\s*\|\s*(tojson|items|dictsort)|\barguments\.(items|keys)\b")
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Fields of an assistant's message that hold its thought, as servers and templates call them."""
-_MARK = "BATCHSPECTHEANSWERGOESONHERE"
 
 
 class Tokenizer:
@@ -50,9 +43,8 @@ class Tokenizer:
     """Special token -> id: control tokens, which ordinary text never produces and `decode` can omit."""
     added_ids: dict[str, int]
     """Added token -> id, special or not: text is split at these tokens first."""
-    answer_templates: tuple[Collection[str], ...]
-    """Texts that say how the model writes its answers, the surest first: the response template of tokenizer_config.json, which
-    transformers reads, as JSON text, if there is one, and the chat templates."""
+    chats: ChatTemplates
+    """Its chat templates."""
     fingerprint: str
     """sha256 of everything that determines the ids: tokenizer.json, special tokens, templates."""
 
@@ -75,10 +67,9 @@ class Tokenizer:
         self._variables = special_tokens(config)
         added_later = add_declared(self._tokenizer, folder, config, self._variables)
         self._bound = text_bound(json.loads(self._tokenizer.to_str()) if added_later else facts)
-        sources = _template_sources(folder, config, chat_template)
-        self._templates = Templates(sources, shown(folder), date=date)
-        described = config.get("response_template")
-        self.answer_templates = (*([[json.dumps(described)]] if described else []), list(sources.values()))
+        sources = template_sources(folder, config, chat_template)
+        self.chats = ChatTemplates(sources, self._variables, shown(folder), date=date)
+        self._described = config.get("response_template")
         added = self._tokenizer.get_added_tokens_decoder()
         num_added = self._tokenizer.num_special_tokens_to_add(is_pair=False)
         if problem := growth_problem(facts) or added_problem([token.content for token in added.values()], num_added):
@@ -93,9 +84,13 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether there is a chat template. Raises CheckpointError if one does not compile."""
-        if self._templates:
-            self._templates.check()
-        return bool(self._templates)
+        self.chats.check()
+        return bool(self.chats)
+
+    @cached_property
+    def answer_samples(self) -> AnswerSamples:
+        """Texts that say in which form the model writes tool calls."""
+        return self.chats.answer_samples(self._described)
 
     def encode(self, text: str, *, max_tokens: int | None = None, keep_end: bool = False) -> list[int]:
         """Ids of a text, including BOS or other tokens that the checkpoint's post-processor adds.
@@ -137,14 +132,14 @@ class Tokenizer:
         """Ids of a chat up to the beginning of the assistant's answer; `max_tokens` and `keep_end` as in `encode`.
 
         The template writes the special tokens, so none are added. Of several templates, `tool_use` is used for a chat with
-        tools, otherwise `default`. Raises ValueError with the template's own message if it refuses the chat.
+        tools, otherwise `default`. Raises ValueError with the template's own message if it refuses the chat, and if it leaves
+        out a text, a tool call or a tool of the chat.
         """
-        self._check_tools(messages, tools)
         if problem := self.problem_of(template_kwargs or {}):
             raise ValueError(problem)
         limit = self._limit(max_tokens, keep_end)
         text = self.render_chat(
-            messages, tools=tools, template_kwargs=template_kwargs, continue_final=continue_final, limit=limit
+            messages, tools=tools, template_kwargs=template_kwargs, continue_final=continue_final, limit=limit, whole=True
         )
         return self._ids(text, False, max_tokens, keep_end)
 
@@ -156,74 +151,27 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         continue_final: bool = False,
         limit: Limit | None = None,
+        whole: bool = False,
     ) -> str:
         """The text that `encode_chat` encodes.
 
         continue_final  the answer continues the text of the last message: the text ends there
         limit           how long the text may be, or how much of its end is wanted
+        whole           refuse a chat of which the template leaves out a text, a tool call or a tool
         Raises ValueError without a template, or with the template's own message if it refuses the chat.
         """
-        name = self._template_for(tools)
-        if name not in self._templates:
-            raise ValueError("the model has no chat template; set model.chat_template to a Jinja file, or give a plain prompt")
-        if continue_final:
-            final = messages[-1]
-            messages = [*messages[:-1], {**final, "content": f"{final['content']}{_MARK}"}]
-        if self._takes_objects(name):
-            messages = [_with_objects(message) for message in messages]
-        messages = [self._named_as_read(name, message) for message in messages]
-        fixed = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": not continue_final}
-        variables = {**self._variables, **fixed, **(template_kwargs or {})}
-        text = self._templates.render(name, variables, limit)
-        if not continue_final:
-            return text
-        before, found, _ = text.rpartition(_MARK)
-        if not found:
-            raise ValueError("it leaves out the last message, which the answer should continue")
-        return before
-
-    def _template_for(self, tools: Any) -> str:
-        return "tool_use" if tools is not None and "tool_use" in self._templates else "default"
-
-    def _takes_objects(self, name: str) -> bool:
-        """Whether the template encodes the arguments of a tool call as JSON itself: OpenAI's JSON text would be encoded twice."""
-        source = self._templates.source(name) if name in self._templates else ""
-        return bool(_WRITES_ARGUMENTS.search(source)) and "is string" not in source
-
-    def _named_as_read(self, name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The message with its thought under the template's own name for it, and without a null content that it would search."""
-        source = self._templates.source(name)
-        wanted = next((field for field in _THOUGHTS if re.search(rf"""\.{field}\b|["']{field}["']""", source)), None)
-        there = next((field for field in _THOUGHTS if isinstance(message.get(field), str)), None)
-        if wanted is not None and there is not None and message.get(wanted) is None:
-            message = {key: value for key, value in message.items() if key != there} | {wanted: message[there]}
-        if message.get("content", "") is None and re.search(r"""["']content["'] in \w""", source):
-            message = {key: value for key, value in message.items() if key != "content"}
-        return message
-
-    def _check_tools(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
-        """Raise ValueError if the template would silently leave out tools or tool calls."""
-        name = self._template_for(tools)
-        source = self._templates.source(name) if name in self._templates else "tojson"
-        if "tojson" in source:  # it may encode whole messages
-            return
-        if tools and name != "tool_use" and "tools" not in source:
-            raise ValueError("it does not support tools; leave them out, or set model.chat_template to one that does")
-        if "tool_calls" not in source and any(message.get("tool_calls") for message in messages):
-            raise ValueError("it does not support tool_calls; leave the row out, or set model.chat_template to one that does")
+        return self.chats.render(
+            messages, tools=tools, template_kwargs=template_kwargs or {}, continue_final=continue_final, limit=limit,
+            whole=whole,
+        )
 
     def problem_of(self, template_kwargs: Mapping[str, Any]) -> str | None:
         """What is wrong with these variables: that no template reads one, or that one replaces the chat; None if nothing is."""
-        for name in (name for name, value in template_kwargs.items() if value is not None):
-            if name in ("messages", "tools"):
-                return f"template_kwargs.{name} would replace the {name} of the row"
-            if not self.reads(name):
-                return f"it reads no variable {name!r}, which template_kwargs sets"
-        return None
+        return self.chats.problem_of(template_kwargs)
 
     def reads(self, variable: str) -> bool:
         """Whether a chat template of the model reads this variable."""
-        return variable in self._templates.variables
+        return self.chats.reads(variable)
 
     def _limit(self, max_tokens: int | None, keep_end: bool) -> Limit | None:
         """The limit on a text of `max_tokens` tokens; None if there is no bound."""
@@ -232,7 +180,9 @@ class Tokenizer:
         if keep_end:  # much more than `_ids` asks for, except if nearly all of the text gives no tokens
             return Limit(keep_chars=max(4 * END_CHARS, 64 * max_tokens))
         bound = self._bound
-        return None if bound is None else Limit(max_bytes=max_tokens * bound.bytes_a_token + len(_MARK), left_out=bound.left_out)
+        if bound is None:
+            return None
+        return Limit(max_bytes=max_tokens * bound.bytes_a_token + len(CONTINUED), left_out=bound.left_out)
 
     def _ids(self, text: str, special: bool, max_tokens: int | None, keep_end: bool) -> list[int]:
         limit = self._limit(max_tokens, keep_end)
@@ -269,41 +219,3 @@ def _is_of_library(error: BaseException) -> bool:
 
 def _substrings(text: str) -> set[str]:
     return {text[begin:end] for begin in range(len(text)) for end in range(begin + 1, len(text) + 1)}
-
-
-def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with each tool call's arguments as an object, if they are the JSON text of one."""
-    calls = message.get("tool_calls")
-    return message if not calls else {**message, "tool_calls": [_decoded(call) for call in calls]}
-
-
-def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
-    decoded = dict(call)
-    if isinstance(call.get("function"), dict):
-        decoded["function"] = _decoded(call["function"])
-    if isinstance(text := call.get("arguments"), str):
-        with suppress(ValueError, RecursionError):  # if it is not JSON, it stays text
-            found = json.loads(text)
-            decoded["arguments"] = found if isinstance(found, dict) else text
-    return decoded
-
-
-def _template_sources(folder: Path, config: Json, chat_template: Path | None) -> dict[str, str]:
-    """Name -> Jinja source: from the user's file, else chat_template.jinja and additional_chat_templates, else the JSON files."""
-    if chat_template is not None:
-        if not has_file(chat_template):
-            raise CheckpointError(f"model.chat_template={chat_template}: no such file; give the path of a Jinja file")
-        return {"default": read_text(chat_template)}
-    more = folder / "additional_chat_templates"
-    names = LocalFiles(more).names() if os.path.lexists(more) else ()
-    files = {Path(name).stem: more / name for name in sorted(names) if name.endswith(".jinja")}
-    if has_file(folder / "chat_template.jinja"):
-        files["default"] = folder / "chat_template.jinja"
-    if files:
-        return {name: read_text(path) for name, path in files.items()}
-    embedded = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(embedded, list):
-        if not all(isinstance(item, dict) and {"name", "template"} <= item.keys() for item in embedded):
-            raise CheckpointError(f"{shown(folder)}: chat_template is a list of items without name or template; correct it")
-        return {str(item["name"]): str(item["template"]) for item in embedded}
-    return {"default": str(embedded)} if embedded else {}

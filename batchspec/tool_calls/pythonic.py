@@ -1,7 +1,7 @@
 """pythonic: a list of calls in Python's syntax, [f(x=1), g(y="a")], whose arguments are named and are literals.
 
-Between marks (LFM2, Llama 4) they may follow other text. Without marks an answer is calls only if all of it is calls of the row's
-own tools.
+Between marks (LFM2, Llama 4, OLMo 3) they may follow other text; there each call may be on a line of its own, without a list, as
+OLMo 3 writes them. Without marks an answer is calls only if all of it is calls of the row's own tools.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from typing import Any
 
 from batchspec.tool_calls.form import Found, Tools
 
-MARKS = (("<|tool_call_start|>", "<|tool_call_end|>"), ("<|python_start|>", "<|python_end|>"))
+MARKS = (
+    ("<|tool_call_start|>", "<|tool_call_end|>"), ("<|python_start|>", "<|python_end|>"),
+    ("<function_calls>", "</function_calls>"),
+)
 _CONSTANTS = {"true": True, "false": False, "null": None}
 """JSON's names, which some models write."""
 _MOST_ENDS = 16
@@ -45,7 +48,7 @@ def _between(text: str, begin: str, end: str) -> list[Found]:
         for _ in range(_MOST_ENDS):
             stop = text.find(end, stop)
             until = len(text) if stop < 0 else stop
-            if calls := _calls(text[inner:until]):
+            if calls := _calls(text[inner:until], by_line=True):
                 after = min(len(text), until + len(end))
                 found += [Found(at if place == 0 else after, after, *call) for place, call in enumerate(calls)]
                 break
@@ -56,15 +59,18 @@ def _between(text: str, begin: str, end: str) -> list[Found]:
     return found
 
 
-def _calls(text: str) -> list[tuple[str, str]]:
-    """Name and arguments of each call of a list; none if the text is anything else."""
+def _calls(text: str, *, by_line: bool = False) -> list[tuple[str, str]]:
+    """Name and arguments of each call of a list; none if the text is anything else. by_line: or of each line."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes such as \d
-            body = ast.parse(text.strip(), mode="eval").body
-        if not isinstance(body, ast.List):
+            body = ast.parse(text.strip()).body
+        nodes = [node.value for node in body if isinstance(node, ast.Expr)]
+        if len(nodes) < len(body):
             return []
-        return [_call(node) for node in body.elts]
+        if len(nodes) == 1 and isinstance(nodes[0], ast.List):
+            return [_call(node) for node in nodes[0].elts]
+        return [_call(node) for node in nodes] if by_line else []
     except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):
         return []
 

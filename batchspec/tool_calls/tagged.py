@@ -1,6 +1,7 @@
 """Calls with a tag for each argument. The row's tools say which type each value has.
 
 qwen3_coder  <tool_call><function=f><parameter=x>1</parameter></function></tool_call>, each tag on a line of its own
+seed_oss     the same in <seed:tool_call></seed:tool_call>, its values without line breaks around them
 glm          <tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>
 minimax_m2   <minimax:tool_call><invoke name="f"><parameter name="x">1</parameter></invoke></minimax:tool_call>
 
@@ -39,6 +40,13 @@ _TAGS = {
         value_end=re.compile(r"</parameter>\s*(?=<parameter=|</function>)"),
         end=re.compile(r"</function>(?:\s*</tool_call>)?"),
         own_lines=True,
+        untyped_is_json=False,
+    ),
+    "seed_oss": Tags(
+        begin=re.compile(r"(?:<seed:tool_call>\s*)?<function=([^>\n]+)>"),
+        key=re.compile(r"<parameter=([^>\n]+)>"),
+        value_end=re.compile(r"</parameter>\s*(?=<parameter=|</function>)"),
+        end=re.compile(r"</function>(?:\s*</seed:tool_call>)?"),
         untyped_is_json=False,
     ),
     "glm": Tags(
@@ -90,5 +98,6 @@ def _arguments_at(text: str, at: int, tags: Tags) -> tuple[dict[str, str], int] 
 
 
 QWEN3_CODER = Tagged("qwen3_coder")
+SEED_OSS = Tagged("seed_oss")
 GLM = Tagged("glm")
 MINIMAX_M2 = Tagged("minimax_m2")

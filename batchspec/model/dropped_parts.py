@@ -1,0 +1,156 @@
+"""What a chat template leaves out of a chat.
+
+A template is code: whether it writes a part may depend on the roles around it, on what else the message has, and on variables. So
+a chat's outline is rendered: the same messages, tools and variables, with a word of its own in place of each text. A part whose
+words are missing in the rendered outline was dropped. Chats with the same outline have the same answer, which is kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from batchspec.model.template_form import THOUGHT_FIELDS
+
+Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], str | None]
+"""Renders a chat as the one that is checked is rendered; None if the template refuses it."""
+
+MAX_KEPT = 8192
+"""Number of outlines whose answers are kept."""
+REASONING = "reasoning"
+_LINKS = {"role", "content", "tool_calls", "tool_call_id", *THOUGHT_FIELDS}
+"""Keys of a message that are checked apart from others, or only say to which call a result belongs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """parts: what must not be missing; keys: names of other fields of messages, which most templates do not read."""
+
+    parts: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+
+
+class DroppedParts:
+    """The parts that one template drops, kept by outline."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[bytes, Dropped] = OrderedDict()
+
+    def of(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any],
+        render: Render,
+    ) -> Dropped:
+        """What the template drops of a chat. variables: whatever else `render` depends on."""
+        outline = _Outline()
+        turns = [outline.message(place, message) for place, message in enumerate(messages)]
+        functions = None if tools is None else [outline.tool(tool) for tool in tools]
+        said = json.dumps([turns, functions, variables], default=str, sort_keys=True)
+        key = blake2b(said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if key not in self._kept:
+            text = render(turns, functions)
+            self._kept[key] = Dropped() if text is None else outline.missing_in(text)
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+
+@dataclass(slots=True)
+class _Outline:
+    """Replaces the texts of a chat by words, and remembers which word is a sign of what."""
+
+    parts: dict[str, list[str]] = field(default_factory=dict)
+    """Part -> the words that all must be there."""
+    keys: dict[str, list[str]] = field(default_factory=dict)
+    """Key of a message -> words one of which must be there."""
+    _functions: dict[str, str] = field(default_factory=dict)
+    _calls: dict[str, str] = field(default_factory=dict)
+    _number: Any = field(default_factory=itertools.count)
+
+    def _word(self) -> str:
+        return f"zq{next(self._number)}qz"
+
+    def _signed(self, part: str, text: Any) -> Any:
+        """A word in place of a text that is not blank."""
+        if not isinstance(text, str) or not text.strip():
+            return text
+        word = self._word()
+        self.parts.setdefault(part, []).append(word)
+        return word
+
+    def message(self, place: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        turn = dict(message)
+        where = f"message {place} (role {turn['role']})"
+        content = turn.get("content")
+        if isinstance(content, list):
+            turn["content"] = [{**part, "text": self._signed(f"the text of {where}", part["text"])} for part in content]
+        else:
+            turn["content"] = self._signed(f"the text of {where}", content)
+        if turn.get("tool_calls"):
+            turn["tool_calls"] = [self._call(f"the tool calls of {where}", call) for call in turn["tool_calls"]]
+        if "tool_call_id" in turn:
+            turn["tool_call_id"] = self._call_id(turn["tool_call_id"])
+        for name in turn.keys() - _LINKS:
+            if name == "name" and turn["role"] == "tool":
+                turn[name] = self._functions.get(str(turn[name]), "zqfunction")
+            else:
+                turn[name] = self._other(name, turn[name])
+        for name in THOUGHT_FIELDS:
+            if name in turn:
+                turn[name] = self._other(REASONING, turn[name])
+        return turn
+
+    def _call(self, part: str, call: Mapping[str, Any]) -> dict[str, Any]:
+        """A call's arguments are its sign, or its name if it has none."""
+        function, given = dict(call["function"]), call["function"]["arguments"]
+        function["name"] = self._function(function["name"])
+        if given and given != "{}":
+            words = {self._word(): self._word()}
+            self.parts.setdefault(part, []).extend([*words.keys(), *words.values()])
+            function["arguments"] = json.dumps(words) if isinstance(given, str) else words
+        else:
+            self.parts.setdefault(part, []).append(function["name"])
+        return {**call, "function": function} | ({"id": self._call_id(call["id"])} if "id" in call else {})
+
+    def _function(self, name: str) -> str:
+        return self._functions.setdefault(name, f"zqfunction{len(self._functions)}qz")
+
+    def _call_id(self, given: Any) -> str:
+        """Nine letters and digits, as Mistral's templates want them."""
+        return self._calls.setdefault(str(given), f"zq{len(self._calls):07}")
+
+    def _other(self, key: str, value: Any) -> Any:
+        """The value of another key, with words in place of its texts."""
+        if isinstance(value, str) and value.strip():
+            word = self._word()
+            self.keys.setdefault(key, []).append(word)
+            return word
+        if isinstance(value, Mapping):
+            return {name: self._other(key, item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._other(key, item) for item in value]
+        return value if isinstance(value, bool) or value is None else 7
+
+    def tool(self, tool: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = tool.get("function", tool)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            return tool  # not a function: the template alone knows what it is
+        name, parameter = self._function(function["name"]), self._word()
+        self.parts.setdefault("the tools", []).append(name)
+        outline = {key: "zqtext" for key in function if key not in ("name", "parameters")} | {"name": name}
+        if function.get("parameters"):
+            self.parts["the tools"].append(parameter)
+            described = {parameter: {"type": "string", "description": "zqtext"}}
+            outline["parameters"] = {"type": "object", "properties": described, "required": [parameter]}
+        return {**tool, "function": outline} if "function" in tool else outline
+
+    def missing_in(self, text: str) -> Dropped:
+        return Dropped(
+            tuple(part for part, words in self.parts.items() if not all(word in text for word in words)),
+            tuple(sorted(key for key, words in self.keys.items() if not any(word in text for word in words))),
+        )
