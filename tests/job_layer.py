@@ -134,6 +134,7 @@ class StandInTokenizer:
     special_ids: Mapping[str, int] = {}
     added_ids: Mapping[str, int] = {}
     fingerprint, has_chat_template, answer_samples = "stand-in", True, AnswerSamples()
+    dropped_keys = frozenset[str]()
 
     def __init__(self, texts: Sequence[str]) -> None:
         random = np.random.default_rng(1)

@@ -19,6 +19,7 @@ class KillingTokenizer:
     added_ids = special_ids
     fingerprint = "kills"
     has_chat_template, answer_samples = False, AnswerSamples()
+    dropped_keys = frozenset[str]()
 
     def encode(self, text: str, **_: Any) -> list[int]:
         if text.endswith("die"):

@@ -60,6 +60,7 @@ class ByteTokenizer:
     added_ids = special_ids
     fingerprint = "bytes"
     has_chat_template, answer_samples = True, AnswerSamples()
+    dropped_keys = frozenset[str]()
 
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {}

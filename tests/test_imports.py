@@ -223,7 +223,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tuning.table",
     },
     "draft": {"model", "cache", "batch", "distributed.collectives", "tuning", "kernels"},
-    "model": {"tool_calls.probe", "cache", "batch", "distributed", "tuning", "kernels"},
+    "model": {"tool_calls.probe", "dataset.messages", "cache", "batch", "distributed", "tuning", "kernels"},
     "cache": {"batch", "tuning", "kernels"},
     "tuning": {"kernels"},
     "batch": {"kernels"},

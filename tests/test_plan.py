@@ -456,7 +456,7 @@ from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.config.schema import RunConfig
 from batchspec.tool_calls.probe import AnswerSamples
 class Words:
-    eos_ids, special_ids, added_ids, answer_samples, fingerprint = (2,), {}, {}, AnswerSamples(), "words"
+    eos_ids, special_ids, added_ids, answer_samples, fingerprint, dropped_keys = (2,), {}, {}, AnswerSamples(), "words", set()
     def encode(self, text, **_): return [len(word) for word in text.split()]
 for path in sys.argv[2:]:
     config = RunConfig(device="cpu")

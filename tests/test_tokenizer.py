@@ -510,7 +510,7 @@ def test_template_files_go_before_the_config_and_the_users_before_all(folder: Pa
         (lambda folder: (folder / "tokenizer.json").write_bytes(b"{\xff"), "tokenizer.json: not UTF-8 at byte 1"),
         (lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), "chat_template.jinja: not UTF-8 at byte 0"),
         (lambda folder: (folder / "tokenizer_config.json").write_text("[" * 99_999), "tokenizer_config.json: nested too deeply"),
-        (lambda folder: (folder / "tokenizer_config.json").write_text('{"chat_template": ["x"]}'), "objects with a name and a template"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text('{"chat_template": ["x"]}'), "objects with a name"),
     ],
 )
 def test_a_broken_folder_is_named_in_one_line(break_it: Any, said: str, folder: Path) -> None:

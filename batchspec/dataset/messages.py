@@ -3,9 +3,8 @@
 message   {"role", "content"} and whatever else the template reads: name, tool_calls, tool_call_id ...
 ShareGPT  {"from": human|gpt|system|tool, "value"}
 
-JSON values reach the template unchanged, except that the arguments of tool calls, which OpenAI writes as JSON text, become
-objects for a template that writes JSON itself (model/tokenizer.py). A null field of an Arrow struct counts as missing, because
-all structs of a column have the same fields.
+JSON values reach the template in the form that it wants (model/template_form.py). A field that is null or empty counts as
+missing, however a row leaves it out: all structs of an Arrow column have the same fields.
 """
 
 from __future__ import annotations
@@ -24,12 +23,17 @@ FINAL = ("error", "continue", "drop")
 """What to do with a chat that ends with the assistant's turn: input.final_assistant, or the row's own column."""
 TOOL_FIELDS = ("name", "tool_calls", "tool_call_id")
 """Fields of a message in the output besides role and content, if the input's messages may have them; tool_calls is JSON text."""
+THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of an assistant's message that hold its reasoning, as servers and templates call them."""
 THINKING_FIELD = "thinking"
 """Field of an assistant's message for its thought, as the chat templates of gpt-oss name it."""
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "model": "assistant",
     "system": "system", "tool": "tool", "observation": "tool",
 }
+
+
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
 class BadChat(ValueError):
@@ -92,17 +96,18 @@ def _turn(place: int, message: Any) -> Message:
         raise BadChat(f"message {place} is {called(message)}, not an object with role and content; correct it or drop the row")
     if "role" not in message and "from" in message:
         message = _from_sharegpt(place, message)
-    turn: Message = {key: value for key, value in message.items() if value is not None or key == "content"}
-    role = turn.get("role")
+    role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise BadChat(f"message {place} has role {message.get('role')!r}, which must be text; correct it or drop the row")
-    if "tool_calls" in turn:
-        turn["tool_calls"] = _tool_calls(place, turn["tool_calls"])
-    if turn.get("content") is None:
-        if not turn.get("tool_calls"):
-            raise BadChat(f"message {place} has content None, which must be text; correct it or drop the row")
-    else:
-        turn["content"] = _content(place, turn["content"])
+        raise BadChat(f"message {place} has role {role!r}, which must be text; correct it or drop the row")
+    calls = _tool_calls(place, message.get("tool_calls") or [])
+    turn: Message = {key: value for key, value in message.items() if value not in _EMPTY} | {"role": role}
+    turn.pop("tool_calls", None)
+    if calls:
+        turn["tool_calls"] = calls
+    content = message.get("content")
+    if content is None and not (calls or any(field in turn for field in THOUGHT_FIELDS)):
+        raise BadChat(f"message {place} has content None, which must be text; correct it or drop the row")
+    turn["content"] = "" if content is None else _content(place, content)
     return turn
 
 
@@ -114,14 +119,15 @@ def _from_sharegpt(place: int, message: Mapping[str, Any]) -> Message:
     return {"role": role, "content": message.get("value")}
 
 
-def _content(place: int, content: Any) -> str:
-    """Text as it is; of a list of OpenAI's text parts their text."""
+def _content(place: int, content: Any) -> str | list[dict[str, str]]:
+    """Text as it is; OpenAI's list of text parts as one without other fields, or as text if it has at most one part."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
         texts = [part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None for part in content]
         if all(isinstance(text, str) for text in texts):
-            return "".join(map(str, texts))
+            parts = [{"type": "text", "text": str(text)} for text in texts]
+            return parts if len(parts) > 1 else text_of(parts)
         other = next(part for part, text in zip(content, texts, strict=True) if not isinstance(text, str))
         kind = other.get("type") if isinstance(other, dict) else called(other)
         raise BadChat(f"message {place} holds a part of type {str(kind)[:40]!r}, and batchspec takes text alone; drop the row")
@@ -139,9 +145,14 @@ def _tool_calls(place: int, calls: Any) -> list[Any]:
     return calls
 
 
+def text_of(content: str | Sequence[Mapping[str, str]]) -> str:
+    """The text of a message. A line break joins its parts, as in vLLM (chat_utils.py, _parse_chat_message_content_parts)."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
 def kept_turn(turn: Mapping[str, Any], fields: Sequence[str]) -> Message:
     """A message as the output's column `messages` holds it."""
-    kept = {name: turn.get(name) for name in fields}
+    kept = {name: turn.get(name) for name in fields} | {"content": text_of(turn["content"])}
     if kept.get("tool_calls") is not None:
         kept["tool_calls"] = json_of(kept["tool_calls"])
     return kept

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from batchspec.dataset.messages import text_of
 from batchspec.errors import CheckpointError
 from batchspec.model.config_values import Json, has_file, read_json, read_text, shown
 from batchspec.model.dropped_parts import DroppedParts
 from batchspec.model.files import LocalFiles
-from batchspec.model.template_form import USER, Message, TemplateForm, assistant, find_form, joined_parts
+from batchspec.model.template_form import USER, Message, TemplateForm, assistant, find_form
 from batchspec.model.template_process import Limit
 from batchspec.model.templates import Templates
 from batchspec.tool_calls.probe import FUNCTION, TOOLS, AnswerSamples, probe_call
@@ -78,7 +79,7 @@ class ChatTemplates:
             raise ValueError("the model has no chat template; set model.chat_template to a Jinja file, or give a plain prompt")
         form = self.form(name)
         if continue_final:
-            messages = [*messages[:-1], {**messages[-1], "content": f"{_text_of(messages[-1])}{CONTINUED}"}]
+            messages = [*messages[:-1], {**messages[-1], "content": f"{text_of(messages[-1]['content'])}{CONTINUED}"}]
         chat = form.adapted(messages)
 
         def rendered(chat: Sequence[Message], tools: Any, limit: Limit | None = None) -> str:
@@ -122,11 +123,6 @@ def _tried(render: Any, *arguments: Any) -> str | None:
         return str(render(*arguments))
     except ValueError:
         return None
-
-
-def _text_of(message: Message) -> str:
-    content = message["content"]
-    return joined_parts(content) if isinstance(content, list) else str(content)
 
 
 def _said(parts: Sequence[str]) -> str:

@@ -15,14 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from batchspec.dataset.messages import THOUGHT_FIELDS, text_of
 from batchspec.tool_calls.probe import ARGUMENTS, CALL_ID, FUNCTION, TOOLS, probe_call
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], Mapping[str, Any]], str | None]
 """(messages, other variables) -> the text; None if the template refuses the chat."""
 
-THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Fields of an assistant's message that hold its reasoning, as servers and templates call them."""
 TOOLS_VARIABLES = ("tools", "xml_tools")
 """Variables that templates read tools from: transformers' own, and SmolLM3's."""
 
@@ -54,8 +53,8 @@ class TemplateForm:
     def _adapted(self, place: int, message: Message) -> dict[str, Any]:
         changed = dict(message)
         content = changed.get("content")
-        if isinstance(content, list) and (changed["role"] not in self.roles_with_parts or len(content) < 2):
-            changed["content"] = content = joined_parts(content)
+        if isinstance(content, list) and changed["role"] not in self.roles_with_parts:
+            changed["content"] = content = text_of(content)
         if isinstance(content, str) and content and changed["role"] in self.roles_without_text:
             changed["content"] = [{"type": "text", "text": content}]
         if changed.get("tool_calls"):
@@ -90,10 +89,6 @@ class TemplateForm:
         if not isinstance(value, Mapping):
             raise ValueError(f"message {place}: the arguments of the call of {function['name'][:40]!r} are not a JSON object")
         return json.dumps(value, ensure_ascii=False) if self.arguments_as_text else value
-
-
-def joined_parts(parts: Sequence[Mapping[str, Any]]) -> str:
-    return "\n".join(part["text"] for part in parts)
 
 
 def assistant(content: Any, **fields: Any) -> dict[str, Any]:

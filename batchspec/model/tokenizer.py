@@ -87,6 +87,11 @@ class Tokenizer:
         self.chats.check()
         return bool(self.chats)
 
+    @property
+    def dropped_keys(self) -> set[str]:
+        """Fields of messages that chats had so far and their template left out: see `ChatTemplates.dropped_keys`."""
+        return self.chats.dropped_keys
+
     @cached_property
     def answer_samples(self) -> AnswerSamples:
         """Texts that say in which form the model writes tool calls."""

@@ -39,6 +39,7 @@ def input_notes(config: RunConfig, admission: Admission, source: Source, tokeniz
     notes = [
         ("columns", _unread_columns(config, columns, source)),
         ("chat", _chat_note(config, columns, source, tokenizer)),
+        ("chat", dropped_note(tokenizer)),
         ("requests", "" if filled is None else defaults_note(filled, config.decode)),
         ("greedy", _greedy_note(config.decode, columns)),
         ("samples", _samples_note(config, columns, source)),
@@ -139,6 +140,13 @@ def _chat_note(config: RunConfig, columns: ColumnMap, source: Source, tokenizer:
     if any(token in first for token in tokenizer.special_ids):  # the template was applied already
         return ""
     return "prompts are taken as text; this model has a chat template: input.chat=true makes each of them a user turn"
+
+
+def dropped_note(tokenizer: Tokenizer | None) -> str:
+    """One line if admitted chats had fields of messages that the chat template leaves out, as most templates do."""
+    if tokenizer is None or not tokenizer.dropped_keys:
+        return ""
+    return f"the chat template leaves out fields that messages of chats have: {', '.join(sorted(tokenizer.dropped_keys))}"
 
 
 def _text(cell: pa.Scalar) -> str:

@@ -20,7 +20,7 @@ import polars as pl
 import pyarrow as pa
 
 from batchspec.dataset.columns import PROMPTS, ColumnMap
-from batchspec.dataset.messages import BadChat, Message, read_chat
+from batchspec.dataset.messages import BadChat, Message, read_chat, text_of
 from batchspec.dataset.reader import InputShard
 from batchspec.dataset.untyped_columns import value_of
 from batchspec.errors import ConfigError
@@ -221,7 +221,7 @@ class Conversations:
         if completion.tool_calls is not None:
             answer["tool_calls"] = json.loads(completion.tool_calls)
         if chat and chat[-1]["role"] == "assistant":  # input.final_assistant=continue
-            return [*chat[:-1], {**chat[-1], **answer, "content": f"{chat[-1]['content']}{completion.text}"}]
+            return [*chat[:-1], {**chat[-1], **answer, "content": f"{text_of(chat[-1]['content'])}{completion.text}"}]
         return [*chat, answer]
 
     def _rows(self, row_index: int) -> pa.Table:

@@ -38,7 +38,7 @@ from batchspec.model.quant.base import Weights
 from batchspec.model.spec import load_spec
 from batchspec.model.weights import Checkpoint, judge_model
 from batchspec.packed_batch import PackedBatch
-from batchspec.packing.input_notes import input_notes
+from batchspec.packing.input_notes import dropped_note, input_notes
 from batchspec.packing.unused import check_samples
 from batchspec.prepare import JobModel, open_model
 from batchspec.records import Completion
@@ -238,12 +238,16 @@ class Engine:
         """samples: refuse several completions of a row that would be equal. Conversations may begin with equal answers."""
         call = Call(self._model, self._opened, table)
         for _, note in input_notes(call.job.config, call.job.admission, call.job.source, self._opened.tokenizer):
-            if note not in self._noted:  # said once, not in each call
-                self._noted.add(note)
-                terminal.notice(note)
+            self._note(note)
         if samples:
             check_samples(call.job.config, call.job.columns, call.job.source)
         return call
+
+    def _note(self, note: str) -> None:
+        """Print a line about the input, once and not in each call."""
+        if note and note not in self._noted:
+            self._noted.add(note)
+            terminal.notice(note)
 
     def _no_rows(self, table: pa.Table) -> pl.DataFrame:
         return empty_frame(self._model, table, self._opened.admission)
@@ -270,3 +274,4 @@ class Engine:
         finally:
             self._running = None
             self._in_use.release()
+            self._note(dropped_note(self._opened.tokenizer))
