@@ -132,6 +132,8 @@ class Thinking:
     then ends a thought that began with the output."""
     budget: int | None
     """Maximum number of tokens in all of the row's thoughts together; None: no limit."""
+    label: str = ""
+    """Text with which each thought begins and that is not part of it."""
     closing: tuple[int, ...]
     """Tokens that are forced after a thought that has used up the budget. They end with end_id; with channels they go on to the
     text of the final channel."""

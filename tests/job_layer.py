@@ -23,11 +23,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.config.compose import compose
+from batchspec.config.schema import TEMPLATE_DATE
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.engine_run import PREFETCHED_PER_ROUND
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.job import decode_missing
 from batchspec.load.loaded_engine import LoadedEngine
+from batchspec.model.chat_templates import ChatTemplates
 from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.ordered_requests import WINDOW_SHARDS
@@ -42,7 +44,6 @@ from batchspec.runner.job_run import open_run
 from batchspec.runstate.journal import Journal
 from batchspec.storage.local_store import LocalStore
 from batchspec.supervise.signals import EndSignals
-from batchspec.tool_calls.probe import AnswerSamples
 
 TOKENS = 512
 """Tokens of a prompt, and of an output."""
@@ -133,8 +134,8 @@ class StandInTokenizer:
     eos_ids: tuple[int, ...] = (2,)
     special_ids: Mapping[str, int] = {}
     added_ids: Mapping[str, int] = {}
-    fingerprint, has_chat_template, answer_samples = "stand-in", True, AnswerSamples()
-    dropped_keys = frozenset[str]()
+    fingerprint, has_chat_template = "stand-in", True
+    chats = ChatTemplates({}, {}, "a stand-in", date=TEMPLATE_DATE)
 
     def __init__(self, texts: Sequence[str]) -> None:
         random = np.random.default_rng(1)

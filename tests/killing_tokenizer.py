@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from batchspec.tool_calls.probe import AnswerSamples
+from batchspec.config.schema import TEMPLATE_DATE
+from batchspec.model.chat_templates import ChatTemplates
 
 
 class KillingTokenizer:
@@ -18,8 +19,8 @@ class KillingTokenizer:
     special_ids: Mapping[str, int] = {}
     added_ids = special_ids
     fingerprint = "kills"
-    has_chat_template, answer_samples = False, AnswerSamples()
-    dropped_keys = frozenset[str]()
+    has_chat_template = False
+    chats = ChatTemplates({}, {}, "a stand-in", date=TEMPLATE_DATE)
 
     def encode(self, text: str, **_: Any) -> list[int]:
         if text.endswith("die"):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from batchspec.config.schema import TEMPLATE_DATE
 from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
+from batchspec.model.chat_templates import ChatTemplates
 from batchspec.model.families.base import dense_layers
 from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.packing.rates import card_rates
-from batchspec.tool_calls.probe import AnswerSamples
 from batchspec.tuning.cards import known_card
 
 H200 = card_rates(known_card("H200"))
@@ -59,8 +60,8 @@ class ByteTokenizer:
     special_ids: Mapping[str, int] = {"<turn>": 256, "<end>": 257}
     added_ids = special_ids
     fingerprint = "bytes"
-    has_chat_template, answer_samples = True, AnswerSamples()
-    dropped_keys = frozenset[str]()
+    has_chat_template = True
+    chats = ChatTemplates({}, {}, "a stand-in", date=TEMPLATE_DATE)
 
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {}

@@ -454,9 +454,9 @@ import resource, sys
 from batchspec.commands.planning import plan
 from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.config.schema import RunConfig
-from batchspec.tool_calls.probe import AnswerSamples
+from batchspec.model.chat_templates import ChatTemplates
 class Words:
-    eos_ids, special_ids, added_ids, answer_samples, fingerprint, dropped_keys = (2,), {}, {}, AnswerSamples(), "words", set()
+    eos_ids, special_ids, added_ids, fingerprint, chats = (2,), {}, {}, "words", ChatTemplates({}, {}, "words", date="2026-01-01")
     def encode(self, text, **_): return [len(word) for word in text.split()]
 for path in sys.argv[2:]:
     config = RunConfig(device="cpu")

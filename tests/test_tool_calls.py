@@ -82,7 +82,7 @@ def test_the_form_is_that_which_reads_the_call_that_the_template_writes(name: st
 
 
 def samples_of(folder: Path, template: str) -> AnswerSamples:
-    return Tokenizer(make_tokenizer(folder, chat_template=template)).answer_samples
+    return Tokenizer(make_tokenizer(folder, chat_template=template)).chats.answer_samples
 
 
 @pytest.mark.parametrize(
@@ -593,5 +593,5 @@ def test_a_tokenizer_s_response_template_decides(tmp_path: Path) -> None:
     file = folder / "tokenizer_config.json"
     tags = {"open_pattern": "<tool_call>\\s*<function=(?P<name>[^>]+)>", "content_args": {"tag_pattern": "<parameter=(?P<k>.)>"}}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"response_template": {"fields": {"tool_calls": tags}}}))
-    form = choose_form("auto", Tokenizer(folder).answer_samples, channels=False)
+    form = choose_form("auto", Tokenizer(folder).chats.answer_samples, channels=False)
     assert form is FORMS["qwen3_coder"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ from batchspec.model.template_process import Limit
 from batchspec.model.templates import Templates
 from batchspec.tool_calls.probe import FUNCTION, TOOLS, AnswerSamples, probe_call
 
+_OPENED = re.compile(r"(<[^<>\s/]*think[^<>\s]*>|\[THINK\])\s*$", re.IGNORECASE)
+"""The end of a prompt that begins a thought."""
+_LAST_MARK = re.compile(r"[<\[][^<>\[\]]*[>\]][^<>\[\]]*\Z")
 CONTINUED = "BATCHSPECTHEANSWERGOESONHERE"
 """Put at the end of a last message that the answer continues: the text before it is the prompt."""
 _NAMED = 3
@@ -28,12 +33,15 @@ class ChatTemplates:
     """The chat templates of a checkpoint: `default`, `tool_use` for chats with tools, and others that are never used.
 
     variables  special tokens by name, which templates read
+    described  response_template of tokenizer_config.json: how the model's answers are read
     Raises CheckpointError if one is not valid Jinja.
     """
 
-    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any], where: str, *, date: str) -> None:
+    def __init__(
+        self, sources: Mapping[str, str], variables: Mapping[str, Any], where: str, *, date: str, described: Any = None
+    ) -> None:
         self.sources = dict(sources)
-        self._variables = variables
+        self._variables, self._described = variables, described
         self._templates = Templates(sources, where, date=date)
         self._forms: dict[str, TemplateForm] = {}
         self._dropped: dict[str, DroppedParts] = {}
@@ -100,10 +108,11 @@ class ChatTemplates:
             raise ValueError(_said(dropped.parts))
         return text
 
-    def answer_samples(self, described: Any) -> AnswerSamples:
-        """described: `response_template` of tokenizer_config.json, if there is one."""
+    @cached_property
+    def answer_samples(self) -> AnswerSamples:
+        """Texts that say in which form the model writes tool calls."""
         name = "tool_use" if "tool_use" in self.sources else "default"
-        text = json.dumps(described) if described else ""
+        text = json.dumps(self._described) if self._described else ""
         if name not in self.sources:
             return AnswerSamples(text)
         form = self.form(name)
@@ -111,6 +120,24 @@ class ChatTemplates:
         prompt = self._rendered_probe(name, [USER], **{form.tools_variable: TOOLS}) or ""
         turn = self._rendered_probe(name, [USER, *calls], add_generation_prompt=False) or ""
         return AnswerSamples(text, turn.rpartition(USER["content"])[2], prompt if FUNCTION in prompt else "")
+
+    def example_of_reasoning(self, template_kwargs: Mapping[str, Any]) -> str:
+        """How the template writes reasoning, as in `<think> ... </think>`, or the mark with which a prompt begins it; empty if
+        the template writes neither."""
+        if not self.sources:
+            return ""
+        field = self.form().thought_field
+        if field is not None:
+            answer = assistant("zqanswer", **{field: "zqthought"})
+            for chat in ([USER, answer], [USER, answer, USER]):
+                text = self._rendered_probe("default", chat, add_generation_prompt=False) or ""
+                before, found, after = text.partition("zqthought")
+                if found:
+                    begin = _LAST_MARK.search(before.rstrip())
+                    return f"{begin[0] if begin else ''} ... {after.partition('zqanswer')[0].strip()}"
+        end = (self._rendered_probe("default", [USER], **template_kwargs) or "").rpartition(USER["content"])[2]
+        opened = _OPENED.search(end)
+        return "" if opened is None else opened[1]
 
     def _rendered_probe(self, name: str, chat: Sequence[Message], **variables: Any) -> str | None:
         given = {"documents": None, "add_generation_prompt": True, "tools": None, **variables, "messages": chat}

@@ -17,9 +17,12 @@ KNOWN = (
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<seed:think>", "</seed:think>"),
+    ("<|channel>", "<channel|>"),
 )
 """Pairs that are single tokens in published tokenizers: Qwen3, QwQ, DeepSeek-R1, SmolLM3, GLM-4.5 and others; Magistral; Command
-A Reasoning; Seed-OSS."""
+A Reasoning; Seed-OSS; Gemma 4."""
+LABELS = {"<|channel>": "thought\n"}
+"""Begin token -> the text that always follows it: Gemma 4 names the channel."""
 
 HARMONY = ("start", "channel", "message", "end", "return", "call")
 """Names of the special tokens `<|NAME|>` that a tokenizer must have to count as one of harmony."""
@@ -48,6 +51,16 @@ class ThinkTokens:
     """Only with harmony: (text, id) of each special token in HARMONY."""
 
     @property
+    def label(self) -> str:
+        """Text with which each thought begins and that is not part of it."""
+        return LABELS.get(self.begin, "")
+
+    @property
+    def opening(self) -> str:
+        """What comes before a thought, its label included, without the line break after it."""
+        return self.begin + self.label.rstrip("\n")
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         """With harmony `<|return|>` and `<|call|>`, which end an answer; not `<|end|>`, after which other messages may follow.
         Otherwise ()."""
@@ -65,7 +78,7 @@ class ThinkTokens:
         header = () if self.channels is None else open_header(self.channels, prompt_ids.tolist())
         return Thinking(
             begin_id=self.begin_id, end_id=self.end_id, opened=self.opened_by(prompt_ids), budget=budget,
-            closing=(*closing, *self.closing), channels=self.channels, header=header,
+            label=self.label, closing=(*closing, *self.closing), channels=self.channels, header=header,
         )
 
     def opened_by(self, prompt_ids: Ids) -> bool | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import tokenizers
 from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.config.schema import TEMPLATE_DATE
 from batchspec.errors import CheckpointError
-from batchspec.model.chat_templates import CONTINUED, AnswerSamples, ChatTemplates, template_sources
+from batchspec.model.chat_templates import CONTINUED, ChatTemplates, template_sources
 from batchspec.model.config_values import has_file, read_text, shown
 from batchspec.model.special_tokens import add_declared, special_tokens, tokenizer_config
 from batchspec.model.template_process import Limit
@@ -68,8 +67,8 @@ class Tokenizer:
         added_later = add_declared(self._tokenizer, folder, config, self._variables)
         self._bound = text_bound(json.loads(self._tokenizer.to_str()) if added_later else facts)
         sources = template_sources(folder, config, chat_template)
-        self.chats = ChatTemplates(sources, self._variables, shown(folder), date=date)
-        self._described = config.get("response_template")
+        described = config.get("response_template")
+        self.chats = ChatTemplates(sources, self._variables, shown(folder), date=date, described=described)
         added = self._tokenizer.get_added_tokens_decoder()
         num_added = self._tokenizer.num_special_tokens_to_add(is_pair=False)
         if problem := growth_problem(facts) or added_problem([token.content for token in added.values()], num_added):
@@ -86,16 +85,6 @@ class Tokenizer:
         """Whether there is a chat template. Raises CheckpointError if one does not compile."""
         self.chats.check()
         return bool(self.chats)
-
-    @property
-    def dropped_keys(self) -> set[str]:
-        """Fields of messages that chats had so far and their template left out: see `ChatTemplates.dropped_keys`."""
-        return self.chats.dropped_keys
-
-    @cached_property
-    def answer_samples(self) -> AnswerSamples:
-        """Texts that say in which form the model writes tool calls."""
-        return self.chats.answer_samples(self._described)
 
     def encode(self, text: str, *, max_tokens: int | None = None, keep_end: bool = False) -> list[int]:
         """Ids of a text, including BOS or other tokens that the checkpoint's post-processor adds.

@@ -117,7 +117,7 @@ class Admission:
         self.tool_form = None
         """How the model writes tool calls in its answers; None: it is unknown, calls stay text, or have channels of their own."""
         if tokenizer is not None:
-            self.tool_form = choose_form(config.model.tool_calls, tokenizer.answer_samples, channels=self.has_channels)
+            self.tool_form = choose_form(config.model.tool_calls, tokenizer.chats.answer_samples, channels=self.has_channels)
         self.choices = None if self.decode.score != "choices" else Choices(config, columns, tokenizer, self.settings.think)
         if config.output.logprob_tokens and tokenizer is None:
             raise ConfigError("output.logprob_tokens needs a tokenizer, and the model folder has none; remove the key")

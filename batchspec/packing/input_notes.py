@@ -40,6 +40,7 @@ def input_notes(config: RunConfig, admission: Admission, source: Source, tokeniz
         ("columns", _unread_columns(config, columns, source)),
         ("chat", _chat_note(config, columns, source, tokenizer)),
         ("chat", dropped_note(tokenizer)),
+        ("reasoning", _reasoning_note(config, admission, tokenizer)),
         ("requests", "" if filled is None else defaults_note(filled, config.decode)),
         ("greedy", _greedy_note(config.decode, columns)),
         ("samples", _samples_note(config, columns, source)),
@@ -144,9 +145,23 @@ def _chat_note(config: RunConfig, columns: ColumnMap, source: Source, tokenizer:
 
 def dropped_note(tokenizer: Tokenizer | None) -> str:
     """One line if admitted chats had fields of messages that the chat template leaves out, as most templates do."""
-    if tokenizer is None or not tokenizer.dropped_keys:
+    if tokenizer is None or not tokenizer.chats.dropped_keys:
         return ""
-    return f"the chat template leaves out fields that messages of chats have: {', '.join(sorted(tokenizer.dropped_keys))}"
+    return f"the chat template leaves out fields that messages of chats have: {', '.join(sorted(tokenizer.chats.dropped_keys))}"
+
+
+def _reasoning_note(config: RunConfig, admission: Admission, tokenizer: Tokenizer | None) -> str:
+    """One line if the chat template writes reasoning, and the tokenizer has no tokens by which it is told from the answer."""
+    is_chat = admission.columns.prompt_kind == "messages" or config.input.chat
+    if tokenizer is None or not is_chat or admission.settings.think is not None or config.model.think_tokens != "auto":
+        return ""
+    example = tokenizer.chats.example_of_reasoning(config.input.template_kwargs)
+    if not example:
+        return ""
+    return (
+        f"reasoning stays in the text of `completion`: the chat template writes it as {example!r}, and these marks are no single "
+        "tokens of this tokenizer; model.think_tokens=[BEGIN,END] names tokens"
+    )
 
 
 def _text(cell: pa.Scalar) -> str:

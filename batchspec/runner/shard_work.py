@@ -92,7 +92,7 @@ class ShardWork:
             input=self.input,
             output=self.output,
             attempt=self.attempt,
-            think_tokens=None if self.admission.has_channels else (think.begin, think.end) if think else ("", ""),
+            think_tokens=None if self.admission.has_channels else (think.opening, think.end) if think else ("", ""),
             calls=calls,
             score=self.admission.decode.score,
             token_text=self.admission.token_texts,

@@ -77,17 +77,17 @@ class Texts(RowFeature):
         messages += more
         text = "\n\n".join([message for message in messages if message.strip()]) if len(messages) > 1 else messages[0]
         text = _after_thought(text, state, parts, breaks)
-        return done.replace(text=text, reasoning=_reasoning(parts, decode), tool_calls=calls)
+        return done.replace(text=text, reasoning=_reasoning(parts, decode, request.thinking.label), tool_calls=calls)
 
 
 def _without_stop_id(state: RequestState) -> list[int]:
     return state.tokens[:-1] if state.stop_id is not None else state.tokens
 
 
-def _reasoning(parts: Parts, decode: Decode) -> str | None:
+def _reasoning(parts: Parts, decode: Decode, label: str) -> str | None:
     if not parts.thoughts:
         return None
-    thoughts = (decode(thought).strip() for thought in parts.thoughts)
+    thoughts = (decode(thought).removeprefix(label).strip() for thought in parts.thoughts)
     return "\n\n".join(thought for thought in thoughts if thought)
 
 
