@@ -1,6 +1,6 @@
 """The form in which a template wants a chat, found by rendering, and what a template leaves out of one.
 
-The templates here are of the kinds that published ones are. Which spelling a kind uses (a filter, a method, an alias, a test) must
+The templates here are of the kinds that published ones are. Which spelling a kind uses (a filter, a method, an alias, a test) may
 not matter, only what it writes.
 """
 
