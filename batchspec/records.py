@@ -310,9 +310,10 @@ class Completion(_Struct, frozen=True, kw_only=True, eq=False):
     token_ids: Ids | None = None
     """int32, ending with the EOS or with the tokens that completed the stop string."""
     text: str | None = None
-    """Decoded answer, without the thought, the stop string and special tokens."""
-    text_due: bool = False
-    """Whether `text` is not decoded yet: the maker of the table decodes and checks it (token_ids without special tokens)."""
+    """Decoded answer, without the thought, the stop string or stop id, and special tokens."""
+    num_undecoded: int | None = None
+    """Number of its first tokens whose text, without special tokens, `text` will be: the maker of the table decodes and checks
+    it. None: `text` is final."""
     constraint: str | None = None
     """Kind of the row's constraint: schema, regex, choice or grammar. `text` then consists of the very bytes of the tokens."""
     reasoning: str | None = None

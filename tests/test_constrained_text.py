@@ -61,7 +61,9 @@ def test_a_whole_text_of_a_schema_that_is_no_json_is_an_error_row(text: str) -> 
 
 def test_an_error_row_keeps_the_fields_of_the_request_and_the_statistics() -> None:
     error = RowError(code="code", stage="decode", message="why", retryable=True)
-    done = ended("{}").replace(logprobs=np.zeros(2, np.float32), reasoning="so", tool_calls="[]", text_due=True, cached_tokens=3)
+    done = ended("{}").replace(
+        logprobs=np.zeros(2, np.float32), reasoning="so", tool_calls="[]", num_undecoded=2, cached_tokens=3
+    )
     kept = {"prompt_ids", "seed", "predicted_tokens", "cached_tokens", "request_id", "row_index", "sample_index", "shard"}
     out = done.failed(error)
     for field in msgspec.structs.fields(Completion):
@@ -155,7 +157,8 @@ def test_an_answer_that_begins_with_a_space_keeps_it(spaces: Path, defers_text: 
         row.add_round(0, 0, [token])
     done = row.completion(eos_ids=frozenset({2}))
     work = ShardWork(admission=admission, columns=columns, input=config.input, output=config.output, attempt="a")
-    assert (done.text, done.text_due, done.constraint) == (None if defers_text else " Hello", defers_text, "choice")
+    due = 4 if defers_text else None
+    assert (done.text, done.num_undecoded, done.constraint) == (None if defers_text else " Hello", due, "choice")
     assert work.table(shard, [done])["completion"].to_pylist() == [" Hello"]
 
 
@@ -178,13 +181,11 @@ def test_the_table_has_an_error_row_where_a_text_is_no_json(tmp_path: Path) -> N
     admission = Admission(config, source=source, columns=columns, spec=spec, tokenizer=tokenizer)
     shard = next(source.shards(2))
     texts = ("true", "{true")
-    rows = [
-        ended(None).replace(
-            row_index=index, sample_index=0, text_due=True,
-            token_ids=np.array([*tokenizer.encode_part(text), tokenizer.eos_ids[0]], np.int32),
-        )
-        for index, text in enumerate(texts)
-    ]
+    rows = []
+    for index, text in enumerate(texts):
+        tokens = tokenizer.encode_part(text)
+        ids = np.array([*tokens, tokenizer.eos_ids[0]], np.int32)
+        rows.append(ended(None).replace(row_index=index, sample_index=0, token_ids=ids, num_undecoded=len(tokens)))
     work = ShardWork(admission=admission, columns=columns, input=config.input, output=config.output, attempt="a")
     found = work.table(shard, rows)
     assert found["completion"].to_pylist() == ["true", None]

@@ -113,7 +113,7 @@ def completion_of(request: Request) -> Completion:
     return Completion(
         request_id=request.request_id, row_index=request.row_index, sample_index=request.sample_index, shard=request.shard,
         status="ok", finish_reason="stop", prompt_ids=request.prompt_ids, token_ids=np.arange(9, 14, dtype=np.int32),
-        text_due=True,
+        num_undecoded=4,
         seed=request.seed, predicted_tokens=request.predicted_tokens, stats=stats, logprobs=np.array([0.5, np.nan], np.float32),
     )
 
@@ -136,8 +136,9 @@ def test_workers_give_the_rows_errors_order_and_tables_of_the_plain_path(tokeniz
             done = [entry if isinstance(entry, Completion) else completion_of(entry) for entry in entries][::-1]
             made, plain = workers.begin_table(shard, done).make(), work.table(shard, done)
             assert made.schema == plain.schema
-            texts = [done.text_due and tokenizer.decode(range(9, 14)) for done in sorted(done, key=lambda done: done.row_index)]
-            assert made["completion"].to_pylist() == [text or None for text in texts]
+            rows = sorted(done, key=lambda done: done.row_index)
+            texts = [None if done.num_undecoded is None else tokenizer.decode(range(9, 13)) for done in rows]
+            assert made["completion"].to_pylist() == texts, "the text of the stop id, the last token, is left out"
             assert made.drop_columns("perf").to_pylist() == plain.drop_columns("perf").to_pylist()
             assert [row["slot"] for row in made["perf"].to_pylist()] == [row["slot"] for row in plain["perf"].to_pylist()]
 
@@ -196,7 +197,7 @@ def test_what_reading_raises_is_raised_at_the_shard_that_could_not_be_read() -> 
 def test_an_exception_of_a_worker_is_raised_in_the_caller() -> None:
     work, source = make_work(prompts("a"), KillingTokenizer())
     (shard,) = source.shards(1)
-    with closing(ShardWorkers(work, 1)) as workers, pytest.raises(AttributeError, match="text_due"):
+    with closing(ShardWorkers(work, 1)) as workers, pytest.raises(AttributeError, match="num_undecoded"):
         workers.begin_table(shard, [cast(Completion, "no completion")]).make()
 
 
@@ -213,7 +214,7 @@ def test_a_worker_writes_a_verified_file_that_only_the_run_itself_publishes(toke
         assert not output.committed(), "a written file is not committed"
         first.path.write_bytes(b"damaged")
         assert output.publish(0, file), "asked again, it writes the file anew"
-        assert pl.read_parquet(tmp_path / "out/data")["completion"].to_list() == [tokenizer.decode(range(9, 14))] * 3
+        assert pl.read_parquet(tmp_path / "out/data")["completion"].to_list() == [tokenizer.decode(range(9, 13))] * 3
         with pytest.raises(ValueError, match="lacks rows"):
             workers.begin_file(shard, done[:1], output.unpublished(0)).write()
 

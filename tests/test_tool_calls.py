@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import string
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from batchspec.commands import export, plan
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.records import Completion
+from batchspec.records import Completion, Thinking
 from batchspec.tool_calls.form import Tools, typed_value
 from batchspec.tool_calls.probe import ARGUMENTS, FUNCTION, AnswerSamples
 from batchspec.tool_calls.registry import FORMS, choose_form, form_asked_for
@@ -53,11 +55,11 @@ def parsed(name: str, text: str, *tools: dict[str, Any]) -> tuple[str, list[tupl
     return done.text, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
 
-def completion_of(name: str, text: str, *tools: dict[str, Any], stop: str | None = None) -> Completion:
+def completion_of(name: str, text: str, *tools: dict[str, Any]) -> Completion:
     form = FORMS[name.partition(",")[0]]
     done = Completion(request_id="a", row_index=3, sample_index=0, shard=0, status="ok", finish_reason="stop", text=text)
     row = replace(request(3, [1], cap=9), tools=tools_text(*(tools or TOOLS)))
-    return CallParser(form, decode).parsed(done, row, list(map(ord, text)), stop=stop)
+    return CallParser(form, decode).parsed(done, row, list(map(ord, text)))
 
 
 def decode(ids: Any, skip_special: bool) -> str:
@@ -387,13 +389,80 @@ def test_arguments_keep_the_model_s_own_digits() -> None:
     assert json.loads(done.tool_calls or "")[0]["function"]["arguments"] == '{"x": 1.10, "y": 12345678901234567890123}'
 
 
-def test_a_stop_string_ends_the_answer() -> None:
-    text = '<tool_call>{"name": "f"}</tool_call>\nObservation: <tool_call>{"name": "say"}</tool_call>STOP'
-    assert (
-        completion_of("hermes", text, stop="Observation").tool_calls
-        == completion_of("hermes", text.partition("\n")[0]).tool_calls
+PIECES = ("<tool_call>", "</tool_call>", "<|x|>", '{"name": "f", "arguments": {"s": "', '"}}', "END", "E", "ND EN", "D", " so ")
+"""Token id -> text. The first three are special tokens."""
+
+
+def pieces_text(tokens: Sequence[int], skip_special: bool = True) -> str:
+    return "".join(PIECES[token] for token in tokens if token > 2 or not skip_special)
+
+
+def first_stop(tokens: list[int], stops: list[str], least: int) -> tuple[int, int, str] | None:
+    """The definition: the number of tokens up to the one, after the first `least`, that completes a stop string; the place of the
+    earliest such stop string in their text without special tokens; and which it is."""
+    early = len(pieces_text(tokens[:least]))
+    for end in range(least + 1, len(tokens) + 1):
+        text = pieces_text(tokens[:end])
+        found = [(text.find(stop, max(0, early - len(stop) + 1)), stop) for stop in stops]
+        if any(at >= 0 for at, _ in found):
+            return end, *min(one for one in found if one[0] >= 0)
+    return None
+
+
+def marked_until(tokens: list[int], length: int) -> str:
+    """The definition: so many characters of text, with the special tokens that come before the next character."""
+    found = ""
+    for token in tokens:
+        if token > 2:
+            found, length = found + PIECES[token][:length], length - len(PIECES[token])
+            if length < 0:
+                break
+        else:
+            found += PIECES[token]
+    return found
+
+
+@settings(max_examples=300)
+@given(
+    before=st.lists(st.integers(0, 9), max_size=6), after=st.lists(st.integers(0, 9), max_size=8),
+    stops=st.lists(st.sampled_from(["END", "ND", '"}}E', "EE", "so", "f", '"'] + ["x"] * 3), min_size=1, max_size=2),
+    least=st.sampled_from([0, 0, 2, 7]), ends=st.booleans(), thinks=st.booleans(), data=st.data(),
+)
+def test_content_calls_and_finish_agree_on_the_first_stop_string(
+    before: list[int], after: list[int], stops: list[str], least: int, ends: bool, thinks: bool, data: st.DataObject
+) -> None:
+    """The stop string may come before or after a call, inside its JSON, several times, or around special tokens; it is searched
+    for in the answer's text without them. Whatever rounds the tokens come in, all columns are those of the answer before it."""
+    tokens, eos, close = [*before, 0, 3, 5, 4, 1, *after], data.draw(st.sampled_from([2, 9])), 10
+    thinking = Thinking(begin_id=None, end_id=close, opened=True, budget=None, closing=(close,))
+    asked = replace(
+        request(3, [1], cap=60), tools=tools_text(tool("f", s="string")), stop=tuple(stops), stop_ids=(eos,) if ends else (),
+        min_new_tokens=least, thinking=thinking if thinks else None,
     )
-    assert completion_of("hermes", "abc", stop="x").text == "abc"
+    said = [5, 0, 3, close] if thinks else []
+    row = OneRow(asked, decode=pieces_text, call_parser=CallParser(FORMS["hermes"], pieces_text))
+    answer = [token for token in tokens if not (ends and token == eos)]
+    rest = [*said, *answer, *([eos] if ends else [])]
+    while rest and row.state.finish_reason is None:
+        count = data.draw(st.integers(1, 4))
+        row.add_round(count - 1, 3, rest[:count])
+        rest = rest[count:]
+    if row.state.finish_reason is None:
+        row.state.finish_reason = "length"
+    done = row.completion()
+    stop = first_stop(answer, stops, max(0, least - len(said)))
+    text, marked = pieces_text(answer), pieces_text(answer, False)
+    if stop is not None:
+        text, marked = text[: stop[1]], marked_until(answer, stop[1])
+        assert row.state.tokens == [*said, *answer[: stop[0]]]
+    assert done.stop_reason == (stop[2] if stop is not None else str(eos) if ends else None)
+    calls = FORMS["hermes"].find(marked, Tools(asked.tools or ""))
+    assert len(calls_of(done.tool_calls)) == len(calls)
+    outside = "".join(re.split("|".join(re.escape(marked[call.begin : call.end]) for call in calls) or "$^", marked))
+    for mark in PIECES[:3]:
+        outside = outside.replace(mark, "")
+    assert done.text is not None
+    assert "".join(done.text.split()) == "".join((outside if calls else text).split())
 
 
 def test_ids_are_nine_letters_and_digits_and_differ_by_call_row_sample_and_turn() -> None:

@@ -24,7 +24,8 @@ class DecodeConfig:
     max_new_tokens: int = 1024
     """Maximum number of output tokens of a completion."""
     min_new_tokens: int = 0
-    """Number of output tokens before which no stop id is drawn."""
+    """Minimum number of output tokens, those of reasoning included. Until then no stop id is drawn, a stop string that is
+    complete is part of the text, and repetition ends no completion."""
     temperature: float = 0.0
     """Sampling temperature. 0 is greedy."""
     top_k: int = 0
@@ -54,10 +55,11 @@ class DecodeConfig:
     """Number of completions per input row. More than 1 needs a temperature above 0, from decode.temperature or from a column
     temperature, because all greedy completions of a row are equal."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end a completion, and are not part of its text. They are searched for in the answer: not in reasoning, and not
-    in tool calls that gpt-oss makes in its commentary channel, whose arguments would be cut in two."""
+    """Strings that end a completion, and are not part of its text. They are searched for in the text of the answer, which has no
+    special tokens: not in reasoning, and not in tool calls that gpt-oss makes in its commentary channel, whose arguments would be
+    cut in two."""
     stop_ids: list[int] = field(default_factory=list)
-    """Token ids that end a completion, in addition to the model's EOS ids."""
+    """Token ids that end a completion, in addition to the model's EOS ids. Their text is not part of its text."""
     repetition_detection: RepetitionConfig = field(default_factory=RepetitionConfig)
     schema: Any = None
     """JSON Schema that every answer must be valid by: a map, JSON text, or the path of a JSON file. The columns schema, regex,

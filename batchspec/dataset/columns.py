@@ -85,6 +85,7 @@ TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "prompt": (is_text, "string"),
     "prompt_ids": (_is_token_ids, "list of integers"),
     "max_new_tokens": (_is_number, "integer"),
+    "min_new_tokens": (_is_number, "integer"),
     "temperature": (_is_number, "float or integer"),
     "top_p": (_is_number, "float or integer"),
     "top_k": (_is_number, "integer"),

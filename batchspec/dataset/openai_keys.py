@@ -10,6 +10,7 @@ COLUMNS = {
     "id": pa.string(),
     "messages": pa.list_(pa.struct([("role", pa.string()), ("content", pa.large_string())])),
     "max_new_tokens": pa.int64(),
+    "min_new_tokens": pa.int64(),
     "temperature": pa.float64(),
     "top_p": pa.float64(),
     "top_k": pa.int64(),
@@ -29,9 +30,9 @@ COLUMNS = {
 }
 """Columns of a batchspec input that a request line may fill."""
 NUMBERS = {
-    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "temperature": "temperature", "top_p": "top_p",
-    "top_k": "top_k", "min_p": "min_p", "seed": "seed", "n": "n", "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
+    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens",
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "seed", "n": "n",
+    "repetition_penalty": "repetition_penalty", "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
     "thinking_token_budget": "thinking_token_budget",
 }
 """Key of a body -> column."""
@@ -53,8 +54,8 @@ NEUTRAL = {
 }
 """Keys of a body for which batchspec has no column, and the value with which they have no effect."""
 JOB_KEYS = {
-    "logprobs": "output.logprobs", "top_logprobs": "output.logprobs", "min_tokens": "decode.min_new_tokens",
-    "stop_token_ids": "decode.stop_ids", "ignore_eos": "decode.ignore_eos",
+    "logprobs": "output.logprobs", "top_logprobs": "output.logprobs", "stop_token_ids": "decode.stop_ids",
+    "ignore_eos": "decode.ignore_eos",
 }
 """Keys of a body without a column, and the keys that ask for the same in all rows of a job."""
 OTHER_ENDPOINTS = {

@@ -52,7 +52,7 @@ def build_table(
     is needed with output.logprob_tokens, `finished_at` (default now) is the time of the build.
     """
     completions = sorted(completions, key=lambda c: (c.row_index, c.sample_index))
-    assert not any(completion.text_due for completion in completions), "a text was never decoded"
+    assert all(completion.num_undecoded is None for completion in completions), "a text was never decoded"
     schema = output_schema(shard.table.schema, columns, output, calls=calls, channels=think_tokens is None, score=score)
     token_text = token_text if output.logprob_tokens else None
     input_fields = {field.name: field for field in shard.table.schema}

@@ -64,7 +64,7 @@ def load_engine(
     """Load the weights, choose the shape from the remaining memory, set up the engine; shows each step on the progress line.
 
     survey       of the job's rows; if it is empty, only its `shares_prefix` counts
-    defers_text  leave the decoding of text to the maker of the table (`Completion.text_due`)
+    defers_text  leave the decoding of text to the maker of the table (`Completion.num_undecoded`)
     most_rounds  after the job's last row began, its rows end within this many rounds; None: unknown
     """
     config = job.config
@@ -165,7 +165,7 @@ def build_engine(
     lead         set if this process leads several ranks that compute the target together
     vocabulary   set if rows may have constraints
     expanding    set if rows may have lazy constraints
-    defers_text  leave the decoding of text to the maker of the table (`Completion.text_due`)
+    defers_text  leave the decoding of text to the maker of the table (`Completion.num_undecoded`)
     call_parser  finds the tool calls in answers; None: calls stay text
     """
     ablation, scores, adaptive = config.ablation, config.decode.score != "none", config.draft.adaptive is not False

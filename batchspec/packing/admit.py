@@ -294,6 +294,7 @@ class Admission:
         settings, values = self.settings, self.settings.values(row)
         stop, stop_ids = settings.stops(row.get("stop"))
         max_new_tokens = int(values["max_new_tokens"]) if self.decode.score == "none" else 0
+        min_new_tokens = min(int(values["min_new_tokens"]), max_new_tokens)
         choices = () if self.choices is None else self.choices.of_row(row.get("choice"))
         longest = max((len(choice.token_ids) for choice in choices), default=max_new_tokens)
         max_prompt_tokens = self.max_len - longest
@@ -317,7 +318,7 @@ class Admission:
         for sample_index in range(int(values["n"])):
             yield Request(
                 request_id=request_id, row_index=row_index, sample_index=sample_index, shard=shard, prompt_ids=prompt_ids,
-                max_new_tokens=max_new_tokens, min_new_tokens=min(self.decode.min_new_tokens, max_new_tokens),
+                max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
                 sampling=sampling, stop_ids=stop_ids, stop=stop,
                 seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=predicted,
                 thinking=thinking, synthetic_len=synthetic_len, constraint=constraint, adapter=adapter, choices=choices,

@@ -146,8 +146,8 @@ def check_constraints(
     for token in config.decode.stop_ids:
         if text := tokenizer.decode([token]):
             raise ConfigError(
-                f"{name} with decode.stop_ids={config.decode.stop_ids}: token {token} is the text {text!r}, which would follow "
-                f"the answer in `completion`; remove it, or set decode.stop=[{text!r}]"
+                f"{name} with decode.stop_ids={config.decode.stop_ids}: token {token} is the text {text!r}, which no answer "
+                f"could then hold; remove it, or set decode.stop=[{text!r}]"
             )
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from batchspec.model.tokenizer import Tokenizer
 
 SAMPLING = (
-    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed", "n",
+    "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "seed", "n",
 )
 """Numbers of `decode` that a row may replace by its own."""
 
@@ -98,6 +98,9 @@ class RowSettings:
             problem = violation(f"decode.{name}", values[name])
             if problem:
                 raise BadRow("bad_parameter", problem.removeprefix("decode."))
+        if values["min_new_tokens"] > values["max_new_tokens"] and row.get("min_new_tokens") is not None:
+            said = f"min_new_tokens={values['min_new_tokens']} exceeds max_new_tokens={values['max_new_tokens']}; lower it"
+            raise BadRow("bad_parameter", said)
         return values
 
     def sampling(self, values: Mapping[str, float], row: Mapping[str, Any]) -> SamplingParams:

@@ -27,7 +27,7 @@ OF_CHATS = ("input.system", "input.final_assistant", "input.template_kwargs", "i
 CHAT_COLUMNS = ("system", "tools", "template_kwargs", "final_assistant")
 """Columns that only chats read. If prompts are text and `input.chat` is false, rows that fill them are error rows."""
 DECODED_COLUMNS = (
-    "max_new_tokens", "n", "stop", "bad_words", "schema", "regex", "choice", "grammar", "response_format",
+    "max_new_tokens", "min_new_tokens", "n", "stop", "bad_words", "schema", "regex", "choice", "grammar", "response_format",
     "thinking_token_budget", "synthetic_len",
 )
 """Columns about the length, the end and the form of an answer, which a scored row does not have."""

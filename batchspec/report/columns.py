@@ -12,7 +12,7 @@ MEANINGS = {
     "sample_index": "number of the completion of one input row, from 0",
     "status": "`ok`; `truncated`: cut off at the token limit, or at a repetition; `error`; `skipped`: prompt too long",
     "messages": "the conversation as turns of role and content; the last turn is the answer if the job stores it there",
-    "completion": "the answer, without stop strings and special tokens",
+    "completion": "the answer, without stop string, stop id and special tokens",
     "reasoning": "the reasoning block before the answer, if the model has tokens for one",
     "reasoning_truncated": "whether the reasoning block was cut off",
     "tool_calls": "tool calls of the answer as JSON text, in the form of OpenAI's chat format",

@@ -99,15 +99,14 @@ class ShardWork:
         )
 
     def _with_text(self, completion: Completion) -> Completion:
-        if not completion.text_due:
+        if completion.num_undecoded is None:
             return completion
         assert completion.token_ids is not None
-        tokens, constraints = completion.token_ids.tolist(), self.admission.constraints
+        tokens, constraints = completion.token_ids[: completion.num_undecoded].tolist(), self.admission.constraints
         if completion.constraint is not None and constraints is not None:
-            answer = tokens[:-1] if completion.finish_reason == "stop" else tokens  # no stop string has cut it
-            return checked_text(completion.replace(text=constraints.compiler.vocabulary.text(answer), text_due=False))
+            return checked_text(completion.replace(text=constraints.compiler.vocabulary.text(tokens), num_undecoded=None))
         assert self.admission.tokenizer is not None
-        return completion.replace(text=self.admission.tokenizer.decode(tokens), text_due=False)
+        return completion.replace(text=self.admission.tokenizer.decode(tokens), num_undecoded=None)
 
     def settle(self) -> None:
         """Does nothing: no work is running."""

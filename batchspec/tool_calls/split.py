@@ -26,27 +26,34 @@ class CallParser:
 
     def parsed(
         self, done: Completion, request: Request, tokens: Sequence[int], *,
-        text_of: Callable[[Sequence[int]], str] | None = None, stop: str | None = None,
+        text_of: Callable[[Sequence[int]], str] | None = None, found: str | None = None,
     ) -> Completion:
         """The completion with the calls of its answer as `tool_calls` and the rest as its text; without a call, or if the row has
         no tools, as it is.
 
         tokens   of the answer, without the stop id
         text_of  the function that made the text of an answer with a constraint; None: `decode`
-        stop     the stop string that ended the row: the answer ends before it
+        found    the answer's text without special tokens, up to the stop string that ended the row; None: none did
         """
         if request.tools is None or done.text is None:
             return done
-        raw = self.decode(tokens, False) if text_of is None else text_of(tokens)
-        if stop is not None:
-            raw, ends, _ = raw.rpartition(stop)  # it came with the newest tokens
-            if not ends:
-                return done
-        found = self.form.find(raw, Tools(request.tools))
-        if not found:
+        if text_of is not None:
+            raw = text_of(tokens) if found is None else found
+        else:
+            raw = self.decode(tokens, False) if found is None else self._marked(found, tokens)
+        read = self.form.find(raw, Tools(request.tools))
+        if not read:
             return done
-        calls = [openai_call(request, place, call.name, call.arguments) for place, call in enumerate(found)]
-        return done.replace(text=self._rest(raw, found, tokens), tool_calls=json_of(calls))
+        calls = [openai_call(request, place, call.name, call.arguments) for place, call in enumerate(read)]
+        return done.replace(text=self._rest(raw, read, tokens), tool_calls=json_of(calls))
+
+    def _marked(self, text: str, tokens: Sequence[int]) -> str:
+        """The beginning `text` of an answer, with the special tokens in it and right after it."""
+        for count in range(len(tokens), 0, -1):
+            before = self.decode(tokens[:count], True)
+            if text.startswith(before):
+                return self.decode(tokens[:count], False) + text[len(before) :]
+        return text
 
     def _rest(self, raw: str, found: Sequence[Found], tokens: Sequence[int]) -> str:
         """The text outside of the calls, without special tokens; a line break joins its parts."""

@@ -21,7 +21,7 @@ _TEXT, _WHOLE, _TEXTS = pl.String(), pl.Int64(), pl.List(pl.String())
 TYPES: dict[str, pl.DataType] = {
     "id": _TEXT, "prompt": _TEXT, "prompt_ids": pl.List(pl.Int64()), "stop": _TEXTS, "bad_words": _TEXTS, "choice": _TEXTS,
     "messages": pl.List(pl.Struct({"role": pl.String(), "content": pl.String()})),
-    **dict.fromkeys(("max_new_tokens", "top_k", "seed", "n", "thinking_token_budget"), _WHOLE),
+    **dict.fromkeys(("max_new_tokens", "min_new_tokens", "top_k", "seed", "n", "thinking_token_budget"), _WHOLE),
     **dict.fromkeys(
         ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), pl.Float64()
     ),

@@ -38,9 +38,9 @@ CONSTRAINTS: tuple[tuple[str, Any], ...] = (
 )
 STOPS = (".", " the", ", and", "\n\n", "e", "is", "1", "ing ", "?", "}")
 COLUMNS = (
-    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "seed", "n", "stop", "bad_words", "schema", "regex", "choice", "grammar", "response_format", "adapter",
-    "thinking_token_budget",
+    "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias", "seed", "n", "stop", "bad_words", "schema", "regex", "choice", "grammar",
+    "response_format", "adapter", "thinking_token_budget",
 )
 
 
@@ -113,10 +113,13 @@ def _asks(rng: Random, model: Model, share: dict[str, float], *, cap: int, think
         "n": rng.randint(2, 4) if drawn else 1, "stop": rng.sample(STOPS, rng.randint(1, 3)),
         "bad_words": rng.sample((*STOPS, *WORDS), rng.randint(1, 6)),
         "thinking_token_budget": rng.choice([0, 1, 7, 30]) if think else None,
+        "min_new_tokens": min(cap, rng.choice([1, 3, 8])),
         "adapter": f"a{rng.randrange(adapters)}" if adapters else None,
     }
     asked = {name: values.get(name) if rng.random() < share[name] else None for name in COLUMNS}
     asked["temperature"] = values["temperature"]
+    if asked["min_new_tokens"] is not None and asked["max_new_tokens"] is not None:
+        asked["min_new_tokens"] = min(asked["min_new_tokens"], asked["max_new_tokens"])
     if rng.random() < share["constraint"]:
         name, value = rng.choice(CONSTRAINTS)
         asked[name] = value

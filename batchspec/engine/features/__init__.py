@@ -7,8 +7,7 @@
   constraints.py        what finite and lazy constraints share, and finite ones; automaton_places.py: their memory on the device
   lazy_constraints.py   lazy ones: rows that wait for states; lazy_places.py: where these are on the device
   last_check.py         a row with a constraint is checked before it becomes a completion
-  texts.py              the texts of a finished row
-  tool_calls.py         tool calls in the text of an answer; channel_calls.py: those of a model with channels
+  texts.py              the texts of a finished row, tool calls too; channel_calls.py: those of a model with channels
   logprobs.py           log-probabilities of output tokens
   scoring.py            log-probabilities of prompt tokens; choices.py: of given answers
   repetition.py         a stop where tokens repeat themselves
@@ -33,7 +32,6 @@ from batchspec.engine.features.scoring import PromptScores, Scoring, score_pass
 from batchspec.engine.features.stop_strings import Decode, StopStrings
 from batchspec.engine.features.texts import Texts, decode_of_answer
 from batchspec.engine.features.thinking import ThinkingBudgets
-from batchspec.engine.features.tool_calls import ToolCalls
 from batchspec.engine.prefill.passes import PrefillPass
 from batchspec.engine.rounds.records import LogitReader
 from batchspec.engine.slots.row_feature import Features, RowFeature
@@ -47,7 +45,7 @@ class RowFeatures(Features):
     """The features of a job's rows.
 
     decode     token ids -> text; None without a tokenizer
-    defers_text  leave the decoding of text to the maker of the table (`Completion.text_due`)
+    defers_text  leave the decoding of text to the maker of the table (`Completion.num_undecoded`)
     num_top    log-probabilities are written, with those of so many of the likeliest tokens; None: they are not
     scores     prompts are scored, in a batch that does not decode; num_top is then of prompt tokens
     symbols    of the vocabulary: set if rows may have constraints; capacity: the device's memory for these, None for the default
@@ -101,9 +99,7 @@ class RowFeatures(Features):
             if self.expanding is not None and self.symbols is not None and self._places is not None:
                 self.lazy = LazyConstraints(check, self.expanding, self.symbols, self._places)
                 features.append(self.lazy)
-        features.append(Texts(self.decode, self.symbols, stops, check, defers=self.defers_text))
-        if self.call_parser is not None:
-            features.append(ToolCalls(self.call_parser, self.symbols))
+        features.append(Texts(self.decode, self.symbols, stops, check, self.call_parser, defers=self.defers_text))
         if self.num_top is not None:
             features.append(Logprobs(slots, self.num_top))
         return tuple(features)

@@ -17,14 +17,15 @@ EXAMINED_TOGETHER = 16
 
 
 class RepetitionStop(RowFeature):
-    """Ends a row at the first token that completes a repetition (`Request.repetition`), whatever rounds its tokens came in."""
+    """Ends a row at the first token, not before `min_new_tokens`, that completes a repetition (`Request.repetition`), whatever
+    rounds its tokens came in."""
 
     def __init__(self) -> None:
         self._rows: dict[RequestState, RepetitionFinder] = {}
 
     def arrive(self, state: RequestState) -> bool:
         if state.request.repetition is not None:
-            self._rows[state] = RepetitionFinder(state.request.repetition)
+            self._rows[state] = RepetitionFinder(state.request.repetition, state.request.min_new_tokens)
         return state in self._rows
 
     def examine(self, state: RequestState) -> Watch | None:
@@ -46,7 +47,9 @@ class RepetitionFinder:
     are N times one pattern when that number is at least (N - 1) * p.
     """
 
-    def __init__(self, repetition: Repetition) -> None:
+    def __init__(self, repetition: Repetition, min_len: int = 0) -> None:
+        """min_len: number of tokens without which no repetition ends the row."""
+        self._min_len = min_len
         self._sizes = np.arange(repetition.min_pattern_size, repetition.max_pattern_size + 1)
         self._needed = (repetition.min_count - 1) * self._sizes
         self._restart(0)
@@ -71,7 +74,7 @@ class RepetitionFinder:
             position = np.arange(1, end - first + 1)[:, None]
             broken = np.maximum.accumulate(np.where(equal, 0, position), axis=0)
             run = np.where(broken, position - broken, position + self._equal)
-            found = np.flatnonzero((run >= self._needed).any(1))
+            found = np.flatnonzero((run >= self._needed).any(1) & (np.arange(first, end) + 1 >= self._min_len))
             if len(found):
                 return first + int(found[0]) + 1
             self._equal, self._num_read = run[-1], end

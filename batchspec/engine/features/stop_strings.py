@@ -1,5 +1,6 @@
-"""Stop strings: they end a row when its answer has one of them, whichever tokens they span. Thoughts, marks and tool calls are
-not searched."""
+"""Stop strings: they end a row when its answer has one of them, whichever tokens they span. Thoughts, marks, special tokens,
+stop ids and the tool calls of a model with channels are not searched. None ends a row that has not more than `min_new_tokens`
+tokens: one that these complete counts as text (as in vLLM, `update` of vllm/v1/engine/detokenizer.py)."""
 
 from __future__ import annotations
 
@@ -62,11 +63,15 @@ class _Search:
         """The stop string that one of the tokens not read yet completes; no token after it is read."""
         for token in self._state.tokens[self.num_read :]:
             self.num_read += 1
+            if token in self._state.request.stop_ids:
+                return None
             kind = Kind.ANSWER if self._tracker is None else self._tracker.push(token)
             if kind in (Kind.END_OF_OUTPUT_SO_FAR, Kind.HEADER):
                 self._finder.restart()
-            if kind is Kind.ANSWER and (stop := self._finder.push(token)) is not None:
-                return stop
+            if kind is Kind.ANSWER:
+                stop = self._finder.push(token, may_end=self.num_read > self._state.request.min_new_tokens)
+                if stop is not None:
+                    return stop
         return None
 
 
@@ -93,9 +98,14 @@ class StopFinder:
         """Where decoding begins: some settled tokens earlier, because tokenizers put a space between tokens, but not before the
         first one."""
         self.text = ""
+        self._too_early = 0
+        """Length of the text in which no stop string may end."""
 
-    def push(self, token: int) -> str | None:
-        """Add one token; returns the stop string that is now complete, the earliest one in the text, or None."""
+    def push(self, token: int, *, may_end: bool = True) -> str | None:
+        """Add one token; returns the stop string that it completes, the earliest one in the text, or None.
+
+        may_end  whether it may complete one: not so early in the row's output
+        """
         self._ids.append(token)
         before = self._decode(self._ids[self._begin : self._settled])
         now = self._decode(self._ids[self._begin :])
@@ -103,6 +113,7 @@ class StopFinder:
             return None
         new = now[len(before) :]
         text = self.text + new.rstrip(UNFINISHED)  # text before an unfinished character is final
+        self._too_early = self._too_early if may_end else len(text)
         found = self._earliest(text, max(0, len(self.text) - self._reach))
         if found is None:
             if not new.endswith(UNFINISHED):
@@ -120,4 +131,5 @@ class StopFinder:
 
     def _earliest(self, text: str, search_from: int = 0) -> tuple[int, str] | None:
         """Where the first stop string of a text begins, and which it is."""
-        return min(((begin, stop) for stop in self._stops if (begin := text.find(stop, search_from)) >= 0), default=None)
+        firsts = ((max(search_from, self._too_early - len(stop) + 1), stop) for stop in self._stops)
+        return min(((begin, stop) for first, stop in firsts if (begin := text.find(stop, first)) >= 0), default=None)

@@ -1,4 +1,4 @@
-"""The texts of a finished row: its answer, its thoughts and its tool calls, without stop string and special tokens."""
+"""The texts of a finished row: its answer, its thoughts and its tool calls, without stop string, stop id and special tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import RowFeature
 from batchspec.records import Completion, Request
 from batchspec.structured.checked_text import checked_text
+from batchspec.tool_calls.split import CallParser
 
 
 def decode_of_answer(request: Request, decode: Decode | None, symbols: TokenSymbols | None) -> Decode | None:
@@ -24,14 +25,17 @@ class Texts(RowFeature):
     decode   token ids -> text; None without a tokenizer
     symbols  the bytes of each token: with a constraint, the bytes of its tokens are the row's answer
     stops    has the text of a row that a stop string ended; check: has checked a row with a constraint
-    defers   leave the decoding of text that is simply that of all tokens to the maker of the table (`Completion.text_due`)
+    calls    finds the tool calls in answers; None: calls stay text, or are messages of their own
+    defers   leave the decoding of text that is simply that of a row's tokens to the maker of the table
+             (`Completion.num_undecoded`)
     """
 
     def __init__(
-        self, decode: Decode | None, symbols: TokenSymbols | None, stops: StopStrings, check: LastCheck | None, *, defers: bool
+        self, decode: Decode | None, symbols: TokenSymbols | None, stops: StopStrings, check: LastCheck | None,
+        calls: CallParser | None = None, *, defers: bool,
     ) -> None:
         self._decode, self._symbols, self._defers = decode, symbols, defers
-        self._stops, self._check = stops, check
+        self._stops, self._check, self._calls = stops, check, calls
 
     def arrive(self, state: RequestState) -> bool:
         return True
@@ -44,17 +48,30 @@ class Texts(RowFeature):
         if thinking is None and decode is None:
             return done
         if thinking is None and self._defers and found is None and state.request.tools is None:
-            return done.replace(text_due=True)
-        return checked_text(self._of_all(state, done, found) if thinking is None else self._split(state, done, found, breaks))
+            return done.replace(num_undecoded=len(state.text_tokens))
+        if thinking is None:
+            return self._of_all(state, done, found)
+        return self._split(state, done, split_thoughts(state.text_tokens, thinking), found, breaks)
 
     def _of_all(self, state: RequestState, done: Completion, found: str | None) -> Completion:
         """Of a row without thoughts. found: the answer's text, if a stop string ended the row."""
         of_answer = decode_of_answer(state.request, self._decode, self._symbols)
         assert of_answer is not None
-        tokens = state.tokens if state.request.automaton is None else _without_stop_id(state)
-        return done.replace(text=of_answer(tokens) if found is None else found)
+        text = of_answer(state.text_tokens) if found is None else found
+        return self._with_calls(state, checked_text(done.replace(text=text)), state.text_tokens, found)
 
-    def _split(self, state: RequestState, done: Completion, found: str | None, breaks: int) -> Completion:
+    def _with_calls(self, state: RequestState, done: Completion, answer: list[int], found: str | None) -> Completion:
+        """The completion with the calls of its answer in place of their text.
+
+        answer  the answer's tokens
+        found   its text, if a stop string ended the row
+        """
+        if self._calls is None:
+            return done
+        text_of = None if state.request.automaton is None or self._symbols is None else self._symbols.text
+        return self._calls.parsed(done, state.request, answer, text_of=text_of, found=found)
+
+    def _split(self, state: RequestState, done: Completion, parts: Parts, found: str | None, breaks: int) -> Completion:
         """The answer, the thought (None if there was none) and the tool calls.
 
         found   the text of the last message, if a stop string ended the row
@@ -63,8 +80,7 @@ class Texts(RowFeature):
         White space between thought and answer is dropped. An empty line separates the messages of an answer.
         """
         request, decode = state.request, self._decode
-        assert request.thinking is not None
-        parts = split_thoughts(_without_stop_id(state), request.thinking)
+        label = "" if request.thinking is None else request.thinking.label
         cut_off = bool(done.reasoning_truncated) or (parts.inside and state.truncated)
         done = done.replace(reasoning_truncated=cut_off, reasoning_tokens=parts.num_reasoning)
         of_answer = decode_of_answer(request, decode, self._symbols)
@@ -77,11 +93,8 @@ class Texts(RowFeature):
         messages += more
         text = "\n\n".join([message for message in messages if message.strip()]) if len(messages) > 1 else messages[0]
         text = _after_thought(text, state, parts, breaks)
-        return done.replace(text=text, reasoning=_reasoning(parts, decode, request.thinking.label), tool_calls=calls)
-
-
-def _without_stop_id(state: RequestState) -> list[int]:
-    return state.tokens[:-1] if state.stop_id is not None else state.tokens
+        done = checked_text(done.replace(text=text, reasoning=_reasoning(parts, decode, label), tool_calls=calls))
+        return self._with_calls(state, done, parts.answer, found)
 
 
 def _reasoning(parts: Parts, decode: Decode, label: str) -> str | None:

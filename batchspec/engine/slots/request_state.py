@@ -104,6 +104,11 @@ class RequestState:
         return self._num_forced_before + sum(map(len, self._forced_at))
 
     @property
+    def text_tokens(self) -> list[int]:
+        """The tokens that all texts of the ended request are made of: without the stop id, which is never part of a text."""
+        return self.tokens if self.stop_id is None else self.tokens[:-1]
+
+    @property
     def num_tokens(self) -> int:
         """Number of prompt tokens and of `tokens`; a request in a slot may have more: see `SlotTable.num_tokens`."""
         return len(self.request.prompt_ids) + len(self.tokens)
