@@ -171,8 +171,8 @@ def test_a_row_without_stop_ids_is_predicted_at_its_cap() -> None:
 
 
 def test_min_new_tokens_never_exceeds_the_row_s_own_limit() -> None:
-    (request,) = requests(prompts("a", max_new_tokens=[3]), decode__min_new_tokens=8)
-    assert request.min_new_tokens == 3
+    table = prompts("a", "b", "c", max_new_tokens=[3, 3, None], min_new_tokens=[None, 2, 0])
+    assert [request.min_new_tokens for request in requests(table, decode__min_new_tokens=8)] == [3, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -190,6 +190,8 @@ def test_min_new_tokens_never_exceeds_the_row_s_own_limit() -> None:
         (prompts("a", max_new_tokens=[0]), "bad_parameter", "max_new_tokens=0 must be at least 1"),
         (prompts("a", max_new_tokens=[64]), "bad_parameter", "leaves no room for a prompt in model.max_len=64"),
         (prompts("a", n=[0]), "bad_parameter", "n=0"),
+        (prompts("a", min_new_tokens=[-1]), "bad_parameter", "min_new_tokens=-1 must be at least 0"),
+        (prompts("a", min_new_tokens=[17]), "bad_parameter", "min_new_tokens=17 exceeds max_new_tokens=16; lower it"),
         (prompts("a", synthetic_len=[0]), "bad_parameter", "synthetic_len=0 must be at least 1"),
         (prompts("a", synthetic_len=[1.5]), "bad_parameter", "synthetic_len=1.5 must be a whole number"),
         (prompts("a", stop=[[""]]), "bad_parameter", "non-empty strings"),

@@ -9,6 +9,7 @@ from typing import Any
 import polars as pl
 import pytest
 
+import batchspec
 from batchspec import run
 from batchspec.config.compose import compose
 from batchspec.errors import ConfigError
@@ -80,3 +81,36 @@ def test_a_word_is_its_tokens_at_the_beginning_of_a_text_and_after_a_space(model
 def test_words_that_do_not_fit_are_refused(words: str, message: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^decode.bad_words.*" + message):
         open_job(compose(words_of(model, tmp_path, [{"prompt": "a"}], f"decode.bad_words={words}")))
+
+
+@pytest.mark.parametrize("drafter", ["none", "lookup"])
+def test_a_row_whose_constraint_only_a_bad_word_satisfies_is_an_error_for_good(model: Path, drafter: str) -> None:
+    """No run can decode it, so no retry is offered. The same with min_new_tokens, which forbids the end, and with a bad word that
+    is the EOS; for finite and lazy constraints, beside rows that go on."""
+    keys: dict[str, Any] = {
+        "model.path": str(model), "model.dtype": "float64", "model.max_len": 64, "decode.max_new_tokens": 20, "draft": drafter,
+        "input.columns": {"regex": "regex", "grammar": "grammar"}, "packing.max_num_seqs": 3, "packing.memory_gb": 0.1,
+    }
+    nested = 'start: "a" start "b" | "7"'
+    alone = "of 1 that the regex allows there bad_words forbid 1; change one of these, or drop the row"
+    optional: dict[str, Any] = {"regex": "7(a|b)?", "bad_words": ["a", "b"]}
+    rows: list[tuple[dict[str, Any], str | None, str]] = [
+        ({"regex": "7", "bad_words": ["7"]}, None, f"regex: no token is left for output token 1: {alone}"),
+        ({"regex": "a7", "bad_words": ["7"]}, None, f"output token 2: {alone}"),
+        ({"regex": "7", "bad_words": ["<|im_end|>"]}, None, f"output token 2: {alone}"),
+        ({**optional, "min_new_tokens": 5}, None, "bad_words forbid 2 and 1 would end the row before min_new_tokens=5;"),
+        ({"grammar": nested, "bad_words": ["a", "7"]}, None, "of 2 that the grammar allows there bad_words forbid 2;"),
+        ({"grammar": nested, "bad_words": ["a"]}, "7", ""),
+        ({"regex": "7", "min_new_tokens": 5}, "7", ""),
+        (optional, "7", ""),
+    ]
+    names = dict.fromkeys(["regex", "grammar", "bad_words", "min_new_tokens"])
+    with batchspec.Engine(keys) as engine:
+        found = engine.generate([{"prompt": "Say", **names, **row} for row, _, _ in rows]).to_dicts()
+    for row, (_, completion, message) in zip(found, rows, strict=True):
+        assert row["completion"] == completion
+        if completion is None:
+            assert (row["error"]["code"], row["error"]["retryable"]) == ("no_token_left", False)
+            assert message in row["error"]["message"]
+        else:
+            assert (row["error"], row["finish_reason"]) == (None, "stop")

@@ -203,20 +203,22 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
     tool = {"type": "function", "function": {"name": "f"}}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     requests = [
-        request(max_tokens=7, temperature=1, top_p=0.5, seed=3, n=2, stop="END", stream=False, frequency_penalty=0),
+        request(max_tokens=7, min_tokens=2, temperature=1, top_p=0.5, seed=3, n=2, stop="END", stream=False, frequency_penalty=0),
         request(max_completion_tokens=9, stop=["x", "y"], tools=[tool], top_p=None, user="u") | {"custom_id": "r-2"},
         request(messages=[turn("system", "be brief"), {"role": "user", "content": parts}]) | {"custom_id": "r-3"},
     ]
     file = tmp_path / "input.parquet"
     assert main(["--from-openai", str(written(tmp_path / "in.jsonl", requests)), str(file)]) == 0
-    assert capsys.readouterr().out.startswith(f"{file}: 3 rows with id, messages, max_new_tokens, temperature, top_p, seed, n,")
+    assert capsys.readouterr().out.startswith(f"{file}: 3 rows with id, messages, max_new_tokens, min_new_tokens,")
     mapped = map_columns(pq.read_schema(file), {})
-    names = {"id", "messages", "max_new_tokens", "temperature", "top_p", "seed", "n", "frequency_penalty", "stop", "tools"}
-    assert set(mapped.names) == names
+    assert set(mapped.names) == {
+        "id", "messages", "max_new_tokens", "min_new_tokens", "temperature", "top_p", "seed", "n", "frequency_penalty", "stop",
+        "tools",
+    }
     rows = pl.read_parquet(file).to_dicts()
     assert rows[0] == {
-        "id": "r-1", "messages": [turn("user", "hi")], "max_new_tokens": 7, "temperature": 1.0, "top_p": 0.5, "seed": 3, "n": 2,
-        "frequency_penalty": 0.0, "stop": ["END"], "tools": None,
+        "id": "r-1", "messages": [turn("user", "hi")], "max_new_tokens": 7, "min_new_tokens": 2, "temperature": 1.0,
+        "top_p": 0.5, "seed": 3, "n": 2, "frequency_penalty": 0.0, "stop": ["END"], "tools": None,
     }
     assert (rows[1]["max_new_tokens"], rows[1]["stop"], json.loads(rows[1]["tools"])) == (9, ["x", "y"], [tool])
     assert rows[2]["messages"] == [turn("system", "be brief"), turn("user", "ab")]

@@ -6,6 +6,7 @@
   token_kinds.py        kinds of an output's tokens; channels.py: in a model with channels (harmony)
   constraints.py        what finite and lazy constraints share, and finite ones; automaton_places.py: their memory on the device
   lazy_constraints.py   lazy ones: rows that wait for states; lazy_places.py: where these are on the device
+  tokens_left.py        rows that have no token left, because of a constraint and of other rules
   last_check.py         a row with a constraint is checked before it becomes a completion
   texts.py              the texts of a finished row, tool calls too; channel_calls.py: those of a model with channels
   logprobs.py           log-probabilities of output tokens

@@ -12,12 +12,13 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from batchspec.automata.token_automaton import TokenAutomaton
+from batchspec.automata.token_automaton import ENDS, FORCED, MASK, TokenAutomaton
 from batchspec.batch.automata import AutomataCapacity, ConstraintOffsets
 from batchspec.batch.row_commands import RowCommands
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.features.automaton_places import AutomatonPlaces
 from batchspec.engine.features.last_check import LastCheck
+from batchspec.engine.features.tokens_left import no_token_left
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import RowFeature
 from batchspec.records import Completion
@@ -49,8 +50,16 @@ class Constraints(RowFeature):
         """Whether the row may enter a slot, or go on in one."""
         raise NotImplementedError
 
+    def explained(self, state: RequestState) -> bool:
+        """Whether it is known if a row that failed in the rounds had any token left; fails it for good if it had none."""
+        raise NotImplementedError
+
     def ready(self, state: RequestState) -> bool:
-        return self.may_go_on(state) if state.finish_reason is None else self._check.done(state)
+        if state.finish_reason is None:
+            return self.may_go_on(state)
+        if not self._check.done(state):
+            return False
+        return state.finish_reason != "error" or state.error is not None or self.explained(state)
 
     def constrain(self, state: RequestState, at: ConstraintOffsets) -> None:
         """Let a row that enters its slot, or goes on, follow its automaton from there on."""
@@ -102,6 +111,13 @@ class FiniteConstraints(Constraints):
 
     def leave(self, state: RequestState) -> None:
         self._places.release(_finite(state))
+
+    def explained(self, state: RequestState) -> bool:
+        automaton = _finite(state)
+        at = automaton.walk(state.request.automaton_state, state.tokens)
+        mask, forced = automaton.table[at, [MASK, FORCED]]
+        state.fail(no_token_left(state.request, state.tokens, automaton.masks[mask], only_ends=bool(forced == ENDS)))
+        return True
 
     def take_commands(self) -> RowCommands:
         return replace(super().take_commands(), automata=self._places.take_uploads())

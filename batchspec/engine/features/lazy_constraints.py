@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchspec.automata.lazy_automaton import Answer, Ask, Expanding, Expansion, LazyAutomaton, MachineError, Recheck
-from batchspec.automata.token_automaton import DEAD, TokenSymbols
+from batchspec.automata.token_automaton import DEAD, ENDS, TokenSymbols
 from batchspec.batch.automata import ConstraintOffsets
 from batchspec.batch.row_commands import RowCommands
 from batchspec.engine.features.constraints import Constraints
 from batchspec.engine.features.last_check import ADVICE, CAUSE, LastCheck
 from batchspec.engine.features.lazy_places import LazyPlaces
+from batchspec.engine.features.tokens_left import no_token_left
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.records import CONSTRAINT_VIOLATED, Request, RowError
+from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, RowError
 
 MAX_WRITTEN = 64
 """Maximum number of a row's tokens that are sent with an ask."""
@@ -56,6 +57,8 @@ class LazyConstraints(Constraints):
         self._expanding, self._symbols, self._places = expanding, symbols, places
         self._rows: dict[RequestState, _Row] = {}
         self._asked: dict[_Key, Future[Answer]] = {}
+        self._explaining: dict[RequestState, Future[Answer]] = {}
+        """Rows that failed in the rounds, and the states that they failed in."""
         self._failed: list[RequestState] = []
         self._stopped: set[RequestState] = set()
         """Rows that were stopped and have not asked for their states since: they come before rows that enter."""
@@ -105,6 +108,21 @@ class LazyConstraints(Constraints):
             return row.asked is None and self._has_mask(row)
         return self._is_ready(row)
 
+    def explained(self, state: RequestState) -> bool:
+        request = state.request
+        assert isinstance(request.automaton, LazyAutomaton)
+        if state not in self._explaining:
+            ask = Ask(request.automaton, request.automaton_state, tuple(state.tokens), self._places.epoch, from_beginning=True)
+            self._explaining[state] = self._expanding.submit(replace(ask, reads_ahead=False))
+        answer = self._explaining[state]
+        if answer.done() and isinstance(found := answer.result(), Expansion) and found.state != DEAD:
+            state.fail(no_token_left(request, state.tokens, found.mask, only_ends=found.forced == ENDS))
+        return answer.done()
+
+    def finish(self, state: RequestState, done: Completion) -> Completion:
+        self._explaining.pop(state, None)
+        return super().finish(state, done)
+
     def enter(self, state: RequestState) -> None:
         row = self._rows[state]
         known = self._places.known[row.automaton]
@@ -119,7 +137,7 @@ class LazyConstraints(Constraints):
         return replace(super().take_commands(), states=self._places.take_uploads())
 
     def pending(self) -> Iterable[Future[Any]]:
-        return [*super().pending(), *self._asked.values()]
+        return [*super().pending(), *self._asked.values(), *self._explaining.values()]
 
     def poll(self) -> Iterable[RequestState]:
         # Before new answers are taken: requests whose states were placed when the tables became full have entered by now.
