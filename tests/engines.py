@@ -170,10 +170,15 @@ def plain_tokens(target: Target, req: Request) -> list[int]:
         if len(out) == len(found):
             found.append(_next_token(target, req, out))
         out.append(found[len(out)])
-        text = decode(out)
-        ended = out[-1] in req.stop_ids or any(stop in text for stop in req.stop) or len(out) == req.max_new_tokens
-        if ended or (req.repetition is not None and repeats(out, req.repetition)):
+        ended = out[-1] in req.stop_ids or stops(req, decode(out), decode(out[: req.min_new_tokens]))
+        ended |= len(out) == req.max_new_tokens
+        if ended or (req.repetition is not None and len(out) >= req.min_new_tokens and repeats(out, req.repetition)):
             return out
+
+
+def stops(req: Request, text: str, early: str) -> bool:
+    """The definition: a stop string ends in the text after `early`, the text of the first `min_new_tokens` tokens."""
+    return any(text.find(stop, max(0, len(early) - len(stop) + 1)) >= 0 for stop in req.stop)
 
 
 def repeats(out: Sequence[int], repetition: Repetition) -> bool:

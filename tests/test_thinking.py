@@ -30,7 +30,19 @@ from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.records import Channels, Completion, Request, SamplingParams, Snapshot, Thinking
-from tests.engines import DEVICE, VOCAB, ForcedDrafter, _draw, decode, full_logits, make_engine, packed, request, tiny_target
+from tests.engines import (
+    DEVICE,
+    VOCAB,
+    ForcedDrafter,
+    _draw,
+    decode,
+    full_logits,
+    make_engine,
+    packed,
+    request,
+    stops,
+    tiny_target,
+)
 from tests.models import make_checkpoint, make_thinking_tokenizer, make_tokenizer
 from tests.one_row import OneRow
 from tests.row_lengths import LENGTHS
@@ -105,6 +117,7 @@ def plain_tokens(req: Request) -> list[int]:
     out: list[int] = []
     prompt = req.prompt_ids.tolist()
     inside, used = (how.opened is True, 0) if how.channels is None else thought_of([], how)
+    text = early = ""
     while True:
         if inside and how.budget is not None and used >= how.budget:
             new, inside, used = list(how.closing), False, used + len(how.closing) - 1
@@ -123,8 +136,10 @@ def plain_tokens(req: Request) -> list[int]:
             out.append(token)
             if how.channels is not None:
                 inside, used = thought_of(out, how)
-            text = decode(answer_of(out, how))
-            if token in req.stop_ids or any(stop in text for stop in req.stop) or len(out) == req.max_new_tokens:
+            before, text = text, decode(answer_of(out, how))
+            if len(out) <= req.min_new_tokens or len(text) < len(before):  # or all of it was a thought
+                early = text
+            if token in req.stop_ids or stops(req, text, early) or len(out) == req.max_new_tokens:
                 return out
 
 

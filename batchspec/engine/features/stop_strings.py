@@ -63,8 +63,8 @@ class _Search:
         """The stop string that one of the tokens not read yet completes; no token after it is read."""
         for token in self._state.tokens[self.num_read :]:
             self.num_read += 1
-            if token in self._state.request.stop_ids:
-                return None
+            if token in self._state.request.stop_ids:  # it ends the row
+                continue
             kind = Kind.ANSWER if self._tracker is None else self._tracker.push(token)
             if kind in (Kind.END_OF_OUTPUT_SO_FAR, Kind.HEADER):
                 self._finder.restart()
