@@ -12,6 +12,8 @@ Input:
   decoding.py          how a row group of Parquet is decoded in bounded memory
   json_lines.py        JSON lines as such a file
   csv_file.py          CSV as such a file
+  common_schema.py     the columns of files that differ without loss; wider_type.py: the type that holds those of both
+  partitions.py        Hive partitions as columns
   formats.py           which files are data, by name; text files, compressed ones too
   lines.py             the lines of a text; one that is too long is skipped
   untyped_columns.py   the type of a column of JSON lines or CSV, from all its cells

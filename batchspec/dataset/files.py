@@ -120,7 +120,7 @@ class ParquetFile:
             self.size_bytes = self._stamp.size_bytes
             with self._open() as file:
                 footer = file.metadata
-                self.schema = file.schema_arrow
+                self.schema = pa.schema([pa.field(field.name, field.type) for field in file.schema_arrow])  # no marks
                 groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
             self.digest = _digest(place, self.size_bytes, digest_bytes)
         self.parts: Sequence[Part] = tuple(

@@ -13,7 +13,7 @@ from batchspec.dataset.files import reading
 from batchspec.dataset.formats import KNOWN, format_of
 from batchspec.dataset.hub_splits import files_of_split
 from batchspec.errors import ConfigError, InputError
-from batchspec.storage.local_tree import HIDDEN
+from batchspec.storage.local_tree import is_hidden
 from batchspec.storage.places import LocalPlace, Place, RemotePlace, matches, place_of
 
 CARD_BYTES = 1 << 20
@@ -94,7 +94,7 @@ def check_apart(
             # A part that is the name of a folder may stand for that folder alone.
             pattern = [escape(part) if part in written else part for part in named]
             below = written[fixed:] if matches(written, pattern) else None
-        if below is not None and not any(part.startswith(HIDDEN) for part in below):
+        if below is not None and not any(map(is_hidden, below)):
             raise ConfigError(
                 f"{key}={name} lies in input.path={entry}, so that the next run would read the output as input; "
                 "choose another place, or name the input's files"
@@ -184,7 +184,7 @@ def _data_files(root: PurePath, places: Iterator[Place], entry: str) -> list[Pla
     """
     found = []
     for place in places:
-        if format_of(place.path) is None or any(part.startswith(HIDDEN) for part in place.path.relative_to(root).parts):
+        if format_of(place.path) is None or any(map(is_hidden, place.path.relative_to(root).parts)):
             continue
         if why := place.problem:
             raise InputError(f"input.path {entry}: {place} cannot be read: {why}; mend it, or leave it out of input.path")

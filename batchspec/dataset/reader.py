@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from batchspec.config.schema import InputConfig
+from batchspec.dataset.common_schema import FileOfDataset, common_schema, files_of_dataset
 from batchspec.dataset.csv_file import CsvFile
 from batchspec.dataset.decoding import short_pieces
 from batchspec.dataset.files import DIGEST_BYTES, DataFile, MemoryFile, ParquetFile, Part, changed
@@ -22,7 +22,6 @@ from batchspec.dataset.input_paths import check_apart, entries_of, find_files
 from batchspec.dataset.json_lines import JsonLinesFile
 from batchspec.dataset.lines import LineNumbers
 from batchspec.dataset.shard_layout import ShardLayout
-from batchspec.dataset.untyped_columns import Kinds, json_kinds, mark_of
 from batchspec.errors import ConfigError, InputError
 from batchspec.storage.places import Place, RemotePlace
 
@@ -188,8 +187,7 @@ class _FileSource:
             names = ", ".join(file.name for file in self.files[:3])
             more = f" and {len(self.files) - 3} more files" if len(self.files) > 3 else ""
             raise InputError(f"the input has no rows: none in {names}{more}; check input.path")
-        self._files = [data for data, file in zip(files, self.files, strict=True) if file.num_rows]
-        self.schema = _common_schema(self._files)
+        self.schema, self._files = files_of_dataset([data for data, file in zip(files, self.files, strict=True) if file.num_rows])
         filled = [file.filled for file in files if isinstance(file, JsonLinesFile) and file.filled is not None]
         self.filled_by_requests = frozenset.intersection(*filled) if filled else None
         self._names: list[str] = self.schema.names
@@ -234,7 +232,7 @@ class _FileSource:
         share = DIGEST_BYTES // max(1, num_files)
         facts = tuple(_facts_of(file, file.digest_of(share) if isinstance(file, ParquetFile) else file.digest) for file in files)
         filled = [file for file, fact in zip(files, facts, strict=True) if fact.num_rows]
-        return SourceFacts(facts, _schema_alone(filled) if filled else pa.schema([]), self.lines[:num_files])
+        return SourceFacts(facts, common_schema(filled) if filled else pa.schema([]), self.lines[:num_files])
 
     def check(self, first: int, stop: int) -> None:
         for file in self._files[bisect_right(self._stops, first) : bisect_left(self._stops, stop) + 1]:
@@ -283,7 +281,7 @@ class _FileSource:
                 part_first += part.num_rows
 
 
-def _rows_of(file: DataFile, part: Part, names: list[str], most: int) -> Iterator[pa.RecordBatch]:
+def _rows_of(file: FileOfDataset, part: Part, names: list[str], most: int) -> Iterator[pa.RecordBatch]:
     """At most so many rows of a part. Raises InputError if all are read and there are not as many as when it was opened."""
     num_rows = 0
     try:
@@ -317,51 +315,3 @@ def _table(pieces: Sequence[pa.RecordBatch]) -> pa.Table:
 def _facts_of(file: DataFile, digest: str) -> InputFile:
     rows = sum(part.num_rows for part in file.parts)
     return InputFile(name=file.name, size_bytes=file.size_bytes, num_rows=rows, digest=digest)
-
-
-def _schema_of_lines(files: Sequence[JsonLinesFile]) -> pa.Schema:
-    """The columns of JSON lines, which have no types: these are chosen to fit the rows of all files."""
-    kinds = Kinds()
-    for file in files:
-        kinds.merge(file.kinds)
-    return kinds.schema()
-
-
-def _schema_alone(files: Sequence[DataFile]) -> pa.Schema:
-    """The columns of these files if there were no others."""
-    lines = [file for file in files if isinstance(file, JsonLinesFile)]
-    return _schema_of_lines(lines) if files[0] in lines else files[0].schema
-
-
-def _common_schema(files: Sequence[DataFile]) -> pa.Schema:
-    """The columns, which must be the same in all files."""
-    lines = [file for file in files if isinstance(file, JsonLinesFile)]
-    if len(lines) > 1:
-        common = _schema_of_lines(lines)
-        for file in lines:
-            file.schema = common
-    first, wanted = files[0], _by_name(files[0])
-    for other in files[1:]:
-        found = wanted if other.schema is first.schema else _by_name(other)
-        for name in dict.fromkeys((*wanted, *found)) if found is not wanted else ():
-            here, there = found.get(name), wanted.get(name)
-            if here is None or there is None or mark_of(here) != mark_of(there):
-                raise InputError(
-                    f"column {name!r} differs between files: {other.name} has {_kind(here)}, {first.name} has {_kind(there)}; "
-                    "give all files the same columns or run them as two jobs"
-                )
-    marked = isinstance(first, JsonLinesFile | CsvFile | MemoryFile)
-    return pa.schema([pa.field(field.name, field.type, metadata=field.metadata if marked else None) for field in first.schema])
-
-
-def _by_name(file: DataFile) -> dict[str, pa.Field]:
-    found = {field.name: field for field in file.schema}
-    if len(found) < len(file.schema):
-        names = Counter(file.schema.names)
-        twice = next(name for name, count in names.items() if count > 1)
-        raise InputError(f"{file.name} has two columns named {twice!r}; rename one")
-    return found
-
-
-def _kind(field: pa.Field | None) -> str:
-    return "no such column" if field is None else "JSON of any kind" if json_kinds(field) else f"{field.type}"

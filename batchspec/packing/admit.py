@@ -5,6 +5,7 @@ A bad row never raises and never reaches the engine. It is checked in this order
 
 bad_json       the line is not a JSON object, or is nested too deeply
 bad_csv        the row of a CSV file does not fit the header, or is quoted wrongly
+bad_value      the cell's type differs among the files, and their common type does not hold the value
 bad_request    a line of OpenAI's batch requests is none, or asks for something that is not supported
 bad_type       a cell of JSON lines is not text, and the column must be text
 null_prompt    the prompt cell is null

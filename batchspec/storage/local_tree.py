@@ -1,7 +1,7 @@
 """The files of a folder of this machine, or of a pattern. Links are followed, and nothing is left out without a word: a folder
 that cannot be listed, a link to nothing and one that leads in a circle raise OSError, which names it.
 
-Names that begin with a dot or an underscore are left out, as in Arrow's datasets.
+Hidden names are left out.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ from stat import S_ISDIR
 
 from batchspec.process.local_files import mode_of
 
-HIDDEN = (".", "_")
 ANY_DEPTH = "**"
 """A part of a pattern that stands for any number of folders."""
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or a folder of this name is no data: it begins with a dot or an underscore, as in Arrow's datasets. A
+    folder `_key=value` is a Hive partition, as to Spark.
+    """
+    return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +61,10 @@ class _Folder:
         """Names that match, in order, and whether each is a folder's."""
         if not has_magic(pattern):
             path = self.path / pattern
-            there = os.path.lexists(path) and not pattern.startswith(HIDDEN)
+            there = os.path.lexists(path) and not is_hidden(pattern)
             return [(pattern, S_ISDIR(mode_of(path)))] if there else []
         with os.scandir(self.path) as entries:
-            chosen = [each for each in entries if fnmatchcase(each.name, pattern) and not each.name.startswith(HIDDEN)]
+            chosen = [each for each in entries if fnmatchcase(each.name, pattern) and not is_hidden(each.name)]
         return sorted((each.name, S_ISDIR(mode_of(each.path)) if each.is_symlink() else each.is_dir()) for each in chosen)
 
 
