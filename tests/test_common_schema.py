@@ -35,7 +35,7 @@ def nested(inner: st.SearchStrategy[pa.DataType]) -> st.SearchStrategy[pa.DataTy
     fields = st.lists(st.tuples(st.sampled_from("abc"), inner), min_size=1, max_size=3, unique_by=lambda field: field[0])
     return st.one_of(
         inner.map(pa.list_), inner.map(pa.large_list), fields.map(pa.struct), inner.map(lambda kind: pa.map_(pa.string(), kind)),
-        inner.filter(lambda kind: not pa.types.is_null(kind)).map(lambda kind: pa.list_(kind, 2)),  # Arrow cannot make it of nulls
+        inner.filter(lambda kind: not pa.types.is_null(kind)).map(lambda kind: pa.list_(kind, 2)),  # Arrow makes none
     )
 
 

@@ -6,10 +6,12 @@ Input:
   reader.py            the input as a stream of shards
   shard_layout.py      which input rows each shard holds
   input_paths.py       the files that input.path names
+  dataset_folders.py   which files of a folder are its data
   hub_splits.py        which files of a hub dataset belong to a split
   in_memory.py         rows in memory as a table
   files.py             an input file as parts that can be read independently; Parquet
   decoding.py          how a row group of Parquet is decoded in bounded memory
+  arrow_file.py        Arrow IPC files and streams as such files
   json_lines.py        JSON lines as such a file
   csv_file.py          CSV as such a file
   common_schema.py     the columns of files that differ without loss; wider_type.py: the type that holds those of both

@@ -79,6 +79,9 @@ class CsvFile:
     def check(self) -> None:
         check_same(self.place, self.name, self._stamp)
 
+    def digest_of(self, digest_bytes: int) -> str:
+        return self.digest
+
 
 class _Lines:
     """Lines of a text, and how much of it was taken: `csv.reader` takes the lines of one row at a time, up to a long line."""

@@ -22,9 +22,10 @@ from batchspec.storage.places import LocalPlace, Place
 from batchspec.storage.remote_files import Stamp
 
 PARQUET = (".parquet", ".pq")
+ARROW = (".arrow", ".arrows", ".feather", ".ipc")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 DIGEST_BYTES = 256 << 20
-"""Bytes of the whole input's Parquet files that are read for their digests; smaller inputs are read completely."""
+"""Bytes of the whole input's Parquet and Arrow files that are read for their digests; smaller inputs are read completely."""
 DIGEST_BLOCKS = 8
 SMALLEST_BLOCK = 64 << 10
 
@@ -62,6 +63,9 @@ class DataFile(Protocol):
 
     def check(self) -> None:
         """Raise InputError if the file is no longer the one that was opened; does not read its content."""
+
+    def digest_of(self, digest_bytes: int) -> str:
+        """The digest that the file has if so many bytes are read for it. Raises InputError or StorageError."""
 
 
 @contextmanager
@@ -122,7 +126,9 @@ class ParquetFile:
                 footer = file.metadata
                 self.schema = pa.schema([pa.field(field.name, field.type) for field in file.schema_arrow])  # no marks
                 groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
-            self.digest = _digest(place, self.size_bytes, digest_bytes)
+            self._footer_start = self.size_bytes - 8 - footer.serialized_size
+            """Its sizes, offsets and statistics of all column chunks are part of the digest."""
+            self.digest = self.digest_of(digest_bytes)
         self.parts: Sequence[Part] = tuple(
             Part(num_rows=group.num_rows, size_bytes=group.total_byte_size, place=i) for i, group in enumerate(groups)
         )
@@ -149,9 +155,8 @@ class ParquetFile:
         check_same(self.place, self.name, self._stamp)
 
     def digest_of(self, digest_bytes: int) -> str:
-        """The digest that the file has with this number of bytes. Raises InputError or StorageError if it cannot be read."""
         with reading(self.name):
-            return _digest(self.place, self.size_bytes, digest_bytes)
+            return digest_of(self.place, self.size_bytes, digest_bytes, [(self._footer_start, self.size_bytes)])
 
     def _open(self, dictionaries: Sequence[str] = ()) -> AbstractContextManager[pq.ParquetFile]:
         """The file, with the columns at these paths read as dictionaries."""
@@ -191,10 +196,13 @@ class MemoryFile:
     def check(self) -> None:
         pass
 
+    def digest_of(self, digest_bytes: int) -> str:
+        return self.digest
 
-def _digest(place: Place, size: int, most: int) -> str:
-    """sha256 of the whole file, or of about `most` bytes of it: evenly spread blocks, including the first and last bytes, and the
-    whole footer, which has the sizes, offsets and statistics of all column chunks.
+
+def digest_of(place: Place, size: int, most: int, headers: Sequence[tuple[int, int]]) -> str:
+    """sha256 of the whole file, or of about `most` bytes of it: evenly spread blocks, including the first and last bytes, and
+    these ranges, which describe the content, up to the last block.
     """
     block = max(most // DIGEST_BLOCKS, SMALLEST_BLOCK)
     digest = hashlib.sha256()
@@ -212,7 +220,6 @@ def _digest(place: Place, size: int, most: int) -> str:
             for i in range(DIGEST_BLOCKS):
                 start = i * (size - block) // (DIGEST_BLOCKS - 1)
                 add(start, start + block)
-            file.seek(size - 8)
-            footer_bytes = 8 + int.from_bytes(file.read(4), "little")
-            add(size - footer_bytes, size - block)
+            for start, stop in headers:
+                add(start, min(stop, size - block))
     return digest.hexdigest()

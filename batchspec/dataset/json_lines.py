@@ -113,6 +113,9 @@ class JsonLinesFile:
     def check(self) -> None:
         check_same(self.place, self.name, self._stamp)
 
+    def digest_of(self, digest_bytes: int) -> str:
+        return self.digest
+
     def _cells(self, line: bytes) -> Mapping[str, Cell]:
         """The row of a line. Raises BadJson, or BadRequest in a file of requests."""
         row = members(line)

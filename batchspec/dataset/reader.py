@@ -13,6 +13,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from batchspec.config.schema import InputConfig
+from batchspec.dataset.arrow_file import ArrowFile
 from batchspec.dataset.common_schema import FileOfDataset, common_schema, files_of_dataset
 from batchspec.dataset.csv_file import CsvFile
 from batchspec.dataset.decoding import short_pieces
@@ -117,16 +118,16 @@ class Source(Protocol):
 
 
 def open_source(config: InputConfig, output_dir: str | None = None) -> Source:
-    """The dataset at `config.path`: a Parquet, JSON-lines or CSV file, a folder, a glob, or a list of them, local or remote.
+    """The dataset at `config.path`: a Parquet, Arrow, JSON-lines or CSV file, a folder, a glob or a list, local or remote.
 
     output_dir  the folder that the job will write to, which must not be a part of the input
 
-    Reads footers only (JSON lines and CSV: the whole file once). Raises ConfigError without a path, or if the input includes
-    output_dir, and InputError if a path does not exist or matches nothing, a file cannot be read, two files disagree about a
-    column, or there are no rows.
+    Reads footers and headers (JSON lines and CSV: the whole file once). Raises ConfigError without a path, or if the input
+    includes output_dir, and InputError if a path does not exist or matches nothing, a file cannot be read, two files disagree
+    about a column, or there are no rows.
     """
     if not config.path:
-        raise ConfigError("input.path is not set; give a Parquet, JSON-lines or CSV file, a folder, a glob or a list of them")
+        raise ConfigError("input.path is not set; give a Parquet, Arrow, JSON-lines or CSV file, a folder, a glob or a list")
     entries = entries_of(config.path)
     if output_dir is not None:
         check_apart(entries, output_dir)
@@ -142,6 +143,8 @@ def _open(name: str, place: Place, digest_bytes: int, drop: Collection[str]) -> 
     form = format_of(place.path)
     if form is None or form.kind == "parquet":
         return ParquetFile(place, name, digest_bytes)
+    if form.kind == "arrow":
+        return ArrowFile(place, name, digest_bytes)
     if form.kind == "jsonl":
         return JsonLinesFile(place, name, form.codec, drop)
     return CsvFile(place, name, form.codec)
@@ -230,7 +233,7 @@ class _FileSource:
     def alone(self, num_files: int) -> SourceFacts:
         files = self._all[:num_files]
         share = DIGEST_BYTES // max(1, num_files)
-        facts = tuple(_facts_of(file, file.digest_of(share) if isinstance(file, ParquetFile) else file.digest) for file in files)
+        facts = tuple(_facts_of(file, file.digest_of(share)) for file in files)
         filled = [file for file, fact in zip(files, facts, strict=True) if fact.num_rows]
         return SourceFacts(facts, common_schema(filled) if filled else pa.schema([]), self.lines[:num_files])
 
