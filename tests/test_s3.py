@@ -329,6 +329,29 @@ def data(lab: Lab) -> Lab:
     return lab
 
 
+def test_partitions_and_saved_datasets_are_read_and_tables_are_refused(lab: Lab) -> None:
+    for year in (2023, 2024):
+        put_table(lab, f"hive/year={year}/a.parquet", year, 1)
+    source = source_of("hive")
+    assert [row["year"] for shard in source.shards(9) for row in shard.table.to_pylist()] == [2023, 2024]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, pa.schema({"id": pa.string(), "prompt": pa.string()})) as writer:
+        writer.write_table(pa.table({"id": ["q-0"], "prompt": ["say"]}))
+    for split in ("train", "test"):
+        lab.put(f"dict/{split}/data-00000-of-00001.arrow", sink.getvalue().to_pybytes())
+        lab.put(f"dict/{split}/cache-1.arrow", b"no data")
+        lab.put(f"dict/{split}/state.json", b'{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+        lab.put(f"dict/{split}/dataset_info.json", b"{}")
+    lab.put("dict/dataset_dict.json", b'{"splits": ["train", "test"]}')
+    assert ids(source_of("dict/test")) == ["q-0"]
+    assert ids(open_source(InputConfig(path=f"s3://{BUCKET}/dict", split="train"))) == ["q-0"]
+    put_table(lab, "table/day=1/a.parquet", 0, 1)
+    lab.put("table/_delta_log/00000000000000000000.json", b"{}")
+    for path in ("dict", "table", "table/day=1", "table/*/*.parquet"):
+        with pytest.raises(InputError, match=r"has the splits train, test|is a Delta Lake table"):
+            source_of(path)
+
+
 @pytest.mark.parametrize(
     ("paths", "names", "rows"),
     [

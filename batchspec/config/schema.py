@@ -123,13 +123,14 @@ class InputConfig:
     """The input dataset."""
 
     path: Any = None
-    """Parquet, JSON-lines or CSV file, folder, glob or list of them, local or remote (required). `pkg://demo` is the demo's
-    input."""
+    """Parquet, Arrow, JSON-lines or CSV file, folder, glob or list of them, local or remote (required). `pkg://demo` is the
+    demo's input."""
     config_name: str | None = None
     """Config (subset) of a dataset of the hub, hf://datasets/ORG/NAME, as in datasets.load_dataset. null: its only one, or the
     default."""
     split: str | None = None
-    """Split of a dataset of the hub, e.g. train. null: its only one; if there are several, they are listed."""
+    """Split of a dataset of the hub, or of a folder of DatasetDict.save_to_disk, e.g. train. null: its only one; if there are
+    several, they are listed."""
     columns: dict[str, str | None] = field(default_factory=dict)
     """Names of input columns by batchspec's own names, e.g. {id: question_id, prompt: text}. null hides a column of that
     name."""

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 
@@ -34,6 +34,7 @@ KEYWORDS = {
 _DIVIDES = r"[-._ 0-9]"
 _SHARDED = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*$", re.DOTALL | re.MULTILINE)
+T = TypeVar("T")
 Splits = Mapping[str, Sequence[str]]
 """Name of each split -> its files."""
 
@@ -78,17 +79,23 @@ def files_of_split(files: Sequence[str], card: str, config_name: str | None, spl
             f"whole files; {instead}"
         )
     splits, of = config.splits, f" of the config {config.name!r}" if len(configs) > 1 else ""
-    if split is None and len(splits) > 1:
-        raise InputError(f"{where} has the splits {', '.join(splits)}{of}; choose one: input.split={next(iter(splits))}")
-    if split is not None and split not in splits:
-        said = "; parts of splits are not supported: use input.limit for the first rows" if re.search(r"[\[+]", split) else ""
-        raise InputError(f"{where} has no split {split!r}; the splits{of} are {', '.join(splits)}{said}")
-    chosen = splits[split or next(iter(splits))]
+    chosen = one_split(splits, split, where, of)
     if not chosen:
         raise InputError(
             f"{where}: no data file is in the split {split or next(iter(splits))!r}{of}; correct its card, or give files"
         )
     return sorted(set(chosen))
+
+
+def one_split(splits: Mapping[str, T], split: str | None, where: str, of: str = "") -> T:
+    """What belongs to one split. `split`, `where` as in `files_of_split`; `of`: of which config these are the splits. Raises
+    InputError."""
+    if split is None and len(splits) > 1:
+        raise InputError(f"{where} has the splits {', '.join(splits)}{of}; choose one: input.split={next(iter(splits))}")
+    if split is not None and split not in splits:
+        said = "; parts of splits are not supported: use input.limit for the first rows" if re.search(r"[\[+]", split) else ""
+        raise InputError(f"{where} has no split {split!r}; the splits{of} are {', '.join(splits)}{said}")
+    return splits[split or next(iter(splits))]
 
 
 def _configs(files: Sequence[str], card: str, where: str) -> Iterator[_Config]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from glob import escape, has_magic
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
+from batchspec.dataset.dataset_folders import DataFiles, data_files, splits_of
 from batchspec.dataset.files import reading
 from batchspec.dataset.formats import KNOWN, format_of
-from batchspec.dataset.hub_splits import files_of_split
+from batchspec.dataset.hub_splits import files_of_split, one_split
 from batchspec.errors import ConfigError, InputError
 from batchspec.storage.local_tree import is_hidden
 from batchspec.storage.places import LocalPlace, Place, RemotePlace, matches, place_of
@@ -31,9 +32,11 @@ def find_files(entries: list[Any], config_name: str | None = None, split: str | 
     """
     found: list[Place] = []
     roots: list[str] = []
+    ranks: dict[PurePath, int] = {}
     for entry in entries:
-        root, files = _files_of(str(entry), config_name, split)
-        found += files
+        root, data = _files_of(str(entry), config_name, split)
+        found += data.files
+        ranks |= data.ranks
         roots.append(str(root))
     kinds = sorted({str(entry).partition("://")[0] if "://" in str(entry) else "local" for entry in entries})
     if len(kinds) > 1:
@@ -48,7 +51,21 @@ def find_files(entries: list[Any], config_name: str | None = None, split: str | 
         twice = next(path for path in paths if paths.count(path) > 1)
         raise InputError(f"input.path names {twice} twice; name each file once")
     _check_links(found)
-    return dict(sorted(names.items()))
+    return _ordered(names, ranks)
+
+
+def _ordered(names: Mapping[str, Place], ranks: Mapping[PurePath, int]) -> dict[str, Place]:
+    """The files in order of name; those of one folder that have ranks come together, in order of rank."""
+    firsts: dict[PurePath, str] = {}
+    for name, place in sorted(names.items()):
+        if place.path in ranks:
+            firsts.setdefault(place.path.parent, name)
+
+    def order(name: str) -> tuple[str, int]:
+        path = names[name].path
+        return (firsts[path.parent], ranks[path]) if path in ranks else (name, 0)
+
+    return {name: names[name] for name in sorted(names, key=order)}
 
 
 def _check_links(places: Sequence[Place]) -> None:
@@ -107,41 +124,46 @@ def _parts(path: str) -> tuple[str, ...]:
     return (f"{scheme}://", *PurePosixPath(rest).parts) if mark else Path(os.path.abspath(os.path.expanduser(path))).parts
 
 
-def _files_of(entry: str, config_name: str | None, split: str | None) -> tuple[PurePath, list[Place]]:
+def _files_of(entry: str, config_name: str | None, split: str | None) -> tuple[PurePath, DataFiles]:
     """The folder that the names of an entry's data files are relative to, and these files, at least one. Raises as
     `find_files`."""
     with reading(f"input.path {entry}"):
         return _found(place_of(entry), entry, config_name, split)
 
 
-def _found(place: Place, entry: str, config_name: str | None, split: str | None) -> tuple[PurePath, list[Place]]:
+def _found(place: Place, entry: str, config_name: str | None, split: str | None) -> tuple[PurePath, DataFiles]:
+    is_file = place.is_file()
+    is_folder = not is_file and place.is_dir()
+    if is_folder and config_name is None and (splits := splits_of(place)):
+        chosen = one_split({name: name for name in splits}, split, f"input.path {entry}")
+        return _found(place.at(place.path / chosen), entry, None, None)
     whole = isinstance(place, RemotePlace) and place.is_hub_dataset
     if not whole and (config_name, split) != (None, None):
         key = "input.split" if config_name is None else "input.config_name"
         raise ConfigError(
             f"{key}={split if config_name is None else config_name} is for a whole dataset of the hub, "
-            f"hf://datasets/ORG/NAME[@REVISION], and input.path {entry} is not one; remove the key, or "
-            "write the dataset's name without a path after it"
+            f"hf://datasets/ORG/NAME[@REVISION]{', or for the folder of a DatasetDict' if config_name is None else ''}, and "
+            f"input.path {entry} is not one; remove the key, or write the dataset's name without a path after it"
         )
-    if place.is_file():
+    if is_file:
         if format_of(place.path) is None:
             raise InputError(f"input.path {entry}: the file's name is not that of a data file; names end in one of {KNOWN}")
-        return place.path.parent, [place]
-    if place.is_dir():
-        root, files = place.path, _data_files(place.path, place.files(), entry)
-        if whole and files:
+        return place.path.parent, DataFiles([place])
+    if is_folder:
+        root, data = place.path, data_files(place, place.files(), entry)
+        if whole and data.files:
             assert isinstance(place, RemotePlace)
-            files = _of_split(place, files, config_name, split)
+            data = DataFiles(_of_split(place, data.files, config_name, split), data.ranks)
     elif has_magic(entry):
         above, matching = place.glob()
-        root, files = above.path, _data_files(above.path, matching, entry)
+        root, data = above.path, data_files(above, matching, entry)
     else:
         place.check_bucket()
         raise _missing(place, entry)
-    if not files:
+    if not data.files:
         place.check_bucket()
         raise InputError(f"input.path {entry}: no data file there; names end in one of {KNOWN}")
-    return root, files
+    return root, data
 
 
 def _missing(place: Place, entry: str) -> InputError:
@@ -158,7 +180,7 @@ def _hint_of(place: Place, entry: str) -> str:
     return f" (the working folder is {Path.cwd()}){hub}"
 
 
-def _of_split(dataset: RemotePlace, files: list[Place], config_name: str | None, split: str | None) -> list[Place]:
+def _of_split(dataset: RemotePlace, files: Sequence[Place], config_name: str | None, split: str | None) -> list[Place]:
     named = {place.path.relative_to(dataset.path).as_posix(): place for place in files}
     card = (dataset.read("README.md", CARD_BYTES) or b"").decode("utf-8", "replace")
     return [named[name] for name in files_of_split(list(named), card, config_name, split, f"input.path {dataset}")]
@@ -176,17 +198,3 @@ def _is_text(name: str) -> bool:
 def _first_part(path: str) -> str:
     """`/` for an absolute path, the bucket for a path on S3."""
     return PurePosixPath(path).parts[0]
-
-
-def _data_files(root: PurePath, places: Iterator[Place], entry: str) -> list[Place]:
-    """The data files among `places`. As in Arrow's datasets, a file is hidden if a part of its path below `root` begins with a
-    dot or an underscore. Raises InputError for one that is no file.
-    """
-    found = []
-    for place in places:
-        if format_of(place.path) is None or any(map(is_hidden, place.path.relative_to(root).parts)):
-            continue
-        if why := place.problem:
-            raise InputError(f"input.path {entry}: {place} cannot be read: {why}; mend it, or leave it out of input.path")
-        found.append(place)
-    return found

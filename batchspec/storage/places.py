@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import has_magic
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from batchspec.errors import ConfigError, InputError, StorageError
@@ -47,6 +47,9 @@ class Place(Protocol):
         """The folder above the first wildcard, and what matches; `**` stands for any number of folders. The name of a folder with
         which a pattern begins stands for that folder, whatever wildcards are in it. Raises as `files`.
         """
+
+    def at(self, path: PurePath) -> Place:
+        """Another file or folder of its file system."""
 
     def check_bucket(self) -> None:
         """Raise InputError if its bucket does not exist."""
@@ -109,6 +112,9 @@ class LocalPlace:
         root, matching = files_matching(self.path)
         return LocalPlace(root), (LocalPlace(found.path, found.linked) for found in matching)
 
+    def at(self, path: PurePath) -> LocalPlace:
+        return LocalPlace(Path(path))
+
     def check_bucket(self) -> None:
         pass
 
@@ -163,6 +169,9 @@ class RemotePlace:
                 if folder not in folders:
                     folders.add(folder)
                     yield self._at(folder, problem="a folder, not a file")
+
+    def at(self, path: PurePath) -> RemotePlace:
+        return self._at(PurePosixPath(path))
 
     def check_bucket(self) -> None:
         with suppress(StorageError):  # access to objects is possible without access to the bucket
