@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
-from batchspec.dataset.formats import ARROW, format_of
+from batchspec.dataset.files import ARROW
+from batchspec.dataset.formats import format_of
 from batchspec.errors import InputError
 from batchspec.storage.local_tree import is_hidden
 from batchspec.storage.places import Place
