@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from batchspec.config.schema import InputConfig
 from batchspec.dataset.arrow_file import ArrowFile
 from batchspec.dataset.reader import Source, open_source
+from batchspec.dataset.writer import plain_table
 from batchspec.errors import InputError
 from batchspec.storage.places import LocalPlace
 
@@ -82,6 +83,17 @@ def test_what_polars_and_pyarrow_write_is_read(tmp_path: Path, name: str) -> Non
     ):
         write()
         assert rows(source_of(path)) == frame.to_dicts()
+
+
+def test_categories_of_polars_are_copied_to_the_output_or_refused_by_name(tmp_path: Path) -> None:
+    """They are dictionaries of views, whose values Arrow cannot repeat."""
+    path = tmp_path / "in.arrow"
+    frame = pl.DataFrame({"prompt": ["a", "b"], "kind": pl.Series(["x", "y"], dtype=pl.Categorical)})
+    frame.write_ipc(path)
+    (shard,) = source_of(path).shards(9)
+    assert plain_table(shard.table)["kind"].to_pylist() == ["x", "y"]
+    frame.select("prompt", pl.struct("kind")).write_ipc(path)
+    assert "in.arrow: column 'kind' has categories in struct<" in refusal(path)
 
 
 def test_dictionaries_that_grow_or_are_replaced_within_a_stream(tmp_path: Path) -> None:

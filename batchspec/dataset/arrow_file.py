@@ -28,6 +28,7 @@ MAGIC, FEATHER_1 = b"ARROW1", b"FEA1"
 SCHEMA, DICTIONARY, BATCH = 1, 2, 3
 HEADER_READ_BYTES = 64 << 10
 BLOCK_BYTES = 24
+_PLAIN = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 _CONTINUES = b"\xff\xff\xff\xff"
 
 
@@ -68,7 +69,7 @@ class ArrowFile:
                     self._batches = [message for message in self._messages if message.kind == BATCH]
                     with self._reader() as reader:
                         self._fields = reader.schema.names
-                        self.schema = pa.schema([pa.field(field.name, field.type) for field in reader.schema])  # no marks
+                        self.schema = pa.schema([pa.field(field.name, _readable(field, name)) for field in reader.schema])
                 except (struct.error, IndexError, EOFError, UnicodeDecodeError):
                     raise InputError(
                         f"{name} is cut off, or no Arrow IPC data: write it again, or let its name say what it is"
@@ -85,7 +86,9 @@ class ArrowFile:
             with self._reader(part.place, options) as reader:
                 batch = reader.read_next_batch() if self._is_stream else reader.get_batch(part.place)
             batch.validate(full=True)  # Arrow trusts offsets, and a wrong one would end the process
-            batch = batch.select(columns)
+            kinds = [self.schema.field(column).type for column in columns]
+            arrays = [_typed(batch.column(column), kind) for column, kind in zip(columns, kinds, strict=True)]
+            batch = pa.RecordBatch.from_arrays(arrays, names=columns)
             yield from (batch.slice(first, BATCH_ROWS) for first in range(0, batch.num_rows, BATCH_ROWS))
 
     def check(self) -> None:
@@ -121,6 +124,24 @@ class ArrowFile:
     def _open(self) -> BinaryIO:
         file = self.place.open()
         return file if isinstance(self.place, LocalPlace) else io.BufferedReader(file, HEADER_READ_BYTES)  # type: ignore[type-var]
+
+
+def _readable(field: pa.Field, name: str) -> pa.DataType:
+    """The type in which a column is read: polars writes categories as dictionaries of views, whose values Arrow cannot repeat.
+    Raises InputError for such dictionaries within lists and structs.
+    """
+    kind = field.type
+    if pa.types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, _PLAIN.get(kind.value_type, kind.value_type), kind.ordered)
+    if pa.types.is_nested(kind) and all(word in str(kind) for word in ("dictionary<", "_view")):
+        raise InputError(f"{name}: column {field.name!r} has categories in {kind}, which Arrow cannot copy; cast them to text")
+    return kind
+
+
+def _typed(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    if column.type == kind:
+        return column
+    return pa.DictionaryArray.from_arrays(column.indices, column.dictionary.cast(kind.value_type), ordered=kind.ordered)
 
 
 def _bytes_of(file: BinaryIO, messages: Sequence[_Message]) -> bytearray:
