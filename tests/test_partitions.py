@@ -157,7 +157,8 @@ def test_a_column_that_says_something_else_is_refused_by_name(tmp_path: Path, na
     path = tmp_path / "in/lang=en" / name
     path.parent.mkdir(parents=True)
     frame = pl.DataFrame({"prompt": ["a", "b"], "lang": ["en", "de"]})
-    {"a.parquet": frame.write_parquet, "a.jsonl": frame.write_ndjson, "a.csv": frame.write_csv}[name](path)
+    writers: dict[str, Any] = {"a.parquet": frame.write_parquet, "a.jsonl": frame.write_ndjson, "a.csv": frame.write_csv}
+    writers[name](path)
     assert f"lang=en/{name} lies in a folder lang=en, and its own column 'lang' has another value" in refusal(tmp_path / "in")
     assert [row["lang"] for row in rows(source_of(path.parent))] == ["en", "de"]
 

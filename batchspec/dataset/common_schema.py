@@ -125,7 +125,7 @@ def common_schema(files: Sequence[DataFile]) -> pa.Schema:
 
 def own_names(file: DataFile) -> list[str]:
     """The columns of the file itself: the schema of JSON lines has those of other files too."""
-    return (file.kinds.schema() if isinstance(file, JsonLinesFile) else file.schema).names
+    return [field.name for field in (file.kinds.schema() if isinstance(file, JsonLinesFile) else file.schema)]
 
 
 def _schemas(files: Sequence[DataFile]) -> list[pa.Schema]:
