@@ -21,7 +21,7 @@ SAYS = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    template = "{% if tools %}<tool_call>{% endif %}" + BEGIN
+    template = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% endfor %}" + BEGIN
     return make_scripted(
         tmp_path_factory.mktemp("model") / "scripted", SAYS, special=["<call>", "</call>", "<x>"], chat_template=template
     )

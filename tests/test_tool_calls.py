@@ -327,7 +327,7 @@ def damaged(draw: st.DrawFn, name: str) -> str:
 def test_no_text_breaks_a_form(name: str) -> None:
     counts = Counter[bool]()
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(text=damaged(name) | st.lists(st.sampled_from([*_PIECES, *_MARKS]), max_size=25).map("".join))
     def check(text: str) -> None:
         done = completion_of(name, text)
