@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from itertools import cycle
@@ -19,8 +20,11 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import KVCache, prefix_hashes
 from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.head_tensors import head_bytes
+from batchspec.draft.weights import load_head
 from batchspec.engine.rounds.records import RoundOptions, RoundResult
 from batchspec.engine.rounds.round import Round
+from batchspec.errors import CheckpointError
 from batchspec.records import SamplingParams
 from tests.drafting import (
     TARGET,
@@ -36,10 +40,12 @@ from tests.drafting import (
 )
 from tests.eagle_reference import Design, reference_drafts
 from tests.engines import VOCAB, packed, plain_tokens, request
-from tests.heads import Tensors, distilled_tensors, random_tensors, tiny_design
+from tests.heads import Tensors, distilled_tensors, random_tensors, tiny_design, write_head
 from tests.row_lengths import LENGTHS
 
 pytestmark = pytest.mark.second
+
+CPU, FP64 = torch.device("cpu"), torch.float64
 
 
 class Recorded(Recording, ChainDrafter):
@@ -96,6 +102,37 @@ def test_drafts_are_those_of_the_definition(name: str, general: bool, tmp_path: 
     _, done, _ = run(mixed_requests(), batch, drafter, options=synthetic(max_len))
     assert sum(c.stats.num_accepted for c in done.values() if c.stats) > 5
     check_drafts(drafter, design, tensors)
+
+
+@pytest.mark.parametrize("layout", ["flat", "speculators"])
+@pytest.mark.parametrize(("changes", "tables"), [
+    ({"draft_vocab_size": VOCAB}, ()), ({"draft_vocab_size": None, "truncated_vocab_size": VOCAB}, ()),
+    ({"draft_vocab_size": VOCAB, "tie_word_embeddings": True}, ("d2t", "t2d")), ({}, ("d2t",)),
+])
+def test_a_head_without_an_output_matrix_uses_the_target_s_whatever_form_says_that_it_drafts_all_tokens(
+    changes: dict[str, Any], tables: tuple[str, ...], layout: str, tmp_path: Path
+) -> None:
+    design = tiny_design(TARGET().spec, draft_vocab=None, own_embedding=True)
+    tensors = random_tensors(design)
+    plain = load_head(write_head(tmp_path / "plain", design, tensors, layout=layout), TARGET().spec, dtype=FP64, device=CPU)
+    of_all = {"d2t": torch.zeros(VOCAB, dtype=torch.int64), "t2d": torch.ones(VOCAB, dtype=torch.bool)}
+    folder = write_head(tmp_path / "other", design, tensors | {name: of_all[name] for name in tables}, layout=layout)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    head = load_head(folder, TARGET().spec, dtype=FP64, device=CPU)
+    assert head.spec == plain.spec
+    assert head_bytes(head.spec, FP64) == sum(tensor.nbytes for tensor in head.tensors.values())
+    assert "lm_head.weight" not in head.tensors
+    assert head.map_ids is None
+    normed = torch.randn(5, design.hidden, dtype=FP64)
+    assert torch.equal(head.bind(TARGET()).output.logits(normed), TARGET().all_logits(normed))
+
+
+def test_a_head_of_some_tokens_without_an_output_matrix_is_refused(tmp_path: Path) -> None:
+    design = tiny_design(TARGET().spec)
+    tensors = {name: tensor for name, tensor in random_tensors(design).items() if name != "lm_head.weight"}
+    with pytest.raises(CheckpointError, match=r"1 missing tensors: lm_head\.weight"):
+        load_head(write_head(tmp_path / "head", design, tensors), TARGET().spec, dtype=FP64, device=CPU)
 
 
 @pytest.mark.parametrize(("window", "sink"), [(1, 0), (4, 0), (4, 2), (6, 5), (100, 3)])

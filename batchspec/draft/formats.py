@@ -98,6 +98,7 @@ def _head_spec(source: HeadConfig, tensors: Collection[str], target: ModelSpec, 
     num_layers, vocab_size = shape.integer("num_hidden_layers"), shape.integer("vocab_size")
     num_kv_heads, head_dim = read_heads(shape)
     draft_vocab = _draft_vocab_size(config, vocab_size)
+    own_head = "lm_head.weight" in tensors or draft_vocab != vocab_size
     final_hidden = eagle.given("use_aux_hidden_state") and not eagle.flag("use_aux_hidden_state")
     # In SpecForge's older configs norm_output says that lm_head reads the normed state, which it always does. In all others it
     # says what the next step reads (https://github.com/sgl-project/SpecForge/pull/879). `batchspec probe` tries both.
@@ -138,8 +139,8 @@ def _head_spec(source: HeadConfig, tensors: Collection[str], target: ModelSpec, 
         fc_norm=flag("fc_norm", "fc_norm."),
         feed_normed=config.flag("norm_output") and not specforge,
         own_embedding="embed_tokens.weight" in tensors,
-        own_head="lm_head.weight" in tensors or draft_vocab != vocab_size or config.given("draft_vocab_size"),
-        mapped="d2t" in tensors or draft_vocab != vocab_size,
+        own_head=own_head,
+        mapped=own_head and ("d2t" in tensors or draft_vocab != vocab_size),  # the target's matrix is over the target's ids
         final_hidden=final_hidden,
         mask_token_id=_mask_token_id(config, tensors, vocab_size),
     )

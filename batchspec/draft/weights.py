@@ -114,7 +114,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 def _check(where: str, spec: HeadSpec, stored: Mapping[str, StoredTensor]) -> None:
     expected = {tensor.name: tensor for tensor in expected_tensors(spec)}
-    optional = {"t2d", *(["d2t"] if spec.own_head else []), *(["fc.weight", "fc.bias"] if spec.final_hidden else [])}
+    optional = {"t2d", "d2t", *(["fc.weight", "fc.bias"] if spec.final_hidden else [])}
     if "mask_hidden" in expected and "mask_hidden" in stored and stored["mask_hidden"].shape in _mask_shapes(spec):
         expected["mask_hidden"] = replace(expected["mask_hidden"], shape=stored["mask_hidden"].shape)
     problems = misfits(expected.values(), stored, stored.keys() - expected.keys() - optional)
