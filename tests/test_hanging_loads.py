@@ -221,16 +221,19 @@ def test_a_rank_that_hangs_while_it_loads_ends_its_group(
     assert tokens(tmp_path / "out", ROWS) == expected
 
 
-def test_a_load_that_hangs_while_it_holds_the_gil_ends_without_a_parent() -> None:
-    """The watchdog's thread does not run either."""
-    done = run_python(["-c", """import ctypes, time
+@pytest.mark.parametrize(("limit_s", "loads_s"), [(0.2, 0.1), (10, 0)])
+def test_a_load_that_hangs_while_it_holds_the_gil_ends_without_a_parent(limit_s: float, loads_s: float) -> None:
+    """The watchdog's thread does not run either, in the second case from its start: before its first check, which is later than
+    the end of the process here."""
+    done = run_python(["-c", f"""import re, time
 from batchspec.supervise import watchdog
 watchdog.SAVE_S = 0.5
-dog = watchdog.Watchdog(0.2)
+watchdog.LOAD_FACTOR, watchdog.NUM_CHECKS = (3.0, 20) if {limit_s} < 1 else (0.05, 1)
+dog = watchdog.Watchdog({limit_s})
 with dog.watching():
     dog.begin_loading()
-    time.sleep(0.1)
-    ctypes.PyDLL(None).sleep(60)
+    time.sleep({loads_s})
+    re.match("(([a-z._0-9]+)+)+!", "model.layers.10.self_attn.q_proj" * 9)
 """])
     assert done.returncode == 1
     assert "Timeout" in done.stderr

@@ -31,6 +31,7 @@ SAVE_S = 180.0
 """Time limit of saving, longer than the time-outs of a store. If saving hangs too, the process ends without it."""
 NCCL_S = 600.0
 """torch's own time limit of an exchange over NCCL. It is long enough for a rank that compiles kernels while the others wait."""
+_STDERR = 2  # not sys.stderr, which is no file in a notebook
 
 
 def limit_s(own: float | None, *, gpu: bool) -> float:
@@ -112,6 +113,7 @@ class Watchdog:
         if not self._limit_s:
             yield self
             return
+        self._end_without_gil(self._limit_s * LOAD_FACTOR)  # not by the thread: a call may hold the GIL before its first check
         thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
         thread.start()
         try:
@@ -129,10 +131,7 @@ class Watchdog:
                 progress_at, lost_at = now, math.inf
             looked_at, (beaten_at, loading) = now, self._expected
             limit_s = self._limit_s * (LOAD_FACTOR if loading else 1.0)
-            if not self._has_parent:
-                # Code that hangs while it holds the GIL stops this thread too. faulthandler's timer, reset at each check, ends
-                # the process then. It cannot tell a hang from a stopped process, see the class's docstring.
-                faulthandler.dump_traceback_later(limit_s + limit_s / NUM_CHECKS + SAVE_S, exit=True)
+            self._end_without_gil(limit_s)
             if loading and progress.found():
                 progress_at = now
             if now - max(beaten_at, progress_at) >= limit_s:
@@ -144,9 +143,18 @@ class Watchdog:
         if not self._has_parent:
             faulthandler.cancel_dump_traceback_later()
 
+    def _end_without_gil(self, limit_s: float) -> None:
+        """Set the timer that ends the process if it is not set again in time, nor cancelled.
+
+        Code that hangs while it holds the GIL stops this thread too; faulthandler's timer is a thread without Python. It cannot
+        tell a hang from a stopped process, see the class's docstring.
+        """
+        if not self._has_parent:
+            faulthandler.dump_traceback_later(limit_s + limit_s / NUM_CHECKS + SAVE_S, exit=True, file=_STDERR)
+
     def _end(self, why: str) -> None:
-        faulthandler.dump_traceback_later(SAVE_S, exit=True)
-        faulthandler.dump_traceback(all_threads=True)
+        faulthandler.dump_traceback_later(SAVE_S, exit=True, file=_STDERR)
+        faulthandler.dump_traceback(all_threads=True, file=_STDERR)
         try:
             saved = self.save()
         except BatchspecError as error:
