@@ -14,14 +14,23 @@ BatchspecError            1   base class; never raised itself
     RankLost             75   a rank of the group that computes the model is gone; the same command continues
     WorkerLost           75   a shard killed the processes that admit rows and make tables; the same command continues
 
-A message is one line and says what is wrong, where, the value, the limit and what to do. RendererKilled is not shown: admission
-makes an error row of it.
+A message says what is wrong, where, the value, the limit and what to do. OneLine makes it one line, whatever values it names.
+RendererKilled is not shown: admission makes an error row of it.
 """
 
 from __future__ import annotations
 
+from batchspec.console.text import error_line
 
-class BatchspecError(Exception):
+
+class OneLine(Exception):
+    """An exception whose message is one printable line of limited length (`error_line`)."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(error_line(message))
+
+
+class BatchspecError(OneLine):
     exit_code = 1
 
 
@@ -73,6 +82,6 @@ class WorkerLost(Interrupted):
     """Counts as a crash like RankLost: the next run finds the row that kills a process (`supervise/poison_rows.py`)."""
 
 
-class RendererKilled(ValueError):
+class RendererKilled(OneLine, ValueError):
     """The process that renders chat templates was killed twice at the same chat, or could not start again: the machine is
     the cause, not the chat."""

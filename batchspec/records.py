@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from batchspec.automata.lazy_automaton import LazyAutomaton
 from batchspec.automata.token_automaton import TokenAutomaton
+from batchspec.console.text import error_line
 
 Ids = NDArray[np.int32]
 TokenText = Callable[[int], tuple[str, list[int]]]
@@ -241,12 +242,15 @@ class Repetition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowError:
-    """Why a row has no completion. `code` is short and stable, `message` is meant for people."""
+    """Why a row has no completion. `code` is short and stable, `message` is one line for people (`error_line`)."""
 
     code: str
     stage: str
     message: str
     retryable: bool
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", error_line(self.message))
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True):

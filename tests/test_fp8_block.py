@@ -115,7 +115,7 @@ def test_a_plain_tensor_is_refused_if_the_config_declares_fp8_and_vice_versa(tmp
     config = json.loads((fp8 / "config.json").read_text())
     config["quantization_config"]["modules_to_not_convert"] = ["lm_head", "model.layers.1.self_attn"]
     (fp8 / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"2 missing tensors: .*down_proj\.weight_scale_inv.*is F32, it must be F8_E4M3"):
+    with pytest.raises(CheckpointError, match=r"2 missing tensors: .*scale_inv.*is F32, it must be F8_E4M3"):
         judge_model(LocalFiles(fp8))
     plain_config = json.loads((plain / "config.json").read_text())
     (fp8 / "config.json").write_text(json.dumps(plain_config))
@@ -138,7 +138,7 @@ def test_other_variants_are_refused_by_name(changes: dict[str, Any], tmp_path: P
     folder = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "quantization_config": {**CONFIG, **changes}}))
-    with pytest.raises(CheckpointError, match="not supported: quantization_config="):
+    with pytest.raises(CheckpointError, match="not supported: quantization_config"):
         load_spec(folder)
 
 

@@ -121,7 +121,7 @@ def test_what_is_not_supported_is_named(config: dict[str, Any], named: str) -> N
     message = str(caught.value)
     assert "\n" not in message
     assert named in message
-    assert "INT4 (compressed-tensors pack-quantized, GPTQ, AWQ gemm)" in message
+    assert "INT4 (GPTQ, AWQ, compressed-tensors)" in message
 
 
 @pytest.mark.parametrize(

@@ -203,14 +203,13 @@ def test_the_converter_counts_bad_lines_by_kind_and_leaves_them_out_if_asked(
     convert = ["export", "--from-openai", str(source), str(tmp_path / "in.parquet")]
     assert cli.main(convert) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1
+    assert all(len(line) <= 300 for line in said.splitlines())
     for part in (
-        "in.jsonl: 5 lines of 9 are no requests that batchspec can follow: line 3: url '/v1/embeddings' is not supported",
-        "(1 more like it); line 4: not a batch request",
-        "; line 6: body.logprobs=true has no column in a batchspec input; set output.logprobs for the whole job, and ignore it: "
+        "line 3: url '/v1/embeddings' is not supported", "(1 more like it)\nline 4: not a batch request",
+        "\nline 6: body.logprobs=true has no column in a batchspec input; set output.logprobs for the whole job, and ignore it: "
         "input.drop=[logprobs] of a job, --drop logprobs of export",
         "line 9: url '/v1/completions' is not supported, /v1/chat/completions alone is; write its prompt as the column `prompt`",
-        "; --skip-bad leaves such lines out",
+        "in.jsonl: 5 lines of 9 are no requests that batchspec can follow, as the lines above say; --skip-bad leaves them out\n",
     ):
         assert part in said
     assert not (tmp_path / "in.parquet").exists()
@@ -245,7 +244,7 @@ def test_a_converted_file_and_the_lines_give_the_same_answers(folder: Path, mode
         (["output.openai={tmp}/there.jsonl"], "output.openai={tmp}/there.jsonl exists; give another name, or delete it"),
         (["output.openai={tmp}/a.txt"], "must be a local file with the suffix .jsonl"),
         (["output.openai=s3://b/a.jsonl"], "must be a local file with the suffix .jsonl"),
-        (["output.openai={tmp}/in.jsonl", "output.overwrite=true"], "output.openai={tmp}/in.jsonl lies in input.path={tmp}/in"),
+        (["output.openai={tmp}/in.jsonl", "output.overwrite=true"], "/in.jsonl lies in input.path=/"),
         (["output.openai={tmp}/out/data/a.jsonl"], "data/ may only hold shards"),
         (["output.openai={tmp}/there.jsonl/a.jsonl"], "is a folder, or lies in a file"),
         (

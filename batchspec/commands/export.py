@@ -237,7 +237,7 @@ def from_openai(source: Path, target: Path, drop: Collection[str] = (), *, skip_
     """Convert a file of request lines to the Parquet input of a job. The file is read twice; the first pass checks every line.
 
     Only columns that some line fills are written. Raises InputError for lines that batchspec cannot follow, unless `skip_bad`
-    leaves them out: one line with the first one of each kind and how many there are.
+    leaves them out; the first one of each kind is printed, with how many there are.
     """
     used, always = set[str](), set[str]()
     count, bad = 0, dict[str, list[str]]()
@@ -249,12 +249,14 @@ def from_openai(source: Path, target: Path, drop: Collection[str] = (), *, skip_
         used |= filled(row)
         count += 1
     num_bad = sum(map(len, bad.values()))
-    kinds = "; ".join(f"{first}{f' ({len(more):,} more like it)' if more else ''}" for first, *more in bad.values())
+    kinds = [f"{first}{f' ({len(more):,} more like it)' if more else ''}" for first, *more in bad.values()]
     if bad and not skip_bad:
         verb = "is no request" if num_bad == 1 else "are no requests"
+        for kind in kinds:
+            terminal.say(kind)
         raise InputError(
-            f"{source}: {counted(num_bad, 'line')} of {count + num_bad:,} {verb} that batchspec can follow: {kinds}; "
-            "--skip-bad leaves such lines out"
+            f"{source}: {counted(num_bad, 'line')} of {count + num_bad:,} {verb} that batchspec can follow, as the lines above "
+            "say; --skip-bad leaves them out"
         )
     if not count:
         raise InputError(f"{source}: no request in it; give a file of OpenAI's batch requests")
@@ -263,7 +265,7 @@ def from_openai(source: Path, target: Path, drop: Collection[str] = (), *, skip_
     _write_rows(rows, target, schema)
     said = [f"{target}: {count:,} rows with {', '.join(schema.names)}; run it with input.path={for_shell(target)}"]
     if bad:
-        said.append(f"{counted(num_bad, 'line')} left out: {kinds}")
+        said.append(f"{counted(num_bad, 'line')} left out: {'; '.join(kinds)}")
     return "\n".join([*said, *filter(None, [defaults_note(always, DecodeConfig())])])
 
 

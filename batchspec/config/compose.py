@@ -78,7 +78,7 @@ def _composed(name: str, overrides: Sequence[str], known: Any) -> DictConfig:
         GlobalHydra.instance().clear()
         with hydra.initialize_config_module(CONF, version_base="1.3"):
             return hydra.compose(name, for_hydra(overrides))
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError) as error:
         raise ConfigError(one_line(error, known)) from error
     finally:
         GlobalHydra.instance().hydra = state
@@ -116,7 +116,7 @@ def launch(
         with _sweep_folder(overrides, sweep=options.multirun) as more:
             sys.argv = ["batchspec", *words, *more]
             hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name="run")(body)()
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError) as error:
         if full == "1":
             raise
         return _report(ConfigError(one_line(error)))
@@ -187,6 +187,8 @@ def one_line(error: Exception, known: Any = None) -> str:
     known  an instance of the configuration that has all its keys, None: a RunConfig
     """
     text = str(error)
+    if isinstance(error, OSError):  # Hydra looks for a file of a group's name
+        return f"an override names an option that cannot be a file's name ({error.strerror}): {error.filename}; write key=value"
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
         return _missing_option(error.missing_cfg_file, list(error.options))
     if isinstance(error, OverrideParseException):

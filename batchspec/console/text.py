@@ -2,18 +2,27 @@
 
 for_terminal   escapes control characters, so that the text cannot control the terminal; line breaks stay
 one_line       the same on one line and cut to a length: for a table cell or a message
+error_line     the message of an error, of at most ERROR_CHARS characters: every exception of batchspec and every error row makes
+               its message with it
+quoted         a value for such a message, in quotes and cut in its middle; as_json: the same of any value of JSON
 for_markdown   one line as a code span, in which neither Markdown nor HTML is interpreted
 for_shell      a path as one word of a command that a message tells to type
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 MESSAGE_CHARS = 2000
 CELL_CHARS = 120
+ERROR_CHARS = 288
+"""Maximum length of an error's message; with the name of the program before it, a line has at most 300."""
+VALUE_CHARS = 60
+_WORD_CHARS = (160, 120, 80, VALUE_CHARS, 40)
 
 UNSAFE = re.compile(
     "["
@@ -51,6 +60,32 @@ def one_line(text: object, limit: int = CELL_CHARS) -> str:
     return f"{shown}... ({num_more:,} more characters)" if num_more > 0 else shown
 
 
+def error_line(text: object) -> str:
+    """The message of an error on one line, in printable characters, of which there are at most ERROR_CHARS.
+
+    What makes a line too long are values: paths, keys, ids. The longest words are cut in their middle first, so that the sentence
+    stays whole, with the advice at its end; if that is not enough, the line's own middle is left out.
+    """
+    line = _printable(cut(str(text), 10 * ERROR_CHARS)).strip()
+    words = line.split(" ")
+    for size in _WORD_CHARS:
+        if len(line) <= ERROR_CHARS:
+            return line
+        line = " ".join(cut(word, size) for word in words)
+    return cut(line, ERROR_CHARS)
+
+
+def quoted(value: object, limit: int = VALUE_CHARS) -> str:
+    """A value as text in quotes for a message, cut in its middle to about `limit` printable characters."""
+    shown = repr(cut(_or_kind(str, value), limit))
+    return shown[0] + cut(shown[1:-1], limit) + shown[0]
+
+
+def as_json(value: object, limit: int = VALUE_CHARS) -> str:
+    """A value as JSON for a message, cut likewise."""
+    return cut(_or_kind(json.dumps, value).replace("\x7f", "\\u007f"), limit)
+
+
 def for_markdown(text: object) -> str:
     """A code span on one line of Markdown, also in a heading (CommonMark 0.31, 6.1). In a table, `|` must be escaped as well."""
     shown = one_line(text, CELL_CHARS).strip() or " "
@@ -63,6 +98,30 @@ def for_shell(path: object) -> str:
     """A path as one word of a shell's command, which no program takes for an option."""
     word = str(path)
     return shlex.quote(f"./{word}" if word.startswith("-") else word)
+
+
+def _or_kind(form: Callable[[Any], str], value: object) -> str:
+    """The form of a value; its kind, if it is nested very deeply, has thousands of digits, or keys that are no text."""
+    try:
+        return form(value)
+    except (RecursionError, ValueError, TypeError):
+        return f"a {type(value).__name__}"
+
+
+def _printable(text: str) -> str:
+    """The text with an escape in place of each character that is not printable: line breaks, those of UNSAFE, spaces of other
+    widths."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else _escape(one) for one in text)
+
+
+def cut(text: str, limit: int) -> str:
+    """The text, without its middle if it is longer than `limit`: of a path or a name both ends are seen."""
+    if len(text) <= limit:
+        return text
+    kept = limit - len("...")
+    return f"{text[: kept - kept // 2]}...{text[len(text) - kept // 2 :]}"
 
 
 def _escape(character: str) -> str:

@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from batchspec.errors import OneLine
+
 MAX_DEPTH = 128
 """Maximum nesting of lists and objects; chats and tools have about 10 levels. It is below what any stack here can hold, so that
 refusals do not depend on the caller."""
@@ -27,7 +29,7 @@ _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
-class BadJson(ValueError):
+class BadJson(OneLine, ValueError):
     """Text that is not JSON. The message is one line."""
 
 

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from batchspec.dataset.json_text import BadJson, called, json_of, parse
 from batchspec.dataset.untyped_columns import json_kinds
+from batchspec.errors import OneLine
 
 Message = dict[str, Any]
 
@@ -36,7 +37,7 @@ _ROLES = {
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
-class BadChat(ValueError):
+class BadChat(OneLine, ValueError):
     """What is wrong with a chat, in one line."""
 
 

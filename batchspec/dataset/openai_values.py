@@ -12,11 +12,12 @@ import pyarrow as pa
 from batchspec.config.values import logit_bias
 from batchspec.dataset.json_text import parse
 from batchspec.dataset.openai_keys import GUIDED
+from batchspec.errors import OneLine
 
 _KIND = re.compile(r"not a batch request|url '[^']*'|[\w.]+(?:\[\d+\][\w.]*)*")
 
 
-class BadRequest(ValueError):
+class BadRequest(OneLine, ValueError):
     """Why a line is no request that batchspec can follow, in one line. custom_id: of the line, if it has one."""
 
     def __init__(self, problem: str, custom_id: str | None = None) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from batchspec.console.text import as_json
 from batchspec.errors import CheckpointError
 from batchspec.process.local_files import fault_of, is_folder, is_given, open_regular
 
@@ -233,7 +234,7 @@ class ConfigReader:
 
     def shown(self, key: str, *, prefix: bool = True) -> str:
         """key=value, for messages; with the name of the object that it is in, unless prefix is False."""
-        return f"{self._prefix if prefix else ''}{key}={short_json(self._values.get(key))}"
+        return f"{self._prefix if prefix else ''}{key}={as_json(self._values.get(key))}"
 
     def refusal(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {problem}")
@@ -245,7 +246,7 @@ class ConfigReader:
         return int(value)
 
     def _wrong(self, key: str, value: Any, wanted: str) -> CheckpointError:
-        return self.refusal(f"{self._prefix}{key} is {short_json(value)}; it must be {wanted}")
+        return self.refusal(f"{self._prefix}{key} is {as_json(value)}; it must be {wanted}")
 
 
 def _is_number(value: Any, low: float, high: float) -> bool:
@@ -309,15 +310,6 @@ def read_text(path: Path) -> str:
             return file.read(MAX_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{where}: not UTF-8 at byte {error.start}; download the file again") from None
-
-
-def short_json(value: Any) -> str:
-    """JSON for messages, cut to 60 characters."""
-    try:
-        text = json.dumps(value)
-    except (RecursionError, ValueError):  # very deep nesting, or an integer of thousands of digits
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def shown(path: Path) -> str:

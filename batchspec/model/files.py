@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from batchspec.console.text import cut
 from batchspec.errors import CheckpointError
 from batchspec.model.config_values import read_json, readable, shown
 from batchspec.process.local_files import fault_of, open_regular
@@ -24,6 +25,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _OTHERS = re.compile(r"(pytorch_model.*\.bin|(adapter_model|consolidated).*\.\w+|.*\.(pth|pt|gguf|ckpt|msgpack|h5))")
 _SHARD = re.compile(r"[\w.-]+\.safetensors")
+_NAME_CHARS = 80
 _REQUESTS = 8
 
 
@@ -196,7 +198,7 @@ def _is_entry(value: Any) -> bool:
     return offsets[0] <= offsets[1] and (dtype not in _SIZES or offsets[1] - offsets[0] == math.prod(shape) * _SIZES[dtype])
 
 
-def listed(names: Collection[str], most: int = 4) -> str:
-    """For messages: the first `most` names and the number of the others; long names are cut, unprintable ones escaped."""
-    first = ", ".join(name[:100] if name.isprintable() else ascii(name[:100]) for name in list(names)[:most])
+def listed(names: Collection[str], most: int = 2) -> str:
+    """For messages: the first `most` names and the number of the others."""
+    first = ", ".join(cut(name, _NAME_CHARS) for name in list(names)[:most])
     return first if len(names) <= most else f"{first} and {len(names) - most:,} more"

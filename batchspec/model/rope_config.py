@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from batchspec.model.config_values import INTEGERS, ConfigReader, short_json
+from batchspec.console.text import as_json
+from batchspec.model.config_values import INTEGERS, ConfigReader
 
 USUAL_THETA = 10_000.0
 _YARN_BUILT = {"extrapolation_factor": 1.0, "apply_yarn_scaling": True}
@@ -113,7 +114,7 @@ def rope_part(config: ConfigReader) -> ConfigReader:
     theta, hidden = read_theta(config, scaling), config.unchecked("rope_parameters", "rope_theta")
     if hidden not in (None, theta):
         raise config.refusal(
-            f"rope_scaling hides rope_parameters.rope_theta={short_json(hidden)}, and rope_theta would be {theta:g}; move the "
+            f"rope_scaling hides rope_parameters.rope_theta={as_json(hidden)}, and rope_theta would be {theta:g}; move the "
             "keys of rope_scaling into rope_parameters"
         )
     return scaling

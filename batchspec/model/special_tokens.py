@@ -14,8 +14,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from batchspec.console.text import as_json
 from batchspec.errors import CheckpointError
-from batchspec.model.config_values import Json, read_json, short_json, shown
+from batchspec.model.config_values import Json, read_json, shown
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
@@ -63,7 +64,7 @@ def add_declared(tokenizer: tokenizers.Tokenizer, folder: Path, config: Json, sp
     for index, token in missing.items():
         if (found := tokenizer.token_to_id(token.content)) != index:
             raise CheckpointError(
-                f"{shown(folder)}: the token {short_json(token.content)} is declared with id {index}, but with tokenizer.json it "
+                f"{shown(folder)}: the token {as_json(token.content)} is declared with id {index}, but with tokenizer.json it "
                 f"has {found}; save the tokenizer again with transformers"
             )
     named = {special[key] for key in _NAMED if key in special}

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from batchspec.errors import OneLine
+
 Json = Mapping[str, Any]
 
 SHRINKS = {"NFC": 4, "NFD": 3, "ByteLevel": 1, "Prepend": 1}
@@ -21,7 +23,7 @@ _LAST_SPACE = 0x3000
 _WHITE_SPACE = bytes({byte for i in range(_LAST_SPACE + 1) if (char := chr(i)).isspace() for byte in char.encode()})
 
 
-class LongText(ValueError):
+class LongText(OneLine, ValueError):
     """The text is too long for the allowed number of tokens; the message says how long it is."""
 
 

@@ -12,6 +12,7 @@ from batchspec.config.values import logit_bias
 from batchspec.dataset.json_text import BadJson, BadText, called, parse
 from batchspec.dataset.messages import BadChat, messages_of, without_nulls
 from batchspec.dataset.untyped_columns import is_csv, json_kinds, value_of
+from batchspec.errors import OneLine
 from batchspec.records import Ids
 
 Biases = tuple[tuple[int, float], ...]
@@ -24,7 +25,7 @@ NUMBERS = (
 """Columns that hold numbers."""
 
 
-class BadRow(Exception):
+class BadRow(OneLine):
     """Why a row gets no request. Admission catches it. retryable: the machine is the cause, not the row."""
 
     def __init__(

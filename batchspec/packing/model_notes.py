@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from batchspec.config.decode_schema import DecodeConfig
-from batchspec.model.config_values import short_json
+from batchspec.console.text import as_json
 from batchspec.model.generation_config import NOT_FOLLOWED
 from batchspec.model.unread_keys import unread_note
 
@@ -42,8 +42,8 @@ def sampling_advice(decode: DecodeConfig, generation: Mapping[str, Any]) -> str:
     if decode.repetition_penalty == 1 and generation.get("repetition_penalty", 1) != 1:
         keys.append("repetition_penalty")
     said = "decoding is greedy (decode.temperature=0); " * (greedy and bool(keys))
-    recommended = " ".join(f"decode.{key}={short_json(generation[key])}" for key in keys)
-    ignored = ", ".join(f"{key}={short_json(generation[key])}" for key in NOT_FOLLOWED if key in generation)
+    recommended = " ".join(f"decode.{key}={as_json(generation[key])}" for key in keys)
+    ignored = ", ".join(f"{key}={as_json(generation[key])}" for key in NOT_FOLLOWED if key in generation)
     parts = [f"recommends {recommended}"] * bool(keys) + [f"sets {ignored}, which jobs do not follow"] * bool(ignored)
     return f"{said}the model's generation_config.json {' and '.join(parts)}" if parts else ""
 

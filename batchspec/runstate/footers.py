@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.dataset.shard_layout import ShardLayout
-from batchspec.errors import BatchspecError, OutputError, StorageError
+from batchspec.errors import BatchspecError, OneLine, OutputError, StorageError
 from batchspec.runstate.manifest import Manifest
 from batchspec.storage.store import Store, Tail, for_each
 
@@ -69,7 +69,7 @@ def identity(manifest: Manifest, generation: int, index: int, attempt: str) -> d
     }
 
 
-class DamagedFooter(Exception):
+class DamagedFooter(OneLine):
     """The bytes at the end of a file are no footer of a Parquet file."""
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from batchspec.automata.lazy_automaton import LazyAutomaton
 from batchspec.automata.token_automaton import TokenAutomaton, TokenSymbols
+from batchspec.errors import OneLine
 from batchspec.structured.compile_pool import Answer, CompilePool
 from batchspec.structured.limited_process import num_processes
 
@@ -28,7 +29,7 @@ KEPT_BYTES = 1 << 30
 """Size of the cache in bytes; the least recently used automata are evicted."""
 
 
-class BadConstraint(ValueError):
+class BadConstraint(OneLine, ValueError):
     """A constraint without an automaton.
 
     code       bad_schema, impossible or large_schema

@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 
+from batchspec.errors import OneLine
 from batchspec.structured.regex_dialects import Dialect, python
 from batchspec.structured.regex_syntax import At, Group, Item, NotSupported, Repeated, parsed
 from batchspec.structured.regular import ANY, Alt, Chars, Node, Repeat, Seq, optional
@@ -18,7 +19,7 @@ from batchspec.structured.regular import ANY, Alt, Chars, Node, Repeat, Seq, opt
 MAX_REPEATS = 100_000
 
 
-class BadRegex(ValueError):
+class BadRegex(OneLine, ValueError):
     """The expression is not valid, or not supported; the message says what."""
 
 

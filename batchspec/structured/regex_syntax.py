@@ -9,6 +9,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
+from batchspec.errors import OneLine
 from batchspec.structured.regex_dialects import Dialect
 from batchspec.structured.regular import ANY, Chars
 
@@ -23,7 +24,7 @@ REFUSED_GROUPS = {
 }
 
 
-class NotSupported(ValueError):
+class NotSupported(OneLine, ValueError):
     """The expression holds something unsupported; the message says what."""
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from batchspec.errors import OneLine
+
 MAX_CODE_POINT = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 
 
-class TooLarge(ValueError):
+class TooLarge(OneLine, ValueError):
     """The automaton exceeds a bound; the message says which."""
 
 
-class Impossible(ValueError):
+class Impossible(OneLine, ValueError):
     """No text matches."""
 
 

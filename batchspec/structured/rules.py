@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from batchspec.errors import OneLine
 from batchspec.structured.regular import Alt, Graph, Joined, Members, Node, Ref, Repeat, Seq
 
 
-class BadGrammar(ValueError):
+class BadGrammar(OneLine, ValueError):
     """The grammar is not valid, or holds something unsupported; the message says where and what."""
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from batchspec.console.text import as_json
 from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.base import PLAIN_NORM, NormForm
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.blocks.layer_inputs import LayerInputsSpec
-from batchspec.model.config_values import ConfigReader, Json, Ranges, short_json
+from batchspec.model.config_values import ConfigReader, Json, Ranges
 from batchspec.model.mtp import MtpSpec
 from batchspec.model.rope_config import RopeSpec, read_rope
 
@@ -220,6 +221,6 @@ def read_windows(config: ConfigReader, num_layers: int, *, switch: bool) -> tupl
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown or len(types) != num_layers or ("sliding_attention" in types and window is None):
         problem = f"{len(types)} for {num_layers} layers, sliding_window {window}"
-        problem = f"{short_json(unknown)} not supported" if unknown else problem
+        problem = f"{as_json(unknown)} not supported" if unknown else problem
         raise config.refusal(f"layer_types: {problem}; full_attention and sliding_attention (with a sliding_window) are")
     return tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from batchspec.console.text import as_json
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.config_values import ConfigReader, Json, short_json
+from batchspec.model.config_values import ConfigReader, Json
 from batchspec.model.families.base import (
     Family,
     dense_layers,
@@ -51,7 +52,7 @@ def _hybrid_layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     others = sorted(set(kinds or ["mamba"]) - set(_ATTENDS))
     if others:
         raise config.refusal(
-            f"layer_types: {short_json(others)}: Mamba layers are not supported; use a Granite without an H in its name"
+            f"layer_types: {as_json(others)}: Mamba layers are not supported; use a Granite without an H in its name"
         )
     if kinds is not None and len(kinds) != num_layers:
         raise config.refusal(f"layer_types: {len(kinds)} for {num_layers} layers; correct it")

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from batchspec.console.text import as_json
 from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.base import ExpertsSpec, NormForm
 from batchspec.model.blocks.gated_delta import GatedDeltaSpec
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.blocks.moe import MoeSpec, RouterSpec, SharedExpert
-from batchspec.model.config_values import ConfigReader, Json, Ranges, short_json
+from batchspec.model.config_values import ConfigReader, Json, Ranges
 from batchspec.model.families.base import (
     EXPERT_COUNTS,
     Family,
@@ -64,7 +65,7 @@ def _layer_types(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
         kinds = tuple(_RECURRENT if (i + 1) % interval else _ATTENDS for i in range(num_layers))
     unknown = sorted(set(kinds) - {_RECURRENT, _ATTENDS})
     if unknown or len(kinds) != num_layers:
-        problem = f"{short_json(unknown)} not supported" if unknown else f"{len(kinds)} for {num_layers} layers"
+        problem = f"{as_json(unknown)} not supported" if unknown else f"{len(kinds)} for {num_layers} layers"
         raise config.refusal(f"layer_types: {problem}; {_RECURRENT} and {_ATTENDS} are supported")
     if _ATTENDS not in kinds:
         raise config.refusal(f"no layer of the {num_layers} has {_ATTENDS}, which is not supported; correct layer_types")

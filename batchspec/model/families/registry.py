@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchspec.model.config_values import ConfigReader, Json, short_json
+from batchspec.console.text import as_json
+from batchspec.model.config_values import ConfigReader, Json
 from batchspec.model.families.base import Family
 from batchspec.model.families.exaone4 import EXAONE4
 from batchspec.model.families.gemma3_text import GEMMA3_TEXT
@@ -151,7 +152,7 @@ def assistant_text(values: Json, where: str) -> Json:
     shared, count = own.get("num_kv_shared_layers"), own.get("num_hidden_layers")
     if shared not in (None, 0, count):
         raise config.refusal(
-            f"text_config.num_kv_shared_layers={short_json(shared)} of {short_json(count)} layers: an assistant keeps no K and "
+            f"text_config.num_kv_shared_layers={as_json(shared)} of {as_json(count)} layers: an assistant keeps no K and "
             "V; correct it"
         )
     of_model = {key: values[key] for key in _OF_THE_MODEL if values.get(key) is not None}

@@ -23,17 +23,14 @@ READERS: dict[str, Callable[[ConfigReader], Formats | str]] = {
 }
 """quant_method -> the function that reads its `quantization_config`. It returns formats, or a text that names what of the
 configuration is not supported."""
-_BUILT = (
-    "use FP8 (blocks of 128 x 128, rows, tensors), INT4 (compressed-tensors pack-quantized, GPTQ, AWQ gemm), NVFP4, gpt-oss in "
-    "MXFP4, or an unquantised checkpoint"
-)
+_BUILT = "use FP8, INT4 (GPTQ, AWQ, compressed-tensors), NVFP4, MXFP4 or bf16"
 
 
 def read_formats(config: ConfigReader) -> Formats:
     """The formats that a config.json asks for. Raises CheckpointError, in one line, for unsupported and malformed values."""
     if not config.differs("quantization_config", None, False):
         return ALL_PLAIN
-    reason = "not an object"
+    reason = f"{config.shown('quantization_config')} is not an object"
     if "quantization_config" in config.objects():
         part = config.part("quantization_config")
         reader = READERS.get(part.text("quant_method"))
@@ -41,4 +38,4 @@ def read_formats(config: ConfigReader) -> Formats:
         if isinstance(found, Formats):
             return found
         reason = found
-    raise config.refusal(f"not supported: {config.shown('quantization_config')}: {reason}; {_BUILT}")
+    raise config.refusal(f"not supported: quantization_config: {reason}; {_BUILT}")

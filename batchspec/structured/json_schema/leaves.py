@@ -9,6 +9,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from batchspec.errors import OneLine
+
 NOT_BUILT = {
     "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "divisibleBy", "extends", "disallow",
 }
@@ -45,7 +47,7 @@ KEYWORDS = {
 }
 
 
-class BadSchema(ValueError):
+class BadSchema(OneLine, ValueError):
     """The schema is not valid, or holds something unsupported; the message says where and what."""
 
 
