@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import threading
 import weakref
@@ -23,6 +24,7 @@ from batchspec.errors import CapacityError, CheckpointError, ConfigError, Engine
 from batchspec.model.files import LocalFiles
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
+from batchspec.process.own_process import finalize_here
 from batchspec.warm.options import warm_config
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint
@@ -572,3 +574,100 @@ def test_errors_of_a_call_advise_keys_as_python_writes_them(
         batchspec.generate(rows, overrides={"model.path": str(model), "draft": "none"} | keys)
     with pytest.raises(ConfigError, match=re.escape("give a dictionary of keys, {'model.path': 'smollm2-135m'}")):
         batchspec.Engine("smollm2-135m")
+
+
+def in_fork(act: Callable[[], object]) -> str:
+    """What a process that is forked from this one says about an action: the exception's type and message, or "done"."""
+    reader, writer = os.pipe()
+    if not (pid := os.fork()):
+        said = "done"
+        try:
+            act()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        said = answer.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+CALLS: dict[str, Callable[[batchspec.Engine], object]] = {
+    "generate": lambda engine: engine.generate(["a"]), "stream": lambda engine: engine.stream(["a"]),
+    "converse": lambda engine: engine.converse({"messages": []}, lambda turn: None), "shape": lambda engine: engine.shape,
+    "load_weights": lambda engine: engine.load_weights({}), "totals": lambda engine: engine.totals,
+    "__call__": lambda engine: engine(pa.table({"prompt": ["a"]})),
+}
+NO_CALLS = {"__init__", "__repr__", "__reduce__", "__enter__", "__exit__", "close"}
+
+
+def test_every_call_in_a_forked_process_is_refused_at_once_and_the_engine_lives_on(
+    shared: batchspec.Engine, expected: pl.DataFrame
+) -> None:
+    """A fork has none of the threads that polars and torch wait for: datasets' map with num_proc would wait for ever."""
+    own = {name for name, value in vars(batchspec.Engine).items() if callable(value) or isinstance(value, property)}
+    assert {name for name in own if not name.startswith("_") or name.startswith("__")} == CALLS.keys() | NO_CALLS
+    for name, call in CALLS.items():
+        said = in_fork(lambda call=call: call(shared))  # type: ignore[misc]
+        assert said.startswith(f"EngineInUse: this engine belongs to process {os.getpid()}, from which this one, "), name
+    assert in_fork(lambda: repr(shared)) == in_fork(shared.close) == in_fork(lambda: shared.__exit__(None, None, None)) == "done"
+    assert same(shared.generate(rows()), expected)
+
+
+def test_an_open_stream_goes_on_after_a_fork_tried_to_read_or_close_it(shared: batchspec.Engine) -> None:
+    with shared.stream(["a", "b", "c"]) as stream:
+        first = next(stream)
+        assert in_fork(lambda: next(stream)).startswith(f"EngineInUse: this stream belongs to process {os.getpid()}, ")
+        assert in_fork(stream.close) == in_fork(shared.close) == "done"
+        assert sorted(done.row_index for done in (first, *stream)) == [0, 1, 2]
+    assert shared.generate(["a"]).height == 1
+
+
+def test_what_ends_with_its_owner_does_not_end_with_a_fork_s_copy_of_it() -> None:
+    class Owner:
+        pass
+
+    ended = list[int]()
+    owner = Owner()
+    finalize_here(owner, lambda: (ended.append(os.getpid()), os.write(2, b"ended")))
+
+    def drop() -> None:
+        nonlocal owner
+        del owner
+        assert not ended
+
+    assert in_fork(drop) == "done"
+    del owner
+    assert ended == [os.getpid()]
+
+
+def test_whatever_ends_with_its_owner_is_kept_from_forks() -> None:
+    files = Path(batchspec.__file__).parent.rglob("*.py")
+    assert [file.name for file in files if "weakref.finalize(" in file.read_text()] == ["own_process.py"]
+
+
+@pytest.mark.parametrize("error", [
+    ValueError("row 3 is broken"), KeyboardInterrupt(), RuntimeError("CUDA out of memory"), MemoryError(), StopAsyncIteration(),
+    InputError("decode.n=2 is too many; set decode.n=1"), GeneratorExit(),
+])
+def test_an_exception_of_the_rows_generator_reaches_the_caller_as_it_is(error: BaseException, shared: batchspec.Engine) -> None:
+    def prompts() -> Iterator[str]:
+        yield "a"
+        raise error from LookupError("the reason")
+
+    batches = pa.RecordBatchReader.from_batches(
+        pa.schema([("prompt", pa.string())]), (pa.record_batch({"prompt": [text]}) for text in prompts())
+    )
+    calls: list[Callable[[], object]] = [
+        lambda: shared.generate(prompts()), lambda: shared.stream(prompts()), lambda: shared.generate({"prompt": prompts()}),
+        lambda: shared.converse(prompts(), lambda turn: None),
+    ]
+    for call in [*calls, *([lambda: shared.generate(batches)] if isinstance(error, Exception) else [])]:
+        with pytest.raises(type(error)) as raised:
+            call()
+        assert raised.value is error
+        assert str(error.__cause__) == "the reason"
+        assert any(entry.name == "prompts" for entry in raised.traceback)
+    assert shared.generate(text for text in ("a", "b"))["status"].to_list() == ["ok", "ok"]

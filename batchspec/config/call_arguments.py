@@ -14,6 +14,7 @@ from typing import ParamSpec, TypeVar
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import keys, suggest
 from batchspec.config.vllm_names import NAMES, REMARKS
+from batchspec.console.text import error_line
 from batchspec.dataset.columns import TYPES
 from batchspec.errors import ConfigError, InputError
 
@@ -59,7 +60,8 @@ def explains_arguments(name: str, takes_keys: str) -> Callable[[Callable[Given, 
             try:
                 return function(*args, **named)
             except (ConfigError, InputError) as error:
-                raise type(error)(_in_python(str(error))) from error
+                error.args = (error_line(_in_python(str(error))),)  # of the same object, which the caller's rows may have raised
+                raise
 
         return called
 

@@ -18,6 +18,8 @@ _JSON = (bool, int, float, str, list, tuple, Mapping, np.bool_, np.number)
 """Types of values that JSON has, null's aside, and of NumPy's numbers, which are read as Python's."""
 _SCALARS = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 _ROWS = 4096
+_OF_TABLES = ("__array__", "__arrow_c_stream__", "__arrow_c_array__", "to_polars", "to_arrow")
+"""Methods by which tables and arrays of other libraries are recognised."""
 
 
 def table_of(data: Any, columns: Mapping[str, str | None] | None = None) -> pa.Table:
@@ -25,6 +27,7 @@ def table_of(data: Any, columns: Mapping[str, str | None] | None = None) -> pa.T
     or of chats, or anything that polars.DataFrame accepts.
 
     columns  input.columns, for the name of the prompt's column of an empty list
+    What an iterator yields is a list; an exception of it reaches the caller as it is.
     A list of dictionaries, and a dictionary of lists, is read as JSON lines are: a column with dictionaries, lists of lists or
     values of several kinds keeps each cell's JSON text, so that no row changes another row's value. A list of strings becomes the
     column `prompt`, a list of lists of messages the column `messages`; some of them may be None. Raises InputError.
@@ -32,7 +35,8 @@ def table_of(data: Any, columns: Mapping[str, str | None] | None = None) -> pa.T
     if isinstance(data, str | bytes):
         raise InputError("rows are one text; give a list of texts, [TEXT], a table or a list of dictionaries")
     if isinstance(data, Mapping):
-        return _of_mapping(data)
+        return _of_mapping({name: _drawn(values) for name, values in data.items()})
+    data = _drawn(data)
     if not isinstance(data, list | tuple):
         return _typed(_made_table(data))
     if not data:
@@ -47,10 +51,19 @@ def table_of(data: Any, columns: Mapping[str, str | None] | None = None) -> pa.T
     return _typed(data)
 
 
+def _drawn(data: Any) -> Any:
+    """A generator, or another object that Python iterates over, as a list; tables, arrays and single values as they are."""
+    if isinstance(data, str | bytes | Mapping | list | tuple) or not isinstance(data, Iterable):
+        return data
+    return data if any(hasattr(data, name) for name in _OF_TABLES) else list(data)
+
+
 def _made_table(data: Any) -> Any:
     """The table that an object of another library makes of itself; other data as they are."""
     if isinstance(data, pl.LazyFrame):
         return data.collect()
+    if isinstance(data, pa.RecordBatchReader):  # its batches may come from a generator, whose exceptions polars would replace
+        return data.read_all()
     if isinstance(data, pl.DataFrame | pl.Series) or hasattr(data, "__arrow_c_stream__"):
         return data
     make = getattr(data, "to_polars", None) or getattr(data, "to_arrow", None)

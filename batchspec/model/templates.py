@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import threading
-import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -21,6 +20,7 @@ from batchspec.model import template_process
 from batchspec.model.template_process import Limit
 from batchspec.model.text_bytes import LongText
 from batchspec.process.child_process import start_module
+from batchspec.process.own_process import finalize_here
 
 CPU_S = 3
 """CPU limit of one chat, in whole seconds; a chat of 100,000 tokens takes hundredths of a second."""
@@ -114,7 +114,7 @@ class Templates:
     def _start(self) -> None:
         self._process = start_module(template_process.__name__)
         self._owner = os.getpid()
-        weakref.finalize(self, self._process.kill)
+        finalize_here(self, self._process.kill)
         request = {"sources": self._sources, "date": self._date, "cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES}
         answer = self._ask(json.dumps(request).encode() + b"\n")
         errors = answer["errors"] if "errors" in answer else {"/".join(self._sources): answer["error"]}

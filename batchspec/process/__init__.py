@@ -8,4 +8,5 @@ garbage.py         keeps Python's garbage collector away from modules and models
 load_progress.py   whether loading a model makes progress
 local_files.py     opens regular files only
 out_of_memory.py   recognises errors of running out of memory
+own_process.py     keeps forks from what belongs to the process that they are forked from
 """

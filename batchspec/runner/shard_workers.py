@@ -11,7 +11,6 @@ import logging
 import os
 import queue
 import subprocess
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +23,7 @@ from batchspec.errors import WorkerLost
 from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
 from batchspec.prepare import Job
 from batchspec.process.child_process import python_command, signals_blocked
+from batchspec.process.own_process import finalize_here
 from batchspec.records import Completion
 from batchspec.runner import shard_worker
 from batchspec.runner.shard_work import PendingTable, ShardWork
@@ -217,7 +217,7 @@ class _Process:
             )
         self._greeting: bytes | None = first_message
         self.pid = self._process.pid
-        weakref.finalize(self, self._process.kill)
+        finalize_here(self, self._process.kill)
 
     def ask(self, message: bytes) -> bytes | None:
         """The answer; None if the process has died."""

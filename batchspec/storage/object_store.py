@@ -13,7 +13,6 @@ import shutil
 import tempfile
 import time
 import uuid
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,8 @@ from typing import TypeVar
 import pyarrow.fs as pafs
 
 from batchspec.console.text import one_line
-from batchspec.errors import ConfigError, OutputError, StorageError
+from batchspec.errors import ConfigError, OneLine, OutputError, StorageError
+from batchspec.process.own_process import finalize_here
 from batchspec.storage.store import LONGEST_NAME, STALE_S, Tail, storage_errors, storing
 
 ABSENT = ""
@@ -39,7 +39,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 T = TypeVar("T")
 
 
-class RefusedError(Exception):
+class RefusedError(OneLine):
     """The condition of a PUT does not hold."""
 
 
@@ -205,7 +205,7 @@ class ObjectStore(ABC):
         if self._folder is None:
             with storing(f"making a folder in {tempfile.gettempdir()}"):
                 self._folder = Path(tempfile.mkdtemp(prefix=_scratch_prefix()))
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            finalize_here(self, shutil.rmtree, self._folder, ignore_errors=True)
         return self._folder
 
     def arrow_paths(self, names: Sequence[str]) -> tuple[Sequence[str], pafs.FileSystem | None]:

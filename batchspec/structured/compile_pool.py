@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
+from batchspec.process.own_process import finalize_here
 from batchspec.structured.limited_process import OUT_OF_MEMORY, Died, Killed, LimitedProcess
 
 SLICE_S = 0.5
@@ -109,7 +109,7 @@ class CompilePool:
         budget = Budget(first_message[2])
         for process in self.processes:
             threading.Thread(target=_serve, args=(self._tasks, process, budget), name="compile", daemon=True).start()
-        self.close = weakref.finalize(self, _end, self._tasks, self.processes)
+        self.close = finalize_here(self, _end, self._tasks, self.processes)
         """Ends the processes and what they compile at present; called with the pool's end too."""
 
     def submit(self, kind: str, source: str) -> Future[Answer]:

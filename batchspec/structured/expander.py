@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import queue
 import threading
-import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from batchspec.automata.lazy_automaton import Answer, Ask, MachineError, Recheck
+from batchspec.process.own_process import finalize_here
 from batchspec.structured.lazy_dfa import MAX_STATES
 from batchspec.structured.limited_process import OUT_OF_MEMORY, TOO_MANY_STATES, Died, Full, Killed, LimitedProcess, num_processes
 
@@ -37,7 +37,7 @@ class Expander:
         self._lanes = tuple(made)
         self._lane_of: dict[int, _Lane] = {}
         """By the hash of the automaton: equal hashes only share a process, and long texts are not kept."""
-        weakref.finalize(self, _end, self._lanes)
+        finalize_here(self, _end, self._lanes)
 
     def submit(self, ask: Ask) -> Future[Answer]:
         """See `Expanding`."""

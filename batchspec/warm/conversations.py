@@ -113,14 +113,16 @@ class Conversations:
         Raises what `next_turn` raises, after cancelling the other conversations.
         """
         self._first = self.call.feed(engine.batch.num_slots).requests
-        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="next_turn")
+        pool, of_user = ThreadPoolExecutor(self._threads, thread_name_prefix="next_turn"), None
         try:
             for completion in self.call.run(engine, self):
                 self._end_turn(completion, pool)
         except _CallbackFailed as failed:
-            raise failed.error from None
+            of_user = failed.error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # does not wait for tools whose results are not needed
+        if of_user is not None:
+            raise of_user  # out here, where its own cause and context stay
         return self._output()
 
     @property

@@ -41,6 +41,7 @@ from batchspec.packed_batch import PackedBatch
 from batchspec.packing.input_notes import dropped_note, input_notes
 from batchspec.packing.unused import check_samples
 from batchspec.prepare import JobModel, open_model
+from batchspec.process.own_process import OwnProcess
 from batchspec.records import Completion
 from batchspec.warm.call import Call, empty_frame
 from batchspec.warm.conversations import Conversations, NextTurn, with_turns
@@ -72,16 +73,22 @@ class Engine:
     @explains_arguments("batchspec.Engine", KEYS)
     def __init__(self, overrides: Options = (), *, job: str | None = None, **keys: Any) -> None:
         config = warm_config(overrides_of(overrides, **keys), job)
-        self._in_use, self._half_loaded = threading.Lock(), False
+        self._in_use, self._half_loaded, self._own = threading.Lock(), False, OwnProcess()
         self._running: Call | None = None
         self._noted = set[str]()
-        self._model: JobModel = open_model(config)
+        self._open_model = open_model(config)
         self._opened = opened = open_warm(self._model)
         self._loaded: LoadedEngine[BatchEngine | EngineOfRanks] | None = None
         self._loaded = load(opened) if config.cluster.tensor_parallel == 1 else LoadedEngine(EngineOfRanks(config), opened)
 
+    @property
+    def _model(self) -> JobModel:
+        """What every call needs before anything else. Raises EngineInUse in a process that was forked from the engine's."""
+        self._own.check("this engine")
+        return self._open_model
+
     def __repr__(self) -> str:
-        model = self._model
+        model = self._open_model
         facts = f"model={model.config.model.path!r}, dtype={dtype_name(model.dtype)}, device={model.device.type}"
         if self._loaded is None:
             return f"<batchspec.Engine {facts}, closed>"
@@ -217,7 +224,10 @@ class Engine:
         return files.folder
 
     def close(self) -> None:
-        """Cancel running calls and free the memory; the engine cannot be used again. A second call does nothing."""
+        """Cancel running calls and free the memory; the engine cannot be used again. A second call does nothing, nor does one in
+        a process that was forked from the engine's."""
+        if not self._own.is_this():
+            return
         if (call := self._running) is not None:
             call.give_up()
         with self._in_use:
@@ -254,7 +264,8 @@ class Engine:
 
     @property
     def _usable(self) -> LoadedEngine[BatchEngine | EngineOfRanks]:
-        """What was loaded. Raises EngineInUse if it was closed, or has ended because a rank is gone."""
+        """What was loaded. Raises EngineInUse if it is closed, has ended as a rank is gone, or belongs to another process."""
+        self._own.check("this engine")
         if self._loaded is None:
             raise EngineInUse("this engine is closed; make another one")
         if isinstance(self._loaded.engine, EngineOfRanks):
@@ -263,7 +274,8 @@ class Engine:
 
     @contextmanager
     def _exclusive(self, call: Call | None = None, *, loads: bool = False) -> Iterator[LoadedEngine[BatchEngine | EngineOfRanks]]:
-        """Within this block the engine serves this call only. Raises EngineInUse if it is not free."""
+        """Within this block the engine serves this call only. Raises EngineInUse if it is not free, and as `_usable`."""
+        self._own.check("this engine")  # a fork has a copy of the lock
         if not self._in_use.acquire(blocking=False):
             raise EngineInUse("a call is running or a stream is open; finish or close it: an engine does one call at a time")
         try:

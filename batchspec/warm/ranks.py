@@ -6,7 +6,6 @@ trainer in it may have its own group. When a rank is lost, the ranks end, but th
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
@@ -28,6 +27,7 @@ from batchspec.distributed.seat import new_group
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import BatchspecError, EngineInUse, RankLost
 from batchspec.packed_batch import PackedBatch
+from batchspec.process.own_process import OwnProcess, finalize_here
 from batchspec.records import Completion, Request
 from batchspec.request_stream import RequestStream, take_ready
 from batchspec.supervise.watchdog import limit_s
@@ -68,7 +68,7 @@ class EngineOfRanks:
     def __init__(self, config: RunConfig) -> None:
         self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
-        self._lost = ""
+        self._lost, self._own = "", OwnProcess()
         self._prefetched: deque[Request] = deque()
         """Requests that this run has taken from its stream and the leader has not asked for; REQUESTS at most."""
         self._automata: dict[int, tuple[int, TokenAutomaton]] = {}
@@ -78,7 +78,7 @@ class EngineOfRanks:
             self._group = _start(config, other.fileno())
         finally:
             other.close()
-        self._end = weakref.finalize(self, _end, self._group, self._pipe)
+        self._end = finalize_here(self, _end, self._group, self._pipe)
         try:
             self.batch: PackedBatch = self._answer(Loaded).batch
         except BaseException:
@@ -97,7 +97,7 @@ class EngineOfRanks:
                 runs = not ended.over
                 yield from ended.completions
         finally:
-            if runs and not self._lost:
+            if runs and not self._lost and self._own.is_this():
                 self._give_up()
 
     def rewrite(self, folder: Path, *, is_checkpoint: bool) -> None:

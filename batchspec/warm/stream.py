@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
+from batchspec.process.own_process import OwnProcess
 from batchspec.records import Completion
 
 
@@ -23,12 +24,13 @@ class Stream:
     def __init__(self, completions: Generator[Completion], cancel: Callable[[], None]) -> None:
         """cancel: makes `completions` end at its next round."""
         self._completions, self._cancel = completions, cancel
-        self._stepping = threading.Lock()
+        self._stepping, self._own = threading.Lock(), OwnProcess()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Completion:
+        self._own.check("this stream")
         with self._stepping:
             return next(self._completions)
 
@@ -45,7 +47,9 @@ class Stream:
                 self.close()
 
     def close(self) -> None:
-        """Cancel unfinished rows. Any thread may call it; it returns when the engine is free."""
+        """Cancel unfinished rows. Any thread may call it; it returns when the engine is free. In a fork it does nothing."""
+        if not self._own.is_this():
+            return
         self._cancel()
         with self._stepping:
             self._completions.close()
