@@ -7,13 +7,13 @@ Source: LoraConfig, https://github.com/huggingface/peft (tuners/lora/config.py);
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from batchspec.model.config_values import ConfigReader, read_json, shown
+from batchspec.model.name_patterns import NamePattern, checked_pattern, opened
 
 CONFIG = "adapter_config.json"
 MERGE = "merge it with PEFT (merge_and_unload) and give the merged model as model.path"
@@ -31,7 +31,7 @@ _NEUTRAL: tuple[Any, ...] = (None, False, {}, [], "")
 _BASE_UNCHANGED = (None, True, False, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that do not change the base model's weights; PiSSA, OLoRA, CorDA and LoftQ change them."""
 
-Pattern = tuple[re.Pattern[str], Any]
+Pattern = tuple[NamePattern, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +96,7 @@ def _targets(config: ConfigReader, value: Any) -> Callable[[str], bool]:
     if value == "all-linear":
         return lambda module: True
     if isinstance(value, str):
-        whole = _compiled(config, "target_modules", value)
-        return lambda module: whole.fullmatch(module) is not None
+        return opened(checked_pattern(config, "target_modules", value)).is_whole
     if not config.texts("target_modules"):
         raise config.refusal(f"{config.shown('target_modules')} names no module; save the adapter again with PEFT")
     return lambda module: any(f".{module}".endswith(f".{name}") for name in value)
@@ -110,16 +109,9 @@ def _patterns(
     found = []
     for pattern in config.part(key):
         one = ConfigReader({name: values[key][pattern]}, f"{config.where}, {key} {pattern[:60]!r}").ranged(_RANKS)
-        found.append((_compiled(config, key, rf"(.*\.)?({pattern})$"), read(one)))
+        found.append((opened(checked_pattern(config, key, rf"(.*\.)?({pattern})$", given=pattern)), read(one)))
     return tuple(found)
 
 
-def _compiled(config: ConfigReader, key: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise config.refusal(f"{key}: {pattern[:60]!r} is not a regular expression ({error}); correct it") from None
-
-
 def _first(patterns: tuple[Pattern, ...], module: str, default: float) -> float:
-    return next((value for pattern, value in patterns if pattern.match(module)), default)
+    return next((value for pattern, value in patterns if pattern.begins(module)), default)

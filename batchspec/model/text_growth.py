@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from batchspec.model.name_patterns import BadPattern, opened
 from batchspec.model.text_bytes import Json, entries, parts_of
 
 MAX_GROWTH = 10_000
@@ -83,8 +84,8 @@ def _size(text: object) -> int:
 
 def _takes_text(regex: object) -> bool:
     """Whether each match of a regex has a character for certain: then there are no more matches than characters."""
-    with suppress(re.error, OverflowError, RecursionError):
-        return isinstance(regex, str) and not _ZERO_WIDTH.search(regex) and not re.compile(regex).match("")
+    with suppress(BadPattern):
+        return isinstance(regex, str) and not _ZERO_WIDTH.search(regex) and not opened(regex).begins("")
     return False
 
 

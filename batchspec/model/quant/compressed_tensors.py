@@ -12,9 +12,10 @@ order of expressions vLLM, layers/quantization/compressed_tensors/utils.py (find
 from __future__ import annotations
 
 from batchspec.model.config_values import ConfigReader
+from batchspec.model.name_patterns import checked_pattern
 from batchspec.model.quant import nvfp4_format, pack_quantized
 from batchspec.model.quant.base import WeightFormat
-from batchspec.model.quant.formats import ALL_PLAIN, Formats, checked_pattern
+from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.fp8 import Fp8, Scales
 from batchspec.model.quant.fp8_products import BLOCK, Activations
 from batchspec.model.quant.plain import PLAIN

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from batchspec.kernels.common.int4 import CODES
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.quant.formats import checked_pattern
+from batchspec.model.name_patterns import checked_pattern
 
 _NOT, _ALSO = "-:", "+:"
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -46,7 +46,7 @@ def excluded(config: ConfigReader, of_all: Mapping[str, object]) -> tuple[str, .
     for key in dynamic:
         pattern = checked_pattern(config, "dynamic", key.removeprefix(_NOT).removeprefix(_ALSO))
         if key.startswith(_NOT):
-            found.append(checked_pattern(config, "dynamic", f"(?!{before})(?:{pattern})") if before else pattern)
+            found.append(checked_pattern(config, "dynamic", f"(?!{before})(?:{pattern})", given=key) if before else pattern)
             continue
         own = dynamic.part(key)
         if changed := [name for name in own if own.differs(name, None, of_all.get(name))]:

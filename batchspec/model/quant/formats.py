@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,6 @@ import torch
 
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.blocks.base import BlockSpec, GroupedSpec, projections
-from batchspec.model.config_values import ConfigReader
 from batchspec.model.files import listed
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.fp8 import Fp8
@@ -166,12 +164,3 @@ def _quantisable(own: WeightFormat) -> bool:
 
 
 ALL_PLAIN = Formats()
-
-
-def checked_pattern(config: ConfigReader, key: str, pattern: str) -> str:
-    """A regular expression of this key. Raises CheckpointError if it is none."""
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError):
-        raise config.refusal(f"{config.shown(key)}: {pattern[:60]!r} is not a regular expression; correct it") from None
-    return pattern

@@ -11,7 +11,8 @@ Source: DeepSeek-V3 (arXiv 2412.19437, section 3.3); transformers, quantizers/qu
 from __future__ import annotations
 
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.quant.formats import Formats, checked_pattern
+from batchspec.model.name_patterns import checked_pattern
+from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.fp8_products import BLOCK
 from batchspec.model.wrapped import plain_name
@@ -38,4 +39,4 @@ def read_fp8(config: ConfigReader) -> Formats | str:
     key = "modules_to_not_convert" if config.given("modules_to_not_convert") else "ignored_layers"
     names = tuple(map(plain_name, config.texts(key) or ()))
     own = FP8_STATIC if static else FP8_BLOCK
-    return Formats(own, names, tuple(checked_pattern(config, key, f"(?:{name}){_END}") for name in names))
+    return Formats(own, names, tuple(checked_pattern(config, key, f"(?:{name}){_END}", given=name) for name in names))

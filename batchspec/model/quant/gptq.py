@@ -21,6 +21,7 @@ from batchspec.kernels.common.four_bit import FourBitWeight
 from batchspec.kernels.common.int4 import CODES, unpack
 from batchspec.model.blocks.base import Projection, Share, TensorSpec
 from batchspec.model.config_values import ConfigReader
+from batchspec.model.name_patterns import checked_pattern
 from batchspec.model.quant.base import Slices, Weights, bias_of, shard_bias
 from batchspec.model.quant.dynamic import excluded, unsupported
 from batchspec.model.quant.formats import Formats
@@ -97,8 +98,9 @@ def read_gptq(config: ConfigReader) -> Formats | str:
 
 def _not_listed(config: ConfigReader) -> tuple[str, ...]:
     """`modules_in_block_to_quantize` names the modules that are quantised; a pattern that matches the others."""
-    listed = config.nested_texts("modules_in_block_to_quantize")
+    key = "modules_in_block_to_quantize"
+    listed = config.nested_texts(key)
     if not listed:
         return ()
     names = "|".join(re.escape(plain_name(name)) for name in listed)
-    return (rf"(?!(?:.*\.)?(?:{names})(?:\.|$))",)
+    return (checked_pattern(config, key, rf"(?!(?:.*\.)?(?:{names})(?:\.|$))", given=listed[0]),)

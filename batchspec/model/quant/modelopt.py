@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from batchspec.kernels.common.fp4 import GROUP
 from batchspec.model.config_values import ConfigReader, Json
 from batchspec.model.files import listed
+from batchspec.model.name_patterns import checked_pattern
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.fp8 import Fp8
@@ -37,6 +38,8 @@ _ALGORITHMS: Mapping[str, WeightFormat] = {
     "W4A8_NVFP4_FP8": MODELOPT,
 }
 _MIXED = "MIXED_PRECISION"
+_PARTS = re.compile(r"\*+|\[!?\]?[^\]]*\]|[^*\[]+|\[")
+"""Stars, sets of characters, and what is between them."""
 
 
 def of_file(values: Json) -> Json | None:
@@ -57,8 +60,9 @@ def read_modelopt(config: ConfigReader) -> Formats | str:
         return ALL_PLAIN
     if part.given("quant_algo") and not described and part.differs("kv_cache_scheme", None, "FP8"):
         return f"modelopt with {part.shown('kv_cache_scheme')}"
-    excluded = (part.texts("exclude_modules") or ()) + (part.texts("ignore") or ())
-    patterns = tuple(_expression(name) for name in excluded if "*" in name)
+    named = [(key, name) for key in ("exclude_modules", "ignore") for name in part.texts(key) or ()]
+    excluded = [name for _, name in named]
+    patterns = tuple(checked_pattern(part, key, _expression(name), given=name) for key, name in named if "*" in name)
     plain = tuple(plain_name(name) for name in excluded if "*" not in name)
     if part.text("quant_algo").upper() == _MIXED:
         modules = _modules(part)
@@ -70,7 +74,11 @@ def read_modelopt(config: ConfigReader) -> Formats | str:
 def _expression(name: str) -> str:
     """A name with stars as a regular expression that what it names begins with."""
     beginning = name.removesuffix("*")
-    return re.escape(beginning) if not set(beginning) & set("*?[") else fnmatch.translate(name)
+    if not set(beginning) & set("*?["):
+        return re.escape(beginning)
+    parts = _PARTS.findall(name)  # each by itself: of a name with several stars, `translate` makes atomic groups
+    found = (".*" if part[0] == "*" else fnmatch.translate(part)[len("(?s:") : -len(r")\Z")] for part in parts)
+    return rf"(?s:{''.join(found)})\Z"
 
 
 def _modules(config: ConfigReader) -> dict[str, WeightFormat] | str:

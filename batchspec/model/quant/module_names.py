@@ -8,10 +8,8 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+from batchspec.model.name_patterns import NamePattern, joined
 from batchspec.model.wrapped import names_in_files
-
-_ALONE = re.compile(r"\\\d|\(\?P|\(\?\(|\(\?[aiLmsux]+\)")
-"""Names of groups, references to them, and flags of a whole expression: expressions with them are tried one by one."""
 
 
 def is_in(modules: tuple[str, ...], name: str) -> bool:
@@ -23,9 +21,9 @@ def begins_with(patterns: tuple[str, ...], name: str) -> bool:
     """Whether the name begins with a match of an expression. Those that name the language model of a larger model match its names
     in the file."""
     own, wrapped = _joined(patterns)
-    if any(pattern.match(name) for pattern in own):
+    if any(pattern.begins(name) for pattern in own):
         return True
-    return bool(wrapped) and any(pattern.match(other) for other in names_in_files(name) for pattern in wrapped)
+    return bool(wrapped) and any(pattern.begins(other) for other in names_in_files(name) for pattern in wrapped)
 
 
 @lru_cache(64)
@@ -34,13 +32,7 @@ def _inside(modules: tuple[str, ...]) -> re.Pattern[str]:
 
 
 @lru_cache(64)
-def _joined(patterns: tuple[str, ...]) -> tuple[tuple[re.Pattern[str], ...], tuple[re.Pattern[str], ...]]:
+def _joined(patterns: tuple[str, ...]) -> tuple[tuple[NamePattern, ...], tuple[NamePattern, ...]]:
     """The expressions for the names that batchspec uses, and for those in files."""
     wrapped = [pattern for pattern in patterns if "language" in pattern]  # most do not, and it takes three matches of each name
-    return _as_one([pattern for pattern in patterns if "language" not in pattern]), _as_one(wrapped)
-
-
-def _as_one(patterns: list[str]) -> tuple[re.Pattern[str], ...]:
-    alone = [pattern for pattern in patterns if _ALONE.search(pattern)]
-    others = "|".join(f"(?:{pattern})" for pattern in patterns if pattern not in alone)
-    return tuple(re.compile(pattern) for pattern in ([others] if others else []) + alone)
+    return joined([pattern for pattern in patterns if pattern not in wrapped]), joined(wrapped)
