@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
-from batchspec.console.text import listed, one_line
+from batchspec.console.text import listed, one_line, quoted
 from batchspec.dataset.reader import locate
 from batchspec.errors import OutputError
 from batchspec.runstate.footers import part_name
@@ -63,7 +63,7 @@ def inspect(output: OutputFolder, request_id: str, sample: int = 0) -> str:
     among += "" if len(done) == output.num_shards else ", the others not written yet"
     near = _nearest(output, done, request_id)
     hint = f"the most similar ids are {', '.join(near)}" if near else f"no id is similar{_example(output, done)}"
-    raise OutputError(f"{output.path} has no request {request_id!r} ({among}); {hint}")
+    raise OutputError(f"{output.path} has no request {quoted(request_id)} ({among}); {hint}")
 
 
 def _value(cell: pa.ChunkedArray) -> Any:

@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from batchspec.console.text import quoted
 from batchspec.draft.registry import DRAFTERS
 from batchspec.errors import ConfigError
 from batchspec.records import MAX_LOGIT_BIAS
@@ -162,12 +163,12 @@ def logit_bias(value: Any) -> dict[int, float]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise ValueError(f"must be a map of token ids to numbers, not {str(value)[:40]!r}; write {{1734: -100}}")
+        raise ValueError(f"must be a map of token ids to numbers, not {quoted(value)}; write {{1734: -100}}")
     low, high = BIASES
     found: dict[int, float] = {}
     for token, bias in value.items():
         if not re.fullmatch(r"\d{1,10}", str(token)):
-            raise ValueError(f"names {str(token)[:40]!r}, which is not a token id; write {{1734: -100}}")
+            raise ValueError(f"names {quoted(token)}, which is not a token id; write {{1734: -100}}")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not low <= bias <= high:
             raise ValueError(f"adds {str(bias)[:40]} to token {token}, which must be in {low:g} .. {high:g}; correct it")
         found[int(token)] = float(bias)

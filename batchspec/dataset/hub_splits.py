@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 
+from batchspec.console.text import quoted
 from batchspec.errors import InputError
 from batchspec.storage.places import matches
 
@@ -108,7 +109,7 @@ def _configs(files: Sequence[str], card: str, where: str) -> Iterator[_Config]:
         name = str(entry.get("config_name", "default")) if isinstance(entry, dict) else ""
         if not name:
             raise InputError(
-                f"{where}: `configs:` on its card holds {str(entry)[:60]!r}, which is not a config; name files in input.path"
+                f"{where}: `configs:` on its card holds {quoted(entry)}, which is not a config; name files in input.path"
             )
         folder = str(entry.get("data_dir") or "").strip("/")
         own = [file for file in files if not folder or file.startswith(f"{folder}/")]
@@ -142,7 +143,7 @@ def _data_files(given: Any, where: str) -> Iterator[tuple[str, list[str]]]:
         patterns = [paths] if isinstance(paths, str) else paths
         if not isinstance(patterns, list) or not all(isinstance(item, str) for item in patterns):
             raise InputError(
-                f"{where}: `data_files:` on its card holds {str(entry)[:60]!r}, not a split and a path; give files of it"
+                f"{where}: `data_files:` on its card holds {quoted(entry)}, not a split and a path; give files of it"
             )
         yield str(entry.get("split", "train")), patterns
 

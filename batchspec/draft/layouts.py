@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchspec.console.text import quoted
 from batchspec.errors import CheckpointError
 from batchspec.model.config_values import ConfigReader, has_file, read_json, shown
 
@@ -92,17 +93,17 @@ def _layout(config: ConfigReader) -> tuple[str, ConfigReader]:
     """The layout's name, and the part of the config with the decoder layer's shape, defaults filled in."""
     kind = config.text("speculators_model_type") or None
     if kind is not None and kind not in _SPECULATORS:
-        raise config.refusal(f"speculators_model_type {kind[:60]!r} is not supported; draft=eagle3 needs 'eagle3' or 'peagle'")
+        raise config.refusal(f"speculators_model_type {quoted(kind)} is not supported; draft=eagle3 needs 'eagle3' or 'peagle'")
     if kind is not None and not config.given("transformer_layer_config"):
         raise config.refusal("no transformer_layer_config, which holds the shape of the head's layers; export the head again")
     shape = config if kind is None else config.part("transformer_layer_config")
     family = family_of(shape)
     if family not in _FAMILIES:
-        raise config.refusal(f"model_type {family[:60]!r} of the head is not supported; supported are {', '.join(_FAMILIES)}")
+        raise config.refusal(f"model_type {quoted(family)} of the head is not supported; supported are {', '.join(_FAMILIES)}")
     layout, known = ("flat", _FLAT) if kind is None else ("speculators", _SPECULATORS[kind])
     for name in config.texts("architectures") or ():
         if name not in known:
-            raise config.refusal(f"architectures {name[:60]!r} is not supported; a {layout} head has {', '.join(known)}")
+            raise config.refusal(f"architectures {quoted(name)} is not supported; a {layout} head has {', '.join(known)}")
     return layout, shape if kind is None else shape.filled(_LAYER_DEFAULTS.get(family, {}))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchspec.console.text import quoted
 from batchspec.model.config_values import ConfigReader, read_json, shown
 from batchspec.model.name_patterns import NamePattern, checked_pattern, opened
 
@@ -108,7 +109,7 @@ def _patterns(
     """The patterns of a key with their values, each read and checked as the key `name`."""
     found = []
     for pattern in config.part(key):
-        one = ConfigReader({name: values[key][pattern]}, f"{config.where}, {key} {pattern[:60]!r}").ranged(_RANKS)
+        one = ConfigReader({name: values[key][pattern]}, f"{config.where}, {key} {quoted(pattern)}").ranged(_RANKS)
         found.append((opened(checked_pattern(config, key, rf"(.*\.)?({pattern})$", given=pattern)), read(one)))
     return tuple(found)
 

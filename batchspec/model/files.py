@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from batchspec.console.text import cut
+from batchspec.console.text import cut, quoted
 from batchspec.errors import CheckpointError
 from batchspec.model.config_values import read_json, readable, shown
 from batchspec.process.local_files import fault_of, open_regular
@@ -175,7 +175,7 @@ def file_tensors(files: ModelFiles, name: str) -> dict[str, StoredTensor]:
     for tensor, value in values.items():
         if tensor != "__metadata__":
             if not _is_entry(value):
-                raise broken(f"no dtype, shape and offsets of {tensor[:60]!r} in its header")
+                raise broken(f"no dtype, shape and offsets of {quoted(tensor)} in its header")
             first, last = value["data_offsets"]
             found[tensor] = StoredTensor(
                     tensor, value["dtype"], tuple(value["shape"]), name, 8 + length + first, 8 + length + last

@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load as tensors_of
 from torch import Tensor
 
+from batchspec.console.text import quoted
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.adapter_config import CONFIG, MERGE, LoraConfig, read_adapter_config
 from batchspec.model.blocks.base import FLOATS, Projection, projections
@@ -211,7 +212,7 @@ def _check_modules(
     if unknown := [module for module in modules if module not in known]:
         raise CheckpointError(
             f"{where}: {len(unknown)} modules are not projections of the model: {listed(unknown)}; give the adapter's own base "
-            f"model ({CONFIG} says {config.base[:100]!r}) as model.path"
+            f"model ({CONFIG} says {quoted(config.base)}) as model.path"
         )
     if spec.tie and _HEAD in modules:
         raise CheckpointError(

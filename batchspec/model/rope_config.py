@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from batchspec.console.text import as_json
+from batchspec.console.text import as_json, quoted
 from batchspec.model.config_values import INTEGERS, ConfigReader
 
 USUAL_THETA = 10_000.0
@@ -152,7 +152,7 @@ def read_part(
     kind = rope_kind(rope)
     wrong = [f"{key} per layer type" for key in rope.objects()]
     if kind not in ("default", "linear", "llama3", "yarn"):
-        wrong.append(f"rope_type {kind[:60]!r} (supported: default, linear, llama3, yarn)")
+        wrong.append(f"rope_type {quoted(kind)} (supported: default, linear, llama3, yarn)")
     wrong += [rope.shown(key) for key in ("partial_rotary_factor",) if not partial and rope.differs(key, None, 1.0)]
     wrong += [rope.shown(key) for key in ("mrope_section",) if rope.given(key) and not sections]
     if kind == "yarn":

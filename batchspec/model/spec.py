@@ -11,6 +11,7 @@ import torch
 from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.layout import KVLayout
 from batchspec.cache.sharing_cost import SharingCost
+from batchspec.console.text import quoted
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.base import PLAIN_NORM, WHOLE, BlockSpec, NormForm, Shard, TensorSpec
@@ -380,5 +381,5 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
 def _dtype(config: ConfigReader) -> str:
     name = (config.text("dtype") or config.text("torch_dtype") or "float32").removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float64", "float16"):
-        raise config.refusal(f"dtype {name[:60]!r} is not supported; use a float32 or bfloat16 checkpoint")
+        raise config.refusal(f"dtype {quoted(name)} is not supported; use a float32 or bfloat16 checkpoint")
     return name

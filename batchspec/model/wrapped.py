@@ -50,7 +50,7 @@ def of_text(where: str, items: Mapping[str, Item]) -> dict[str, Item]:
     for name, item in items.items():
         if is_of_text(name):
             if (plain := plain_name(name)) in found:
-                raise CheckpointError(f"{where}: {plain[:100]} is there twice, also as {name[:100]}; save the model again")
+                raise CheckpointError(f"{where}: {plain} is there twice, also as {name}; save the model again")
             found[plain] = item
     return found
 

@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from batchspec.config.schema import TEMPLATE_DATE, OutputConfig, RunConfig
+from batchspec.console.text import quoted
 from batchspec.dataset.columns import TYPES, ColumnMap
 from batchspec.dataset.reader import InputShard, Source, SourceFacts, place_in_file
 from batchspec.dataset.row_ids import request_ids
@@ -266,7 +267,7 @@ class Admission:
             request_id=request_id, row_index=row_index, sample_index=0, shard=shard,
             status=bad.status, finish_reason="error", prompt_ids=bad.prompt_ids,
             error=RowError(
-                code=bad.code, stage="admission", message=f"{place} (id {request_id!r}): {bad}",
+                code=bad.code, stage="admission", message=f"{place} (id {quoted(request_id)}): {bad}",
                 retryable=bad.retryable,
             ),
         )

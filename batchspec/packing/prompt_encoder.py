@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchspec.config.schema import InputConfig
+from batchspec.console.text import quoted
 from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.messages import FINAL, BadChat, read_chat
 from batchspec.errors import RendererKilled
@@ -58,7 +59,7 @@ class PromptEncoder:
             said = "system, tools, template_kwargs and final_assistant need a chat; set input.chat=true or leave them null"
             raise BadRow("bad_parameter", said)
         if final not in (None, *FINAL):
-            said = f"final_assistant={str(final)[:40]!r} must be one of {', '.join(FINAL)}; correct it or leave it null"
+            said = f"final_assistant={quoted(final)} must be one of {', '.join(FINAL)}; correct it or leave it null"
             raise BadRow("bad_parameter", said)
         with _refused_as("chat template" if chat else "tokenizer"):
             ids = (

@@ -46,6 +46,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
+from batchspec.console.text import quoted
 from batchspec.dataset.reader import InputShard, place_in_file
 from batchspec.dataset.row_ids import request_ids
 from batchspec.engine.loop.engine import Engine
@@ -195,7 +196,7 @@ class SuspectShards:
         place = place_in_file(self._job.source, row)
         (request_id,) = request_ids(self._job.source, self._job.columns, _slice(shard, row))
         message = (
-            f"{place} (id {request_id!r}): {crash_count} isolated retries of this row crashed or hung at the same "
+            f"{place} (id {quoted(request_id)}): {crash_count} isolated retries of this row crashed or hung at the same "
             "output position; inspect the last lines of their logs and drop the row, or compute it again with resume=error if "
             "they were killed from outside"
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from batchspec.console.text import quoted
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import (
@@ -36,7 +37,7 @@ def _rope(config: ConfigReader) -> RopeSpec:
     if kind in ("longrope", "su", "yarn"):  # names of one thing in this family
         return _longrope(config, rope)
     if kind != "default":
-        raise config.refusal(f"rotary embedding not supported: rope_type {kind[:60]!r} in a phi3 (supported: default, longrope)")
+        raise config.refusal(f"rotary embedding not supported: rope_type {quoted(kind)} in a phi3 (supported: default, longrope)")
     return partial_rope(config)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from batchspec.console.text import quoted
 from batchspec.kernels.common.int4 import CODES
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.name_patterns import checked_pattern
@@ -50,6 +51,6 @@ def excluded(config: ConfigReader, of_all: Mapping[str, object]) -> tuple[str, .
             continue
         own = dynamic.part(key)
         if changed := [name for name in own if own.differs(name, None, of_all.get(name))]:
-            return f"dynamic {key[:60]!r} with {own.shown(changed[0], prefix=False)}"
+            return f"dynamic {quoted(key)} with {own.shown(changed[0], prefix=False)}"
         before += f"{'|' if before else ''}(?:{pattern})"
     return tuple(found)

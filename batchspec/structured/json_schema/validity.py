@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
+from batchspec.console.text import quoted
 from batchspec.structured.json_schema.document import Document
 from batchspec.structured.json_schema.formats import FORMATS
 from batchspec.structured.json_schema.leaves import (
@@ -150,7 +151,7 @@ class _Check:
     def _matches(self, pattern: str, value: str) -> bool:
         sure, possible = found_in(pattern, f"{self._where}/pattern", value)
         if sure != possible:
-            raise BadSchema(f"{self._where}/pattern: validators disagree on whether {pattern!r} matches {value[:40]!r}")
+            raise BadSchema(f"{self._where}/pattern: validators disagree on whether {pattern!r} matches {quoted(value)}")
         return sure
 
     def _array(self, value: list[Any], key: Any, item: Any, schema: Mapping[Any, Any]) -> bool:
