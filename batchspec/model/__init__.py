@@ -27,6 +27,7 @@ Forward pass:
   products.py           matrix products worth timing
   deterministic.py      batch-invariant sums: which models support them
 LoRA:
+  name_patterns.py      regular expressions of a folder, for names of modules; position_sets.py: matches them without backtracking
   lora.py               an adapter merged into the weights; adapter_config.py: its config.json
   lora_products.py      adapters that are not merged; lora_shape.py: their sizes
 Scales of an FP8 K/V cache:
