@@ -670,4 +670,4 @@ def test_an_exception_of_the_rows_generator_reaches_the_caller_as_it_is(error: B
         assert raised.value is error
         assert str(error.__cause__) == "the reason"
         assert any(entry.name == "prompts" for entry in raised.traceback)
-    assert shared.generate(text for text in ("a", "b"))["status"].to_list() == ["ok", "ok"]
+    assert shared.generate(text for text in ("a", "b"))["status"].to_list() == ["truncated", "truncated"]
