@@ -631,7 +631,7 @@ def test_what_ends_with_its_owner_does_not_end_with_a_fork_s_copy_of_it() -> Non
 
     ended = list[int]()
     owner = Owner()
-    finalize_here(owner, lambda: (ended.append(os.getpid()), os.write(2, b"ended")))
+    finalize_here(owner, lambda: ended.append(os.getpid()))
 
     def drop() -> None:
         nonlocal owner
@@ -664,7 +664,9 @@ def test_an_exception_of_the_rows_generator_reaches_the_caller_as_it_is(error: B
         lambda: shared.generate(prompts()), lambda: shared.stream(prompts()), lambda: shared.generate({"prompt": prompts()}),
         lambda: shared.converse(prompts(), lambda turn: None),
     ]
-    for call in [*calls, *([lambda: shared.generate(batches)] if isinstance(error, Exception) else [])]:
+    if isinstance(error, Exception):
+        calls.append(lambda: shared.generate(batches))
+    for call in calls:
         with pytest.raises(type(error)) as raised:
             call()
         assert raised.value is error
