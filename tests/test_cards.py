@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from batchspec import cli
+from batchspec.commands.plan import taken
 from batchspec.errors import ConfigError
 from batchspec.kernels.common import card
 from batchspec.kernels.common.card import assumed
@@ -57,17 +58,76 @@ def test_every_card_is_whole() -> None:
             assert (own.fp8_flop_s > own.flop_s) == own.has_e4m3
 
 
-def test_names_are_found_in_any_case_and_by_what_torch_says() -> None:
-    assert known_card("l40s") == known_card("L40S") == entry_of("NVIDIA L40S")
+@pytest.mark.parametrize(
+    ("names", "card"),
+    [
+        (("RTX-4090", "RTX 4090", "rtx4090", "4090", "GeForce RTX 4090", "NVIDIA GeForce RTX 4090"), "RTX-4090"),
+        (("H100-80GB", "h100 80 gb", "H100 SXM", "H100-SXM5", "NVIDIA H100 80GB HBM3"), "H100-80GB"),
+        (("H100 PCIe", "NVIDIA H100 PCIe"), "H100-PCIe"),
+        (("A100-80GB", "a100_80g", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), "A100-80GB"),
+        (("A100-40GB", "NVIDIA A100-PCIE-40GB"), "A100-40GB"),
+        (("l40s", "NVIDIA L40S"), "L40S"),
+        (("NVIDIA L4",), "L4"),
+        (("A10G",), "A10"),
+        (("Tesla T4",), "T4"),
+        (("RTX 6000 Ada", "rtx6000ada"), "RTX-6000-Ada"),
+        (("RTX PRO 6000 Blackwell", "rtxpro6000"), "RTX-PRO-6000"),
+        (("GH200 96GB", "NVIDIA GH200 480GB"), "GH200-96GB"),
+        (("NVIDIA GH200 144G HBM3e",), "GH200-144GB"),
+    ],
+)
+def test_names_are_understood_as_people_and_nvidia_write_them(names: tuple[str, ...], card: str) -> None:
+    assert {name: known_card(name).card.name for name in names} == dict.fromkeys(names, card)
+
+
+def test_the_full_names_of_a_card_are_no_other_cards() -> None:
+    for known in known_cards():
+        assert all(entry_of(name) is known for name in known.names)
     assert entry_of("NVIDIA Imaginary 100") is None
 
 
-def test_an_unknown_name_lists_the_known_ones_in_one_line(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [
+        ("A100", "A100-40GB (42 GB) or A100-80GB (85 GB)"),
+        ("nvidia a100 pcie", "A100-40GB (42 GB) or A100-80GB (85 GB)"),
+        ("H100", "H100-80GB (85 GB) or H100-PCIe (85 GB) or H100-NVL (100 GB)"),
+        ("GH200", "GH200-96GB (102 GB) or GH200-144GB (153 GB)"),
+        ("RTX 6000", "RTX-6000-Ada (51 GB) or RTX-PRO-6000 (102 GB)"),
+        ("V100", "V100-16GB (17 GB) or V100-32GB (34 GB)"),
+    ],
+)
+def test_a_name_that_several_cards_share_is_refused_with_these(name: str, which: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        known_card(name)
+    first = which.partition(" ")[0]
+    assert str(raised.value) == f"--card {name} may be {which}; write the one that you mean, as in --card {first}"
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("H300", " nearest is H200;"), ("L40", " nearest is L40S;"), ("RTX 3090 Ti", " nearest is RTX-3090;"),
+        ("RTX 4090 Laptop GPU", " nearest is RTX-4090;"), ("quantum", ""), ("NVIDIA", ""),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_and_all(name: str, nearest: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        known_card(name)
+    assert str(raised.value) == f"--card {name} is not a card that batchspec knows;{nearest} all: {', '.join(NAMES)}"
+
+
+def test_commands_take_a_name_of_several_words_and_refuse_an_unknown_one_in_one_line(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert taken(["--card", "RTX", "4090", "model.path=m"]) == taken(["model.path=m", "--card=RTX 4090"]) == (
+        "RTX 4090", ["model.path=m"]
+    )
+    assert taken(["--card", "L40S", "--full", "+job=demo"]) == ("L40S", ["--full", "+job=demo"])
     for argv in (["plan", "--card=H300", *words], ["doctor", "--card", "H300"]):
         assert cli.main(argv) == 2
         said = capsys.readouterr().err
-        assert said.startswith("batchspec: --card H300 is not a card that batchspec knows; choose one of V100-16GB, ")
-        assert all(name in said for name in NAMES)
+        assert said.startswith("batchspec: --card H300 is not a card that batchspec knows; nearest is H200; all: V100-16GB, ")
         assert said.count("\n") == 1
 
 

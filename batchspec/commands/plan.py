@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig
@@ -34,11 +35,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def taken(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of `--card NAME` or `--card=NAME`, or None; and the other words. Raises ConfigError without a name."""
+    """The value of `--card NAME` or `--card=NAME`, or None; and the other words. Raises ConfigError without a name.
+
+    Words of a name that the shell has parted, --card RTX 4090, are put together: what follows is a key=value or an option.
+    """
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--card=") else (word,))]
     if "--card" not in words:
         return None, words
     place = words.index("--card")
-    if place + 1 == len(words) or "=" in words[place + 1] or words[place + 1].startswith("-"):
+    name = list(takewhile(lambda word: "=" not in word and not word.startswith(("-", "+", "~")), words[place + 1 :]))
+    if not "".join(name).strip():
         raise ConfigError("--card needs the name of a card, as in --card A100-80GB; a wrong name lists all")
-    return words[place + 1], words[:place] + words[place + 2 :]
+    return " ".join(name), words[:place] + words[place + 1 + len(name) :]
