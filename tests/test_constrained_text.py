@@ -166,7 +166,7 @@ def test_an_answer_that_begins_with_a_space_keeps_it(spaces: Path, defers_text: 
 def test_stop_strings_of_a_constrained_answer_are_found_in_its_exact_bytes(tmp_path: Path, stop: str, cut: str) -> None:
     """The space that the decoder drops stays before a stop string, and a stop string may begin with it."""
     folder = byte_fallback(make_checkpoint(tmp_path, "llama", vocab=269, num_hidden_layers=1))
-    options = [f"model.path={folder}", "decode.choice=[' Hello']", "decode.max_new_tokens=12", "model.max_len=32"]
+    options = [f"model.path={folder}", "decode.regex=' Hello'", "decode.max_new_tokens=12", "model.max_len=32"]
     rows = {"prompt_ids": [[4, 5]], "stop": [[stop]]}
     found = batchspec.generate(rows, overrides=options)
     assert found.select("completion", "stop_reason").rows() == [(cut, stop)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from batchspec.config.compose import compose, composed
 from batchspec.config.overrides import LISTS, for_hydra, overrides_of
 from batchspec.config.train_schema import TrainRun
-from batchspec.config.values import value_of
+from batchspec.config.values import EXAMPLES, value_of, written
 from batchspec.errors import ConfigError
 
 HOME = Path("~").expanduser()
@@ -114,3 +115,12 @@ def test_a_name_that_hydra_cannot_read_is_refused_with_the_place_for_it(name: st
     for options in (overrides_of, lambda given: for_hydra([f"{key}={json.dumps(value)}" for key, value in given.items()])):
         with pytest.raises(ConfigError, match=r"^model.adapters: Hydra cannot read the name .* write the map in a recipe"):
             options({"model.adapters": {name: "x"}})
+
+
+@pytest.mark.parametrize("key", sorted({*LISTS, *EXAMPLES}))
+def test_the_values_that_messages_advise_to_write_are_accepted(key: str) -> None:
+    """They are single words of a shell's command, and Hydra reads them."""
+    (word,) = shlex.split(written(key).replace("TEXT", "2"))
+    value = value_of(compose([word], checked=False), key)
+    assert value not in (None, [], {})
+    assert isinstance(value, dict | list)

@@ -98,20 +98,43 @@ def test_a_model_of_the_package_is_the_same_by_group_and_by_path(name: str, jobs
         (["decode.max_tokns=3"], "decode.max_tokns is not a key of the configuration; did you mean decode.max_new_tokens?"),
         (["+typo=1"], "typo is not a key of the configuration"),
         (["temperature=1"], "temperature is not a key of the configuration; did you mean decode.temperature?"),
-        (["decode.max_new_tokens=abc"], "decode.max_new_tokens=abc must be a whole number, without point or exponent"),
-        (["decode.max_new_tokens=1e3"], "decode.max_new_tokens=1000.0 must be a whole number, without point or exponent"),
-        (["decode.temperature="], "decode.temperature= must be a number"),
+        (["decode.max_new_tokens=abc"], "decode.max_new_tokens=abc must be a whole number, without point, exponent or unit; "
+         "write decode.max_new_tokens=NUMBER"),
+        (["decode.max_new_tokens=1e3"], "decode.max_new_tokens=1000.0 must be a whole number, without point, exponent or "
+         "unit; write decode.max_new_tokens=1000"),
+        (["decode.temperature="], "decode.temperature= must be a number, without a unit; write decode.temperature=NUMBER"),
+        (["decode.temperature=0,7"], "several values; `-m` runs one job for each; a number has a point, decode.temperature=0.7"),
+        (["packing.memory_gb=10GB"], "packing.memory_gb=10GB must be a number, without a unit; write packing.memory_gb=NUMBER"),
+        ([*GIVEN, "decode.stop_ids=END"], "decode.stop_ids[0]=END must be a whole number, without point, exponent or unit; "
+         "write 'decode.stop_ids=[2,151645]'"),
+        ([*GIVEN, "draft.synthetic=often"], "draft.synthetic[0]=often must be a number, without a unit; write "
+         "'draft.synthetic=[0.8,0.6]'"),
+        ([*GIVEN, "decode.choice=positive"], "decode.choice=['positive'] allows one answer alone; list all allowed ones, "
+         "'decode.choice=[positive,negative]', or remove the key"),
+        ([*GIVEN, "decode.choice=[a,a]"], "decode.choice=['a', 'a'] allows one answer alone; list all"),
+        ([*GIVEN, "output.passthrough=id"], "output.passthrough='id' must be all, none or a list of columns; write "
+         "'output.passthrough=[COLUMN,COLUMN]'"),
+        ([*GIVEN, "output.passthrough=id,answer"], "several values; `-m` runs one job for each; a list is "
+         "'output.passthrough=[id,answer]'"),
+        (["decode.n=1,2"], "decode.n=1,2 gives several values; `-m` runs one job for each"),
+        ([*GIVEN, "model.think_tokens=x"], "model.think_tokens='x' must be auto, none, [begin,end] or [end]; write "
+         "'model.think_tokens=[<think>,</think>]'"),
+        ([*GIVEN, "decode.logit_bias=x"], "decode.logit_bias must be a map of token ids to numbers, not 'x'; write "
+         "'decode.logit_bias={1734: -100}'"),
         (["decode.temperature=null"], "decode.temperature=null: it must have a value; give one, or leave the key out"),
-        ([*GIVEN, "model.adapters={a:[1]}"], "model.adapters={a: [1]} must be a name and a folder; write {NAME: FOLDER}"),
+        ([*GIVEN, "model.adapters={a:[1]}"], "model.adapters={a: [1]} must be a name and a folder; write "
+         "'model.adapters={NAME: FOLDER}'"),
         ([*GIVEN, "model.adapters={a:null}"], "model.adapters.a=null: it must have a value"),
-        ([*GIVEN, "decode.stop_ids={a:1}"], "decode.stop_ids=[{'a': 1}] must be a list of plain values; write [value]"),
-        ([*GIVEN, "decode.stop=[[a]]"], "decode.stop=[['a']] must be a list of plain values; write [value]"),
+        ([*GIVEN, "decode.stop_ids={a:1}"], "decode.stop_ids=[{'a': 1}] must be a list of plain values; write "
+         "'decode.stop_ids=[2,151645]'"),
+        ([*GIVEN, "decode.stop=[[a]]"], "decode.stop=[['a']] must be a list of plain values; write 'decode.stop=[TEXT,TEXT]'"),
         ([*GIVEN, "decode.stop_ids=[null]"], "decode.stop_ids=[None] must be a list of plain values"),
-        ([*GIVEN, "decode.choice=[true,false]"], "decode.choice: True must be text"),
+        ([*GIVEN, "decode.choice=[true,false]"], "decode.choice: True must be text, and its original spelling is lost; quote it, "
+         "\"decode.choice=['TEXT']\""),
         ([*GIVEN, "decode.stop=1e3"], "decode.stop: 1000.0 must be text"),
         ([*GIVEN, "cluster.workers=99999"], "cluster.workers=99999 must be auto or in 1 .. 128; auto is one a GPU"),
         ([*GIVEN, "cluster.tensor_parallel=[2]"], "cluster.tensor_parallel=[2] must be one value; "),
-        (["decode.ignore_eos=maybe"], "decode.ignore_eos=maybe must be true or false"),
+        (["decode.ignore_eos=maybe"], "decode.ignore_eos=maybe must be true or false; write decode.ignore_eos=true"),
         ([*GIVEN, "output.shard_rows=0"], "output.shard_rows=0 must be in 1 .. 10000000; null lets batchspec choose"),
         (
             ["draft=lokup"],
@@ -142,7 +165,14 @@ def test_a_model_of_the_package_is_the_same_by_group_and_by_path(name: str, jobs
         (["+draft=none"], "draft is given twice; write draft=... without the +"),
         (["~decode.n"], "decode.n: it cannot be removed; write decode.n=..."),
         (["~decode.m"], "decode.m is not a key of the configuration"),
-        (["input.columns=3"], "input.columns: it must be a map; write {name:value}"),
+        (["input.columns=3"], "input.columns=3 must be a map; write 'input.columns={prompt: COLUMN}'"),
+        (["input.columns=prompt"], "input.columns=prompt must be a map; write 'input.columns={prompt: COLUMN}'"),
+        (["input.columns=[a]"], "input.columns must be a map; write 'input.columns={prompt: COLUMN}'"),
+        (["input.columns.prompt=[a]"], "input.columns.prompt=['a'] must be text; write input.columns.prompt=TEXT"),
+        (["input.template_kwargs=x"], "input.template_kwargs=x must be a map; write 'input.template_kwargs={NAME: VALUE}'"),
+        (["model.adapters=x"], "model.adapters=x must be a map; write 'model.adapters={NAME: FOLDER}'"),
+        (["decode.choice=[positive"], "cannot read the override 'decode.choice=[positive'; write "
+         "'decode.choice=[positive,negative]', and quote what holds spaces or brackets"),
         (["draft.tree=4"], "draft.tree: it is a group of keys; write draft.tree.KEY=..."),
         (["model.path=m", "input.path=i", "output.dir="], "output.dir is required; give output.dir="),
         (["decode.stop=["], "cannot read the override 'decode.stop=['"),

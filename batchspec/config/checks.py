@@ -18,6 +18,7 @@ from batchspec.config.values import (
     check_saved,
     logit_bias,
     value_of,
+    written,
 )
 from batchspec.errors import ConfigError
 
@@ -92,7 +93,8 @@ def _adapters(config: RunConfig) -> None:
         return
     for name, folder in several.items():
         if not isinstance(name, str) or not isinstance(folder, str) or not name or not folder:
-            raise ConfigError(f"model.adapters={{{name}: {folder}}} must be a name and a folder; write {{NAME: FOLDER}}")
+            given = f"model.adapters={{{name}: {folder}}}"
+            raise ConfigError(f"{given} must be a name and a folder; write {written('model.adapters')}")
     given = f"model.adapter={one}" if one is not None else f"model.adapters={{{','.join(several)}}}"
     if one is not None and several:
         raise ConfigError(
@@ -142,6 +144,11 @@ def _decode(config: RunConfig) -> None:
             raise ConfigError(f"decode.{key}= is empty; give a {key} or remove the key")
     if decode.choice and not any(decode.choice):
         raise ConfigError(f"decode.choice={decode.choice} allows empty answers alone; give other texts or remove the key")
+    if len({*decode.choice}) == 1 and decode.score == "none":
+        raise ConfigError(
+            f"decode.choice={decode.choice} allows one answer alone; list all allowed ones, {written('decode.choice')}, or "
+            "remove the key"
+        )
     if decode.deterministic and config.draft.tree.topk > 1:
         raise ConfigError(
             f"decode.deterministic=true with draft.tree.topk={config.draft.tree.topk} is not supported: a tree's keys lie in "
@@ -156,7 +163,7 @@ def _decode(config: RunConfig) -> None:
     if "" in decode.stop:
         raise ConfigError(f"decode.stop={decode.stop} holds an empty string, which ends every output at once; remove it")
     try:
-        logit_bias(decode.logit_bias)
+        logit_bias(decode.logit_bias, written("decode.logit_bias"))
     except ValueError as error:
         raise ConfigError(f"decode.logit_bias {error}") from None
     if any(token < 0 for token in decode.stop_ids):
@@ -204,7 +211,9 @@ def _thinking(config: RunConfig) -> None:
         isinstance(tokens, list) and len(tokens) in (1, 2) and all(isinstance(item, str | int) and item != "" for item in tokens)
     )
     if not listed and tokens not in ("auto", "none"):
-        raise ConfigError(f"model.think_tokens={tokens!r} must be auto, none, [begin,end] or [end]; write [<think>,</think>]")
+        raise ConfigError(
+            f"model.think_tokens={tokens!r} must be auto, none, [begin,end] or [end]; write {written('model.think_tokens')}"
+        )
     if decode.thinking_token_budget is not None and config.draft.synthetic is not None:
         raise ConfigError(
             "decode.thinking_token_budget has no effect with draft.synthetic, which makes up the accepted tokens; remove one"
@@ -223,12 +232,14 @@ def _date(config: RunConfig) -> None:
 def _names(config: RunConfig) -> None:
     path, copied = config.input.path, config.output.passthrough
     if path is not None and not (path and (isinstance(path, str) or _is_names(path))):
-        raise ConfigError(f"input.path={path!r} must be a path or a list of paths; write input.path=[a.parquet,b.parquet]")
+        raise ConfigError(f"input.path={path!r} must be a path or a list of paths; write {written('input.path')}")
     workers = config.cluster.workers
     if workers != "auto" and not (type(workers) is int and 0 < workers <= MAX_WORKERS):
         raise ConfigError(f"cluster.workers={workers} must be auto or in 1 .. {MAX_WORKERS}; auto is one a GPU, and one on a CPU")
     if copied not in ("all", "none") and not _is_names(copied):
-        raise ConfigError(f"output.passthrough={copied!r} must be all, none or a list of columns; write [a,b]")
+        raise ConfigError(
+            f"output.passthrough={copied!r} must be all, none or a list of columns; write {written('output.passthrough')}"
+        )
 
 
 def _unused(config: RunConfig) -> None:

@@ -24,9 +24,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 
 from batchspec.config.checks import check
-from batchspec.config.overrides import INPUT, TEXTS, for_hydra
+from batchspec.config.overrides import FLOATS, INPUT, LISTS, MAPS, TEXTS, for_hydra
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import from_hydra, keys, meant, register, suggest, type_error, typed, unknown_key
+from batchspec.config.values import EXAMPLES, written
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
@@ -192,7 +193,9 @@ def one_line(error: Exception, known: Any = None) -> str:
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
         return _missing_option(error.missing_cfg_file, list(error.options))
     if isinstance(error, OverrideParseException):
-        return f"cannot read the override '{error.override}'; write key=value, and quote what holds spaces or brackets"
+        key = error.override.partition("=")[0].lstrip("+~")
+        form = written(key) if key in (*LISTS, *MAPS) else "key=value"
+        return f"cannot read the override '{error.override}'; write {form}, and quote what holds spaces or brackets"
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{mark.name} line {mark.line + 1} is not YAML: {error.problem}"
@@ -232,7 +235,9 @@ def _grammar(text: str) -> str | None:
     """An error of Hydra's about the form of an override, as one line; None for any other text."""
     if found := re.search(r"Ambiguous value for argument '([^=']+)=([^']*)'", text):
         key, value = found.groups()
-        advice = f"; a list is {key}=[{value}]" if "." in key and key not in TEXTS else ""
+        advice = f"; a list is '{key}=[{value}]'" if key in EXAMPLES else ""
+        if key in FLOATS and re.fullmatch(r"\d*,\d+", value):
+            advice = f"; a number has a point, {key}={value.replace(',', '.')}"
         if key in (*TEXTS, INPUT):
             advice += f"""; one value with a comma is "{key}='{value}'\""""
         return f"{key}={value} gives several values; `-m` runs one job for each{advice}"

@@ -197,3 +197,4 @@ GROUPS = frozenset(groups(RunConfig()))
 LISTS = frozenset(list_keys(RunConfig()))
 TEXTS = frozenset(key for kind in ("str |", "<class 'str'>") for key in list_keys(RunConfig(), kind=kind))
 """Keys whose value is text alone."""
+FLOATS = frozenset(key for kind in ("float |", "<class 'float'>") for key in list_keys(RunConfig(), kind=kind))

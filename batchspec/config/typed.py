@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.overrides import list_keys
 from batchspec.config.schema import RunConfig
-from batchspec.config.values import PATHS, SHIPPED, expand_home, literal, shipped
+from batchspec.config.values import PATHS, SHIPPED, expand_home, literal, shipped, written
 from batchspec.config.vllm_names import remark
 from batchspec.errors import ConfigError
 
@@ -134,10 +134,10 @@ def _listed(key: str, value: Any, *, is_text: bool) -> Any:
         return value
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, dict | list | None) for item in items):
-        raise ConfigError(f"{key}={value} must be a list of plain values; write [value]")
+        raise ConfigError(f"{key}={value} must be a list of plain values; write {written(key)}")
     for item in items if is_text else ():
         if isinstance(item, bool | float):
-            raise ConfigError(f"{key}: {item} must be text, and its original spelling is lost; quote it")
+            raise ConfigError(f"{key}: {item} must be text, and its original spelling is lost; quote it, \"{key}=['TEXT']\"")
     return items
 
 
@@ -155,25 +155,35 @@ def type_error(error: OmegaConfBaseException) -> str:
     """omegaconf's error about a wrong value in one line, the key first."""
     said = (error.msg or str(error)).splitlines()[0]
     if wrong := re.fullmatch(r"Value '(.*)' of type '\w+' could not be converted to (Integer|Float)", said):
-        number = "a whole number, without point or exponent" if wrong[2] == "Integer" else "a number"
-        return f"{error.full_key}={wrong[1]} must be {number}"
+        return f"{error.full_key}={wrong[1]} must be {_number(error, is_whole=wrong[2] == 'Integer')}"
     if wrong := re.match(r"Value '(.*)' is not a valid bool", said):
-        return f"{error.full_key}={wrong[1]} must be true or false"
+        return f"{error.full_key}={wrong[1]} must be true or false; write {error.full_key}=true"
     if wrong := re.match(r"Cannot convert '\w+' to string: '(.*)'$", said):
-        return f"{error.full_key}={wrong[1]} must be text"
+        return f"{error.full_key}={wrong[1]} must be text; write {error.full_key}=TEXT"
     if unknown := re.match(r"Interpolation key '(.+)' not found", said):
         said = f"${{{unknown[1]}}} names no key; a variable of the environment is ${{oc.env:{unknown[1]}}}"
     if "is not Optional" in said:
         return f"{error.full_key}=null: it must have a value; give one, or leave the key out"
+    if said.startswith(("Cannot assign", "Cannot merge DictConfig")):
+        given = "" if error.value is None else f"={error.value}"
+        return f"{error.full_key}{given} must be a map; write {written(str(error.full_key))}"
     if "is not a ListConfig" in said:
-        said = "it must be a list; write [value]"
-    elif said.startswith(("Cannot assign", "Cannot merge DictConfig")):
-        said = "it must be a map; write {name:value}"
+        said = f"it must be a list; write {written(str(error.full_key))}"
     elif "does not support deletion" in said:
         said = f"it cannot be removed; write {error.full_key}=..."
     elif "is not a subclass of" in said:
         said = f"it is a group of keys; write {error.full_key}.KEY=..."
     return f"{error.full_key}: {said}" if error.full_key else said
+
+
+def _number(error: OmegaConfBaseException, *, is_whole: bool) -> str:
+    """What the value must be, and how to write it."""
+    key, value = str(error.full_key), error.value
+    kind = "a whole number, without point, exponent or unit" if is_whole else "a number, without a unit"
+    if "[" in key:
+        return f"{kind}; write {written(key.partition('[')[0])}"
+    meant = int(value) if isinstance(value, float) and value.is_integer() else "NUMBER"
+    return f"{kind}; write {key}={meant}"
 
 
 def _refuse_unknown(cfg: DictConfig, schema: Any, prefix: str, root: Any) -> None:
@@ -182,7 +192,7 @@ def _refuse_unknown(cfg: DictConfig, schema: Any, prefix: str, root: Any) -> Non
         if name not in known:
             raise unknown_key(f"{prefix}{name}", root)
         if isinstance(known[name], dict) and OmegaConf.is_list(cfg._get_node(name)):
-            raise ConfigError(f"{prefix}{name}: it must be a map; write {{name:value}}")
+            raise ConfigError(f"{prefix}{name} must be a map, not a list; write {written(prefix + name)}")
         if is_dataclass(known[name]) and isinstance(cfg[name], DictConfig):
             _refuse_unknown(cfg[name], known[name], f"{prefix}{name}.", root)
 

@@ -129,6 +129,21 @@ ADVANCED = frozenset({
 })
 """Keys that few jobs set; the help and conf/README.md list them last."""
 
+EXAMPLES = {
+    "model.adapters": "{NAME: FOLDER}",
+    "model.think_tokens": "[<think>,</think>]",
+    "input.path": "[a.parquet,b.parquet]",
+    "input.columns": "{prompt: COLUMN}",
+    "input.template_kwargs": "{NAME: VALUE}",
+    "output.passthrough": "[COLUMN,COLUMN]",
+    "decode.choice": "[positive,negative]",
+    "decode.stop_ids": "[2,151645]",
+    "decode.logit_bias": "{1734: -100}",
+    "decode.schema": "{type: object}",
+    "draft.synthetic": "[0.8,0.6]",
+}
+"""An example of the value of keys that take a list or a map, for messages."""
+
 CREDENTIALS = re.compile(r"://[^/]*@|[?&](\w*key|\w*token|\w*secret|\w*password|\w*signature|sig|x-amz-[\w-]+)=", re.IGNORECASE)
 """Matches a URL that contains a password, a key or a signature."""
 
@@ -155,20 +170,26 @@ def violation(key: str, value: float, ranges: Mapping[str, tuple[float, float, s
     return f"{key}={value} must be {limit}; {advice}"
 
 
-def logit_bias(value: Any) -> dict[int, float]:
+def written(key: str) -> str:
+    """A key that takes a list or a map, with an example of its value: one word of a shell's command, for a message."""
+    return f"'{key}={EXAMPLES.get(key, '[TEXT,TEXT]')}'"
+
+
+def logit_bias(value: Any, example: str = "{1734: -100}") -> dict[int, float]:
     """Token id -> bias of its logit, from a map whose ids may be text; empty for None.
 
+    example  of a right value, for messages
     Raises ValueError for anything else; its message is a sentence without its subject.
     """
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise ValueError(f"must be a map of token ids to numbers, not {quoted(value)}; write {{1734: -100}}")
+        raise ValueError(f"must be a map of token ids to numbers, not {quoted(value)}; write {example}")
     low, high = BIASES
     found: dict[int, float] = {}
     for token, bias in value.items():
         if not re.fullmatch(r"\d{1,10}", str(token)):
-            raise ValueError(f"names {quoted(token)}, which is not a token id; write {{1734: -100}}")
+            raise ValueError(f"names {quoted(token)}, which is not a token id; write {example}")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not low <= bias <= high:
             raise ValueError(f"adds {str(bias)[:40]} to token {token}, which must be in {low:g} .. {high:g}; correct it")
         found[int(token)] = float(bias)
