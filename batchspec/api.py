@@ -20,8 +20,8 @@ from batchspec.prepare import choose_device, open_job, open_model, survey_first
 from batchspec.process.out_of_memory import within_memory
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.decode_shards import decode_shards
+from batchspec.runner.job_run import check_errors
 from batchspec.runner.run_monitor import RunMonitor
-from batchspec.runner.run_shards import check_errors
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning

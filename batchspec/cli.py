@@ -24,7 +24,7 @@ COMMANDS = {
     "run": ("batchspec.run", "run a job: Hydra overrides, e.g. +job=demo"),
     "plan": (
         "batchspec.commands.plan",
-        "what a run would do, without running it: the overrides of run, --full for every row, --card NAME for another card",
+        "what a run would do, without running it: the overrides of run, --full for every row, --card NAME, --json",
     ),
     "status": ("batchspec.commands.status", "OUT [--watch] [--json]: progress of a job over all of its runs"),
     "stats": ("batchspec.commands.stats", "OUT [--by COLUMN] [--json]: is the data good; speed and acceptance"),

@@ -1,8 +1,7 @@
 """run_job: read -> admit -> plan -> decode -> write. The module to read first.
 
 read    open_job            every check of input and model; nothing is written before all pass    prepare.py
-        open_run            what the output folder holds of this job, and what this run does      runner/job_run.py
-        check_target        with output.push_to_hub: no other job's dataset has that name         runner/job_run.py
+        checked_run         what the output folder holds of this job, and what this run does      runner/checked_run.py
 admit   survey_first        the first rows become requests; the others do while rows are decoded  prepare.py
 plan    run.read_saved      what earlier runs left: rows, K/V scales, sums of the weights         runner/job_run.py
         EngineWithFallback  a `LoadedEngine`, and a smaller one once memory runs out              runner/oom_fallback.py
@@ -25,15 +24,15 @@ from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import TooManyErrors
 from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.prepare import open_job, survey_first
-from batchspec.report.answers import check_answers_file
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.push import check_push_key
 from batchspec.report.start_up import StartUp
 from batchspec.report.summary import RunSummary
+from batchspec.runner.checked_run import checked_run
 from batchspec.runner.conclude import conclude
-from batchspec.runner.job_run import JobRun, check_target, open_run
+from batchspec.runner.job_run import JobRun
 from batchspec.runner.oom_fallback import EngineWithFallback, LoadEngine
-from batchspec.runner.run_shards import ShardRunner, check_errors
+from batchspec.runner.run_shards import ShardRunner
 from batchspec.runner.shard_workers import workers_of
 from batchspec.runstate.heartbeats import HeartbeatWriter
 from batchspec.runstate.output_folder import OutputFolder
@@ -61,9 +60,7 @@ def _run(
     start_up = StartUp()
     start_up.done("imports and configuration")
     check_push_key(config.output)
-    run = open_run(open_job(config, source, group=group))
-    check_answers_file(config, is_new=run.begins_job)
-    check_target(run.job)
+    run = checked_run(open_job(config, source, group=group))
     start_up.done("checks")
     if run.found_complete:
         run.begin_change()
@@ -102,7 +99,6 @@ def decode_missing(
         start_up.done("survey")
         surveyed_s = start_up.reached_s
         run.read_saved()
-        check_errors(run.job, run.num_errors)
         expected, done = survey.num_outputs(run.job.source.num_rows), run.num_done(survey)
         with (
             ProgressBar(expected, done=done, start_up=start_up) as progress,

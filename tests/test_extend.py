@@ -457,15 +457,15 @@ def test_plan_says_what_a_run_would_find(folder: Path, tmp_path: Path, capsys: p
     assert "3 of 5 rows are done, 2 are to do;" in plan_of(capsys, arguments(folder, out, "input.limit=5", "output.shard_rows=2"))
     found = plan_of(capsys, arguments(folder, out, "resume=extend"))
     assert "3 of 14 rows are done, 11 are to do, 9 of them added by resume=extend;" in found
-    found = plan_of(capsys, arguments(folder, out))
-    assert "a run would be refused: output.dir" in found
+    found = plan_of(capsys, arguments(folder, out), code=2)
+    assert "a run would end with exit code 2: output.dir" in found
     assert "resume=extend adds 9 rows to this job" in found
     assert not (out / "_batchspec/retry").exists(), "a plan writes nothing"
 
 
-def plan_of(capsys: pytest.CaptureFixture[str], overrides: list[str]) -> str:
+def plan_of(capsys: pytest.CaptureFixture[str], overrides: list[str], code: int = 0) -> str:
     capsys.readouterr()
-    assert plan.main(overrides) == 0
+    assert plan.main(overrides) == code
     return capsys.readouterr().out
 
 

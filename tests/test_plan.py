@@ -21,7 +21,7 @@ from batchspec.commands.plan_text import Plan, histogram
 from batchspec.commands.planning import plan
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.schema import RunConfig
-from batchspec.errors import CapacityError, ConfigError, InputError, StorageError
+from batchspec.errors import BatchspecError, CapacityError, ConfigError, InputError, StorageError
 from batchspec.kernels.common import card
 from batchspec.load import memory
 from batchspec.model.generation_config import read_generation
@@ -90,19 +90,24 @@ LONG = "x" * 5000
     ],
 )
 def test_the_exit_code_is_that_of_a_run_with_so_many_error_rows(
-    job: RunConfig, prompts: list[str | None], keys: dict[str, Any], code: int, monkeypatch: pytest.MonkeyPatch
+    job: RunConfig, prompts: list[str | None], keys: dict[str, Any], code: int
 ) -> None:
     for name, value in keys.items():
         setattr(job.input, name, value)
     write(job, prompt=pa.array(prompts, pa.string()))
     made = planned(job)
     assert (made.exit_code, "a run ends with exit code 3: more than" in made.text()) == (code, code == 3)
+
+
+def test_the_exit_code_for_a_sample_is_that_of_a_run_whose_other_rows_are_like_these(
+    job: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(planning, "SAMPLE_ROWS", 1)
     monkeypatch.setattr(planning, "SHARD_ROWS", 1)
     write(job, prompt=pa.array([None, "a"] * 2, pa.string()))
     sampled = planned(job)  # of every fourth row, the first
-    assert sampled.exit_code == 0, "the other rows may be good"
-    assert "a run ends with exit code 3 if the others are like these: more than" in sampled.text()
+    assert sampled.exit_code == 3
+    assert "a run ends with exit code 3, sampled from 1 of 4 rows, if the others are like these: more than" in sampled.text()
 
 
 @pytest.mark.parametrize(
@@ -386,7 +391,7 @@ def test_a_large_input_is_sampled_evenly_and_full_reads_it_all(job: RunConfig, m
     assert "(estimated)" in sampled.text()
     assert whole.survey.num_rows == 5000
     assert whole.batch is not None
-    assert whole.batch.max_len == 50
+    assert whole.batch.max_len == 4096, "a run chooses the shape by its first rows"
 
 
 def test_an_input_without_a_good_row_is_said_so(job: RunConfig) -> None:
@@ -421,7 +426,7 @@ def test_jobs_that_a_run_would_refuse_are_refused(job: RunConfig) -> None:
 
 @pytest.mark.parametrize("error", [ConfigError("is a file"), StorageError("cannot be written; mend that")])
 def test_a_plan_is_made_where_the_output_folder_cannot_be_written(
-    job: RunConfig, tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+    job: RunConfig, tmp_path: Path, error: BatchspecError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on another machine than that of the run, or for the folder of somebody else."""
 
@@ -431,7 +436,10 @@ def test_a_plan_is_made_where_the_output_folder_cannot_be_written(
     write(job, prompt=["x"])
     job.output.dir = str(tmp_path / "out")
     monkeypatch.setattr(LocalStore, "check_root", refuses)
-    assert f"\noutput       a run would be refused: {error}; what follows is about all rows\n" in planned(job).text()
+    made = planned(job)
+    assert made.exit_code == error.exit_code
+    said = f"a run would end with exit code {error.exit_code}: {error}; what follows is about all rows"
+    assert f"\noutput       {said}\n" in made.text()
 
 
 def test_histogram_lines_cover_every_length_once() -> None:

@@ -2,7 +2,8 @@
 
 Parts of commands:
   picked_rows.py           which rows `export` writes; trainer_rows.py: its forms for trainers
-  planning.py              what `plan` computes; plan_text.py: its text; card_text.py: lines about a card (`--card`)
+  planning.py              what `plan` computes; plan_output.py: what a run would find in output.dir
+  plan_text.py             how it is printed; plan_json.py: `--json`; card_text.py: lines about a card (`--card`)
   decode_again.py          rows decoded again, for `verify`; verify_kv.py: `--kv`; verify_logprobs.py: log-probabilities
   ranks.py                 cluster.tensor_parallel=auto, before a run
   reference.py             help of all keys

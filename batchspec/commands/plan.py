@@ -8,30 +8,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from batchspec.config.compose import launch
+from batchspec.config.compose import launch, report_line
 from batchspec.config.schema import RunConfig
 from batchspec.console import terminal
-from batchspec.errors import ConfigError
+from batchspec.errors import BatchspecError, ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Hydra overrides as for `run`, `--full` to tokenise every row, `--card NAME`; returns the exit code."""
+    """Hydra overrides as for `run`, `--full` to tokenise every row, `--card NAME`, `--json`; returns the exit code of the run."""
+    report = report_json if "--json" in argv else report_line
     try:
         card, words = taken(argv)
     except ConfigError as error:
-        terminal.fail(error)
-        return error.exit_code
+        return report(error)
     full = "--full" in words
-    overrides = [item for item in words if item != "--full"]
+    overrides = [item for item in words if item not in ("--full", "--json")]
 
     def show(config: RunConfig) -> int:
         from batchspec.commands.planning import plan, plan_for  # imports torch, so only after the checks of `launch`
 
         made = plan(config, full=full) if card is None else plan_for(card, config, full=full)
-        terminal.show(made.text())
+        if "--json" in argv:
+            from batchspec.commands.plan_json import facts
+
+            terminal.show_json(facts(made), indent=1)
+        else:
+            terminal.show(made.text())
         return made.exit_code
 
-    return launch(show, overrides, require=("model.path", "input.path"))
+    return launch(show, overrides, require=("model.path", "input.path"), report=report)
+
+
+def report_json(error: BatchspecError) -> int:
+    """Print the error as JSON on stdout too; returns its exit code."""
+    terminal.show_json({"exit_code": error.exit_code, "error": str(error)}, indent=1)
+    return report_line(error)
 
 
 def taken(argv: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchspec.commands.card_text import about, fp8_weights, launches, paths
+from batchspec.commands.plan_output import FoundOutput
 from batchspec.console.text import MESSAGE_CHARS, counted, one_line
 from batchspec.errors import TooManyErrors
 from batchspec.kernels.common.card import assumed
@@ -45,8 +46,8 @@ class Plan:
     forecast: Forecast | None = None
     layouts: Sequence[GpuLayout] = ()
     """Ways to divide the GPUs of this machine, if it has several."""
-    output: str = ""
-    """What a run would find in output.dir; empty if it would begin a job."""
+    output: FoundOutput | None = None
+    """What a run would find in output.dir; None: there is none, or the machine of the run compares it."""
     card: KnownCard | None = None
     """The card for which the job is planned, if not for this machine's."""
     lacks_gpu: bool = False
@@ -54,9 +55,15 @@ class Plan:
 
     @property
     def exit_code(self) -> int:
-        """That of a run with too many error rows, if every row was read and they are certain; otherwise 0."""
-        is_certain = self.survey.num_rows == self.job.source.num_rows
-        return TooManyErrors.exit_code if is_certain and self._has_too_many_errors else 0
+        """That of a run, as far as it can be known: by its checks, and by the error rows among those that were read."""
+        if self.output is not None and self.output.error is not None:
+            return self.output.error.exit_code
+        return TooManyErrors.exit_code if self._has_too_many_errors else 0
+
+    @property
+    def expected_tokens(self) -> float:
+        """Tokens that all rows are expected to get, or to have in their prompts if these are scored."""
+        return float(self.survey.lengths("prompt_tokens" if self._scores else "predicted_tokens").mean()) * self.num_completions
 
     def text(self) -> str:
         with nullcontext() if self.card is None else assumed(self.card.card):
@@ -71,20 +78,26 @@ class Plan:
             f"input        {rows:,} rows in {name}, {_bytes(sum(file.size_bytes for file in files))}; "
             + ("all read" if read == rows else f"{read:,} read, `--full` reads all"),
             f"completions  {self.num_completions:,}{'' if read == rows else ' (estimated)'}",
-            *([f"output       {one_line(self.output, MESSAGE_CHARS)}; what follows is about all rows"] if self.output else []),
+            *self._output(),
             f"bad rows     {self.survey.num_bad:,} of {read:,}",
         ]
         bad = ((code, count, one_line(example, MESSAGE_CHARS)) for code, (count, example) in sorted(self.survey.bad.items()))
         lines += [f"  {code:<15}{count:>7,}  {example}" for code, count, example in bad]
         if self._has_too_many_errors:
             key = f"input.max_error_fraction={self.job.config.input.max_error_fraction:g}"
-            rest = "" if read == rows else " if the others are like these"
+            rest = "" if read == rows else f", sampled from {read:,} of {rows:,} rows, if the others are like these"
             lines.append(f"  a run ends with exit code 3{rest}: more than {key} of these rows are error rows, or all")
         return lines
+
+    def _output(self) -> list[str]:
+        line = "" if self.output is None else self.output.line()
+        return [f"output       {one_line(line, MESSAGE_CHARS)}; what follows is about all rows"] if line else []
 
     @property
     def _has_too_many_errors(self) -> bool:
         """Whether a run over the rows that were read would have them, even if no row failed later."""
+        if self.output is not None and self.output.is_complete:  # it would read no row
+            return False
         errors, read = self.survey.num_errors, self.survey.num_rows
         return errors > 0 and (errors == read or not self.job.config.input.allows(errors, read))
 
@@ -145,7 +158,7 @@ class Plan:
         pages = " + ".join(f"{count:,}" for count in (batch.num_pages, *batch.more_pages))
         dtype, accepted = dtype_name(job.dtype), job.drafter.assumed_accepted
         kind = "prompt" if self._scores else "output"
-        tokens = float(self.survey.lengths("prompt_tokens" if self._scores else "predicted_tokens").mean()) * self.num_completions
+        tokens = self.expected_tokens
         assumed = (
             f"outputs half as long as max_new_tokens (all of it up to {SHORT_TOKENS}, and where nothing else ends a row), "
             f"{accepted:g} draft tokens kept a round, "

@@ -6,29 +6,27 @@ from dataclasses import replace
 
 import torch
 
-from batchspec.cluster.devices import visible_gpus
+from batchspec.cluster.devices import devices_of, visible_gpus
+from batchspec.commands.plan_output import FoundOutput, found_output
 from batchspec.commands.plan_text import Plan
 from batchspec.config.checks import AUTO, TENSOR_PARALLEL, check_ranks
 from batchspec.config.schema import RunConfig
-from batchspec.console.text import counted
 from batchspec.distributed.group import check_reach
-from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.kernels.common.card import assumed, assumed_card
+from batchspec.errors import BatchspecError, ConfigError
+from batchspec.kernels.common.card import Card, assumed, assumed_card
 from batchspec.load.memory import check_memory, plan_batch
 from batchspec.model.blocks.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packed_batch import PackedBatch
-from batchspec.packing.planner import Forecast, forecast
+from batchspec.packing.planner import Demand, Forecast, forecast
 from batchspec.packing.rates import Rates, device_rates
 from batchspec.packing.replicas import GpuLayout, best, gpu_layouts
 from batchspec.packing.survey import Survey
-from batchspec.prepare import Job, open_job
+from batchspec.prepare import SURVEY_ROWS, Job, open_job, survey_first
 from batchspec.process.out_of_memory import admitting_rows
 from batchspec.report.push import check_push_key
-from batchspec.runner.job_run import check_target, open_run
-from batchspec.runstate.generations import Generation
 from batchspec.tuning.cards import check_card, known_card
 from batchspec.tuning.cpu_threads import limit_threads
 
@@ -69,42 +67,63 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
 
     tokenizer  instead of the model folder's own
     A job for a GPU can be planned where there is none, as on the login node of a cluster: its rows, without shape and times.
-    Raises InputError, CheckpointError, ConfigError or CapacityError as the run would.
+    Raises InputError, CheckpointError, ConfigError or CapacityError as the run would; what the run would refuse in output.dir is
+    part of the plan.
     """
     check_push_key(config.output)
     card = assumed_card()
+    if card is None and config.cluster.tensor_parallel != AUTO:
+        devices_of(config)  # refuses more processes than there are GPUs
     lacks_gpu = card is None and config.device == "cuda" and not torch.cuda.is_available()
     job = open_job(config, tokenizer=tokenizer, fetch=False, on_this_machine=not lacks_gpu)
     if lacks_gpu:  # whether output.dir has the same job depends on dtypes that the GPU determines
         survey = survey_rows(job, full=full)
         demand = survey.demand(job.source.num_rows, job.admission.max_len)
         return Plan(job=job, survey=survey, num_completions=demand.num_completions, lacks_gpu=True)
-    state = ""
-    if card is None:  # what the output holds is compared by the machine of the run
-        check_target(job)
-        state = state_of_output(job)
+    output = None if card is not None else found_output(job)  # else the machine of the run compares it
     survey = survey_rows(job, full=full)
     demand = survey.demand(job.source.num_rows, job.admission.max_len)
+    if output is not None and output.is_complete:
+        return Plan(job=job, survey=survey, num_completions=demand.num_completions, output=output)
+    try:
+        return _with_shape(job, survey, demand, output, card)
+    except BatchspecError:
+        if output is not None and output.error is not None:
+            raise output.error from None  # a run would come to this one first
+        raise
+
+
+def _with_shape(job: Job, survey: Survey, demand: Demand, output: FoundOutput | None, card: Card | None) -> Plan:
+    """With the shape that a run would choose, if any row can run. Raises CapacityError and ConfigError as the run would."""
     if job.device.type == "cpu":
         limit_threads()  # as the run does, whose products are measured here
     rates = device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)
-    batch, ahead = None, None
-    num_gpus = len(visible_gpus()) if job.device.type == "cuda" and card is None else 1
+    num_gpus, ranks = len(visible_gpus()) if job.device.type == "cuda" and card is None else 1, job.config.cluster.tensor_parallel
     found = layouts_of(job, survey, rates, num_gpus) if num_gpus > 1 and demand.num_completions else []
-    ranks = best(found).ranks if found and config.cluster.tensor_parallel == AUTO else config.cluster.tensor_parallel
-    if demand.num_completions:
-        if ranks not in (1, AUTO):
-            job = _of_rank(job, job.spec, Shard(0, ranks))
-        check_memory(job)
-        batch = plan_batch(job, demand, rates)
-        ahead = forecast(
-            batch, job.spec, rates, demand, dtype=job.dtype, accepted=job.drafter.assumed_accepted,
-            correlation=config.packing.expert_correlation,
-        )
-    return Plan(
-        job=job, survey=survey, rates=rates, num_completions=demand.num_completions, batch=batch, forecast=ahead, layouts=found,
-        output=state, card=None if card is None else known_card(card.name),
+    if found and ranks == AUTO:
+        ranks = best(found).ranks
+    if ranks not in (1, AUTO):
+        job = _of_rank(job, job.spec, Shard(0, ranks))
+    check_memory(job)
+    batch = plan_batch(job, first_demand(job, survey), rates)
+    made = Plan(
+        job=job, survey=survey, num_completions=demand.num_completions, output=output,
+        card=None if card is None else known_card(card.name),
     )
+    if not demand.num_completions:
+        return made
+    ahead = forecast(
+        batch, job.spec, rates, demand, dtype=job.dtype, accepted=job.drafter.assumed_accepted,
+        correlation=job.config.packing.expert_correlation,
+    )
+    return replace(made, rates=rates, batch=batch, forecast=ahead, layouts=found)
+
+
+def first_demand(job: Job, survey: Survey) -> Demand:
+    """What a run chooses the shape of its batch by: its survey of the first rows. survey: of rows from the whole input."""
+    rows = job.source.num_rows
+    first = survey if rows <= SURVEY_ROWS and survey.num_rows == rows else survey_first(job)
+    return first.demand(rows, job.admission.max_len)
 
 
 def plan_for(name: str, config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = False) -> Plan:
@@ -115,24 +134,6 @@ def plan_for(name: str, config: RunConfig, *, tokenizer: Tokenizer | None = None
     check_card(known.card)
     with assumed(known.card):
         return plan(config, tokenizer=tokenizer, full=full)
-
-
-def state_of_output(job: Job) -> str:
-    """What a run would find in output.dir: how many rows are done, or why it would refuse; empty if it would begin a job."""
-    if job.config.output.dir is None:
-        return ""
-    try:
-        run = open_run(job)
-    except (ConfigError, OutputError, StorageError) as error:
-        return f"a run would be refused: {error}"
-    if run.begins_job:
-        return ""
-    folder, change, layout = run.folder, run.change, run.job.layout
-    if isinstance(change, Generation):
-        return f"{folder.path}: {len(change.shards):,} of {counted(folder.num_shards, 'shard')} have rows to compute again"
-    rows = layout.num_rows_of(run.finished)
-    added = f", {layout.num_rows - folder.manifest.num_rows:,} of them added by resume=extend" if change else ""
-    return f"{folder.path}: {rows:,} of {counted(layout.num_rows, 'row')} are done, {layout.num_rows - rows:,} are to do{added}"
 
 
 def survey_rows(job: Job, *, full: bool) -> Survey:

@@ -39,7 +39,10 @@ Predict what a run would do, without running it: rows, bad rows, lengths, shape,
 Takes the arguments of `batchspec run`.
 
   --full        read every row, not a sample of 10,000
-  --card NAME   plan for this card, as A100-80GB or L40S, on a machine without it: computed, not measured"""
+  --card NAME   plan for this card, as A100-80GB or L40S, on a machine without it: computed, not measured
+  --json        print one JSON object; its names are those of `status --json` where they mean the same
+
+The exit code is that of the run, as far as it can be known before: 0, 2 (refused), 3 (too many error rows), 74 (storage)."""
 SUBMIT_HELP = """\
 Submit a job as a Slurm array. Takes the arguments of `batchspec run`; the keys of `cluster` describe the array.
 

@@ -74,7 +74,7 @@ def _checked(config: RunConfig) -> Job:
     """The job, with all checks of a run. Raises ConfigError, InputError or CheckpointError."""
     from batchspec.prepare import open_job  # imports torch, so only after the checks of `launch`
     from batchspec.report.push import check_push_key
-    from batchspec.runner.job_run import check_target
+    from batchspec.runner.checked_run import check_target
 
     check_push_key(config.output)
     job = open_job(config, fetch=False, on_this_machine=False)

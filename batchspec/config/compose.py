@@ -33,6 +33,7 @@ from batchspec.console.arguments import ArgumentParser
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
 
 Schema = TypeVar("Schema")
+Report = Callable[[BatchspecError], int]
 CONF = "batchspec.conf"
 GROUPS = ("model", "draft", "decode", "packing", "input", "output", "cluster", "resume", "ablation")
 PATH_KEYS = {"model": "model.path", "draft": "draft.path", "input": "input.path", "output": "output.dir"}
@@ -86,21 +87,23 @@ def _composed(name: str, overrides: Sequence[str], known: Any) -> DictConfig:
 
 
 def launch(
-    task: Callable[[RunConfig], int | None], overrides: Sequence[str], *, require: Iterable[str], reads_input: bool = True
+    task: Callable[[RunConfig], int | None], overrides: Sequence[str], *, require: Iterable[str], reads_input: bool = True,
+    report: Report | None = None,
 ) -> int:
     """Compose the configuration through Hydra's own command line (`--cfg`, `-m`, `--config-dir`), check it and call `task`.
 
     require      keys that must be set, see `checks.check`
     reads_input  whether input.path is to be on this machine: it is looked up before `task`, which may import torch
+    report       tells of an error and returns its exit code; None: one line on stderr
     Returns the exit code: that of `task`, or 0 if it returns None.
 
     An error of batchspec or Hydra is one line on stderr; any other exception is a crash and keeps its traceback. In a sweep
     (`-m`) a failed job does not end the others, and the exit code is 0; a signal ends the sweep.
     """
-    codes = [0]
+    codes, report = [0], report or report_line
 
     def body(cfg: DictConfig) -> None:
-        code = reported(lambda: task(_checked(cfg, require, reads_input=reads_input)))
+        code = reported(lambda: task(_checked(cfg, require, reads_input=reads_input)), report)
         if HydraConfig.get().mode == RunMode.RUN:
             codes.append(code)
         elif code == Interrupted.exit_code:
@@ -109,7 +112,7 @@ def launch(
     try:
         options, words = _check_options(overrides), for_hydra(overrides)
     except ConfigError as error:
-        return _report(error)
+        return report(error)
     register()
     before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises instead of printing its own report
@@ -120,7 +123,7 @@ def launch(
     except (HydraException, OmegaConfBaseException, YAMLError, OSError) as error:
         if full == "1":
             raise
-        return _report(ConfigError(one_line(error)))
+        return report(ConfigError(one_line(error)))
     finally:
         sys.argv = before
         if full is None:
@@ -150,18 +153,19 @@ def _checked(cfg: DictConfig, require: Iterable[str], *, reads_input: bool) -> R
     return config
 
 
-def reported(task: Callable[[], int | None]) -> int:
-    """The exit code of a task: its own, or that of the error that it raised, which is printed on stderr."""
+def reported(task: Callable[[], int | None], report: Report | None = None) -> int:
+    """The exit code of a task: its own, or that of the error that it raised, which is printed on stderr, or told by `report`."""
     try:
         return task() or 0
     except BatchspecError as error:
-        return _report(error)
+        return (report or report_line)(error)
     except Exception:
         terminal.print_traceback(traceback.format_exc())
         return 1
 
 
-def _report(error: BatchspecError) -> int:
+def report_line(error: BatchspecError) -> int:
+    """Print the error as one line on stderr; returns its exit code."""
     terminal.fail(error)
     return error.exit_code
 

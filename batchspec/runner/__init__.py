@@ -1,6 +1,7 @@
 """One run of a job: from an opened job to committed shards. Changes when the course of a run changes.
 
 identity.py            what identifies a job: everything that changes its results
+checked_run.py         the checks of a run before its rows, on what it will write
 job_run.py             what the output folder holds of the job, and what this run does there
 new_retry.py           the retry that resume.retry asks for: its shards
 new_extension.py       the rows that resume=extend adds to the job

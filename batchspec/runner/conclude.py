@@ -17,7 +17,7 @@ from batchspec.report.card import dataset_card
 from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
 from batchspec.report.push import push_command, push_output
 from batchspec.report.stats import JobStats, job_stats
-from batchspec.runner.run_shards import check_errors
+from batchspec.runner.job_run import check_errors
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.hub_push import Pushed
 from batchspec.supervise.signals import EndSignals
@@ -49,7 +49,7 @@ def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool
             raise Interrupted(line) from None
         terminal.say(line)
         if stats is not None:
-            _check_errors(job, stats)
+            check_all_errors(job, stats)
         return
     errors = stats.by_status.get("error", 0)
     if errors:
@@ -59,7 +59,7 @@ def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool
         advice = "; resume=length and a larger decode.max_new_tokens continue those that it cut off"
         cut = stats.by_finish_reason.get("length", 0)
         terminal.say(f"{output.path}: {counted(truncated, 'truncated completion')}{advice if cut else ''}")
-    _check_errors(job, stats)
+    check_all_errors(job, stats)
     terminal.say(f"inspect it:  batchspec stats {for_shell(output.path)}")
     exactly = ", glob=False" if has_magic(output.path) else ""
     code = f"import polars; print(polars.read_parquet({json.dumps(f'{output.path}/data')}{exactly}))"
@@ -74,7 +74,8 @@ def _pushed(output: OutputFolder, repo: str, keys: OutputConfig) -> Pushed:
         raise StorageError(f"{output.path}: all rows are committed but not pushed: {error}, or: {alone}") from error
 
 
-def _check_errors(job: Job, stats: JobStats) -> None:
+def check_all_errors(job: Job, stats: JobStats) -> None:
+    """Raises TooManyErrors for a complete job with too many error rows. stats: of its rows."""
     check_errors(job, stats.error_rows, all_failed=stats.by_status.get("error", 0) == stats.completions)
 
 

@@ -9,10 +9,10 @@ from functools import cached_property
 
 from batchspec.config.schema import RunConfig
 from batchspec.console.text import counted
+from batchspec.errors import TooManyErrors
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job
 from batchspec.report.progress_bar import ProgressBar
-from batchspec.report.push import check_target_key
 from batchspec.report.stats import job_stats
 from batchspec.runner.compute_all import ComputeAll
 from batchspec.runner.identity import job_fingerprint, recorded_facts
@@ -26,17 +26,6 @@ from batchspec.runstate.extensions import EXTENSION_MAY_CHANGE
 from batchspec.runstate.generations import Change, Generation
 from batchspec.runstate.journal import Journaled, saved_rows
 from batchspec.runstate.output_folder import OutputFolder
-
-
-def check_target(job: Job) -> None:
-    """Ask the hub whether the push at the end of the job would be refused, if there is one. Raises as the push would."""
-    config = job.config.output
-    if config.push_to_hub is None:
-        return
-    of_job = "" if config.dir is None else OutputFolder(config.dir).id_of_job(
-        fingerprint=job_fingerprint(job), num_rows=job.source.num_rows, shard_rows=config.shard_rows, overwrite=config.overwrite
-    )
-    check_target_key(config, of_job)
 
 
 def open_run(job: Job) -> JobRun:
@@ -58,6 +47,25 @@ def open_run(job: Job) -> JobRun:
         advice=lambda manifest: advice(job, manifest) or retry_advice(job, folder),
     )
     return JobRun(job, folder, new_retry(job, folder) or new_extension(job, folder))
+
+
+def check_errors(job: Job, num_errors: int, *, all_failed: bool = False) -> None:
+    """Raises TooManyErrors if the share of rows with errors exceeds input.max_error_fraction, or every completion is an error.
+
+    num_errors  input rows with at least one error completion
+    """
+    rows = job.layout.num_rows
+    if all_failed:
+        raise TooManyErrors(
+            f"every completion of all {rows} rows is an error; inspect the `error` column of the output, then correct the input, "
+            "input.columns or the chat template"
+        )
+    if not job.config.input.allows(num_errors, rows):
+        raise TooManyErrors(
+            f"{num_errors} of {rows} rows are error rows, more than input.max_error_fraction="
+            f"{job.config.input.max_error_fraction:g} allows; inspect the `error` column of the output, then correct the input "
+            "or raise the fraction"
+        )
 
 
 class JobRun:
@@ -100,7 +108,7 @@ class JobRun:
     def read_saved(self) -> None:
         """Read what earlier runs left: rows, and for `job` the K/V scales and the sums of the weights that they kept.
 
-        Raises OutputError if scales or sums are damaged, or lost although there are rows.
+        Raises OutputError if scales or sums are damaged, or lost although there are rows, and TooManyErrors.
         """
         if not self.is_retry and self.finished:
             self.num_errors = job_stats(self.folder.path).error_rows
@@ -110,6 +118,7 @@ class JobRun:
             self.saved = self.folder.journal().read(self.finished)
         has_rows = self.is_retry or bool(self.finished or self.saved.num_rows)
         self.job = with_kept_sums(self.job, self.folder, is_new=self.begins_job, has_rows=has_rows)
+        check_errors(self.job, self.num_errors)
 
     def num_done(self, survey: Survey) -> int:
         """Expected number of output rows that are finished."""

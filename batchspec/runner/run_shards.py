@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 
 from batchspec.cluster import slurm
 from batchspec.console.text import counted
-from batchspec.errors import InputError, Interrupted, RankLost, TooManyErrors, WorkerLost
+from batchspec.errors import InputError, Interrupted, RankLost, WorkerLost
 from batchspec.packing.survey import Survey
 from batchspec.packing.work_plan import DecodedShard
 from batchspec.prepare import Job
@@ -19,7 +19,7 @@ from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.timeline import Timeline
 from batchspec.runner.commit_shards import ShardCommitter
 from batchspec.runner.decode_shards import decode_shards
-from batchspec.runner.job_run import JobRun
+from batchspec.runner.job_run import JobRun, check_errors
 from batchspec.runner.oom_fallback import EngineWithFallback
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.shard_work import ShardWork
@@ -208,25 +208,6 @@ def check_all_read(unread: set[int], num_shards: int) -> None:
         raise InputError(
             f"the input gave no rows for {len(unread)} of {num_shards} shards, shard {min(unread)} among them; put back the "
             "files that the job began with, and run the same command again"
-        )
-
-
-def check_errors(job: Job, num_errors: int, *, all_failed: bool = False) -> None:
-    """Raises TooManyErrors if the share of rows with errors exceeds input.max_error_fraction, or every completion is an error.
-
-    num_errors  input rows with at least one error completion
-    """
-    rows = job.layout.num_rows
-    if all_failed:
-        raise TooManyErrors(
-            f"every completion of all {rows} rows is an error; inspect the `error` column of the output, then correct the input, "
-            "input.columns or the chat template"
-        )
-    if not job.config.input.allows(num_errors, rows):
-        raise TooManyErrors(
-            f"{num_errors} of {rows} rows are error rows, more than input.max_error_fraction="
-            f"{job.config.input.max_error_fraction:g} allows; inspect the `error` column of the output, then correct the input "
-            "or raise the fraction"
         )
 
 
