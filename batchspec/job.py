@@ -3,7 +3,8 @@
 read    open_job            every check of input and model; nothing is written before all pass    prepare.py
         checked_run         what the output folder holds of this job, and what this run does      runner/checked_run.py
 admit   survey_first        the first rows become requests; the others do while rows are decoded  prepare.py
-plan    run.read_saved      what earlier runs left: rows, K/V scales, sums of the weights         runner/job_run.py
+plan    heartbeat.begin     the first file in the output folder                                   runstate/heartbeat_writer.py
+        run.read_saved      what earlier runs left: rows, K/V scales, sums of the weights         runner/job_run.py
         EngineWithFallback  a `LoadedEngine`, and a smaller one once memory runs out              runner/oom_fallback.py
         run.begin           the manifest: from here on the folder is a job                        runner/job_run.py
 decode  ShardRunner.run     claim shards, admit and decode their rows, commit each shard once     runner/run_shards.py
@@ -23,6 +24,7 @@ from batchspec.distributed.group import Group
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import TooManyErrors
 from batchspec.load.loaded_engine import LoadedEngine
+from batchspec.load.memory import check_memory
 from batchspec.prepare import open_job, survey_first
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.push import check_push_key
@@ -34,39 +36,42 @@ from batchspec.runner.job_run import JobRun
 from batchspec.runner.oom_fallback import EngineWithFallback, LoadEngine
 from batchspec.runner.run_shards import ShardRunner
 from batchspec.runner.shard_workers import workers_of
-from batchspec.runstate.heartbeats import HeartbeatWriter
+from batchspec.runstate.heartbeat_writer import HeartbeatWriter
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise.signals import EndSignals
 from batchspec.supervise.watchdog import Watchdog
 
 
 def run_job(
-    config: RunConfig, source: Source | None = None, *, group: Group | None = None, watchdog: Watchdog | None = None
+    config: RunConfig, source: Source | None = None, *, group: Group | None = None, watchdog: Watchdog | None = None,
+    heartbeat: HeartbeatWriter | None = None,
 ) -> None:
     """Run a job to its end, or continue it where an earlier run of the same command stopped.
 
-    source    replaces the dataset at input.path
-    group     the processes that compute the target together; this one leads them
-    watchdog  watches this process; None: nothing ends a run that hangs
+    source     replaces the dataset at input.path
+    group      the processes that compute the target together; this one leads them
+    watchdog   watches this process; None: nothing ends a run that hangs
+    heartbeat  of this run since its start; None: it begins after the checks
     """
     with EndSignals() as signals:
-        _run(config, source, group, watchdog or Watchdog(0.0), signals)
+        _run(config, source, group, watchdog or Watchdog(0.0), signals, heartbeat)
 
 
 def _run(
-    config: RunConfig, source: Source | None, group: Group | None, watchdog: Watchdog, signals: EndSignals
+    config: RunConfig, source: Source | None, group: Group | None, watchdog: Watchdog, signals: EndSignals,
+    heartbeat: HeartbeatWriter | None,
 ) -> None:
     watchdog.begin_loading()
     start_up = StartUp()
     start_up.done("imports and configuration")
     check_push_key(config.output)
-    run = checked_run(open_job(config, source, group=group))
+    run = checked_run(open_job(config, source, group=group), None if heartbeat is None else heartbeat.attempt)
     start_up.done("checks")
     if run.found_complete:
         run.begin_change()
     else:
         try:
-            decode_missing(run, signals, start_up=start_up, watchdog=watchdog)
+            decode_missing(run, signals, start_up=start_up, watchdog=watchdog, heartbeat=heartbeat)
         except TooManyErrors:
             if run.folder.missing():
                 raise  # if it came after the last shard, the job is complete: write card and report first
@@ -79,21 +84,22 @@ def _run(
 
 def decode_missing(
     run: JobRun, signals: EndSignals, load: LoadEngine = LoadedEngine.load, start_up: StartUp | None = None,
-    watchdog: Watchdog | None = None,
+    watchdog: Watchdog | None = None, heartbeat: HeartbeatWriter | None = None,
 ) -> None:
     """Admit, plan and decode: commit every shard that is not finished and that no other run works on; print and log the speed.
 
-    run       has rows to decode
-    signals   of this process; the rows are saved when one asks the run to end
-    load      loads the engine; called when every check has passed
-    start_up  the phases of the run so far
-    watchdog  watches this process; None: nothing ends a run that hangs
+    run        has rows to decode
+    signals    of this process; the rows are saved when one asks the run to end
+    load       loads the engine; called when every check has passed
+    start_up   the phases of the run so far
+    watchdog   watches this process; None: nothing ends a run that hangs
+    heartbeat  of this run since its start; None: it begins here
     Raises what `ShardRunner.run` raises.
     """
     start_up = start_up or StartUp()
-    with HeartbeatWriter(run.folder.heartbeats()) as heartbeat:
-        if not run.begins_job:
-            heartbeat.begin()  # a run that ends while it loads is told of too
+    check_memory(run.job)  # before the first file is written
+    with heartbeat or HeartbeatWriter(run.folder.heartbeats()) as heartbeat:
+        heartbeat.begin()  # a run that ends while it loads is told of too
         began = time.perf_counter()
         survey = survey_first(run.job)
         start_up.done("survey")

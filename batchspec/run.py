@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from batchspec.console import terminal
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from batchspec.config.schema import RunConfig
     from batchspec.distributed.channel import Channel
     from batchspec.distributed.group import Group
+    from batchspec.runstate.heartbeat_writer import HeartbeatWriter
     from batchspec.supervise.watchdog import Watchdog
 
 
@@ -59,7 +61,11 @@ def run(config: RunConfig) -> int:
         return 0
     code = workers.supervise(config, devices)
     if task is not None and code == Interrupted.exit_code:
-        terminal.notice(slurm.requeue(task, config.cluster.max_restarts))
+        from batchspec.runstate.heartbeat_writer import mark_requeued
+
+        assert config.output.dir is not None
+        tell = partial(mark_requeued, config.output.dir)
+        terminal.notice(slurm.requeue(task, config.cluster.max_restarts, tell=tell))
     return code
 
 
@@ -73,6 +79,16 @@ def run_here(
     parent    channel on which the parent of a process without a group reads its liveness counter; None: no parent watches it
     Raises as `run_job` does.
     """
+    from batchspec.runstate.heartbeat_writer import starting
+
+    assert config.output.dir is not None
+    with starting(config.output.dir) as heartbeat:
+        _run_here(config, heartbeat, group, watchdog, parent)
+
+
+def _run_here(
+    config: RunConfig, heartbeat: HeartbeatWriter, group: Group | None, watchdog: Watchdog | None, parent: Channel | None
+) -> None:
     if config.device != "cpu" and group is None:
         begin_context()
     with no_garbage_collection():
@@ -87,7 +103,7 @@ def run_here(
     gpu = config.device != "cpu" and torch.cuda.is_available()
     own = watchdog or Watchdog(limit_s(config.cluster.watchdog_s, gpu=gpu), has_parent=parent is not None)
     with imports_frozen(), nullcontext() if watchdog else own.watching():
-        run_job(config, group=group, watchdog=own)
+        run_job(config, group=group, watchdog=own, heartbeat=heartbeat)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,10 @@ EVERYONE = {
 
 # Package (or top module) -> what of batchspec it may import, besides itself and what everyone may.
 MAY_IMPORT: dict[str, set[str]] = {
-    "run": {"config", "console.arguments", "commands.reference", "job", "cli", "cluster", "supervise.watchdog"},
+    "run": {
+        "config", "console.arguments", "commands.reference", "job", "cli", "cluster", "runstate.heartbeat_writer",
+        "supervise.watchdog",
+    },
     "process": {"kernels.common.compiler_hash"},
     "cli": {"console", "commands"},
     "__main__": {"cli"},

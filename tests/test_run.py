@@ -16,6 +16,7 @@ from batchspec.config.compose import _sweep_folder, compose
 from batchspec.config.reference import options
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError, InputError, Interrupted
+from batchspec.runstate.heartbeat_writer import HeartbeatWriter
 from batchspec.supervise.watchdog import Watchdog
 
 GIVEN = ["model.path=m", "input.path=i.parquet", "output.dir=o"]
@@ -28,7 +29,10 @@ class Jobs:
         self.ran: list[RunConfig] = []
         self.does: Callable[[RunConfig], None] = lambda config: None
 
-    def run_job(self, config: RunConfig, group: None = None, watchdog: Watchdog | None = None) -> None:
+    def run_job(
+        self, config: RunConfig, group: None = None, watchdog: Watchdog | None = None, heartbeat: HeartbeatWriter | None = None
+    ) -> None:
+        assert heartbeat is not None, "it begins before anything is imported"
         assert watchdog is not None, "it watches before anything is loaded"
         self.ran.append(config)
         self.does(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -27,9 +28,11 @@ from batchspec.engine.rounds.records import RoundResult
 from batchspec.engine.rounds.round import Round
 from batchspec.errors import ConfigError, Interrupted, OutputError, StorageError
 from batchspec.report.status import JobStatus, StatusReader
+from batchspec.runstate import heartbeat_writer
 from batchspec.runstate import heartbeats as heartbeats_module
 from batchspec.runstate.claims import this_process
-from batchspec.runstate.heartbeats import FOLDER, HeartbeatWriter, RunHeartbeat
+from batchspec.runstate.heartbeat_writer import HeartbeatWriter, mark_requeued, starting
+from batchspec.runstate.heartbeats import FOLDER, RunHeartbeat
 from batchspec.runstate.output_folder import OutputFolder
 from tests.io_samples import built, dataset, new_folder, shards_of
 from tests.models import make_checkpoint, make_tokenizer
@@ -104,12 +107,15 @@ def test_a_young_run_speaks_soon_and_then_less_often(monkeypatch: pytest.MonkeyP
     waited: list[float] = []
     beacon = HeartbeatWriter(SimpleNamespace(write=lambda facts: None, beat_s=10.0))  # type: ignore[arg-type]
 
-    def wait(seconds: float) -> None:
+    def wait(seconds: float) -> bool:
         waited.append(seconds)
+        return len(waited) == 6  # `begin`: there is more to report
 
-    monkeypatch.setattr(beacon, "_over", SimpleNamespace(wait=wait, is_set=lambda: len(waited) == 6, set=lambda: None))
+    monkeypatch.setattr(beacon, "_over", SimpleNamespace(is_set=lambda: len(waited) == 8))
+    monkeypatch.setattr(beacon, "_woken", SimpleNamespace(wait=wait, clear=lambda: None))
+    beacon._begun = True
     beacon._beat()
-    assert waited == [1, 2, 4, 8, 10, 10]
+    assert waited == [1, 2, 4, 8, 10, 10, 1, 2]
 
 
 def test_what_became_of_every_run_is_told(tmp_path: Path) -> None:
@@ -276,7 +282,7 @@ def test_a_store_that_fails_or_hangs_keeps_no_run_from_working_or_ending(monkeyp
         while len(failing.written) < 3:
             time.sleep(0.01)
     assert failing.written[-1]["end"] == "done"
-    monkeypatch.setattr(heartbeats_module, "LAST_BEAT_S", 0.1)
+    monkeypatch.setattr(heartbeat_writer, "LAST_BEAT_S", 0.1)
     over = threading.Event()
 
     def hang() -> None:
@@ -392,6 +398,85 @@ def test_a_run_that_ended_while_it_loaded_is_told_of_too(
     capsys.readouterr()
     assert command.main([str(out)]) == 0
     assert "ended: 2 done, 2 interrupted\n" in capsys.readouterr().out
+
+
+def test_a_run_that_starts_on_a_job_says_so_before_its_imports_and_leaves_nothing_if_it_is_refused(tmp_path: Path) -> None:
+    job(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with starting(str(tmp_path)):
+        got = waited_for(tmp_path, "loading")
+        (mine,) = got.runs
+        assert (mine.state, mine.run.pid, mine.run.slots) == ("loading", os.getpid(), 0)
+        assert re.search(r"\n  loading: \S+, since 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d \(\d s\); it has no batch yet\n", render(got))
+    after = [path for path in sorted(tmp_path.rglob("*")) if path.name != "progress"]
+    assert (after, StatusReader(OutputFolder(tmp_path)).read().state) == (before, "stopped")
+
+
+def test_a_run_that_starts_a_job_writes_nothing_before_its_checks_and_says_then_that_it_loads(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with starting(str(out)) as heartbeat:
+        time.sleep(0.05)
+        assert not out.exists()
+        with suppress(KeyError), heartbeat:
+            heartbeat.begin()
+            got = waited_for(out, "loading")
+            assert "\n  loading: " in render(got)
+            assert "shards" not in render(got).partition("\n\n")[0]
+            raise KeyError("lost")
+    got = waited_for(out, "not begun")
+    assert [(each.state, each.run.said) for each in got.runs] == [("crashed", "KeyError: 'lost'")]
+    text = render(got)
+    assert "no run is working on it; run the same command again to continue" in text
+    assert "crashed" in text
+    assert OutputFolder(out).begins_job(overwrite=False)
+
+
+def waited_for(path: Path, state: str) -> JobStatus:
+    """The status once it is this."""
+    until = time.monotonic() + 10
+    while (got := StatusReader(OutputFolder(path)).read()).state != state:
+        assert time.monotonic() < until, got
+        time.sleep(0.01)
+    return got
+
+
+def test_runs_that_died_while_they_loaded_a_new_job_are_told_of(tmp_path: Path) -> None:
+    (tmp_path / "_batchspec").mkdir()
+    say(tmp_path, 1, slots=0, at=NOW - 60, began_at=NOW - 100)
+    assert look(tmp_path).state == "loading"
+    say(tmp_path, 1, slots=0, at=NOW - 600)
+    say(tmp_path, 2, **{**this_process(), "host": socket.gethostname(), "started": "boot:1", "restart": 0}, slots=0)
+    got = look(tmp_path)
+    assert (got.state, {each.state for each in got.runs}) == ("not begun", {"silent", "gone"})
+    assert command.main([str(tmp_path)]) == 0
+
+
+def test_a_requeued_task_is_told_apart_from_a_stopped_one_until_it_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job(tmp_path)
+    for name, value in {"JOB_ID": "78", "ARRAY_TASK_ID": "3", "PROCID": "0", "RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    say(tmp_path, 1, task="78/3/0", job="77_3", restart=1, end="interrupted", open_shards=[[4, 1]], in_flight_tokens=100)
+    say(tmp_path, 2, task="78/4/0", job="77_4", restart=1, end="interrupted")
+    reader = StatusReader(OutputFolder(tmp_path), clock=lambda: NOW)
+    assert reader.read().state == "stopped"
+    mark_requeued(str(tmp_path), requeued=True)
+    got = reader.read()
+    assert (got.state, {each.run.job: each.state for each in got.runs}) == (
+        "requeued", {"77_3": "requeued", "77_4": "interrupted"}
+    )
+    assert "requeued: job 77_3 start 2, 4 s ago; the batch system starts it again" in render(got)
+    assert "run the same command again" not in render(got)
+    assert got.share == pytest.approx((8 + 1 + 100 / 100) / 20), "the tokens that it saved count on"
+    say(tmp_path, 3, task="78/3/0", job="77_3", restart=2, slots=0)
+    got = reader.read()
+    assert (got.state, {each.run.restart: each.state for each in got.runs if each.run.job == "77_3"}) == (
+        "loading", {1: "interrupted", 2: "loading"}
+    )
+    mark_requeued(str(tmp_path), requeued=False)
+    (tmp_path / FOLDER / f"{attempt(3)}.json").unlink()
+    assert reader.read().state == "stopped"
 
 
 def test_a_loading_run_takes_no_time_left_or_saved_tokens_away(tmp_path: Path) -> None:

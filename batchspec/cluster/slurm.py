@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 TIMEOUT_S = 10.0
@@ -68,8 +68,11 @@ def parse_time(text: str) -> float | None:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def requeue(task: Task, max_restarts: int) -> str:
-    """Requeue the task unless it was cancelled or has no restarts left; returns one line that says what was done."""
+def requeue(task: Task, max_restarts: int, tell: Callable[[bool], None] = lambda requeued: None) -> str:
+    """Requeue the task unless it was cancelled or has no restarts left; returns one line that says what was done.
+
+    tell  called with True before the task is requeued, which ends this process, and with False if it could not be
+    """
     if task.step_tasks > 1:
         return f"job {task.job}: {task.step_tasks} tasks of one srun; the batch script has to run `scontrol requeue {task.job}`"
     code, said = _ask("scontrol", "show", "job", "-o", task.job)
@@ -77,6 +80,7 @@ def requeue(task: Task, max_restarts: int) -> str:
         return f"job {task.job} is not requeued: scontrol says nothing of it ({said}); submit the same command again"
     now = dict(word.partition("=")[::2] for word in said.split())
     if int(now.get("Restarts", 0)) > task.restarts:
+        tell(True)
         return f"job {task.job} is requeued by Slurm"
     if now.get("JobState") in ("COMPLETING", "CANCELLED") and now.get("Reason") != "TimeLimit":
         return f"job {task.job} was cancelled and is not requeued; submit the same command again to go on"
@@ -85,8 +89,10 @@ def requeue(task: Task, max_restarts: int) -> str:
             f"job {task.job} is out of restarts: {task.restarts} of cluster.max_restarts={max_restarts} are used; everything is "
             "saved, submit the same command again to go on"
         )
+    tell(True)
     code, said = _ask("scontrol", "requeue", task.job)
     if code != 0:
+        tell(False)
         return f"job {task.job} is not requeued ({said}); submit the same command again to go on"
     return f"job {task.job} is requeued, restart {task.restarts + 1} of {max_restarts}"
 

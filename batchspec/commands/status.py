@@ -21,7 +21,7 @@ from batchspec.runstate.output_folder import OutputFolder
 MAX_LIVING = 40
 MAX_ENDED = 8
 WATCH_S = 10.0
-NOT_BEGUN = "{out}: no job there; a run makes its output folder when it has loaded the model: wait for that, or correct the path"
+NOT_BEGUN = "{out}: no job there; a run makes its output folder after its checks: wait for that, or correct the path"
 HEADER = ("run", "state", "shards", "claims", "completions", "tok/s", "acceptance", "rows", "heartbeat")
 
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         while True:
             status = reader.read()
-            if args.watch is None and status.state == "not begun":
+            if args.watch is None and status.state == "not begun" and not status.runs:
                 raise OutputError(NOT_BEGUN.format(out=status.path))
             if screen:
                 terminal.clear_screen()
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def render(status: JobStatus) -> str:
     """The status as plain text."""
-    if status.state == "not begun":
+    if status.state == "not begun" and not status.runs:
         return NOT_BEGUN.format(out=one_line(status.path))
     lines = [f"{one_line(status.path)}: {status.state}", *_facts(status)]
     living = [each for each in status.runs if each.lives]
@@ -79,15 +79,21 @@ def render(status: JobStatus) -> str:
 
 def _facts(status: JobStatus) -> Iterator[str]:
     living = [each for each in status.runs if each.lives]
-    rows = f"{status.rows:,} of {status.rows_total:,} rows"
-    yield f"  {status.share:.1%} done, {status.shards:,} of {status.shards_total:,} shards committed ({rows})"
+    if status.shards_total:
+        rows = f"{status.rows:,} of {status.rows_total:,} rows"
+        yield f"  {status.share:.1%} done, {status.shards:,} of {status.shards_total:,} shards committed ({rows})"
+    for each in living:
+        if each.state == "loading":
+            since = f"since {_time(each.run.began_at)} ({_ago(each.old_s)})"
+            yield f"  loading: {one_line(each.run.name)}, {since}; it has no batch yet"
     length = status.mean_acceptance_length
-    if living:
+    if status.state == "running":
         left = "unknown" if status.left_s is None else tqdm.format_interval(status.left_s)
         if status.left_s is not None and status.left_s < BEAT_S:  # the runs' reports may be as old as that
             left = f"under {BEAT_S:.0f} s"
         yield f"  {status.tok_s:,.0f} tok/s by {counted(len(living), 'run')}, time left {left}"
-    yield f"  {status.tokens:,} tokens" + ("" if length is None else f", mean acceptance length {length:.2f}")
+    if status.shards_total:
+        yield f"  {status.tokens:,} tokens" + ("" if length is None else f", mean acceptance length {length:.2f}")
     if status.errors:
         yield f"  {counted(status.errors, 'error row')}; batchspec stats {one_line(for_shell(status.path))} counts them by code"
     slow = [each for each in living if each.straggler]
@@ -102,7 +108,10 @@ def _facts(status: JobStatus) -> Iterator[str]:
         yield f"  stale claims of runs that have ended, on shards {shards}: {todo}"
     if status.unreadable:
         yield f"  {counted(status.unreadable, 'progress file')} not readable, ignored"
-    if status.state == "stopped":
+    for each in status.runs:
+        if each.state == "requeued":
+            yield f"  requeued: {one_line(each.run.name)}, {_ago(each.age_s)} ago; the batch system starts it again"
+    if status.state in ("stopped", "not begun"):
         yield "  no run is working on it; run the same command again to continue"
 
 
@@ -124,6 +133,11 @@ def _end(each: RunStatus) -> str:
     made = f"{counted(run.shards, 'shard')}, {counted(run.completions, 'completion')}"
     line = f"  {one_line(each.run.name)}  {each.state} {_ago(each.age_s)} ago, {made}"
     return line + (f": {one_line(' '.join(reason.split()), MESSAGE_CHARS)}" if reason else "")
+
+
+def _time(seconds: float) -> str:
+    """A time since 1970 by this machine's clock and time zone."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _ago(seconds: float) -> str:

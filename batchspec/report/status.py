@@ -18,6 +18,8 @@ STUCK_S = 120.0
 SLOW = 0.5
 """A straggler is slower than this share of the median tokens a second, taken over at least MIN_RUNS runs."""
 MIN_RUNS = 3
+SAVED = ("interrupted", "requeued")
+"""States of ended runs that saved the tokens of their unfinished rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +29,12 @@ class RunStatus:
     run: RunHeartbeat
     state: str
     """running
-    loading  it reads the input or loads the model: it has no batch yet
+    loading  it imports, checks, reads the input or loads the model: it has no batch yet
     waiting  it has no shard, because other runs work on the last ones
     stuck    it has rows, and no result for STUCK_S
     silent   no heartbeat for as long as a claim lasts, by this machine's clock
     gone     it was killed or crashed: its process does not exist any more, or its batch task was started again
+    requeued it was interrupted, and the batch system has not started its task again yet
     done, interrupted, failed, crashed: as the run itself reported at its end
     """
     shards: tuple[int, ...]
@@ -39,6 +42,11 @@ class RunStatus:
     straggler: bool
     age_s: float
     """Seconds since its last heartbeat; 0 if the clocks of two machines disagree."""
+
+    @property
+    def old_s(self) -> float:
+        """Seconds since it began."""
+        return self.run.at - self.run.began_at + self.age_s
 
     @property
     def lives(self) -> bool:
@@ -49,7 +57,13 @@ class RunStatus:
 class JobStatus:
     path: str
     state: str
-    """not begun, running, stopped (shards are missing and no run works on them), complete"""
+    """not begun   no run has loaded a model for it, or tries to
+    loading     runs were started, and none has a batch yet
+    running     a run has a batch
+    requeued    no run is left, and the batch system starts a task again
+    stopped     shards are missing, and no run works on them
+    complete
+    """
     rows: int
     rows_total: int
     """Input rows; `rows` are those of committed shards."""
@@ -92,10 +106,11 @@ class StatusReader:
     def read(self) -> JobStatus:
         """The status now. Raises OutputError for a folder that holds something else than a job; StorageError."""
         output = self._output
-        if output.is_untouched():
-            return _not_begun(output.path)
-        output.latest_changes()
         self._files = self._files or output.heartbeats()
+        if output.is_untouched():
+            runs, unreadable = self._files.read()
+            return _not_begun(output.path, _run_statuses(runs, {}, self._clock(), output.claims().stale_s), unreadable)
+        output.latest_changes()
         runs, unreadable = self._files.read()  # before the claims: a run that ends in between releases them
         missing = output.missing()
         claims = output.claims()
@@ -106,7 +121,7 @@ class StatusReader:
         rounds = sum(run.rounds for run in runs)
         return JobStatus(
             path=output.path,
-            state="complete" if not missing else "running" if lives else "stopped",
+            state="complete" if not missing else _state_of_job(statuses, idle="stopped"),
             rows=output.manifest.num_rows - output.manifest.layout.num_rows_of(missing),
             rows_total=output.manifest.num_rows,
             shards=output.num_shards - len(missing),
@@ -119,17 +134,29 @@ class StatusReader:
             tokens=sum(run.tokens for run in runs),
             mean_acceptance_length=1 + sum(run.accepted for run in runs) / rounds if rounds else None,
             left_s=left_s if missing else None,
-            runs=tuple(sorted(statuses, key=lambda status: (not status.lives, not status.straggler, -status.run.at))),
+            runs=_sorted(statuses),
             stale_claims=_stale(owners, statuses),
             unreadable=unreadable,
         )
 
 
-def _not_begun(path: str) -> JobStatus:
+def _not_begun(path: str, statuses: Sequence[RunStatus], unreadable: int) -> JobStatus:
     return JobStatus(
-        path=path, state="not begun", rows=0, rows_total=0, shards=0, shards_total=0, completions=0, completions_total=0,
-        share=0.0, errors=0, tok_s=0, tokens=0, mean_acceptance_length=None, left_s=None, runs=(), stale_claims={}, unreadable=0,
+        path=path, state=_state_of_job(statuses, idle="not begun"), rows=0, rows_total=0, shards=0, shards_total=0,
+        completions=0, completions_total=0, share=0.0, errors=0, tok_s=0, tokens=0, mean_acceptance_length=None, left_s=None,
+        runs=_sorted(statuses), stale_claims={}, unreadable=unreadable,
     )
+
+
+def _state_of_job(statuses: Sequence[RunStatus], *, idle: str) -> str:
+    """The state of a job that is not complete. idle: its name if no run lives."""
+    if lives := [status for status in statuses if status.lives]:
+        return "loading" if all(status.state == "loading" for status in lives) else "running"
+    return "requeued" if any(status.state == "requeued" for status in statuses) else idle
+
+
+def _sorted(statuses: Sequence[RunStatus]) -> tuple[RunStatus, ...]:
+    return tuple(sorted(statuses, key=lambda status: (not status.lives, not status.straggler, -status.run.at)))
 
 
 def _run_statuses(runs: Sequence[RunHeartbeat], owners: dict[int, str], now: float, stale_s: float) -> list[RunStatus]:
@@ -155,6 +182,8 @@ def _run_statuses(runs: Sequence[RunHeartbeat], owners: dict[int, str], now: flo
 
 
 def _state(run: RunHeartbeat, held: tuple[int, ...], last_start: int, who: dict[str, Any], now: float, stale_s: float) -> str:
+    if run.end == "requeued" and run.restart < last_start:
+        return "interrupted"
     if run.end:
         return run.end
     if owner_is_gone(asdict(run), who) or (run.task and run.restart < last_start):
@@ -207,7 +236,7 @@ def _in_flight(statuses: Sequence[RunStatus]) -> int:
     """Tokens of unfinished rows: of living runs, and of interrupted runs that saved them if no run has saved its own since."""
     saving = [status.run for status in statuses if status.run.slots and status.state not in ("gone", "crashed")]
     latest = max((run.began_at for run in saving), default=0.0)  # without those that only loaded, and those that were killed
-    counted = (status.run for status in statuses if status.lives or (status.state == "interrupted" and status.run.at >= latest))
+    counted = (status.run for status in statuses if status.lives or (status.state in SAVED and status.run.at >= latest))
     return sum(run.in_flight_tokens for run in counted)
 
 

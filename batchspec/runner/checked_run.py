@@ -10,12 +10,13 @@ from batchspec.runner.job_run import JobRun, open_run
 from batchspec.runstate.output_folder import OutputFolder
 
 
-def checked_run(job: Job) -> JobRun:
+def checked_run(job: Job, attempt: str | None = None) -> JobRun:
     """The run that this command asks for, after every check of what it will write. Writes nothing.
 
+    attempt  the run's id; None: a new one
     Raises as `open_run` and `check_target`; OutputError for a file of output.openai that the job may not write.
     """
-    run = open_run(job)
+    run = open_run(job, attempt)
     check_answers_file(job.config, is_new=run.begins_job)
     check_target(run.job)
     return run

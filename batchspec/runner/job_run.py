@@ -28,14 +28,15 @@ from batchspec.runstate.journal import Journaled, saved_rows
 from batchspec.runstate.output_folder import OutputFolder
 
 
-def open_run(job: Job) -> JobRun:
+def open_run(job: Job, attempt: str | None = None) -> JobRun:
     """The run that this command asks for. The output folder is absent or that of this job. Writes nothing.
 
+    attempt  the run's id; None: a new one
     Raises OutputError if it holds another job, or one that this command cannot retry or extend.
     """
     config = job.config.output
     assert config.dir is not None
-    folder = OutputFolder(config.dir)
+    folder = OutputFolder(config.dir, attempt)
     check_added_columns(job, folder)
     folder.check(
         fingerprint=job_fingerprint(job),

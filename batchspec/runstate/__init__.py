@@ -20,5 +20,5 @@ dataset/ for the shard's Parquet file.
   attempts.py        what runs were computing when they crashed
   generations.py     how a job changed since: retries (resume.retry), and extensions in one order with them
   extensions.py      rows that were added to a job (resume=extend)
-  heartbeats.py      what every run reports about itself, for `batchspec status`
+  heartbeats.py      what every run reports about itself, for `batchspec status`; heartbeat_writer.py writes it
 """

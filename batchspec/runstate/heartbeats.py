@@ -10,31 +10,25 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, fields
-from types import TracebackType
-from typing import Any, Self
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
-from batchspec.errors import BatchspecError, Interrupted
+from batchspec.errors import BatchspecError
 from batchspec.runstate.claims import this_process
+from batchspec.runstate.manifest import MANIFEST
 from batchspec.storage.store import Store
 
 FOLDER = "_batchspec/progress"
-FIRST_BEAT_S = 1.0
-"""The first interval. It is doubled each time, up to BEAT_S or REMOTE_BEAT_S, so that short jobs have heartbeats too."""
 BEAT_S = 10.0
 REMOTE_BEAT_S = 30.0
 """On S3: 120 PUTs an hour for each run."""
-LAST_BEAT_S = 5.0
-"""Maximum time that a run waits at its end for its last heartbeat."""
 READ_AT_ONCE = 16
 SAID_CHARS = 500
+"""Maximum length of the message that a run ended with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +51,8 @@ class RunHeartbeat:
     at: float = 0.0
     """When this was written; like `began_at` seconds since 1970."""
     end: str = ""
-    """done, interrupted (a signal, the time limit), failed (an error of batchspec's), crashed; empty while it runs."""
+    """done, interrupted (a signal, the time limit), requeued (interrupted, and the batch system starts its task again), failed
+    (by an error of batchspec's), crashed; empty while it runs."""
     said: str = ""
     """The message that the run ended with."""
     expected: int = 0
@@ -119,13 +114,34 @@ class HeartbeatFiles:
     """The heartbeat files of one job; the run `attempt` writes its own."""
 
     def __init__(self, store: Store, attempt: str) -> None:
-        self._store, self._attempt = store, attempt
+        self._store, self.attempt = store, attempt
         self.beat_s = REMOTE_BEAT_S if store.method == "put" else BEAT_S
         self._ended: dict[str, RunHeartbeat] = {}
+        self._wrote = False
 
     def write(self, facts: Mapping[str, Any]) -> None:
         """Raises StorageError."""
-        self._store.put(f"{FOLDER}/{self._attempt}.json", json.dumps({"attempt": self._attempt, **facts}).encode())
+        self._wrote = True
+        self._store.put(f"{FOLDER}/{self.attempt}.json", json.dumps({"attempt": self.attempt, **facts}).encode())
+
+    def is_job(self) -> bool:
+        """Whether the folder holds a job. Raises StorageError."""
+        return self._store.exists(MANIFEST)
+
+    def withdraw(self) -> None:
+        """Delete this run's file, if it wrote one."""
+        name = f"{FOLDER}/{self.attempt}.json"
+        with suppress(BatchspecError):
+            if self._wrote:
+                self._store.delete(name, self._store.version(name))
+
+    def mark_requeued(self, *, requeued: bool) -> None:
+        """Note of the interrupted runs of this start of the batch task that the task is started again, or that it is not."""
+        own, ends = this_process(), ("interrupted", "requeued") if requeued else ("requeued", "interrupted")
+        for run in self.read()[0]:
+            if run.end == ends[0] and run.task == own["task"] and run.restart == own["restart"]:
+                with suppress(BatchspecError):
+                    self._store.put(f"{FOLDER}/{run.attempt}.json", json.dumps(asdict(replace(run, end=ends[1]))).encode())
 
     def read(self) -> tuple[list[RunHeartbeat], int]:
         """Every run with a readable file, and the number of unreadable files. Files of ended runs are read once."""
@@ -143,68 +159,6 @@ class HeartbeatFiles:
         run = None
         with suppress(BatchspecError):  # deleted since the listing, or not a file
             run = RunHeartbeat.parse(self._store.read(f"{FOLDER}/{name}"))
-        if run is not None and run.end:
+        if run is not None and run.end and not (run.task and run.end in ("interrupted", "requeued")):  # one may become the other
             self._ended[name] = run
         return run
-
-
-class HeartbeatWriter:
-    """Writes a run's heartbeat within a block: from `begin` on, again after FIRST_BEAT_S, later every `files.beat_s` s, and at
-    the end, with how the run ended.
-
-    It has its own thread, so that a slow store does not delay rounds, and a run that hangs still reports (`quiet_s`).
-    """
-
-    def __init__(self, files: HeartbeatFiles) -> None:
-        self._files = files
-        self._facts: Callable[[], Mapping[str, Any]] = dict
-        self._who = {**this_process(), "job": _job(), "began_at": round(time.time(), 3), "slots": 0}
-        self._over = threading.Event()
-        self._last_beat: dict[str, Any] = {}
-        self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def begin(self, facts: Callable[[], Mapping[str, Any]] = dict, *, slots: int = 0) -> None:
-        """Write the heartbeat from now on; called again once there is more to report.
-
-        facts  returns fields of RunHeartbeat; called in the thread
-        slots  number of slots of the batch; 0: the run still loads
-        """
-        self._facts, self._who["slots"] = facts, slots
-        if self._thread.ident is None:
-            self._thread.start()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._last_beat = _last_beat(error)
-        self._over.set()
-        if self._thread.ident is not None:
-            self._thread.join(LAST_BEAT_S)
-
-    def _beat(self) -> None:
-        wait_s = min(FIRST_BEAT_S, self._files.beat_s)
-        while True:
-            over = self._over.is_set()
-            with suppress(BatchspecError):  # a failed heartbeat must not fail the job; the next one replaces it
-                self._files.write({**self._who, "at": round(time.time(), 3), **self._facts(), **self._last_beat})
-            if over:
-                return
-            self._over.wait(wait_s)
-            wait_s = min(2 * wait_s, self._files.beat_s)
-
-
-def _job() -> str:
-    array, index = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{index}" if array else os.environ.get("SLURM_JOB_ID", "")
-
-
-def _last_beat(error: BaseException | None) -> dict[str, Any]:
-    if error is None:
-        return {"end": "done"}
-    if isinstance(error, Interrupted | KeyboardInterrupt):
-        end = "interrupted"
-    else:
-        end = "failed" if isinstance(error, BatchspecError) else "crashed"
-    said = str(error) if isinstance(error, BatchspecError) else f"{type(error).__name__}: {error}"
-    return {"end": end, "said": " ".join(said.split())[:SAID_CHARS]}

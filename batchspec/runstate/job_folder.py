@@ -30,8 +30,8 @@ from batchspec.storage.store import Store
 class JobFolder(JobState):
     """A folder and the job in it. Nothing is written before `create`."""
 
-    def __init__(self, path: Path | str) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path | str, attempt: str | None = None) -> None:
+        super().__init__(path, attempt)
         self.command = this_command()
 
     def check(

@@ -16,9 +16,8 @@ from batchspec.runstate.generations import Change, Generation, Generations, fold
 from batchspec.runstate.manifest import MANIFEST, Manifest
 from batchspec.runstate.overwrite import check_own, read_manifest
 from batchspec.storage.open_store import open_store
-from batchspec.storage.store import Store
+from batchspec.storage.store import TMP, Store
 
-TMP = "_batchspec/tmp"
 SETTLE_S = 1.0
 """Seconds in which a run that began at the same moment may replace a file that all runs share, if the store has no hard links."""
 
@@ -27,11 +26,11 @@ class JobState:
     """A folder and what the job in it is now.
 
     path     the folder, as the user wrote it
-    attempt  uuid of this run, part of the names of its files
+    attempt  uuid of this run, part of the names of its files; None: a new one
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self.attempt = uuid.uuid4().hex
+    def __init__(self, path: Path | str, attempt: str | None = None) -> None:
+        self.attempt = attempt or uuid.uuid4().hex
         self._store: Store = open_store(path, TMP)
         self.path = self._store.where
         self._generations = Generations(self._store)

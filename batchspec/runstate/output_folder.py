@@ -49,8 +49,8 @@ CheckInput = Callable[[int, int], None]
 class OutputFolder(RunFolder):
     """The output of one job: its shards, its card, and the files of its runs under _batchspec/."""
 
-    def __init__(self, path: Path | str) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path | str, attempt: str | None = None) -> None:
+        super().__init__(path, attempt)
         self._sums = ShardSums(self._store, self.attempt)
 
     def rows_of(self, index: int) -> range:

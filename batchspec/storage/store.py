@@ -21,6 +21,8 @@ STALE_S = 24 * 3600
 """A temporary file that was not written to for this long is abandoned: writing one takes seconds."""
 LONGEST_NAME = 255
 """Bytes of the longest name that a store is given, with room to spare."""
+TMP = "_batchspec/tmp"
+"""The folder of an output folder in which a local store makes its files."""
 AT_ONCE = 16
 IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR)
 """Error numbers that say that something else has the name of a file or folder."""
