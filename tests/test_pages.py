@@ -16,6 +16,7 @@ from batchspec.config.train_schema import TrainRun
 from batchspec.config.typed import keys
 from batchspec.dataset.columns import TYPES, map_columns
 from batchspec.dataset.schema import output_schema
+from tests import demo_picture
 
 ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "jobs"
@@ -78,6 +79,10 @@ def test_the_index_of_the_job_pages_names_every_file_beside_it() -> None:
     named = {path.name for path in JOBS.iterdir() if re.search(rf"[`\[]{re.escape(path.name)}[`\]]", index)}
     present = {path.name for path in JOBS.iterdir() if path.is_file()}
     assert present - named == {"README.md", "report.png"}
+
+
+def test_readme_shows_the_lines_and_the_picture_of_one_run_of_the_demo() -> None:
+    assert demo_picture.block_of_readme() == demo_picture.lines_of_picture(), "python -m tests.demo_picture makes both anew"
 
 
 def test_every_column_of_the_input_is_in_its_page() -> None:

@@ -159,7 +159,7 @@ def test_the_lines_of_a_run_s_log_are_short_and_use_no_word_before_it_is_explain
         assert [line for line in lines if len(line) >= 120] == []
         assert "live row" not in said
         assert "ETA 00:00" not in said
-        first = {word: next(line for line in lines if re.search(rf"\b{word}s?\b", line)) for word in ("slot", "round")}
-        assert re.search(r"^2 slots: so many rows at a time", first["slot"])
+        first = {word: next(line for line in lines if re.search(rf"\b{word}s?\b", line)) for word in ("page", "round")}
+        assert re.fullmatch(r"2 rows at a time, up to \d+ tokens each; K/V cache of \d+ pages of 16 tokens", first["page"])
         explained = "drafts up to 8 tokens for each row, and the model" if drafter == "lookup" else "adds one token to each row"
         assert first["round"].startswith(f"draft={drafter}: a round {explained}")

@@ -104,7 +104,7 @@ def test_an_array_loses_no_row_to_requeueing_cancelling_and_running_out_of_resta
 
     lab.release(f"{job}_2", node)
     said = len(log.read_text())
-    wait_for(lambda: "slots: so many rows" in log.read_text()[said:], PATIENT_S, "the second start of task 2")
+    wait_for(lambda: " at a time, up to " in log.read_text()[said:], PATIENT_S, "the second start of task 2")
     lab.run("scancel", "-b", "-s", "USR1", f"{job}_2")
     wait_for(lambda: lab.state(f"{job}_2") not in ("RUNNING", "COMPLETING"), PATIENT_S, "the end of task 2")
     facts = lab.job(f"{job}_2")

@@ -95,8 +95,8 @@ def load_engine(
     batch = plan_batch(job, demand, device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises), loaded=True)
     drafter = job.drafter.build(weights, target, slots=batch.num_slots)
     progress.phase(
-        f"{counted(batch.num_slots, 'slot')}: so many rows at a time, each of at most {batch.max_len} tokens; "
-        f"{batch.num_pages} pages of {batch.page_size} tokens"
+        f"{counted(batch.num_slots, 'row')} at a time, up to {batch.max_len} tokens each; "
+        f"K/V cache of {batch.num_pages} pages of {batch.page_size} tokens"
     )
     if config.decode.score == "none":  # else nothing is decoded, and there are no rounds
         chosen = f" (draft=auto: {job.why_drafter})" if job.why_drafter else ""
