@@ -31,6 +31,8 @@ from batchspec.config.values import EXAMPLES, written
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
+from batchspec.process.local_files import told
+from batchspec.process.refusals import refusal
 
 Schema = TypeVar("Schema")
 Report = Callable[[BatchspecError], int]
@@ -75,6 +77,7 @@ def composed(name: str, overrides: Sequence[str], *, schema: type[Schema]) -> Sc
 
 def _composed(name: str, overrides: Sequence[str], known: Any) -> DictConfig:
     """conf/NAME.yaml with these overrides; leaves Hydra's global state unchanged. `known`: an instance of the schema."""
+    _check_working_folder()
     state = GlobalHydra.instance().hydra
     try:
         GlobalHydra.instance().clear()
@@ -110,6 +113,7 @@ def launch(
             sys.exit(code)
 
     try:
+        _check_working_folder()
         options, words = _check_options(overrides), for_hydra(overrides)
     except ConfigError as error:
         return report(error)
@@ -129,6 +133,14 @@ def launch(
         if full is None:
             del os.environ["HYDRA_FULL_ERROR"]
     return codes[-1]
+
+
+def _check_working_folder() -> None:
+    """Raises ConfigError if it was deleted: Hydra and relative paths need it."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(f"the working folder cannot be found ({told(error)}); change to another one") from error
 
 
 def _check_options(words: Sequence[str]) -> Namespace:
@@ -159,7 +171,9 @@ def reported(task: Callable[[], int | None], report: Report | None = None) -> in
         return task() or 0
     except BatchspecError as error:
         return (report or report_line)(error)
-    except Exception:
+    except Exception as error:
+        if (refused := refusal(error)) is not None:
+            return (report or report_line)(refused)
         terminal.print_traceback(traceback.format_exc())
         return 1
 

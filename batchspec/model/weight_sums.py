@@ -8,7 +8,6 @@ stored, whatever dtype, device or number of GPUs a run has.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from torch import Tensor
 from batchspec.errors import OutputError
 from batchspec.model.files import listed
 from batchspec.process.load_progress import count_step
+from batchspec.process.machine import num_cpus
 
 PIECE_BYTES = 1 << 24
 MOST_THREADS = 32
@@ -88,7 +88,7 @@ class Summing:
 
     def __init__(self, num_threads: int | None = None) -> None:
         """num_threads  None: half of the cores of this process, MOST_THREADS at most"""
-        threads = num_threads or max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
+        threads = num_threads or max(1, min(MOST_THREADS, num_cpus() // 2))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight sums")
         self._pieces: dict[str, list[Future[bytes]]] = {}
 

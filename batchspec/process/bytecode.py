@@ -18,6 +18,8 @@ from importlib.machinery import PathFinder
 from importlib.util import cache_from_source
 from pathlib import Path
 
+from batchspec.process.machine import num_cpus, user_cache
+
 FEWEST_CPUS, MOST_PROCESSES = 4, 8
 LONGEST_S = 20
 """Seconds after which a start goes on without the rest of the bytecode."""
@@ -59,8 +61,7 @@ def _use(folder: Path) -> None:
 
 
 def _folder() -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "batchspec" / "bytecode"
+    return user_cache() / "batchspec" / "bytecode"
 
 
 def _has_bytecode(source: Path) -> bool:
@@ -69,7 +70,7 @@ def _has_bytecode(source: Path) -> bool:
 
 def _compile_listed() -> None:
     """Compile the listed sources in as many processes as there are CPUs. Raises OSError if no process can be started."""
-    num = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
+    num = min(MOST_PROCESSES, num_cpus())
     if num < FEWEST_CPUS:
         return
     found = {source: source.stat().st_size for name in listed() if (source := _source(name)) is not None}

@@ -133,4 +133,7 @@ def stopped_after(cpu_s: float) -> Iterator[None]:
 def limit_cpu(cpu_s: int) -> None:
     """From now on this process has at least `cpu_s` seconds of CPU time, and at most two more; then the system ends it with
     SIGXCPU."""
-    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + cpu_s, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)  # whoever started the run may have had it ignored
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    soft = int(time.process_time()) + 1 + cpu_s
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))

@@ -106,11 +106,18 @@ def unusable_name(path: Path | str, below: int = 0) -> str:
     whole = Path(os.path.abspath(path))
     there = next((place for place in (whole, *whole.parents) if os.path.exists(place)), whole.anchor)
     longest = max(map(os.fsencode, whole.parts), key=len)
-    if len(longest) > (limit := os.pathconf(there, "PC_NAME_MAX")):
+    if len(longest) > (limit := _limit(there, "PC_NAME_MAX", 255)):
         return f"a name in it has {len(longest):,} bytes, and the file system takes {limit:,}"
-    if len(os.fsencode(whole)) + below > (limit := os.pathconf(there, "PC_PATH_MAX") - 1):
+    if len(os.fsencode(whole)) + below > (limit := _limit(there, "PC_PATH_MAX", 4096) - 1):
         return f"it has {len(os.fsencode(whole)):,} bytes, and the file system takes {limit - below:,}"
     return ""
+
+
+def _limit(place: Path | str, name: str, usual: int) -> int:
+    try:
+        return os.pathconf(place, name)
+    except OSError:  # the file system does not tell
+        return usual
 
 
 def _is_there(path: Path | str) -> bool:

@@ -26,14 +26,19 @@ class OutOfMemoryGuard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        short = (
-            isinstance(error, MemoryError)
-            or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS))
-            or (isinstance(error, OSError) and error.errno == errno.ENOMEM)  # no process could be started
-        )
-        if short:
-            self.message = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return short
+        if error is None or not shortage(error):
+            return False
+        self.message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return True
+
+
+def shortage(error: BaseException) -> bool:
+    """Whether it is an error of running out of memory."""
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS))
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)  # no process could be started
+    )
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from batchspec.errors import WorkerLost
 from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
 from batchspec.prepare import Job
 from batchspec.process.child_process import python_command, signals_blocked
+from batchspec.process.machine import num_cpus
 from batchspec.process.own_process import finalize_here
 from batchspec.records import Completion
 from batchspec.runner import shard_worker
@@ -46,7 +47,7 @@ def workers_of(job: Job, attempt: str) -> ShardWork | ShardWorkers:
     """What admits rows and makes tables in a run: input.num_workers processes, or this one."""
     work, num_workers = ShardWork.of(job, attempt), job.config.input.num_workers
     if num_workers is None:
-        num_workers = 0 if job.device.type == "cpu" else min(MOST_WORKERS, len(os.sched_getaffinity(0)) // 2)
+        num_workers = 0 if job.device.type == "cpu" else min(MOST_WORKERS, num_cpus() // 2)
     return ShardWorkers(work, num_workers) if num_workers else work
 
 

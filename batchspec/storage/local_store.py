@@ -25,6 +25,8 @@ from batchspec.storage.store import LONGEST_NAME, STALE_S, Tail, storage_errors,
 
 TURNS = 20
 """Number of tries if one run deletes a folder while another one writes a file there."""
+NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+"""Errors of a file system that syncs files but no folders, such as some network ones: it writes names as it likes."""
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV, errno.EINVAL)
 """Errors with which file systems without hard links refuse one."""
 
@@ -290,5 +292,8 @@ def _sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
     finally:
         os.close(handle)

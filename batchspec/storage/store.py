@@ -24,8 +24,13 @@ LONGEST_NAME = 255
 TMP = "_batchspec/tmp"
 """The folder of an output folder in which a local store makes its files."""
 AT_ONCE = 16
-IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR)
-"""Error numbers that say that something else has the name of a file or folder."""
+CURES = {
+    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR), "move away what is in its place"),
+    **dict.fromkeys((errno.EINVAL, errno.ENOSYS, errno.ENOTSUP), "repair the file system, or use one that can do it"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
+    errno.EFBIG: "raise the limit of the size of a file (ulimit -f)",
+}
+"""What to do by error number."""
 
 Item = TypeVar("Item")
 T = TypeVar("T")
@@ -128,7 +133,7 @@ def storing(what: str) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise OutputError(f"{what} failed: a name is too long for the file system; choose a shorter one") from error
-        cure = "move away what is in its place" if error.errno in IN_THE_WAY else "free space or repair the file system"
+        cure = CURES.get(error.errno or 0, "free space or repair the file system")
         raise StorageError(
             f"{what} failed: {told(error)}; nothing committed is lost: {cure} and run the same command again"
         ) from error

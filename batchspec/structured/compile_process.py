@@ -18,6 +18,7 @@ from typing import Any
 
 from batchspec.automata.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.process.child_process import OutOfTime, limit_cpu, stopped_after
+from batchspec.process.machine import lower_limit
 from batchspec.structured.compile_pool import Attempt
 from batchspec.structured.dfa import dfa_of
 from batchspec.structured.json_schema.leaves import BadSchema
@@ -127,7 +128,7 @@ def main() -> None:
     sys.setrecursionlimit(MAX_RECURSION)
     read, write = sys.stdin.buffer, sys.stdout.buffer
     job, memory_bytes, cpu_s = pickle.load(read)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes,) * 2)
+    lower_limit(resource.RLIMIT_AS, memory_bytes)
     answer(Attempt("choice", '["a"]', cpu_s, cpu_s), **job)  # what all constraints share takes time, too: it is made before
     gc.freeze()
     gc.disable()  # while an automaton is made, nearly nothing is garbage: looking for it takes a sixth of the time

@@ -27,6 +27,7 @@ import numpy as np
 from batchspec.automata.lazy_automaton import Ask, Expansion, LazyAutomaton, Recheck
 from batchspec.automata.token_automaton import DEAD, KEPT_STEPS, TokenSymbols
 from batchspec.process.child_process import limit_cpu
+from batchspec.process.machine import lower_limit
 from batchspec.structured.compile_process import MAX_RECURSION, unexpected, why
 from batchspec.structured.lazy_dfa import LazyDfa, TooManyStates
 from batchspec.structured.lazy_masks import Expander
@@ -187,7 +188,7 @@ def main() -> None:
     read, write = sys.stdin.buffer, sys.stdout.buffer
     job, memory_bytes, cpu_s = pickle.load(read)
     work = Work(**job)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes,) * 2)
+    lower_limit(resource.RLIMIT_AS, memory_bytes)
     while True:
         try:
             ask = pickle.load(read)

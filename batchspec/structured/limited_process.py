@@ -5,7 +5,6 @@ One that exceeds a limit dies alone, and the next request starts a new one.
 
 from __future__ import annotations
 
-import os
 import pickle
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
 from batchspec.process.child_process import start_module
+from batchspec.process.machine import num_cpus
 
 MOST_PROCESSES = 8
 MAX_KILLS = 3
@@ -31,7 +31,7 @@ class Defect(NamedTuple):
 
 def num_processes() -> int:
     """Half of the CPUs that this process may use, at least one and at most MOST_PROCESSES."""
-    return min(MOST_PROCESSES, max(1, len(os.sched_getaffinity(0)) // 2))
+    return min(MOST_PROCESSES, max(1, num_cpus() // 2))
 
 
 class Died(Exception):

@@ -10,6 +10,7 @@ import json
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -21,6 +22,7 @@ from batchspec.errors import ConfigError
 from batchspec.kernels.gemm.autotune import Trial, run_trials
 from batchspec.kernels.gemm.four_bit_trial import FourBitTrial
 from batchspec.kernels.gemm.tiles import Tile
+from batchspec.process.machine import user_cache
 
 TOKEN_COUNTS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 1024)
 Product = tuple[str, int, int]
@@ -124,7 +126,10 @@ def _table(gpu: str) -> Table:
         return _adopted[gpu]
     table: Table = {}
     shipped = files("batchspec.conf").joinpath("tuned", _file_name(gpu))
-    for path in (Path(str(shipped)), _cache_path(gpu)):
+    paths = [Path(str(shipped))]
+    with suppress(FileNotFoundError):
+        paths.append(_cache_path(gpu))
+    for path in paths:
         if path.is_file():
             table |= _parse(_read(path), path)
     return table
@@ -166,5 +171,4 @@ def _file_name(gpu: str) -> str:
 
 
 def _cache_path(gpu: str) -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "batchspec" / "tuned" / _file_name(gpu)
+    return user_cache() / "batchspec" / "tuned" / _file_name(gpu)

@@ -45,7 +45,11 @@ PROBE_S = 0.5
 
 def num_threads(*, processes: bool) -> int:
     """Number of CPUs that this process may use, within the maximum for threads with or without processes."""
-    return min(MOST_PROCESSES if processes else MOST_THREADS, len(os.sched_getaffinity(0)))
+    try:
+        num_cpus = len(os.sched_getaffinity(0))
+    except OSError:  # the system does not tell
+        num_cpus = os.cpu_count() or 1
+    return min(MOST_PROCESSES if processes else MOST_THREADS, num_cpus)
 
 
 def compile_ahead(
