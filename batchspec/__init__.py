@@ -7,20 +7,21 @@ import sys
 __version__ = "0.2.0"
 
 
-def _imported_by_dash_m() -> bool:
-    """Whether `python -m batchspec...` imports this package in order to find the module that it will run."""
+def _run_by_dash_m() -> str:
+    """The module of this package that `python -m` will run, if it imports the package in order to find it; else empty."""
     words = sys.orig_argv
-    return (
-        sys.argv[:1] == ["-m"]
-        and not sys.flags.safe_path
-        and "-m" in words
-        and words[words.index("-m") + 1].split(".")[0] == __name__
-    )
+    module = words[words.index("-m") + 1] if sys.argv[:1] == ["-m"] and "-m" in words else ""
+    return module if module.split(".")[0] == __name__ else ""
 
 
-if _imported_by_dash_m():  # before any other import
+if _run_by_dash_m() and not sys.flags.safe_path:  # before any other import
     # -m puts the working directory first in sys.path: a file random.py there would be imported instead of Python's module.
     sys.path.append(sys.path.pop(0))
+
+if _run_by_dash_m() in ("batchspec", "batchspec.run", "batchspec.cli"):
+    from batchspec.process.program import begin_program
+
+    begin_program()  # Python's own default would end the process with the signal, and as process 1 of a container do nothing
 
 from typing import TYPE_CHECKING  # noqa: E402
 

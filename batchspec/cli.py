@@ -15,8 +15,11 @@ from batchspec import __version__
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser, asks_for_help
 from batchspec.console.text import MESSAGE_CHARS, one_line
-from batchspec.errors import BatchspecError, ConfigError, Interrupted
+from batchspec.errors import BatchspecError, ConfigError, Interrupted, StorageError
 from batchspec.process.bytecode import keep_bytecode
+from batchspec.process.program import begin_program, drop_unwritable
+from batchspec.process.refusals import refusal
+from batchspec.process.signals import program, program_does
 
 Found = TypeVar("Found")
 
@@ -62,18 +65,35 @@ IMPORT_TORCH = ("plan", "verify", "bench", "doctor", "families", "probe", "train
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Run a command as the whole process and return its exit code: Ctrl-C is one line, a closed pipe none."""
+    """Run a command as the whole process and return its exit code: a signal is one line, a closed pipe none.
+
+    Signals are handled if `begin_program` was called; afterwards they do nothing.
+    """
     try:
-        return command()
+        program_does("")
+        code = command()
+        terminal.flush()
+        return code
     except KeyboardInterrupt:
-        terminal.fail("interrupted; run the same command again")
+        terminal.fail(program.line() if program.name else "interrupted; run the same command again")
         return Interrupted.exit_code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the interpreter prints an error at exit
+        drop_unwritable(sys.stdout)
         return 1
-    except Exception:  # the interpreter would print the traceback with unescaped data
+    except StorageError as error:
+        drop_unwritable(sys.stdout)
+        terminal.fail(error)
+        return error.exit_code
+    except Exception as error:
+        if (refused := refusal(error)) is not None:
+            terminal.fail(refused)
+            return refused.exit_code
+        # the interpreter would print the traceback with unescaped data
         terminal.print_traceback(traceback.format_exc())
         return 1
+    finally:
+        program.end()
+        drop_unwritable(sys.stderr)
 
 
 def script(run: Callable[[Sequence[str]], Found], explanation: str | None) -> Found:
@@ -95,6 +115,7 @@ def script(run: Callable[[Sequence[str]], Found], explanation: str | None) -> Fo
 
 def console() -> int:
     """The `batchspec` command."""
+    begin_program()
     return guarded(main)
 
 

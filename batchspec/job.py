@@ -26,6 +26,7 @@ from batchspec.errors import TooManyErrors
 from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.load.memory import check_memory
 from batchspec.prepare import open_job, survey_first
+from batchspec.process.signals import EndSignals
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.push import check_push_key
 from batchspec.report.start_up import StartUp
@@ -38,7 +39,6 @@ from batchspec.runner.run_shards import ShardRunner
 from batchspec.runner.shard_workers import workers_of
 from batchspec.runstate.heartbeat_writer import HeartbeatWriter
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.supervise.signals import EndSignals
 from batchspec.supervise.watchdog import Watchdog
 
 
@@ -62,6 +62,7 @@ def _run(
     heartbeat: HeartbeatWriter | None,
 ) -> None:
     watchdog.begin_loading()
+    signals.interrupt("while the job was checked")
     start_up = StartUp()
     start_up.done("imports and configuration")
     check_push_key(config.output)
@@ -110,6 +111,7 @@ def decode_missing(
             ProgressBar(expected, done=done, start_up=start_up) as progress,
             closing(workers_of(run.job, run.folder.attempt)) as work,
         ):
+            signals.interrupt("while the model was loaded")
             engines = EngineWithFallback(run.job, survey, progress, load)
             start_up.done("engine")
             start_up_s = start_up.reached_s - surveyed_s

@@ -15,6 +15,7 @@ from batchspec.errors import Interrupted
 from batchspec.process.bytecode import keep_bytecode
 from batchspec.process.early_start import begin_compiler_hash, begin_context, one_gpu
 from batchspec.process.garbage import imports_frozen, no_garbage_collection
+from batchspec.process.signals import program_does
 
 if TYPE_CHECKING:
     from batchspec.config.schema import RunConfig
@@ -46,6 +47,7 @@ def run(config: RunConfig) -> int:
     """
     from batchspec.cluster import slurm
 
+    program_does("before the job was opened")  # in a sweep, again after each job
     task = slurm.this_task()
     if task is None and config.device != "cpu" and one_gpu():
         begin_context()
@@ -108,5 +110,7 @@ def _run_here(
 
 if __name__ == "__main__":
     from batchspec.cli import guarded
+    from batchspec.process.program import begin_program
 
+    begin_program()
     sys.exit(guarded(main))

@@ -36,6 +36,7 @@ from batchspec.packing.ordered_requests import WINDOW_SHARDS
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job
 from batchspec.process.garbage import older_objects_frozen
+from batchspec.process.signals import EndSignals
 from batchspec.records import Completion, Request, RowStats, Snapshot
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.request_stream import ListedRequests, RequestStream, stream_of, take_ready
@@ -43,7 +44,6 @@ from batchspec.runner.decode_shards import JOURNAL_S
 from batchspec.runner.job_run import open_run
 from batchspec.runstate.journal import Journal
 from batchspec.storage.local_store import LocalStore
-from batchspec.supervise.signals import EndSignals
 
 TOKENS = 512
 """Tokens of a prompt, and of an output."""

@@ -85,7 +85,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine.loop.totals",
         "runstate",
         "report",
-        "supervise.signals",
         "supervise.watchdog",
     },
     "load": {
@@ -124,7 +123,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runstate",
         "storage",
         "supervise.leave",
-        "supervise.signals",
         "supervise.watchdog",
     },
     "runner": {
@@ -212,7 +210,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "heads": {
         "console", "config", "dataset", "draft", "engine", "batch", "cache", "kernels", "load", "model", "packing",
-        "prepare", "report", "runner.identity", "runstate", "storage", "supervise.signals",
+        "prepare", "report", "runner.identity", "runstate", "storage",
     },
     "engine": {
         "draft",

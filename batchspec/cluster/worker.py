@@ -17,10 +17,11 @@ from batchspec.config.compose import reported
 from batchspec.config.typed import from_json
 from batchspec.distributed.seat import Seat
 from batchspec.errors import Interrupted, RankLost
+from batchspec.process.program import begin_program
+from batchspec.process.signals import SIGNALS
 from batchspec.run import run_here
 from batchspec.runner.rank import run_rank, take_seat
 from batchspec.supervise.leave import leave
-from batchspec.supervise.signals import SIGNALS
 
 if TYPE_CHECKING:
     from batchspec.config.schema import RunConfig
@@ -31,6 +32,7 @@ ORPHAN_S = 60.0
 
 def main() -> int:
     """Run the job whose configuration is the first line of standard input; returns the exit code."""
+    begin_program()
     config, (seat, _) = from_json(sys.stdin.readline()), Seat.of(sys.argv[1:])
     if seat.rank:  # the leader ends when it is asked to, and then ends its group
         for number in SIGNALS:

@@ -13,16 +13,15 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import closing, contextmanager
 
 from batchspec.cluster.crew import Crew
 from batchspec.config.schema import RunConfig
 from batchspec.console.terminal import notice
 from batchspec.distributed.rank_processes import RankProcess, RankProcesses
 from batchspec.errors import BatchspecError, ConfigError, DivergedError, Interrupted, StorageError, TooManyErrors
+from batchspec.process.signals import EndSignals
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.supervise.signals import SIGNALS
 
 POLL_S = 0.1
 SAVING = 0.75
@@ -64,28 +63,22 @@ def deciding(group: RankProcesses) -> RankProcess:
 @contextmanager
 def crew_of(config: RunConfig, devices: Sequence[str | None]) -> Iterator[Crew]:
     """The workers, to which this process passes signals on; none of them outlives the block."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
     waiting: list[int] = []
     crew: Crew | None = None
 
-    def handle(number: int, _: FrameType | None) -> None:
+    def handle(number: int) -> None:
         if crew is None:
             waiting.append(number)
         else:
             _ask(crew, number)
 
-    try:
-        for number in SIGNALS:
-            signal.signal(number, handle)
+    with EndSignals() as signals:
+        signals.pass_to(handle)
         crew = Crew(config, devices)
-        for early in waiting:
-            _ask(crew, early)
-        yield crew
-    finally:
-        if crew is not None:
-            crew.close()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        with closing(crew):
+            for early in waiting:
+                _ask(crew, early)
+            yield crew
 
 
 def _ask(crew: Crew, number: int) -> None:

@@ -31,8 +31,8 @@ from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
 from batchspec.prepare import choose_device
+from batchspec.process.signals import EndSignals
 from batchspec.runner.identity import weight_parts
-from batchspec.supervise.signals import EndSignals
 
 KINDS: dict[str, type[TrainedDrafter]] = {"eagle3": EagleHead, "parallel": ParallelHead, "mtp": MtpLayer}
 """By what `draft=` calls them."""

@@ -7,6 +7,10 @@ early_start.py     begins slow work while modules are imported
 garbage.py         keeps Python's garbage collector away from modules and models
 load_progress.py   whether loading a model makes progress
 local_files.py     opens regular files only
+machine.py         CPUs, cache folder and limits of this process
 out_of_memory.py   recognises errors of running out of memory
 own_process.py     keeps forks from what belongs to the process that they are forked from
+program.py         what a program does first
+refusals.py        errors by which the machine refuses memory, threads, files
+signals.py         SIGTERM, Ctrl-C: what they do in each stage of a program
 """

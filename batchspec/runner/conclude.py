@@ -12,6 +12,7 @@ from batchspec.console import terminal
 from batchspec.console.text import counted, for_shell
 from batchspec.errors import Interrupted, StorageError
 from batchspec.prepare import Job
+from batchspec.process.signals import EndSignals
 from batchspec.report.answers import NO_TOKEN_IDS, write_answers
 from batchspec.report.card import dataset_card
 from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
@@ -20,7 +21,6 @@ from batchspec.report.stats import JobStats, job_stats
 from batchspec.runner.job_run import check_errors
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.hub_push import Pushed
-from batchspec.supervise.signals import EndSignals
 
 
 def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool) -> None:
@@ -30,9 +30,9 @@ def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool
     at the end: until then the same command begins no other one.
     Raises Interrupted after a signal if the job is not pushed that is to be pushed; TooManyErrors; and as `push_output`.
     """
-    signals.interrupt()
     stats, repo, answers = None, job.config.output.push_to_hub, job.config.output.openai
     try:
+        signals.interrupt()
         stats = job_stats(output.path)
         finish(output, stats, again=again)
         write_answers_of(job, output, again=again or not output.is_concluded())

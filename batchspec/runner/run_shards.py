@@ -14,6 +14,7 @@ from batchspec.packing.work_plan import DecodedShard
 from batchspec.prepare import Job
 from batchspec.process import load_progress
 from batchspec.process.out_of_memory import OutOfMemoryGuard
+from batchspec.process.signals import EndSignals
 from batchspec.records import Snapshot
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.timeline import Timeline
@@ -29,7 +30,6 @@ from batchspec.runstate.journal import saved_rows
 from batchspec.supervise.deadline import Deadline
 from batchspec.supervise.leases import ClaimedShards, released_at_end
 from batchspec.supervise.poison_rows import SuspectShards
-from batchspec.supervise.signals import EndSignals
 from batchspec.supervise.watchdog import Watchdog
 
 

@@ -1,6 +1,5 @@
-"""Interruptions of a run: signals, time limits, hangs, crashes. Changes when a kind of interruption is handled differently.
+"""Interruptions of a run: time limits, hangs, crashes. Changes when a kind of interruption is handled differently.
 
-signals.py       SIGTERM, Ctrl-C: finish the round, save, end
 deadline.py      the time limit of the batch system: which rows still begin before it
 watchdog.py      a run that hangs ends itself, in rounds and while it loads
 leave.py         how a process that is one of several ends

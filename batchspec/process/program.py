@@ -1,0 +1,39 @@
+"""What a program of batchspec does first, whatever it was started by: a shell, a batch system, a container's process 1."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import TextIO
+
+from batchspec.process.signals import SIGNALS, program
+
+
+def begin_program() -> None:
+    """Handle signals from now on; undo what a parent may have closed, blocked or ignored. Call it before other imports."""
+    _open_streams()
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # then every child seems to have ended with 0
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    program.begin()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def drop_unwritable(stream: TextIO) -> None:
+    """Flush the stream; what cannot be written is dropped, because with it the interpreter would exit with 120."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _open_streams() -> None:
+    """Open those of the first three file descriptors that are closed: else a data file gets the number of standard error, and
+    what a library prints there is written into it."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
