@@ -63,7 +63,7 @@ def test_every_kind_of_bad_row_is_one_error_row_and_its_neighbours_are_unchanged
     errors = frame.filter(pl.col("status") == "error")
     codes = dict(zip(errors["request_id"], errors["error"].struct.field("code"), strict=True))
     # Line 12 of the file is torn: its id cannot be read. Blank lines are no rows.
-    expected = {name: name for name in bad} | {"loop": "template_error", "mixed.jsonl:11": "bad_json"}
+    expected = {name: name for name in bad} | {"loop": "template_error", "mixed.jsonl:12": "bad_json"}
     del expected["bad_json"]
     assert codes == expected
     assert all("mixed.jsonl line" in message for message in errors["error"].struct.field("message"))
@@ -98,7 +98,7 @@ def test_a_newcomers_chats_go_through_whole_jobs(model: Path, tmp_path: Path, ca
     more = [f"model.chat_template={tmp_path / 'tools.jinja'}", "input.final_assistant=continue", "decode.stop=</s>"]
     assert run.main(arguments(model, tmp_path / "in.jsonl.gz", tmp_path / "out", *more, "output.prompt_ids=true")) == 0
     first, second, *bad = pl.read_parquet(tmp_path / "out/data").to_dicts()
-    assert [(row["request_id"], row["error"]["code"]) for row in bad] == [("in.jsonl.gz:2", "bad_json"), ("half", "bad_text")]
+    assert [(row["request_id"], row["error"]["code"]) for row in bad] == [("in.jsonl.gz:3", "bad_json"), ("half", "bad_text")]
     assert json.loads(first["messages"][1]["tool_calls"]) == [call]
     assert [turn["content"] for turn in second["messages"]] == ["Say", "Once " + second["completion"]]
     request = {"custom_id": "tools", "body": {"messages": chat, "tools": [tool], "max_tokens": 6}}

@@ -525,13 +525,13 @@ def test_csv_is_text_with_numbers_where_numbers_are_wanted(tmp_path: Path, monke
     for block_bytes in (1, 1 << 20):
         monkeypatch.setattr("batchspec.dataset.files.BATCH_BYTES", block_bytes)
         read = Read(tmp_path / "in.csv")
-        assert read.ids == ["001", "002", "003", "in.csv:3", "005"]
+        assert read.ids == ["001", "002", "003", "in.csv:6", "005"]
         first, second = (item for item in read.made if isinstance(item, Request))
         assert bytes(first.prompt_ids.tolist()) == b'Say\n"it", twice'
         assert (first.max_new_tokens, first.sampling.temperature) == (3, 0.5)
         assert second.max_new_tokens == 16
         assert [text.split(":")[0] for text in read.errors.values()] == ["bad_parameter", "bad_csv", "empty_prompt"]
-        assert "the row has 2 cells, and the header names 5 columns" in read.errors["in.csv:3"]
+        assert "the row has 2 cells, and the header names 5 columns" in read.errors["in.csv:6"]
         assert [row["note"] for row in read.output()] == ["", "x", "x", None, ""]
 
 
@@ -564,8 +564,8 @@ def test_stops_in_csv_are_a_json_list_or_one_text(tmp_path: Path, cell: str, sto
 def test_the_error_of_an_unclosed_quote_tells_how_much_text_it_swallowed(tmp_path: Path, rest: str, lines: str) -> None:
     (tmp_path / "in.csv").write_text(f'id,prompt\n1,a\n2,"b\n{rest}')
     read = Read(tmp_path / "in.csv")
-    assert read.ids == ["1", "in.csv:1"]
-    assert f"a quote in it is never closed: {lines} after it became part of its text" in read.errors["in.csv:1"]
+    assert read.ids == ["1", "in.csv:3"]
+    assert f"a quote in it is never closed: {lines} after it became part of its text" in read.errors["in.csv:3"]
 
 
 def test_half_a_surrogate_pair_costs_the_row_only_where_it_is_the_prompt(tmp_path: Path) -> None:
@@ -578,7 +578,7 @@ def test_half_a_surrogate_pair_costs_the_row_only_where_it_is_the_prompt(tmp_pat
             '{"id": "key", "prompt": "x", "\\ud83d": 1}',
         )
     )
-    assert list(read.errors) == ["prompt", "in.jsonl:3"]
+    assert list(read.errors) == ["prompt", "in.jsonl:4"]
     assert all(text.startswith("bad_text: in.jsonl line") and "surrogate" in text for text in read.errors.values())
     assert read.output()[2]["note"] == "x \ufffd\ufffd\ufffd y"
     chats = Read(lines(tmp_path / "c.jsonl", '{"id": "a", "messages": [{"role": "user", "content": "\\ud83d"}]}'))
@@ -640,8 +640,8 @@ def test_what_is_nested_deeply_costs_its_row(tmp_path: Path, depth: int) -> None
         tmp_path / "in.jsonl", {"id": "a", "prompt": "x"}, f'{{"id": "b", "prompt": "x", "m": {nested(depth)}}}',
         f'{{"id": "c", "prompt": "x", "m": {lists}}}', {"id": "d", "prompt": "[" * depth},
     ))
-    assert list(read.errors) == ["in.jsonl:1", "in.jsonl:2"] + ["d"] * (depth > 400)
-    assert f"it is nested {depth:,} levels deep, and at most {MAX_DEPTH} are taken" in read.errors["in.jsonl:1"]
+    assert list(read.errors) == ["in.jsonl:2", "in.jsonl:3"] + ["d"] * (depth > 400)
+    assert f"it is nested {depth:,} levels deep, and at most {MAX_DEPTH} are taken" in read.errors["in.jsonl:2"]
     chat = [json.dumps([user("x")])] * 3
     kwargs = [None, None, nested(depth + 1), None]
     cells = Read(pa.table({"messages": [*chat, lists], "tools": [None, lists, None, None], "template_kwargs": kwargs}))

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from batchspec import cli, run
 from batchspec.commands import export, plan
+from batchspec.config.schema import InputConfig
+from batchspec.dataset.columns import map_columns
+from batchspec.dataset.reader import open_source, place_in_file
+from batchspec.dataset.row_ids import check_ids, request_ids
 from batchspec.model.token_texts import TokenTexts
 from batchspec.model.tokenizer import Tokenizer
 from tests.models import make_checkpoint, make_tokenizer
@@ -47,6 +54,8 @@ LINES: list[Any] = [
     request("tools", tools=[tool("f", x="integer")], **CHOICE),
     request("asks", logprobs=True, top_logprobs=2),
     request("null", max_tokens=None, top_p=None),
+    request("equal", n=2),
+    request("effort", reasoning_effort="low"),
 ]
 
 
@@ -77,7 +86,8 @@ def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_request_lines_run_and_each_gets_one_response_line(folder: Path) -> None:
     found = answers(folder / "out/answers.jsonl")
-    assert list(found) == ["plain", "two", "vector", "in.jsonl:3", "tools", "asks", "null"], "in the order of the requests"
+    names = ["plain", "two", "vector", "in.jsonl:4", "tools", "asks", "null", "equal", "effort"]
+    assert list(found) == names, "in the order of the requests"
     body = found["plain"]["response"]["body"]
     assert (body["object"], body["choices"][0]["finish_reason"], body["usage"]["completion_tokens"]) == (
         "chat.completion",
@@ -85,6 +95,8 @@ def test_request_lines_run_and_each_gets_one_response_line(folder: Path) -> None
         6,
     )
     assert [choice["index"] for choice in found["two"]["response"]["body"]["choices"]] == [0, 1]
+    both = found["equal"]["response"]["body"]["choices"]
+    assert both[0]["message"] == both[1]["message"], "its temperature is the job's, 0; a note counts such rows"
     (choice,) = found["tools"]["response"]["body"]["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 5}'}
@@ -94,13 +106,16 @@ def test_request_lines_run_and_each_gets_one_response_line(folder: Path) -> None
 def test_bad_lines_are_errors_in_the_answers_and_rows_of_the_job(folder: Path) -> None:
     found = answers(folder / "out/answers.jsonl")
     for name, code, said in (
-        ("vector", "bad_request", "url '/v1/embeddings' is not supported"), ("in.jsonl:3", "bad_json", "it is not JSON"),
+        ("vector", "bad_request", "url '/v1/embeddings' is not supported"),
+        ("in.jsonl:4", "bad_json", "in.jsonl line 4 (id 'in.jsonl:4'): it is not JSON"),
+        ("effort", "template_error", "reads no variable 'reasoning_effort', which template_kwargs sets); leave it out, or, of "
+         "OpenAI's requests, ignore it: input.drop=[reasoning_effort]"),
     ):
         assert found[name]["response"] is None
         assert found[name]["error"]["code"] == code
         assert said in found[name]["error"]["message"]
     rows = pl.read_parquet(folder / "out/data")
-    assert rows.filter(status="error")["request_id"].to_list() == ["vector", "in.jsonl:3"]
+    assert rows.filter(status="error")["request_id"].to_list() == ["vector", "in.jsonl:4", "effort"]
 
 
 def test_logprobs_have_openai_s_form(folder: Path, model: Path) -> None:
@@ -143,7 +158,7 @@ def test_a_finished_job_writes_the_file_only_if_it_is_missing(
     file.unlink()
     assert run.main(words) == 0
     assert file.read_text() == text
-    assert f"{folder}/out/answers.jsonl: 7 answers as OpenAI's response lines" in capsys.readouterr().err
+    assert f"{folder}/out/answers.jsonl: 9 answers as OpenAI's response lines" in capsys.readouterr().err
     assert run.main([*words, "output.openai=null"]) == 0, "it does not change the job"
 
 
@@ -208,14 +223,14 @@ def test_the_converter_counts_bad_lines_by_kind_and_leaves_them_out_if_asked(
         "line 3: url '/v1/embeddings' is not supported", "(1 more like it)\nline 4: not a batch request",
         "\nline 6: body.logprobs=true has no column in a batchspec input; set output.logprobs for the whole job, and ignore it: "
         "input.drop=[logprobs] of a job, --drop logprobs of export",
-        "line 9: url '/v1/completions' is not supported, /v1/chat/completions alone is; write its prompt as the column `prompt`",
-        "in.jsonl: 5 lines of 9 are no requests that batchspec can follow, as the lines above say; --skip-bad leaves them out\n",
+        "line 11: url '/v1/completions' is not supported, /v1/chat/completions alone is; write its prompt as the column `prompt`",
+        "in.jsonl: 5 lines of 11 are no requests that batchspec can follow, as the lines above say; --skip-bad leaves them out\n",
     ):
         assert part in said
     assert not (tmp_path / "in.parquet").exists()
     assert cli.main([*convert, "--skip-bad"]) == 0
     assert "5 lines left out: line 3: url '/v1/embeddings'" in capsys.readouterr().out
-    assert pl.read_parquet(tmp_path / "in.parquet")["id"].to_list() == ["plain", "two", "tools", "null"]
+    assert pl.read_parquet(tmp_path / "in.parquet")["id"].to_list() == ["plain", "two", "tools", "null", "equal", "effort"]
     assert cli.main(["export", "out", "--to", "chat", "x.jsonl", "--skip-bad"]) == 2
     assert "--skip-bad is read only with --from-openai" in capsys.readouterr().err
 
@@ -283,3 +298,53 @@ def test_a_file_without_one_good_request_and_rows_with_such_columns_are_no_batch
     written(tmp_path / "in.jsonl", [{"custom_id": "a", "body": "Say a"}])
     assert run.main(options(model, tmp_path, "input.columns={id: custom_id, prompt: body}")) == 0
     assert pl.read_parquet(tmp_path / "out/data")["request_id"].to_list() == ["a"]
+
+
+LINE_KINDS = {
+    "good": lambda k: request(f"q{k}"),
+    "bad value": lambda k: request(f"q{k}", temperature=f"x{k}"),
+    "unknown key": lambda k: request(f"q{k}", **{f"x{k}": 1}),
+    "other endpoint": lambda k: request(f"q{k}", f"/v1/x{k}"),
+    "key outside": lambda k: request(f"q{k}") | {f"x{k}": 1},
+    "no body": lambda k: {"custom_id": f"q{k}"},
+    "no id": lambda k: {"body": request("")["body"]},
+    "id of another type": lambda k: request("") | {"custom_id": [f"x{k}"]},
+    "torn": lambda k: json.dumps(request(f"q{k}"))[:30],
+    "too long": lambda k: json.dumps(request(f"q{k}", x="y" * 400)),
+    "empty": lambda k: {},
+    "blank": lambda k: "",
+    "spaces": lambda k: " \t ",
+}
+WITHOUT_ID = ("no id", "id of another type", "torn", "too long", "empty")
+SAYS_ITS_NUMBER = ("bad value", "unknown key", "other endpoint", "key outside", "id of another type")
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from(["good", "no id", "no body", "bad value"]), st.lists(st.sampled_from([*LINE_KINDS]), max_size=12),
+    st.booleans(), st.sampled_from(["\n", "\r\n"]), st.sampled_from([1, 300, 1 << 20]), st.integers(1, 5),
+)
+def test_id_line_and_message_of_a_row_are_those_of_one_line(
+    first: str, kinds: list[str], bom: bool, end: str, batch_bytes: int, shard_rows: int
+) -> None:
+    """Whatever lines are around it: line k has the id qk, and its message says xk."""
+    kinds = [first, *kinds, "good"]
+    lines = [LINE_KINDS[kind](k) for k, kind in enumerate(kinds, 1)]
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + end for line in lines)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("batchspec.dataset.files.BATCH_BYTES", batch_bytes)
+        patch.setattr("batchspec.dataset.lines.MAX_LINE_BYTES", 400)
+        (Path(folder) / "in.jsonl").write_bytes(b"\xef\xbb\xbf" * bom + text.encode())
+        source = open_source(InputConfig(path=folder))
+        columns = map_columns(source.schema, {})
+        check_ids(source, columns)
+        shards = list(source.shards(shard_rows))
+    ids = [name for shard in shards for name in request_ids(source, columns, shard)]
+    bad = {row: why.message for shard in shards for row, why in shard.bad.items()}
+    wanted = [(number, kind) for number, kind in enumerate(kinds, 1) if kind not in ("blank", "spaces")]
+    for row, (number, kind) in enumerate(wanted):
+        assert place_in_file(source, row) == f"in.jsonl line {number}"
+        assert ids[row] == (f"in.jsonl:{number}" if kind in WITHOUT_ID else f"q{number}")
+        assert (row in bad) == (kind != "good")
+        assert kind not in SAYS_ITS_NUMBER or f"x{number}" in bad[row]
+    assert len(ids) == len(wanted)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from batchspec.config.schema import InputConfig
 from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.input_paths import check_apart
-from batchspec.dataset.reader import Source, locate, open_source, place_in_file, table_source
+from batchspec.dataset.reader import Source, derived_ids, open_source, place_in_file, table_source
 from batchspec.dataset.row_ids import check_ids, request_ids
 from batchspec.dataset.untyped_columns import as_text
 from batchspec.errors import ConfigError, InputError
@@ -74,10 +74,9 @@ def test_globs_and_lists_name_files_relative_to_what_they_share(tmp_path: Path) 
 def test_a_row_is_located_in_its_file(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", numbered(0, 3))
     write(tmp_path / "b.parquet", numbered(3, 2))
-    files = source_of(str(tmp_path)).files
-    assert [locate(files, row) for row in (0, 2, 3, 4)] == [
-        ("a.parquet", 0), ("a.parquet", 2), ("b.parquet", 0), ("b.parquet", 1)
-    ]
+    source = source_of(str(tmp_path))
+    assert derived_ids(source, 1, 4) == ["a.parquet:1", "a.parquet:2", "b.parquet:0"]
+    assert [place_in_file(source, row) for row in (0, 4)] == ["a.parquet row 0", "b.parquet row 1"]
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 1 << 20])
@@ -140,7 +139,7 @@ def test_lines_that_are_bad_cost_their_rows_and_keep_what_can_be_read(tmp_path: 
         check_ids(source, columns)
         shards = list(source.shards(16))
         ids = [name for shard in shards for name in request_ids(source, columns, shard)]
-        derived = {7: "in.jsonl:7", 20: '{"x": 1}', 21: "in.jsonl:21"}
+        derived = {7: "in.jsonl:15", 20: '{"x": 1}', 21: "in.jsonl:43"}  # the numbers of their lines
         assert ids == [derived.get(i, f"q{i}") for i in range(40)]
         bad = {row: why for shard in shards for row, why in shard.bad.items()}
         assert {row: why.code for row, why in bad.items()} == {7: "bad_json", 21: "bad_json"}

@@ -148,6 +148,8 @@ def test_an_unreadable_row_does_not_count_in_the_checks_of_columns(model: Path, 
         InputError, match=r"column 'n' \(n\) asks for several completions of a row: decode.temperature=0 is greedy"
     ):
         open_job(compose(words))
+    path.write_text("\n".join(['{"prompt": "Say", "n": 2}', torn, '{"prompt": "Say", "n": 1}']))
+    open_job(compose(words))
     path.write_text("\n".join(['{"prompt": "Say", "temperature": 0}', torn]))
     with pytest.raises(ConfigError, match=r"decode.n=2: decode.temperature=0 is greedy"):
         open_job(compose([*words, "decode.n=2"]))

@@ -43,6 +43,7 @@ from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.console.target_file import target_file
 from batchspec.console.text import counted, for_shell, listed
+from batchspec.dataset.formats import UTF8_BOM
 from batchspec.dataset.lines import LongLine, lines_of
 from batchspec.dataset.openai_requests import Line, defaults_note, filled, parse_request, request_row, request_schema
 from batchspec.dataset.openai_values import BadRequest
@@ -273,6 +274,7 @@ def _requests(source: Path, drop: Collection[str]) -> Iterator[tuple[int, dict[s
     """(number of the line, its row or why it has none) of each line that is not blank."""
     try:
         with open_regular(source) as file:
+            file.seek(len(UTF8_BOM) if file.read(len(UTF8_BOM)) == UTF8_BOM else 0)
             for number, line in enumerate(lines_of(file), 1):
                 if isinstance(line, LongLine):
                     yield number, BadRequest(f"not a batch request ({line.problem}); leave it out")

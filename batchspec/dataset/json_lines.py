@@ -119,7 +119,7 @@ class JsonLinesFile:
     def _cells(self, line: bytes) -> Mapping[str, Cell]:
         """The row of a line. Raises BadJson, or BadRequest in a file of requests."""
         row = members(line)
-        if self._holds_requests is None:
+        if self._holds_requests is None and row:
             self._holds_requests = is_request(row)
         if not self._holds_requests:
             return row

@@ -48,8 +48,12 @@ Line = Mapping[str, Any]
 
 
 def is_request(members: Mapping[str, Any]) -> bool:
-    """Whether a JSON object is a request line, and not a row with such columns. members: the JSON text of each value."""
-    return {"custom_id", "body"} <= members.keys() <= {*LINE_KEYS} and bytes(members["body"]).startswith(b"{")
+    """Whether a JSON object is a request line, perhaps one that lacks its id or its body, and not a row with such columns.
+
+    members  the JSON text of each value
+    """
+    body = bytes(members.get("body", b"null"))
+    return members.keys() <= {*LINE_KEYS} and (body.startswith(b"{") or (body == b"null" and "custom_id" in members))
 
 
 def parse_request(text: str | bytes, drop: Collection[str] = ()) -> dict[str, Any]:
@@ -61,14 +65,14 @@ def parse_request(text: str | bytes, drop: Collection[str] = ()) -> dict[str, An
     """
     try:
         line = parse(text)
-        custom_id, body = line["custom_id"], line["body"]
+        custom_id = line["custom_id"]
     except (ValueError, KeyError, TypeError) as error:
         raise _no_request(error) from error
     if not isinstance(custom_id, str | int) or isinstance(custom_id, bool):
         raise BadRequest(f"custom_id={json.dumps(custom_id)[:60]} is not text; give every line a unique one, as text")
     try:
         _check_line(line, drop)
-        return {"id": str(custom_id), **_row(body, drop)}
+        return {"id": str(custom_id), **_row(line.get("body"), drop)}
     except BadRequest as bad:
         raise BadRequest(str(bad), str(custom_id)) from bad.__cause__
 

@@ -114,7 +114,7 @@ class Source(Protocol):
         """The column in arrays of its type; other columns are not read. An unreadable row may be null."""
 
     def ids(self, name: str) -> Iterator[pa.Array]:
-        """As `column`, for the column of ids. An unreadable row without an id is a text array of its own: its `derived_id`."""
+        """As `column`, for the column of ids. An unreadable row without an id is a text array of its own: its derived id."""
 
 
 def open_source(config: InputConfig, output_dir: str | None = None) -> Source:
@@ -168,15 +168,22 @@ def place_in_file(source: Source | SourceFacts, row: int) -> str:
     """Where a row of the whole input is, for a message: `FILE line N` in a file of text, counted from 1 as editors count; else
     `FILE row N`, counted from 0 as in row_index.
     """
-    name, place = locate(source.files, row)
-    lines = dict(zip((file.name for file in source.files), source.lines, strict=True))[name]
-    return f"{name} row {place}" if lines is None else f"{name} line {lines[place]}"
+    ((name, kind, number),) = _places(source, row, row + 1)
+    return f"{name} {kind} {number}"
 
 
-def derived_id(files: Sequence[InputFile], row: int) -> str:
-    """The id of a row that has none of its own: `<file>:<row in the file>`."""
-    name, place = locate(files, row)
-    return f"{name}:{place}"
+def derived_ids(source: Source | SourceFacts, first: int, stop: int) -> list[str]:
+    """The ids of rows that have none of their own: `FILE:N`, with the number by which messages name the row."""
+    return [f"{name}:{number}" for name, _, number in _places(source, first, stop)]
+
+
+def _places(source: Source | SourceFacts, first: int, stop: int) -> Iterator[tuple[str, str, int]]:
+    """Of rows of the whole input: the file, "line" or "row", and the number of the line or row in the file."""
+    start = 0
+    for file, lines in zip(source.files, source.lines, strict=True):
+        for row in range(max(first - start, 0), min(stop - start, file.num_rows)):
+            yield (file.name, "row", row) if lines is None else (file.name, "line", lines[row])
+        start += file.num_rows
 
 
 class _FileSource:
@@ -247,7 +254,7 @@ class _FileSource:
     def ids(self, name: str) -> Iterator[pa.Array]:
         for first, column, why in self._pieces(name):
             unnamed = why is not None and column.null_count
-            yield pa.array([derived_id(self.files, first)]) if unnamed else column
+            yield pa.array(derived_ids(self, first, first + 1)) if unnamed else column
 
     def _pieces(self, name: str) -> Iterator[tuple[int, pa.Array, Unreadable | None]]:
         """One column of `_batches`."""

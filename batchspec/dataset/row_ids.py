@@ -1,4 +1,4 @@
-"""The ids of the rows: from the id column, which is checked once, or made of file name and row."""
+"""The ids of the rows: from the id column, which is checked once, or made of the file's name and the row's place in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import polars as pl
 import pyarrow as pa
 
 from batchspec.dataset.columns import ColumnMap
-from batchspec.dataset.reader import InputShard, Source, SourceFacts, derived_id, place_in_file
+from batchspec.dataset.reader import InputShard, Source, SourceFacts, derived_ids, place_in_file
 from batchspec.dataset.untyped_columns import as_text
 from batchspec.errors import InputError
 
@@ -82,20 +82,12 @@ def _hash(array: pa.Array) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
 
 
 def request_ids(source: Source | SourceFacts, columns: ColumnMap, shard: InputShard) -> list[str]:
-    """The id of every row of a shard: the id column as text, else `<file>:<row in the file>`."""
+    """The id of every row of a shard: the id column as text, else those of `derived_ids`."""
     name = columns.get("id")
     if name is not None:
         ids = as_text(shard.table.column(name), source.schema.field(name)).to_pylist()
         for row in shard.bad:
             if ids[row - shard.first_row] is None:
-                ids[row - shard.first_row] = derived_id(source.files, row)
+                (ids[row - shard.first_row],) = derived_ids(source, row, row + 1)
         return [str(value) for value in ids]
-    return list(_derived_ids(source, shard.first_row, shard.first_row + shard.table.num_rows))
-
-
-def _derived_ids(source: Source | SourceFacts, first: int, stop: int) -> Iterator[str]:
-    start = 0
-    for file in source.files:
-        for row in range(max(first - start, 0), min(stop - start, file.num_rows)):
-            yield f"{file.name}:{row}"
-        start += file.num_rows
+    return derived_ids(source, shard.first_row, shard.first_row + shard.table.num_rows)

@@ -13,6 +13,7 @@ from batchspec.config.schema import InputConfig
 from batchspec.console.text import quoted
 from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.messages import FINAL, BadChat, read_chat
+from batchspec.dataset.openai_keys import OF_TEMPLATE, TEMPLATE_KWARGS
 from batchspec.errors import RendererKilled
 from batchspec.model.text_bytes import LongText
 from batchspec.packing.cells import NOT_WHOLE, BadRow, json_cell
@@ -87,6 +88,7 @@ class PromptEncoder:
             turns = read_chat(messages, system, final, self.input.system)
         except BadChat as error:
             raise BadRow("bad_messages", str(error)) from None
+        self._check_variables(kwargs)
         try:
             return self.tokenizer.encode_chat(
                 turns, tools=tools, template_kwargs={**self.input.template_kwargs, **kwargs},
@@ -95,6 +97,18 @@ class PromptEncoder:
             )
         except LongText as error:
             raise self._too_long(str(error), max_prompt_tokens) from None
+
+    def _check_variables(self, kwargs: Mapping[str, Any]) -> None:
+        """Raises BadRow for a variable of the row's own that no template reads."""
+        assert self.tokenizer is not None
+        for name, value in kwargs.items():
+            if problem := self.tokenizer.problem_of({name: value}):
+                key = name if name in OF_TEMPLATE else TEMPLATE_KWARGS
+                raise BadRow(
+                    "template_error",
+                    f"the chat template refuses the prompt ({problem}); leave it out, or, of OpenAI's requests, ignore it: "
+                    f"input.drop=[{key}]",
+                )
 
     def _checked_ids(self, prompt: pa.Array) -> Ids:
         if prompt.null_count:

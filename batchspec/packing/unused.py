@@ -52,35 +52,47 @@ def _refuse(columns: ColumnMap, source: Source, names: tuple[str, ...], why: str
 def check_samples(config: RunConfig, columns: ColumnMap, source: Source) -> None:
     """Raises ConfigError or InputError if several completions of each row are asked for, and all of them would be equal.
 
-    In an input with a column `temperature` above 0 in some row, single rows are not checked: greedy ones get equal completions.
+    Single rows are not checked, and neither are OpenAI's requests, of which each has an n of its own: greedy rows get equal
+    completions, and `input_notes.py` counts them.
     """
     decode, temperature, column = config.decode, columns.get("temperature"), columns.get("n")
     if decode.score != "none" or decode.temperature >= LEAST_TEMPERATURE or (decode.n == 1 and column is None):
         return
-    if temperature is not None and any(_exceeds(values, 0, unknown=True) for values in source.column(temperature)):
+    if temperature is not None and any(map(_any_above_0, source.column(temperature))):
         return
     why = f"decode.temperature={decode.temperature:g} is greedy, which makes all completions of a row equal"
     if decode.n > 1:
         raise ConfigError(f"decode.n={decode.n}: {why}; choose decode=sampled, or remove decode.n")
-    if column is not None and any(_exceeds(values, 1, unknown=False) for values in source.column(column)):
+    if column is None or source.filled_by_requests is not None:
+        return
+    given = [values.drop_null() for values in source.column(column)]
+    if any(map(len, given)) and all(map(_all_above_1, given)):
         raise InputError(
             f"column {column!r} (n) asks for several completions of a row: {why}; choose decode=sampled, fill a column "
             "temperature, or ignore the column with input.columns.n=null"
         )
 
 
-def _exceeds(values: pa.Array, limit: float, *, unknown: bool) -> bool:
-    """Whether any number is greater than `limit`.
+def _all_above_1(values: pa.Array) -> bool:
+    """Whether all numbers are greater than 1; false for a column of another type."""
+    return _is_numeric(values.type) and bool(pc.all(pc.greater(_comparable(values), 1), min_count=0).as_py())
 
-    unknown  the answer for a column of another type, such as a JSONL key with numbers and strings: its rows are checked one by
-             one when they are admitted
+
+def _any_above_0(values: pa.Array) -> bool:
+    """Whether any number is above 0; true for a column of another type, such as a JSONL key with numbers and strings: its rows
+    are checked one by one when they are admitted.
     """
     if values.null_count == len(values):
         return False
-    if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
-        return unknown
-    comparable = values.cast(pa.float32()) if pa.types.is_float16(values.type) else values
-    return bool(pc.any(pc.greater(comparable, limit)).as_py())
+    return not _is_numeric(values.type) or bool(pc.any(pc.greater(_comparable(values), 0)).as_py())
+
+
+def _is_numeric(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def _comparable(values: pa.Array) -> pa.Array:
+    return values.cast(pa.float32()) if pa.types.is_float16(values.type) else values
 
 
 def check_keys_of_engine(config: RunConfig) -> None:
