@@ -188,6 +188,8 @@ class Request:
     """State of the automaton in which the output begins."""
     tools: str | None = None
     """JSON text of the row's tools, if tool calls are to be found in the text of its answer (`tool_calls/`); else None."""
+    one_call: bool = False
+    """Whether of the answer's tool calls the first alone is kept."""
     adapter: int = 0
     """Number of its LoRA adapter among those that are not merged; 0: none. It is the same in every run of the job."""
     choices: tuple[Choice, ...] = ()
@@ -206,7 +208,7 @@ class Request:
 
     @property
     def constraint_kind(self) -> str | None:
-        """schema, regex, choice or grammar; None without a constraint."""
+        """schema, regex, choice, grammar or tool_choice; None without a constraint."""
         if self.constraint is not None:
             return self.constraint[0]
         return self.automaton.kind if isinstance(self.automaton, LazyAutomaton) else None
@@ -319,7 +321,8 @@ class Completion(_Struct, frozen=True, kw_only=True, eq=False):
     """Number of its first tokens whose text, without special tokens, `text` will be: the maker of the table decodes and checks
     it. None: `text` is final."""
     constraint: str | None = None
-    """Kind of the row's constraint: schema, regex, choice or grammar. `text` then consists of the very bytes of the tokens."""
+    """Kind of the row's constraint: schema, regex, choice, grammar or tool_choice. `text` then consists of the very bytes of the
+    tokens."""
     reasoning: str | None = None
     """The text of the thought; None if there was none."""
     reasoning_truncated: bool | None = None

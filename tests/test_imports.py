@@ -232,7 +232,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"dataset.input_paths", "dataset.openai_responses", "runstate", "storage"},
     "runstate": {"dataset", "storage"},
     "dataset": {"storage"},
-    "structured": set(),
+    "structured": {"tool_calls.form", "tool_calls.marks"},
     "tool_calls": {"dataset.json_text"},
     "automata": set(),
     "console": set(),

@@ -1,9 +1,10 @@
 """The compiled form of a schema, regex, choice or grammar: which tokens may follow, as tables that the device walks.
 
 A text is matched byte by byte. Every token is a string of symbols: its bytes, or one symbol if it is not text (`OTHER` and the
-think tokens). A state's row of `table` holds the number of its mask, a token to draft where the text is forced, and the next
-state for each class of symbols; the next state after a token is a walk over its symbols, so no table by token is needed. Masks
-that several states share are stored once. This module does not import torch.
+think tokens). A token that marks tool calls, such as <tool_call>, is one byte that no UTF-8 text has (MARKS), so that text which
+is spelled like the mark is not taken for it. A state's row of `table` holds the number of its mask, a token to draft where the
+text is forced, and the next state for each class of symbols; the next state after a token is a walk over its symbols, so no table
+by token is needed. Masks that several states share are stored once. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ Ids = NDArray[np.int32]
 BEGIN_THOUGHT, END_THOUGHT, OTHER, START, CHANNEL, CONSTRAIN = range(256, 262)
 """Symbols after the 256 bytes: the two think tokens; any other token that is not text (special, unknown); and with harmony, whose
 `<|message|>` and `<|end|>` are the first two, the tokens of these names."""
+MARKS = range(0xF8, 0x100)
+"""Bytes that no UTF-8 text has: each stands for a token that marks tool calls."""
 BREAKS_AFTER_THOUGHT = 2
 """Line breaks that an automaton allows at most between a thought and the answer, of which they are no part."""
 NUM_SYMBOLS = 262
@@ -39,22 +42,28 @@ class TokenSymbols:
 
     symbols  int32 [sum of lengths]
     starts   int32 [V + 1]
+    marks    texts of the tokens whose symbols are the bytes of MARKS, in their order
     """
 
     symbols: Ids
     starts: Ids
+    marks: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return len(self.starts) - 1
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens: their bytes, without those that are not text. Bytes that are not valid UTF-8 become U+FFFD.
+        """The text of tokens: their bytes, and those of marks, without tokens that are not text. Bytes that are not valid UTF-8
+        become U+FFFD.
 
         A tokenizer's decoder may drop a space at the beginning, which a constraint asks for.
         """
         found, _ = self.symbols_of(tokens)
-        return bytes(found[found < 256].astype(np.uint8)).decode("utf-8", "replace")
+        data = bytes(found[found < 256].astype(np.uint8))
+        for byte, mark in zip(MARKS, self.marks, strict=False):
+            data = data.replace(bytes([byte]), mark.encode())
+        return data.decode("utf-8", "replace")
 
     def symbols_of(self, tokens: Sequence[int]) -> tuple[Ids, NDArray[np.int64]]:
         """The symbols of tokens, concatenated, and for each token the index after its last symbol."""
@@ -65,12 +74,13 @@ class TokenSymbols:
         return self.symbols[np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)], ends
 
     @classmethod
-    def of(cls, tokens: Sequence[bytes | int]) -> TokenSymbols:
+    def of(cls, tokens: Sequence[bytes | int], marks: tuple[str, ...] = ()) -> TokenSymbols:
         """Of each token its bytes, not empty, or the one symbol that it is."""
         strings = [[token] if isinstance(token, int) else list(token) for token in tokens]
         starts = np.zeros(len(strings) + 1, np.int32)
         np.cumsum([len(string) for string in strings], out=starts[1:])
-        return cls(symbols=np.array([symbol for string in strings for symbol in string], np.int32), starts=starts)
+        symbols = np.array([symbol for string in strings for symbol in string], np.int32)
+        return cls(symbols=symbols, starts=starts, marks=marks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -26,6 +26,7 @@ _JSON = {
     "stop": ("text", "list"), "bad_words": ("text", "list"), "system": ("text",),
     "tools": ("text", "list", "object"), "template_kwargs": ("object", "text"),
     "logit_bias": ("object", "text"), "final_assistant": ("text",),
+    "tool_choice": ("text", "object"), "parallel_tool_calls": ("bool",),
 }
 """Kinds of JSON values allowed in a column of JSON text; columns that are not listed take numbers."""
 
@@ -107,6 +108,8 @@ TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "adapter": (is_text, "string"),
     "system": (is_text, "string"),
     "tools": (_is_tools, "JSON string, struct or list of structs"),
+    "tool_choice": (_is_object, "string, JSON string or struct"),
+    "parallel_tool_calls": (pa.types.is_boolean, "boolean"),
     "template_kwargs": (_is_object, "JSON string or struct"),
     "final_assistant": (is_text, "string: error, continue or drop"),
     "synthetic_len": (_is_number, "integer"),

@@ -24,6 +24,8 @@ COLUMNS = {
     "logit_bias": pa.string(),
     "stop": pa.list_(pa.string()),
     "tools": pa.string(),
+    "tool_choice": pa.string(),
+    "parallel_tool_calls": pa.bool_(),
     "template_kwargs": pa.string(),
     "response_format": pa.string(),
     "final_assistant": pa.string(),

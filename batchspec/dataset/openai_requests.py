@@ -38,10 +38,12 @@ from batchspec.dataset.openai_values import (
     check_finite,
     logit_bias_cells,
     number_of,
+    parallel_cells,
     response_format_cells,
     shown,
     strings_of,
     structured_cells,
+    tool_choice_cells,
 )
 
 Line = Mapping[str, Any]
@@ -156,6 +158,10 @@ def _cells(key: str, value: Any, body: Line) -> dict[str, Any]:
         return _final_assistant(body, f"body.{key}")
     if key in NEUTRAL and value == NEUTRAL[key]:
         return {}
+    if key == "tool_choice":
+        return tool_choice_cells(value, f"body.{key}")
+    if key == "parallel_tool_calls":
+        return parallel_cells(value, f"body.{key}")
     own = JOB_KEYS.get(key)
     raise BadRequest(
         f"body.{shown(key)}={json.dumps(value)[:60]} has no column in a batchspec input; "

@@ -109,6 +109,19 @@ def structured_cells(key: str, value: Any, where: str) -> dict[str, str]:
     return {"response_format": json.dumps(form, ensure_ascii=False)}
 
 
+def tool_choice_cells(value: Any, where: str) -> dict[str, str]:
+    """A word as it is, an object as JSON text. Admission compares it with the tools."""
+    if not isinstance(value, str | dict):
+        raise BadRequest(f"{where}={json.dumps(value)[:60]} is neither text nor an object; correct the line")
+    return {"tool_choice": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}
+
+
+def parallel_cells(value: Any, where: str) -> dict[str, bool]:
+    if not isinstance(value, bool):
+        raise BadRequest(f"{where}={json.dumps(value)[:60]} is neither true nor false; correct the line")
+    return {"parallel_tool_calls": value}
+
+
 def _parsed(key: str, schema: Any) -> Any:
     """A schema that may be given as JSON text, whose numbers are not checked yet."""
     if not isinstance(schema, str):

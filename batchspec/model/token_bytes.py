@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
 
-from batchspec.automata.token_automaton import OTHER, TokenSymbols
+from batchspec.automata.token_automaton import MARKS, OTHER, TokenSymbols
 from batchspec.errors import ConfigError
 from batchspec.model.text_bytes import byte_chars, parts_of
 
@@ -23,10 +23,13 @@ _SENTENCEPIECE = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
 one."""
 
 
-def token_symbols(tokenizer: tokenizers.Tokenizer, vocab_size: int, marks: Mapping[int, int]) -> TokenSymbols:
+def token_symbols(
+    tokenizer: tokenizers.Tokenizer, vocab_size: int, marks: Mapping[int, int], call_marks: Sequence[str] = ()
+) -> TokenSymbols:
     """The bytes of each of the model's tokens; the symbol OTHER for added tokens and ids that the tokenizer lacks.
 
     marks  tokens that have symbols of their own: token -> symbol
+    call_marks  texts of added tokens that mark tool calls: each that the tokenizer has is one of the bytes MARKS
     Raises ConfigError if the tokenizer's decoder is not supported.
     """
     decoders = parts_of(json.loads(tokenizer.to_str()).get("decoder"), "decoders")
@@ -53,10 +56,15 @@ def token_symbols(tokenizer: tokenizers.Tokenizer, vocab_size: int, marks: Mappi
         )
     for name, token in tokenizer.get_vocab(with_added_tokens=False).items():
         if token < vocab_size and token not in added:
-            pieces[token] = spelled(name) or OTHER
+            piece = spelled(name)
+            pieces[token] = piece if piece and max(piece) not in MARKS else OTHER
+    ids = {token.content: number for number, token in added.items() if number < vocab_size and number not in marks}
+    found = tuple(text for text in call_marks if text in ids)
+    for byte, text in zip(MARKS, found, strict=False):
+        pieces[ids[text]] = bytes([byte])
     for token, symbol in marks.items():
         pieces[token] = symbol
-    return TokenSymbols.of(pieces)
+    return TokenSymbols.of(pieces, found[: len(MARKS)])
 
 
 def _spaces(decoders: list[Any]) -> bool:

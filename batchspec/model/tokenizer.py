@@ -197,9 +197,9 @@ class Tokenizer:
         """Number of ids, those of added tokens included; the model may have more."""
         return max(self._tokenizer.get_vocab_size(), max(self.added_ids.values(), default=-1) + 1)
 
-    def symbols(self, vocab_size: int, marks: Mapping[int, int]) -> TokenSymbols:
+    def symbols(self, vocab_size: int, marks: Mapping[int, int], call_marks: Sequence[str] = ()) -> TokenSymbols:
         """The bytes of each of the model's tokens: see `token_bytes.token_symbols`."""
-        return token_symbols(self._tokenizer, vocab_size, marks)
+        return token_symbols(self._tokenizer, vocab_size, marks, call_marks)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of ids; bytes that are not (yet) valid UTF-8 become U+FFFD."""

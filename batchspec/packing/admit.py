@@ -49,19 +49,20 @@ from batchspec.errors import ConfigError
 from batchspec.model.token_texts import TokenTexts
 from batchspec.packing.cells import (
     BadRow,
-    json_cell,
     plain_cell,
     prompt_cell,
     row_values,
     synthetic_len_cell,
 )
 from batchspec.packing.choices import Choices
-from batchspec.packing.constraints import COLUMNS, Constraints, asked_by, check_constraints
+from batchspec.packing.constraints import COLUMNS, FORCED_CALL, Constraint, Constraints, asked_by, check_constraints
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.prompt_encoder import PromptEncoder
 from batchspec.packing.ready_requests import RequestCompiler
 from batchspec.packing.row_settings import RowSettings
+from batchspec.packing.tool_choice import IGNORE, ToolChoice, tool_choice
 from batchspec.records import Completion, Request, RowError
+from batchspec.tool_calls.marks import CALL_MARKS, HARMONY
 from batchspec.tool_calls.registry import choose_form
 from batchspec.tool_calls.split import CallParser
 
@@ -112,14 +113,22 @@ class Admission:
         self._check_constraints = partial(
             check_constraints, config, tokenizer=tokenizer, think=self.settings.think, end_ids=self.settings.end_ids
         )
-        asked = asked_by(config, columns)
-        if asked is not None:
-            self._check_constraints(asked)
-            self.constraints = constraints or self._own_constraints()
         self.tool_form = None
         """How the model writes tool calls in its answers; None: it is unknown, calls stay text, or have channels of their own."""
         if tokenizer is not None:
             self.tool_form = choose_form(config.model.tool_calls, tokenizer.chats.answer_samples, channels=self.has_channels)
+        asked = asked_by(config, columns)
+        if asked is not None:
+            self._check_constraints(asked)
+            self.constraints = constraints or self._own_constraints()
+        self._why_free = ""
+        """Why no row can be forced to call a tool."""
+        if (column := columns.get("tool_choice")) is not None and self.constraints is None and self.decode.score == "none":
+            try:
+                self._check_constraints(f"column {column!r} (tool_choice)")
+                self.constraints = constraints or self._own_constraints()
+            except ConfigError as error:
+                self._why_free = str(error)
         self.choices = None if self.decode.score != "choices" else Choices(config, columns, tokenizer, self.settings.think)
         if config.output.logprob_tokens and tokenizer is None:
             raise ConfigError("output.logprob_tokens needs a tokenizer, and the model folder has none; remove the key")
@@ -140,8 +149,14 @@ class Admission:
     def _own_constraints(self) -> Constraints:
         assert self.tokenizer is not None
         return Constraints(
-            self.decode, self.tokenizer, vocab_size=self.vocab_size, think=self.settings.think, end_ids=self.settings.end_ids
+            self.decode, self.tokenizer, vocab_size=self.vocab_size, think=self.settings.think, end_ids=self.settings.end_ids,
+            call_marks=CALL_MARKS.get(self._form_name or "", ()),
         )
+
+    @property
+    def _form_name(self) -> str | None:
+        """The form in which the model writes tool calls; None if it is unknown."""
+        return HARMONY if self.has_channels else None if self.tool_form is None else self.tool_form.name
 
     def expect_constraints(self, constraints: Constraints | None = None) -> None:
         """Prepare for constraints in rows that another admission admits for the same engine, or in later turns of conversations.
@@ -304,15 +319,17 @@ class Admission:
             said = f"max_new_tokens={max_new_tokens} leaves" if not choices else f"a choice of {longest} tokens leaves"
             raise BadRow("bad_parameter", f"{said} no room for a prompt in model.max_len={self.max_len}; lower it")
         adapter = settings.adapter(row.get("adapter"))
-        prompt_ids = self.encoder.encode(prompt, row, max_prompt_tokens)
-        tools = None if self.tool_form is None else json_cell(row, "tools", list)
+        choice = tool_choice(row, self._form_name)
+        prompt_ids = self.encoder.encode(prompt, {**row, "tools": choice.tools}, max_prompt_tokens)
+        tools = None if self.tool_form is None else choice.readable
         sampling = settings.sampling(values, row)
         thinking = settings.thinking(prompt_ids, row.get("thinking_token_budget")) if max_new_tokens else None
         if self.choices is not None:
             self.choices.check_prompt(prompt_ids)
-        constraint = None
-        if self.constraints is not None:
-            constraint = self.constraints.of_row(row)
+        constraint = self._constraint(row, choice)
+        if thinking is not None and constraint is not None and constraint[0] == FORCED_CALL:
+            end = thinking.closing.index(thinking.end_id)  # in harmony the closing tokens go on to the channel final
+            thinking = replace(thinking, closing=thinking.closing[: end + 1])
         base = hash64(self.decode.seed, request_id) if row.get("seed") is None else int(values["seed"])
         synthetic_len = synthetic_len_cell(row)
         may_end_early = bool(stop_ids or stop or settings.repetition) or synthetic_len is not None
@@ -324,8 +341,17 @@ class Admission:
                 sampling=sampling, stop_ids=stop_ids, stop=stop,
                 seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=predicted,
                 thinking=thinking, synthetic_len=synthetic_len, constraint=constraint, adapter=adapter, choices=choices,
-                tools=json.dumps(tools, ensure_ascii=False) if tools else None, repetition=settings.repetition,
+                tools=json.dumps(tools, ensure_ascii=False) if tools else None, one_call=choice.one_call,
+                repetition=settings.repetition,
             )
+
+    def _constraint(self, row: Mapping[str, Any], choice: ToolChoice) -> Constraint | None:
+        """What the answer must match. Raises BadRow."""
+        if self.constraints is None:
+            if choice.constraint is not None:
+                raise BadRow("bad_parameter", f"tool_choice: {self._why_free or 'this job has no constraints'}; {IGNORE}")
+            return None
+        return choice.constraint or self.constraints.of_row(row)
 
 
 def _cells(table: pa.Table) -> list[dict[str, Any]]:

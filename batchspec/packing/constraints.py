@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 KINDS = ("schema", "regex", "choice", "grammar")
 COLUMNS = (*KINDS, "response_format")
+FORCED_CALL = "tool_choice"
+"""The kind of a constraint that forces tool calls (`forced_calls.py`)."""
 Constraint = tuple[str, str]
 """Kind, and text: a regex, a grammar, or the JSON text of a schema or of a list of strings."""
 
@@ -54,14 +56,16 @@ class Constraints:
     """Reads and compiles the constraints of a job's rows.
 
     end_ids  the tokens that end any row: the model's EOS ids and decode.stop_ids
+    call_marks  texts of the tokens that mark tool calls
     Raises ConfigError if the job's own constraint cannot be met, or the bytes of the tokens are unknown.
     """
 
     def __init__(
-        self, decode: DecodeConfig, tokenizer: Tokenizer, *, vocab_size: int, think: ThinkTokens | None, end_ids: Collection[int]
+        self, decode: DecodeConfig, tokenizer: Tokenizer, *, vocab_size: int, think: ThinkTokens | None, end_ids: Collection[int],
+        call_marks: Sequence[str] = (),
     ) -> None:
         self.of_job = job_constraint(decode)
-        self.compiler = _compiler(tokenizer, vocab_size, think, end_ids)
+        self.compiler = _compiler(tokenizer, vocab_size, think, end_ids, call_marks)
         self.of_job_waits = False
         """Whether the job's own constraint became a lazy automaton."""
         if self.of_job is not None:
@@ -97,7 +101,9 @@ class Constraints:
         return replace(request, automaton=made, automaton_state=state)
 
 
-def _compiler(tokenizer: Tokenizer, vocab_size: int, think: ThinkTokens | None, end_ids: Collection[int]) -> Compiler:
+def _compiler(
+    tokenizer: Tokenizer, vocab_size: int, think: ThinkTokens | None, end_ids: Collection[int], call_marks: Sequence[str]
+) -> Compiler:
     """The compiler for constraints over this model's tokens, of which `end_ids` end a row."""
     marks, channels = {}, None if think is None else think.channels
     if think is not None:
@@ -106,7 +112,7 @@ def _compiler(tokenizer: Tokenizer, vocab_size: int, think: ThinkTokens | None, 
         marks |= {channels.start_id: START, channels.channel_id: CHANNEL}
         marks |= {} if channels.constrain_id is None else {channels.constrain_id: CONSTRAIN}
     return Compiler(
-        tokenizer.symbols(vocab_size, marks), tuple(sorted(end_ids)), thinks=think is not None,
+        tokenizer.symbols(vocab_size, marks, call_marks), tuple(sorted(end_ids)), thinks=think is not None,
         may_begin=think is not None and think.begin_id is not None, channels=channels is not None,
     )
 
@@ -115,7 +121,7 @@ def first_state(automaton: TokenAutomaton | LazyAutomaton, thinking: Thinking | 
     """The state in which a row's output begins; DEAD if it continues a harmony message that may not be written."""
     if thinking is not None and thinking.channels is not None:
         if isinstance(automaton, LazyAutomaton):
-            return state_after_header(thinking.header, vocabulary)
+            return state_after_header(thinking.header, vocabulary, calls=automaton.kind == FORCED_CALL)
         return automaton.walk(automaton.either, thinking.header)
     if thinking is None or thinking.opened is False:
         return automaton.answer

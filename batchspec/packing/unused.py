@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 OF_CHATS = ("input.system", "input.final_assistant", "input.template_kwargs", "input.template_date", "model.chat_template")
 """Keys that only chats read."""
-CHAT_COLUMNS = ("system", "tools", "template_kwargs", "final_assistant")
+CHAT_COLUMNS = ("system", "tools", "template_kwargs", "final_assistant", "tool_choice", "parallel_tool_calls")
 """Columns that only chats read. If prompts are text and `input.chat` is false, rows that fill them are error rows."""
 DECODED_COLUMNS = (
     "max_new_tokens", "min_new_tokens", "n", "stop", "bad_words", "schema", "regex", "choice", "grammar", "response_format",
-    "thinking_token_budget", "synthetic_len",
+    "thinking_token_budget", "synthetic_len", "tool_choice", "parallel_tool_calls",
 )
 """Columns about the length, the end and the form of an answer, which a scored row does not have."""
 

@@ -9,6 +9,10 @@ role      --message--> the answer                --channel--> name
 name      "analysis" --message--> thought
 name      "final" --> (" ", constrain and small letters) --message--> the answer
 thought   any token but those that end the row --> thought; --end--> outside; --start--> "assistant"; --channel--> name
+
+If the answer must be a tool call, no message in `final` may be written, and a text begins with a header only:
+
+name      "commentary to=functions." --> the answer: the function's name, (" ", constrain, "json"), message, arguments
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from batchspec.automata.token_automaton import (
     CONSTRAIN,
     DEAD,
     END_THOUGHT,
+    MARKS,
     NUM_SYMBOLS,
     OTHER,
     START,
@@ -33,8 +38,12 @@ from batchspec.automata.token_automaton import (
 from batchspec.structured.dfa import Dfa
 
 MESSAGE, END = BEGIN_THOUGHT, END_THOUGHT
+MESSAGE_BYTE, CONSTRAIN_BYTE = MARKS[-1], MARKS[-2]
+BYTES = {MESSAGE: MESSAGE_BYTE, CONSTRAIN: CONSTRAIN_BYTE}
+"""Symbols that an answer with a header holds, as bytes of its automaton."""
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
-SINGLE_BYTE_CLASSES = frozenset(LETTERS + b" ")
+CALL = "commentary to=functions."
+SINGLE_BYTE_CLASSES = frozenset(LETTERS + CALL.encode())
 
 
 def with_letters(dfa: Dfa) -> Dfa:
@@ -50,20 +59,24 @@ class ChannelStates:
     classes      int32 [NUM_SYMBOLS]  class of each symbol, 0 .. num_classes-1
     first        number of the first of these states
     answer       number of the state in which an answer begins
+    calls        whether the answer must be a tool call
     """
 
-    def __init__(self, classes: NDArray[np.int32], num_classes: int, *, first: int, answer: int) -> None:
+    def __init__(self, classes: NDArray[np.int32], num_classes: int, *, first: int, answer: int, calls: bool) -> None:
         self._classes, self._first, self._width = classes, first, num_classes
         self._rows: list[NDArray[np.int32]] = []
         self.outside, self.thought, name = self._state(), self._state(), self._state()
         role = self._spell("assistant", self._state(from_=(self.outside, self.thought), symbols=[START]))
         for before in (self.outside, self.thought, role):
             self._go(before, [CHANNEL], name)
-        self._go(role, [MESSAGE], answer)
         self._go(self.thought, [*range(256), OTHER, CONSTRAIN, MESSAGE], self.thought)
         self._go(self.thought, [END], self.outside)
         self._go(self._spell("analysis", name), [MESSAGE], self.thought)
-        self._final(self._spell("final", name), answer)
+        if calls:
+            self._go(self._spell(CALL[:-1], name), CALL[-1:].encode(), answer)
+        else:
+            self._go(role, [MESSAGE], answer)
+            self._final(self._spell("final", name), answer)
 
     @property
     def rows(self) -> NDArray[np.int32]:
@@ -95,16 +108,16 @@ class ChannelStates:
         return state
 
 
-def before_answer_of(classes: NDArray[np.int32], num_classes: int) -> ChannelStates:
+def before_answer_of(classes: NDArray[np.int32], num_classes: int, *, calls: bool) -> ChannelStates:
     """The states around an answer of a lazy automaton: numbers from EITHER on, THOUGHT being the second."""
-    found = ChannelStates(classes, num_classes, first=EITHER, answer=ANSWER)
+    found = ChannelStates(classes, num_classes, first=EITHER, answer=ANSWER, calls=calls)
     assert (found.outside, found.thought) == (EITHER, THOUGHT)
     return found
 
 
-def state_after_header(header: Iterable[int], vocabulary: TokenSymbols) -> int:
+def state_after_header(header: Iterable[int], vocabulary: TokenSymbols, *, calls: bool = False) -> int:
     """The state of any lazy automaton in which an output begins that continues a message with this header; DEAD if none may."""
-    rows, state = before_answer_of(np.arange(NUM_SYMBOLS, dtype=np.int32), NUM_SYMBOLS).rows, EITHER
+    rows, state = before_answer_of(np.arange(NUM_SYMBOLS, dtype=np.int32), NUM_SYMBOLS, calls=calls).rows, EITHER
     for token in header:
         for symbol in vocabulary.symbols[vocabulary.starts[token] : vocabulary.starts[token + 1]].tolist():
             if state < EITHER:  # the answer has begun, or the message may not be written

@@ -52,7 +52,9 @@ def compiled(
     if node is None:
         raise Recursive("it is recursive")
     dfa = dfa_of(node, AFTER_THOUGHT, single_bytes(vocabulary))
-    return over_tokens(dfa, vocabulary, end_ids, thinks=thinks, may_begin=may_begin, channels=channels)
+    return over_tokens(
+        dfa, vocabulary, end_ids, thinks=thinks, may_begin=may_begin, channels=channels, calls=rules.of_channel_call
+    )
 
 
 def answer(attempt: Attempt, **job: Any) -> dict[str, Any]:
@@ -94,7 +96,7 @@ def _found(attempt: Attempt, **job: Any) -> dict[str, Any]:
     Raises as `compiled` and `Network`, and OutOfTime if it is not known in time whether the constraint can be followed.
     """
     with stopped_after(attempt.check_s):
-        rules = rules_of(attempt.kind, attempt.source)
+        rules = rules_of(attempt.kind, attempt.source, job["vocabulary"].marks)
     late = not attempt.cpu_s
     try:
         if not late:

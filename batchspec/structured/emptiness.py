@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
 
-from batchspec.structured.regular import Alt, Chars, Graph, Joined, LeftOut, Members, Node, Ref, Repeat, Seq
+from batchspec.structured.regular import Alt, Chars, Graph, Joined, LeftOut, Mark, Members, Node, Ref, Repeat, Seq
 from batchspec.structured.rules import Rules, parts_of
 
 
@@ -53,6 +53,8 @@ class _Search:
         match node:
             case LeftOut():
                 return Texts.LEFT_OUT
+            case Mark():
+                return Texts.SOME
             case Chars(ranges):
                 return Texts.SOME if ranges else Texts.NONE
             case Seq(parts):

@@ -14,7 +14,7 @@ import numpy as np
 
 from batchspec.automata.lazy_automaton import ANSWER, EITHER, THOUGHT
 from batchspec.automata.token_automaton import BEGIN_THOUGHT, DEAD, END_THOUGHT, NUM_SYMBOLS
-from batchspec.structured.channels import SINGLE_BYTE_CLASSES, before_answer_of
+from batchspec.structured.channels import BYTES, SINGLE_BYTE_CLASSES, before_answer_of
 from batchspec.structured.network import Network
 from batchspec.structured.regular import TooLarge
 
@@ -69,7 +69,9 @@ class LazyDfa:
         self.explored = np.zeros(256, bool)
         answer, after_thought = (self._closure(start, 0) for start in network.starts)
         self._number(answer)
-        before_answer = before_answer_of(self.classes, width).rows if channels else np.zeros((2, width), np.int32)
+        before_answer = np.zeros((2, width), np.int32)
+        if channels:
+            before_answer = before_answer_of(self.classes, width, calls=network.of_channel_call).rows
         for number in range(len(before_answer)):  # EITHER, THOUGHT, and with channels those inside of a header
             self.next[self._number(frozenset({(-2 - number, 0)}))] = before_answer[number]
         self.explored[[DEAD, *range(EITHER, self.num_states)]] = True
@@ -103,6 +105,8 @@ class LazyDfa:
             if not self.explored[state]:
                 row = self._row(self._sets[state])
                 self.next[state, : len(row)] = row
+                for symbol, byte in BYTES.items() if self._channels else ():
+                    self.next[state, self.classes[symbol]] = row[self.classes[byte]]
                 self.explored[state] = True
 
     def after(self, state: int, symbols: Iterable[int]) -> int:

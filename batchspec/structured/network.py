@@ -52,6 +52,7 @@ class Network(Nfa):
         Raises Impossible, TooLarge, and BadGrammar for left recursion by way of other rules.
         """
         super().__init__()
+        self.of_channel_call = rules.of_channel_call
         self.calls: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self.loops: list[Loop] = []
         self.loop_at: dict[int, int] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from batchspec.structured.regular import Alt, Chars, Graph, Joined, Members, Node, Ref, Repeat, Seq, TooLarge
+from batchspec.structured.regular import Alt, Chars, Graph, Joined, Mark, Members, Node, Ref, Repeat, Seq, TooLarge
 
 MAX_NFA_STATES = 250_000
 
@@ -37,6 +37,10 @@ class Nfa:
         match node:
             case Chars(ranges):
                 return self._chars(ranges, start)
+            case Mark(byte):
+                end = self.state()
+                self.moves[start].append((byte, byte, end))
+                return end
             case Seq(parts):
                 for part in parts:
                     start = self.add(part, start)

@@ -116,7 +116,14 @@ class LeftOut(Alt):
     said: str = ""
 
 
-Node = Chars | Seq | Alt | Repeat | Joined | Members | Ref | Graph
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A token that marks tool calls, as the byte that stands for it (`token_automaton.MARKS`)."""
+
+    byte: int
+
+
+Node = Chars | Mark | Seq | Alt | Repeat | Joined | Members | Ref | Graph
 EMPTY, NOTHING = Seq(()), Alt(())
 
 

@@ -24,6 +24,8 @@ class Rules:
 
     start: Node
     named: Mapping[str, Node] = field(default_factory=dict)
+    of_channel_call: bool = False
+    """Whether the text is a tool call in a model with channels, from the function's name on (`channels.py`)."""
 
     def inlined(self) -> Node | None:
         """One node without references; None if a rule refers to itself."""
@@ -36,6 +38,12 @@ class Rules:
     def without_left_recursion(self) -> Rules:
         """The same texts, without direct left recursion (a = a x). `Network` refuses indirect left recursion."""
         return replace(self, named={name: _as_repetition(name, node) for name, node in self.named.items()})
+
+
+def renamed(rules: Rules, prefix: str) -> Rules:
+    """The same texts; the names of the rules begin with the prefix."""
+    names: dict[str, Node] = {name: Ref(prefix + name) for name in rules.named}
+    return Rules(_mapped(rules.start, names), {prefix + name: _mapped(node, names) for name, node in rules.named.items()})
 
 
 def references(node: Node) -> set[str]:

@@ -28,7 +28,7 @@ from batchspec.automata.token_automaton import (
     TokenAutomaton,
     TokenSymbols,
 )
-from batchspec.structured.channels import ChannelStates, with_letters
+from batchspec.structured.channels import BYTES, ChannelStates, with_letters
 from batchspec.structured.dfa import MAX_STATES, Dfa
 from batchspec.structured.regular import TooLarge
 
@@ -45,7 +45,8 @@ MAX_FORCED_BYTES = 32
 
 
 def over_tokens(
-    dfa: Dfa, vocabulary: TokenSymbols, end_ids: Collection[int], *, thinks: bool, may_begin: bool, channels: bool = False
+    dfa: Dfa, vocabulary: TokenSymbols, end_ids: Collection[int], *, thinks: bool, may_begin: bool, channels: bool = False,
+    calls: bool = False,
 ) -> TokenAutomaton:
     """The automaton over tokens whose texts are those of `dfa`.
 
@@ -54,7 +55,7 @@ def over_tokens(
     end_ids    tokens that end a row: allowed where the text may end, and nowhere else
     thinks     an answer may follow a thought, whose end is the symbol END_THOUGHT
     may_begin  a thought may begin with the symbol BEGIN_THOUGHT
-    channels   instead, an answer is a message in the final channel of harmony
+    channels   instead, an answer is a message in the final channel of harmony; or, if calls, a tool call
     Raises TooLarge.
     """
     dfa = with_letters(dfa) if channels else dfa
@@ -65,7 +66,7 @@ def over_tokens(
     answer, after_thought = dfa.starts
     thought, either, around = DEAD, DEAD, np.zeros((0, num_classes + NUM_SYMBOLS - 256), np.int32)
     if channels:
-        states = ChannelStates(classes, around.shape[1], first=num_states, answer=answer)
+        states = ChannelStates(classes, around.shape[1], first=num_states, answer=answer, calls=calls)
         thought, either, around = states.thought, states.outside, states.rows
     elif thinks:
         thought, either, around = num_states, num_states + 1, np.zeros((2, around.shape[1]), np.int32)
@@ -77,6 +78,8 @@ def over_tokens(
     table = np.zeros((num_states + len(around), NEXT + around.shape[1]), np.int32)
     table[:num_states, NEXT : NEXT + num_classes] = dfa.next
     table[num_states:, NEXT:] = around
+    for symbol, byte in BYTES.items() if channels else ():
+        table[:num_states, NEXT + classes[symbol]] = dfa.next[:, dfa.classes[byte]]
     if table.size > MAX_TABLE_WORDS:
         raise TooLarge(f"its automaton has {num_states:,} states and {num_classes} classes of bytes, more than fit in 16 MiB")
     final = np.zeros(len(table), bool)

@@ -5,6 +5,7 @@ are found by their tokens (engine.channel_calls). This package does not import t
 
   form.py        the interface of a form, and what forms share: JSON text, the tools of a row
   registry.py    the forms by name, and which one a chat template writes
+  marks.py       the forms in which calls can be forced, and their marks
   split.py       an answer as its content and its calls; their ids and OpenAI's form
 Forms:
   marked_json.py   JSON between two marks (Hermes, Qwen), and Mistral's

@@ -70,7 +70,7 @@ class Tools:
         values = []
         for key, text in arguments.items():
             own = properties.get(key) if isinstance(properties, dict) else None
-            value = typed_value(text, set(_types(own, schema)), untyped_is_json=untyped_is_json)
+            value = typed_value(text, set(types_of(own, schema)), untyped_is_json=untyped_is_json)
             values.append(f"{json.dumps(key, ensure_ascii=False)}: {value}")
         return "{" + ", ".join(values) + "}"
 
@@ -95,7 +95,7 @@ def typed_value(text: str, types: set[str], *, untyped_is_json: bool = False) ->
     return json.dumps(text, ensure_ascii=False)
 
 
-def _types(schema: Any, root: Any, depth: int = 0) -> Iterator[str]:
+def types_of(schema: Any, root: Any, depth: int = 0) -> Iterator[str]:
     """The types that a parameter's schema allows; none if it does not say."""
     if not isinstance(schema, dict) or depth > MAX_REFERENCES:
         return
@@ -108,12 +108,28 @@ def _types(schema: Any, root: Any, depth: int = 0) -> Iterator[str]:
         yield from (_type_of(value) for value in listed)
     for key in ("anyOf", "oneOf", "allOf"):
         for part in schema[key] if isinstance(schema.get(key), list) else ():
-            yield from _types(part, root, depth + 1)
-    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
-        target = root
-        for step in reference[2:].split("/"):
-            target = target.get(step) if isinstance(target, dict) else None
-        yield from _types(target, root, depth + 1)
+            yield from types_of(part, root, depth + 1)
+    if "$ref" in schema and (target := _target(schema, root)) is not None:
+        yield from types_of(target, root, depth + 1)
+
+
+def resolved(schema: Mapping[str, Any], root: Any) -> Mapping[str, Any]:
+    """A schema without `$ref`: with what it refers to, at most MAX_REFERENCES times."""
+    for _ in range(MAX_REFERENCES):
+        if "$ref" not in schema or (target := _target(schema, root)) is None:
+            break
+        schema = {**target, **{key: value for key, value in schema.items() if key != "$ref"}}
+    return schema
+
+
+def _target(schema: Mapping[str, Any], root: Any) -> dict[str, Any] | None:
+    """What `$ref` names; None if it is not there."""
+    reference, target = schema["$ref"], root
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    for step in reference[2:].split("/"):
+        target = target.get(step) if isinstance(target, dict) else None
+    return target if isinstance(target, dict) else None
 
 
 def _type_of(value: Any) -> str:

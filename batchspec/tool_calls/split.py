@@ -44,7 +44,8 @@ class CallParser:
         read = self.form.find(raw, Tools(request.tools))
         if not read:
             return done
-        calls = [openai_call(request, place, call.name, call.arguments) for place, call in enumerate(read)]
+        kept = read[:1] if request.one_call else read  # as vLLM
+        calls = [openai_call(request, place, call.name, call.arguments) for place, call in enumerate(kept)]
         return done.replace(text=self._rest(raw, read, tokens), tool_calls=json_of(calls))
 
     def _marked(self, text: str, tokens: Sequence[int]) -> str:

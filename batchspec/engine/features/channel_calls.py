@@ -38,6 +38,7 @@ def tool_calls(calls: Sequence[Call], request: Request, decode: Callable[[Sequen
         name = recipient[1].removeprefix(NAMESPACE)
         of_harmony = {"recipient": recipient[1], "content_type": kind.strip() or named or None}
         found.append(openai_call(request, len(found), name, arguments) | of_harmony)
+    found = found[:1] if request.one_call else found
     return (json_of(found) if found else None), texts
 
 

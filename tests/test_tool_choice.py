@@ -1,0 +1,328 @@
+"""Forced tool calls: what the columns tool_choice and parallel_tool_calls make of a row, whole jobs over OpenAI's requests."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+import torch
+
+from batchspec import run
+from batchspec.automata.lazy_automaton import LazyAutomaton, Recheck
+from batchspec.automata.token_automaton import MARKS
+from batchspec.dataset.columns import map_columns
+from batchspec.dataset.reader import table_source
+from batchspec.model.thinking import find_think_tokens
+from batchspec.model.tokenizer import Tokenizer
+from batchspec.packing.admit import Admission
+from batchspec.packing.constraints import Constraints, first_state
+from batchspec.records import Completion, Request
+from batchspec.structured.compile_process import compiled
+from batchspec.structured.dfa import Dfa, dfa_of
+from batchspec.structured.expand_process import Work
+from batchspec.structured.forced_calls import call_rules
+from batchspec.structured.json_schema.leaves import BadSchema
+from batchspec.structured.parse import rules_of
+from batchspec.tool_calls.form import Tools
+from batchspec.tool_calls.marks import CALL_MARKS, FORCED
+from batchspec.tool_calls.registry import FORMS
+from tests.harmony import make_harmony_model
+from tests.models import make_checkpoint, make_thinking_tokenizer
+from tests.stand_ins import small_spec
+from tests.test_admit import job
+from tests.test_openai_jobs import answers, options, request, written
+from tests.tool_templates import TEMPLATES, tool, tools_text
+from tests.tool_templates import written as of_template
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "integer"}, "s": {"type": "string"}, "e": {"enum": ["a", "b c", 3]}, "n": {"$ref": "#/$defs/name"},
+        "u": {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 10}, {"type": "null"}]},
+        "o": {"type": "object", "properties": {"k": {"type": "array", "items": {"type": "number"}}}},
+    },
+    "required": ["e", "u"],
+    "$defs": {"name": {"type": "string", "pattern": "^[a-z]{2,3}$"}},
+}
+FUNCTIONS = [
+    {"name": "f", "parameters": SCHEMA}, {"name": "g", "parameters": None},
+    {"name": "say", "parameters": {"properties": {"text": {"type": "string", "maxLength": 3}}}},
+]
+
+
+def asked(form: str, functions: list[dict[str, Any]] = FUNCTIONS, several: bool = True) -> str:
+    return json.dumps({"form": form, "tools": functions, "several": several})
+
+
+def drawn(dfa: Dfa, rng: random.Random) -> bytes | None:
+    """A text of the automaton, most often a short one; None if it gets long."""
+    state, out = dfa.starts[0], bytearray()
+    while len(out) < 300:
+        allowed = np.flatnonzero(dfa.next[state, dfa.classes]).tolist()
+        if dfa.final[state] and (not allowed or rng.random() < 0.3):
+            return bytes(out)
+        ends = [byte for byte in allowed if byte in b'"}])<\n/' or byte in MARKS]
+        ascii = [byte for byte in allowed if byte < 127] if rng.random() < 0.9 else []
+        out.append(rng.choice(ends if ends and rng.random() < 0.4 else ascii or allowed))
+        state = int(dfa.next[state, dfa.classes[out[-1]]])
+    return None
+
+
+@pytest.mark.parametrize(
+    ("form", "marks"), [(form, marks) for form in sorted(FORCED - {"harmony"}) for marks in {(), CALL_MARKS.get(form, ())}]
+)
+def test_whatever_is_written_is_read_back_as_calls_that_follow_the_schemas(form: str, marks: tuple[str, ...]) -> None:
+    node = call_rules(asked(form), marks).inlined()
+    assert node is not None
+    dfa, rng, num_found = dfa_of(node), random.Random(1), 0
+    for _ in range(40):
+        data = drawn(dfa, rng)
+        for byte, mark in zip(MARKS, marks, strict=False):
+            data = data and data.replace(bytes([byte]), mark.encode())
+        if data is None:
+            continue
+        found = FORMS[form].find(data.decode(), Tools(tools_text(*FUNCTIONS)))
+        ends, begins = [0, *(call.end for call in found)], [*(call.begin for call in found), len(data.decode())]
+        assert not "".join(data.decode()[end:begin] for end, begin in zip(ends, begins, strict=True)).strip()
+        for call in found:
+            schema = {"f": SCHEMA, "g": {"maxProperties": 0}, "say": FUNCTIONS[2]["parameters"]}[call.name]
+            jsonschema.validate(json.loads(call.arguments), schema | {"additionalProperties": False})
+        num_found += len(found)
+    assert num_found > 20
+
+
+@pytest.mark.parametrize("form", sorted(FORCED - {"harmony", "pythonic"}))
+def test_what_templates_write_is_among_it(form: str) -> None:
+    """But for Python's quotes and constants: the arguments are JSON there too."""
+    calls = [("f", {"e": "a", "u": "x y"}), ("g", {})]
+    node = call_rules(asked(form), ()).inlined()
+    assert node is not None
+    dfa = dfa_of(node)
+    for name in (name for name in TEMPLATES if name.partition(",")[0] == form and name not in NOT_OF_TEXT):
+        state = dfa.starts[0]
+        for byte in of_template(name, calls).strip().encode():
+            state = int(dfa.next[state, dfa.classes[byte]])
+        assert dfa.final[state], name
+
+
+NOT_OF_TEXT = ("mistral, newer", "mistral, with ids")
+"""Forms of tokenizers that have the token [ARGS]."""
+
+
+@pytest.mark.parametrize(
+    ("form", "function", "said"),
+    [
+        ("pythonic", {"name": "g-2", "parameters": None}, "tool 'g-2': this model's form of calls cannot write the name"),
+        ("pythonic", {"name": "g", "parameters": {"properties": {"a b": {}}}}, "tool 'g': parameter 'a b' is no name in Python"),
+        ("glm", {"name": "g", "parameters": {"anyOf": [{}]}}, "tool 'g': anyOf of all arguments together is not supported"),
+        ("glm", {"name": "g", "parameters": {"properties": {"a": {"not": {}}}}}, "tool 'g': not of a string is not supported"),
+        ("hermes", {"name": "g", "parameters": {"properties": {"a": {"unevaluatedItems": 0}}}}, "tool 'g': .*unevaluatedItems"),
+    ],
+)
+def test_what_cannot_be_forced_is_told_with_the_tool_s_name(form: str, function: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadSchema, match=said):
+        call_rules(asked(form, [function]), ())
+
+
+# --- rows
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calls") / "model"
+    make_checkpoint(folder, "llama", dtype=torch.float64, max_position_embeddings=2048)
+    return make_thinking_tokenizer(folder, chat_template=TEMPLATES["hermes"], more=CALL_MARKS["hermes"])
+
+
+FUNCTION = tool("f", x={"enum": [1, 22]}, b="boolean")
+TWO = [FUNCTION, tool("g")]
+FORCE_G = {"type": "function", "function": {"name": "g"}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def admitted(folder: Path, *, vocab: int = 320, **cells: Any) -> Request | Completion:
+    row = {"messages": json.dumps([{"role": "user", "content": "Hi"}]), "tools": tools_text(*TWO)} | cells
+    source = table_source(pa.table({name: [value] for name, value in row.items()}))
+    columns, spec = map_columns(source.schema, {}), small_spec(vocab_size=vocab)
+    config = job(model__max_len=500)
+    admission = Admission(config, source=source, columns=columns, spec=spec, tokenizer=Tokenizer(folder))
+    (made,) = admission.admit(next(source.shards(1)))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("choice", "readable", "forced", "several", "one_call"),
+    [
+        (None, "fg", None, None, False),
+        ("auto", "fg", None, None, False),
+        ("none", "", None, None, False),
+        ("required", "fg", "fg", True, False),
+        (json.dumps(FORCE_G), "fg", "g", False, True),
+        (json.dumps(allowed("auto", "g")), "g", None, None, False),
+        (json.dumps(allowed("required", "g")), "g", "g", True, False),
+    ],
+)
+def test_a_choice_says_which_tools_are_offered_read_and_forced(
+    model: Path, choice: str | None, readable: str, forced: str | None, several: bool | None, one_call: bool
+) -> None:
+    made = admitted(model, tool_choice=choice)
+    assert isinstance(made, Request)
+    assert "".join(one["function"]["name"] for one in json.loads(made.tools or "[]")) == readable
+    prompt = Tokenizer(model).decode(made.prompt_ids.tolist())
+    assert ('"f"' in prompt, '"g"' in prompt) == (readable != "g", True), "tool_choice=none leaves them in the prompt"
+    assert made.one_call == one_call
+    if forced is None:
+        assert made.constraint is None
+    else:
+        assert made.constraint is not None
+        read = json.loads(made.constraint[1])
+        assert ("".join(one["name"] for one in read["tools"]), read["several"]) == (forced, several)
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        ({"tool_choice": "required", "tools": None}, "tool_choice=required needs tools, and the row has none; add them, or"),
+        ({"tool_choice": "maybe"}, 'tool_choice="maybe" must be auto, none, required,'),
+        ({"tool_choice": '{"type": "function"}'}, "must be auto, none, required"),
+        ({"tool_choice": json.dumps(allowed("often", "g"))}, "must be auto, none, required"),
+        ({"tool_choice": json.dumps(allowed("auto", "h"))}, "tool_choice names 'h', and the row's tools are: f, g; correct it"),
+        (
+            {"tool_choice": "required", "response_format": '{"type": "json_object"}'},
+            "response_format and a tool_choice that forces a call are both given; leave one null",
+        ),
+    ],
+)
+def test_a_choice_that_cannot_be_followed_costs_its_row(model: Path, cells: dict[str, Any], said: str) -> None:
+    made = admitted(model, **cells)
+    assert isinstance(made, Completion)
+    assert made.error is not None
+    assert (made.error.code, said in made.error.message) == ("bad_parameter", True), made.error.message
+
+
+FORCED_LINES = [
+    request("must", tools=TWO, tool_choice="required", max_tokens=200),
+    request("one", tools=TWO, tool_choice="required", parallel_tool_calls=False, max_tokens=200),
+    request("named", tools=TWO, tool_choice=FORCE_G, max_tokens=200, n=2, temperature=1.0),
+    request("none", tools=TWO, tool_choice="none"),
+    request("auto", tools=TWO, tool_choice="auto"),
+    request("no tool", tool_choice="required"),
+    request("short", tools=TWO, tool_choice="required", max_tokens=4),
+    request("stopped", tools=TWO, tool_choice=FORCE_G, max_tokens=200, stop=["arguments"]),
+]
+
+
+@pytest.mark.parametrize("more", [["draft=lookup", "decode.min_new_tokens=9"], ["draft=none"]])
+def test_a_job_over_requests_with_forced_calls(model: Path, tmp_path: Path, more: list[str]) -> None:
+    written(tmp_path / "in.jsonl", FORCED_LINES)
+    words = [*options(model, tmp_path, "output=openai", "output.token_ids=true", "decode.thinking_token_budget=5", *more)]
+    assert run.main(words) == 0
+    found = answers(tmp_path / "out/answers.jsonl")
+    assert "tool_choice=required needs tools" in found.pop("no tool")["error"]["message"]
+    mark = Tokenizer(model).added_ids["<tool_call>"]
+    rows = {row["request_id"]: row for row in pl.read_parquet(tmp_path / "out/data").to_dicts()}
+    for name, line in found.items():
+        for choice in line["response"]["body"]["choices"]:
+            calls = choice["message"].get("tool_calls")
+            if name in ("none", "auto", "short", "stopped"):
+                assert calls is None
+                continue
+            if name == "must" and choice["finish_reason"] == "length":  # this model may write call after call
+                assert len(calls) > 1
+            else:
+                assert (choice["finish_reason"], choice["message"]["content"], len(calls)) == ("tool_calls", None, 1)
+            for call in calls:
+                assert call["function"]["name"] in (("g",) if name == "named" else ("f", "g"))
+                schema = next(one for one in TWO if one["function"]["name"] == call["function"]["name"])["function"]["parameters"]
+                jsonschema.validate(json.loads(call["function"]["arguments"]), schema | {"additionalProperties": False})
+            assert rows[name]["token_ids"].count(mark) >= 1, "the mark is its token"
+    assert found["stopped"]["response"]["body"]["choices"][0]["message"]["content"].endswith('"')
+    before = (tmp_path / "out/answers.jsonl").read_text()
+    (tmp_path / "out/answers.jsonl").unlink()
+    assert run.main(words) == 0
+    assert (tmp_path / "out/answers.jsonl").read_text() == before
+
+
+# --- harmony
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_harmony_model(tmp_path_factory.mktemp("harmony") / "model", likely=4.0)
+
+
+ADD = tool("add", x={"enum": [7, 77]})
+CALL = '{"x": 7}<|call|>'
+THOUGHT = "<|channel|>analysis<|message|>Hm<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "can_be"),
+    [
+        (f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{CALL}", True),
+        (f"<|channel|>commentary to=functions.add<|constrain|>json<|message|>{CALL}", True),
+        (f"<|channel|>commentary to=functions.add json<|message|>{CALL}", True),
+        (f"<|channel|>commentary to=functions.add<|message|>{CALL}", True),
+        (f"{THOUGHT}<|start|>assistant<|channel|>commentary to=functions.add<|message|>{CALL}", True),
+        ("<|channel|>commentary to=functions.add<|message|>{}<|return|>", True),
+        ("<|channel|>commentary to=functions.add<|message|>{}<|end|>", False),
+        (f"<|channel|>commentary to=functions.ad<|message|>{CALL}", False),
+        ('<|channel|>commentary to=functions.add<|message|>{"x": 8}<|call|>', False),
+        (f"<|channel|>commentary<|message|>{CALL}", False),
+        ("<|channel|>final<|message|>7<|return|>", False),
+        (f"<|message|>{CALL}", False),
+        ("<|channel|>analysis to=functions.add<|message|>{}<|call|>", False),
+    ],
+)
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_a_forced_call_of_harmony_is_a_message_with_a_recipient(harmony: Path, text: str, can_be: bool, is_lazy: bool) -> None:
+    tokenizer = Tokenizer(harmony)
+    made = admitted(harmony, vocab=352, tool_choice="required", tools=tools_text(ADD))
+    assert isinstance(made, Request)
+    assert made.constraint is not None
+    think = find_think_tokens("auto", tokenizer, 352)
+    assert think is not None
+    compiler = Constraints(job().decode, tokenizer, vocab_size=352, think=think, end_ids=set(think.stop_ids)).compiler
+    tokens = tokenizer.encode_part(text)
+    if is_lazy:
+        work = Work(**compiler.job)
+        found = LazyAutomaton(*made.constraint)
+        state = first_state(found, made.thinking, compiler.vocabulary)
+        count = work.recheck(Recheck(found, state, tuple(tokens)))
+    else:
+        rules = rules_of(*made.constraint)
+        whole = compiled(rules, **compiler.job)
+        count = whole.num_allowed(first_state(whole, made.thinking, compiler.vocabulary), tokens)
+    assert (count == len(tokens)) == can_be
+
+
+@pytest.mark.parametrize("drafter", ["none", "lookup"])
+def test_a_job_of_harmony_with_forced_calls_and_with_none(harmony: Path, tmp_path: Path, drafter: str) -> None:
+    lines = [request(f"q{i}", tools=[ADD], tool_choice="required", max_tokens=150, seed=i, temperature=1.0) for i in range(6)]
+    lines += [request(f"n{i}", tools=[ADD], tool_choice="none", max_tokens=60, seed=i, temperature=1.0) for i in range(6)]
+    written(tmp_path / "in.jsonl", lines)
+    keys = ["output=openai", "decode.thinking_token_budget=4", f"draft={drafter}", "model.max_len=500", "model.dtype=float32"]
+    words = [word for word in options(harmony, tmp_path) if word.partition("=")[0] not in ("model.max_len", "model.dtype")]
+    assert run.main([*words, *keys]) == 0
+    num_calls = 0
+    for name, line in answers(tmp_path / "out/answers.jsonl").items():
+        (choice,) = line["response"]["body"]["choices"]
+        calls = choice["message"].get("tool_calls")
+        if name.startswith("n"):
+            assert calls is None
+        elif choice["finish_reason"] != "length":
+            assert (choice["finish_reason"], choice["message"]["content"], len(calls)) == ("tool_calls", None, 1)
+            jsonschema.validate(json.loads(calls[0]["function"]["arguments"]), ADD["function"]["parameters"])
+            num_calls += 1
+    assert num_calls >= 5
