@@ -40,6 +40,7 @@ from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import Constraints
 from batchspec.packing.input_notes import input_notes
 from batchspec.packing.model_notes import model_notes
+from batchspec.packing.row_logprobs import with_logprobs_of_rows
 from batchspec.packing.survey import Survey
 from batchspec.packing.unused import (
     check_columns,
@@ -129,6 +130,7 @@ def open_job(
     output_schema(source.schema, columns, config.output, score=config.decode.score)
     source = source.reading(columns_read(source.schema, columns, config.output))
     check_ids(source, columns)
+    config, logprobs_of_all = with_logprobs_of_rows(config, columns, source)
     model = open_model(config, on_this_machine=on_this_machine, group=group)
     config = model.config
     if config.model.adapters and columns.get("adapter") is None:
@@ -137,7 +139,7 @@ def open_job(
             "map one, input.columns.adapter=COLUMN, or give an adapter of all rows as model.adapter"
         )
     tokenizer = tokenizer or open_tokenizer(model.folder, config, columns)
-    job = job_of(model, source, columns, tokenizer)
+    job = job_of(model, source, columns, tokenizer, logprobs_of_all=logprobs_of_all)
     check_keys_of_input(config, columns, source)
     check_keys_of_engine(config)
     check_samples(config, columns, source)
@@ -147,16 +149,21 @@ def open_job(
 
 
 def job_of(
-    model: JobModel, source: Source, columns: ColumnMap, tokenizer: Tokenizer | None, constraints: Constraints | None = None
+    model: JobModel, source: Source, columns: ColumnMap, tokenizer: Tokenizer | None, constraints: Constraints | None = None, *,
+    logprobs_of_all: bool = True,
 ) -> Job:
     """The job of this model over this input. Raises ConfigError where their configurations do not fit each other, and InputError
     for a column that no row can use.
 
     constraints  compiler to share with another job of the same configuration and model; None: make one
+    logprobs_of_all  whether rows that do not ask for log-probabilities have some too, if the configuration says so
     """
     config = model.config
     check_columns(config, columns, source)
-    admission = Admission(config, source=source, columns=columns, spec=model.spec, tokenizer=tokenizer, constraints=constraints)
+    admission = Admission(
+        config, source=source, columns=columns, spec=model.spec, tokenizer=tokenizer, constraints=constraints,
+        logprobs_of_all=logprobs_of_all,
+    )
     check_keys_of_model(config, model.spec, thinks=admission.settings.think is not None)
     admission.schema_of(source.schema, columns, config.output)  # raises for columns that have no place
     of_model = {item.name: getattr(model, item.name) for item in fields(model)}

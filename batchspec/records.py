@@ -29,6 +29,9 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS, MAX_BAD_WORD = 64, 8
 """Maximum number of token sequences of a row that are never completed, and of tokens of one: they give a tensor's width."""
 
+NO_LOGPROBS = -1
+"""In place of a number of likeliest tokens: no log-probabilities are written."""
+
 LEAST_TEMPERATURE = 1e-7
 """Lower temperatures count as 0. The noise spans 26 units, so at this temperature it only decides between logits that differ by
 at most 2.6e-6, the rounding error of an fp32 logit near 20. A logit divided by a denormal temperature would be infinite."""
@@ -188,6 +191,8 @@ class Request:
     """State of the automaton in which the output begins."""
     tools: str | None = None
     """JSON text of the row's tools, if tool calls are to be found in the text of its answer (`tool_calls/`); else None."""
+    num_logprobs: int | None = None
+    """Of how many of the likeliest tokens log-probabilities are written, or NO_LOGPROBS; None: as many as the engine reads."""
     one_call: bool = False
     """Whether of the answer's tool calls the first alone is kept."""
     adapter: int = 0

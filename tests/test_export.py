@@ -236,7 +236,10 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
             json.dumps(request(response_format={"type": "structural_tag"})),
             r"response_format.type=\"structural_tag\" is not text, json_object",
         ),
-        (json.dumps(request(tool_choice="none")), r"body.tool_choice=\"none\" has no column"),
+        (json.dumps(request(tool_choice=5)), "body.tool_choice=5 is neither text nor an object; correct the line"),
+        (json.dumps(request(parallel_tool_calls="no")), r"body.parallel_tool_calls=\"no\" is neither true nor false"),
+        (json.dumps(request(logprobs=2)), "body.logprobs=2 is neither true nor false; correct the line"),
+        (json.dumps(request(min_tokens=2)), "body.min_tokens=2 has no column"),
         (json.dumps(request(presence_penalty="much")), r"body.presence_penalty=\"much\" is not a number"),
         (json.dumps(request(logit_bias={"x": 1})), r"body.logit_bias names 'x', which is not a token id"),
         (json.dumps(request(logit_bias={"5": 101})), r"body.logit_bias adds 101 to token 5, which must be in -100 .. 100"),
@@ -414,6 +417,14 @@ def test_a_key_that_the_user_drops_is_left_out(tmp_path: Path) -> None:
     source = written(tmp_path / "in.jsonl", [request(tool_choice="none")])
     assert main(["--from-openai", str(source), str(tmp_path / "x.parquet"), "--drop", "tool_choice"]) == 0
     assert pl.read_parquet(tmp_path / "x.parquet").columns == ["id", "messages"]
+
+
+def test_a_dropped_key_is_not_read_by_another_one_either() -> None:
+    """reasoning_effort and chat_template_kwargs fill one column, logprobs and top_logprobs another."""
+    line = json.dumps(request(reasoning_effort="low", chat_template_kwargs={"a": 1}, logprobs=True, top_logprobs=2))
+    row = parse_request(line, ["reasoning_effort", "top_logprobs"])
+    assert (row["template_kwargs"], row["num_logprobs"]) == ('{"a": 1}', 0)
+    assert parse_request(line, ["chat_template_kwargs"])["template_kwargs"] == '{"reasoning_effort": "low"}'
 
 
 def test_keys_to_drop_may_be_separated_by_commas(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A job over LINES that writes response lines."""
     found = tmp_path_factory.mktemp("job")
     written(found / "in.jsonl", LINES)
-    assert run.main(options(model, found, "output=openai", "output.logprobs=2", "input.drop=[logprobs,top_logprobs]")) == 0
+    assert run.main(options(model, found, "output=openai")) == 0
     return found
 
 
@@ -119,15 +119,14 @@ def test_bad_lines_are_errors_in_the_answers_and_rows_of_the_job(folder: Path) -
 
 
 def test_logprobs_have_openai_s_form(folder: Path, model: Path) -> None:
-    rows = pl.read_parquet(folder / "out/data").filter(request_id="plain").to_dicts()
-    (choice,) = answers(folder / "out/answers.jsonl")["plain"]["response"]["body"]["choices"]
+    rows = pl.read_parquet(folder / "out/data").filter(request_id="asks").to_dicts()
+    (choice,) = answers(folder / "out/answers.jsonl")["asks"]["response"]["body"]["choices"]
     content, tokenizer = choice["logprobs"]["content"], Tokenizer(model)
     assert [entry["logprob"] for entry in content] == rows[0]["logprobs"]
     assert [len(entry["top_logprobs"]) for entry in content] == [2] * 6
     assert [entry["top_logprobs"][0]["logprob"] for entry in content] == rows[0]["logprobs"], "greedy: the likeliest token"
-    assert b"".join(bytes(entry["bytes"]) for entry in content).decode("utf-8", "replace") == tokenizer.decode(
-        rows[0]["token_ids"], False
-    )
+    text = b"".join(bytes(entry["bytes"]) for entry in content).decode("utf-8", "replace")
+    assert text.rstrip("\ufffd") == tokenizer.decode(rows[0]["token_ids"], False).rstrip("\ufffd")
     assert all(entry["token"] == bytes(entry["bytes"]).decode("utf-8", "replace") for entry in content)
     assert all(math.exp(entry["logprob"]) <= 1 for entry in content)
 
@@ -152,7 +151,7 @@ def test_a_finished_job_writes_the_file_only_if_it_is_missing(
 ) -> None:
     file = folder / "out/answers.jsonl"
     before, text = file.stat().st_mtime_ns, file.read_text()
-    words = options(model, folder, "output=openai", "output.logprobs=2", "input.drop=[logprobs,top_logprobs]")
+    words = options(model, folder, "output=openai")
     assert run.main(words) == 0
     assert file.stat().st_mtime_ns == before
     file.unlink()
@@ -160,6 +159,29 @@ def test_a_finished_job_writes_the_file_only_if_it_is_missing(
     assert file.read_text() == text
     assert f"{folder}/out/answers.jsonl: 9 answers as OpenAI's response lines" in capsys.readouterr().err
     assert run.main([*words, "output.openai=null"]) == 0, "it does not change the job"
+
+
+def test_rows_have_the_logprobs_that_they_ask_for(folder: Path, model: Path, tmp_path: Path) -> None:
+    """Without output.logprobs those alone that ask; with it rows that do not ask have the job's, and none may ask for more."""
+    rows = {row["request_id"]: row for row in pl.read_parquet(folder / "out/data").to_dicts()}
+    assert [name for name, row in rows.items() if row["logprobs"] is not None] == ["asks"]
+    assert rows["plain"]["top_logprobs"] is None
+    lines = [
+        request("none"), request("own", logprobs=True), request("one", logprobs=True, top_logprobs=1),
+        request("no", logprobs=False), request("more", logprobs=True, top_logprobs=3),
+        request("alone", top_logprobs=2), request("many", logprobs=True, top_logprobs=101),
+    ]
+    written(tmp_path / "in.jsonl", lines)
+    assert run.main(options(model, tmp_path, "output.logprobs=2", "input.max_error_fraction=0.5")) == 0
+    found = {row["request_id"]: row for row in pl.read_parquet(tmp_path / "out/data").to_dicts()}
+    tops = {name: row["top_logprobs"] and len(row["top_logprobs"][0]) for name, row in found.items() if row["logprobs"]}
+    assert tops == {"none": 2, "own": None, "one": 1, "no": 2}
+    for name, said in (
+        ("more", "num_logprobs=3 exceeds output.logprobs=2; set output.logprobs=3"),
+        ("alone", "body.top_logprobs=2 needs body.logprobs=true; correct the line"),
+        ("many", "num_logprobs=101 must be in 0 .. 100"),
+    ):
+        assert said in found[name]["error"]["message"]
 
 
 def test_logprobs_without_token_ids_are_left_out_with_a_line(
@@ -211,26 +233,30 @@ def test_plan_and_run_say_what_openai_would_do_otherwise(model: Path, tmp_path: 
     assert f"{greedy}; {cap}" in capsys.readouterr().out
 
 
+MORE_BAD = [request("more", "/v1/embeddings"), request("old", "/v1/completions"), request("ends", stop_token_ids=[2])]
+
+
 def test_the_converter_counts_bad_lines_by_kind_and_leaves_them_out_if_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = written(tmp_path / "in.jsonl", [*LINES, request("more", "/v1/embeddings"), request("old", "/v1/completions")])
+    source = written(tmp_path / "in.jsonl", [*LINES, *MORE_BAD])
     convert = ["export", "--from-openai", str(source), str(tmp_path / "in.parquet")]
     assert cli.main(convert) == 2
     said = capsys.readouterr().err
     assert all(len(line) <= 300 for line in said.splitlines())
     for part in (
         "line 3: url '/v1/embeddings' is not supported", "(1 more like it)\nline 4: not a batch request",
-        "\nline 6: body.logprobs=true has no column in a batchspec input; set output.logprobs for the whole job, and ignore it: "
-        "input.drop=[logprobs] of a job, --drop logprobs of export",
+        "\nline 12: body.stop_token_ids=[2] has no column in a batchspec input; set decode.stop_ids for the whole job, and ignore it: "
+        "input.drop=[stop_token_ids] of a job, --drop stop_token_ids of export",
         "line 11: url '/v1/completions' is not supported, /v1/chat/completions alone is; write its prompt as the column `prompt`",
-        "in.jsonl: 5 lines of 11 are no requests that batchspec can follow, as the lines above say; --skip-bad leaves them out\n",
+        "in.jsonl: 5 lines of 12 are no requests that batchspec can follow, as the lines above say; --skip-bad leaves them out\n",
     ):
         assert part in said
     assert not (tmp_path / "in.parquet").exists()
     assert cli.main([*convert, "--skip-bad"]) == 0
     assert "5 lines left out: line 3: url '/v1/embeddings'" in capsys.readouterr().out
-    assert pl.read_parquet(tmp_path / "in.parquet")["id"].to_list() == ["plain", "two", "tools", "null", "equal", "effort"]
+    good = ["plain", "two", "tools", "asks", "null", "equal", "effort"]
+    assert pl.read_parquet(tmp_path / "in.parquet")["id"].to_list() == good
     assert cli.main(["export", "out", "--to", "chat", "x.jsonl", "--skip-bad"]) == 2
     assert "--skip-bad is read only with --from-openai" in capsys.readouterr().err
 
@@ -241,8 +267,6 @@ def test_a_converted_file_and_the_lines_give_the_same_answers(folder: Path, mode
         str(folder / "in.jsonl"),
         str(tmp_path / "in.parquet"),
         "--skip-bad",
-        "--drop",
-        "logprobs,top_logprobs",
     ]
     assert export.main(convert) == 0
     words = [word for word in options(model, tmp_path) if "input.path" not in word] + [f"input.path={tmp_path}/in.parquet"]
@@ -282,7 +306,7 @@ def test_a_file_of_answers_that_cannot_be_is_refused_before_the_work(
 def test_keys_that_are_dropped_belong_to_the_job_and_need_requests(
     folder: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run.main(options(model, folder, "output=openai", "output.logprobs=2", "input.drop=[logprobs]")) == 2
+    assert run.main(options(model, folder, "output=openai", "input.drop=[logprobs,top_logprobs]")) == 2
     assert "input.drop" in capsys.readouterr().err
     written(tmp_path / "in.jsonl", [{"prompt": "hi"}])
     assert run.main(options(model, tmp_path, "input.drop=[logprobs]")) == 2

@@ -307,6 +307,15 @@ def test_a_forced_call_of_harmony_is_a_message_with_a_recipient(harmony: Path, t
     assert (count == len(tokens)) == can_be
 
 
+def test_no_call_in_harmony_leaves_the_row_its_own_constraint(harmony: Path) -> None:
+    own = '{"type": "json_object"}'
+    for form, kind in ((None, "regex"), (own, "schema")):
+        made = admitted(harmony, vocab=352, tool_choice="none", tools=tools_text(ADD), response_format=form)
+        assert isinstance(made, Request)
+        assert made.constraint is not None
+        assert made.constraint[0] == kind
+
+
 @pytest.mark.parametrize("drafter", ["none", "lookup"])
 def test_a_job_of_harmony_with_forced_calls_and_with_none(harmony: Path, tmp_path: Path, drafter: str) -> None:
     lines = [request(f"q{i}", tools=[ADD], tool_choice="required", max_tokens=150, seed=i, temperature=1.0) for i in range(6)]

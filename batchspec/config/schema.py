@@ -157,8 +157,8 @@ class InputConfig:
     """Number of processes that apply the chat template, tokenise and write output files, apart from the one that launches the
     rounds. 0 is that one itself; null is up to 4 on a GPU and 0 on a CPU."""
     drop: list[str] = field(default_factory=list)
-    """Keys that are ignored in the bodies of OpenAI's batch requests, such as logprobs where output.logprobs asks for them in all
-    rows. A request with any other key that has no column becomes an error row."""
+    """Keys that are ignored in the bodies of OpenAI's batch requests, such as min_tokens where decode.min_new_tokens asks for the
+    same in all rows. A request with any other key that has no column becomes an error row."""
     max_error_fraction: float = 0.5
     """Maximum share of error rows; with more of them the job ends with exit code 3. A job of nothing but error rows always
     does."""

@@ -98,6 +98,7 @@ TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "seed": (_is_number, "integer"),
     "n": (_is_number, "integer"),
     "thinking_token_budget": (_is_number, "integer"),
+    "num_logprobs": (_is_number, "integer"),
     "stop": (_is_stop, "list of strings, or string"),
     "bad_words": (_is_stop, "list of strings, or string"),
     "schema": (is_text, "JSON string"),

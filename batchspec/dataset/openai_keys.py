@@ -18,6 +18,7 @@ COLUMNS = {
     "seed": pa.int64(),
     "n": pa.int64(),
     "thinking_token_budget": pa.int64(),
+    "num_logprobs": pa.int64(),
     "repetition_penalty": pa.float64(),
     "presence_penalty": pa.float64(),
     "frequency_penalty": pa.float64(),
@@ -51,13 +52,10 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 """vLLM's older keys, and the key of `structured_outputs` that replaced each."""
 WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Keys of a body that do not affect tokens."""
-NEUTRAL = {
-    "stream": False, "logprobs": False, "top_logprobs": 0, "tool_choice": "auto", "parallel_tool_calls": True,
-}
+NEUTRAL = {"stream": False, "tool_choice": "auto", "parallel_tool_calls": True}
 """Keys of a body for which batchspec has no column, and the value with which they have no effect."""
 JOB_KEYS = {
-    "logprobs": "output.logprobs", "top_logprobs": "output.logprobs", "stop_token_ids": "decode.stop_ids",
-    "ignore_eos": "decode.ignore_eos",
+    "stop_token_ids": "decode.stop_ids", "ignore_eos": "decode.ignore_eos",
 }
 """Keys of a body without a column, and the keys that ask for the same in all rows of a job."""
 OTHER_ENDPOINTS = {

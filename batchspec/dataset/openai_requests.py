@@ -37,6 +37,7 @@ from batchspec.dataset.openai_values import (
     BadRequest,
     check_finite,
     logit_bias_cells,
+    logprobs_cells,
     number_of,
     parallel_cells,
     response_format_cells,
@@ -99,15 +100,15 @@ def _row(body: Any, drop: Collection[str]) -> dict[str, Any]:
     """The columns of a row but the id."""
     try:
         messages = body["messages"]
-        keys_of_body = body.items()
+        body = {key: value for key, value in body.items() if value is not None and key not in drop}
     except (KeyError, TypeError, AttributeError) as error:
         raise _no_request(error) from error
     check_finite("messages", messages)
     row: dict[str, Any] = {"messages": _messages(messages)}
     row |= _prefix(messages) if messages else {}
     keys: dict[str, str] = {}
-    for key, value in keys_of_body:
-        if value is None or key in ("messages", *WITHOUT_EFFECT, *drop):
+    for key, value in body.items():
+        if key in ("messages", *WITHOUT_EFFECT):
             continue
         check_finite(key, value)
         for column, cell in _cells(key, value, body).items():
@@ -158,6 +159,8 @@ def _cells(key: str, value: Any, body: Line) -> dict[str, Any]:
         return _final_assistant(body, f"body.{key}")
     if key in NEUTRAL and value == NEUTRAL[key]:
         return {}
+    if key in ("logprobs", "top_logprobs"):
+        return logprobs_cells(body)
     if key == "tool_choice":
         return tool_choice_cells(value, f"body.{key}")
     if key == "parallel_tool_calls":

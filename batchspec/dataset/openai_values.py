@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
@@ -107,6 +108,17 @@ def structured_cells(key: str, value: Any, where: str) -> dict[str, str]:
                 f"{where}={json.dumps(value)[:60]} is not one of json, regex, choice, grammar and json_object; correct the line"
             )
     return {"response_format": json.dumps(form, ensure_ascii=False)}
+
+
+def logprobs_cells(body: Mapping[str, Any]) -> dict[str, int]:
+    """What `logprobs` and `top_logprobs` ask for: the number of likeliest tokens; nothing without logprobs."""
+    asked = body.get("logprobs", False)
+    if not isinstance(asked, bool):
+        raise BadRequest(f"body.logprobs={json.dumps(asked)[:60]} is neither true nor false; correct the line")
+    top = number_of(body.get("top_logprobs", 0), pa.int64(), "body.top_logprobs")
+    if top and not asked:
+        raise BadRequest(f"body.top_logprobs={top} needs body.logprobs=true; correct the line")
+    return {"num_logprobs": int(top)} if asked else {}
 
 
 def tool_choice_cells(value: Any, where: str) -> dict[str, str]:

@@ -55,13 +55,13 @@ from batchspec.packing.cells import (
     synthetic_len_cell,
 )
 from batchspec.packing.choices import Choices
-from batchspec.packing.constraints import COLUMNS, FORCED_CALL, Constraint, Constraints, asked_by, check_constraints
+from batchspec.packing.constraints import COLUMNS, Constraint, Constraints, asked_by, check_constraints
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.prompt_encoder import PromptEncoder
 from batchspec.packing.ready_requests import RequestCompiler
 from batchspec.packing.row_settings import RowSettings
 from batchspec.packing.tool_choice import IGNORE, ToolChoice, tool_choice
-from batchspec.records import Completion, Request, RowError
+from batchspec.records import NO_LOGPROBS, Completion, Request, RowError
 from batchspec.tool_calls.marks import CALL_MARKS, HARMONY
 from batchspec.tool_calls.registry import choose_form
 from batchspec.tool_calls.split import CallParser
@@ -90,20 +90,21 @@ class Admission:
     source     the dataset that the shards come from; messages name its files
     tokenizer  may be None for `prompt_ids` input without stop strings
     constraints  compiler to share with another admission of the same configuration and model; None: make one
+    logprobs_of_all  as for `RowSettings`
     It can be pickled: worker processes admit too (runner/shard_workers.py).
     Raises ConfigError when the configuration does not fit the model or the tokenizer.
     """
 
     def __init__(
         self, config: RunConfig, *, source: Source, columns: ColumnMap, spec: ModelSpec, tokenizer: Tokenizer | None,
-        constraints: Constraints | None = None,
+        constraints: Constraints | None = None, logprobs_of_all: bool = True,
     ) -> None:
         self.decode, self.input = config.decode, config.input
         self.source, self.columns = SourceFacts(source.files, source.schema, source.lines), columns
         self.tokenizer, self.vocab_size = tokenizer, spec.vocab_size
         self.token_texts = None if tokenizer is None else TokenTexts(tokenizer)
         self.max_len = job_max_len(config, spec)
-        self.settings = RowSettings(config, columns, spec, tokenizer)
+        self.settings = RowSettings(config, columns, spec, tokenizer, logprobs_of_all=logprobs_of_all)
         self.predictor = LengthPredictor()
         if tokenizer is None and (self.columns.prompt_kind != "prompt_ids" or self.decode.stop):
             raise ConfigError("decode.stop and text prompts need a tokenizer, and the model folder has none; use prompt_ids")
@@ -327,9 +328,10 @@ class Admission:
         if self.choices is not None:
             self.choices.check_prompt(prompt_ids)
         constraint = self._constraint(row, choice)
-        if thinking is not None and constraint is not None and constraint[0] == FORCED_CALL:
+        if thinking is not None and choice.forces:
             end = thinking.closing.index(thinking.end_id)  # in harmony the closing tokens go on to the channel final
             thinking = replace(thinking, closing=thinking.closing[: end + 1])
+        num_logprobs = settings.num_logprobs(row.get("num_logprobs"))
         base = hash64(self.decode.seed, request_id) if row.get("seed") is None else int(values["seed"])
         synthetic_len = synthetic_len_cell(row)
         may_end_early = bool(stop_ids or stop or settings.repetition) or synthetic_len is not None
@@ -343,6 +345,7 @@ class Admission:
                 thinking=thinking, synthetic_len=synthetic_len, constraint=constraint, adapter=adapter, choices=choices,
                 tools=json.dumps(tools, ensure_ascii=False) if tools else None, one_call=choice.one_call,
                 repetition=settings.repetition,
+                num_logprobs=NO_LOGPROBS if num_logprobs is None else num_logprobs,
             )
 
     def _constraint(self, row: Mapping[str, Any], choice: ToolChoice) -> Constraint | None:
@@ -351,7 +354,8 @@ class Admission:
             if choice.constraint is not None:
                 raise BadRow("bad_parameter", f"tool_choice: {self._why_free or 'this job has no constraints'}; {IGNORE}")
             return None
-        return choice.constraint or self.constraints.of_row(row)
+        own = self.constraints.of_row(row)
+        return choice.constraint if own is None or choice.forces else own
 
 
 def _cells(table: pa.Table) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ Biases = tuple[tuple[int, float], ...]
 NOT_WHOLE = "prompt_ids is not a list of whole numbers; correct it"
 NUMBERS = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "seed", "n", "thinking_token_budget", "synthetic_len",
+    "frequency_penalty", "seed", "n", "thinking_token_budget", "num_logprobs", "synthetic_len",
 )
 """Columns that hold numbers."""
 

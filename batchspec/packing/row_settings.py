@@ -26,12 +26,15 @@ SAMPLING = (
 
 
 class RowSettings:
-    """Limits, sampling, stops, thinking budget and adapter of each row.
+    """Limits, sampling, stops, thinking budget, log-probabilities and adapter of each row.
 
+    logprobs_of_all  whether output.logprobs is of all rows; else of those that ask for log-probabilities
     Raises ConfigError if the job's own values do not fit the model or the tokenizer.
     """
 
-    def __init__(self, config: RunConfig, columns: ColumnMap, spec: ModelSpec, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, config: RunConfig, columns: ColumnMap, spec: ModelSpec, tokenizer: Tokenizer | None, *, logprobs_of_all: bool = True
+    ) -> None:
         self.decode, self.tokenizer, self.vocab_size = config.decode, tokenizer, spec.vocab_size
         special_ids = tokenizer.special_ids if tokenizer else {}
         self.special_ids: Mapping[str, int] = {text: token for text, token in special_ids.items() if token < self.vocab_size}
@@ -58,6 +61,9 @@ class RowSettings:
             self.bad_words = self._bad_words(list(self.decode.bad_words))
         except BadRow as error:
             raise ConfigError(f"decode.{error}") from None
+        self.most_logprobs = config.output.logprobs
+        """Of how many of the likeliest tokens the job computes log-probabilities; None: of none."""
+        self.usual_logprobs = self.most_logprobs if logprobs_of_all else None
         detection = self.decode.repetition_detection
         self.repetition = Repetition(**asdict(detection)) if detection.max_pattern_size else None
         self.adapters = {name: number for number, name in enumerate(config.model.adapters, 1)}
@@ -163,6 +169,22 @@ class RowSettings:
             known = ", ".join(list(self.adapters)[:20])
             raise BadRow("bad_parameter", f"adapter={own!r} is none of model.adapters ({known}); correct it or leave it null")
         return number
+
+    def num_logprobs(self, own: Any) -> int | None:
+        """Of how many of the likeliest tokens the row's log-probabilities are written; None: none are.
+
+        own  the row's cell of num_logprobs; None: the job's
+        """
+        if own is None:
+            return self.usual_logprobs
+        asked, most = int(number_cell("num_logprobs", own, whole=True)), self.most_logprobs
+        problem = violation("output.logprobs", asked)
+        if problem:
+            raise BadRow("bad_parameter", problem.replace("output.logprobs", "num_logprobs", 1))
+        if most is None or asked > most:
+            said = "null" if most is None else most
+            raise BadRow("bad_parameter", f"num_logprobs={asked} exceeds output.logprobs={said}; set output.logprobs={asked}")
+        return asked
 
     def thinking(self, prompt_ids: Ids, own: Any) -> Thinking | None:
         """The row's reasoning and its budget; None if the model has no think tokens.

@@ -42,6 +42,11 @@ class ToolChoice:
     constraint: Constraint | None = None
     one_call: bool = False
 
+    @property
+    def forces(self) -> bool:
+        """Whether the answer must be calls: then no other constraint applies to it."""
+        return self.constraint is not None and self.constraint[0] == FORCED_CALL
+
 
 def tool_choice(row: Mapping[str, Any], form: str | None) -> ToolChoice:
     """The choice of a row. Raises BadRow.

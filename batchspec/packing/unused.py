@@ -28,7 +28,7 @@ CHAT_COLUMNS = ("system", "tools", "template_kwargs", "final_assistant", "tool_c
 """Columns that only chats read. If prompts are text and `input.chat` is false, rows that fill them are error rows."""
 DECODED_COLUMNS = (
     "max_new_tokens", "min_new_tokens", "n", "stop", "bad_words", "schema", "regex", "choice", "grammar", "response_format",
-    "thinking_token_budget", "synthetic_len", "tool_choice", "parallel_tool_calls",
+    "thinking_token_budget", "synthetic_len", "tool_choice", "parallel_tool_calls", "num_logprobs",
 )
 """Columns about the length, the end and the form of an answer, which a scored row does not have."""
 

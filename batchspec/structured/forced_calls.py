@@ -53,7 +53,7 @@ class Writer:
     def arguments(self, tool: Tool) -> Node:
         """JSON text of the tool's arguments; {} for a tool without parameters."""
         schema = tool["parameters"]
-        return text("{}") if _takes_nothing(schema) else self.json({"type": "object", **schema})
+        return text("{}") if _takes_nothing(schema) else self.json({**schema, "type": "object"})
 
     def object(self, tool: Tool, arguments: str) -> Node:
         """A call as a JSON object; arguments: the key of these."""

@@ -17,7 +17,7 @@ from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_feature import RowFeature
 from batchspec.engine.slots.slot_table import SlotTable
-from batchspec.records import Completion
+from batchspec.records import NO_LOGPROBS, Completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class LogprobReader:
 
 
 class Logprobs(RowFeature):
-    """Keeps them by place in the row's output: tokens that a feature puts in have none. All of a row come from one run."""
+    """Keeps them by place in the row's output: tokens that a feature puts in have none. All of a row come from one run. They are
+    read of all rows of a round, and kept of those that ask for them."""
 
     continues = False
 
@@ -47,6 +48,8 @@ class Logprobs(RowFeature):
         self._rows: dict[RequestState, _Kept] = {}
 
     def arrive(self, state: RequestState) -> bool:
+        if state.request.num_logprobs == NO_LOGPROBS:
+            return False
         self._rows[state] = _Kept(self._num_top)
         return True
 
@@ -56,14 +59,16 @@ class Logprobs(RowFeature):
         chosen, *top = (values.numpy() for values in result.read)
         num_before = (self._slots.num_tokens - self._slots.prompt_len)[slots]
         for slot, first, count in zip(slots.tolist(), num_before.tolist(), log.num_kept.tolist(), strict=True):
-            self._rows[self._slots.at(slot)].put(first, [chosen[slot, :count], *(values[slot, :count] for values in top)])
+            if (kept := self._rows.get(self._slots.at(slot))) is not None:
+                kept.put(first, [chosen[slot, :count], *(values[slot, :count] for values in top)])
 
     def finish(self, state: RequestState, done: Completion) -> Completion:
         kept = self._rows.pop(state)
         if done.token_ids is None:
             return done
         logprobs, *top = kept.of(len(done.token_ids), forced=state.forced)
-        return done.replace(logprobs=logprobs, top_logprobs=(top[0], top[1]) if top else None)
+        most = self._num_top if state.request.num_logprobs is None else state.request.num_logprobs
+        return done.replace(logprobs=logprobs, top_logprobs=(top[0][:, :most], top[1][:, :most]) if top and most else None)
 
 
 class _Kept:
