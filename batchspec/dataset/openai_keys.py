@@ -53,10 +53,8 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Keys of a body that do not affect tokens."""
 NEUTRAL = {"stream": False, "tool_choice": "auto", "parallel_tool_calls": True}
-"""Keys of a body for which batchspec has no column, and the value with which they have no effect."""
-JOB_KEYS = {
-    "stop_token_ids": "decode.stop_ids", "ignore_eos": "decode.ignore_eos",
-}
+"""Keys of a body, and the value with which they ask for nothing."""
+JOB_KEYS = {"stop_token_ids": "decode.stop_ids", "ignore_eos": "decode.ignore_eos"}
 """Keys of a body without a column, and the keys that ask for the same in all rows of a job."""
 OTHER_ENDPOINTS = {
     "completions": "write its prompt as the column `prompt` of an input, which is used as it is",

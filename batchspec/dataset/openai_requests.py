@@ -100,7 +100,7 @@ def _row(body: Any, drop: Collection[str]) -> dict[str, Any]:
     """The columns of a row but the id."""
     try:
         messages = body["messages"]
-        body = {key: value for key, value in body.items() if value is not None and key not in drop}
+        body = {key: value for key, value in body.items() if key == "messages" or not (value is None or key in drop)}
     except (KeyError, TypeError, AttributeError) as error:
         raise _no_request(error) from error
     check_finite("messages", messages)
