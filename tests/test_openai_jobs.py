@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -324,10 +325,10 @@ def test_a_file_without_one_good_request_and_rows_with_such_columns_are_no_batch
     assert pl.read_parquet(tmp_path / "out/data")["request_id"].to_list() == ["a"]
 
 
-LINE_KINDS = {
+LINE_KINDS: dict[str, Callable[[int], Any]] = {
     "good": lambda k: request(f"q{k}"),
     "bad value": lambda k: request(f"q{k}", temperature=f"x{k}"),
-    "unknown key": lambda k: request(f"q{k}", **{f"x{k}": 1}),
+    "unknown key": lambda k: request(f"q{k}", **dict[str, Any]({f"x{k}": 1})),
     "other endpoint": lambda k: request(f"q{k}", f"/v1/x{k}"),
     "key outside": lambda k: request(f"q{k}") | {f"x{k}": 1},
     "no body": lambda k: {"custom_id": f"q{k}"},

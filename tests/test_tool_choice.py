@@ -51,7 +51,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["e", "u"],
     "$defs": {"name": {"type": "string", "pattern": "^[a-z]{2,3}$"}},
 }
-FUNCTIONS = [
+FUNCTIONS: list[dict[str, Any]] = [
     {"name": "f", "parameters": SCHEMA}, {"name": "g", "parameters": None},
     {"name": "say", "parameters": {"properties": {"text": {"type": "string", "maxLength": 3}}}},
 ]
