@@ -247,8 +247,8 @@ def test_the_converter_counts_bad_lines_by_kind_and_leaves_them_out_if_asked(
     assert all(len(line) <= 300 for line in said.splitlines())
     for part in (
         "line 3: url '/v1/embeddings' is not supported", "(1 more like it)\nline 4: not a batch request",
-        "\nline 12: body.stop_token_ids=[2] has no column in a batchspec input; set decode.stop_ids for the whole job, and ignore "
-        "it: input.drop=[stop_token_ids] of a job, --drop stop_token_ids of export",
+        "\nline 12: body.stop_token_ids=[2] has no column in a batchspec input; set decode.stop_ids for the whole job, and "
+        "ignore it: input.drop=[stop_token_ids] of a job, --drop stop_token_ids of export",
         "line 11: url '/v1/completions' is not supported, /v1/chat/completions alone is; write its prompt as the column `prompt`",
         "in.jsonl: 5 lines of 12 are no requests that batchspec can follow, as the lines above say; --skip-bad leaves them out\n",
     ):
