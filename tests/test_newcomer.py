@@ -423,11 +423,11 @@ def test_a_message_that_cannot_be_taken_is_said_in_its_row(tmp_path: Path, messa
     assert read.errors["bad"].startswith("bad_messages: in.jsonl line 1")
 
 
-def test_parts_of_text_are_text(tmp_path: Path) -> None:
+def test_parts_of_text_are_one_text_in_the_output(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     read = Read(lines(tmp_path / "in.jsonl", {"messages": [{"role": "user", "content": parts}]}))
-    assert read.template.rows[0]["messages"] == [user("ab")]
-    assert read.output()[0]["messages"][0] == user("ab")
+    assert read.template.rows[0]["messages"] == [{"role": "user", "content": parts}], "a template may read them"
+    assert read.output()[0]["messages"][0] == user("a\nb")
 
 
 # --- chats that end with the assistant's turn; ShareGPT

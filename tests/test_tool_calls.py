@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 import batchspec
 from batchspec import run
 from batchspec.commands import export, plan
+from batchspec.config.overrides import overrides_of
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
 from batchspec.model.tokenizer import Tokenizer
@@ -515,18 +516,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(model: Path, **more: Any) -> dict[str, Any]:
     return {
         "model.path": str(model), "model.dtype": "float64", "model.max_len": 900, "decode.max_new_tokens": 300,
-        "decode.choice": [SAID], "output.passthrough": "none", "packing.max_num_seqs": 3, **more,
+        "decode.regex": re.escape(SAID), "output.passthrough": "none", "packing.max_num_seqs": 3, **more,
     }
 
 
 def words(given: dict[str, Any], folder: Path, *more: str) -> list[str]:
-    values = {key: json.dumps(value) if isinstance(value, list) else value for key, value in given.items()}
-    return [
-        *(f"{key}={value}" for key, value in values.items()),
-        f"input.path={folder}/in.parquet",
-        f"output.dir={folder}/out",
-        *more,
-    ]
+    return [*overrides_of(given), f"input.path={folder}/in.parquet", f"output.dir={folder}/out", *more]
 
 
 ROWS: list[dict[str, Any]] = [
@@ -609,7 +604,7 @@ def test_plan_and_run_say_that_the_form_is_unknown(model: Path, tmp_path: Path, 
     assert said in capsys.readouterr().err
     frame = pl.read_parquet(tmp_path / "out/data")
     assert frame["tool_calls"].null_count() == frame.height, "every job with tools has the column"
-    assert plan.main([*given, "model.tool_calls=hermes"]) == 0
+    assert plan.main([*given, "model.tool_calls=hermes", f"output.dir={tmp_path}/other"]) == 0
     assert said not in capsys.readouterr().out
 
 

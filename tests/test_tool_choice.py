@@ -82,7 +82,7 @@ def test_whatever_is_written_is_read_back_as_calls_that_follow_the_schemas(form:
     node = call_rules(asked(form), marks).inlined()
     assert node is not None
     dfa, rng, num_found = dfa_of(node), random.Random(1), 0
-    for _ in range(40):
+    for _ in range(60):
         data = drawn(dfa, rng)
         for byte, mark in zip(MARKS, marks, strict=False):
             data = data and data.replace(bytes([byte]), mark.encode())

@@ -108,7 +108,10 @@ def _turn(place: int, message: Any) -> Message:
     content = message.get("content")
     if content is None and not (calls or any(field in turn for field in THOUGHT_FIELDS)):
         raise BadChat(f"message {place} has content None, which must be text; correct it or drop the row")
-    turn["content"] = "" if content is None else _content(place, content)
+    if content is not None:
+        turn["content"] = _content(place, content)
+    elif not calls or "content" in message:
+        turn["content"] = None if calls else ""
     return turn
 
 
@@ -128,7 +131,7 @@ def _content(place: int, content: Any) -> str | list[dict[str, str]]:
         texts = [part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None for part in content]
         if all(isinstance(text, str) for text in texts):
             parts = [{"type": "text", "text": str(text)} for text in texts]
-            return parts if len(parts) > 1 else text_of(parts)
+            return parts if len(parts) > 1 else "".join(map(str, texts))
         other = next(part for part, text in zip(content, texts, strict=True) if not isinstance(text, str))
         kind = other.get("type") if isinstance(other, dict) else called(other)
         raise BadChat(f"message {place} holds a part of type {str(kind)[:40]!r}, and batchspec takes text alone; drop the row")
@@ -146,14 +149,15 @@ def _tool_calls(place: int, calls: Any) -> list[Any]:
     return calls
 
 
-def text_of(content: str | Sequence[Mapping[str, str]]) -> str:
-    """The text of a message. A line break joins its parts, as in vLLM (chat_utils.py, _parse_chat_message_content_parts)."""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+def text_of(content: str | Sequence[Mapping[str, str]] | None) -> str | None:
+    """The text of a message; None if it has tool calls alone. A line break joins parts, as in vLLM (chat_utils.py,
+    _parse_chat_message_content_parts)."""
+    return content if content is None or isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def kept_turn(turn: Mapping[str, Any], fields: Sequence[str]) -> Message:
     """A message as the output's column `messages` holds it."""
-    kept = {name: turn.get(name) for name in fields} | {"content": text_of(turn["content"])}
+    kept = {name: turn.get(name) for name in fields} | {"content": text_of(turn.get("content"))}
     if kept.get("tool_calls") is not None:
         kept["tool_calls"] = json_of(kept["tool_calls"])
     return kept

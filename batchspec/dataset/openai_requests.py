@@ -226,7 +226,7 @@ def _only_read(turn: Any) -> Any:
 
 def filled(row: Line) -> set[str]:
     """The columns that a request's row fills, and `messages.json` if its messages have more than role and content."""
-    more = any(turn.keys() - {"role", "content"} or not isinstance(turn["content"], str) for turn in row["messages"])
+    more = any(turn.keys() - {"role", "content"} or not isinstance(turn.get("content"), str) for turn in row["messages"])
     return {*row, "messages.json"} if more else set(row)
 
 
