@@ -4,13 +4,14 @@ A form finds calls in text; what becomes of them is the same for all forms. gpt-
 are found by their tokens (engine.channel_calls). This package does not import torch.
 
   form.py        the interface of a form, and what forms share: JSON text, the tools of a row
-  registry.py    the forms by name, and which one a chat template writes
+  registry.py    the forms by name, and which one a model writes; probe.py: a call that templates write, to see that
   marks.py       the forms in which calls can be forced, and their marks
   split.py       an answer as its content and its calls; their ids and OpenAI's form
 Forms:
-  marked_json.py   JSON between two marks (Hermes, Qwen), and Mistral's
-  llama_json.py    JSON as the whole answer (Llama 3)
+  marked_json.py   JSON between two marks (Hermes, Qwen, Granite, Phi-4-mini), and Mistral's
+  llama_json.py    JSON as the whole answer (Llama 3); glm4.py: after a line with the name (GLM-4-0414)
   deepseek.py      JSON between DeepSeek's marks
-  tagged.py        a tag for each argument (Qwen3-Coder, GLM, MiniMax-M2)
-  pythonic.py      a list of Python calls (Llama 4, LFM2)
+  gemma4.py        Gemma 4's own notation between its marks
+  tagged.py        a tag for each argument (Qwen3-Coder, Seed-OSS, GLM, MiniMax-M2)
+  pythonic.py      a list of Python calls (Llama 4, LFM2, OLMo 3)
 """
