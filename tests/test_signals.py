@@ -17,7 +17,7 @@ from batchspec import cli, job, run
 from batchspec.commands import stats
 from batchspec.errors import Interrupted, TooManyErrors
 from batchspec.process.signals import SIGNALS, EndSignals
-from batchspec.runner import conclude
+from batchspec.runner import checked_run, conclude
 from batchspec.runner.job_run import JobRun
 from batchspec.runner.oom_fallback import EngineWithFallback
 from batchspec.runstate.output_folder import OutputFolder
@@ -114,7 +114,7 @@ def test_a_signal_while_the_rows_are_pushed_tells_that_they_are_not(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("batchspec.job.check_push_key", lambda *_: None)
-    monkeypatch.setattr("batchspec.runner.job_run.check_target_key", lambda *_: None)
+    monkeypatch.setattr("batchspec.runner.checked_run.check_target_key", lambda *_: None)
     monkeypatch.setattr(conclude, "push_output", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     assert run.main([*command, "output.push_to_hub=org/answers"]) == 75
     assert capsys.readouterr().err.splitlines()[-1] == (
@@ -157,7 +157,7 @@ CHECKED, LOADED = "while the job was checked", "while the model was loaded"
 @pytest.mark.parametrize(
     ("owner", "name", "stage"),
     [
-        (job, "open_job", CHECKED), (job, "open_run", CHECKED), (job, "survey_first", CHECKED),
+        (job, "open_job", CHECKED), (checked_run, "open_run", CHECKED), (job, "survey_first", CHECKED),
         (EngineWithFallback, "_make", LOADED), (JobRun, "begin", LOADED),
     ],
 )
