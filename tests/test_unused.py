@@ -157,7 +157,9 @@ def test_an_unreadable_row_does_not_count_in_the_checks_of_columns(model: Path, 
     open_job(compose(words))
 
 
-def test_a_warm_engine_refuses_equal_completions_but_not_conversations_that_begin_alike(model: Path) -> None:
+def test_a_warm_engine_refuses_equal_completions_but_not_conversations_that_begin_alike(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = {"model.path": str(model), "model.max_len": 64, "decode.max_new_tokens": 2, "decode.n": 2, "model.dtype": "float64"}
     with batchspec.Engine(options) as engine:
         for call in (engine.generate, engine.stream):
@@ -165,6 +167,7 @@ def test_a_warm_engine_refuses_equal_completions_but_not_conversations_that_begi
                 call({"prompt": ["a"]})
         chats = {"messages": [[{"role": "user", "content": "a"}]]}
         assert engine.converse(chats, lambda turn: None)["sample_index"].to_list() == [0, 1]
+        assert "completions at temperature 0" not in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"^draft.adaptive=true uses times measured on a GPU"):
         batchspec.Engine({"model.path": str(model), "draft.adaptive": True})
 

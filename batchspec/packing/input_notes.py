@@ -61,13 +61,13 @@ def _greedy_note(decode: DecodeConfig, columns: ColumnMap) -> str:
 
 
 def _samples_note(config: RunConfig, columns: ColumnMap, source: Source) -> str:
-    """One line if some rows ask for several completions at temperature 0, which are equal. `check_samples` refuses a job without
-    other rows. Columns of another type than numbers are not looked at.
+    """One line if some rows ask by columns of theirs for several completions at temperature 0, which are equal. `check_samples`
+    refuses a job without other rows. Columns of another type than numbers are not looked at.
     """
     usual = {"n": config.decode.n, "temperature": config.decode.temperature}
     own = {name: columns.names[name] for name in usual if name in columns.names}
     numbers = all(_is_number(source.schema.field(column).type) for column in own.values())
-    if not numbers or config.decode.score != "none" or ("n" not in own and usual["n"] == 1):
+    if not own or not numbers or config.decode.score != "none" or ("n" not in own and usual["n"] == 1):
         return ""
     if "temperature" not in own and usual["temperature"] >= LEAST_TEMPERATURE:
         return ""
