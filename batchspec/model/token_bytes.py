@@ -18,6 +18,8 @@ from batchspec.errors import ConfigError
 from batchspec.model.text_bytes import byte_chars, parts_of
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_UNMARKED = bytes.maketrans(bytes(MARKS), b"\xc0" * len(MARKS))
+"""Another byte that no UTF-8 text has, in place of each of MARKS: such a token is no mark, and its text is U+FFFD too."""
 _SENTENCEPIECE = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
 """Decoders of such vocabularies. Strip drops a space before the text's first word; an answer that must match begins without
 one."""
@@ -56,8 +58,7 @@ def token_symbols(
         )
     for name, token in tokenizer.get_vocab(with_added_tokens=False).items():
         if token < vocab_size and token not in added:
-            piece = spelled(name)
-            pieces[token] = piece if piece and max(piece) not in MARKS else OTHER
+            pieces[token] = spelled(name).translate(_UNMARKED) or OTHER
     ids = {token.content: number for number, token in added.items() if number < vocab_size and number not in marks}
     found = tuple(text for text in call_marks if text in ids)
     for byte, text in zip(MARKS, found, strict=False):
