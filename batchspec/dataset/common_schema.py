@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pyarrow as pa
 
+from batchspec.console.text import VALUE_CHARS, cut
 from batchspec.dataset.decoding import TEXTS
 from batchspec.dataset.files import DataFile, Part
 from batchspec.dataset.json_lines import JsonLinesFile
@@ -168,4 +169,5 @@ def _differs(field: pa.Field | None, file: DataFile, found: Sequence[tuple[pa.Fi
 
 
 def _kind(field: pa.Field | None) -> str:
-    return "no such column" if field is None else "JSON of any kind" if json_kinds(field) else f"{field.type}"
+    """Cut, so that the message has room for the kinds of both files."""
+    return "no such column" if field is None else "JSON of any kind" if json_kinds(field) else cut(f"{field.type}", VALUE_CHARS)
