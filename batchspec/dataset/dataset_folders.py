@@ -58,7 +58,7 @@ def data_files(root: Place, places: Iterator[Place], entry: str) -> DataFiles:
             raise InputError(f"input.path {entry}: {place} cannot be read: {why}; mend it, or leave it out of input.path")
         found.append(place)
     for folder in _folders(root, found):
-        _check_no_table(folder, entry)
+        _check_no_table(folder)
         if folder.at(folder.path / OUTPUT).is_dir():
             data = folder.path / OUTPUT_DATA
             found = [place for place in found if not _below(place, folder.path) or _below(place, data)]
@@ -117,13 +117,13 @@ def _folders(root: Place, found: Sequence[Place]) -> Iterator[Place]:
     return (root.at(path) for path in sorted(paths) if "=" not in path.name)
 
 
-def _check_no_table(folder: Place, entry: str) -> None:
+def _check_no_table(folder: Place) -> None:
     for mark, (what, convert) in _TABLES.items():
         log = folder.at(folder.path / mark)
         if log.is_dir() and (mark != "metadata" or any(one.path.name.endswith(".metadata.json") for one in log.files())):
             raise InputError(
-                f"input.path {entry}: {folder} is {what}, which may have files of rows that were deleted; write its current rows "
-                f"to Parquet, {convert}, or list its current files in input.path"
+                f"input.path: {folder} is {what}, whose files may hold deleted rows; write its current rows to Parquet, "
+                f"{convert}, or list its current files"
             )
 
 
