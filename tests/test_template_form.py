@@ -270,7 +270,8 @@ def test_a_message_with_calls_or_a_thought_needs_no_content(content: Any) -> Non
 
 
 def test_parts_of_a_message_are_kept_and_one_part_is_text() -> None:
-    one, two = ({"type": "text", "text": text, "cache_control": {}} for text in ("a", "b"))
+    one: dict[str, Any] = {"type": "text", "text": "a", "cache_control": {}}
+    two = one | {"text": "b"}
     assert [turn["content"] for turn in read_chat([{"role": "user", "content": parts} for parts in ([one], [one, two])])] == [
         "a", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     ]

@@ -142,7 +142,7 @@ class _Outline:
             return tool  # not a function: the template alone knows what it is
         name, parameter = self._function(function["name"]), self._word()
         self.parts.setdefault("the tools", []).append(name)
-        outline = {key: "zqtext" for key in function if key not in ("name", "parameters")} | {"name": name}
+        outline: dict[str, Any] = {key: "zqtext" for key in function if key not in ("name", "parameters")} | {"name": name}
         if function.get("parameters"):
             self.parts["the tools"].append(parameter)
             described = {parameter: {"type": "string", "description": "zqtext"}}

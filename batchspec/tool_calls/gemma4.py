@@ -51,10 +51,10 @@ def _value(text: str, at: int, depth: int = 0) -> tuple[str, int]:
         return json.dumps(text[begin:end], ensure_ascii=False), end + len(_QUOTE)
     if depth < _MAX_DEPTH and text.startswith(("{", "["), at):
         return _items(text, at, depth)
-    end = json_end(text, at)
-    if end is None or text.startswith(("{", "["), at):
+    after = json_end(text, at)
+    if after is None or text.startswith(("{", "["), at):
         raise _Malformed
-    return text[at:end], end
+    return text[at:after], after
 
 
 def _items(text: str, at: int, depth: int) -> tuple[str, int]:

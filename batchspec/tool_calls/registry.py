@@ -52,7 +52,7 @@ _BARE = ((LLAMA3_JSON, "{", "}"), (PYTHONIC, "[", "]"), (GLM4, FUNCTION, "}"))
 
 def form_that_reads(call: str) -> ToolForm | None:
     """The form that finds the probe's call, whole, in a turn that a chat template wrote; None if none does."""
-    answers = [(form, call) for form in _MARKED]
+    answers: list[tuple[ToolForm, str]] = [(form, call) for form in _MARKED]
     answers += [(form, call[call.find(begin) : call.rfind(end) + 1]) for form, begin, end in _BARE]
     return next((form for form, answer in answers if _reads(form, answer)), None)
 
