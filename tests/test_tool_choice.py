@@ -76,7 +76,8 @@ def drawn(dfa: Dfa, rng: random.Random) -> bytes | None:
 
 
 @pytest.mark.parametrize(
-    ("form", "marks"), [(form, marks) for form in sorted(FORCED - {"harmony"}) for marks in {(), CALL_MARKS.get(form, ())}]
+    ("form", "marks"),
+    [(form, marks) for form in sorted(FORCED - {"harmony"}) for marks in sorted({(), CALL_MARKS.get(form, ())})],
 )
 def test_whatever_is_written_is_read_back_as_calls_that_follow_the_schemas(form: str, marks: tuple[str, ...]) -> None:
     node = call_rules(asked(form), marks).inlined()
