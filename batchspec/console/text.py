@@ -22,7 +22,7 @@ CELL_CHARS = 120
 ERROR_CHARS = 288
 """Maximum length of an error's message; with the name of the program before it, a line has at most 300."""
 VALUE_CHARS = 60
-_WORD_CHARS = (160, 120, 80, VALUE_CHARS, 40)
+_WORD_CHARS = range(160, 39, -4)
 
 UNSAFE = re.compile(
     "["
@@ -63,8 +63,8 @@ def one_line(text: object, limit: int = CELL_CHARS) -> str:
 def error_line(text: object) -> str:
     """The message of an error on one line, in printable characters, of which there are at most ERROR_CHARS.
 
-    What makes a line too long are values: paths, keys, ids. The longest words are cut in their middle first, so that the sentence
-    stays whole, with the advice at its end; if that is not enough, the line's own middle is left out.
+    What makes a line too long are values: paths, keys, ids. The longest words are cut in their middle first, and no more than
+    needed, so that the sentence stays whole, with the advice at its end; then the line's own middle is left out.
     """
     line = _printable(cut(str(text), 10 * ERROR_CHARS)).strip()
     words = line.split(" ")
