@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
+from batchspec.dataset.columns import is_list
+
 UNITS = ("s", "ms", "us", "ns")
 _INT_DIGITS = {8: 3, 16: 5, 32: 10, 64: 20}
 _SIGNED = {8: pa.int8(), 16: pa.int16(), 32: pa.int32(), 64: pa.int64()}
@@ -51,10 +53,6 @@ def _is_number(kind: pa.DataType) -> bool:
 
 def _is_decimal(kind: pa.DataType) -> bool:
     return bool(pa.types.is_decimal(kind)) and not pa.types.is_decimal256(kind)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
 
 
 def _number(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
@@ -138,7 +136,7 @@ _KINDS: tuple[tuple[Callable[[pa.DataType], bool], Callable[[pa.DataType, pa.Dat
     (pa.types.is_timestamp, _timestamp),
     (pa.types.is_time, _time),
     (pa.types.is_duration, lambda one, other: pa.duration(_finer(one.unit, other.unit))),
-    (_is_list, _list),
+    (is_list, _list),
     (pa.types.is_struct, _struct),
     (pa.types.is_map, _map),
 )
