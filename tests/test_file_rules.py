@@ -14,7 +14,7 @@ from tests.test_imports import module_of, sources
 # Modules that open files, and which; those that a job's user names are opened by local_files.
 OPENS: dict[str, str] = {
     "process.local_files": "opens regular files alone",
-    "cli": "/dev/null",
+    "process.program": "/dev/null",
     "runstate.claims": "/proc",
     "report.start_up": "/proc",
     "process.load_progress": "/proc",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -31,7 +32,7 @@ from batchspec.config.values import EXAMPLES, written
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
-from batchspec.process.local_files import told
+from batchspec.process.local_files import fault_of, told
 from batchspec.process.refusals import refusal
 
 Schema = TypeVar("Schema")
@@ -52,7 +53,7 @@ def compose(overrides: Sequence[str], *, require: Iterable[str] = (), checked: b
     overrides   Hydra override strings, e.g. ("+job=demo", "decode.n=2")
     require     keys that must be set, see `checks.check`
     checked     False: values are not compared with each other, because others will be added
-    Raises ConfigError in one line for any mistake.
+    Raises ConfigError in one line for any mistake, StorageError if the disk fails.
     """
     register()
     config = from_hydra(_composed("run", overrides, RunConfig()))
@@ -84,7 +85,7 @@ def _composed(name: str, overrides: Sequence[str], known: Any) -> DictConfig:
         with hydra.initialize_config_module(CONF, version_base="1.3"):
             return hydra.compose(name, for_hydra(overrides))
     except (HydraException, OmegaConfBaseException, YAMLError, OSError) as error:
-        raise ConfigError(one_line(error, known)) from error
+        raise fault_of(error, "the configuration", ConfigError(one_line(error, known))) from error
     finally:
         GlobalHydra.instance().hydra = state
 
@@ -127,7 +128,7 @@ def launch(
     except (HydraException, OmegaConfBaseException, YAMLError, OSError) as error:
         if full == "1":
             raise
-        return report(ConfigError(one_line(error)))
+        return report(fault_of(error, "the configuration", ConfigError(one_line(error))))
     finally:
         sys.argv = before
         if full is None:
@@ -206,6 +207,8 @@ def one_line(error: Exception, known: Any = None) -> str:
     known  an instance of the configuration that has all its keys, None: a RunConfig
     """
     text = str(error)
+    if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
+        return f"{error.filename or 'the configuration'}: {error.strerror or error}; correct the path or its permissions"
     if isinstance(error, OSError):  # Hydra looks for a file of a group's name
         return f"an override names an option that cannot be a file's name ({error.strerror}): {error.filename}; write key=value"
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
