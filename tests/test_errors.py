@@ -101,6 +101,7 @@ def classes() -> Iterator[type[BaseException]]:
 
 INTERNAL = {
     "CutAnswer", "Died", "Full", "GivenUp", "InFlightError", "Killed", "Recursive", "TooManyStates", "_CallbackFailed",
+    "_Malformed",
 }
 """Exceptions of which no one sees the message."""
 

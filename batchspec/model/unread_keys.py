@@ -71,4 +71,4 @@ def unread_note(unread: tuple[str, ...]) -> str:
     """One line about the keys that `unread_keys` found; empty if there are none."""
     if not unread:
         return ""
-    return f"config.json: nothing reads {listed(unread)}; if that changes what the model computes, the job's output is wrong"
+    return f"config.json: nothing reads {listed(unread, 4)}; if that changes what the model computes, the job's output is wrong"
