@@ -114,7 +114,7 @@ def test_a_name_that_several_cards_share_is_refused_with_these(name: str, which:
 def test_an_unknown_name_is_refused_with_the_nearest_and_all(name: str, nearest: str) -> None:
     with pytest.raises(ConfigError) as raised:
         known_card(name)
-    assert str(raised.value) == f"--card {name} is not a card that batchspec knows;{nearest} all: {', '.join(NAMES)}"
+    assert str(raised.value) == f"--card {name} is not known;{nearest} all: {', '.join(NAMES)}"
 
 
 def test_commands_take_a_name_of_several_words_and_refuse_an_unknown_one_in_one_line(

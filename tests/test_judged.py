@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from batchspec import cli
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import InputConfig, ModelConfig, RunConfig
+from batchspec.console.text import ERROR_CHARS
 from batchspec.draft.weights import read_head_spec
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.files import LocalFiles
@@ -152,7 +153,7 @@ def test_a_broken_model_is_refused_in_one_line(name: str, model: Path, tmp_path:
         open_job(job(folder, prompts(tmp_path)))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 800
+    assert len(str(caught.value)) <= ERROR_CHARS
 
 
 @pytest.mark.parametrize("name", THROUGH_THE_COMMAND_LINE)
@@ -178,8 +179,8 @@ def test_all_that_does_not_fit_is_counted_and_the_first_of_it_named(model: Path,
     named(lambda name: f"x{name}")(folder)
     with pytest.raises(CheckpointError) as caught:
         judge_model(LocalFiles(folder))
-    assert "12 missing tensors: lm_head.weight, model.embed_tokens.weight, " in str(caught.value)
-    assert "and 8 more; 12 unexpected tensors: xlm_head.weight" in str(caught.value)
+    said = "12 missing tensors: lm_head.weight and 11 more; 12 unexpected tensors: xlm_head.weight and 11 more"
+    assert str(caught.value).endswith(said)
 
 
 def test_what_is_right_passes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -256,7 +256,7 @@ def test_the_dataset_of_another_job_is_replaced_only_with_overwrite(hub: PushHub
     assert str(caught.value) == (
         f"org/answers: it holds the rows of another job, {id_of(another)[:8]} "
         f"(Completions by `{model_of(another)}`: 7 truncated); this one is {id_of(out)[:8]}; "
-        f"batchspec push {out} org/answers --overwrite replaces all of data/ and the card; or give another name"
+        "batchspec push with --overwrite replaces all of data/ and the card; or give another name"
     )
     assert hub.datasets[REPO].files == before
     assert all(one.startswith("GET ") for one in hub.requests[requests:])  # nothing was sent
@@ -297,6 +297,12 @@ def test_a_job_may_push_again_after_a_retry_has_changed_its_rows(hub: PushHub, m
     assert holds(hub, tmp_path / "out")
 
 
+def told(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command says of a refusal: on stderr, or in the figures of `plan`."""
+    said = capsys.readouterr()
+    return said.out if name == "plan" else said.err
+
+
 def test_a_job_whose_push_would_replace_another_one_is_refused_before_it_begins(
     hub: PushHub, model: Path, another: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,9 +312,9 @@ def test_a_job_whose_push_would_replace_another_one_is_refused_before_it_begins(
     capsys.readouterr()
     for name in ("run", "plan", "submit"):
         assert cli([name, *arguments]) == 2
-        assert f"it holds the rows of another job, {id_of(another)[:8]}" in capsys.readouterr().err
+        assert f"it holds the rows of another job, {id_of(another)[:8]}" in told(name, capsys)
     assert cli(["plan", *(word for word in arguments if "output.dir" not in word)]) == 2
-    assert "this one is new; output.push_overwrite=true replaces all of data/" in capsys.readouterr().err
+    assert "this one is new; output.push_overwrite=true replaces all of data/" in told("plan", capsys)
     assert not (tmp_path / "out").exists()
     assert hub.datasets[REPO].files == before
     assert cli(["plan", *arguments[:-1], "output.push_to_hub=org/free"]) == 0
@@ -343,7 +349,7 @@ def test_a_job_that_overwrites_its_folder_alone_never_replaces_a_dataset(
     for name in ("run", "plan", "submit"):
         capsys.readouterr()
         assert cli([name, *careful]) == 2
-        assert "it holds the rows of another job" in capsys.readouterr().err
+        assert "it holds the rows of another job" in told(name, capsys)
     assert (hub.datasets[REPO].files, shards(tmp_path / "out")) == (before, done), "the job in the folder stays too"
 
 
@@ -363,7 +369,7 @@ def test_fewer_shards_of_a_job_that_was_extended_elsewhere_are_not_pushed_over_m
         command.main([str(copy), REPO])
     assert str(refused.value) == (
         "org/answers: it holds 2 files of this job that this folder lacks, such as data/part-00002.parquet; "
-        f"batchspec push {copy} org/answers --overwrite replaces all of data/ and the card; or give another name"
+        "batchspec push with --overwrite replaces all of data/ and the card; or give another name"
     )
     shutil.rmtree(out)
     capsys.readouterr()
@@ -487,7 +493,7 @@ def test_a_job_pushes_when_it_is_complete_and_when_it_is_run_again(
     hub.fault = lambda method, path: 503 if "/upload/" in path else None
     assert run.main(arguments) == 74  # the job is done, the push is not
     said = capsys.readouterr().err.splitlines()[-1]
-    assert f"{tmp_path}/out: all rows are committed but not pushed: sending files to hf://datasets/{REPO} failed for" in said
+    assert f"batchspec: all rows are committed but not pushed: sending files to hf://datasets/{REPO} failed for" in said
     assert said.endswith(f"run the same command again after that, or: batchspec push {tmp_path}/out {REPO}")
     hub.fault = lambda method, path: None
     assert run.main(arguments) == 0

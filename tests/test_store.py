@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from batchspec.console.text import one_line
 from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.storage.local_store import LocalStore
 from batchspec.storage.s3_store import S3Store
@@ -79,7 +78,7 @@ def places_that_are_no_folder(tmp_path: Path) -> dict[str, tuple[Path, str]]:
     return {
         "a file": (tmp_path / "file", "file is a file"),
         "below a file": (tmp_path / "file/out", "file is a file"),
-        "a link to nothing": (tmp_path / "dangling", f"is a link to {tmp_path}/nowhere: No such file or directory (ENOENT)"),
+        "a link to nothing": (tmp_path / "dangling", "/nowhere: No such file or directory (ENOENT)"),
         "below a link to nothing": (tmp_path / "dangling/out", "No such file or directory (ENOENT)"),
         "a link to itself": (tmp_path / "loop", "Too many levels of symbolic links (ELOOP)"),
         "a name that is too long": (tmp_path / ("x" * 300), "a name in it has 300 bytes, and the file system takes 255"),
@@ -100,7 +99,12 @@ def test_what_cannot_become_a_folder_to_write_to_is_a_config_error(tmp_path: Pat
     with pytest.raises(ConfigError) as caught:
         store(root).check_root()
     message = str(caught.value)
-    assert message.startswith(f"output.dir {one_line(root)} cannot be a folder to write to: ")
+    shown, found, _ = message.removeprefix("output.dir ").partition(" cannot be a folder to write to: ")
+    head, _, tail = shown.partition("...")  # where the path is cut
+    assert found
+    assert str(root).startswith(head)
+    assert str(root).endswith(tail)
+    assert len(head) > 15
     assert said in message
     assert "\n" not in message
     assert sorted(os.listdir(tmp_path)) == before

@@ -141,7 +141,8 @@ def _check_working_folder() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise ConfigError(f"the working folder cannot be found ({told(error)}); change to another one") from error
+        refusal = ConfigError(f"the working folder cannot be found ({told(error)}); change to another one")
+        raise fault_of(error, "the working folder", refusal) from error
 
 
 def _check_options(words: Sequence[str]) -> Namespace:
@@ -207,12 +208,12 @@ def one_line(error: Exception, known: Any = None) -> str:
     known  an instance of the configuration that has all its keys, None: a RunConfig
     """
     text = str(error)
-    if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
-        return f"{error.filename or 'the configuration'}: {error.strerror or error}; correct the path or its permissions"
-    if isinstance(error, OSError):  # Hydra looks for a file of a group's name
-        return f"an override names an option that cannot be a file's name ({error.strerror}): {error.filename}; write key=value"
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
         return _missing_option(error.missing_cfg_file, list(error.options))
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # Hydra looks for a file of a group's name
+        return f"an override names an option that cannot be a file's name ({error.strerror}): {error.filename}; write key=value"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; correct the path or its permissions"
     if isinstance(error, OverrideParseException):
         key = error.override.partition("=")[0].lstrip("+~")
         form = written(key) if key in (*LISTS, *MAPS) else "key=value"

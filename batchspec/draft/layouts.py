@@ -17,6 +17,7 @@ from typing import Any
 from batchspec.console.text import quoted
 from batchspec.errors import CheckpointError
 from batchspec.model.config_values import ConfigReader, has_file, read_json, shown
+from batchspec.model.files import listed
 
 # Values of missing keys: transformer_layer_config is saved as the difference to these (transformers 5).
 _LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -103,7 +104,7 @@ def _layout(config: ConfigReader) -> tuple[str, ConfigReader]:
     layout, known = ("flat", _FLAT) if kind is None else ("speculators", _SPECULATORS[kind])
     for name in config.texts("architectures") or ():
         if name not in known:
-            raise config.refusal(f"architectures {quoted(name)} is not supported; a {layout} head has {', '.join(known)}")
+            raise config.refusal(f"architectures {quoted(name)} is not supported; a {layout} head has {listed(known, 4)}")
     return layout, shape if kind is None else shape.filled(_LAYER_DEFAULTS.get(family, {}))
 
 

@@ -25,7 +25,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _OTHERS = re.compile(r"(pytorch_model.*\.bin|(adapter_model|consolidated).*\.\w+|.*\.(pth|pt|gguf|ckpt|msgpack|h5))")
 _SHARD = re.compile(r"[\w.-]+\.safetensors")
-_NAME_CHARS = 80
+_NAME_CHARS = 160
 _REQUESTS = 8
 
 

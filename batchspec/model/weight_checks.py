@@ -73,12 +73,11 @@ def misfits(expected: Iterable[TensorSpec], stored: Mapping[str, StoredTensor], 
     """What is missing, unexpected, of another shape or of a dtype that is not read."""
     by_name = {tensor.name: tensor for tensor in expected}
     missing, common = sorted(by_name.keys() - stored.keys()), sorted(by_name.keys() & stored.keys())
-    problems = [
-        f"{len(names)} {title} tensors: {listed(sorted(names))}"
-        for title, names in (("missing", missing), ("unexpected", unexpected))
-        if names
-    ]
-    problems += _wrapper(missing, unexpected) + _other_experts(missing, unexpected)
+    wrong = [(title, sorted(names)) for title, names in (("missing", missing), ("unexpected", unexpected)) if names]
+    if reason := _wrapper(missing, unexpected) or _other_experts(missing, unexpected):
+        problems = [f"{len(missing)} missing and {len(unexpected)} unexpected tensors: {reason}"]
+    else:
+        problems = [f"{len(names)} {title} tensors: {listed(names, 3 - len(wrong))}" for title, names in wrong]
     if any(name.startswith("block.0.") for name in unexpected):
         problems.append("names as in gpt-oss's folder original/: use the files of the folder above it")
     if packed := sorted(name for name in unexpected if name in _PACKED_HEADS):
@@ -95,41 +94,42 @@ def misfits(expected: Iterable[TensorSpec], stored: Mapping[str, StoredTensor], 
         if by_name[name].dtypes != FLOATS and stored[name].dtype not in by_name[name].dtypes
     ]
     if shapes:
-        problems.append(listed(shapes))
+        problems.append(listed(shapes, 1))
     if floats:
         found = listed([f"{name} is {stored[name].dtype}" for name in floats])
         problems.append(f"{found}: {', '.join(FLOATS)} are supported, quantized weights are not")
     if others:
-        problems.append(listed(others))
+        problems.append(listed(others, 1))
     return problems
 
 
-def _wrapper(missing: Sequence[str], unexpected: Collection[str]) -> list[str]:
-    """A problem if a missing tensor is in the file with a prefix before its name, else none."""
+def _wrapper(missing: Sequence[str], unexpected: Collection[str]) -> str:
+    """What is wrong if a missing tensor is in the file with a prefix before its name, else empty."""
     for name in missing[:1]:
         tail = name.removeprefix("model.")
         for other in sorted(unexpected):
             if other.endswith(tail) and other.removesuffix(tail)[-1:] in ("", "."):
-                return [
+                return (
                     f"{listed([other])} is there instead of {name}: saved from inside a wrapper (torch.compile, a multimodal "
                     "model, PEFT); save the language model itself"
-                ]
-    return []
+                )
+    return ""
 
 
-def _other_experts(missing: Iterable[str], unexpected: Iterable[str]) -> list[str]:
-    """A problem if a file has the experts of a layer in one tensor, but they are read one by one, or the reverse; else none."""
+def _other_experts(missing: Iterable[str], unexpected: Collection[str]) -> str:
+    """What is wrong if a file has a layer's experts in one tensor and they are read one by one, or the reverse, else empty."""
     asked, found = (
         {bool(match[1]) for name in names if (match := _EXPERTS.search(name))} for names in (missing, unexpected)
     )
     ways = ("in one tensor", "one by one")
     if len(asked) == len(found) == 1 and asked != found:
         (own,), (other,) = asked, found
-        return [
-            f"the file holds the experts of a layer {ways[other]}; with these weights they are supported only {ways[own]}: use a "
-            "checkpoint of that form"
-        ]
-    return []
+        example = next(name for name in sorted(unexpected) if _EXPERTS.search(name))
+        return (
+            f"the file holds the experts of a layer {ways[other]}, {listed([example])}; with these weights they are supported "
+            f"only {ways[own]}: use a checkpoint of that form"
+        )
+    return ""
 
 
 def check_copies(where: str, part: CheckpointPart, names: Collection[str], read: Callable[[str], Tensor]) -> None:

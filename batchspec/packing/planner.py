@@ -247,9 +247,9 @@ def _kv_budget(packing: PackingConfig, memory: KVMemory, budget: int, source: st
     if budget < needed * size_bytes + kept:
         snapshots = f" and {counted(PREFIX_STATES, 'snapshot')} of prefixes" if memory.prefix_bytes else ""
         raise CapacityError(
-            f"{source} gives {budget / 1e9:.2f} GB; the layers keep {kept / 1e9:.2f} GB of {counted(slots, 'slot')}{snapshots} "
-            f"besides K/V pages, and one row of {memory.max_tokens} tokens needs {needed * size_bytes / 1e9:.2f} GB of pages; "
-            f"raise packing.memory_gb to {enough_gb:.2f} or more, or lower packing.max_num_seqs or model.max_len"
+            f"{source} gives {budget / 1e9:.2f} GB; {counted(slots, 'slot')}{snapshots} need {kept / 1e9:.2f} GB, and the pages "
+            f"of a row of {memory.max_tokens} tokens {needed * size_bytes / 1e9:.2f} GB; raise packing.memory_gb to "
+            f"{enough_gb:.2f}, or lower packing.max_num_seqs or model.max_len"
         )
     return budget
 

@@ -66,8 +66,8 @@ def push_output(
     card = card_for(repo, output.card() if output.has_card() and not missing else _card(output))
     files = [PushedFile(name=name, content=content) for name, content in output.contents(names)]
     files.append(PushedFile(name="README.md", content=lambda: card))
-    command = push_command(output.path, repo, "--overwrite", *["--incomplete"] * bool(missing), private=private)
-    refusal = partial(_refusal, job=output.manifest.job, names=names, instead=f"{command} {_REPLACES}")
+    instead = f"batchspec push with --overwrite {_REPLACES}"
+    refusal = partial(_refusal, job=output.manifest.job, names=names, instead=instead)
     return push(
         repo, files, private=private, refusal=None if overwrite else refusal,
         message=f"Push {len(names):,} files of a job",

@@ -71,7 +71,7 @@ def _pushed(output: OutputFolder, repo: str, keys: OutputConfig) -> Pushed:
         return push_output(output, repo, private=keys.push_private, overwrite=keys.push_overwrite)
     except StorageError as error:
         alone = push_command(output.path, repo, *["--overwrite"] * keys.push_overwrite, private=keys.push_private)
-        raise StorageError(f"{output.path}: all rows are committed but not pushed: {error}, or: {alone}") from error
+        raise StorageError(f"all rows are committed but not pushed: {error}, or: {alone}") from error
 
 
 def check_all_errors(job: Job, stats: JobStats) -> None:

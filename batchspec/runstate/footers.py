@@ -99,7 +99,7 @@ def read_footer(read: Callable[[int], Tail | None]) -> ShardFile | None:
         try:
             return _parsed(pq.read_metadata(pa.BufferReader(data)), tail.version)
         except (pa.ArrowException, OSError, ValueError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = re.split(r"\n|\. ", str(error))[0] or type(error).__name__
     raise DamagedFooter(reason)
 
 

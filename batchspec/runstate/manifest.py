@@ -126,7 +126,8 @@ def files_that_differ(old: Sequence[InputFile], new: Sequence[InputFile]) -> str
 def _shown(value: str | None) -> str:
     if value is None:
         return "(none)"
-    return value if len(value) <= 24 else value[:21] + "..."
+    limit = 15 if value.startswith("sha256:") else 21
+    return value if len(value) <= limit + 3 else value[:limit] + "..."
 
 
 def first_job_id(path: str, compared: Mapping[str, str]) -> str:

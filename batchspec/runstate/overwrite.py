@@ -132,9 +132,9 @@ def refuse_living(where: str, claims: Claims, shards: Container[int]) -> None:
     shard, claim, age_s = found[0]
     others = len({str(other.get("owner")) for _, other, _ in found}) - 1
     raise OutputError(
-        f"output.overwrite=true would delete the job in {where}, but {_run(claim)} works on it: it renewed its claim on shard "
-        f"{shard} {age_s:.0f} s ago{f', and {others} more runs do' if others else ''}; end it and run this again, or use another "
-        f"output.dir (a run that died counts as gone {claims.stale_s:.0f} s after its last renewal)"
+        f"{where} is not deleted: {_run(claim)} works on it and renewed its claim on shard {shard} {age_s:.0f} s ago"
+        f"{f', and {others} more runs do' if others else ''}; end it and run this again, or use another output.dir (a run that "
+        f"died counts as gone after {claims.stale_s:.0f} s)"
     )
 
 

@@ -17,7 +17,6 @@ from typing import TypeVar
 
 import pyarrow.fs as pafs
 
-from batchspec.console.text import one_line
 from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.process.local_files import KINDS, open_regular, passes, told, unusable_name
 from batchspec.storage.exact_files import exact_path
@@ -64,7 +63,7 @@ class LocalStore:
             if passes(error):
                 with storing(f"making a folder in {place}"):
                     raise
-            link = f"{place} is a link to {os.readlink(place)}: " if place.is_symlink() else ""
+            link = f"{'it' if place == root else place} is a link to {os.readlink(place)}: " if place.is_symlink() else ""
             why = f"{link}{told(error)}"
         if why and os.path.exists(root / "_batchspec"):
             raise StorageError(f"output.dir {self.root}: {why}; mend that and run the same command again")
@@ -73,7 +72,7 @@ class LocalStore:
 
     def _check_name(self, below: int = 0) -> None:
         if why := unusable_name(self.root, below):
-            raise ConfigError(f"output.dir {one_line(self.root)} cannot be a folder to write to: {why}; choose another one")
+            raise ConfigError(f"output.dir {self.root} cannot be a folder to write to: {why}; choose another one")
 
     def check_bucket(self) -> None:
         pass

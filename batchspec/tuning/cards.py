@@ -56,7 +56,7 @@ def known_card(name: str) -> KnownCard:
         which = " or ".join(f"{known.card.name} ({known.card.memory_bytes / 1e9:.0f} GB)" for known in named)
         raise ConfigError(f"--card {name} may be {which}; write the one that you mean, as in --card {named[0].card.name}")
     raise ConfigError(
-        f"--card {name} is not a card that batchspec knows;{_nearest(words)} all: "
+        f"--card {name} is not known;{_nearest(words)} all: "
         + ", ".join(known.card.name for known in known_cards())
     )
 

@@ -27,6 +27,7 @@ from batchspec.model.families.qwen3_moe import QWEN3_MOE
 from batchspec.model.families.qwen3_next import QWEN3_NEXT
 from batchspec.model.families.seed_oss import SEED_OSS
 from batchspec.model.families.smollm3 import SMOLLM3
+from batchspec.model.files import listed
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -133,7 +134,8 @@ def family_of(config: ConfigReader) -> tuple[Family, ConfigReader]:
         kind = config.text("model_type")
         why = next((f": it needs {needed}" for needed, kinds in NEEDED.items() if kind in kinds), "")
         raise config.refusal(
-            f"{config.shown('model_type')} is not supported{why}; supported are {', '.join((*FAMILIES, *WRAPPERS))}"
+            f"{config.shown('model_type')} is not supported{why}; supported are {listed((*FAMILIES, *WRAPPERS), 6)}, which "
+            "`batchspec families` prints"
         )
     _check_class(config, family.architecture)
     return family, config
