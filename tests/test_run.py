@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +17,7 @@ from batchspec import run
 from batchspec.config.compose import _sweep_folder, compose
 from batchspec.config.reference import options
 from batchspec.config.schema import RunConfig
-from batchspec.errors import ConfigError, InputError, Interrupted
+from batchspec.errors import BatchspecError, ConfigError, InputError, Interrupted, StorageError
 from batchspec.runstate.heartbeat_writer import HeartbeatWriter
 from batchspec.supervise.watchdog import Watchdog
 
@@ -195,6 +197,22 @@ def test_what_cannot_run_is_one_line_and_exit_code_2(
     assert run.main(argv) == 2
     assert said in line(capsys)
     assert jobs.ran == []
+
+
+@pytest.mark.parametrize(("code", "kind", "said"), [
+    (errno.EIO, StorageError, "Input/output error (EIO); run the same command again after the repair"),
+    (errno.EACCES, ConfigError, "mine.yaml: Permission denied; correct the path or its permissions"),
+    (errno.ENAMETOOLONG, ConfigError, "an override names an option that cannot be a file's name"),
+])
+def test_a_recipe_that_the_disk_does_not_give_is_no_wrong_override(
+    code: int, kind: type[BatchspecError], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code), "mine.yaml")
+
+    monkeypatch.setattr("hydra.compose", fail)
+    with pytest.raises(kind, match=re.escape(said)):
+        compose(["+job=mine"])
 
 
 def test_dictionaries_take_new_keys_without_a_plus(jobs: Jobs) -> None:

@@ -174,13 +174,16 @@ def test_tensors_in_memory_may_hold_all_experts(tmp_path: Path) -> None:
     assert torch.equal(up, stored["model.layers.1.mlp.experts.gate_up_proj"][5, 24:])
 
 
+STACKED = r"tensors: the file has a layer's experts in one tensor, .*\.gate_up_proj(_scale_inv)?; .* only experts one by one"
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda own: own[:6], r"28 missing|missing tensors: .*experts\.0\.gate_proj"),
+        (lambda own: own[:6], STACKED),
         (lambda own: own[:, :-2], r"experts\.\d\.gate_proj\.weight is \[23, 64\], config.json says \[24, 64\]"),
         (lambda own: own.transpose(1, 2).contiguous(), r"gate_proj\.weight is \[32, 48\], config.json says \[24, 64\]"),
-        (lambda own: own[0], "unexpected tensors: model.layers.0.mlp.experts.gate_up_proj"),
+        (lambda own: own[0], STACKED),
     ],
 )
 def test_experts_of_another_shape_are_refused_by_name(change: Any, said: str, tmp_path: Path) -> None:
@@ -198,5 +201,5 @@ def test_scales_of_a_block_that_gate_and_up_share_are_refused(tmp_path: Path) ->
     folder = make_checkpoint(tmp_path, "qwen3_moe", vocab=64, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=127)
     quantised(folder)
     fuse(folder, 3)
-    with pytest.raises(CheckpointError, match=r"unexpected tensors: .*experts\.gate_up_proj_scale_inv"):
+    with pytest.raises(CheckpointError, match=STACKED):
         judge_model(LocalFiles(folder))

@@ -49,7 +49,7 @@ def refusal(folder: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(folder)
     assert "\n" not in str(caught.value)
-    assert f"/{folder.name}: " in str(caught.value)
+    assert f"/{folder.name}" in str(caught.value)
     return str(caught.value)
 
 
@@ -82,16 +82,16 @@ def test_experts_in_another_form_are_refused_by_what_is_supported(tmp_path: Path
     """Some quantisers and converters store the stacked experts of gpt-oss one by one, others stack those of other families."""
     one_by_one, stacked = "model.layers.0.mlp.experts.0.down_proj.weight", "model.layers.0.block_sparse_moe.experts.down_proj"
     for family, key, name, said in (
-        ("gpt_oss", "model.layers.0.mlp.experts.down_proj", one_by_one, "one by one, .*; .* supported only in one tensor:"),
-        ("mixtral", "model.layers.0.block_sparse_moe.experts.0.w2.weight", stacked, "in one tensor, .*; .* only one by one:"),
+        ("gpt_oss", "model.layers.0.mlp.experts.down_proj", one_by_one, "one by one, .*only experts in one tensor are"),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.0.w2.weight", stacked, "in one tensor, .*only experts one by one"),
     ):
         folder = make_checkpoint(tmp_path / family, family, vocab=64, **EXPERTS)
         tensors = load_file(folder / "model.safetensors")
         tensors[name] = tensors.pop(key)
         save_file(tensors, folder / "model.safetensors")
-        assert re.search(f"1 missing and 1 unexpected tensors: the file holds the experts of a layer {said}", refusal(folder))
+        assert re.search(f"1 missing and 1 unexpected tensors: the file has a layer's experts {said}", refusal(folder))
         change(folder, **{name: None})
-        assert "experts of a layer" not in refusal(folder)
+        assert "a layer's experts" not in refusal(folder)
 
 
 def test_shards_are_found_through_the_index(folder: Path) -> None:
@@ -127,7 +127,7 @@ def test_everything_that_does_not_fit_is_listed_at_once(folder: Path) -> None:
     change(folder, model__norm__weight=None, model__layers__0__mlp__up_proj__weight=None, extra__bias=torch.zeros(3))
     change(folder, model__layers__1__self_attn__q_proj__weight=torch.zeros(64, 32))
     message = refusal(folder)
-    assert "2 missing tensors: model.layers.0.mlp.up_proj.weight and 1 more; " in message
+    assert "2 missing tensors: model.layers.0.mlp.up_proj.weight, model.norm.weight; " in message
     assert "1 unexpected tensors: extra.bias" in message
     assert "model.layers.1.self_attn.q_proj.weight is [64, 32], config.json says [64, 64]" in message
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchspec.console.text import as_json
+from batchspec.console.text import as_json, one_line
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.files import listed
 
@@ -61,7 +61,7 @@ _EMPTY: tuple[Any, ...] = (None, False, "", [], {})  # 0 equals False
 def unread_keys(config: ConfigReader) -> tuple[str, ...]:
     """`key=value` for each key that may mean something and that nothing has read, after a family has read its own."""
     return tuple(
-        f"{name[:60]}={as_json(value)}"
+        f"{one_line(name, 60)}={as_json(value)}"
         for name, value in config.unread()
         if not {name, name.rpartition(".")[2]} & HARMLESS and not name.startswith(_OBJECTS) and value not in _EMPTY
     )

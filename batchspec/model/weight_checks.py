@@ -77,7 +77,10 @@ def misfits(expected: Iterable[TensorSpec], stored: Mapping[str, StoredTensor], 
     if reason := _wrapper(missing, unexpected) or _other_experts(missing, unexpected):
         problems = [f"{len(missing)} missing and {len(unexpected)} unexpected tensors: {reason}"]
     else:
-        problems = [f"{len(names)} {title} tensors: {listed(names, 3 - len(wrong))}" for title, names in wrong]
+        most = [2 if len(names) == 2 else 3 - len(wrong) for _, names in wrong]
+        problems = [
+            f"{len(names)} {title} tensors: {listed(names, shown)}" for (title, names), shown in zip(wrong, most, strict=True)
+        ]
     if any(name.startswith("block.0.") for name in unexpected):
         problems.append("names as in gpt-oss's folder original/: use the files of the folder above it")
     if packed := sorted(name for name in unexpected if name in _PACKED_HEADS):
@@ -126,8 +129,8 @@ def _other_experts(missing: Iterable[str], unexpected: Collection[str]) -> str:
         (own,), (other,) = asked, found
         example = next(name for name in sorted(unexpected) if _EXPERTS.search(name))
         return (
-            f"the file holds the experts of a layer {ways[other]}, {listed([example])}; with these weights they are supported "
-            f"only {ways[own]}: use a checkpoint of that form"
+            f"the file has a layer's experts {ways[other]}, {listed([example])}; with these weights only experts {ways[own]} are "
+            "supported: use such a checkpoint"
         )
     return ""
 

@@ -249,7 +249,7 @@ def _kv_budget(packing: PackingConfig, memory: KVMemory, budget: int, source: st
         raise CapacityError(
             f"{source} gives {budget / 1e9:.2f} GB; {counted(slots, 'slot')}{snapshots} need {kept / 1e9:.2f} GB, and the pages "
             f"of a row of {memory.max_tokens} tokens {needed * size_bytes / 1e9:.2f} GB; raise packing.memory_gb to "
-            f"{enough_gb:.2f}, or lower packing.max_num_seqs or model.max_len"
+            f"{enough_gb:.2f} or more, or lower packing.max_num_seqs or model.max_len"
         )
     return budget
 
