@@ -127,7 +127,7 @@ def test_commands_take_a_name_of_several_words_and_refuse_an_unknown_one_in_one_
     for argv in (["plan", "--card=H300", *words], ["doctor", "--card", "H300"]):
         assert cli.main(argv) == 2
         said = capsys.readouterr().err
-        assert said.startswith("batchspec: --card H300 is not a card that batchspec knows; nearest is H200; all: V100-16GB, ")
+        assert said.startswith("batchspec: --card H300 is not known; nearest is H200; all: V100-16GB, ")
         assert said.count("\n") == 1
 
 

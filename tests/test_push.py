@@ -494,7 +494,7 @@ def test_a_job_pushes_when_it_is_complete_and_when_it_is_run_again(
     assert run.main(arguments) == 74  # the job is done, the push is not
     said = capsys.readouterr().err.splitlines()[-1]
     assert f"batchspec: all rows are committed but not pushed: sending files to hf://datasets/{REPO} failed for" in said
-    assert said.endswith(f"run the same command again after that, or: batchspec push {tmp_path}/out {REPO}")
+    assert said.endswith(f"run the same command again after that, or: batchspec push OUTPUT_DIR {REPO}")
     hub.fault = lambda method, path: None
     assert run.main(arguments) == 0
     assert "already complete" in (said := capsys.readouterr().err)

@@ -70,7 +70,7 @@ def _pushed(output: OutputFolder, repo: str, keys: OutputConfig) -> Pushed:
     try:
         return push_output(output, repo, private=keys.push_private, overwrite=keys.push_overwrite)
     except StorageError as error:
-        alone = push_command(output.path, repo, *["--overwrite"] * keys.push_overwrite, private=keys.push_private)
+        alone = push_command("OUTPUT_DIR", repo, *["--overwrite"] * keys.push_overwrite, private=keys.push_private)
         raise StorageError(f"all rows are committed but not pushed: {error}, or: {alone}") from error
 
 
