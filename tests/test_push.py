@@ -314,7 +314,7 @@ def test_a_job_whose_push_would_replace_another_one_is_refused_before_it_begins(
         assert cli([name, *arguments]) == 2
         assert f"it holds the rows of another job, {id_of(another)[:8]}" in told(name, capsys)
     assert cli(["plan", *(word for word in arguments if "output.dir" not in word)]) == 2
-    assert "this one is new; output.push_overwrite=true replaces all of data/" in told("plan", capsys)
+    assert "this one is new; output.push_overwrite=true replaces all of data/" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert hub.datasets[REPO].files == before
     assert cli(["plan", *arguments[:-1], "output.push_to_hub=org/free"]) == 0

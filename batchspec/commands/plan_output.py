@@ -11,7 +11,7 @@ from batchspec.packing.survey import Survey
 from batchspec.prepare import Job
 from batchspec.report.stats import job_stats
 from batchspec.report.status import StatusReader
-from batchspec.runner.checked_run import checked_run
+from batchspec.runner.checked_run import check_target, checked_run
 from batchspec.runner.conclude import check_all_errors
 from batchspec.runner.job_run import JobRun
 from batchspec.runstate.generations import Generation
@@ -72,9 +72,13 @@ class FoundOutput:
 
 
 def found_output(job: Job) -> FoundOutput | None:
-    """What a run of the job would find in output.dir; None without an output.dir."""
+    """What a run of the job would find in output.dir; None without an output.dir.
+
+    Raises as `check_target` for a job without an output.dir, to which no folder belongs yet, but perhaps a dataset to push to.
+    """
     path, run = job.config.output.dir, None
     if path is None:
+        check_target(job)
         return None
     try:
         run = checked_run(job)
