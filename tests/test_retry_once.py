@@ -145,7 +145,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return SimpleNamespace(line=lambda: f"pushed to {repo}")
 
     monkeypatch.setattr("batchspec.job.check_push_key", lambda *_: None)
-    monkeypatch.setattr("batchspec.runner.job_run.check_target_key", lambda *_: None)
+    monkeypatch.setattr("batchspec.runner.checked_run.check_target_key", lambda *_: None)
     monkeypatch.setattr(conclude, "push_output", push)
     monkeypatch.setattr(conclude, "can_draw", lambda: True)
     monkeypatch.setattr(conclude, "write_report", lambda output, stats: output.put_report(f"{stats.completions} rows"))
