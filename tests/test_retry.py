@@ -327,7 +327,7 @@ def test_more_tokens_for_a_complete_job_name_the_retry_that_continues_its_rows(
     folder: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(*more: str, command: Callable[[list[str]], int] = run.main) -> str:
-        assert command(arguments(folder, out, CAPS[1], *more)) == (2 if command is run.main else 0)
+        assert command(arguments(folder, out, CAPS[1], *more)) == 2
         said = capsys.readouterr()
         return said.err.splitlines()[-1] if command is run.main else said.out
 
@@ -338,7 +338,7 @@ def test_more_tokens_for_a_complete_job_name_the_retry_that_continues_its_rows(
     assert advice in refused(command=plan.main)
     assert "resume=length" not in refused("decode.seed=3")
     (out / "data/part-00003.parquet").unlink()
-    assert "run the command with decode.max_new_tokens=8 to its end, and with resume=length" in refused()
+    assert "end it with decode.max_new_tokens=8, then run with resume=length decode.max_new_tokens=20; or" in refused()
 
 
 def killed_before_its_mark() -> None:

@@ -324,7 +324,7 @@ def refused(kind: type[BatchspecError], made: Path, out: Path, capfd: Any, *over
     [
         ("train.lrr=1", "train.lrr is not a key of the configuration; did you mean train.lr?"),
         ("train.lr=0", "train.lr=0.0 must be above 0 and at most 1; 3e-3 is usual, 1e-4 for draft=mtp"),
-        ("train.ahead=fast", "train.ahead=fast must be a whole number, without point or exponent"),
+        ("train.ahead=fast", "train.ahead=fast must be a whole number, without point, exponent or unit"),
         ("train.max_len=4096", "train.max_len=4096 exceeds train.batch_tokens=700"),
         ("draft=lookup", "draft=lookup cannot be trained; use draft=eagle3, draft=parallel or draft=mtp"),
         ("draft=eagel3", "draft=eagel3 is not a choice of the group draft; did you mean eagle3?"),

@@ -84,7 +84,7 @@ def retry_advice(job: Job, output: OutputFolder) -> str:
     if differing(output.manifest.fingerprint, compared) != {CAP} or not 0 < old < new:
         return ""
     if output.missing():
-        return f"run the command with {CAP}={old} to its end, and with resume=length {CAP}={new} then; or "
+        return f"end it with {CAP}={old}, then run with resume=length {CAP}={new}; or "
     if not (count := _num_cut_off_at(output, old)):
         return f"none of its rows is truncated at {old} tokens, so that there is nothing to continue; "
     return f"resume=length continues its {counted(count, 'truncated row')}; or "

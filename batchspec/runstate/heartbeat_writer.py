@@ -23,6 +23,8 @@ from batchspec.storage.store import TMP
 
 FIRST_BEAT_S = 1.0
 """The first interval. It is doubled each time, up to BEAT_S or REMOTE_BEAT_S, so that short jobs have heartbeats too."""
+REFUSED = 2
+"""Exit code of errors that are not the machine's."""
 LAST_BEAT_S = 5.0
 """Maximum time that a run waits at its end for its last heartbeat."""
 
@@ -74,6 +76,8 @@ class HeartbeatWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._last_beat = _last_beat(error)
         self._stop()
+        if isinstance(error, BatchspecError) and error.exit_code == REFUSED and not self._files.is_job():
+            self._files.withdraw()  # a new job that is refused while it loads leaves no file
 
     def _stop(self) -> None:
         self._over.set()

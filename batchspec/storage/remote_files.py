@@ -8,12 +8,15 @@ from typing import Literal, Protocol
 
 import pyarrow.fs as pafs
 
+from batchspec.console.text import cut
 from batchspec.errors import ConfigError
 from batchspec.storage.retry import arrow_passing, reason
 from batchspec.storage.s3_client import filesystem, head
 
 READ = "a local path, s3://BUCKET/..., gs://BUCKET/..., abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/... or hf://datasets/..."
 Kind = Literal["file", "folder", "missing"]
+REASON_CHARS = 150
+"""Maximum length of a library's reason in a message, so that the advice after it is whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +108,8 @@ class ArrowFiles:
     def explain(self, error: Exception) -> str:
         if self.scheme != "s3":
             return f"{reason(error)}; check the path"
-        return (
-            f"{reason(error)}; check the credentials (AWS_PROFILE, AWS_ACCESS_KEY_ID, ...), the bucket and its policy, the "
-            "network and the endpoint (AWS_ENDPOINT_URL)"
-        )
+        said = cut(reason(error), REASON_CHARS)
+        return f"{said}; check the credentials (AWS_PROFILE, ...), the bucket's policy, the network and AWS_ENDPOINT_URL"
 
 
 def s3_files(bucket: str) -> RemoteFiles:
