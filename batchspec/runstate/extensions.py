@@ -118,8 +118,7 @@ def _other_columns(old: pa.Schema, new: pa.Schema) -> str:
         if was is None or now is None or mark_of(was) != mark_of(now):
             kinds = [f"{field.type}{' (JSON of any kind)' * mark_of(field)[1]}" if field else "missing" for field in (was, now)]
             return (
-                f"column {name!r} is {kinds[0]} in the files that the job has read and {kinds[1]} with the new ones, which would "
-                "change the rows of the job; give the new files the same columns, or run them as a job of their own in another "
-                "output.dir"
+                f"column {name!r} is {kinds[0]} in the files that the job has read and {kinds[1]} with the new ones; "
+                "give the new files the same columns, or run them as another job"
             )
     return ""
