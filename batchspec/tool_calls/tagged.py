@@ -33,22 +33,21 @@ class Tags:
     """Whether the template writes JSON for all values but strings: as `Tools.typed`."""
 
 
+def _function_tags(mark: str, *, own_lines: bool) -> Tags:
+    """Tags of a function and its parameters, which may be inside <mark>."""
+    return Tags(
+        begin=re.compile(rf"(?:<{mark}>\s*)?<function=([^>\n]+)>"),
+        key=re.compile(r"<parameter=([^>\n]+)>"),
+        value_end=re.compile(r"</parameter>\s*(?=<parameter=|</function>)"),
+        end=re.compile(rf"</function>(?:\s*</{mark}>)?"),
+        own_lines=own_lines,
+        untyped_is_json=False,
+    )
+
+
 _TAGS = {
-    "qwen3_coder": Tags(
-        begin=re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]+)>"),
-        key=re.compile(r"<parameter=([^>\n]+)>"),
-        value_end=re.compile(r"</parameter>\s*(?=<parameter=|</function>)"),
-        end=re.compile(r"</function>(?:\s*</tool_call>)?"),
-        own_lines=True,
-        untyped_is_json=False,
-    ),
-    "seed_oss": Tags(
-        begin=re.compile(r"(?:<seed:tool_call>\s*)?<function=([^>\n]+)>"),
-        key=re.compile(r"<parameter=([^>\n]+)>"),
-        value_end=re.compile(r"</parameter>\s*(?=<parameter=|</function>)"),
-        end=re.compile(r"</function>(?:\s*</seed:tool_call>)?"),
-        untyped_is_json=False,
-    ),
+    "qwen3_coder": _function_tags("tool_call", own_lines=True),
+    "seed_oss": _function_tags("seed:tool_call", own_lines=False),
     "glm": Tags(
         begin=re.compile(r"<tool_call>\s*([^\s<]+)"),
         key=re.compile(r"<arg_key>([^<\n]+)</arg_key>\s*<arg_value>"),
