@@ -157,7 +157,8 @@ Outcome = tuple[list[int] | None, str]
 
 
 def outcome(done: Completion) -> Outcome:
-    assert done.error is None or "its bad_words do not forbid" in done.error.message, done.error
+    if done.error is not None:
+        assert done.error.code == "no_token_left" or "its bad_words do not forbid" in done.error.message, done.error
     return None if done.token_ids is None else done.token_ids.tolist(), done.finish_reason
 
 

@@ -48,17 +48,16 @@ class HeadFolder:
             self._check_same(record.get("facts", {}))
             self.complete, self._weights = bool(record.get("complete")), record.get("weights")
 
-    def check_weights(self, own: WeightSums | None, model: str) -> None:
+    def check_weights(self, own: WeightSums | None) -> None:
         """Compare the target that was loaded with that of the training's earlier runs; the first run's sums are kept.
 
-        own    None for dummy weights, which are the same in all runs
-        model  model.path, for messages
+        own  None for dummy weights, which are the same in all runs
         Raises OutputError, in one line, for other weights.
         """
         if own is None:
             return
         kept = None if self._weights is None else WeightSums(tensors=self._weights, run=FIRST_RUN)
-        SumsOfJob(where=str(self.path), model=model, kept=kept, kind="training").check(own)
+        SumsOfJob(where=str(self.path), kept=kept, kind="training").check(own)
         self._weights = dict(own.tensors)
 
     def begin(self) -> None:

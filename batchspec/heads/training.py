@@ -67,7 +67,7 @@ def train(run: TrainRun) -> Path:
         say(note)
     say(f"loading {run.model.path} in {str(dtype).removeprefix('torch.')} on {device.type}")
     target = Target.load(folder, spec, dtype=dtype, device=device, dummy=dummy, summed=not dummy)
-    out.check_weights(target.weight_sums, run.model.path)
+    out.check_weights(target.weight_sums)
     network = drafter.network(target, trained)
     out.begin()
     made = _course(run, drafter, network, drafter.teacher(target), trained, held_out, out, say)

@@ -65,8 +65,6 @@ class SumsOfJob:
 
     where: str
     """The output folder."""
-    model: str
-    """model.path of this run, for messages."""
     kept: WeightSums | None = None
     """Those that an earlier run has kept there; None: not known."""
     kind: str = "job"
@@ -77,9 +75,9 @@ class SumsOfJob:
         assert own is not None
         if self.kept is not None and (found := self.kept.differing(own)):
             raise OutputError(
-                f"output.dir {self.where} holds a {self.kind} with other weights: of model.path={self.model}, {listed(found)} "
-                f"({len(found)} of {len(own.tensors)} tensors) {'differs' if len(found) == 1 else 'differ'} from what "
-                f"{self.kept.run} loaded; give the model that the {self.kind} began with, or use another output.dir"
+                f"output.dir {self.where} holds a {self.kind} with other weights: {listed(found)} ({len(found)} of "
+                f"{len(own.tensors)} tensors) {'differs' if len(found) == 1 else 'differ'} from those of {self.kept.run}; "
+                "give that model, or another output.dir"
             )
 
 

@@ -35,7 +35,7 @@ def with_kept_sums(job: Job, output: OutputFolder, *, is_new: bool = False, has_
             "from; restore it or use another output.dir"
         )
     kept = None if data is None else _read(data, output)
-    return replace(job, sums=SumsOfJob(where=output.path, model=str(job.config.model.path), kept=kept))
+    return replace(job, sums=SumsOfJob(where=output.path, kept=kept))
 
 
 def keep_sums(job: Job, output: OutputFolder, engines: EngineWithFallback) -> None:
@@ -47,7 +47,7 @@ def keep_sums(job: Job, output: OutputFolder, engines: EngineWithFallback) -> No
     own = engines.current.target.weight_sums
     assert own is not None
     run = f"run {output.attempt[:8]} on {this_process()['host']} at {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    kept = output.keep_weight_sums(replace(own, run=f"{run} (model.path={job.sums.model})").to_json())
+    kept = output.keep_weight_sums(replace(own, run=f"{run} (model.path={job.config.model.path})").to_json())
     engines.adopt_sums(replace(job.sums, kept=_read(kept, output)))
 
 
