@@ -153,7 +153,7 @@ def test_dictionaries_may_hold_objects_as_json_lines_do(shared: batchspec.Engine
     given: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": "Name a sea."}], "response_format": form, "max_new_tokens": 40},
         {"messages": [{"role": "user", "content": parts}], "stop": "e", "about": {"topic": "seas", "by": None}},
-        {"messages": [{"role": "user", "content": "Name a sea."}], "stop": ["e"], "logit_bias": {7: -100}, "about": 3},
+        {"messages": [{"role": "user", "content": "Name a \nsea."}], "stop": ["e"], "logit_bias": {7: -100}, "about": 3},
     ]
     found = shared.generate(given)
     assert found["error"].to_list() == [None] * 3
