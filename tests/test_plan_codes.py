@@ -12,8 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchspec import cli
-from batchspec.errors import StorageError
+from batchspec.commands import planning
+from batchspec.config.schema import OutputConfig
+from batchspec.errors import OutputError, StorageError
 from batchspec.load import memory
+from batchspec.runner import checked_run
 from batchspec.storage.local_store import LocalStore
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import make_jobs_quick
@@ -64,6 +67,10 @@ def lab(model: Path, tmp_path: Path, monkeypatch: Patch) -> Lab:
 
 def complete(lab: Lab) -> None:
     assert lab.run() == 0
+
+
+def complete_in_bf16(lab: Lab) -> None:
+    assert lab.run("model.dtype=bfloat16") == 0
 
 
 def complete_with_errors(lab: Lab) -> None:
@@ -216,3 +223,36 @@ def test_an_error_is_json_too_and_one_line_on_stderr(lab: Lab, capsys: pytest.Ca
         assert cli.main(["plan", *lab.words, "--json", *more]) == 2
         said = capsys.readouterr()
         assert json.loads(said.out) == {"exit_code": 2, "error": said.err.removeprefix("batchspec: ").rstrip("\n")}
+
+
+@pytest.mark.parametrize(
+    ("prepare", "code", "why"),
+    [
+        (complete_in_bf16, 0, None),
+        (complete, 2, 'holds another job (model.dtype: "float32" -> "bfloat16"'),
+        (foreign, 2, "is not a batchspec job"),
+    ],
+)
+def test_a_plan_for_a_card_says_what_a_run_there_would_find_in_the_output_folder(
+    prepare: Callable[[Lab], None], code: int, why: str | None, lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(lab)
+    capsys.readouterr()
+    words = [word for word in lab.words if word != "device=cpu"]
+    assert cli.main(["plan", "--card", "L40S", *words, "model.dtype=bfloat16", "--json"]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert (found["exit_code"], found["card"]) == (code, "L40S")
+    assert found["error"] is None if why is None else why in found["error"]
+    assert found["slots"] == 2, "its shape is told all the same"
+    assert found["state"] == ("not begun" if code else "complete")
+
+
+def test_a_plan_for_a_card_asks_whether_the_push_would_be_refused(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuses(output: OutputConfig, job: str) -> None:
+        raise OutputError("the hub says no")
+
+    lab.patch.setattr(checked_run, "check_target_key", refuses)
+    lab.patch.setattr(planning, "check_push_key", lambda output: None)
+    words = [word for word in lab.words if word != "device=cpu"]
+    assert cli.main(["plan", "--card", "L40S", *words, "model.dtype=bfloat16", "output.push_to_hub=org/name", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"] == "the hub says no"

@@ -47,7 +47,7 @@ class Plan:
     layouts: Sequence[GpuLayout] = ()
     """Ways to divide the GPUs of this machine, if it has several."""
     output: FoundOutput | None = None
-    """What a run would find in output.dir; None: there is none, or the machine of the run compares it."""
+    """What a run would find in output.dir; None: there is none, or `lacks_gpu`."""
     card: KnownCard | None = None
     """The card for which the job is planned, if not for this machine's."""
     lacks_gpu: bool = False

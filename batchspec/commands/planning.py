@@ -68,7 +68,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     tokenizer  instead of the model folder's own
     A job for a GPU can be planned where there is none, as on the login node of a cluster: its rows, without shape and times.
     Raises InputError, CheckpointError, ConfigError or CapacityError as the run would; what the run would refuse in output.dir is
-    part of the plan.
+    part of the plan. Shape and times are left out for a job that is complete, unless they are for a card.
     """
     check_push_key(config.output)
     card = assumed_card()
@@ -80,10 +80,10 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
         survey = survey_rows(job, full=full)
         demand = survey.demand(job.source.num_rows, job.admission.max_len)
         return Plan(job=job, survey=survey, num_completions=demand.num_completions, lacks_gpu=True)
-    output = None if card is not None else found_output(job)  # else the machine of the run compares it
+    output = found_output(job)
     survey = survey_rows(job, full=full)
     demand = survey.demand(job.source.num_rows, job.admission.max_len)
-    if output is not None and output.is_complete:
+    if output is not None and output.is_complete and card is None:  # with a card, a user wants to know its times all the same
         return Plan(job=job, survey=survey, num_completions=demand.num_completions, output=output)
     try:
         return _with_shape(job, survey, demand, output, card)
