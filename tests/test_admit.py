@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import json
 import os
 import signal
 import sys
@@ -21,9 +22,10 @@ from hypothesis import strategies as st
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
-from batchspec.errors import CapacityError, ConfigError, RendererKilled
+from batchspec.errors import CapacityError, ConfigError, RendererKilled, TokenizerFails
 from batchspec.model import templates as templates_module
 from batchspec.model.templates import Templates
+from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission, hash64
 from batchspec.packing.cells import BadRow
 from batchspec.packing.predict import PRIOR_ROWS, SHORT_TOKENS, LengthPredictor
@@ -31,6 +33,7 @@ from batchspec.packing.prompt_encoder import _refused_as
 from batchspec.process.child_process import start_module
 from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.records import Completion, Request
+from tests.models import make_tokenizer
 from tests.stand_ins import ByteTokenizer, small_spec
 
 CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -46,12 +49,14 @@ def job(**changes: Any) -> RunConfig:
     return config
 
 
-def admit(table: pa.Table, config: RunConfig | None = None, **changes: Any) -> list[Request | Completion]:
+def admit(
+    table: pa.Table, config: RunConfig | None = None, *, tokenizer: Tokenizer | None = None, **changes: Any
+) -> list[Request | Completion]:
     config = config or job(**changes)
     source = table_source(table)
-    tokenizer = cast(Any, ByteTokenizer())
+    used = tokenizer or cast(Any, ByteTokenizer())
     columns = map_columns(source.schema, config.input.columns)
-    admission = Admission(config, source=source, columns=columns, spec=small_spec(), tokenizer=tokenizer)
+    admission = Admission(config, source=source, columns=columns, spec=small_spec(), tokenizer=used)
     return [made for shard in source.shards(2) for made in admission.admit(shard)]
 
 
@@ -228,17 +233,46 @@ def test_text_that_is_not_unicode_is_a_bad_row_and_its_neighbours_are_fine() -> 
     assert bad.error.code == "bad_text"
 
 
-def test_a_panic_of_the_tokenizer_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    class PanicException(BaseException):  # as PyO3 raises them
-        pass
+@pytest.fixture(scope="module")
+def slow_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Its regular expression takes 2**n steps for n letters a, and the library gives up."""
+    folder = make_tokenizer(tmp_path_factory.mktemp("slow"), vocab=290)
+    facts = json.loads((folder / "tokenizer.json").read_text())
+    slow = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
+    facts["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [slow, facts["pre_tokenizer"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(facts))
+    return Tokenizer(folder)
 
-    def panic(self: ByteTokenizer, text: str, **room: Any) -> list[int]:
-        raise PanicException("index out of bounds")
 
-    monkeypatch.setattr(ByteTokenizer, "encode", panic)
-    bad = one_bad(prompts("x"))
+MANY = "a" * 60
+"""A text on which slow_tokenizer fails."""
+
+
+@pytest.mark.parametrize(
+    ("table", "more"),
+    [
+        (prompts("x", MANY), {}),
+        (prompts("x", MANY), {"input__chat": True}),
+        (prompts("x", "x", bad_words=["y", MANY]), {}),
+        (prompts("x", "x", options=[["y"], [MANY]]), {"decode__score": "choices", "input__columns": {"choice": "options"}}),
+    ],
+    ids=["prompt", "chat", "bad_words", "choice"],
+)
+def test_a_text_on_which_the_tokenizer_fails_is_a_bad_row_whichever_column_has_it(
+    table: pa.Table, more: dict[str, Any], slow_tokenizer: Tokenizer
+) -> None:
+    good, bad = admit(table, tokenizer=slow_tokenizer, **more)
+    assert isinstance(good, Request)
+    assert isinstance(bad, Completion)
     assert bad.error is not None
-    assert (bad.error.code, "index out of bounds" in bad.error.message) == ("bad_text", True)
+    assert (bad.error.code, bad.error.retryable) == ("bad_text", False)
+    assert "retry-limit-in-match" in bad.error.message
+
+
+@pytest.mark.parametrize("more", [{"decode__bad_words": [MANY]}, {"decode__score": "choices", "decode__choice": ["x", MANY]}])
+def test_a_key_on_which_the_tokenizer_fails_refuses_the_job(more: dict[str, Any], slow_tokenizer: Tokenizer) -> None:
+    with pytest.raises(TokenizerFails, match=r"the tokenizer fails on the text .*; correct the text$"):
+        admit(prompts("x"), tokenizer=slow_tokenizer, **more)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")])

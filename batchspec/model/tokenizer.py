@@ -15,7 +15,8 @@ import tokenizers
 
 from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.config.schema import TEMPLATE_DATE
-from batchspec.errors import CheckpointError
+from batchspec.console.text import quoted
+from batchspec.errors import CheckpointError, TokenizerFails
 from batchspec.model.chat_templates import CONTINUED, ChatTemplates, template_sources
 from batchspec.model.config_values import has_file, read_text, shown
 from batchspec.model.special_tokens import add_declared, special_tokens, tokenizer_config
@@ -32,6 +33,8 @@ _SPARE_TOKENS = 64
 
 class Tokenizer:
     """The tokenizer of a Hugging Face model folder.
+
+    All methods that encode raise TokenizerFails.
 
     Raises CheckpointError if there is no tokenizer.json, it cannot be read, or a template is not valid Jinja.
     """
@@ -96,7 +99,7 @@ class Tokenizer:
 
     def encode_part(self, text: str) -> list[int]:
         """Ids of a part of a text, without added BOS or other special tokens."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._encoded(text, special=False)
 
     def spellings(self, text: str) -> frozenset[tuple[int, ...]]:
         """Every sequence of the vocabulary's tokens that is this short text, whichever of them the tokenizer itself gives."""
@@ -181,16 +184,24 @@ class Tokenizer:
     def _ids(self, text: str, special: bool, max_tokens: int | None, keep_end: bool) -> list[int]:
         limit = self._limit(max_tokens, keep_end)
         if max_tokens is None or limit is None:
-            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+            return self._encoded(text, special=special)
         if (size := limit.excess(text)) is not None:
             raise LongText(limit.message(size))
         chars = max(END_CHARS, 8 * max_tokens)
         while keep_end and chars < len(text):
-            ids = list(self._tokenizer.encode(text[-chars:], add_special_tokens=special).ids)
+            ids = self._encoded(text[-chars:], special=special)
             if len(ids) >= max_tokens + _SPARE_TOKENS:
                 return ids[-max_tokens:]
             chars *= 4
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        return self._encoded(text, special=special)
+
+    def _encoded(self, text: str, *, special: bool) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            raise TokenizerFails(f"the tokenizer fails on the text {quoted(text)} ({error}); correct the text") from error
 
     @property
     def vocab_size(self) -> int:
@@ -207,8 +218,13 @@ class Tokenizer:
 
 
 def _is_of_library(error: BaseException) -> bool:
-    """Whether the package tokenizers raised it: an `Exception`, or a panic of its Rust code, which is none."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    """Whether the package tokenizers raised it."""
+    return isinstance(error, Exception) or _is_panic(error)
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether it is a panic of Rust code, which is no `Exception`."""
+    return type(error).__name__ == "PanicException"
 
 
 def _substrings(text: str) -> set[str]:

@@ -10,7 +10,7 @@ bad_request    a line of OpenAI's batch requests is none, or asks for something 
 bad_type       a cell of JSON lines is not text, and the column must be text
 null_prompt    the prompt cell is null
 empty_prompt   no message, no character, no token
-bad_text       a string is not valid Unicode
+bad_text       a string is not valid Unicode, or the tokenizer fails on it
 bad_messages   a message without role or content, or whose content is not text; a chat that ends with the assistant's turn
 bad_ids        prompt_ids holds a null or an id outside the vocabulary
 bad_parameter  a per-row value is out of range, or needs something that the job lacks (a tokenizer, think tokens)
@@ -45,7 +45,7 @@ from batchspec.dataset.reader import InputShard, Source, SourceFacts, place_in_f
 from batchspec.dataset.row_ids import request_ids
 from batchspec.dataset.schema import output_schema
 from batchspec.dataset.untyped_columns import json_kinds
-from batchspec.errors import ConfigError
+from batchspec.errors import ConfigError, TokenizerFails
 from batchspec.model.token_texts import TokenTexts
 from batchspec.packing.cells import (
     BadRow,
@@ -214,8 +214,8 @@ class Admission:
                     raise BadRow(shard.bad[row_index].code, shard.bad[row_index].message)
                 values = row_values(row, self.fields, self.columns.prompt_kind)
                 yield from self._requests(values, request_id, row_index, shard.index)
-            except BadRow as bad:
-                yield self._refused(bad, request_id, row_index, shard.index)
+            except (BadRow, TokenizerFails) as error:
+                yield self._refused(error, request_id, row_index, shard.index)
 
     def admit_turn(self, values: Mapping[str, Any], first: Request) -> Request | Completion:
         """The request for a later turn of the conversation that `first` began, or a completion with the reason why there is none.
@@ -231,8 +231,8 @@ class Admission:
             self._check_turn(values)
             (request,) = self._requests({**values, "n": 1}, first.request_id, first.row_index, first.shard)
             return self.compiled(replace(request, sample_index=first.sample_index))
-        except BadRow as bad:
-            refused = self._refused(bad, first.request_id, first.row_index, first.shard)
+        except (BadRow, TokenizerFails) as error:
+            refused = self._refused(error, first.request_id, first.row_index, first.shard)
             return refused.replace(sample_index=first.sample_index)
 
     def _check_turn(self, values: Mapping[str, Any]) -> None:
@@ -277,7 +277,8 @@ class Admission:
         for entry in entries:
             yield self.compiled(entry) if isinstance(entry, Request) else entry
 
-    def _refused(self, bad: BadRow, request_id: str, row_index: int, shard: int) -> Completion:
+    def _refused(self, error: BadRow | TokenizerFails, request_id: str, row_index: int, shard: int) -> Completion:
+        bad = error if isinstance(error, BadRow) else BadRow("bad_text", str(error))
         place = place_in_file(self.source, row_index)
         return Completion(
             request_id=request_id, row_index=row_index, sample_index=0, shard=shard,

@@ -14,7 +14,7 @@ from batchspec.console.text import quoted
 from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.messages import FINAL, BadChat, read_chat
 from batchspec.dataset.openai_keys import OF_TEMPLATE, TEMPLATE_KWARGS
-from batchspec.errors import RendererKilled
+from batchspec.errors import RendererKilled, TokenizerFails
 from batchspec.model.text_bytes import LongText
 from batchspec.packing.cells import NOT_WHOLE, BadRow, json_cell
 from batchspec.records import Ids
@@ -137,11 +137,11 @@ class PromptEncoder:
 
 @contextmanager
 def _refused_as(who: str) -> Iterator[None]:
-    """Within this block any exception of the chat template or the tokenizer becomes a BadRow, except those that the machine
-    causes: no memory, or no process for the template."""
+    """Within this block any exception of the chat template or the tokenizer becomes a BadRow, except TokenizerFails, which
+    `Admission` expects, and those that the machine causes: no memory, or no process for the template."""
     try:
         yield
-    except (BadRow, MemoryError, OSError):
+    except (BadRow, MemoryError, OSError, TokenizerFails):
         raise
     except RendererKilled as error:
         raise BadRow("template_error", f"the chat was not rendered ({error}); try resume=error", retryable=True) from error
@@ -151,7 +151,3 @@ def _refused_as(who: str) -> Iterator[None]:
         code = "template_error" if who == "chat template" else "bad_text"
         said = " ".join(str(error).split()) or type(error).__name__
         raise BadRow(code, f"the {who} refuses the prompt ({said}); correct it") from error
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # a panic in Rust code is not an Exception
-            raise
-        raise BadRow("bad_text", f"the tokenizer crashes on the prompt ({error}); correct it") from error
