@@ -5,7 +5,7 @@ Rows to requests:
   cells.py            its cells as checked values
   row_settings.py     its settings, or the job's; row_logprobs.py: whether rows ask for log-probabilities
   prompt_encoder.py   its prompt's token ids
-  constraints.py      what its answer must match; choices.py: what is scored after its prompt
+  constraints.py      what its answer must match; row_constraints.py: in which jobs; choices.py: what is scored after its prompt
   tool_choice.py      which of its tools it may call, or must
   unused.py           keys and columns that would have no effect
   input_notes.py      columns that no row reads, and texts for a chat model

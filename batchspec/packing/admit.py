@@ -31,14 +31,12 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from batchspec.config.schema import TEMPLATE_DATE, OutputConfig, RunConfig
+from batchspec.config.schema import OutputConfig, RunConfig
 from batchspec.console.text import quoted
 from batchspec.dataset.columns import TYPES, ColumnMap
 from batchspec.dataset.reader import InputShard, Source, SourceFacts, place_in_file
@@ -47,22 +45,17 @@ from batchspec.dataset.schema import output_schema
 from batchspec.dataset.untyped_columns import json_kinds
 from batchspec.errors import ConfigError, TokenizerFails
 from batchspec.model.token_texts import TokenTexts
-from batchspec.packing.cells import (
-    BadRow,
-    plain_cell,
-    prompt_cell,
-    row_values,
-    synthetic_len_cell,
-)
+from batchspec.packing.cells import BadRow, plain_cell, prompt_cell, row_values, synthetic_len_cell
 from batchspec.packing.choices import Choices
-from batchspec.packing.constraints import COLUMNS, Constraint, Constraints, asked_by, check_constraints
+from batchspec.packing.constraints import Constraints
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.prompt_encoder import PromptEncoder
 from batchspec.packing.ready_requests import RequestCompiler
+from batchspec.packing.row_constraints import RowConstraints
 from batchspec.packing.row_settings import RowSettings
-from batchspec.packing.tool_choice import IGNORE, ToolChoice, tool_choice
+from batchspec.packing.tool_choice import tool_choice
 from batchspec.records import NO_LOGPROBS, Completion, Request, RowError
-from batchspec.tool_calls.marks import CALL_MARKS, HARMONY
+from batchspec.tool_calls.marks import HARMONY
 from batchspec.tool_calls.registry import choose_form
 from batchspec.tool_calls.split import CallParser
 
@@ -108,51 +101,24 @@ class Admission:
         self.predictor = LengthPredictor()
         if tokenizer is None and (self.columns.prompt_kind != "prompt_ids" or self.decode.stop):
             raise ConfigError("decode.stop and text prompts need a tokenizer, and the model folder has none; use prompt_ids")
-
-        self.constraints: Constraints | None = None
-        """Compiles what answers must match; None: no key and no column asks for structured output."""
-        self._check_constraints = partial(
-            check_constraints, config, tokenizer=tokenizer, think=self.settings.think, end_ids=self.settings.end_ids
-        )
         self.tool_form = None
         """How the model writes tool calls in its answers; None: it is unknown, calls stay text, or have channels of their own."""
         if tokenizer is not None:
             self.tool_form = choose_form(config.model.tool_calls, tokenizer.chats.answer_samples, channels=self.has_channels)
-        asked = asked_by(config, columns)
-        if asked is not None:
-            self._check_constraints(asked)
-            self.constraints = constraints or self._own_constraints()
-        self._why_free = ""
-        """Why no row can be forced to call a tool."""
-        if (column := columns.get("tool_choice")) is not None and self.constraints is None and self.decode.score == "none":
-            try:
-                self._check_constraints(f"column {column!r} (tool_choice)")
-                self.constraints = constraints or self._own_constraints()
-            except ConfigError as error:
-                self._why_free = str(error)
+        self._constraints = RowConstraints(
+            config, columns, tokenizer, vocab_size=self.vocab_size, think=self.settings.think, end_ids=self.settings.end_ids,
+            tool_form=self._form_name, shared=constraints,
+        )
         self.choices = None if self.decode.score != "choices" else Choices(config, columns, tokenizer, self.settings.think)
         if config.output.logprob_tokens and tokenizer is None:
             raise ConfigError("output.logprob_tokens needs a tokenizer, and the model folder has none; remove the key")
         self.encoder = PromptEncoder(self.input, columns, tokenizer, vocab_size=self.vocab_size, max_len=self.max_len)
         self.fields = {name: source.schema.field(column) for name, column in columns.names.items()}
-        chat = self.columns.prompt_kind == "messages" or (self.columns.prompt_kind == "prompt" and self.input.chat)
-        if chat and tokenizer is not None and not tokenizer.has_chat_template:
-            raise ConfigError("a chat needs a template, and the model has none; set model.chat_template, or give plain prompts")
-        given = self.input.template_kwargs
-        if chat and given and tokenizer is not None and (problem := tokenizer.problem_of(given)):
-            raise ConfigError(f"input.template_kwargs does not fit the chat template: {problem}; correct or remove the key")
-        if chat and tokenizer is not None and self.input.template_date != TEMPLATE_DATE and not tokenizer.reads("strftime_now"):
-            raise ConfigError(
-                f"input.template_date={self.input.template_date} has no effect: the chat template writes no date (strftime_now); "
-                "remove the key"
-            )
 
-    def _own_constraints(self) -> Constraints:
-        assert self.tokenizer is not None
-        return Constraints(
-            self.decode, self.tokenizer, vocab_size=self.vocab_size, think=self.settings.think, end_ids=self.settings.end_ids,
-            call_marks=CALL_MARKS.get(self._form_name or "", ()),
-        )
+    @property
+    def constraints(self) -> Constraints | None:
+        """Compiles what answers must match; None: no row can have a constraint."""
+        return self._constraints.compiler
 
     @property
     def _form_name(self) -> str | None:
@@ -165,9 +131,7 @@ class Admission:
 
         constraints  compiler to share; None: make one
         """
-        if self.constraints is None and self.tokenizer is not None and self.decode.score == "none":
-            with suppress(ConfigError):
-                self.constraints = constraints or self._own_constraints()
+        self._constraints.expect(constraints)
 
     @property
     def has_channels(self) -> bool:
@@ -228,26 +192,12 @@ class Admission:
             if unknown or values.get("n") not in (None, 1):
                 problem = f"has no column {unknown[0]!r}" if unknown else f"has n={values['n']}; one answer continues it"
                 raise BadRow("bad_parameter", f"a turn {problem}; its columns are those of the input")
-            self._check_turn(values)
+            self._constraints.check_turn(values)
             (request,) = self._requests({**values, "n": 1}, first.request_id, first.row_index, first.shard)
             return self.compiled(replace(request, sample_index=first.sample_index))
         except (BadRow, TokenizerFails) as error:
             refused = self._refused(error, first.request_id, first.row_index, first.shard)
             return refused.replace(sample_index=first.sample_index)
-
-    def _check_turn(self, values: Mapping[str, Any]) -> None:
-        """Raises BadRow for a constraint that the job or its model excludes. The check of the job does not find this if no key or
-        column asks for a constraint."""
-        asked = next((name for name in COLUMNS if values.get(name) is not None), None)
-        if asked is None:
-            return
-        try:
-            self._check_constraints(asked)
-            if self.constraints is None:
-                self._own_constraints()
-        except ConfigError as error:
-            raise BadRow("bad_parameter", str(error)) from None
-        assert self.constraints is not None, "call expect_constraints before later turns are admitted"
 
     @property
     def compiling(self) -> RequestCompiler | None:
@@ -328,7 +278,7 @@ class Admission:
         thinking = settings.thinking(prompt_ids, row.get("thinking_token_budget")) if max_new_tokens else None
         if self.choices is not None:
             self.choices.check_prompt(prompt_ids)
-        constraint = self._constraint(row, choice)
+        constraint = self._constraints.of_row(row, choice)
         if thinking is not None and choice.forces:
             end = thinking.closing.index(thinking.end_id)  # in harmony the closing tokens go on to the channel final
             thinking = replace(thinking, closing=thinking.closing[: end + 1])
@@ -348,15 +298,6 @@ class Admission:
                 repetition=settings.repetition,
                 num_logprobs=NO_LOGPROBS if num_logprobs is None else num_logprobs,
             )
-
-    def _constraint(self, row: Mapping[str, Any], choice: ToolChoice) -> Constraint | None:
-        """What the answer must match. Raises BadRow."""
-        if self.constraints is None:
-            if choice.constraint is not None:
-                raise BadRow("bad_parameter", f"tool_choice: {self._why_free or 'this job has no constraints'}; {IGNORE}")
-            return None
-        own = self.constraints.of_row(row)
-        return choice.constraint if own is None or choice.forces else own
 
 
 def _cells(table: pa.Table) -> list[dict[str, Any]]:

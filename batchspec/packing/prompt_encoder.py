@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from batchspec.config.schema import InputConfig
+from batchspec.config.schema import TEMPLATE_DATE, InputConfig
 from batchspec.console.text import quoted
 from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.messages import FINAL, BadChat, read_chat
 from batchspec.dataset.openai_keys import OF_TEMPLATE, TEMPLATE_KWARGS
-from batchspec.errors import RendererKilled, TokenizerFails
+from batchspec.errors import ConfigError, RendererKilled, TokenizerFails
 from batchspec.model.text_bytes import LongText
 from batchspec.packing.cells import NOT_WHOLE, BadRow, json_cell
 from batchspec.records import Ids
@@ -27,6 +27,7 @@ class PromptEncoder:
     """Encodes prompt cells of the kind `columns.prompt_kind`: prompt, messages or prompt_ids.
 
     tokenizer  may be None for prompt_ids
+    Raises ConfigError if prompts are chats, and the model has no chat template, or one that does not read what a key gives it.
     """
 
     def __init__(
@@ -34,6 +35,9 @@ class PromptEncoder:
     ) -> None:
         self.input, self.columns, self.tokenizer = input, columns, tokenizer
         self.vocab_size, self.max_len = vocab_size, max_len
+        self._is_chat = columns.prompt_kind == "messages" or (columns.prompt_kind == "prompt" and input.chat)
+        if self._is_chat and tokenizer is not None:
+            _check_template(input, tokenizer)
 
     def encode(self, prompt: Any, row: Mapping[str, Any], max_prompt_tokens: int) -> Ids:
         """The token ids of a row's prompt, int32 [prompt_len], at least one and at most `max_prompt_tokens`.
@@ -53,7 +57,7 @@ class PromptEncoder:
     def _ids(self, prompt: Any, row: Mapping[str, Any], max_prompt_tokens: int) -> Ids:
         if self.columns.prompt_kind == "prompt_ids":
             return self._checked_ids(prompt)
-        chat = self.columns.prompt_kind == "messages" or self.input.chat
+        chat = self._is_chat
         system, tools = row.get("system"), json_cell(row, "tools", list)
         final, kwargs = row.get("final_assistant"), json_cell(row, "template_kwargs", dict) or {}
         if not chat and (tools or kwargs or (system, final) != (None, None)):
@@ -132,6 +136,19 @@ class PromptEncoder:
             "shorten the prompt, lower max_new_tokens or set input.on_overlong=truncate",
             prompt_ids=prompt_ids,
             status="skipped" if self.input.on_overlong == "skip" else "error",
+        )
+
+
+def _check_template(input: InputConfig, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError without a chat template, and for a key of `input` that it does not read."""
+    if not tokenizer.has_chat_template:
+        raise ConfigError("a chat needs a template, and the model has none; set model.chat_template, or give plain prompts")
+    if input.template_kwargs and (problem := tokenizer.problem_of(input.template_kwargs)):
+        raise ConfigError(f"input.template_kwargs does not fit the chat template: {problem}; correct or remove the key")
+    if input.template_date != TEMPLATE_DATE and not tokenizer.reads("strftime_now"):
+        raise ConfigError(
+            f"input.template_date={input.template_date} has no effect: the chat template writes no date (strftime_now); "
+            "remove the key"
         )
 
 
