@@ -106,8 +106,8 @@ def _read_json(place: Place) -> dict[str, Any]:
 
 
 def _folders(root: Place, found: Sequence[Place]) -> Iterator[Place]:
-    """The folders that may be a table with these files: those on the way to them, and those above a root that is the folder of a
-    partition or of Iceberg's data. A folder of a partition is none.
+    """The folders that may be the table to which these files belong: those between the root and the files, and those above a root
+    that is a folder of a partition or of Iceberg's data. The folder of a partition is no table itself.
     """
     paths = {folder for place in found for folder in place.path.parents if _is_below(folder, root.path)}
     above = root.path

@@ -14,7 +14,7 @@ from typing import Any
 
 from batchspec.console.text import quoted
 from batchspec.model.config_values import ConfigReader, read_json, shown
-from batchspec.model.name_patterns import NamePattern, checked_pattern, opened
+from batchspec.model.name_patterns import NamePattern, checked_pattern, parse_pattern
 
 CONFIG = "adapter_config.json"
 MERGE = "merge it with PEFT (merge_and_unload) and give the merged model as model.path"
@@ -97,7 +97,7 @@ def _targets(config: ConfigReader, value: Any) -> Callable[[str], bool]:
     if value == "all-linear":
         return lambda module: True
     if isinstance(value, str):
-        return opened(checked_pattern(config, "target_modules", value)).is_whole
+        return parse_pattern(checked_pattern(config, "target_modules", value)).is_whole
     if not config.texts("target_modules"):
         raise config.refusal(f"{config.shown('target_modules')} names no module; save the adapter again with PEFT")
     return lambda module: any(f".{module}".endswith(f".{name}") for name in value)
@@ -110,7 +110,7 @@ def _patterns(
     found = []
     for pattern in config.part(key):
         one = ConfigReader({name: values[key][pattern]}, f"{config.where}, {key} {quoted(pattern)}").ranged(_RANKS)
-        found.append((opened(checked_pattern(config, key, rf"(.*\.)?({pattern})$", given=pattern)), read(one)))
+        found.append((parse_pattern(checked_pattern(config, key, rf"(.*\.)?({pattern})$", given=pattern)), read(one)))
     return tuple(found)
 
 

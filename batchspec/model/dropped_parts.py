@@ -1,8 +1,8 @@
 """What a chat template leaves out of a chat.
 
 A template is code: whether it writes a part may depend on the roles around it, on what else the message has, and on variables. So
-a chat's outline is rendered: the same messages, tools and variables, with a word of its own in place of each text. A part whose
-words are missing in the rendered outline was dropped. Chats with the same outline have the same answer, which is kept.
+a chat's outline is rendered: the same messages, tools and variables, but each text is replaced by a unique word. A part was
+dropped if its words are missing in the rendered outline. The result is kept: chats with the same outline have the same one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | No
 """Renders a chat as the one that is checked is rendered; None if the template refuses it."""
 
 MAX_KEPT = 8192
-"""Number of outlines whose answers are kept."""
+"""Number of outlines whose results are kept."""
 REASONING = "reasoning"
 _LINKS = {"role", "content", "tool_calls", "tool_call_id", *THOUGHT_FIELDS}
-"""Keys of a message that are checked apart from others, or only say to which call a result belongs."""
+"""Keys of a message with checks of their own, or that need none, because they only say to which call a result belongs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Dropped:
 
 
 class DroppedParts:
-    """The parts that one template drops, kept by outline."""
+    """Finds what one template drops of chats; results are kept by outline."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[bytes, Dropped] = OrderedDict()
@@ -49,8 +49,8 @@ class DroppedParts:
         outline = _Outline()
         turns = [outline.message(place, message) for place, message in enumerate(messages)]
         functions = None if tools is None else [outline.tool(tool) for tool in tools]
-        said = json.dumps([turns, functions, variables], default=str, sort_keys=True)
-        key = blake2b(said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        whole = json.dumps([turns, functions, variables], default=str, sort_keys=True)
+        key = blake2b(whole.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if key not in self._kept:
             text = render(turns, functions)
             self._kept[key] = Dropped() if text is None else outline.missing_in(text)
@@ -62,12 +62,12 @@ class DroppedParts:
 
 @dataclass(slots=True)
 class _Outline:
-    """Replaces the texts of a chat by words, and remembers which word is a sign of what."""
+    """Replaces the texts of a chat by words, and remembers which part or key each word belongs to."""
 
     parts: dict[str, list[str]] = field(default_factory=dict)
-    """Part -> the words that all must be there."""
+    """Part -> its words, all of which the template must write."""
     keys: dict[str, list[str]] = field(default_factory=dict)
-    """Key of a message -> words one of which must be there."""
+    """Key of a message -> its words, one of which is enough."""
     _functions: dict[str, str] = field(default_factory=dict)
     _calls: dict[str, str] = field(default_factory=dict)
     _number: Any = field(default_factory=itertools.count)
@@ -75,8 +75,8 @@ class _Outline:
     def _word(self) -> str:
         return f"zq{next(self._number)}qz"
 
-    def _signed(self, part: str, text: Any) -> Any:
-        """A word in place of a text that is not blank."""
+    def _replaced(self, part: str, text: Any) -> Any:
+        """A word of this part in place of its text; blank text stays."""
         if not isinstance(text, str) or not text.strip():
             return text
         word = self._word()
@@ -88,9 +88,9 @@ class _Outline:
         where = f"message {place} (role {turn['role']})"
         content = turn.get("content")
         if isinstance(content, list):
-            turn["content"] = [{**part, "text": self._signed(f"the text of {where}", part["text"])} for part in content]
+            turn["content"] = [{**part, "text": self._replaced(f"the text of {where}", part["text"])} for part in content]
         else:
-            turn["content"] = self._signed(f"the text of {where}", content)
+            turn["content"] = self._replaced(f"the text of {where}", content)
         if turn.get("tool_calls"):
             turn["tool_calls"] = [self._call(f"the tool calls of {where}", call) for call in turn["tool_calls"]]
         if "tool_call_id" in turn:
@@ -106,7 +106,7 @@ class _Outline:
         return turn
 
     def _call(self, part: str, call: Mapping[str, Any]) -> dict[str, Any]:
-        """A call's arguments are its sign, or its name if it has none."""
+        """A call counts as written if its arguments are, or its name if it has none."""
         function, given = dict(call["function"]), call["function"]["arguments"]
         function["name"] = self._function(function["name"])
         if given and given != "{}":

@@ -1,9 +1,9 @@
 """Regular expressions of model folders, which choose modules by their names: `target_modules` of an adapter, `ignore` of a
-quantization_config and the like. All are opened here: whoever made the folder may have written one that takes `re` for ever.
+quantization_config and the like. All of them are parsed here, because a folder may hold one for which `re` would take for ever.
 
-They have the syntax and the meaning of Python's `re`, whose parser reads them. `re` also matches those for which a bound of its
-steps is small; all others are matched without backtracking (`position_sets.py`), with lookaround, which published adapters use.
-References to groups and atomic groups need backtracking and are refused.
+They have the syntax and the meaning of Python's `re`, whose parser reads them. If `re` is certain to need few steps, it matches
+the expression. Otherwise `position_sets.py` does, without backtracking. Lookaround is supported, because published adapters use
+it; references to groups and atomic groups need backtracking and are refused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def checked_pattern(config: ConfigReader, key: str, pattern: str, *, given: str 
     Raises CheckpointError, in one line, if it is invalid or not supported.
     """
     try:
-        opened(pattern)
+        parse_pattern(pattern)
     except BadPattern as error:
         what = quoted(pattern if given is None else given)
         raise config.refusal(f"{config.shown(key)}: {what} {error}; correct it") from None
@@ -59,8 +59,8 @@ def checked_pattern(config: ConfigReader, key: str, pattern: str, *, given: str 
 
 
 @lru_cache(4096)
-def opened(pattern: str) -> NamePattern:
-    """Raises BadPattern."""
+def parse_pattern(pattern: str) -> NamePattern:
+    """An expression, ready to match names. Raises BadPattern."""
     if len(pattern) > MAX_CHARS:
         raise BadPattern(f"has {len(pattern):,} characters, more than the maximum of {MAX_CHARS:,}")
     try:
@@ -77,7 +77,7 @@ def opened(pattern: str) -> NamePattern:
 
 def joined(patterns: Collection[str]) -> tuple[NamePattern, ...]:
     """The same expressions, with those for `re` as one where that is possible. Raises BadPattern."""
-    found = {pattern: opened(pattern) for pattern in patterns}
+    found = {pattern: parse_pattern(pattern) for pattern in patterns}
     texts = [text for text, own in found.items() if own.quick is not None and not _ALONE.search(text)]
     alone = [own for text, own in found.items() if text not in texts]
     if not texts:

@@ -1,8 +1,8 @@
 """Matches regular expressions without backtracking: time grows with the length of the expression, and at most with the third
 power of the text's.
 
-A set of positions in a text is an int with a bit for each. Each node of an expression takes the set of all positions where it may
-begin to the set where it may then end, or the reverse, which lookahead needs.
+A set of positions in a text is an int with a bit for each. Each node of an expression maps a set of positions where it may begin
+to the set of those where it may end; for lookahead it maps ends to begins.
 Source: Cameron et al. 2014, Bitwise Data Parallelism in Regular Expression Matching (sets of positions; the sum in `_repeated`).
 """
 
@@ -152,7 +152,8 @@ class _Run:
         return found
 
     def _step(self, item: Node, places: int) -> int:
-        """`through`, which enters what may repeat something itself no more than once for each position."""
+        """As `through`. The result for a nested item is kept by position, so that repetitions inside repetitions match it once
+        for each position."""
         if isinstance(item, str | Chars):
             return self.through(item, places)
         found = 0

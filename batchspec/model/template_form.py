@@ -130,7 +130,8 @@ def _writes_call(text: str) -> bool:
 
 
 def _find_thought_field(render: Render, turn: Message, with_tools: Mapping[str, Any]) -> str | None:
-    """Most templates write only the reasoning that led to the newest calls, or to the last message.
+    """The field of which the template writes an assistant's reasoning; None: it writes none. Several chats are tried, because
+    most templates write only the reasoning that led to the newest calls, or to the last message.
 
     turn  with a call
     """

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from batchspec.model.name_patterns import BadPattern, opened
+from batchspec.model.name_patterns import BadPattern, parse_pattern
 from batchspec.model.text_bytes import Json, entries, parts_of
 
 MAX_GROWTH = 10_000
@@ -85,7 +85,7 @@ def _size(text: object) -> int:
 def _takes_text(regex: object) -> bool:
     """Whether each match of a regex has a character for certain: then there are no more matches than characters."""
     with suppress(BadPattern):
-        return isinstance(regex, str) and not _ZERO_WIDTH.search(regex) and not opened(regex).begins("")
+        return isinstance(regex, str) and not _ZERO_WIDTH.search(regex) and not parse_pattern(regex).begins("")
     return False
 
 

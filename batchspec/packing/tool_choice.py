@@ -32,8 +32,8 @@ class ToolChoice:
     """What a row asks for about its tools.
 
     tools       those that the template is given; None: the row has none
-    readable    those whose calls are told apart; None: calls stay text
-    constraint  what the answer must match; None: nothing on account of the choice
+    readable    those whose calls are found in the answer; None: calls stay text
+    constraint  what the answer must match; None: the choice demands nothing
     one_call    whether the first call alone is kept
     """
 

@@ -1,4 +1,4 @@
-"""What this machine gives to this process, where a container or a batch system may say nothing or less than usual."""
+"""CPUs, cache folder and limits of this process, also where a container or a batch system hides what is usually known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What belongs to one process: a process that is forked from it gets a copy, and must neither use it nor end it."""
+"""Guards what belongs to one process. A process that is forked from it gets a copy, which it must neither use nor close."""
 
 from __future__ import annotations
 

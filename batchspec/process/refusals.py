@@ -1,4 +1,4 @@
-"""What a machine refuses to a process, as an error of one line with the limit to raise."""
+"""Turns the error of a machine that refuses memory, a thread, a process or a file into one line that names the limit to raise."""
 
 from __future__ import annotations
 

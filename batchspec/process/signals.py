@@ -171,7 +171,7 @@ class EndSignals:
 
 
 program = EndSignals()
-"""The signals of the whole process, if it is a program of batchspec; those of a job within it go before."""
+"""The signals of the whole process, if it is a program of batchspec. While it runs a job, the job's own object handles them."""
 
 
 def program_does(stage: str) -> None:

@@ -57,7 +57,7 @@ class RunStatus:
 class JobStatus:
     path: str
     state: str
-    """not begun   no run has loaded a model for it, or tries to
+    """not begun   no run has loaded a model for it, and none is loading one
     loading     runs were started, and none has a batch yet
     running     a run has a batch
     requeued    no run is left, and the batch system starts a task again

@@ -115,7 +115,7 @@ def starting(path: str) -> Iterator[HeartbeatWriter]:
 
 def mark_requeued(path: str, requeued: bool) -> None:
     """Let `batchspec status` say that the batch system starts this task again, or that it does not. path: the output folder."""
-    with suppress(BatchspecError):  # it is only told
+    with suppress(BatchspecError):  # the task ends as it would without this note
         HeartbeatFiles(open_store(path, TMP), "").mark_requeued(requeued=requeued)
 
 

@@ -142,9 +142,9 @@ def _harmony(to: Writer, tool: Tool) -> Node:
 class _Form:
     call: Callable[[Writer, Tool], Node]
     names: str
-    """What names of functions the form can write, a regular expression."""
+    """Regular expression of the names of functions that the form can write."""
     before: tuple[str, Node] = ("", EMPTY)
-    """What is before the first call: a text, and what may follow it."""
+    """What is before the first call: a text, and what comes after it."""
     between: Node = EMPTY
     after: str = ""
     one_call: bool = False

@@ -42,10 +42,10 @@ SIGNS: tuple[tuple[str, ToolForm], ...] = (
     (r"<\|tool_call\|>", GRANITE),
     (r"<\|python_tag\|>|\{\"name\": function name, \"parameters\"", LLAMA3_JSON),
 )
-"""What a prompt, or a response template, that asks for a form has in its text. The more special sign comes first, because several
-forms have <tool_call>."""
+"""Regular expressions by which the text of a prompt, or of a response template, shows the form that it asks for. The more special
+ones come first, because several forms have <tool_call>."""
 _MARKED = (SEED_OSS, GLM, MINIMAX_M2, MISTRAL, DEEPSEEK, GEMMA4, PYTHONIC, HERMES, PHI4, GRANITE, QWEN3_CODER)
-"""Forms that find their marks in any text. Those whose marks are parts of others' come later."""
+"""Forms that find their marks anywhere in a text. A form whose marks are also parts of another's comes after that one."""
 _BARE = ((LLAMA3_JSON, "{", "}"), (PYTHONIC, "[", "]"), (GLM4, FUNCTION, "}"))
 """Forms without marks, and the texts with which a call begins and ends: it must be the whole answer, without the turn's marks."""
 

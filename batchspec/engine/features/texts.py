@@ -21,7 +21,8 @@ def decode_of_answer(request: Request, decode: Decode | None, symbols: TokenSymb
 
 
 class Texts(RowFeature):
-    """
+    """Makes the texts of rows that have ended.
+
     decode   token ids -> text; None without a tokenizer
     symbols  the bytes of each token: with a constraint, the bytes of its tokens are the row's answer
     stops    has the text of a row that a stop string ended; check: has checked a row with a constraint
