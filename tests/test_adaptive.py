@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchspec.draft.shapes import candidates
 from batchspec.engine.loop.round_clock import RoundClock, RoundTime
 from batchspec.engine.rounds.draft_lengths import (
     HALF_LIFE_ROWS,
@@ -21,7 +22,6 @@ from batchspec.engine.rounds.draft_lengths import (
     DraftLengths,
 )
 from batchspec.engine.rounds.results import PendingResult
-from batchspec.engine.rounds.round_widths import candidates
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.step import RoundWidth

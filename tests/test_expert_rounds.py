@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from batchspec.draft.shapes import candidates
 from batchspec.engine.rounds.draft_lengths import DraftLengths
 from batchspec.engine.rounds.expert_reads import ExpertReads, counted
-from batchspec.engine.rounds.round_widths import candidates
 from batchspec.engine.step import RoundWidth
 from batchspec.packing.planner import row_buckets
 

@@ -19,6 +19,7 @@ from batchspec.packing.kv_memory import KVMemory, kv_bytes, row_tensor_bytes
 from batchspec.packing.planner import MORE_ROWS, Demand, choose_batch, forecast, held_back_bytes
 from tests.stand_ins import H200
 from tests.test_hybrid_families import TEXT_35B
+from tests.test_planner import always
 
 GPU, BF16 = torch.device("cuda"), torch.bfloat16
 SPEC = read_spec(TEXT_35B, "config.json")
@@ -38,7 +39,7 @@ def test_a_round_reads_and_writes_the_states_of_its_rows_once(tokens: int) -> No
     assert round_s(SPEC, 256, tokens) - round_s(halved, 256, tokens) == pytest.approx(256 * STATE * 2 * 2 / 4.3e12)
     for spec, numbers in ((SPEC, STATE), (SPEC.sharded(Shard(1, 2)), STATE / 2)):
         made = batch(spec, 500, 500, tokens - 1)
-        ahead = forecast(made, spec, H200, demand(500, 500), dtype=BF16, accepted=0.0)
+        ahead = forecast(made, spec, H200, demand(500, 500), always(tokens - 1), dtype=BF16)
         assert ahead.state_bytes == made.num_slots * numbers * 4 * 2
 
 
@@ -72,7 +73,7 @@ def batch(
     spec: ModelSpec, prompt: int, output: int, draft_len: int = 3, free_bytes: int = FREE, packing: PackingConfig | None = None
 ) -> PackedBatch:
     return choose_batch(
-        packing or PackingConfig(), spec, H200, demand(prompt, output), device=GPU, dtype=BF16, draft_len=draft_len,
+        packing or PackingConfig(), spec, H200, demand(prompt, output), device=GPU, dtype=BF16, drafts=always(draft_len),
         free_bytes=free_bytes,
     )
 

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from batchspec.draft.shapes import candidates
 from batchspec.engine.loop import executor as executor_module
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.draft_lengths import LEAST_ROWS, DraftLengths, partial_buckets
-from batchspec.engine.rounds.round_widths import candidates, partial_widths
+from batchspec.engine.rounds.round_widths import partial_widths
 from batchspec.engine.step import RoundShape
 from batchspec.kernels.rounds.allocate_drafts import LEVELS
 from batchspec.packed_batch import ExpectedRows

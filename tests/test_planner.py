@@ -21,13 +21,14 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.layer_state import LayerState
 from batchspec.config.schema import PackingConfig
-from batchspec.engine.rounds.round_widths import candidates
+from batchspec.draft.shapes import candidates
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing import device_memory
 from batchspec.packing.cost import kv_read_bytes
 from batchspec.packing.device_memory import free_memory
+from batchspec.packing.expected_drafts import ExpectedDrafts
 from batchspec.packing.kv_memory import KVMemory, kv_bytes
 from batchspec.packing.memory import MOST_LENGTHS, reserve_bytes
 from batchspec.packing.order import order_requests
@@ -46,6 +47,11 @@ REASONING = Demand(num_completions=10_000, prompt_tokens=8192, output_tokens=150
 LLAMA_PAGE = LLAMA_8B.num_layers * LLAMA_8B.kv_layouts(torch.bfloat16, 16)[0].page_bytes
 
 
+def always(draft_len: int, accepted: float = 0.0) -> ExpectedDrafts:
+    """Rounds that all verify as many drafts."""
+    return ExpectedDrafts((draft_len,), accepted)
+
+
 def on_gpu(
     demand: Demand = REASONING,
     free_bytes: int = 120 * 10**9,
@@ -54,7 +60,7 @@ def on_gpu(
     **packing: Any,
 ) -> PackedBatch:
     return choose_batch(
-        PackingConfig(**packing), LLAMA_8B, H200, demand, device=GPU, dtype=torch.bfloat16, draft_len=draft_len,
+        PackingConfig(**packing), LLAMA_8B, H200, demand, device=GPU, dtype=torch.bfloat16, drafts=always(draft_len),
         draft_layers=draft_layers, free_bytes=free_bytes,
     )
 
@@ -125,7 +131,7 @@ def _small(demand: Demand, num_lookahead_slots: int, **packing: Any) -> PackedBa
         demand,
         device=CPU,
         dtype=torch.float32,
-        draft_len=60,
+        drafts=always(60),
         num_lookahead_slots=num_lookahead_slots,
         free_bytes=10**9,
     )
@@ -133,7 +139,7 @@ def _small(demand: Demand, num_lookahead_slots: int, **packing: Any) -> PackedBa
 
 def on_cpu(demand: Demand, **packing: Any) -> PackedBatch:
     return choose_batch(
-        PackingConfig(**packing), small_spec(), SLOW, demand, device=CPU, dtype=torch.float32, draft_len=4,
+        PackingConfig(**packing), small_spec(), SLOW, demand, device=CPU, dtype=torch.float32, drafts=always(4),
         free_bytes=10**9,
     )
 
@@ -199,12 +205,12 @@ def test_a_small_model_runs_a_thousand_short_rows_beside_its_logits() -> None:
     )
     gsm8k = Demand(num_completions=1319, prompt_tokens=150, output_tokens=128, max_tokens=700)
     batch = choose_batch(
-        PackingConfig(), smol, H200, gsm8k, device=GPU, dtype=torch.bfloat16, draft_len=3,
+        PackingConfig(), smol, H200, gsm8k, device=GPU, dtype=torch.bfloat16, drafts=ExpectedDrafts((0, 1, 2, 3), 1.5),
         draft_layers=(LayerState(smol.kv_layouts(torch.bfloat16, 16)[0]),), free_bytes=140 * 10**9,
     )
-    assert batch.num_slots == 1024
-    assert batch.num_pages == 1024 * 44 + 1
-    logits = 1024 * 4 * 49_152 * 4
+    assert batch.num_slots > 1000
+    assert batch.num_pages == batch.num_slots * 44 + 1
+    logits = batch.num_slots * 4 * 49_152 * 4
     assert reserve(batch, smol) > 3 * logits
 
 
@@ -324,11 +330,12 @@ def test_row_buckets_ascend_to_the_slots(slots: int) -> None:
 
 def test_a_forecast_counts_full_rounds_and_the_tail() -> None:
     batch = on_gpu(max_num_seqs=64, draft_len=0)
-    plain = forecast(batch, LLAMA_8B, H200, REASONING, dtype=torch.bfloat16, accepted=0.0)
-    drafted = forecast(batch, LLAMA_8B, H200, REASONING, dtype=torch.bfloat16, accepted=1.0)
+    plain = forecast(batch, LLAMA_8B, H200, REASONING, always(0), dtype=torch.bfloat16)
+    drafted = forecast(batch, LLAMA_8B, H200, REASONING, always(3, accepted=1.0), dtype=torch.bfloat16)
     assert plain.rounds == pytest.approx(10_000 * 1500 / 64, rel=0.01)
     assert drafted.rounds == pytest.approx(plain.rounds / 2, abs=1)
-    assert plain.decode_s == pytest.approx(plain.rounds * plain.round_s, rel=1e-6)
+    assert (plain.num_drafts, drafted.num_drafts, drafted.accepted) == (0, 3, pytest.approx(1.0))
+    assert 0.99 * plain.rounds * plain.round_s < plain.decode_s < plain.rounds * plain.round_s  # the last rounds have fewer rows
     assert plain.prefill_s > 0
 
 
@@ -465,7 +472,8 @@ def test_a_sliding_window_lets_more_rows_into_the_same_memory() -> None:
     demand = Demand(num_completions=400, prompt_tokens=900, output_tokens=90, max_tokens=1000)
     batches = [
         choose_batch(
-            PackingConfig(memory_gb=0.01), spec, H200, demand, device=GPU, dtype=torch.bfloat16, draft_len=0, free_bytes=10**11
+            PackingConfig(memory_gb=0.01), spec, H200, demand, device=GPU, dtype=torch.bfloat16, drafts=always(0),
+            free_bytes=10**11,
         )
         for spec in (windowed(None, None), windowed(100, 100), windowed(None, 100))
     ]

@@ -29,6 +29,7 @@ from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import num_multiplied, read_bytes, round_seconds
 from batchspec.packing.exchange import exchange_seconds, sum_seconds
+from batchspec.packing.expected_drafts import ExpectedDrafts
 from batchspec.packing.planner import Demand, Forecast, choose_batch, forecast
 from batchspec.packing.replicas import GpuLayout, best, gpu_layouts
 from batchspec.prepare import open_model
@@ -46,6 +47,7 @@ LLAMA_70B = small_spec(
     windows=(None,) * 80, tie=False, max_len=131_072, dtype="bfloat16",
 )
 MEMORY = 140 * 10**9
+PLAIN = ExpectedDrafts((0,), 0.0)
 
 
 def predicted(spec: Any, ranks: int, replicas: int, demand: Demand) -> tuple[PackedBatch, Forecast]:
@@ -54,8 +56,8 @@ def predicted(spec: Any, ranks: int, replicas: int, demand: Demand) -> tuple[Pac
     free = MEMORY - part.weight_bytes(BF16)
     if free < 0:
         raise CapacityError("the weights do not fit")
-    batch = choose_batch(PackingConfig(), part, H200, share, device=GPU, dtype=BF16, draft_len=0, free_bytes=max(0, free))
-    return batch, forecast(batch, part, H200, share, dtype=BF16, accepted=0.0)
+    batch = choose_batch(PackingConfig(), part, H200, share, device=GPU, dtype=BF16, drafts=PLAIN, free_bytes=max(0, free))
+    return batch, forecast(batch, part, H200, share, PLAIN, dtype=BF16)
 
 
 def compared(spec: Any, num_gpus: int, **demand: Any) -> list[GpuLayout]:

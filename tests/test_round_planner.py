@@ -19,6 +19,7 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.sharing_cost import SharingCost
 from batchspec.draft.none import NoDrafter
+from batchspec.draft.shapes import candidates
 from batchspec.engine.loop import executor as executor_module
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.loop.round_planner import RoundPlanner
@@ -28,7 +29,6 @@ from batchspec.engine.rounds.graphs import GRAPH_DTYPES
 from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
 from batchspec.engine.rounds.records import RoundResult
 from batchspec.engine.rounds.results import PendingResult, RoundLog
-from batchspec.engine.rounds.round_widths import candidates
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.step import RoundShape, RoundWidth, Segment
 from batchspec.kernels.attention.settings import work_shape

@@ -156,12 +156,12 @@ class Plan:
         layers = job.drafter.layer_states(job.dtype, batch.page_size)
         pages_bytes = kv_bytes(batch, spec, job.dtype, layers)
         pages = " + ".join(f"{count:,}" for count in (batch.num_pages, *batch.more_pages))
-        dtype, accepted = dtype_name(job.dtype), job.drafter.assumed_accepted
+        dtype = dtype_name(job.dtype)
         kind = "prompt" if self._scores else "output"
         tokens = self.expected_tokens
         assumed = (
             f"outputs half as long as max_new_tokens (all of it up to {SHORT_TOKENS}, and where nothing else ends a row), "
-            f"{accepted:g} draft tokens kept a round, "
+            f"{_accepted(ahead)}, "
         ) * (not self._scores)
         total_s = ahead.prefill_s + ahead.decode_s
         kept = f"({spec.formats.kept}, the rest {dtype})" if spec.formats.kept else f"in {dtype}"
@@ -277,6 +277,13 @@ class Plan:
             else:
                 lines.append(f"{name}: {_duration(layout.seconds)}, {counted(layout.batch.num_slots, 'slot')} a copy")
         return lines
+
+
+def _accepted(ahead: Forecast) -> str:
+    """What rounds are assumed to accept."""
+    if not ahead.num_drafts:
+        return "no drafts"
+    return f"{ahead.accepted:.2g} of {counted(ahead.num_drafts, 'draft')} accepted per row and round"
 
 
 def _notes(job: Job) -> list[str]:

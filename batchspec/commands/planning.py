@@ -14,7 +14,7 @@ from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import check_reach
 from batchspec.errors import BatchspecError, ConfigError
 from batchspec.kernels.common.card import Card, assumed, assumed_card
-from batchspec.load.memory import check_memory, plan_batch
+from batchspec.load.memory import check_memory, expected_drafts, plan_batch
 from batchspec.model.blocks.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec
@@ -49,7 +49,7 @@ def layouts_of(job: Job, survey: Survey, rates: Rates, num_gpus: int) -> list[Gp
         check_memory(part)
         batch = plan_batch(part, share, rates)
         return batch, forecast(
-            batch, part.spec, rates, share, dtype=job.dtype, accepted=job.drafter.assumed_accepted,
+            batch, part.spec, rates, share, expected_drafts(part), dtype=job.dtype,
             correlation=job.config.packing.expert_correlation,
         )
 
@@ -113,7 +113,7 @@ def _with_shape(job: Job, survey: Survey, demand: Demand, output: FoundOutput | 
     if not demand.num_completions:
         return made
     ahead = forecast(
-        batch, job.spec, rates, demand, dtype=job.dtype, accepted=job.drafter.assumed_accepted,
+        batch, job.spec, rates, demand, expected_drafts(job), dtype=job.dtype,
         correlation=job.config.packing.expert_correlation,
     )
     return replace(made, rates=rates, batch=batch, forecast=ahead, layouts=found)

@@ -18,9 +18,19 @@ class ChainShape:
     """K, which is also the longest path that a round can accept."""
 
     @property
+    def draft_lens(self) -> tuple[int, ...]:
+        """The draft lengths of which a round may take one."""
+        return candidates(self.draft_len)
+
+    @property
     def num_verified(self) -> int:
-        """Number of a row's draft tokens that the target reads in a round."""
+        """Maximum number of a row's draft tokens that the target reads in a round."""
         return self.draft_len
+
+    @property
+    def verified_counts(self) -> tuple[int, ...]:
+        """That number for each of `draft_lens`."""
+        return self.draft_lens
 
     @property
     def kv_per_round(self) -> int:
@@ -66,9 +76,19 @@ class TreeShape:
         return self.depth
 
     @property
+    def draft_lens(self) -> tuple[int, ...]:
+        """The draft lengths of which a round may take one: it drafts the whole tree or nothing."""
+        return 0, self.depth
+
+    @property
     def num_verified(self) -> int:
-        """Number of a row's draft tokens that the target reads in a round: the nodes."""
+        """Maximum number of a row's draft tokens that the target reads in a round: the nodes."""
         return self.nodes
+
+    @property
+    def verified_counts(self) -> tuple[int, ...]:
+        """That number for each of `draft_lens`."""
+        return 0, self.nodes
 
     @property
     def num_candidates(self) -> int:
@@ -96,6 +116,12 @@ class TreeShape:
 
     def __str__(self) -> str:
         return f"trees of {self.nodes} nodes, {self.depth} levels"
+
+
+def candidates(max_len: int) -> tuple[int, ...]:
+    """Draft lengths of chains that are worth a graph: 0 to 4, then each half as large again as the one before, and max_len."""
+    steps = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+    return (*(k for k in steps if k < max_len), max_len)
 
 
 def num_grown(topk: int, depth: int) -> int:

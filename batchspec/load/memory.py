@@ -6,9 +6,11 @@ import torch
 
 from batchspec.batch.automata import AutomataCapacity
 from batchspec.distributed.group import Group
+from batchspec.engine.rounds.graphs import GRAPH_DTYPES
 from batchspec.errors import CapacityError
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.device_memory import free_memory, total_memory
+from batchspec.packing.expected_drafts import ExpectedDrafts
 from batchspec.packing.memory import graph_tokens, prefill_graph_bytes
 from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, choose_batch
 from batchspec.packing.rates import Rates
@@ -66,6 +68,13 @@ def free_after_loading(device: torch.device, group: Group | None) -> int:
     return own if group is None else group.least(own)
 
 
+def expected_drafts(job: JobModel) -> ExpectedDrafts:
+    """What the job's rounds verify and accept. They choose by times, and only rounds in CUDA graphs are timed."""
+    shape, timed = job.drafter.shape, job.device.type == "cuda" and job.dtype in GRAPH_DTYPES
+    chosen = timed and job.config.draft.adaptive is not False
+    return ExpectedDrafts(shape.verified_counts if chosen else (shape.num_verified,), job.drafter.assumed_accepted)
+
+
 def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) -> PackedBatch:
     """The shape of the batch on this machine. Raises CapacityError if not even one row fits.
 
@@ -79,7 +88,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
         demand,
         device=job.device,
         dtype=job.dtype,
-        draft_len=shape.num_verified,
+        drafts=expected_drafts(job),
         num_lookahead_slots=shape.num_lookahead_slots,
         draft_layers=job.drafter.layer_states(job.dtype, PAGE_SIZE),
         free_bytes=max(0, free_bytes(job, loaded=loaded) - taken),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -16,6 +17,8 @@ from batchspec.model.spec import ModelSpec
 from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, PREFIX_STATES, RECURRENT_CHUNK, PackedBatch
 from batchspec.packing.cost import kv_read_bytes, moved_state_bytes, prefill_seconds, read_bytes, round_seconds
 from batchspec.packing.device_memory import CPU_SHARE
+from batchspec.packing.expected_drafts import ExpectedDrafts
+from batchspec.packing.job_time import RoundSeconds, best_round, choose_slots, decode_seconds
 from batchspec.packing.kv_memory import KVMemory
 from batchspec.packing.memory import graph_tokens, reserve_bytes
 from batchspec.packing.rates import Rates
@@ -27,8 +30,6 @@ CPU_PREFILL = 1024
 GPU_PREFILL = 16384
 GPU_RUN_AHEAD = 2
 """Number of rounds that are launched before the results of the first are read."""
-GOOD_ENOUGH = 0.98
-"""The smallest batch within 2 % of the best predicted tokens/s is chosen: fewer rows finish sooner and need less memory."""
 MORE_ROWS = 0.05
 """Maximum pages that the rows of all slots may need beyond those that there are, as a share of these."""
 
@@ -64,6 +65,10 @@ class Forecast:
     """The predicted cost of a job with a shape."""
 
     rounds: int
+    num_drafts: int
+    """Drafts of each row that a full round verifies: those with which it makes the most tokens/s."""
+    accepted: float
+    """How many of them it is expected to accept."""
     round_s: float
     """Seconds of one full round at mean context."""
     weights_read_bytes: float
@@ -89,7 +94,7 @@ def choose_batch(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    draft_len: int,
+    drafts: ExpectedDrafts,
     num_lookahead_slots: int = 0,
     draft_layers: Sequence[LayerState] = (),
     free_bytes: int,
@@ -97,14 +102,13 @@ def choose_batch(
 ) -> PackedBatch:
     """The shape with the highest predicted tokens/s that fits the memory; what `packing` sets explicitly is kept.
 
-    draft_len            maximum number of draft tokens of a row in a round; for a tree its number of nodes
     num_lookahead_slots  K/V positions after a row's last token that a round may write
     draft_layers         the drafter's layers, with pages of PAGE_SIZE tokens
     free_bytes           memory that is free after the weights are loaded
     decodes              as in `PackedBatch`
     Raises CapacityError if not even one row of demand.max_tokens fits.
     """
-    on_cpu = device.type == "cpu"
+    on_cpu, draft_len = device.type == "cpu", drafts.counts[-1]
     held = replace(
         demand, prompt_tokens=demand.prompt_tokens + num_lookahead_slots, max_tokens=demand.max_tokens + num_lookahead_slots
     )
@@ -132,7 +136,7 @@ def choose_batch(
     budget, tokens = _kv_budget(packing, memory, budget, source), _expected_tokens(held)
     most = min(limit, memory.rows(budget, tokens))
     slots = packing.max_num_seqs or _choose_slots(
-        spec, rates, held, limit=limit, dtype=dtype, draft_len=draft_len, most=most,
+        spec, rates, held, drafts, limit=limit, dtype=dtype, most=most,
         fullest=min(limit, memory.slots(most, tokens, MORE_ROWS)), correlation=packing.expert_correlation,
     )
     pages, *more_pages = memory.num_pages(budget, slots)
@@ -157,29 +161,25 @@ def choose_batch(
 
 
 def forecast(
-    batch: PackedBatch, spec: ModelSpec, rates: Rates, demand: Demand, *, dtype: torch.dtype, accepted: float,
+    batch: PackedBatch, spec: ModelSpec, rates: Rates, demand: Demand, drafts: ExpectedDrafts, *, dtype: torch.dtype,
     correlation: float = 1.0,
 ) -> Forecast:
-    """Rounds and seconds of the whole job, if every round is full and accepts `accepted` draft tokens of each row.
-
-    Half of a mean output is added for the last rows, which run in a nearly empty batch.
-    """
-    row_rounds = 0.0 if demand.scores else demand.output_tokens / (1 + accepted)
-    rounds = demand.num_completions * row_rounds / batch.num_slots + row_rounds / 2
-    context = demand.prompt_tokens + demand.output_tokens / 2
-    rows, places = batch.num_slots, batch.draft_len + 1
-    round_s = round_seconds(
-        spec, rates, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places, correlation=correlation
-    )
-    weights = read_bytes(spec, dtype, rows * places, correlation=correlation)
-    kv_bytes = kv_read_bytes(spec, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places)
+    """Rounds and seconds of the whole job, if every round verifies as many drafts as make the most tokens/s (`job_time.py`)."""
+    rows, output = min(batch.num_slots, demand.num_completions), 0.0 if demand.scores else demand.output_tokens
+    context = demand.prompt_tokens + output / 2
+    seconds = _round_seconds(spec, rates, dtype, context_tokens=context, correlation=correlation)
+    full = best_round(rows, drafts, seconds)
+    rounds = (demand.num_completions / rows + 0.5) * output / (1 + full.accepted)
+    places = full.num_drafts + 1
     prefill_s = prefill_seconds(
         spec, rates, dtype=dtype, prompt_tokens=demand.prompt_tokens, pass_tokens=batch.prefill_tokens, scores=demand.scores
     )
     return Forecast(
-        rounds=round(rounds), round_s=round_s, weights_read_bytes=weights, kv_read_bytes=kv_bytes,
+        rounds=round(rounds), num_drafts=full.num_drafts, accepted=full.accepted, round_s=full.seconds,
+        weights_read_bytes=read_bytes(spec, dtype, rows * places, correlation=correlation),
+        kv_read_bytes=kv_read_bytes(spec, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places),
         state_bytes=moved_state_bytes(spec, dtype=dtype, rows=rows), prefill_s=demand.num_completions * prefill_s,
-        decode_s=rounds * round_s,
+        decode_s=decode_seconds(rows, demand.num_completions, output, drafts, seconds),
     )
 
 
@@ -255,26 +255,32 @@ def _kv_budget(packing: PackingConfig, memory: KVMemory, budget: int, source: st
 
 
 def _choose_slots(
-    spec: ModelSpec, rates: Rates, demand: Demand, *, limit: int, dtype: torch.dtype, draft_len: int, most: int,
+    spec: ModelSpec, rates: Rates, demand: Demand, drafts: ExpectedDrafts, *, limit: int, dtype: torch.dtype, most: int,
     fullest: int, correlation: float,
 ) -> int:
-    """The best number of slots among powers of two and about `most`, the number of rows that the pages hold, up to `fullest`."""
+    """The best number of slots up to `fullest`: one of the row buckets of `limit` slots, or about `most`, the number of rows that
+    the pages hold."""
     context = demand.prompt_tokens + demand.output_tokens / 2
+    sizes = {size for size in row_buckets(limit) if size < most} | {most - most % 8 if most > 64 else most}
+    for count in drafts.counts:
+        # A partly filled tile takes as long as a full one. Rows need all their pages only at their end, so a few more rows fit.
+        step = max(1, rates.tile // (count + 1))
+        sizes |= {fullest // step * step} - {0} if most > 64 else set()
+    seconds = _round_seconds(spec, rates, dtype, context_tokens=context, correlation=correlation, most=most)
+    return choose_slots(sorted(sizes), max(1, demand.num_completions), drafts, seconds)
 
-    def speed(slots: int) -> float:
-        rows = min(slots, most)
-        places = (draft_len + 1) * slots / rows
-        return rows / round_seconds(
-            spec, rates, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places, correlation=correlation
+
+def _round_seconds(
+    spec: ModelSpec, rates: Rates, dtype: torch.dtype, *, context_tokens: float, correlation: float, most: int | None = None
+) -> RoundSeconds:
+    """most: number of rows that the pages hold; of more slots, so many are live at a time. None: all."""
+
+    @cache
+    def seconds(slots: int, num_drafts: int) -> float:
+        rows = slots if most is None else min(slots, most)
+        return slots / rows * round_seconds(
+            spec, rates, dtype=dtype, rows=rows, context_tokens=context_tokens, tokens_per_row=(num_drafts + 1) * slots / rows,
+            correlation=correlation,
         )
 
-    if most > 64:
-        # A partly filled tile takes as long as a full one. Rows need all their pages only at their end, so a few more rows fit.
-        step = max(1, rates.tile // (draft_len + 1))
-        filled = fullest // step * step
-        whole = max(most - most % 8, filled, key=lambda slots: speed(slots) if slots else 0.0)
-    else:
-        whole = most
-    speeds = {slots: speed(slots) for slots in {min(1 << power, whole) for power in range(limit.bit_length())}}
-    best = max(speeds.values())
-    return min(slots for slots, speed in speeds.items() if speed >= GOOD_ENOUGH * best)
+    return seconds

@@ -28,9 +28,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from batchspec.draft.shapes import candidates
 from batchspec.engine.rounds.expert_reads import ExpertReads
 from batchspec.engine.rounds.round_times import RoundTimes
-from batchspec.engine.rounds.round_widths import candidates, partial_widths
+from batchspec.engine.rounds.round_widths import partial_widths
 from batchspec.engine.rounds.survival import Survival
 from batchspec.engine.step import RoundWidth
 

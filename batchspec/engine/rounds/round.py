@@ -23,7 +23,6 @@ from batchspec.draft.shapes import ChainShape
 from batchspec.engine.rounds.ablation import vocabulary_for
 from batchspec.engine.rounds.draft_chances import DraftChances
 from batchspec.engine.rounds.records import Drafts, RoundOptions, RoundResult, Verified
-from batchspec.engine.rounds.round_widths import candidates
 from batchspec.engine.rounds.simulated_acceptance import SimulatedAcceptance
 from batchspec.engine.rounds.verify_inputs import VerifyInputs
 from batchspec.kernels.attention.work_list import SharedPrefixes
@@ -51,7 +50,7 @@ class Round:
         """Maximum number of tokens that a round emits for a row: K + 1."""
         self.kv_per_round = drafter.shape.kv_per_round
         """Number of K/V positions that a round writes, from a row's newest token on."""
-        self.draft_lens = candidates(drafter.max_len) if batch.decodes else ()
+        self.draft_lens = drafter.shape.draft_lens if batch.decodes else ()
         """Draft lengths for which graphs are captured, up to the drafter's; none if there are no rounds."""
         self.num_lookahead_slots = drafter.shape.num_lookahead_slots
         """Number of K/V positions after a row's last token that a round may write and read."""

@@ -1,4 +1,4 @@
-"""Widths of rounds that are worth a graph: draft lengths, and how many of their drafts rounds verify that leave some out."""
+"""Widths of rounds that verify a part of their drafts, and are worth a graph."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ number, costs of drafts and of positions), where a part pays, the best of these 
 means of 1/2 to 12."""
 OVERDRAFT = 3
 """Rows draft so many times as many tokens as are verified on average, or max_len, so that some can have more than others."""
-
-
-def candidates(max_len: int) -> tuple[int, ...]:
-    """Draft lengths worth a graph: 0 to 4, then each half as large again as the one before, and max_len."""
-    steps = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-    return (*(k for k in steps if k < max_len), max_len)
 
 
 def partial_widths(draft_lens: Sequence[int]) -> list[RoundWidth]:

@@ -1,0 +1,50 @@
+"""What rounds are expected to accept before any has run: the planner and `plan` compute with it.
+
+Every draft is taken to be accepted with the same chance r if those before it were. So a round that verifies k drafts of a row
+brings 1 + r + r^2 + ... + r^k tokens. r follows from the drafter's `assumed_accepted`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+_HALVINGS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedDrafts:
+    """How many drafts of a row a round may verify, and how many of them it is expected to accept."""
+
+    counts: tuple[int, ...]
+    """Ascending; of a tree its nodes. One alone: all rounds verify as many. Several, 0 among them: a run measures which of them
+    makes the most tokens/s, and verifies as many."""
+    accepted: float
+    """Accepted drafts of a row in a round that verifies the most."""
+
+    @property
+    def are_chosen(self) -> bool:
+        return len(self.counts) > 1
+
+    @property
+    def none_accepted(self) -> ExpectedDrafts:
+        """The same if no draft is ever accepted."""
+        return replace(self, accepted=0.0)
+
+    def accepted_of(self, count: int) -> float:
+        """Accepted drafts of a row in a round that verifies so many."""
+        return _sum_of_powers(_rate(self.accepted, self.counts[-1]), count)
+
+
+def _sum_of_powers(rate: float, count: int) -> float:
+    return sum(rate**power for power in range(1, count + 1))
+
+
+@cache
+def _rate(accepted: float, count: int) -> float:
+    """r with r + r^2 + ... + r^count = accepted, between 0 and 1."""
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _sum_of_powers(middle, count) > accepted else (middle, high)
+    return low
