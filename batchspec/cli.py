@@ -60,7 +60,7 @@ TAKE_KEYS = ("run", "plan", "submit", "train")
 """Commands that take keys: their help lists them, and is shown without the imports of the command."""
 
 
-IMPORT_TORCH = ("plan", "verify", "bench", "doctor", "families", "probe", "train")
+IMPORT_TORCH = ("plan", "verify", "bench", "doctor", "probe", "train")
 """Commands that import torch; `run` sees to its bytecode itself."""
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from batchspec.commands.families import Row, main, row_of
+from batchspec.commands.families import main
+from batchspec.commands.families_table import Row, row_of, table
 from batchspec.model.blocks.base import projections
 from batchspec.model.checkpoint_part import block_tensors
 from batchspec.model.families.registry import FAMILIES
@@ -28,7 +29,9 @@ def test_the_list_of_the_readme_is_that_of_the_families() -> None:
 
 def test_the_table_has_a_line_of_each_family(capsys: Any) -> None:
     assert main([]) == 0
-    head, *lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out
+    assert printed == f"{table()}\n", "run python -m batchspec.commands.families_table"
+    head, *lines = printed.splitlines()
     assert re.split(r"  +", head) == ["models", "model type", "weights", "drafters", "gpus", "model", "shape"]
     for family, line in zip(FAMILIES.values(), lines, strict=False):
         assert re.split(r"  +", line) == list(row_of(family))

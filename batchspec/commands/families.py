@@ -2,81 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Sequence
+from pathlib import Path
 
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
-from batchspec.draft.registry import named
-from batchspec.errors import ConfigError
-from batchspec.model.blocks.base import Shard
-from batchspec.model.families.base import Family
-from batchspec.model.families.registry import ASSISTANTS, FAMILIES
-from batchspec.model.shapes import COMMON, SHAPES, shape_spec
-from batchspec.model.shard import part_of
-from batchspec.model.spec import ModelSpec
 
-RANKS = (1, 2, 4, 8)
-_NOTES = (
-    f"drafters: all are {', '.join(name for name in named() if name != 'mtp')} and trees of eagle3; mtp is the layer of the "
-    "checkpoint or the model's assistant (draft.path); window and trees need layers that all attend",
-    "GPUs: how many can compute one copy of the model of this size in bf16 together (cluster.tensor_parallel); other weights may "
-    "allow fewer, see `batchspec plan`",
-    "a first job: batchspec run model.path=MODEL input.path=PROMPTS output.dir=OUT; its speed, with random weights: "
-    "batchspec bench OUT.jsonl NAME --shape SHAPE",
-)
-
-
-class Row(NamedTuple):
-    """What is known of one family, as texts."""
-
-    models: str
-    model_type: str
-    weights: str
-    drafters: str
-    gpus: str
-    model: str
-    """Hub id of a model to begin with."""
-    shape: str
-    """Its name in `batchspec bench` and `batchspec doctor`."""
+TABLE = Path(__file__).with_name("families.txt")
+"""Written by `families_table.py`, which needs torch and seconds to compute it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
     ArgumentParser(prog="batchspec families", description=__doc__).parse_args(argv)
-    rows = [Row(*(name.replace("_", " ") for name in Row._fields)), *(row_of(family) for family in FAMILIES.values())]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(Row._fields))]
-    lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    terminal.show("\n".join([*lines, "", *_NOTES]))
+    terminal.show(TABLE.read_text(encoding="utf-8").rstrip("\n"))
     return 0
-
-
-def row_of(family: Family) -> Row:
-    """The facts, from the shape of a published model."""
-    shape = next(name for name, config in SHAPES.items() if {**COMMON, **config}["model_type"] == family.name)
-    spec = shape_spec(shape)
-    drafters = "no window, no trees" if spec.is_recurrent else "all"
-    has_assistant = family.name in {assistant.text for assistant in ASSISTANTS.values()}
-    return Row(
-        models=family.models, model_type=family.name, weights=", ".join(weights_of(spec)),
-        drafters=f"{drafters}, mtp" if spec.mtp is not None or has_assistant else drafters,
-        gpus=", ".join(map(str, ranks_of(spec))), model=family.example, shape=shape,
-    )
-
-
-def weights_of(spec: ModelSpec) -> tuple[str, ...]:
-    """The formats in which a checkpoint may hold all of its products: experts of a layer in one tensor are plain or in MXFP4."""
-    stacked = any(grouped.stacked for layer in spec.layers for grouped in layer.mlp.grouped)
-    return ("bf16", "MXFP4") if stacked else ("bf16", "FP8", "INT4", "NVFP4")
-
-
-def ranks_of(spec: ModelSpec) -> Iterator[int]:
-    """The numbers of GPUs that can divide a model of this shape: each kind of layer once, as all of a kind are divided alike."""
-    kinds = replace(spec, layers=tuple(dict.fromkeys(spec.layers)))
-    for ranks in RANKS:
-        try:
-            part_of(kinds, Shard(0, ranks))
-        except ConfigError:
-            continue
-        yield ranks
