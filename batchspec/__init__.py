@@ -2,47 +2,88 @@
 
 from __future__ import annotations
 
-import sys
+import sys as _sys
 
 __version__ = "0.2.0"
 
 
 def _run_by_dash_m() -> str:
     """The module of this package that `python -m` will run, if it imports the package in order to find it; else empty."""
-    words = sys.orig_argv
-    module = words[words.index("-m") + 1] if sys.argv[:1] == ["-m"] and "-m" in words else ""
+    words = _sys.orig_argv
+    module = words[words.index("-m") + 1] if _sys.argv[:1] == ["-m"] and "-m" in words else ""
     return module if module.split(".")[0] == __name__ else ""
 
 
-if _run_by_dash_m() and not sys.flags.safe_path:  # before any other import
+if _run_by_dash_m() and not _sys.flags.safe_path:  # before any other import
     # -m puts the working directory first in sys.path: a file random.py there would be imported instead of Python's module.
-    sys.path.append(sys.path.pop(0))
+    _sys.path.append(_sys.path.pop(0))
 
 if _run_by_dash_m() in ("batchspec", "batchspec.run", "batchspec.cli"):
     from batchspec.process.program import begin_program
 
     begin_program()  # Python's own default would end the process with the signal, and as process 1 of a container do nothing
 
-from typing import TYPE_CHECKING  # noqa: E402
+import typing as _typing  # noqa: E402
 
-__all__ = ["Engine", "generate"]
+__all__ = [
+    "BatchspecError", "CapacityError", "CheckpointError", "Completion", "ConfigError", "DivergedError", "Engine", "EngineInUse",
+    "InputError", "Interrupted", "OutputError", "RankLost", "StorageError", "TooManyErrors", "Turn", "WorkerLost", "generate",
+]
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from batchspec.api import generate as generate
+    from batchspec.errors import (
+        BatchspecError as BatchspecError,
+    )
+    from batchspec.errors import (
+        CapacityError as CapacityError,
+    )
+    from batchspec.errors import (
+        CheckpointError as CheckpointError,
+    )
+    from batchspec.errors import (
+        ConfigError as ConfigError,
+    )
+    from batchspec.errors import (
+        DivergedError as DivergedError,
+    )
+    from batchspec.errors import (
+        EngineInUse as EngineInUse,
+    )
+    from batchspec.errors import (
+        InputError as InputError,
+    )
+    from batchspec.errors import (
+        Interrupted as Interrupted,
+    )
+    from batchspec.errors import (
+        OutputError as OutputError,
+    )
+    from batchspec.errors import (
+        RankLost as RankLost,
+    )
+    from batchspec.errors import (
+        StorageError as StorageError,
+    )
+    from batchspec.errors import (
+        TooManyErrors as TooManyErrors,
+    )
+    from batchspec.errors import (
+        WorkerLost as WorkerLost,
+    )
+    from batchspec.records import Completion as Completion
+    from batchspec.warm.conversations import Turn as Turn
     from batchspec.warm.engine import Engine as Engine
 else:
+    _MODULES = {"generate": "api", "Engine": "warm.engine", "Turn": "warm.conversations", "Completion": "records"}
 
     def __getattr__(name):
-        # They import torch and hydra: imported only when used. Hidden from type checkers, which then know every name.
-        if name == "generate":
-            from batchspec.api import generate
+        # Some import torch and hydra: imported only when used. Hidden from type checkers, which then know every name.
+        if name not in __all__:
+            raise AttributeError(f"module 'batchspec' has no attribute {name!r}")
+        from importlib import import_module
 
-            return generate
-        if name == "Engine":
-            from batchspec.warm.engine import Engine
-
-            return Engine
-        raise AttributeError(f"module 'batchspec' has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)
 
     def __dir__():
-        return sorted({*globals(), *__all__})
+        return [*__all__, "__version__"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Any
 
 import polars as pl
@@ -9,7 +10,7 @@ import polars as pl
 from batchspec.config.call_arguments import explains_arguments
 from batchspec.config.checks import AUTO
 from batchspec.config.compose import compose
-from batchspec.config.overrides import Options, overrides_of
+from batchspec.config.overrides import Options, overrides_of, recipe_overrides
 from batchspec.config.unread import refuse_unread
 from batchspec.dataset.in_memory import table_of
 from batchspec.dataset.reader import table_source
@@ -40,12 +41,15 @@ _OF_PROCESSES = {"cluster.workers": "it computes in its own process"}
 
 
 @explains_arguments("batchspec.generate", "overrides={...}")
-def generate(data: Any, *, job: str | None = None, overrides: Options = (), **keys: Any) -> pl.DataFrame:
+def generate(
+    data: Any, *, job: str | None = None, config_dir: str | PathLike[str] | None = None, overrides: Options = (), **keys: Any
+) -> pl.DataFrame:
     """Completions of every row of `data`, in input order, in the output schema.
 
     data       a table (polars, pyarrow, pandas, datasets.Dataset), a list of dictionaries, of texts or of chats, or anything that
                polars.DataFrame accepts; the columns of a job's input
     job        name of a recipe: "demo" is `+job=demo`; its own input is not read
+    config_dir  folder of recipes of your own, job/NAME.yaml, and groups
     overrides  keys of a job: a list, ["model.path=smollm2-135m", "decode.n=4"], or a dictionary, nested or dotted,
                {"model.path": "smollm2-135m", "decode": {"n": 4}}
     keys       more keys: model={"path": "smollm2-135m"}, draft="eagle3"
@@ -54,7 +58,7 @@ def generate(data: Any, *, job: str | None = None, overrides: Options = (), **ke
     Nothing is written unless the overrides set output.dir (also through a recipe, `+job=...`); then the same call resumes the
     job.
     """
-    recipe = [] if job is None else [f"+job={job}", "output.dir=null"]
+    recipe = [*recipe_overrides(job, config_dir), *([] if job is None else ["output.dir=null"])]
     given = overrides_of(overrides, **keys)
     config = compose([*recipe, *given], require=("model.path",))
     recipe += [word for word in given if word.startswith(("+job=", "hydra."))]

@@ -244,7 +244,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "request_stream": set(),
     "errors": set(),
     "conf": set(),
-    "__init__": {"api", "warm.engine"},
+    "__init__": {"api", "warm.conversations", "warm.engine"},
 }
 
 # Third party -> the packages and modules that may import it.

@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+import batchspec
+from batchspec import errors
+
 pytestmark = pytest.mark.second
 
 ROOT = Path(__file__).parents[1]
@@ -156,10 +159,18 @@ def test_the_prompts_are_found_in_the_wheel(unpacked: Path, tmp_path: Path) -> N
 
 
 def test_the_package_names_what_it_offers_without_importing_it() -> None:
-    code = "import sys, batchspec; print(*(name for name in dir(batchspec) if name[0] != '_'), 'torch' in sys.modules)"
+    code = "import sys, batchspec; print(*dir(batchspec), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert {"Engine", "generate"} <= set(done.stdout.split())
-    assert done.stdout.endswith("False\n")
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.BatchspecError)]
+    offered = {*(kind.__name__ for kind in kinds), "Completion", "Engine", "Turn", "generate", "__version__"}
+    assert done.stdout.split() == [*sorted(offered), "False"]
+
+
+def test_all_that_the_package_offers_can_be_imported() -> None:
+    assert batchspec.Turn.__module__ == "batchspec.warm.conversations"
+    assert all(getattr(batchspec, name).__name__ == name for name in batchspec.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'Enigne'"):
+        batchspec.Enigne  # type: ignore[attr-defined]  # noqa: B018
 
 
 @pytest.fixture(scope="module")

@@ -152,7 +152,8 @@ def test_a_model_of_the_package_is_the_same_by_group_and_by_path(name: str, jobs
         ),
         (
             ["+job=dmeo"],
-            "job=dmeo is not a choice of the group job; did you mean demo? choices: demo, reasoning_35b, reasoning_8k",
+            "job=dmeo is not a choice of the group job; did you mean demo? choices: demo, reasoning_35b, reasoning_8k; a recipe "
+            "of your own is FOLDER/job/dmeo.yaml with --config-dir FOLDER",
         ),
         (["job=demo"], "write +job="),
         (["=3"], "cannot read the override '=3'; write key=value"),

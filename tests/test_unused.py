@@ -18,6 +18,7 @@ from batchspec.config.unread import refuse_unread
 from batchspec.dataset.reader import table_source
 from batchspec.errors import ConfigError, InputError
 from batchspec.prepare import Job, open_job
+from batchspec.warm.engine import Engine
 from batchspec.warm.options import warm_config
 from tests.models import CHAT_TEMPLATE, make_checkpoint, make_thinking_tokenizer, make_tokenizer
 
@@ -216,8 +217,23 @@ def test_a_recipe_of_the_users_may_need_the_keys_beside_it(tmp_path: Path) -> No
     """Alone it has a drafter without a head, and only the caller says where Hydra finds it."""
     (tmp_path / "job").mkdir()
     (tmp_path / "job/mine.yaml").write_text("# @package _global_\ndefaults: [override /draft: eagle3]\ninput: {path: mine}\n")
-    config = warm_config([f"hydra.searchpath=[file://{tmp_path}]", "draft.path=head", "model.path=m"], job="mine")
+    config = warm_config(["draft.path=head", "model.path=m"], job="mine", config_dir=tmp_path)
     assert (config.draft.name, config.draft.path, config.input.path) == ("eagle3", "head", None)
+    assert config == warm_config([f"hydra.searchpath=[file://{tmp_path}]", "draft.path=head", "model.path=m"], job="mine")
+
+
+def test_a_folder_of_recipes_may_have_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "my recipes, [new]"
+    (folder / "job").mkdir(parents=True)
+    (folder / "job/mine.yaml").write_text("# @package _global_\nmodel: {path: m}\n")
+    assert warm_config([], job="mine", config_dir=folder).model.path == "m"
+
+
+def test_what_a_recipe_needs_is_said_in_the_words_of_the_call(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a recipe of your own is FOLDER/job/mine.yaml with config_dir=FOLDER$"):
+        Engine(job="mine", model={"path": "m"})
+    with pytest.raises(ConfigError, match=r"^config_dir=\S+/nowhere is not a folder; correct the path$"):
+        Engine(job="mine", config_dir=tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("key", ["input.split", "input.num_workers", "cluster.watchdog_s"])

@@ -5,6 +5,7 @@ Parts of commands:
   planning.py              what `plan` computes; plan_output.py: what a run would find in output.dir
   plan_text.py             how it is printed; plan_json.py: `--json`; card_text.py: lines about a card (`--card`)
   decode_again.py          rows decoded again, for `verify`; verify_kv.py: `--kv`; verify_logprobs.py: log-probabilities
+  families_table.py        the table that `families` prints
   ranks.py                 cluster.tensor_parallel=auto, before a run
   reference.py             help of all keys
 """

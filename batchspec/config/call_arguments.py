@@ -25,6 +25,7 @@ ROWS = ("prompts", "inputs", "messages", "prompt_token_ids")
 _GROUPS = "|".join(item.name for item in fields(RunConfig))
 _FORM = re.compile(rf"(?<=\s)((?:{_GROUPS})(?:\.\w+)*)=(\.\.\.|[\w./-]*\w)(?=[\s;,)]|$)(?! is )")
 """KEY=VALUE: VALUE is one word, and nothing is said of it."""
+_WORDS = {"`+job=demo`": 'job="demo"', "--config-dir FOLDER": "config_dir=FOLDER"}
 _LITERALS = {"true": "True", "false": "False", "null": "None"}
 OBJECTS = {
     "sampling_params": REMARKS["sampling_params"],
@@ -70,7 +71,9 @@ def explains_arguments(name: str, takes_keys: str) -> Callable[[Callable[Given, 
 
 def _in_python(message: str) -> str:
     """The message with what it advises, after the semicolon, as entries of a dictionary of keys."""
-    found, semicolon, advice = message.replace("`+job=demo`", 'job="demo"').partition(";")
+    for words, of_python in _WORDS.items():
+        message = message.replace(words, of_python)
+    found, semicolon, advice = message.partition(";")
     return found + semicolon + _FORM.sub(_pair, advice).replace("} {", ", ")  # one dictionary of several keys
 
 

@@ -41,6 +41,7 @@ CONF = "batchspec.conf"
 GROUPS = ("model", "draft", "decode", "packing", "input", "output", "cluster", "resume", "ablation")
 PATH_KEYS = {"model": "model.path", "draft": "draft.path", "input": "input.path", "output": "output.dir"}
 """Group -> its key for a path: the key that was meant if the group itself is given a path."""
+CONFIG_DIR = "--config-dir"
 NO_PACKAGE = "the keys of a recipe are those of a whole job; begin the file with the line `# @package _global_`"
 SWEEP_DIR = "hydra.sweep.dir="
 SUBMITIT = (f"{SWEEP_DIR}.submitit", "hydra.launcher.submitit_folder=.submitit/%j")
@@ -222,7 +223,7 @@ def one_line(error: Exception, known: Any = None) -> str:
         mark = error.problem_mark
         return f"{mark.name} line {mark.line + 1} is not YAML: {error.problem}"
     if nowhere := re.search(r"Additional config directory '(.+)' not found", text):
-        return f"--config-dir: {nowhere[1]} is not a folder; correct the path"
+        return f"{CONFIG_DIR}: {nowhere[1]} is not a folder; correct the path"
     if problem := _grammar(text):
         return problem
     if inside := re.search(r"In '((\w+)/[^']+)': Could not override '[^']+@\2\.", text):
@@ -277,4 +278,6 @@ def _missing_option(missing: str, options: list[str]) -> str:
     if group in PATH_KEYS and re.search(r"[/.]", name):
         hint = f"a path is {PATH_KEYS[group]}={name};"
     choices = f"{hint + ' ' if hint else ''}choices: {', '.join(sorted(options))}"
+    if group == "job":
+        choices += f"; a recipe of your own is FOLDER/job/{name}.yaml with {CONFIG_DIR} FOLDER"
     return f"{group}={name} is not a choice of the group {group}; {choices}"

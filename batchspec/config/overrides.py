@@ -7,6 +7,7 @@ accept any key need no `+`, and a map may be JSON text.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -59,6 +60,20 @@ def overrides_of(options: Options, **keys: Any) -> list[str]:
     if wrong := [word for word in words if not isinstance(word, str)]:
         raise ConfigError(f"{wrong[0]!r} is not an override; write a list of texts, ['key=value'], or a dictionary of keys")
     return [*words, *_of_map(keys)]
+
+
+def recipe_overrides(job: str | None, config_dir: str | os.PathLike[str] | None) -> list[str]:
+    """The recipe of this name as overrides, and the folder of recipes and groups of one's own that may hold it.
+
+    Raises ConfigError if there is no such folder.
+    """
+    words = [] if job is None else [f"+job={job}"]
+    if config_dir is None:
+        return words
+    folder = os.path.abspath(config_dir)
+    if not os.path.isdir(folder):
+        raise ConfigError(f"config_dir={config_dir} is not a folder; correct the path")
+    return [*words, f"hydra.searchpath=[{QuotedString(f'file://{folder}', Quote.single).with_quotes()}]"]
 
 
 def _of_map(options: Mapping[str, Any]) -> list[str]:

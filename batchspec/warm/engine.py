@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -61,6 +62,7 @@ class Engine:
     overrides  keys of a job: a list, ["model.path=smollm2-135m", "decode.n=4"], or a dictionary, nested or dotted,
                {"model.path": "smollm2-135m", "decode": {"n": 4}}
     job        name of a recipe; its own input, output, cluster and resume keys are not read
+    config_dir  folder of recipes of your own, job/NAME.yaml, and groups
     keys       more keys: model={"path": "smollm2-135m"}, draft="eagle3"
 
     With cluster.tensor_parallel the model is cut over that many GPUs. Each has a process; this process holds no GPU memory. If
@@ -71,8 +73,10 @@ class Engine:
     """
 
     @explains_arguments("batchspec.Engine", KEYS)
-    def __init__(self, overrides: Options = (), *, job: str | None = None, **keys: Any) -> None:
-        config = warm_config(overrides_of(overrides, **keys), job)
+    def __init__(
+        self, overrides: Options = (), *, job: str | None = None, config_dir: str | PathLike[str] | None = None, **keys: Any
+    ) -> None:
+        config = warm_config(overrides_of(overrides, **keys), job, config_dir)
         self._in_use, self._half_loaded, self._own = threading.Lock(), False, OwnProcess()
         self._running: Call | None = None
         self._noted = set[str]()

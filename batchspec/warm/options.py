@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from batchspec.config.checks import AUTO
 from batchspec.config.compose import compose
-from batchspec.config.overrides import Options, overrides_of
+from batchspec.config.overrides import Options, overrides_of, recipe_overrides
 from batchspec.config.schema import RunConfig
 from batchspec.config.unread import refuse_unread
 from batchspec.config.values import value_of
@@ -32,14 +34,17 @@ TAKEN, OF_RANKS = ("cluster.tensor_parallel",), ("cluster.watchdog_s",)
 """Keys of those groups that it takes: always; if several processes compute the model."""
 
 
-def warm_config(options: Options, job: str | None = None) -> RunConfig:
+def warm_config(
+    options: Options, job: str | None = None, config_dir: str | os.PathLike[str] | None = None
+) -> RunConfig:
     """The configuration that these options give, checked.
 
-    options  a list of overrides, or a map of keys to Python values, nested or dotted
-    job      name of a recipe; what it says of the keys in NOT_HERE is not read
+    options     a list of overrides, or a map of keys to Python values, nested or dotted
+    job         name of a recipe; what it says of the keys in NOT_HERE is not read
+    config_dir  folder of recipes and groups besides those of batchspec
     Raises ConfigError, in one line, for what `run` would refuse and for keys in NOT_HERE.
     """
-    recipe, given = [] if job is None else [f"+job={job}"], overrides_of(options)
+    recipe, given = recipe_overrides(job, config_dir), overrides_of(options)
     config = compose([*recipe, *given], require=("model.path",))
     if config.cluster.tensor_parallel == AUTO:
         raise ConfigError(f"cluster.tensor_parallel={AUTO} compares what rows would take, and there are none; give 1, 2, 4 or 8")
