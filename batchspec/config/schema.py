@@ -209,6 +209,9 @@ class OutputConfig:
     """Whether the push replaces data/ and the card of the dataset whatever they hold, as a job that runs every night needs."""
     push_private: bool = True
     """Whether the dataset of output.push_to_hub is private. A public one is then refused."""
+    dedup: bool = True
+    """Whether equal greedy rows, those with the same prompt tokens and options, are computed once. The others get a copy of the
+    answer, with null in `spec_decode` and in the times of `perf`. false computes every row."""
     overwrite: bool = False
     """Delete the job in output.dir and start anew."""
 

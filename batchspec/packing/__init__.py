@@ -15,6 +15,7 @@ The stream:
   order.py            the order in which requests enter; predict.py: predicted output lengths
   ordered_requests.py requests in that order, a window of shards at a time
   ready_requests.py   those whose automata are compiled, before others
+  equal_rows.py       equal greedy rows are computed once
   open_shards.py      shards whose rows are not all finished
   feed.py             from claimed shards to the stream, and from completions to complete shards
 The shape:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from batchspec.dataset.reader import InputShard
+from batchspec.packing.equal_rows import EqualRows
 from batchspec.packing.open_shards import OpenShards
 from batchspec.packing.ordered_requests import OrderedRequests
 from batchspec.packing.ready_requests import ReadyRequests, RequestCompiler
@@ -31,6 +32,7 @@ class Feed:
     compiling   compiles the automata of requests with constraints; None: no row has one
     busy        whether the engine has unfinished requests; default: whether requests were handed out that were not added
     refused     called with the rows that `compiling` refuses
+    once        compute equal greedy rows once (`equal_rows.py`)
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Feed:
         compiling: RequestCompiler | None = None,
         busy: Callable[[], bool] | None = None,
         refused: Callable[[Completion], None] = lambda refused: None,
+        once: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._shards = opened = OpenShards(rows, predicted, journaled or Journaled())
@@ -55,21 +58,27 @@ class Feed:
         )
 
         def refuse(completion: Completion) -> None:
-            opened.add(completion)
+            self._add(completion)
             refused(completion)
 
         self._compiled: ReadyRequests | None = None
-        self.requests: RequestStream = ordered
-        """All requests in decoding order, but one whose automaton is not compiled yet comes later."""
+        self._equal = EqualRows(ordered, opened.add) if once else None
+        self.requests: RequestStream = self._equal or ordered
+        """All requests in decoding order, but one whose automaton is not compiled yet comes later, and of equal greedy ones the
+        first alone comes."""
         if compiling is not None:
-            self._compiled = ReadyRequests(ordered, compiling, refused=refuse, busy=busy, ahead=max(AHEAD, slots))
+            self._compiled = ReadyRequests(self.requests, compiling, refused=refuse, busy=busy, ahead=max(AHEAD, slots))
             self.requests = self._compiled
 
     def add(self, completion: Completion) -> None:
         """Add the completion of a request that was handed out."""
         if self._compiled is not None:
             self._compiled.finished()
-        self._shards.add(completion)
+        self._add(completion)
+
+    def _add(self, completion: Completion) -> None:
+        for done in [completion, *(() if self._equal is None else self._equal.copies(completion))]:
+            self._shards.add(done)
 
     @property
     def open_shards(self) -> list[tuple[int, int]]:

@@ -51,6 +51,7 @@ def decode_shards(
         slots=loaded.batch.num_slots,
         journaled=journaled,
         compiling=job.admission.compiling,
+        once=job.config.output.dedup,
     )
     with closing(loaded.run(monitor.requests_in_time(feed), on_round=monitor.after_round)) as completions:
         for completion in completions:

@@ -21,6 +21,7 @@ NOT_HERE = {
     "input.max_error_fraction": "error rows come back as rows",
     "output.dir": "each call returns its rows and writes nothing",
     "output.shard_rows": "each call returns its rows and writes nothing",
+    "output.dedup": "it computes every row of a call",
     "output.overwrite": "each call returns its rows and writes nothing",
     "output.push_to_hub": "each call returns its rows and writes nothing",
     "output.push_private": "each call returns its rows and writes nothing",

@@ -1,0 +1,92 @@
+"""Computes equal greedy rows once: those with the same prompt tokens and the same options have the same answer.
+
+The first of them is decoded. A copy of its completion is the completion of each other one, which has no statistics of rounds and
+takes no time. In bfloat16 rounding may depend on the other rows of a batch: then the copies are equal where decoding each row by
+itself might have given two close answers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import fields
+from hashlib import blake2b
+
+from batchspec.records import Completion, Request
+from batchspec.request_stream import RequestStream, WrappedStream
+
+MOST_TOKENS = 1 << 22
+"""Prompt and output tokens of the newest answers that are kept for rows to come: 16 MB."""
+_OF_ROW = frozenset(
+    ("request_id", "row_index", "sample_index", "shard", "prompt_ids", "seed", "predicted_tokens", "automaton", "resumed")
+)
+"""Fields of a request on which no token of a greedy row depends, or that have their own place in the key."""
+_OPTIONS = tuple(field.name for field in fields(Request) if field.name not in _OF_ROW)
+
+
+class EqualRows(WrappedStream):
+    """A `RequestStream` that leaves out requests whose answer is that of another request. Call `copies` with each completion.
+
+    answered  called with the completion of a request whose answer is known already
+    """
+
+    def __init__(self, requests: RequestStream, answered: Callable[[Completion], None]) -> None:
+        super().__init__(requests)
+        self._answered = answered
+        self._decoding: dict[bytes, list[Request]] = {}
+        """Key of each request that is being decoded -> those that wait for its answer."""
+        self._keys: dict[tuple[int, int], bytes] = {}
+        """(row, sample) of each request that is being decoded -> its key."""
+        self._answers: OrderedDict[bytes, Completion] = OrderedDict()
+        self._num_tokens = 0
+
+    def next_ready(self) -> Request | None:
+        while (request := super().next_ready()) is not None:
+            key = answer_key(request)
+            if key is None:
+                return request
+            if key in self._answers:
+                self._answers.move_to_end(key)
+                self._answered(copy_for(request, self._answers[key]))
+            elif key in self._decoding:
+                self._decoding[key].append(request)
+            else:
+                self._decoding[key] = []
+                self._keys[request.row_index, request.sample_index] = key
+                return request
+        return None
+
+    def copies(self, completion: Completion) -> list[Completion]:
+        """The completions of the requests that have waited for this one."""
+        key = self._keys.pop((completion.row_index, completion.sample_index), None)
+        if key is None:
+            return []
+        if completion.error is None:
+            self._keep(key, completion)
+        return [copy_for(request, completion) for request in self._decoding.pop(key)]
+
+    def _keep(self, key: bytes, completion: Completion) -> None:
+        self._answers[key] = completion
+        self._num_tokens += _num_tokens(completion)
+        while self._num_tokens > MOST_TOKENS:
+            self._num_tokens -= _num_tokens(self._answers.popitem(last=False)[1])
+
+
+def answer_key(request: Request) -> bytes | None:
+    """Equal for requests with the same answer; None for one whose answer is not determined by its prompt and options: it is
+    sampled, continues an earlier run's tokens, or has an automaton already."""
+    if request.sampling.temperature > 0 or request.resumed is not None or request.automaton is not None:
+        return None
+    options = repr([getattr(request, name) for name in _OPTIONS])
+    return blake2b(request.prompt_ids.tobytes() + options.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def copy_for(request: Request, completion: Completion) -> Completion:
+    return completion.replace(
+        request_id=request.request_id, row_index=request.row_index, sample_index=request.sample_index, shard=request.shard,
+        seed=request.seed, predicted_tokens=request.predicted_tokens, stats=None, cached_tokens=len(request.prompt_ids),
+    )
+
+
+def _num_tokens(completion: Completion) -> int:
+    return sum(len(ids) for ids in (completion.prompt_ids, completion.token_ids) if ids is not None)
