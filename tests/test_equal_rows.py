@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from batchspec import run
 from batchspec.packing.equal_rows import EqualRows, answer_key
 from batchspec.records import Completion, Request, SamplingParams
+from batchspec.report.stats import job_stats
 from batchspec.request_stream import ListedRequests
 from batchspec.runstate.output_folder import OutputFolder
 from tests.models import make_checkpoint, make_tokenizer
@@ -116,6 +117,7 @@ def test_copies_have_the_tokens_of_rows_that_are_computed(out: Path) -> None:
     assert found.select(same).equals(alone.select(same))
     assert computed(found) == [True, True, False, True, False]
     assert computed(alone) == [True] * 5
+    assert (job_stats(out).copied, job_stats(out.with_name("alone")).copied) == (2, 0)
     cached = found["usage"].struct.field("cached_tokens")
     assert cached[2] == found["usage"].struct.field("prompt_tokens")[2]
 

@@ -60,6 +60,7 @@ def _data(stats: JobStats) -> str:
     facts = {
         "shards": f"{stats.shards:,} of {stats.shards_total:,}",
         "completions": f"{stats.completions:,} ({_listed(stats.by_status)})",
+        "copies of equal rows": _share(stats.copied, stats.completions),
         "finish reasons": _listed(stats.by_finish_reason),
         "errors": _listed(stats.by_error),
         "empty answers": _share(good.empty, good.answers),
@@ -76,6 +77,8 @@ def _data(stats: JobStats) -> str:
                 f"median {lengths.median:,}, 90 % up to {lengths.p90:,}, 99 % up to {lengths.p99:,}, "
                 f"longest {lengths.longest:,} tokens"
             )
+    if not stats.copied:
+        del facts["copies of equal rows"]
     if not good.answers:
         del facts["empty answers"], facts["end in a loop"]
     return "\n".join(terminal.facts(facts))

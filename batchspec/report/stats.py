@@ -101,6 +101,8 @@ class JobStats:
     by_error: dict[str, int]
     error_rows: int
     """Input rows with at least one error completion."""
+    copied: int
+    """Completions that are copies of those of equal rows (output.dedup)."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -159,6 +161,7 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
         by_finish_reason=_counts(tally.by_finish_reason),
         by_error=_counts(tally.by_error),
         error_rows=tally.error_rows,
+        copied=tally.copied,
         prompt_tokens=tally.tokens["prompt_tokens"],
         completion_tokens=tally.tokens["tokens"],
         cached_tokens=tally.tokens["cached_tokens"],
@@ -191,7 +194,7 @@ class _Tally:
     """Sums over all rows read so far."""
 
     def __init__(self) -> None:
-        self.completions = self.reasoning_truncated = self.error_rows = 0
+        self.completions = self.reasoning_truncated = self.error_rows = self.copied = 0
         self.tokens: Counter[str] = Counter()
         self.by_status: Counter[str] = Counter()
         self.by_finish_reason: Counter[str] = Counter()
@@ -209,6 +212,7 @@ class _Tally:
         self.completions += rows.height
         self.reasoning_truncated += int(rows["reasoning_truncated"].sum())
         self.error_rows += rows.filter(pl.col("status") == "error")["row_index"].n_unique()  # a row is in one shard
+        self.copied += int(rows["copied"].sum())
         self.tokens.update({name: int(rows[name].sum()) for name in USAGE})
         for name in ("status", "finish_reason", "error"):
             getattr(self, f"by_{name}").update(dict(rows[name].drop_nulls().value_counts().iter_rows()))
@@ -247,6 +251,7 @@ def _read(folder: OutputFolder, shards: list[int], by: str | None, schema: pl.Sc
             *quality_columns(schema),
             "reasoning_truncated",
             pl.col("error").struct.field("code").alias("error"),
+            (pl.col("status").is_in(["ok", "truncated"]) & pl.col("perf").struct.field("prefill_s").is_null()).alias("copied"),
             *(pl.col("usage").struct.field(field).alias(name) for name, field in USAGE.items() if name not in SHOWN),
             *(pl.col("spec_decode").struct.field(field).alias(name) for name, field in SPEC.items() if name not in SHOWN),
             (pl.lit("") if by is None else pl.col(by).cast(pl.String)).fill_null("(null)").alias("group"),
