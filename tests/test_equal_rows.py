@@ -54,12 +54,12 @@ def test_each_row_is_answered_once_and_each_prompt_decoded_once(rows: list[tuple
             decoded.append(live[0])
             answered += [done(live[0]), *stream.copies(done(live.pop(0)))]
     assert sorted(one.row_index for one in answered) == list(range(len(rows)))
-    for one in answered:
-        assert (one.request_id, one.seed) == (f"r{one.row_index}", one.row_index)
-        assert one.token_ids is not None
-        assert one.token_ids.tolist() == [7, rows[one.row_index][0]]
+    for answer in answered:
+        assert (answer.request_id, answer.seed) == (f"r{answer.row_index}", answer.row_index)
+        assert answer.token_ids is not None
+        assert answer.token_ids.tolist() == [7, rows[answer.row_index][0]]
     greedy = [kind for kind, hot in rows if not hot]
-    if room == 40:  # all answers fit
+    if room >= 16:  # the four tokens of each answer fit
         assert sum(one.sampling.temperature == 0 for one in decoded) == len(set(greedy))
     assert sum(one.sampling.temperature > 0 for one in decoded) == len(rows) - len(greedy)
 

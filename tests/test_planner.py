@@ -334,7 +334,8 @@ def test_a_forecast_counts_full_rounds_and_the_tail() -> None:
     drafted = forecast(batch, LLAMA_8B, H200, REASONING, always(3, accepted=1.0), dtype=torch.bfloat16)
     assert plain.rounds == pytest.approx(10_000 * 1500 / 64, rel=0.01)
     assert drafted.rounds == pytest.approx(plain.rounds / 2, abs=1)
-    assert (plain.num_drafts, drafted.num_drafts, drafted.accepted) == (0, 3, pytest.approx(1.0))
+    assert (plain.num_drafts, drafted.num_drafts) == (0, 3)
+    assert drafted.accepted == pytest.approx(1.0)
     assert 0.99 * plain.rounds * plain.round_s < plain.decode_s < plain.rounds * plain.round_s  # the last rounds have fewer rows
     assert plain.prefill_s > 0
 
