@@ -4,7 +4,7 @@ BatchspecError            1   base class; never raised itself
   ConfigError             2   a wrong key, value or combination of keys
   InputError              2   a problem with the input dataset
   CheckpointError         2   a problem with a model folder, a tokenizer or a drafter
-    TokenizerFails        2   the tokenizer fails on a text of the configuration
+    TokenizerFails        2   the tokenizer fails on a text of the configuration, or on an answer's tokens
   OutputError             2   the output folder cannot be used, for example because it belongs to another job
   CapacityError           2   the job does not fit the machine's memory; in the middle of a job finished rows stay
   EngineInUse             2   a call that a warm engine cannot take now: another one is running, or it is closed
@@ -49,7 +49,7 @@ class CheckpointError(BatchspecError):
 
 class TokenizerFails(CheckpointError):
     """The tokenizer fails on a text: by a defect, or because a regular expression of tokenizer.json takes too many steps (the
-    library gives up after 10 million). Admission makes an error row of it if the text is a row's."""
+    library gives up after 10 million). If the text is in a row, admission makes an error row of it."""
 
 
 class OutputError(BatchspecError):

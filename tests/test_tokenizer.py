@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from batchspec.errors import CheckpointError
+from batchspec.errors import CheckpointError, TokenizerFails
 from batchspec.model import chat_templates, templates
 from batchspec.model import tokenizer as tokenizer_module
 from batchspec.model.tokenizer import Tokenizer
@@ -536,3 +536,17 @@ def test_the_fingerprint_follows_what_decides_ids(folder: Path) -> None:
     assert Tokenizer(folder).fingerprint == before
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE + " ")
     assert Tokenizer(folder).fingerprint != before
+
+
+def test_a_decoder_whose_expression_takes_too_many_steps_is_an_error_of_one_line(tmp_path: Path) -> None:
+    folder = make_tokenizer(tmp_path)
+    facts = json.loads((folder / "tokenizer.json").read_text())
+    slow = {"type": "Replace", "pattern": {"Regex": "(a+)+b"}, "content": "x"}
+    facts["decoder"] = {"type": "Sequence", "decoders": [facts["decoder"], {"type": "Fuse"}, slow]}
+    (folder / "tokenizer.json").write_text(json.dumps(facts))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.decode(tokenizer.encode_part("aab")) == "x"
+    ids = tokenizer.encode_part("a" * 60)
+    said = r"fails to make text of \d+ tokens \(Onig: .*; correct the decoder in its tokenizer.json"
+    with pytest.raises(TokenizerFails, match=said):
+        tokenizer.decode(ids)

@@ -34,7 +34,7 @@ _SPARE_TOKENS = 64
 class Tokenizer:
     """The tokenizer of a Hugging Face model folder.
 
-    All methods that encode raise TokenizerFails.
+    All methods that encode or decode raise TokenizerFails.
 
     Raises CheckpointError if there is no tokenizer.json, it cannot be read, or a template is not valid Jinja.
     """
@@ -214,7 +214,13 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of ids; bytes that are not (yet) valid UTF-8 become U+FFFD."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+        try:
+            return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            said = f"the tokenizer fails to make text of {len(ids):,} tokens ({error}); correct the decoder in its tokenizer.json"
+            raise TokenizerFails(said) from error
 
 
 def _is_of_library(error: BaseException) -> bool:
