@@ -1,5 +1,5 @@
 """Arrow IPC files as parts that can be read independently: streams, as `datasets` saves them, and the file format, which is
-Feather version 2. A part is a record batch, of which the columns asked for are in memory as a whole.
+Feather version 2. A part is a record batch; the columns that are asked for are in memory as a whole.
 
 Opening reads the headers of the record batches, which have the numbers of rows, and passes over their bodies. The footer of the
 file format says where they are; in a stream each message says where the next one begins.
@@ -209,7 +209,7 @@ def _message_at(file: BinaryIO, at: int, size: int) -> _Message | None:
 
 
 def _message(header: bytes, start: int, body: int) -> _Message:
-    """A message of which the FlatBuffer is given. Raises struct.error or IndexError for other bytes."""
+    """The message that this FlatBuffer describes. Raises struct.error or IndexError for other bytes."""
     root = _number(header, 0, "<I")
     kind, size = _slot(header, root, 1, "<B"), _slot(header, root, 3, "<q")
     content = _inner(header, root, 2)

@@ -60,7 +60,7 @@ class FileOfDataset:
         return pa.repeat(value.cast(kind), batch.num_rows)
 
     def _bad(self, batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
-        """A row of which some values cannot be cast; these are null."""
+        """A row with values that cannot be cast; these are null."""
         columns, message = [], ""
         for name in names:
             try:

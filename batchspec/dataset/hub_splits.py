@@ -89,7 +89,7 @@ def files_of_split(files: Sequence[str], card: str, config_name: str | None, spl
 
 
 def one_split(splits: Mapping[str, T], split: str | None, where: str, of: str = "") -> T:
-    """What belongs to one split. `split`, `where` as in `files_of_split`; `of`: of which config these are the splits. Raises
+    """What belongs to one split. `split` and `where` as in `files_of_split`; `of` names the config that has the splits. Raises
     InputError."""
     if split is None and len(splits) > 1:
         raise InputError(f"{where} has the splits {', '.join(splits)}{of}; choose one: input.split={next(iter(splits))}")

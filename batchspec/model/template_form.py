@@ -130,7 +130,7 @@ def _writes_call(text: str) -> bool:
 
 
 def _find_thought_field(render: Render, turn: Message, with_tools: Mapping[str, Any]) -> str | None:
-    """The field of which the template writes an assistant's reasoning; None: it writes none. Several chats are tried, because
+    """The field from which the template takes an assistant's reasoning; None: it writes none. Several chats are tried, because
     most templates write only the reasoning that led to the newest calls, or to the last message.
 
     turn  with a call
@@ -151,7 +151,7 @@ def _find_thought_field(render: Render, turn: Message, with_tools: Mapping[str, 
 def _find_roles_with_parts(
     render: Render, turn: Message, with_tools: Mapping[str, Any]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """The roles whose content may be parts, and those of them whose content must be. turn: with a call."""
+    """The roles whose content may be a list of parts, and those whose content must be one. turn: with a call."""
     chats: dict[str, Callable[[Any], list[Message]]] = {
         "system": lambda content: [{"role": "system", "content": content}, USER],
         "user": lambda content: [{"role": "user", "content": content}],
