@@ -247,6 +247,22 @@ def test_a_plan_for_a_card_says_what_a_run_there_would_find_in_the_output_folder
     assert found["state"] == ("not begun" if code else "complete")
 
 
+@pytest.mark.parametrize(("prepare", "code"), [(nothing, 0), (foreign, 2), (a_file, 2), (failing_store, 74), (other_job, 0)])
+def test_a_plan_without_the_run_s_gpu_finds_what_any_gpu_would(
+    prepare: Callable[[Lab], None], code: int, lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether a job in output.dir is the same depends on the GPU."""
+    prepare(lab)
+    capsys.readouterr()
+    lab.patch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["plan", *lab.words, "device=cuda", "--json"]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert found["exit_code"] == code
+    assert (found["error"] is None) == (code == 0)
+    assert found["state"] == (None if prepare is other_job else "not begun")
+    assert found["rows_read"] == ROWS
+
+
 def test_a_plan_for_a_card_asks_whether_the_push_would_be_refused(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     def refuses(output: OutputConfig, job: str) -> None:
         raise OutputError("the hub says no")

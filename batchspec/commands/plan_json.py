@@ -17,7 +17,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         "exit_code": plan.exit_code,
         "error": None if error is None else str(error),
         "path": job.config.output.dir,
-        "state": "not begun",
+        "state": "not begun" if plan.output is not None or job.config.output.dir is None else None,
         "rows": 0,
         "rows_total": total,
         "shards": 0,

@@ -71,8 +71,9 @@ class FoundOutput:
         return "stopped" if now == "complete" else now  # this command begins a retry or an extension of it
 
 
-def found_output(job: Job) -> FoundOutput | None:
-    """What a run of the job would find in output.dir; None without an output.dir.
+def found_output(job: Job, *, lacks_gpu: bool) -> FoundOutput | None:
+    """What a run of the job would find in output.dir; None without an output.dir, or if it holds a job and this machine lacks the
+    run's GPU: whether it is the same job depends on dtypes that the GPU determines.
 
     Raises as `check_target` for a job without an output.dir, to which no folder belongs yet, but perhaps a dataset to push to.
     """
@@ -81,6 +82,8 @@ def found_output(job: Job) -> FoundOutput | None:
         check_target(job)
         return None
     try:
+        if lacks_gpu and not OutputFolder(path).begins_job(job.config.output.overwrite):
+            return None
         run = checked_run(job)
         if run.found_complete:
             check_all_errors(run.job, job_stats(run.folder.path))

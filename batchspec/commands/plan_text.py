@@ -47,11 +47,12 @@ class Plan:
     layouts: Sequence[GpuLayout] = ()
     """Ways to divide the GPUs of this machine, if it has several."""
     output: FoundOutput | None = None
-    """What a run would find in output.dir; None: there is none, or `lacks_gpu`."""
+    """What a run would find in output.dir; None: there is none, or it holds a job and `lacks_gpu`."""
     card: KnownCard | None = None
     """The card for which the job is planned, if not for this machine's."""
     lacks_gpu: bool = False
-    """Whether the job is for a GPU and this machine has none: neither shape nor times are known, nor what is in output.dir."""
+    """Whether the job is for a GPU and this machine has none: neither shape nor times are known, nor whether a job in output.dir
+    is the same."""
 
     @property
     def exit_code(self) -> int:

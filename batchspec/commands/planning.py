@@ -76,15 +76,12 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
         devices_of(config)  # refuses more processes than there are GPUs
     lacks_gpu = card is None and config.device == "cuda" and not torch.cuda.is_available()
     job = open_job(config, tokenizer=tokenizer, fetch=False, on_this_machine=not lacks_gpu)
-    if lacks_gpu:  # whether output.dir has the same job depends on dtypes that the GPU determines
-        survey = survey_rows(job, full=full)
-        demand = survey.demand(job.source.num_rows, job.admission.max_len)
-        return Plan(job=job, survey=survey, num_completions=demand.num_completions, lacks_gpu=True)
-    output = found_output(job)
+    output = found_output(job, lacks_gpu=lacks_gpu)
     survey = survey_rows(job, full=full)
     demand = survey.demand(job.source.num_rows, job.admission.max_len)
-    if output is not None and output.is_complete and card is None:  # with a card, a user wants to know its times all the same
-        return Plan(job=job, survey=survey, num_completions=demand.num_completions, output=output)
+    is_complete = output is not None and output.is_complete and card is None  # for a card, its times are asked for all the same
+    if lacks_gpu or is_complete:
+        return Plan(job=job, survey=survey, num_completions=demand.num_completions, output=output, lacks_gpu=lacks_gpu)
     try:
         return _with_shape(job, survey, demand, output, card)
     except BatchspecError:
