@@ -15,10 +15,11 @@ from batchspec import __version__
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser, asks_for_help
 from batchspec.console.text import MESSAGE_CHARS, one_line
-from batchspec.errors import BatchspecError, ConfigError, Interrupted, StorageError
+from batchspec.errors import BatchspecError, ConfigError, Interrupted
 from batchspec.process.bytecode import keep_bytecode
+from batchspec.process.preflight import check_address_space, check_machine
 from batchspec.process.program import begin_program, drop_unwritable
-from batchspec.process.refusals import refusal
+from batchspec.process.refusals import is_panic, refusal
 from batchspec.process.signals import program, program_does
 
 Found = TypeVar("Found")
@@ -71,6 +72,7 @@ def guarded(command: Callable[[], int]) -> int:
     """
     try:
         program_does("")
+        check_machine()
         code = command()
         terminal.flush()
         return code
@@ -80,11 +82,13 @@ def guarded(command: Callable[[], int]) -> int:
     except BrokenPipeError:
         drop_unwritable(sys.stdout)
         return 1
-    except StorageError as error:
+    except BatchspecError as error:
         drop_unwritable(sys.stdout)
         terminal.fail(error)
         return error.exit_code
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         if (refused := refusal(error)) is not None:
             terminal.fail(refused)
             return refused.exit_code
@@ -136,6 +140,7 @@ def _command(arguments: list[str]) -> int:
         return 0
     if arguments and arguments[0] in COMMANDS:
         if arguments[0] in IMPORT_TORCH:
+            check_address_space()
             keep_bytecode()
         module, _ = COMMANDS[arguments[0]]
         code: int = importlib.import_module(module).main(arguments[1:])

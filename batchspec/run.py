@@ -15,6 +15,7 @@ from batchspec.errors import Interrupted
 from batchspec.process.bytecode import keep_bytecode
 from batchspec.process.early_start import begin_compiler_hash, begin_context, one_gpu
 from batchspec.process.garbage import imports_frozen, no_garbage_collection
+from batchspec.process.preflight import check_address_space
 from batchspec.process.signals import program_does
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         terminal.show(help_text("run"))
         return 0
+    check_address_space()
     keep_bytecode()
     from batchspec.config.compose import launch
 

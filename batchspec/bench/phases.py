@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from batchspec.console import terminal
 from batchspec.errors import Interrupted
+from batchspec.process.threads import start_thread
 from batchspec.report.start_up import age_clock
 
 REPEAT_S = 30.0
@@ -61,8 +62,7 @@ class Phases:
         os.set_blocking(writer, False)
         fd = signal.set_wakeup_fd(writer)  # Python writes the signal's number to it at once, whatever the main thread does
         handler = signal.signal(signal.SIGTERM, self._interrupt)
-        thread = threading.Thread(target=self._watch, args=(reader, repeat_s, grace_s), name="phases", daemon=True)
-        thread.start()
+        thread = start_thread(lambda: self._watch(reader, repeat_s, grace_s), "phases")
         try:
             yield
         finally:

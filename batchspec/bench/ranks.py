@@ -22,6 +22,7 @@ from batchspec.distributed.rank_ends import culprit, ending
 from batchspec.distributed.rank_processes import RankProcesses, RankProgram
 from batchspec.distributed.seat import Seat, new_group
 from batchspec.errors import ConfigError, Interrupted, RankLost
+from batchspec.process.threads import start_thread
 from batchspec.supervise.leave import leave
 
 PROGRAM = ("-m", "batchspec.bench.follower")
@@ -69,7 +70,7 @@ class Followers:
         self._over = threading.Event()
         program = RankProgram(program=PROGRAM, words=argv, environment=os.environ, output={"stdout": DEVNULL})
         self._group = RankProcesses(program, seat, [f"rank {rank}" for rank in range(1, seat.ranks)])
-        threading.Thread(target=self._watch, daemon=True, name="followers").start()
+        start_thread(self._watch, "followers")
 
     def wait(self) -> None:
         """Wait until all have ended, as they do once everything is measured. How they end no longer matters."""

@@ -17,6 +17,7 @@ from batchspec.distributed.rank_ends import ending
 from batchspec.distributed.rank_processes import Hang, Hanging, RankProcess, RankProcesses, RankProgram, environment_of
 from batchspec.distributed.seat import new_group
 from batchspec.errors import Interrupted
+from batchspec.process.threads import start_thread
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.overwrite import CREW
 from batchspec.supervise.watchdog import limit_s
@@ -69,9 +70,7 @@ class Crew:
             return RankProcesses(program, seat, names, watchdog_s=self._watchdog_s, leader_end_s=LEADER_END_S)
 
     def _follow(self, label: str, lines: IO[str]) -> threading.Thread:
-        thread = threading.Thread(target=self._print, args=(label, lines), daemon=True)
-        thread.start()
-        return thread
+        return start_thread(lambda: self._print(label, lines), f"output of {label}")
 
     def _print(self, label: str, lines: IO[str]) -> None:
         """Print a worker's lines with its number. Errors that all workers have, and the closing advice, are printed once."""

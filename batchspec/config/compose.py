@@ -33,7 +33,7 @@ from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
 from batchspec.process.local_files import fault_of, told
-from batchspec.process.refusals import refusal
+from batchspec.process.refusals import is_panic, refusal
 
 Schema = TypeVar("Schema")
 Report = Callable[[BatchspecError], int]
@@ -174,7 +174,9 @@ def reported(task: Callable[[], int | None], report: Report | None = None) -> in
         return task() or 0
     except BatchspecError as error:
         return (report or report_line)(error)
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         if (refused := refusal(error)) is not None:
             return (report or report_line)(refused)
         terminal.print_traceback(traceback.format_exc())

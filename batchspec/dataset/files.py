@@ -17,6 +17,7 @@ from batchspec.dataset.decoding import BATCH_ROWS, Decoding, decoding_of
 from batchspec.dataset.lines import LineNumbers
 from batchspec.errors import CapacityError, InputError, StorageError
 from batchspec.process.local_files import passes, told
+from batchspec.process.refusals import raise_refusal
 from batchspec.storage.exact_files import parquet_file
 from batchspec.storage.places import LocalPlace, Place
 from batchspec.storage.remote_files import Stamp
@@ -71,7 +72,7 @@ class DataFile(Protocol):
 @contextmanager
 def reading(name: str) -> Iterator[None]:
     """Within this block, raise a reader's errors in one line: StorageError for disk or network, InputError for a bad file,
-    CapacityError without memory."""
+    CapacityError without memory, threads or more open files."""
     try:
         yield
     except MemoryError as error:  # Arrow's too
@@ -80,6 +81,7 @@ def reading(name: str) -> Iterator[None]:
             "leave long columns out of output.passthrough, or lower output.shard_rows, and run the command again"
         ) from error
     except (pa.ArrowException, OSError) as error:
+        raise_refusal(error)
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
         if isinstance(error, OSError) and error.strerror:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchspec.errors import RankLost
+from batchspec.process.threads import start_thread
 
 RING = 1 << 23
 FRAME = 1 << 20
@@ -140,7 +140,7 @@ class Channel:
 
     def start_liveness_thread(self) -> None:
         """Start a thread that increments this rank's liveness counter until the process ends. `SilentRanks` reads it."""
-        threading.Thread(target=self._count_liveness, daemon=True, name="liveness").start()
+        start_thread(self._count_liveness, "liveness")
 
     def _count_liveness(self) -> None:
         line = self._line(self.rank)

@@ -24,6 +24,7 @@ from batchspec.model.template_process import Limit
 from batchspec.model.text_bytes import LongText, text_bound
 from batchspec.model.text_growth import added_problem, growth_problem
 from batchspec.model.token_bytes import token_symbols
+from batchspec.process.refusals import is_panic
 
 END_CHARS = 1 << 20
 """If only the end of a text is wanted, a text with more characters is tokenised only from its end."""
@@ -199,7 +200,7 @@ class Tokenizer:
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
         except BaseException as error:
-            if not _is_panic(error):
+            if not is_panic(error):
                 raise
             raise TokenizerFails(f"the tokenizer fails on the text {quoted(text)} ({error}); correct the text") from error
 
@@ -217,20 +218,15 @@ class Tokenizer:
         try:
             return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
         except BaseException as error:
-            if not _is_panic(error):
+            if not is_panic(error):
                 raise
             said = f"the tokenizer fails to make text of {len(ids):,} tokens ({error}); correct the decoder in its tokenizer.json"
             raise TokenizerFails(said) from error
 
 
 def _is_of_library(error: BaseException) -> bool:
-    """Whether the package tokenizers raised it."""
-    return isinstance(error, Exception) or _is_panic(error)
-
-
-def _is_panic(error: BaseException) -> bool:
-    """Whether it is a panic of Rust code, which is no `Exception`."""
-    return type(error).__name__ == "PanicException"
+    """Whether the package tokenizers raised it: an `Exception`, or a panic of its Rust code, which is none."""
+    return isinstance(error, Exception) or is_panic(error)
 
 
 def _substrings(text: str) -> set[str]:

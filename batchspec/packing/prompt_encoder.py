@@ -14,9 +14,10 @@ from batchspec.console.text import quoted
 from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.messages import FINAL, BadChat, read_chat
 from batchspec.dataset.openai_keys import OF_TEMPLATE, TEMPLATE_KWARGS
-from batchspec.errors import ConfigError, RendererKilled, TokenizerFails
+from batchspec.errors import CapacityError, ConfigError, RendererKilled, TokenizerFails
 from batchspec.model.text_bytes import LongText
 from batchspec.packing.cells import NOT_WHOLE, BadRow, json_cell
+from batchspec.process.refusals import refusal
 from batchspec.records import Ids
 
 if TYPE_CHECKING:
@@ -158,13 +159,15 @@ def _refused_as(who: str) -> Iterator[None]:
     `Admission` expects, and those that the machine causes: no memory, or no process for the template."""
     try:
         yield
-    except (BadRow, MemoryError, OSError, TokenizerFails):
+    except (BadRow, CapacityError, MemoryError, OSError, TokenizerFails):
         raise
     except RendererKilled as error:
         raise BadRow("template_error", f"the chat was not rendered ({error}); try resume=error", retryable=True) from error
     except UnicodeError as error:
         raise BadRow("bad_text", f"the prompt is not valid Unicode ({error}); correct it") from error
     except Exception as error:  # a template may raise anything
+        if refusal(error) is not None:
+            raise
         code = "template_error" if who == "chat template" else "bad_text"
         said = " ".join(str(error).split()) or type(error).__name__
         raise BadRow(code, f"the {who} refuses the prompt ({said}); correct it") from error

@@ -10,10 +10,13 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from batchspec.errors import CapacityError
+from batchspec.process.local_files import told
+from batchspec.process.threads import start_thread
 
 BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
 """Signals that a batch system or a terminal sends to all processes of a job."""
@@ -76,14 +79,27 @@ def import_paths() -> list[str]:
 def start_module(module: str, **environment: str) -> subprocess.Popen[bytes]:
     """Start a module that processes the job's input, with pipes to its standard input and output.
 
-    Its environment is `environment` and the variables of PASSED_ENVIRONMENT.
+    Its environment is `environment` and the variables of PASSED_ENVIRONMENT. Raises CapacityError if it could not limit itself.
     """
+    _check_limits()
     environ = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ENVIRONMENT)}
     with signals_blocked():
         return subprocess.Popen(
             python_command("-m", module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             env=environ | environment,
         )
+
+
+def _check_limits() -> None:
+    """Raises CapacityError if the system refuses limits, even those that hold already, to this process: then also to a child."""
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, resource.getrlimit(resource.RLIMIT_CORE))
+    except OSError as error:
+        raise CapacityError(
+            f"the system refuses to limit the memory and CPU time of a process ({told(error)}), without which no chat template "
+            "and no constraint is executed; allow setrlimit and prlimit64 (seccomp profile of the container) and run the same "
+            "command again"
+        ) from error
 
 
 def act_when_parent_ends(act: Callable[[], object]) -> None:
@@ -97,7 +113,7 @@ def act_when_parent_ends(act: Callable[[], object]) -> None:
             pass
         act()
 
-    threading.Thread(target=wait, daemon=True, name="parent").start()
+    start_thread(wait, "parent")
 
 
 AGAIN_S = 1.0

@@ -10,8 +10,10 @@ import ctypes
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from threading import Thread
+
+from batchspec.process.threads import start_thread
 
 _begun: set[str] = set()
 
@@ -49,7 +51,7 @@ def begin_compiler_hash() -> None:
 def _begin(name: str, work: Callable[[], object]) -> None:
     if name not in _begun:
         _begun.add(name)
-        Thread(target=_quietly, args=(work,), name=name, daemon=True).start()
+        start_thread(partial(_quietly, work), name)
 
 
 def _quietly(work: Callable[[], object]) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from batchspec.process.threads import start_thread
+
 WINDOW_S = 60.0
 """Seconds within which activity must add up to the thresholds below. What a process that hangs still does never does."""
 READ_BYTES, WRITTEN_BYTES, RESIDENT_BYTES = 1 << 12, 1 << 18, 1 << 16
@@ -55,8 +57,7 @@ def steps_of_download(folder: Path) -> Iterator[None]:
                 count_step()
             before = now
 
-    thread = threading.Thread(target=look, daemon=True, name="download")
-    thread.start()
+    thread = start_thread(look, "download")
     try:
         yield
     finally:

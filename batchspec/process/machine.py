@@ -25,6 +25,14 @@ def user_cache() -> Path:
     raise FileNotFoundError("this user has no home folder; set HOME or XDG_CACHE_HOME")
 
 
+def soft_limit(kind: int) -> int | None:
+    """The limit that holds for this process; None: there is none, or the system does not tell. kind: of `resource.RLIMIT_...`"""
+    with suppress(OSError):
+        if (soft := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
+            return soft
+    return None
+
+
 def lower_limit(kind: int, value: int) -> None:
     """Limit this process to `value`, or to what it is limited to already if that is less. kind: of `resource.RLIMIT_...`"""
     hard = resource.getrlimit(kind)[1]

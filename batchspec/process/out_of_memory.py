@@ -14,6 +14,10 @@ from batchspec.errors import CapacityError
 SIGNS = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 """Parts of the messages of torch, CUDA and its libraries when memory runs out."""
 
+UNMAPPED = "failed to map segment from shared object"
+"""Part of the loader's message about a library for which there is no memory, or, if "Operation not permitted" follows, whose file
+may not be executed."""
+
 
 @dataclass(slots=True)
 class OutOfMemoryGuard:
@@ -36,6 +40,7 @@ def shortage(error: BaseException) -> bool:
     """Whether it is an error of running out of memory."""
     return (
         isinstance(error, MemoryError)
+        or (isinstance(error, ImportError) and UNMAPPED in str(error) and "not permitted" not in str(error))
         or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS))
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)  # no process could be started
     )

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from batchspec.console import terminal
 from batchspec.console.text import counted
 from batchspec.process import load_progress
+from batchspec.process.threads import start_thread
 from batchspec.report.start_up import StartUp
 
 WINDOW_S = 60.0
@@ -65,19 +66,20 @@ class ProgressBar:
         self._working = False
         self._phase: tuple[str, float] | None = None
         self._over = threading.Event()
-        self._ticker = threading.Thread(target=self._tick, name="progress bar", daemon=True)
+        self._ticker: threading.Thread | None = None
         self._bar = terminal.StatusLine(self.stream) if self.stream.isatty() and total_completions else None
 
     def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.__enter__()
             self._draw()
-        self._ticker.start()
+        self._ticker = start_thread(self._tick, "progress bar")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
-        self._ticker.join(TICK_S)
+        if self._ticker is not None:
+            self._ticker.join(TICK_S)
         if self._bar is not None:
             self._draw()
             self._bar.__exit__(kind, error, trace)

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.errors import BatchspecError, OneLine, OutputError, StorageError
+from batchspec.process.refusals import raise_refusal
 from batchspec.runstate.manifest import Manifest
 from batchspec.storage.store import Store, Tail, for_each
 
@@ -99,6 +100,7 @@ def read_footer(read: Callable[[int], Tail | None]) -> ShardFile | None:
         try:
             return _parsed(pq.read_metadata(pa.BufferReader(data)), tail.version)
         except (pa.ArrowException, OSError, ValueError) as error:
+            raise_refusal(error)
             reason = re.split(r"\n|\. ", str(error))[0] or type(error).__name__
     raise DamagedFooter(reason)
 

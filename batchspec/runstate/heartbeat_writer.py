@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from batchspec.errors import BatchspecError, Interrupted
+from batchspec.process.threads import start_thread
 from batchspec.runstate.claims import this_process
 from batchspec.runstate.heartbeats import SAID_CHARS, HeartbeatFiles
 from batchspec.storage.open_store import open_store
@@ -42,7 +43,7 @@ class HeartbeatWriter:
         self._who = {**this_process(), "job": _job(), "began_at": round(time.time(), 3), "slots": 0}
         self._over, self._woken = threading.Event(), threading.Event()
         self._last_beat: dict[str, Any] = {}
-        self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
+        self._thread: threading.Thread | None = None
 
     @property
     def attempt(self) -> str:
@@ -51,8 +52,8 @@ class HeartbeatWriter:
 
     def start(self) -> None:
         """Write the heartbeat from now on if the folder holds a job."""
-        if self._thread.ident is None:
-            self._thread.start()
+        if self._thread is None:
+            self._thread = start_thread(self._beat, "progress")
 
     def withdraw(self) -> None:
         """Delete the heartbeat of a run that has not begun to work on the job."""
@@ -82,7 +83,7 @@ class HeartbeatWriter:
     def _stop(self) -> None:
         self._over.set()
         self._woken.set()
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join(LAST_BEAT_S)
 
     def _beat(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+
+from batchspec.process.threads import start_thread
 
 
 def in_thread(task: Callable[[], None], name: str) -> Future[None]:
@@ -19,5 +20,5 @@ def in_thread(task: Callable[[], None], name: str) -> Future[None]:
         else:
             future.set_result(None)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    start_thread(run, name)
     return future

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from batchspec.errors import OutputError, StorageError
+from batchspec.process.refusals import raise_refusal
 from batchspec.storage.retry import reason
 from batchspec.storage.store import Store
 
@@ -27,10 +28,12 @@ def scan(store: Store, names: Sequence[str]) -> pl.LazyFrame:
 @contextmanager
 def scanning(where: str) -> Iterator[None]:
     """Turn errors of polars and Arrow about files under a root into a StorageError of one line, and panics of polars, which some
-    values cause, into an OutputError."""
+    values cause, into an OutputError. What the machine refuses is a CapacityError."""
     try:
         yield
     except (pl.exceptions.ComputeError, pl.exceptions.InvalidOperationError, pa.ArrowException, OSError) as error:
+        raise_refusal(error)
         raise StorageError(f"reading {where} failed: {reason(error)}; run the same command again after the repair") from error
     except pl.exceptions.PanicException as error:
+        raise_refusal(error)
         raise OutputError(f"{where}: polars cannot process a value ({reason(error)}); read the files with pyarrow") from error

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from batchspec.dataset.writer import write_parquet
 from batchspec.errors import StorageError
+from batchspec.process.refusals import raise_refusal
 from batchspec.storage.exact_files import parquet_file
 from batchspec.storage.store import storing
 
@@ -106,6 +107,7 @@ def _verify(path: Path, ids: list[RowId]) -> None:
         with parquet_file(path, page_checksum_verification=True) as file:
             found = [row for i in range(file.num_row_groups) for row in row_ids(file.read_row_group(i))]
     except (pa.ArrowException, OSError) as error:
+        raise_refusal(error)
         if isinstance(error, OSError) and error.errno:
             raise
         reason = str(error).splitlines()[0]

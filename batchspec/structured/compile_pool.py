@@ -13,9 +13,11 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from batchspec.process.own_process import finalize_here
+from batchspec.process.threads import start_thread
 from batchspec.structured.limited_process import OUT_OF_MEMORY, Died, Killed, LimitedProcess
 
 SLICE_S = 0.5
@@ -108,7 +110,7 @@ class CompilePool:
         self.processes = [CompileProcess(first_message) for _ in range(num)]
         budget = Budget(first_message[2])
         for process in self.processes:
-            threading.Thread(target=_serve, args=(self._tasks, process, budget), name="compile", daemon=True).start()
+            start_thread(partial(_serve, self._tasks, process, budget), "compile")
         self.close = finalize_here(self, _end, self._tasks, self.processes)
         """Ends the processes and what they compile at present; called with the pool's end too."""
 

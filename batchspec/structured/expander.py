@@ -4,14 +4,15 @@ the other."""
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from batchspec.automata.lazy_automaton import Answer, Ask, MachineError, Recheck
 from batchspec.process.own_process import finalize_here
+from batchspec.process.threads import start_thread
 from batchspec.structured.lazy_dfa import MAX_STATES
 from batchspec.structured.limited_process import OUT_OF_MEMORY, TOO_MANY_STATES, Died, Full, Killed, LimitedProcess, num_processes
 
@@ -55,7 +56,7 @@ class Expander:
             lane.num_automata += 1
         if not lane.has_thread:
             lane.has_thread = True
-            threading.Thread(target=_serve, args=(lane.tasks, lane.process), name="expand", daemon=True).start()
+            start_thread(partial(_serve, lane.tasks, lane.process), "expand")
         found: Future[Any] = Future()
         lane.tasks.put((asked, found))
         return found

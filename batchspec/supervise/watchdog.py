@@ -19,6 +19,7 @@ from batchspec.console import terminal
 from batchspec.errors import BatchspecError, Interrupted
 from batchspec.process import load_progress
 from batchspec.process.load_progress import WINDOW_S, Activity
+from batchspec.process.threads import start_thread
 
 NUM_CHECKS = 20
 """Minimum number of checks within the limit."""
@@ -114,8 +115,7 @@ class Watchdog:
             yield self
             return
         self._end_without_gil(self._limit_s * LOAD_FACTOR)  # not by the thread: a call may hold the GIL before its first check
-        thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
-        thread.start()
+        thread = start_thread(self._watch, "watchdog")
         try:
             yield self
         finally:
