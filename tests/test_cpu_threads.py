@@ -91,6 +91,9 @@ def test_the_smallest_quota_of_the_cgroups_around_counts(tmp_path: Path) -> None
     for quota, cpus in (("-1", None), ("150000", 1.5)):
         (old / "cpu.cfs_quota_us").write_text(quota)
         assert cpu_threads.cpu_quota(tmp_path / "old", tmp_path / "none") == cpus
+    (old / "cpu.cfs_period_us").write_text("0")
+    (tmp_path / "old/cpu.max").write_text("0 0")
+    assert cpu_threads.cpu_quota(tmp_path / "old", tmp_path / "none") is None
 
 
 def test_a_run_on_a_cpu_says_it(

@@ -253,6 +253,14 @@ def test_a_control_group_s_limit_counts_if_it_is_below_the_machine_s(
         assert free_memory(CPU) == free
 
 
+@pytest.mark.parametrize(("limit", "free"), [("3000000000", 2 * 10**9), (f"{2**63 - 4096}", 2**63 - 4096 - 10**9), ("", None)])
+def test_a_control_group_of_version_1_limits_memory_too(tmp_path: Path, limit: str, free: int | None) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/memory.limit_in_bytes").write_text(limit)
+    (tmp_path / "memory/memory.usage_in_bytes").write_text("1000000000\n")
+    assert cgroup.free_memory_of_cgroups(tmp_path, tmp_path / "none") == free
+
+
 def survey(*rows: tuple[int, int]) -> Survey:
     """The demand of rows with these numbers of prompt tokens and caps."""
     seen = Survey()

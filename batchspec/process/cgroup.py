@@ -1,4 +1,4 @@
-"""The control groups (version 2) around this process. The limits of all of them hold."""
+"""The control groups around this process. The limits of all of them hold."""
 
 from __future__ import annotations
 
@@ -23,9 +23,15 @@ def cgroups(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Iterator[Path]:
 
 
 def free_memory_of_cgroups(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int | None:
-    """Bytes that this process may still allocate within the limits of its groups; None without a limit."""
+    """Bytes that this process may still allocate within the limits of its groups; None without a limit.
+
+    Of groups of version 1 only `root`'s limit is known: in a container that is its own.
+    """
     found = []
     for place in cgroups(root, membership):
         with suppress(OSError, ValueError):  # `max` is no limit
             found.append(int((place / "memory.max").read_text()) - int((place / "memory.current").read_text()))
+    with suppress(OSError, ValueError):
+        limit, used = (int((root / "memory" / f"memory.{name}_in_bytes").read_text()) for name in ("limit", "usage"))
+        found.append(limit - used)  # without a limit it is about 2**63
     return min(found, default=None)

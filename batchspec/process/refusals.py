@@ -25,7 +25,8 @@ def refusal(error: BaseException) -> CapacityError | None:
         limit = soft_limit(resource.RLIMIT_NOFILE)
         what, cure = "no more files can be opened", f"raise the limit of {limit or 0:,} (ulimit -n)"
     elif code == errno.EAGAIN or ((from_library or code) and any(sign in said for sign in THREAD_SIGNS)):
-        what, cure = "no more threads or processes can be started", "raise their limit (ulimit -u, pids.max of the control group)"
+        what = "no more threads or processes can be started"
+        cure = "raise their limit (ulimit -u, pids.max of the control group), or allow clone3 (seccomp profile of the container),"
     elif shortage(error):
         what, cure = "out of memory", "free the machine's memory or raise the limit (ulimit -v, memory.max of the control group)"
     elif isinstance(error, OSError) and error.filename == sys.executable:

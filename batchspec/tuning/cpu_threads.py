@@ -70,10 +70,10 @@ def cpu_quota(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float | None:
     """CPUs that the cgroup of this process, or one around it, may use at a time; None without a limit."""
     found = []
     for place in cgroups(root, membership):
-        with suppress(OSError, ValueError):  # `max 100000` is no limit
+        with suppress(OSError, ValueError, ZeroDivisionError):  # `max 100000` is no limit
             quota, period = map(int, (place / "cpu.max").read_text().split())
             found.append(quota / period)
-    with suppress(OSError, ValueError):  # version 1
+    with suppress(OSError, ValueError, ZeroDivisionError):  # version 1
         quota, period = (int((root / "cpu" / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
         found += [quota / period] * (quota > 0)
     return min(found, default=None)
