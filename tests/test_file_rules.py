@@ -19,6 +19,7 @@ OPENS: dict[str, str] = {
     "report.start_up": "/proc",
     "process.load_progress": "/proc",
     "process.bytecode": "the package's own list of modules",
+    "commands.families": "the package's own table",
     "distributed.rank_ends": "/proc",
     "process.cgroup": "/proc and the control groups",
     "tuning.cpu_threads": "/proc and the control groups",
