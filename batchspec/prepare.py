@@ -12,7 +12,7 @@ import torch
 from batchspec.config.checks import AUTO
 from batchspec.config.draft_auto import with_drafter
 from batchspec.config.schema import RunConfig
-from batchspec.dataset.columns import ColumnMap, map_columns
+from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.reader import Source, open_source
 from batchspec.dataset.row_ids import check_ids
 from batchspec.dataset.schema import columns_read, output_schema
@@ -41,6 +41,7 @@ from batchspec.packing.constraints import Constraints
 from batchspec.packing.input_notes import input_notes
 from batchspec.packing.model_notes import model_notes
 from batchspec.packing.row_logprobs import with_logprobs_of_rows
+from batchspec.packing.row_templates import RowTemplates
 from batchspec.packing.survey import Survey
 from batchspec.packing.unused import (
     check_columns,
@@ -126,7 +127,8 @@ def open_job(
     group            the processes that compute the target together
     """
     source = source or open_source(config.input, config.output.dir)
-    columns = map_columns(source.schema, config.input.columns)
+    templates = RowTemplates(config.input)
+    columns = templates.map_columns(source.schema, requests=source.filled_by_requests is not None)
     output_schema(source.schema, columns, config.output, score=config.decode.score)
     source = source.reading(columns_read(source.schema, columns, config.output))
     check_ids(source, columns)
@@ -139,7 +141,7 @@ def open_job(
             "map one, input.columns.adapter=COLUMN, or give an adapter of all rows as model.adapter"
         )
     tokenizer = tokenizer or open_tokenizer(model.folder, config, columns)
-    job = job_of(model, source, columns, tokenizer, logprobs_of_all=logprobs_of_all)
+    job = job_of(model, source, columns, tokenizer, templates=templates, logprobs_of_all=logprobs_of_all)
     check_keys_of_input(config, columns, source)
     check_keys_of_engine(config)
     check_samples(config, columns, source)
@@ -149,20 +151,21 @@ def open_job(
 
 
 def job_of(
-    model: JobModel, source: Source, columns: ColumnMap, tokenizer: Tokenizer | None, constraints: Constraints | None = None, *,
-    logprobs_of_all: bool = True,
+    model: JobModel, source: Source, columns: ColumnMap, tokenizer: Tokenizer | None, constraints: Constraints | None = None,
+    templates: RowTemplates | None = None, *, logprobs_of_all: bool = True,
 ) -> Job:
     """The job of this model over this input. Raises ConfigError where their configurations do not fit each other, and InputError
     for a column that no row can use.
 
     constraints  compiler to share with another job of the same configuration and model; None: make one
+    templates    those that mapped the columns; None: make them
     logprobs_of_all  whether rows that do not ask for log-probabilities have some too, if the configuration says so
     """
     config = model.config
     check_columns(config, columns, source)
     admission = Admission(
         config, source=source, columns=columns, spec=model.spec, tokenizer=tokenizer, constraints=constraints,
-        logprobs_of_all=logprobs_of_all,
+        templates=templates, logprobs_of_all=logprobs_of_all,
     )
     check_keys_of_model(config, model.spec, thinks=admission.settings.think is not None)
     admission.schema_of(source.schema, columns, config.output)  # raises for columns that have no place

@@ -134,11 +134,14 @@ class InputConfig:
     columns: dict[str, str | None] = field(default_factory=dict)
     """Names of input columns by batchspec's own names, e.g. {id: question_id, prompt: text}. null hides a column of that
     name."""
+    prompt: str | None = None
+    """Jinja template that makes the prompt of each row of its columns, e.g. "Question: {{ q }} Answer:", in place of a column of
+    prompts. @FILE reads it from a file. null: the prompts are a column."""
     chat: bool = False
-    """Apply the chat template to the column `prompt`, as one user turn."""
+    """Apply the chat template to the column `prompt`, or to what input.prompt makes, as one user turn."""
     system: str | None = None
-    """System prompt of all chats. A row's own is kept: its column `system`, else the system or developer message with which its
-    chat begins. null adds none."""
+    """System prompt of all chats. With marks of Jinja ({{, {%, {#) it is a template, as input.prompt is. A row's own is kept: its
+    column `system`, else the system or developer message with which its chat begins. null adds none."""
     on_overlong: str = "error"
     """What to do with a prompt that leaves no space for max_new_tokens. error makes an error row, truncate keeps the prompt's
     end, skip makes a row with status skipped."""

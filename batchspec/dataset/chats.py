@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -10,7 +10,16 @@ import pyarrow as pa
 from batchspec.config.schema import InputConfig, OutputConfig
 from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.json_text import BadJson
-from batchspec.dataset.messages import THINKING_FIELD, BadChat, Message, kept_turn, messages_of, read_chat, without_nulls
+from batchspec.dataset.messages import (
+    THINKING_FIELD,
+    USUAL_SYSTEM,
+    BadChat,
+    Message,
+    kept_turn,
+    messages_of,
+    read_chat,
+    without_nulls,
+)
 from batchspec.dataset.reader import InputShard
 from batchspec.dataset.schema import messages_type
 from batchspec.dataset.untyped_columns import value_of
@@ -29,14 +38,15 @@ class Chats:
     think_tokens  put around a thought if output.reasoning_in_messages asks for it; None: the model's outputs have channels, and
                   thoughts are a separate field
     calls  tool calls are a separate field
+    texts  row index -> what templates made of the row (USUAL_SYSTEM, prompt), if columns.templates has some
     """
 
     def __init__(
         self, shard: InputShard, columns: ColumnMap, input: InputConfig, output: OutputConfig,
-        think_tokens: tuple[str, str] | None, *, calls: bool,
+        think_tokens: tuple[str, str] | None, *, calls: bool, texts: Mapping[int, Mapping[str, str]],
     ) -> None:
         kind = messages_type(shard.table.schema, columns, output, calls=calls, channels=think_tokens is None)
-        self._prompts = _prompt_turns(shard, columns, input, [field.name for field in kind.value_type])
+        self._prompts = _prompt_turns(shard, columns, input, [field.name for field in kind.value_type], texts)
         self._first_row, self._output, self._think_tokens, self._calls = shard.first_row, output, think_tokens, calls
 
     def of(self, completion: Completion) -> list[Turn] | None:
@@ -53,22 +63,29 @@ class Chats:
         return _messages(prompt, answer)
 
 
-def _prompt_turns(shard: InputShard, columns: ColumnMap, input: InputConfig, names: Sequence[str]) -> list[list[Turn] | None]:
+def _prompt_turns(
+    shard: InputShard, columns: ColumnMap, input: InputConfig, names: Sequence[str], texts: Mapping[int, Mapping[str, str]]
+) -> list[list[Turn] | None]:
     """The turns of every row's prompt; None if it has none or they cannot be read."""
     table, kind = shard.table, columns.prompt_kind
     if kind == "prompt_ids":
         return [None] * table.num_rows
-    prompts = _values(table, columns.prompt_column)
-    system = columns.get("system") if kind == "messages" or input.chat else None
-    systems = [None] * table.num_rows if system is None else _values(table, system, optional=True)
+    made = [texts.get(shard.first_row + place, {}) for place in range(table.num_rows)]
+    column = columns.prompt_column
+    prompts = [text.get("prompt") for text in made] if column is None else _values(table, column)
+    own_system = columns.get("system") if kind == "messages" or input.chat else None
+    systems = [None] * table.num_rows if own_system is None else _values(table, own_system, optional=True)
     own = columns.get("final_assistant")
     finals = [None] * table.num_rows if own is None else _values(table, own, optional=True)
     if kind == "prompt":
         prompts = [[{"role": "user", "content": text}] if isinstance(text, str) else None for text in prompts]
     usual = input.system if kind == "messages" or input.chat else None
     return [
-        _turns(prompt, text if isinstance(text, str) else None, final or input.final_assistant, names, usual)
-        for prompt, text, final in zip(prompts, systems, finals, strict=True)
+        _turns(
+            prompt, system if isinstance(system, str) else None, final or input.final_assistant, names,
+            text.get(USUAL_SYSTEM, usual),
+        )
+        for prompt, system, final, text in zip(prompts, systems, finals, made, strict=True)
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
@@ -128,23 +128,33 @@ class ColumnMap:
 
     names: Mapping[str, str]
     prompt_kind: str
-    """messages, prompt or prompt_ids: the one that is mapped."""
+    """messages, prompt or prompt_ids: the one that is mapped, or prompt if input.prompt makes it."""
+    templates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The dataset's columns that each template of rows reads: those of `prompt` (input.prompt) and `system` (input.system)."""
 
     def get(self, name: str) -> str | None:
         """The dataset's column for one of batchspec's names; None if it is not mapped."""
         return self.names.get(name)
 
     @property
-    def prompt_column(self) -> str:
-        return self.names[self.prompt_kind]
+    def read(self) -> list[str]:
+        """The dataset's columns that are read, some of them perhaps twice."""
+        return [*self.names.values(), *(column for columns in self.templates.values() for column in columns)]
+
+    @property
+    def prompt_column(self) -> str | None:
+        """The column of the prompts; None if input.prompt makes them."""
+        return self.names.get(self.prompt_kind)
 
 
-def map_columns(schema: pa.Schema, columns: Mapping[str, str | None]) -> ColumnMap:
+def map_columns(schema: pa.Schema, columns: Mapping[str, str | None], *, template: bool = False) -> ColumnMap:
     """Map batchspec's names to columns: each to the column of the same name, unless `columns` (input.columns) says otherwise.
 
     A name mapped to None is left out; so is one of NAMED_ONLY that `columns` does not name. Optional columns may have the null
     type (all rows empty). Raises ConfigError for a name that batchspec does not know, InputError for a column that does not
     exist, a wrong type, or not exactly one prompt.
+
+    template  whether input.prompt makes the prompts, so that no column may be one
     """
     for name in columns:
         if name not in TYPES:
@@ -171,7 +181,7 @@ def map_columns(schema: pa.Schema, columns: Mapping[str, str | None]) -> ColumnM
                 f"column {column!r} is mapped to {name} but has {kind}; allowed: {allowed}; "
                 f"{advice} or set input.columns.{name}=null"
             )
-    return ColumnMap(names=names, prompt_kind=_only_prompt(names, schema))
+    return ColumnMap(names=names, prompt_kind=_only_prompt(names, schema, template=template))
 
 
 def _fits(field: pa.Field, name: str, fits: Callable[[pa.DataType], bool]) -> bool:
@@ -183,8 +193,17 @@ def _fits(field: pa.Field, name: str, fits: Callable[[pa.DataType], bool]) -> bo
     return fits(field.type) or (is_csv(field) and name != "prompt_ids")
 
 
-def _only_prompt(names: Mapping[str, str], schema: pa.Schema) -> str:
+def _only_prompt(names: Mapping[str, str], schema: pa.Schema, *, template: bool) -> str:
     prompts = [name for name in PROMPTS if name in names]
+    if template and prompts:
+        listed = " and ".join(f"{name} (column {names[name]!r})" for name in prompts)
+        hidden = " ".join(f"input.columns.{name}=null" for name in prompts)
+        raise InputError(
+            f"exactly one prompt is allowed but input.prompt is given beside {listed}; set {hidden} (the template may read that "
+            "column nevertheless), or remove input.prompt"
+        )
+    if template:
+        return "prompt"
     if not prompts:
         raise InputError(_no_prompt(schema))
     if len(prompts) > 1:

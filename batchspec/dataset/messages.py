@@ -28,6 +28,8 @@ THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Fields of an assistant's message that hold its reasoning, as servers and templates call them."""
 THINKING_FIELD = "thinking"
 """Field of an assistant's message for its thought, as the chat templates of gpt-oss name it."""
+USUAL_SYSTEM = "input.system"
+"""Name of a row's value that replaces input.system: its text, if that is a template."""
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "model": "assistant",
     "system": "system", "tool": "tool", "observation": "tool",

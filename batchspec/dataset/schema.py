@@ -82,7 +82,7 @@ def columns_read(input_schema: pa.Schema, columns: ColumnMap, output: OutputConf
     """The input's columns that the rows of a job are made of. `output_schema` has checked output.passthrough."""
     wish = output.passthrough
     copied = input_schema.names if wish == "all" else () if wish == "none" else wish
-    return [*columns.names.values(), *copied]
+    return [*columns.read, *copied]
 
 
 def messages_type(
@@ -91,7 +91,7 @@ def messages_type(
     """Type of the column `messages`: role and content, and the fields of tool calls if input or output may have them."""
     if channels and output.reasoning_in_messages:
         return THINKING_MESSAGES
-    in_prompt = columns.prompt_kind == "messages" and may_call_tools(input_schema.field(columns.prompt_column))
+    in_prompt = columns.prompt_kind == "messages" and may_call_tools(input_schema.field(columns.names["messages"]))
     return TOOL_MESSAGES if in_prompt or calls else MESSAGES
 
 

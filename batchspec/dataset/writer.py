@@ -41,6 +41,7 @@ def build_table(
     calls: bool = False,
     score: str = "none",
     token_text: TokenText | None = None,
+    texts: Mapping[int, Mapping[str, str]] | None = None,
     finished_at: datetime | None = None,
 ) -> pa.Table:
     """The output rows of a shard, by (row_index, sample_index), in the schema of `output_schema`. Copied columns that are
@@ -49,7 +50,7 @@ def build_table(
     `think_tokens` are put around a thought in `messages`; None: outputs have channels, and thoughts are a separate field, as tool
     calls are with `calls`. Copied columns come from `shard.table`; text that is not valid UTF-8
     gets U+FFFD, so that every reader can open the file. `attempt` is the uuid of the run, `score` is decode.score, `token_text`
-    is needed with output.logprob_tokens, `finished_at` (default now) is the time of the build.
+    is needed with output.logprob_tokens, `texts` is as for `Chats`, `finished_at` (default now) is the time of the build.
     """
     completions = sorted(completions, key=lambda c: (c.row_index, c.sample_index))
     assert all(completion.num_undecoded is None for completion in completions), "a text was never decoded"
@@ -57,7 +58,9 @@ def build_table(
     token_text = token_text if output.logprob_tokens else None
     input_fields = {field.name: field for field in shard.table.schema}
     rows = pa.array([c.row_index - shard.first_row for c in completions], pa.int64())
-    chats = Chats(shard, columns, input, output, think_tokens, calls=calls) if output.messages != "none" else None
+    chats = None
+    if output.messages != "none":
+        chats = Chats(shard, columns, input, output, think_tokens, calls=calls, texts=texts or {})
     when = finished_at or datetime.now(UTC)
     values: dict[str, Callable[[Completion], Any]] = {
         "completion": attrgetter("text"),

@@ -1,8 +1,9 @@
-"""The process that renders chat templates, which are untrusted code: in Jinja's sandbox, with limits on CPU time and memory.
+"""The process that renders templates of chats and rows, which are untrusted code: in Jinja's sandbox, with limits on CPU time and
+memory.
 
 It imports jinja2 and little else, so that it starts soon. It reads and answers JSON lines: first {"sources": {name: Jinja},
-"date", "cpu_s", "memory_bytes"}, answered by {"errors": {name: message}}, then for each chat {"name", "variables", "limit"},
-answered by {"text"}, {"error"}, or {"too_long": bytes}.
+"date", "strict", "cpu_s", "memory_bytes"}, answered by {"errors": {name: message}, "reads": {name: variables}}, then for each
+text {"name", "variables", "limit"}, answered by {"text"}, {"error"}, or {"too_long": bytes}.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import StrictUndefined, Template, TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -23,7 +24,7 @@ from batchspec.process.child_process import limit_cpu
 from batchspec.process.machine import lower_limit
 
 MAX_CHARS = 1 << 24
-"""Maximum length of a rendered chat."""
+"""Maximum length of a rendered text."""
 MAX_MESSAGE_CHARS = 400
 
 
@@ -77,27 +78,47 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def environment(date: str) -> ImmutableSandboxedEnvironment:
+def _written(value: Any) -> Any:
+    if value is None or callable(value):
+        what = "a null, which it may test: {% if NAME is none %}" if value is None else "a function"
+        raise TemplateError(f"it writes {what}")
+    return value
+
+
+def environment(date: str, *, strict: bool = False) -> ImmutableSandboxedEnvironment:
     """The Jinja environment in which transformers renders chat templates (utils/chat_template_utils.py), with a fixed clock.
 
-    date  what strftime_now gives, in ISO format: prompts must not depend on the day of a run
+    date    what strftime_now gives, in ISO format: prompts must not depend on the day of a run
+    strict  for templates of rows: what is undefined or null is refused instead of written as nothing or None, there are neither
+            clock nor chance, and a line break at the end stays
     """
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
+    if strict:
+        env.undefined, env.finalize, env.keep_trailing_newline = StrictUndefined, _written, True
+        del env.globals["lipsum"], env.filters["random"]
+        return env
     env.globals["strftime_now"] = lambda form: datetime.fromisoformat(date).strftime(form)
     return env
 
 
-def _compiled(sources: dict[str, str], date: str, cpu_s: int) -> tuple[dict[str, Template], dict[str, str]]:
-    templates, errors = {}, {}
+def _compiled(
+    sources: dict[str, str], date: str, strict: bool, cpu_s: int
+) -> tuple[dict[str, Template], dict[str, str], dict[str, list[str]]]:
+    """The templates, what is wrong with others, and the variables and functions that each strict one reads."""
+    templates, errors, reads = {}, {}, {}
     for name, source in sources.items():
         limit_cpu(cpu_s)
         try:
-            templates[name] = environment(date).from_string(source)
+            templates[name] = environment(date, strict=strict).from_string(source)
+            if strict:
+                bare = environment(date, strict=True)
+                bare.globals.clear()
+                reads[name] = sorted(meta.find_undeclared_variables(bare.parse(source)))
         except Exception as error:  # compiling already evaluates constant expressions, with arbitrary filters
             errors[name] = _message(error)
-    return templates, errors
+    return templates, errors, reads
 
 
 def _rendered(template: Template, request: dict[str, Any], cpu_s: int) -> dict[str, Any]:
@@ -127,8 +148,8 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.readline())
     cpu_s = request["cpu_s"]
     lower_limit(resource.RLIMIT_AS, request["memory_bytes"])
-    templates, errors = _compiled(request["sources"], request["date"], cpu_s)
-    answer: dict[str, Any] = {"errors": errors}
+    templates, errors, reads = _compiled(request["sources"], request["date"], request["strict"], cpu_s)
+    answer: dict[str, Any] = {"errors": errors, "reads": reads}
     while True:
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()

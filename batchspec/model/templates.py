@@ -1,4 +1,4 @@
-"""Renders chat templates in a separate process: one that loops, takes too much memory or crashes fails its row, not the job."""
+"""Renders templates in a separate process: one that loops, takes too much memory or crashes fails its row, not the job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jinja2 import TemplateSyntaxError
 from jinja2.nodes import Name
 
 from batchspec.config.schema import TEMPLATE_DATE
-from batchspec.errors import CapacityError, CheckpointError, RendererKilled
+from batchspec.errors import BatchspecError, CapacityError, CheckpointError, RendererKilled
 from batchspec.model import template_process
 from batchspec.model.template_process import Limit
 from batchspec.model.text_bytes import LongText
@@ -23,12 +23,15 @@ from batchspec.process.child_process import start_module
 from batchspec.process.own_process import finalize_here
 
 CPU_S = 3
-"""CPU limit of one chat, in whole seconds; a chat of 100,000 tokens takes hundredths of a second."""
+"""CPU limit of one text, in whole seconds; a chat of 100,000 tokens takes hundredths of a second."""
 MEMORY_BYTES = 1 << 30
 
 
 class Templates:
     """The templates of a checkpoint, by name. `where` is the prefix of error messages, `date` what they take for today."""
+
+    strict = False
+    """As `template_process.environment` has it."""
 
     def __init__(self, sources: Mapping[str, str], where: str, *, date: str = TEMPLATE_DATE) -> None:
         """Raises CheckpointError if one is not valid Jinja. Templates are compiled by `check`, or before the first chat."""
@@ -39,9 +42,11 @@ class Templates:
         """Whether all templates compiled in some process: if they do not in another one, the machine is the cause."""
         self.variables = set[str]()
         """Every name that one of them reads, its own variables included."""
+        self.reads: dict[str, list[str]] = {}
+        """Of each strict template, once compiled: the variables that it must be given, and the functions that it calls."""
         for name, source in self._sources.items():
             try:
-                parsed = template_process.environment(date).parse(source)
+                parsed = template_process.environment(date, strict=self.strict).parse(source)
                 self.variables |= {node.name for node in parsed.find_all(Name) if node.ctx == "load"}
             except TemplateSyntaxError as error:
                 raise self._bad(name, f", line {error.lineno}: {error.message}") from None
@@ -68,7 +73,7 @@ class Templates:
                 self._ensure_running()
             except RendererKilled as error:
                 raise CapacityError(
-                    f"{self._where}: the process that renders chat templates could not start ({error}); free the machine's "
+                    f"{self._where}: the process that renders templates could not start ({error}); free the machine's "
                     "memory and run the same command again"
                 ) from None
 
@@ -115,7 +120,9 @@ class Templates:
         self._process = start_module(template_process.__name__)
         self._owner = os.getpid()
         finalize_here(self, self._process.kill)
-        request = {"sources": self._sources, "date": self._date, "cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES}
+        request = {
+            "sources": self._sources, "date": self._date, "strict": self.strict, "cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES,
+        }
         answer = self._ask(json.dumps(request).encode() + b"\n")
         errors = answer["errors"] if "errors" in answer else {"/".join(self._sources): answer["error"]}
         for name, problem in errors.items():
@@ -124,7 +131,7 @@ class Templates:
             if answer.get("killed") or self._compiled:
                 raise RendererKilled(problem)
             raise self._bad(name, f": {problem}")
-        self._compiled = True
+        self._compiled, self.reads = True, answer.get("reads", {})
 
     def _ask(self, line: bytes) -> dict[str, Any]:
         """The answer of the process; {"error": reason, "killed": whether by SIGKILL} if it dies."""
@@ -154,5 +161,5 @@ class Templates:
                     pipe.close()
         return process.wait()
 
-    def _bad(self, name: str, problem: str) -> CheckpointError:
+    def _bad(self, name: str, problem: str) -> BatchspecError:
         return CheckpointError(f"{self._where}: chat template {name!r}{problem}; set model.chat_template to a valid Jinja file")

@@ -5,11 +5,12 @@ A bad row never raises and never reaches the engine. It is checked in this order
 
 bad_json       the line is not a JSON object, or is nested too deeply
 bad_csv        the row of a CSV file does not fit the header, or is quoted wrongly
-bad_value      the cell's type differs among the files, and their common type does not hold the value
+bad_value      the cell's type differs among the files, and their common type does not hold the value; or Python's does not
 bad_request    a line of OpenAI's batch requests is none, or asks for something that is not supported
 bad_type       a cell of JSON lines is not text, and the column must be text
 null_prompt    the prompt cell is null
 empty_prompt   no message, no character, no token
+null_column    a column that input.prompt or input.system reads is null
 bad_text       a string is not valid Unicode, or the tokenizer fails on it
 bad_messages   a message without role or content, or whose content is not text; a chat that ends with the assistant's turn
 bad_ids        prompt_ids holds a null or an id outside the vocabulary
@@ -17,7 +18,7 @@ bad_parameter  a per-row value is out of range, or needs something that the job 
 bad_schema     a schema, regex or grammar is not valid, or holds what is not supported
 impossible     no text satisfies the schema, the regex or the grammar
 large_schema   following the schema, regex or grammar takes more time, memory or states than allowed
-template_error the chat template refuses the messages (order of roles, missing variables)
+template_error the chat template refuses the messages (order of roles, missing variables), or input.prompt or input.system the row
 too_long       prompt + max_new_tokens exceed model.max_len
 
 max_new_tokens is never lowered silently: a prompt that fits only with a smaller max_new_tokens is too_long as well.
@@ -39,11 +40,12 @@ import pyarrow as pa
 from batchspec.config.schema import OutputConfig, RunConfig
 from batchspec.console.text import quoted
 from batchspec.dataset.columns import TYPES, ColumnMap
+from batchspec.dataset.messages import USUAL_SYSTEM
 from batchspec.dataset.reader import InputShard, Source, SourceFacts, place_in_file
 from batchspec.dataset.row_ids import request_ids
 from batchspec.dataset.schema import output_schema
 from batchspec.dataset.untyped_columns import json_kinds
-from batchspec.errors import ConfigError, TokenizerFails
+from batchspec.errors import CapacityError, ConfigError, TokenizerFails
 from batchspec.model.token_texts import TokenTexts
 from batchspec.packing.cells import BadRow, plain_cell, prompt_cell, row_values, synthetic_len_cell
 from batchspec.packing.choices import Choices
@@ -53,6 +55,7 @@ from batchspec.packing.prompt_encoder import PromptEncoder
 from batchspec.packing.ready_requests import RequestCompiler
 from batchspec.packing.row_constraints import RowConstraints
 from batchspec.packing.row_settings import RowSettings
+from batchspec.packing.row_templates import RowTemplates
 from batchspec.packing.tool_choice import tool_choice
 from batchspec.records import NO_LOGPROBS, Completion, Request, RowError
 from batchspec.tool_calls.marks import HARMONY
@@ -83,6 +86,7 @@ class Admission:
     source     the dataset that the shards come from; messages name its files
     tokenizer  may be None for `prompt_ids` input without stop strings
     constraints  compiler to share with another admission of the same configuration and model; None: make one
+    templates    those that mapped the columns; None: make them
     logprobs_of_all  as for `RowSettings`
     It can be pickled: worker processes admit too (runner/shard_workers.py).
     Raises ConfigError when the configuration does not fit the model or the tokenizer.
@@ -90,9 +94,10 @@ class Admission:
 
     def __init__(
         self, config: RunConfig, *, source: Source, columns: ColumnMap, spec: ModelSpec, tokenizer: Tokenizer | None,
-        constraints: Constraints | None = None, logprobs_of_all: bool = True,
+        constraints: Constraints | None = None, templates: RowTemplates | None = None, logprobs_of_all: bool = True,
     ) -> None:
-        self.decode, self.input = config.decode, config.input
+        self.templates = templates or RowTemplates(config.input)
+        self.decode, self.input = config.decode, self.templates.input
         self.source, self.columns = SourceFacts(source.files, source.schema, source.lines), columns
         self.tokenizer, self.vocab_size = tokenizer, spec.vocab_size
         self.token_texts = None if tokenizer is None else TokenTexts(tokenizer)
@@ -172,12 +177,12 @@ class Admission:
         large_schema).
         """
         ids = request_ids(self.source, self.columns, shard)
-        for row_index, (request_id, row) in enumerate(zip(ids, self._rows(shard), strict=True), shard.first_row):
+        for place, (request_id, row) in enumerate(zip(ids, self._rows(shard), strict=True)):
+            row_index = shard.first_row + place
             try:
                 if row_index in shard.bad:
                     raise BadRow(shard.bad[row_index].code, shard.bad[row_index].message)
-                values = row_values(row, self.fields, self.columns.prompt_kind)
-                yield from self._requests(values, request_id, row_index, shard.index)
+                yield from self._requests(self._values(row, shard, place), request_id, row_index, shard.index)
             except (BadRow, TokenizerFails) as error:
                 yield self._refused(error, request_id, row_index, shard.index)
 
@@ -188,7 +193,7 @@ class Admission:
         values  cells under batchspec's names, parsed; the prompt column holds the whole chat
         """
         try:
-            unknown = sorted(values.keys() - TYPES.keys())
+            unknown = sorted(values.keys() - {*TYPES, USUAL_SYSTEM})
             if unknown or values.get("n") not in (None, 1):
                 problem = f"has no column {unknown[0]!r}" if unknown else f"has n={values['n']}; one answer continues it"
                 raise BadRow("bad_parameter", f"a turn {problem}; its columns are those of the input")
@@ -241,14 +246,33 @@ class Admission:
 
     def cells(self, shard: InputShard) -> Iterator[dict[str, Any]]:
         """Each row's values under batchspec's names, as `admit` reads them. Raises BadRow at a cell that cannot be read."""
-        return (row_values(row, self.fields, self.columns.prompt_kind) for row in self._rows(shard))
+        return (self._values(row, shard, place) for place, row in enumerate(self._rows(shard)))
+
+    def _values(self, row: Mapping[str, Any], shard: InputShard, place: int) -> dict[str, Any]:
+        """The values of a row of the shard, with the texts that templates make of it. Raises BadRow."""
+        values = row_values(row, self.fields, self.columns.prompt_kind)
+        return values | self.templates.texts(self.columns, shard.table, place, values, chat=self.encoder.is_chat)
+
+    def texts(self, shard: InputShard, row_index: int) -> dict[str, str]:
+        """What the templates make of one row of the shard; empty if they refuse it.
+
+        Raises CapacityError if the machine has too little memory to render it.
+        """
+        row = replace(shard, first_row=row_index, table=shard.table.slice(row_index - shard.first_row, 1))
+        try:
+            values = next(self.cells(row))
+        except BadRow as bad:
+            if bad.retryable:
+                raise CapacityError(f"{place_in_file(self.source, row_index)}: {bad}; run the same command again") from bad
+            return {}
+        return {name: values[name] for name in ("prompt", USUAL_SYSTEM) if name in values}
 
     def _rows(self, shard: InputShard) -> Iterator[dict[str, Any]]:
         """Each row's cells under batchspec's names; prompt_ids stay an Arrow array."""
         names = {name: column for name, column in self.columns.names.items() if name not in ("id", "prompt_ids")}
         table = shard.table.select(list(names.values())).rename_columns(list(names))
         pieces = (table.slice(first, ROWS_AT_ONCE) for first in range(0, table.num_rows, ROWS_AT_ONCE))
-        rows = itertools.chain.from_iterable(map(_cells, pieces)) if names else itertools.repeat({})
+        rows = itertools.chain.from_iterable(map(_cells, pieces)) if names else iter([{}] * shard.table.num_rows)
         if self.columns.prompt_kind != "prompt_ids":
             return rows
         cells = shard.table.column(self.columns.prompt_column)
@@ -256,7 +280,7 @@ class Admission:
             prompts: Iterator[Any] = (cell.as_py() for cell in cells)
         else:
             prompts = (cell.values for cell in cells)
-        return ({**row, "prompt_ids": prompt} for row, prompt in zip(rows, prompts, strict=bool(names)))
+        return ({**row, "prompt_ids": prompt} for row, prompt in zip(rows, prompts, strict=True))
 
     def _requests(self, row: dict[str, Any], request_id: str, row_index: int, shard: int) -> Iterator[Request]:
         prompt = prompt_cell(row, self.columns.prompt_kind)

@@ -38,7 +38,7 @@ def input_notes(config: RunConfig, admission: Admission, source: Source, tokeniz
     columns, filled = admission.columns, source.filled_by_requests
     notes = [
         ("columns", _unread_columns(config, columns, source)),
-        ("chat", _chat_note(config, columns, source, tokenizer)),
+        ("chat", _chat_note(config, admission, source, tokenizer)),
         ("chat", dropped_note(tokenizer)),
         ("reasoning", _reasoning_note(config, admission, tokenizer)),
         ("requests", "" if filled is None else defaults_note(filled, config.decode)),
@@ -108,7 +108,7 @@ def _unread_columns(config: RunConfig, columns: ColumnMap, source: Source) -> st
 
     A name that input.columns gives, also as null, was decided about.
     """
-    read, said = set(columns.names.values()), []
+    read, said = set(columns.read), []
     for field in source.schema:
         if field.name in read or not (advice := _advice(config, field)):
             continue
@@ -132,12 +132,16 @@ def _advice(config: RunConfig, field: pa.Field) -> str:
     return f"batchspec's name is the key {key}, for all rows" if key else OF_REQUESTS.get(name, "")
 
 
-def _chat_note(config: RunConfig, columns: ColumnMap, source: Source, tokenizer: Tokenizer | None) -> str:
+def _chat_note(config: RunConfig, admission: Admission, source: Source, tokenizer: Tokenizer | None) -> str:
+    columns = admission.columns
     if columns.prompt_kind != "prompt" or config.input.chat or config.decode.score != "none":
         return ""
     if tokenizer is None or not tokenizer.has_chat_template:
         return ""
-    first = next((_text(values.drop_null()[0]) for values in source.column(columns.prompt_column) if has_value(values)), "")
+    if (column := columns.prompt_column) is None:
+        first = admission.templates.sources["prompt"]
+    else:
+        first = next((_text(values.drop_null()[0]) for values in source.column(column) if has_value(values)), "")
     if any(token in first for token in tokenizer.special_ids):  # the template was applied already
         return ""
     return "prompts are taken as text; this model has a chat template: input.chat=true makes each of them a user turn"

@@ -12,7 +12,7 @@ import pyarrow as pa
 from batchspec.config.schema import TEMPLATE_DATE, InputConfig
 from batchspec.console.text import quoted
 from batchspec.dataset.columns import ColumnMap
-from batchspec.dataset.messages import FINAL, BadChat, read_chat
+from batchspec.dataset.messages import FINAL, USUAL_SYSTEM, BadChat, read_chat
 from batchspec.dataset.openai_keys import OF_TEMPLATE, TEMPLATE_KWARGS
 from batchspec.errors import CapacityError, ConfigError, RendererKilled, TokenizerFails
 from batchspec.model.text_bytes import LongText
@@ -36,15 +36,15 @@ class PromptEncoder:
     ) -> None:
         self.input, self.columns, self.tokenizer = input, columns, tokenizer
         self.vocab_size, self.max_len = vocab_size, max_len
-        self._is_chat = columns.prompt_kind == "messages" or (columns.prompt_kind == "prompt" and input.chat)
-        if self._is_chat and tokenizer is not None:
+        self.is_chat = columns.prompt_kind == "messages" or (columns.prompt_kind == "prompt" and input.chat)
+        if self.is_chat and tokenizer is not None:
             _check_template(input, tokenizer)
 
     def encode(self, prompt: Any, row: Mapping[str, Any], max_prompt_tokens: int) -> Ids:
         """The token ids of a row's prompt, int32 [prompt_len], at least one and at most `max_prompt_tokens`.
 
         prompt  the prompt cell
-        row     all cells; system, tools, template_kwargs and final_assistant are read
+        row     all cells; system, USUAL_SYSTEM, tools, template_kwargs and final_assistant are read
         max_prompt_tokens  tokens that max_new_tokens leaves for the prompt in max_len
         Raises BadRow for a prompt that cannot be encoded, or is too long and not to be truncated.
         """
@@ -58,7 +58,7 @@ class PromptEncoder:
     def _ids(self, prompt: Any, row: Mapping[str, Any], max_prompt_tokens: int) -> Ids:
         if self.columns.prompt_kind == "prompt_ids":
             return self._checked_ids(prompt)
-        chat = self._is_chat
+        chat = self.is_chat
         system, tools = row.get("system"), json_cell(row, "tools", list)
         final, kwargs = row.get("final_assistant"), json_cell(row, "template_kwargs", dict) or {}
         if not chat and (tools or kwargs or (system, final) != (None, None)):
@@ -69,7 +69,10 @@ class PromptEncoder:
             raise BadRow("bad_parameter", said)
         with _refused_as("chat template" if chat else "tokenizer"):
             ids = (
-                self._encode_chat(prompt, system, tools, kwargs, max_prompt_tokens, final or self.input.final_assistant)
+                self._encode_chat(
+                    prompt, system, row.get(USUAL_SYSTEM, self.input.system), tools, kwargs, max_prompt_tokens,
+                    final or self.input.final_assistant,
+                )
                 if chat
                 else self._encode_text(prompt, max_prompt_tokens)
             )
@@ -85,12 +88,13 @@ class PromptEncoder:
             raise self._too_long(str(error), max_prompt_tokens) from None
 
     def _encode_chat(
-        self, prompt: Any, system: str | None, tools: Any, kwargs: dict[str, Any], max_prompt_tokens: int, final: str
+        self, prompt: Any, system: str | None, usual_system: str | None, tools: Any, kwargs: dict[str, Any],
+        max_prompt_tokens: int, final: str,
     ) -> list[int]:
         assert self.tokenizer is not None
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            turns = read_chat(messages, system, final, self.input.system)
+            turns = read_chat(messages, system, final, usual_system)
         except BadChat as error:
             raise BadRow("bad_messages", str(error)) from None
         self._check_variables(kwargs)

@@ -113,9 +113,9 @@ def check_keys_of_input(config: RunConfig, columns: ColumnMap, source: Source) -
         for key in OF_CHATS:
             if (value := value_of(config, key)) != value_of(usual, key):
                 instead = "set input.chat=true or remove the key" if kind == "prompt" else "remove the key"
-                raise ConfigError(
-                    f"{key}={value} applies to chats, and column {columns.prompt_column!r} ({kind}) has none; {instead}"
-                )
+                column = columns.prompt_column
+                without = "input.prompt makes" if column is None else f"column {column!r} ({kind}) has"
+                raise ConfigError(f"{key}={value} applies to chats, and {without} none; {instead}")
     if config.input.drop and source.filled_by_requests is None:
         raise ConfigError(
             f"input.drop={config.input.drop} is for OpenAI's batch requests, JSON lines with custom_id and body, and the input "

@@ -50,6 +50,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "draft.synthetic": config.draft.synthetic,
             "input.files": [file.identity for file in job.source.files],
             "input.columns": dict(sorted(job.columns.names.items())),
+            "input.prompt": job.admission.templates.sources.get("prompt"),  # of a file its content
             "input.drop": sorted(config.input.drop),
             **{f"input.{key}": getattr(config.input, key) for key in INPUT_KEYS},
             "output.schema": [(field.name, str(field.type)) for field in schema],

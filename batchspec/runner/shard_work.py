@@ -49,10 +49,8 @@ class ShardWork:
 
     @classmethod
     def of(cls, job: Job, attempt: str = IN_PROCESS) -> ShardWork:
-        config = job.config
-        return cls(
-            admission=job.admission, columns=job.columns, input=config.input, output=config.output, attempt=attempt
-        )
+        admission, output = job.admission, job.config.output
+        return cls(admission=admission, columns=job.columns, input=admission.input, output=output, attempt=attempt)
 
     def admitted(self, shards: Iterator[InputShard]) -> AdmittedShards:
         """The shards, in order, with the results of admitting their rows."""
@@ -96,7 +94,17 @@ class ShardWork:
             calls=calls,
             score=self.admission.decode.score,
             token_text=self.admission.token_texts,
+            texts=self._texts(shard, completions),
         )
+
+    def _texts(self, shard: InputShard, completions: Sequence[Completion]) -> dict[int, dict[str, str]]:
+        """Row index -> what templates made of the row. They are rendered again: a shard's texts would take memory while its rows
+        decode."""
+        if not self.columns.templates or self.output.messages == "none":
+            return {}
+        refused = {one.row_index for one in completions if one.error is not None and one.error.code == "template_error"}
+        rows = {completion.row_index for completion in completions} - refused  # one that loops would do so again
+        return {row: self.admission.texts(shard, row) for row in rows}
 
     def _with_text(self, completion: Completion) -> Completion:
         if completion.num_undecoded is None:

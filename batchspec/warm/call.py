@@ -10,7 +10,6 @@ from contextlib import closing
 import polars as pl
 import pyarrow as pa
 
-from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.reader import InputShard, table_source
 from batchspec.dataset.row_ids import check_ids
 from batchspec.engine.loop.totals import EngineTotals
@@ -39,10 +38,11 @@ class Call:
 
     def __init__(self, model: JobModel, opened: Job, table: pa.Table) -> None:
         source = table_source(table)
-        columns = map_columns(source.schema, model.config.input.columns)
+        templates = opened.admission.templates
+        columns = templates.map_columns(source.schema)
         check_ids(source, columns)
         self.constraints = opened.admission.constraints
-        self.job: Job = job_of(model, source, columns, opened.tokenizer, self.constraints)
+        self.job: Job = job_of(model, source, columns, opened.tokenizer, self.constraints, templates)
         self.work = ShardWork.of(self.job)
         self.job.admission.predictor = opened.admission.predictor
         self.rows = next(source.shards(source.num_rows))
@@ -134,7 +134,7 @@ def empty_frame(model: JobModel, table: pa.Table, admission: Admission) -> pl.Da
     """
     if not table.num_columns:
         raise InputError("there are no rows and no columns; give a table with a column messages, prompt or prompt_ids")
-    columns: ColumnMap = map_columns(table.schema, model.config.input.columns)
+    columns = admission.templates.map_columns(table.schema)
     schema = admission.schema_of(table.schema, columns, model.config.output)
     frame = pl.from_arrow(schema.empty_table())
     assert isinstance(frame, pl.DataFrame)

@@ -20,7 +20,7 @@ import polars as pl
 import pyarrow as pa
 
 from batchspec.dataset.columns import PROMPTS, ColumnMap
-from batchspec.dataset.messages import BadChat, Message, read_chat, text_of
+from batchspec.dataset.messages import USUAL_SYSTEM, BadChat, Message, read_chat, text_of
 from batchspec.dataset.reader import InputShard
 from batchspec.dataset.untyped_columns import value_of
 from batchspec.errors import ConfigError
@@ -213,8 +213,9 @@ class Conversations:
 
     def _chat(self, messages: Any, values: Mapping[str, Any]) -> list[Message]:
         """The turns that the prompt of an admitted chat has. values: the other cells of its row."""
-        usual = self._job.config.input
-        return read_chat(messages, values.get("system"), values.get("final_assistant") or usual.final_assistant, usual.system)
+        usual = self._job.admission.input
+        final = values.get("final_assistant") or usual.final_assistant
+        return read_chat(messages, values.get("system"), final, values.get(USUAL_SYSTEM, usual.system))
 
     def _with_answer(self, chat: list[Message], completion: Completion) -> list[Message]:
         answer: Message = {"role": "assistant", "content": completion.text}
