@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import StrictUndefined, Template, TemplateError, meta, nodes
+from jinja2 import StrictUndefined, Template, TemplateError, Undefined, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -79,7 +79,8 @@ def _tojson(
 
 
 def _written(value: Any) -> Any:
-    if value is None or callable(value):
+    """A value that a strict template writes. What is undefined raises when it becomes text."""
+    if value is None or (callable(value) and not isinstance(value, Undefined)):
         what = "a null, which it may test: {% if NAME is none %}" if value is None else "a function"
         raise TemplateError(f"it writes {what}")
     return value

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
+from jinja2.meta import find_referenced_templates
 from jinja2.nodes import Const, Filter, Name, Output, Template, TemplateData, Test
 
 from batchspec.config.schema import InputConfig
@@ -52,6 +53,9 @@ class RowTemplates:
         bare = environment(input.template_date, strict=True)
         self._functions, trees = {*bare.globals}, {name: bare.parse(source) for name, source in self.sources.items()}
         self._nulls = {name: _tested_nulls(tree) for name, tree in trees.items()}
+        for name, tree in trees.items():
+            if [*find_referenced_templates(tree)]:
+                raise ConfigError(f"input.{name} includes another template, which is not supported; write its text out")
         if self.sources:
             self._templates.check()
         if "system" in trees and not self._templates.reads["system"] and _computes(trees["system"]):
@@ -78,10 +82,11 @@ class RowTemplates:
         reads = self._templates.reads[name]
         for variable in reads:
             if variable not in schema.names and variable not in self._functions:
-                near = difflib.get_close_matches(variable, schema.names, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
+                names = {column.casefold(): column for column in schema.names}
+                near = difflib.get_close_matches(variable.casefold(), names, n=1)
+                hint = f"did you mean {names[near[0]]!r}? " if near else ""
                 raise ConfigError(
-                    f"input.{name} reads {variable!r}, and the input has no such column; {hint}Its columns are "
+                    f"input.{name} reads {variable!r}, and the input has no such column; {hint}its columns are "
                     f"{', '.join(schema.names[:50])}"
                 )
         columns = tuple(variable for variable in reads if variable in schema.names)
