@@ -188,6 +188,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model.generation_config",
         "model.quant.fp8_products",
         "model.spec",
+        "model.template_process",
+        "model.templates",
         "model.unread_keys",
         "structured.channels",
         "structured.compiler",

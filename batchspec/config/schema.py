@@ -135,10 +135,10 @@ class InputConfig:
     """Names of input columns by batchspec's own names, e.g. {id: question_id, prompt: text}. null hides a column of that
     name."""
     prompt: str | None = None
-    """Jinja template that makes the prompt of each row of its columns, e.g. "Question: {{ q }} Answer:", in place of a column of
-    prompts. @FILE reads it from a file. null: the prompts are a column."""
+    """Jinja template of each row's prompt, whose variables are the input's columns, e.g. "Question: {{ q }} Answer:". @FILE reads
+    it from a file. null: the prompts are a column."""
     chat: bool = False
-    """Apply the chat template to the column `prompt`, or to what input.prompt makes, as one user turn."""
+    """Apply the chat template to the prompt, the column `prompt` or what input.prompt makes, as one user turn."""
     system: str | None = None
     """System prompt of all chats. With marks of Jinja ({{, {%, {#) it is a template, as input.prompt is. A row's own is kept: its
     column `system`, else the system or developer message with which its chat begins. null adds none."""
