@@ -113,6 +113,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "model.tool_calls": ("hermes", "model.tool_calls"),
     "output.logprob_tokens": (True, "output.schema"),
     "output.token_ids": (False, "output.schema"),
+    "input.prompt": ("{{ topic }}", "input.prompt"),
     "output.prompt_ids": (False, "output.schema"),
     "output.logprobs": (1, "output.logprobs"),
     "output.prompt_logprobs": (1, "output.prompt_logprobs"),
@@ -126,6 +127,7 @@ ELSEWHERE = {
     "cache.state_dtype": "tests/test_state_dtype.py",
     "input.template_date": "tests/test_harmony.py",
     "input.drop": "tests/test_openai_jobs.py",
+    "input.prompt": "tests/test_row_templates.py",
     "output.logprob_tokens": "the test below",
     "decode.score": "tests/test_scoring_job.py",
 }
