@@ -341,7 +341,7 @@ def test_memory_that_runs_out_once_shrinks_the_batch_and_no_row_begins_anew(
     assert run.main(arguments(model, data, tmp_path / "out", "packing.max_num_seqs=4")) == 0
     said = capsys.readouterr().err
     assert re.search(r"out of memory with 4 slots, \d+ pages, .*\(CUDA out of memory.*\): going on with a smaller batch", said)
-    assert "2 slots" in said
+    assert "2 rows at a time" in said
     assert tokens(tmp_path / "out") == finished
     stats = pl.read_parquet(tmp_path / "out/data")["spec_decode"].struct.unnest()
     assert sorted(set(stats["num_prefills"])) == [1, 2]  # those in flight went on, the others were not there yet or done

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
-from batchspec.errors import BatchspecError, Interrupted
+from batchspec.errors import BatchspecError, Interrupted, RankLost
 from batchspec.process.threads import start_thread
 from batchspec.runstate.claims import this_process
 from batchspec.runstate.heartbeats import SAID_CHARS, HeartbeatFiles
@@ -77,7 +77,8 @@ class HeartbeatWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._last_beat = _last_beat(error)
         self._stop()
-        if isinstance(error, BatchspecError) and error.exit_code == REFUSED and not self._files.is_job():
+        refused = isinstance(error, RankLost) or (isinstance(error, BatchspecError) and error.exit_code == REFUSED)
+        if refused and not self._files.is_job():  # a rank that refuses ends, and says why
             self._files.withdraw()  # a new job that is refused while it loads leaves no file
 
     def _stop(self) -> None:

@@ -129,11 +129,13 @@ class HeartbeatFiles:
         return self._store.exists(MANIFEST)
 
     def withdraw(self) -> None:
-        """Delete this run's file, if it wrote one."""
+        """Delete this run's file, if it wrote one, and of a folder without a job what was made for it."""
         name = f"{FOLDER}/{self.attempt}.json"
         with suppress(BatchspecError):
             if self._wrote:
                 self._store.delete(name, self._store.version(name))
+                if not self.is_job():
+                    self._store.delete_empty_folders()
 
     def mark_requeued(self, *, requeued: bool) -> None:
         """Note of the interrupted runs of this start of the batch task that the task is started again, or that it is not."""

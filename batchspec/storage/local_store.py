@@ -45,6 +45,7 @@ class LocalStore:
         self.root, self.method, self._scratch = root, method, scratch
         self.where = str(root)
         self._check_name()
+        self._is_new = not os.path.lexists(root)
 
     def check_root(self) -> None:
         root = self.root.absolute()
@@ -223,6 +224,12 @@ class LocalStore:
                 except OSError as error:  # another run that does not know of the deletion yet put a file there
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or turn == TURNS:
                         raise
+
+    def delete_empty_folders(self) -> None:
+        folders = [folder for folder, _, _ in os.walk(self.root, topdown=False)]  # the root is the last
+        for folder in folders if self._is_new else folders[:-1]:
+            with suppress(OSError):  # it holds a file, perhaps a new one of another run
+                os.rmdir(folder)
 
     def scratch(self) -> Path:
         with storing(f"making {self.root / self._scratch}"):

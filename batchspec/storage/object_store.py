@@ -194,6 +194,9 @@ class ObjectStore(ABC):
     def exists(self, name: str) -> bool:
         return self._head(name) is not None
 
+    def delete_empty_folders(self) -> None:
+        return None  # there are none
+
     def delete_tree(self, name: str) -> None:
         # One by one, because not every store can delete many with one request; several at once, because there may be thousands.
         with ThreadPoolExecutor(DELETED_AT_ONCE) as pool:

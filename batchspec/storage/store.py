@@ -117,6 +117,9 @@ class Store(Protocol):
     def delete_tree(self, name: str) -> None:
         """Delete a folder with everything in it; no error if there is none."""
 
+    def delete_empty_folders(self) -> None:
+        """Delete the folders that hold no file; the root only if it did not exist when the store was opened."""
+
     def scratch(self) -> Path:
         """A folder of the local file system from which `publish` takes files."""
 
