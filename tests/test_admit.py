@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from subprocess import PIPE, Popen
 from typing import Any, cast
 
@@ -329,6 +330,7 @@ def killed_in_its_answer(process: Popen[bytes]) -> Popen[bytes]:
     killed_at_start(process)
     program = """
 import os, sys
+print("{}", flush=True)
 for answer in ('{"errors": {}}\\n', '{"text": "hel'):
     sys.stdin.readline()
     print(answer, end="", flush=True)
@@ -374,7 +376,16 @@ def test_a_renderer_that_is_killed_at_the_start_of_a_job_is_started_again_and_th
     monkeypatch.setattr(templates_module, "start_module", fated)
     Templates({"default": "{{ text }}"}, "here").check()
     kills[0] = 2
-    with pytest.raises(CapacityError, match=r"here: .*could not start \(the machine has too little memory\); free the"):
+    with pytest.raises(CapacityError, match=r"here: .*could not start \(at its start it was killed, probably because .*\); look"):
+        Templates({"default": "{{ text }}"}, "here").check()
+
+
+@pytest.mark.parametrize("code", [1, -signal.SIGSEGV])
+def test_no_template_is_blamed_for_a_renderer_that_ends_while_it_starts(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = f"import os; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
+    made = partial(Popen, [sys.executable, "-S", "-c", end], stdin=PIPE, stdout=PIPE)
+    monkeypatch.setattr(templates_module, "start_module", lambda _: made())
+    with pytest.raises(CapacityError, match=rf"could not start \(at its start its process ended with {code}\); look for a"):
         Templates({"default": "{{ text }}"}, "here").check()
 
 

@@ -25,7 +25,7 @@ from batchspec import run
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import InputShard, table_source
-from batchspec.errors import InputError, Interrupted, StorageError, WorkerLost
+from batchspec.errors import CapacityError, InputError, Interrupted, StorageError, WorkerLost
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
 from batchspec.packing.work_plan import AdmittedShards
@@ -250,6 +250,14 @@ def test_a_shard_that_kills_two_workers_ends_the_run_with_one_line() -> None:
         assert next(shards).shard.index == 2
 
 
+def test_no_shard_is_blamed_for_workers_that_die_while_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_workers, "COMMAND", "import os; os.kill(os.getpid(), 9)")
+    work, source = make_work(prompts("a"), KillingTokenizer())
+    said = "ended with -9 while it started; look for a lack of memory"
+    with closing(ShardWorkers(work, 1)) as workers, pytest.raises(CapacityError, match=said):
+        next(workers.admitted(source.shards(1)))
+
+
 def test_a_worker_that_cannot_be_replaced_for_lack_of_memory_is_replaced_when_there_is_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -306,7 +314,8 @@ def test_after_workers_were_lost_the_shards_in_flight_are_suspects(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_prompts(tmp_path / "prompts.parquet", 9)
-    monkeypatch.setattr(shard_workers, "COMMAND", "import sys; sys.exit(9)")
+    start = "import sys; sys.stdin.buffer.read(8); sys.stdout.buffer.write(bytes(8)); sys.stdout.flush(); sys.exit(9)"
+    monkeypatch.setattr(shard_workers, "COMMAND", start)
     assert run.main(arguments(model, tmp_path, "input.num_workers=1")) == WorkerLost.exit_code
     assert "ended with 9 while it was to admit shard 0, and so did one before it" in capsys.readouterr().err
     assert OutputFolder(str(tmp_path / "out")).attempts().suspect_shards() >= {0}

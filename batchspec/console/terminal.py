@@ -133,7 +133,8 @@ class StatusLine:
         with _lock:
             _status = None
             if self._line:
-                _put("\n", self.stream)
+                with suppress(OSError):  # the terminal is gone: the block's own error counts
+                    _put("\n", self.stream)
 
     def draw(self, line: str) -> None:
         """`line` must fit the width of the terminal: the first part of a wrapped line could not be erased."""

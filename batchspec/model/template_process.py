@@ -1,9 +1,10 @@
 """The process that renders templates of chats and rows, which are untrusted code: in Jinja's sandbox, with limits on CPU time and
 memory.
 
-It imports jinja2 and little else, so that it starts soon. It reads and answers JSON lines: first {"sources": {name: Jinja},
-"date", "strict", "cpu_s", "memory_bytes"}, answered by {"errors": {name: message}, "reads": {name: variables}}, then for each
-text {"name", "variables", "limit"}, answered by {"text"}, {"error"}, or {"too_long": bytes}.
+It imports jinja2 and little else, so that it starts soon. It writes {} once it runs: if it ends before, no template is the cause.
+Then it reads and answers JSON lines: first {"sources": {name: Jinja}, "date", "strict", "cpu_s", "memory_bytes"}, answered by
+{"errors": {name: message}, "reads": {name: variables}}, then for each text {"name", "variables", "limit"}, answered by {"text"},
+{"error"}, or {"too_long": bytes}.
 """
 
 from __future__ import annotations
@@ -144,16 +145,21 @@ def _message(error: Exception) -> str:
     return (str(error) or type(error).__name__)[:MAX_MESSAGE_CHARS]
 
 
+def _write(answer: dict[str, Any]) -> None:
+    sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _write({})
     request = json.loads(sys.stdin.buffer.readline())
     cpu_s = request["cpu_s"]
     lower_limit(resource.RLIMIT_AS, request["memory_bytes"])
     templates, errors, reads = _compiled(request["sources"], request["date"], request["strict"], cpu_s)
     answer: dict[str, Any] = {"errors": errors, "reads": reads}
     while True:
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-        sys.stdout.buffer.flush()
+        _write(answer)
         line = sys.stdin.buffer.readline()
         if not line:
             return

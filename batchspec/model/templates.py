@@ -25,6 +25,7 @@ from batchspec.process.own_process import finalize_here
 CPU_S = 3
 """CPU limit of one text, in whole seconds; a chat of 100,000 tokens takes hundredths of a second."""
 MEMORY_BYTES = 1 << 30
+KILLED = "it was killed, probably because the machine has too little memory"
 
 
 class Templates:
@@ -73,8 +74,8 @@ class Templates:
                 self._ensure_running()
             except RendererKilled as error:
                 raise CapacityError(
-                    f"{self._where}: the process that renders templates could not start ({error}); free the machine's "
-                    "memory and run the same command again"
+                    f"{self._where}: the process that renders templates could not start ({error}); look for a lack of memory, try "
+                    f"`python -m {template_process.__name__}`, and run the same command again"
                 ) from None
 
     def source(self, name: str) -> str:
@@ -120,6 +121,9 @@ class Templates:
         self._process = start_module(template_process.__name__)
         self._owner = os.getpid()
         finalize_here(self, self._process.kill)
+        begun = self._answer()
+        if "error" in begun:
+            raise RendererKilled(f"at its start {begun['error']}")
         request = {
             "sources": self._sources, "date": self._date, "strict": self.strict, "cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES,
         }
@@ -138,18 +142,23 @@ class Templates:
         process = self._process
         assert process is not None
         assert process.stdin is not None
-        assert process.stdout is not None
         try:
             process.stdin.write(line)
             process.stdin.flush()
-            answer = process.stdout.readline()
         except BrokenPipeError:
-            answer = b""
+            pass  # it has died, and writes no answer
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        process = self._process
+        assert process is not None
+        assert process.stdout is not None
+        answer = process.stdout.readline()
         if answer.endswith(b"\n"):  # else it died while it wrote
             found: dict[str, Any] = json.loads(answer)
             return found
         code = self._end()
-        why = {-signal.SIGXCPU: f"it computes for more than {CPU_S} s", -signal.SIGKILL: "the machine has too little memory"}
+        why = {-signal.SIGXCPU: f"it computes for more than {CPU_S} s", -signal.SIGKILL: KILLED}
         return {"error": why.get(code, f"its process ended with {code}"), "killed": code == -signal.SIGKILL}
 
     def _end(self) -> int:

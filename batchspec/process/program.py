@@ -7,11 +7,24 @@ import signal
 import sys
 from typing import TextIO
 
+from batchspec.console import terminal
+from batchspec.process.refusals import refusal
 from batchspec.process.signals import SIGNALS, program
 
 
 def begin_program() -> None:
-    """Handle signals from now on; undo what a parent may have closed, blocked or ignored. Call it before other imports."""
+    """Handle signals from now on; undo what a parent may have closed, blocked or ignored. Call it before other imports. Ends the
+    process with one line if the system refuses that."""
+    try:
+        _begin()
+    except OSError as error:
+        if (refused := refusal(error)) is None:
+            raise
+        terminal.fail(refused)
+        sys.exit(refused.exit_code)
+
+
+def _begin() -> None:
     _open_streams()
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # then every child seems to have ended with 0
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

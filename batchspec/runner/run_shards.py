@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 
 from batchspec.cluster import slurm
 from batchspec.console.text import counted
-from batchspec.errors import InputError, Interrupted, RankLost, WorkerLost
+from batchspec.errors import CapacityError, InputError, Interrupted, RankLost, WorkerLost
 from batchspec.packing.survey import Survey
 from batchspec.packing.work_plan import DecodedShard
 from batchspec.prepare import Job
@@ -74,7 +74,7 @@ class ShardRunner:
                     self._run_pass(excluded, timeline)
                     if self._deadline.reached and not self._signals.name:
                         self._signals.name = "time limit"
-            except (RankLost, WorkerLost):
+            except (CapacityError, RankLost, WorkerLost):
                 self._journal.flush()
                 raise
             except KeyboardInterrupt:  # the second Ctrl-C: the engine may be in the middle of anything, its rows are not saved

@@ -1,9 +1,9 @@
 """A worker process: does `ShardWork` for one shard after the other, outside the process whose thread launches the rounds.
 
-It reads and answers messages, each 8 bytes of length and a pickle. The first is the ShardWork; the others are (a function of this
-module, its arguments), and each is answered by (True, result) or (False, (exception, its cause if that is an OSError)). It ends
-when its standard input ends. Only processes of one run may exchange these messages: a pickle from elsewhere could execute
-anything.
+It reads and answers messages, each 8 bytes of length and a pickle. The first is the ShardWork, answered by nothing (length 0)
+once it has started; the others are (a function of this module, its arguments), each answered by (True, result) or (False,
+(exception, its cause if that is an OSError)). It ends when its standard input ends. Only processes of one run may exchange these
+messages: a pickle from elsewhere could execute anything.
 """
 
 from __future__ import annotations
@@ -139,8 +139,11 @@ def main() -> None:
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing else may write between the answers
     data = receive(requests)
-    work: ShardWork = from_bytes(data or b"")
+    if data is None:  # the run has ended
+        return
+    work: ShardWork = from_bytes(data)
     try:
+        send(answers, b"")
         while (data := receive(requests)) is not None:
             task, arguments = from_bytes(data)
             try:

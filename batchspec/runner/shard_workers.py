@@ -19,7 +19,7 @@ from typing import Any, cast
 import pyarrow as pa
 
 from batchspec.dataset.reader import InputShard
-from batchspec.errors import WorkerLost
+from batchspec.errors import CapacityError, WorkerLost
 from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
 from batchspec.prepare import Job
 from batchspec.process.child_process import python_command, signals_blocked
@@ -55,7 +55,7 @@ class ShardWorkers:
     """Does `ShardWork` with the same results in `num_workers` processes, which start, and import modules, at once.
 
     A worker that dies is replaced, with a warning, and its shard is done again; if that kills the second worker too, the run
-    ends with WorkerLost.
+    ends with WorkerLost, or with CapacityError if that one did not start.
     """
 
     def __init__(self, work: ShardWork, num_workers: int) -> None:
@@ -131,13 +131,18 @@ class ShardWorkers:
                 answer = process.ask(message)
                 if answer is not None:
                     return answer
-                died = f"worker process {process.pid} ended with {process.code()} while it was to {what}"
+                doing = f"was to {what}" if process.has_started else "started"
+                died = f"worker process {process.pid} ended with {process.code()} while it {doing}"
                 if last or self._closed:
                     break
                 # If none can be started, the dead one stays, and is replaced at the next message.
                 started = _Process(self._first_message)
                 self._all[self._all.index(process)] = process = started
                 log.warning("%s: another one does it again", died)
+            if not process.has_started:
+                raise CapacityError(
+                    f"{died}; look for a lack of memory, and run the same command again, or with input.num_workers=0"
+                )
             raise WorkerLost(
                 f"{died}, and so did one before it; look for a lack of memory, and run the same command again, or with "
                 "input.num_workers=0 to find the row"
@@ -217,6 +222,8 @@ class _Process:
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
         self._greeting: bytes | None = first_message
+        self.has_started = False
+        """Whether it has answered the first message: if it dies before, no row is the cause."""
         self.pid = self._process.pid
         finalize_here(self, self._process.kill)
 
@@ -228,6 +235,9 @@ class _Process:
             if self._greeting is not None:
                 send(self._process.stdin, self._greeting)  # type: ignore[arg-type]
                 self._greeting = None
+                if receive(self._process.stdout) is None:  # type: ignore[arg-type]
+                    return None
+                self.has_started = True
             send(self._process.stdin, message)  # type: ignore[arg-type]
             return receive(self._process.stdout)  # type: ignore[arg-type]
         except BrokenPipeError:

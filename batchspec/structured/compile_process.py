@@ -19,6 +19,7 @@ from typing import Any
 from batchspec.automata.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.process.child_process import OutOfTime, limit_cpu, stopped_after
 from batchspec.process.machine import lower_limit
+from batchspec.process.refusals import refusal
 from batchspec.structured.compile_pool import Attempt
 from batchspec.structured.dfa import dfa_of
 from batchspec.structured.json_schema.leaves import BadSchema
@@ -122,6 +123,8 @@ def why(error: Exception) -> str:
 
 def unexpected(error: Exception) -> str:
     """The message of an error that no check foresaw."""
+    if (refused := refusal(error)) is not None:
+        return f"it cannot be compiled: {refused}"
     return f"it cannot be compiled because of an error in batchspec ({type(error).__name__}: {error}); report it with its text"
 
 

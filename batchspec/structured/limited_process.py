@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
+from batchspec.errors import CapacityError
 from batchspec.process.child_process import start_module
 from batchspec.process.machine import num_cpus
 
@@ -46,6 +47,10 @@ class Killed(Died):
     """It was killed from outside, probably because the machine's memory ran out. Its request need not be the cause."""
 
 
+class CannotStart(CapacityError, RuntimeError):
+    """It ended by itself; the machine or the installation is the cause, and no request."""
+
+
 class LimitedProcess:
     """A process with limits that answers pickled requests. The first request, and the first after it died, starts it.
 
@@ -69,7 +74,7 @@ class LimitedProcess:
         return None if self._process is None else self._process.pid
 
     def result(self, request: object) -> Any:
-        """The answer of the process. Raises Died, also for a Defect, and RuntimeError if it was closed or cannot be started."""
+        """The answer of the process. Raises Died, also for a Defect, RuntimeError if it was closed, and CannotStart."""
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -84,7 +89,10 @@ class LimitedProcess:
             if self._closed:
                 raise RuntimeError("the process that compiles schemas was closed") from None
             if code >= 0:  # it never ends by itself while it is asked
-                raise RuntimeError(f"the process that compiles schemas ended with {code}; try python -m {self.module}") from None
+                raise CannotStart(
+                    f"the process that compiles constraints ended with {code} at its start; look for a lack of memory, try "
+                    f"`python -m {self.module}`, and run the same command again"
+                ) from None
             if code == -signal.SIGKILL:
                 raise Killed("its process was killed, probably because the machine has too little memory") from None
             too_long = self.too_long.format(cpu_s=self._cpu_s)
