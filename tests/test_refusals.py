@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import resource
 import select
@@ -12,6 +13,7 @@ import sys
 import threading
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
@@ -20,8 +22,9 @@ import torch
 from batchspec import cli, run
 from batchspec.cli import guarded
 from batchspec.config.compose import compose, reported
+from batchspec.console.terminal import StatusLine
 from batchspec.dataset.files import reading
-from batchspec.errors import CapacityError, CheckpointError, ConfigError, InputError, StorageError
+from batchspec.errors import CapacityError, CheckpointError, ConfigError, InputError, Interrupted, StorageError
 from batchspec.model.packaged import smollm2_folder
 from batchspec.packing.cells import BadRow
 from batchspec.packing.device_memory import total_memory
@@ -225,6 +228,14 @@ def test_a_row_is_not_blamed_for_threads_that_cannot_be_started() -> None:
         raise RuntimeError("can't start new thread")
     with pytest.raises(BadRow, match="can't start"), _refused_as("chat template"):
         raise ValueError("can't start new thread")
+
+
+def test_a_terminal_that_is_gone_does_not_replace_the_error_of_the_run() -> None:
+    stream = io.StringIO()
+    with pytest.raises(Interrupted, match="SIGHUP"), StatusLine(stream) as line:  # noqa: PT012
+        line.draw("half done")
+        stream.write = Mock(side_effect=os_error(errno.EIO))  # type: ignore[method-assign]
+        raise Interrupted("SIGHUP")
 
 
 def test_the_memory_of_a_machine_that_does_not_answer_is_that_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
