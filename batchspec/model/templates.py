@@ -74,8 +74,8 @@ class Templates:
                 self._ensure_running()
             except RendererKilled as error:
                 raise CapacityError(
-                    f"{self._where}: the process that renders templates could not start ({error}); look for a lack of memory, try "
-                    f"`python -m {template_process.__name__}`, and run the same command again"
+                    f"{self._where}: the process that renders templates could not start ({error}); look for a lack of memory, "
+                    f"try `python -m {template_process.__name__}`, and run the same command again"
                 ) from None
 
     def source(self, name: str) -> str:
