@@ -60,6 +60,7 @@ GLOBS = {
 }
 REFUSALS = [name for name, kind in vars(errors).items() if isinstance(kind, type) and getattr(kind, "exit_code", None) == 2]
 NO_DISK = {
+    "process.child_process": "limits of processes",
     "storage.store": "a name that is too long",
     "storage.remote_files": "a URL",
     "storage.s3_client": "a bucket",
