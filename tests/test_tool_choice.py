@@ -31,13 +31,14 @@ from batchspec.structured.forced_calls import call_rules
 from batchspec.structured.json_schema.leaves import BadSchema
 from batchspec.structured.parse import rules_of
 from batchspec.tool_calls.form import Tools
-from batchspec.tool_calls.marks import CALL_MARKS, FORCED
+from batchspec.tool_calls.marks import CALL_MARKS
 from batchspec.tool_calls.registry import FORMS
 from tests.harmony import make_harmony_model
 from tests.models import make_checkpoint, make_thinking_tokenizer
 from tests.stand_ins import small_spec
 from tests.test_admit import job
 from tests.test_openai_jobs import answers, options, request, written
+from tests.test_structured import matches
 from tests.tool_templates import TEMPLATES, tool, tools_text
 from tests.tool_templates import written as of_template
 
@@ -77,7 +78,7 @@ def drawn(dfa: Dfa, rng: random.Random) -> bytes | None:
 
 @pytest.mark.parametrize(
     ("form", "marks"),
-    [(form, marks) for form in sorted(FORCED - {"harmony"}) for marks in sorted({(), CALL_MARKS.get(form, ())})],
+    [(form, marks) for form in sorted(FORMS) for marks in sorted({(), CALL_MARKS.get(form, ())})],
 )
 def test_whatever_is_written_is_read_back_as_calls_that_follow_the_schemas(form: str, marks: tuple[str, ...]) -> None:
     node = call_rules(asked(form), marks).inlined()
@@ -99,7 +100,7 @@ def test_whatever_is_written_is_read_back_as_calls_that_follow_the_schemas(form:
     assert num_found > 20
 
 
-@pytest.mark.parametrize("form", sorted(FORCED - {"harmony", "pythonic"}))
+@pytest.mark.parametrize("form", sorted({*FORMS} - {"pythonic"}))
 def test_what_templates_write_is_among_it(form: str) -> None:
     """But for Python's quotes and constants: the arguments are JSON there too."""
     calls = [("f", {"e": "a", "u": "x y"}), ("g", {})]
@@ -117,6 +118,14 @@ NOT_OF_TEXT = ("mistral, newer", "mistral, with ids")
 """Forms of tokenizers that have the token [ARGS]."""
 
 
+SET = {"type": "array", "uniqueItems": True}
+OVERLAPPING = {"oneOf": [{"type": "string"}, {"maxLength": 2}]}
+NESTED_IN_ITSELF = {
+    "properties": {"a": {"$ref": "#/$defs/d"}}, "$defs": {"d": {"type": "array", "items": {"$ref": "#/$defs/d"}}},
+}
+NARROWED = {"properties": {"a": {"$ref": "#/$defs/d", "minLength": 1}}, "$defs": {"d": {"type": "string", "minLength": 2}}}
+
+
 @pytest.mark.parametrize(
     ("form", "function", "said"),
     [
@@ -125,11 +134,66 @@ NOT_OF_TEXT = ("mistral, newer", "mistral, with ids")
         ("glm", {"name": "g", "parameters": {"anyOf": [{}]}}, "tool 'g': anyOf of all arguments together is not supported"),
         ("glm", {"name": "g", "parameters": {"properties": {"a": {"not": {}}}}}, "tool 'g': not of a string is not supported"),
         ("hermes", {"name": "g", "parameters": {"properties": {"a": {"unevaluatedItems": 0}}}}, "tool 'g': .*unevaluatedItems"),
+        ("gemma4", {"name": "g", "parameters": {"properties": {"a b": {}}}}, "tool 'g': property 'a b' is no plain word"),
+        ("gemma4", {"name": "g", "parameters": {"properties": {"a": SET}}}, "tool 'g': uniqueItems of a list is not supported"),
+        ("gemma4", {"name": "g", "parameters": NESTED_IN_ITSELF}, "tool 'g': schemas nested more than 16 levels deep"),
+        ("glm", {"name": "g", "parameters": {"properties": {"a": OVERLAPPING}}}, "tool 'g': oneOf .* the same value"),
+        ("seed_oss", {"name": "g", "parameters": NARROWED}, "tool 'g': minLength of two schemas that hold at once"),
     ],
 )
 def test_what_cannot_be_forced_is_told_with_the_tool_s_name(form: str, function: dict[str, Any], said: str) -> None:
     with pytest.raises(BadSchema, match=said):
         call_rules(asked(form, [function]), ())
+
+
+ENUM = {"enum": ["a", "bb", 1, 9, True, None]}
+DATE = {"properties": {"k": {"const": "date"}, "d": {"type": "string"}}, "required": ["k"], "type": "object"}
+TIME = {"properties": {"k": {"const": "time"}, "d": {"type": "integer"}}, "required": ["k"], "type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "integer", **ENUM}, [1, 9], ["a", True, None]),
+        ({"type": "integer", "minimum": 5, **ENUM}, [9], [1]),
+        ({"type": "string", "maxLength": 1, **ENUM}, ["a"], ["bb", 1, None]),
+        ({"const": "a", "enum": ["a", "bb"]}, ["a"], ["bb"]),
+        ({"type": ["boolean", "null"], **ENUM}, [True, None], ["a", 1]),
+        ({"type": "string", "nullable": True}, ["a"], [None]),
+        ({"type": "integer", "anyOf": [{"type": "number", "maximum": 3}, {"type": "string"}]}, [3, -3], ["a", 4, 1.5]),
+        ({"anyOf": [False, {"type": "integer"}]}, [5], ["a"]),
+        ({"oneOf": [{"type": "string", "pattern": "^a"}, {"const": "b"}, {"type": "null"}]}, ["ab", "b", None], ["bb", 1]),
+        ({"oneOf": [DATE, TIME]}, [{"k": "date", "d": "5"}, {"k": "time"}], [{"k": "time", "d": "5"}, {"d": "5"}]),
+        ({"$ref": "#/$defs/name", "type": "string", "maxLength": 2}, ["ab"], ["abc", "a", "AB"]),
+        ({"type": "array", "items": {"$ref": "#/$defs/name"}, "minItems": 1, "maxItems": 2}, [["ab"], ["ab", "cd"]], [[], ["a"]]),
+        ({"type": "array", "items": False}, [[]], [["ab"]]),
+        ({"type": "object", "properties": {}, "required": []}, [{}, {"a": {"b": 1}}], ["ab", []]),
+    ],
+)
+@pytest.mark.parametrize("form", ["qwen3_coder", "seed_oss", "minimax_m2", "gemma4"])
+def test_a_parameter_follows_all_keywords_of_its_schema(form: str, schema: Any, right: list[Any], wrong: list[Any]) -> None:
+    """In the forms that divide a schema into alternatives of one type."""
+    parameters = {"properties": {"p": schema}, "required": ["p"], "$defs": SCHEMA["$defs"]}
+    node = call_rules(asked(form, [{"name": "f", "parameters": parameters}], several=False), ()).inlined()
+    assert node is not None
+    dfa, checker = dfa_of(node), jsonschema.Draft202012Validator(parameters)
+    for value, is_right in [(one, True) for one in right] + [(one, False) for one in wrong]:
+        assert checker.is_valid({"p": value}) == is_right
+        assert matches(dfa, of_template(form, [("f", {"p": value})]).strip().encode()) == is_right, value
+
+
+def test_a_call_of_gemma4_nests_values_of_any_type_in_its_own_notation() -> None:
+    """Its strings are between marks, so that they need no escapes, and its keys are plain words."""
+    numbers = {"type": "object", "additionalProperties": {"type": "integer"}}
+    parameters = {"properties": {"x": {}, "m": numbers}, "required": ["x"]}
+    node = call_rules(asked("gemma4", [{"name": "f", "parameters": parameters}], several=False), ()).inlined()
+    assert node is not None
+    dfa = dfa_of(node)
+    for value in ('a "b"\\ {}\n', {"k": [1.5, None, {"l": "é"}]}, [], {}, True, -1):
+        assert matches(dfa, of_template("gemma4", [("f", {"x": value, "m": {"a": 1, "b": 2}})]).encode()), value
+    for value in ('<|"|>', {"no word": 1}):
+        assert not matches(dfa, of_template("gemma4", [("f", {"x": value})]).encode()), value
+    assert not matches(dfa, of_template("gemma4", [("f", {"x": 1, "m": {"a": "1"}})]).encode())
 
 
 # --- rows

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from batchspec.dataset.json_text import BadJson, parse
 from batchspec.packing.cells import BadRow, json_cell
 from batchspec.packing.constraints import COLUMNS, FORCED_CALL, Constraint
-from batchspec.tool_calls.marks import FORCED, HARMONY
+from batchspec.tool_calls.marks import HARMONY
 
 WORDS = ("auto", "none", "required")
 FREE_ANSWER: Constraint = ("regex", "(?s:.*)")
@@ -63,9 +63,12 @@ def tool_choice(row: Mapping[str, Any], form: str | None) -> ToolChoice:
         return ToolChoice(tools, tools, None, one_call)
     if not tools:
         raise BadRow("bad_parameter", f"tool_choice={mode} needs tools, and the row has none; add them, or {IGNORE}")
-    if form not in FORCED:
-        said = "needs a known form of tool calls (model.tool_calls)" if form is None else f"is not supported for the form {form}"
-        raise BadRow("bad_parameter", f"a forced tool_choice {said}; ask for the call in the prompt, and {IGNORE}")
+    if form is None:
+        raise BadRow(
+            "bad_parameter",
+            "a forced tool_choice needs a known form of tool calls, and this model's is unknown; set model.tool_calls, or ask "
+            f"for the call in the prompt, and {IGNORE}",
+        )
     if both := next((name for name in COLUMNS if row.get(name) is not None), None):
         raise BadRow("bad_parameter", f"{both} and a tool_choice that forces a call are both given; leave one null")
     functions = [{"name": _name(tool), "parameters": _parameters(tool)} for tool in called or tools]

@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchspec.automata.token_automaton import MARKS
+from batchspec.structured.call_parameters import parameters_of
 from batchspec.structured.channels import CONSTRAIN_BYTE, MESSAGE_BYTE
+from batchspec.structured.gemma4_values import QUOTE, Gemma4Values
 from batchspec.structured.json_schema.leaves import BadSchema
 from batchspec.structured.json_schema.schema import schema_rules
 from batchspec.structured.json_schema.values import COLON, COMMA, SPACE, literal, wrapped
 from batchspec.structured.regular import EMPTY, Alt, Chars, Impossible, Joined, Mark, Members, Node, Repeat, Seq, optional, text
 from batchspec.structured.rules import Rules, renamed
-from batchspec.structured.tagged_values import parameters_of, tagged_value
-from batchspec.tool_calls.marks import CALL_MARKS
+from batchspec.structured.tagged_values import tagged_value
+from batchspec.tool_calls.marks import CALL_MARKS, HARMONY
 
 Tool = Mapping[str, Any]
 """{"name", "parameters"}: a JSON Schema, or null."""
@@ -82,7 +84,7 @@ def _llama3_json(to: Writer, tool: Tool) -> Node:
     return to.object(tool, "parameters")
 
 
-def _mistral_listed(to: Writer, tool: Tool) -> Node:
+def _json_call(to: Writer, tool: Tool) -> Node:
     return to.object(tool, "arguments")
 
 
@@ -99,11 +101,30 @@ def _deepseek(to: Writer, tool: Tool) -> Node:
 
 
 def _qwen3_coder(to: Writer, tool: Tool) -> Node:
+    return _function_tags(to, tool, "tool_call", "\n")
+
+
+def _seed_oss(to: Writer, tool: Tool) -> Node:
+    return _function_tags(to, tool, "seed:tool_call", "")
+
+
+def _function_tags(to: Writer, tool: Tool, mark: str, around: str) -> Node:
+    """around: what is between a value and its tags."""
     def tags(name: str, value: Node) -> Node:
-        return Seq((text(f"<parameter={name}>\n"), value, text("\n</parameter>\n")))
+        return Seq((text(f"<parameter={name}>{around}"), value, text(f"{around}</parameter>\n")))
 
     inside = to.tagged(tool, tags, "</parameter>")
-    return Seq((to.text(f"<tool_call>\n<function={tool['name']}>\n"), inside, to.text("</function>\n</tool_call>")))
+    return Seq((to.text(f"<{mark}>\n<function={tool['name']}>\n"), inside, to.text(f"</function>\n</{mark}>")))
+
+
+def _glm4(to: Writer, tool: Tool) -> Node:
+    return Seq((text(f"{tool['name']}\n"), to.arguments(tool)))
+
+
+def _gemma4(to: Writer, tool: Tool) -> Node:
+    values, schema = Gemma4Values(to.text(QUOTE), to.json), tool["parameters"]
+    arguments = text("{}") if _takes_nothing(schema) else values.object(schema)
+    return Seq((to.text(f"<|tool_call>call:{tool['name']}"), arguments, to.text("<tool_call|>")))
 
 
 def _glm(to: Writer, tool: Tool) -> Node:
@@ -151,13 +172,19 @@ class _Form:
     """Whether an answer has one call at most."""
 
 
+_LIST = Seq((SPACE, text("[")))
 _FORMS: dict[str, _Form] = {
     "hermes": _Form(_hermes, r"(?s:.+)", between=BREAK),
     "llama3_json": _Form(_llama3_json, r"(?s:.+)", between=text("; ")),
-    "mistral": _Form(_mistral_listed, r"(?s:.+)", before=("[TOOL_CALLS]", Seq((SPACE, text("[")))), between=COMMA, after="]"),
+    "mistral": _Form(_json_call, r"(?s:.+)", before=("[TOOL_CALLS]", _LIST), between=COMMA, after="]"),
     "mistral, named": _Form(_mistral_named, r"[\w.\-]+"),
+    "granite": _Form(_json_call, r"(?s:.+)", before=("<|tool_call|>", _LIST), between=COMMA, after="]"),
+    "phi4": _Form(_json_call, r"(?s:.+)", before=("<|tool_call|>", _LIST), between=COMMA, after="]<|/tool_call|>"),
     "deepseek": _Form(_deepseek, r"[^\n<]+", before=(_ALL, EMPTY), between=BREAK, after=_ALL_END),
     "qwen3_coder": _Form(_qwen3_coder, r"[^>\n]+", between=BREAK),
+    "seed_oss": _Form(_seed_oss, r"[^>\n]+", between=BREAK),
+    "gemma4": _Form(_gemma4, r"[^\s{]+"),
+    "glm4": _Form(_glm4, r"[^\s{}<>|]+", one_call=True),
     "glm": _Form(_glm, r"[^\s<]+", between=BREAK),
     "minimax_m2": _Form(_minimax_m2, r'[^"\n]+', before=("<minimax:tool_call>\n", EMPTY), after="</minimax:tool_call>"),
     "pythonic": _Form(_pythonic, r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", before=("[", EMPTY), between=COMMA, after="]"),
@@ -165,7 +192,7 @@ _FORMS: dict[str, _Form] = {
         _pythonic, r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", before=("<|tool_call_start|>[", EMPTY), between=COMMA,
         after="]<|tool_call_end|>",
     ),
-    "harmony": _Form(_harmony, r"[\w.\-]+", one_call=True),
+    HARMONY: _Form(_harmony, r"[\w.\-]+", one_call=True),
 }
 
 
@@ -180,7 +207,7 @@ def call_rules(source: str, marks: Sequence[str]) -> Rules:
     first, then = form.before
     several = asked["several"] and not form.one_call
     listed = Joined(calls, form.between) if several else calls
-    return Rules(Seq((to.text(first), then, listed, to.text(form.after))), to.named, of_channel_call=form.one_call)
+    return Rules(Seq((to.text(first), then, listed, to.text(form.after))), to.named, of_channel_call=asked["form"] == HARMONY)
 
 
 def _form_of(name: str, marks: Sequence[str]) -> _Form:

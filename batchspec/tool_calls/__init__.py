@@ -5,7 +5,7 @@ are found by their tokens (engine.channel_calls). This package does not import t
 
   form.py        the interface of a form, and what forms share: JSON text, the tools of a row
   registry.py    the forms by name, and which one a model writes; probe.py: a call that templates write, to see that
-  marks.py       the forms in which calls can be forced, and their marks
+  marks.py       marks of forms that are tokens of their own
   split.py       an answer as its content and its calls; their ids and OpenAI's form
 Forms:
   marked_json.py   JSON between two marks (Hermes, Qwen, Granite, Phi-4-mini), and Mistral's

@@ -113,15 +113,6 @@ def types_of(schema: Any, root: Any, depth: int = 0) -> Iterator[str]:
         yield from types_of(target, root, depth + 1)
 
 
-def resolved(schema: Mapping[str, Any], root: Any) -> Mapping[str, Any]:
-    """A schema without `$ref`: with what it refers to, at most MAX_REFERENCES times."""
-    for _ in range(MAX_REFERENCES):
-        if "$ref" not in schema or (target := _target(schema, root)) is None:
-            break
-        schema = {**target, **{key: value for key, value in schema.items() if key != "$ref"}}
-    return schema
-
-
 def _target(schema: Mapping[str, Any], root: Any) -> dict[str, Any] | None:
     """What `$ref` names; None if it is not there."""
     reference, target = schema["$ref"], root
