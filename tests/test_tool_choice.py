@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+import batchspec
 from batchspec import run
 from batchspec.automata.lazy_automaton import LazyAutomaton, Recheck
 from batchspec.automata.token_automaton import MARKS
@@ -33,13 +37,16 @@ from batchspec.structured.parse import rules_of
 from batchspec.tool_calls.form import Tools
 from batchspec.tool_calls.marks import CALL_MARKS
 from batchspec.tool_calls.registry import FORMS
+from batchspec.warm.conversations import Turn
 from tests.harmony import make_harmony_model
 from tests.models import make_checkpoint, make_thinking_tokenizer
+from tests.runs import run_apart
 from tests.stand_ins import small_spec
 from tests.test_admit import job
+from tests.test_job import signalled_in_round
 from tests.test_openai_jobs import answers, options, request, written
 from tests.test_structured import matches
-from tests.tool_templates import TEMPLATES, tool, tools_text
+from tests.tool_templates import TEMPLATES, chat_template, tool, tools_text
 from tests.tool_templates import written as of_template
 
 SCHEMA: dict[str, Any] = {
@@ -317,6 +324,126 @@ def test_a_job_over_requests_with_forced_calls(model: Path, tmp_path: Path, more
     (tmp_path / "out/answers.jsonl").unlink()
     assert run.main(words) == 0
     assert (tmp_path / "out/answers.jsonl").read_text() == before
+
+
+# --- together with what else a row may have
+
+
+def test_rows_that_stop_in_the_middle_of_a_forced_call_resume_there(model: Path, tmp_path: Path) -> None:
+    """Two signals, each in the middle of the calls; one shard holds all rows. They have one automaton, so they begin together."""
+    lines = [request(f"q{i}", tools=TWO, tool_choice="required", max_tokens=60 + 30 * i, seed=i) for i in range(4)]
+    folders = tmp_path / "whole", tmp_path / "stopped"
+    for folder in folders:
+        folder.mkdir()
+        written(folder / "in.jsonl", lines)
+    whole, stopped = (
+        options(model, folder, "output=openai", "output.token_ids=true", "decode.thinking_token_budget=2", "draft=lookup")
+        for folder in folders
+    )
+    assert run.main(whole) == 0
+    for rounds in (9, 15):
+        code, said = run_apart(stopped, tmp_path / "log", partial(signalled_in_round, rounds, signal.SIGTERM))
+        assert code == 75, said
+        assert re.search(r"[1-4] of them unfinished with [1-9]\d* tokens", said)
+    assert run.main(stopped) == 0
+    mine, theirs = (pl.read_parquet(folder / "out/data").sort("request_id") for folder in folders)
+    assert mine["token_ids"].to_list() == theirs["token_ids"].to_list()
+    assert mine["tool_calls"].to_list() == theirs["tool_calls"].to_list()
+    assert mine["tool_calls"].null_count() == 0
+    assert theirs["spec_decode"].struct.field("num_prefills").max() > 1, "rows went on from their tokens"
+
+
+def engine_of(model: Path, **more: Any) -> batchspec.Engine:
+    return batchspec.Engine({
+        "model.path": str(model), "model.dtype": "float64", "model.max_len": 900, "decode.max_new_tokens": 150,
+        "decode.thinking_token_budget": 2, "packing.max_num_seqs": 3, **more,
+    })
+
+
+def chat_with_tools(name: str, **cells: Any) -> dict[str, Any]:
+    return {"id": name, "messages": [{"role": "user", "content": "Hi"}], "tools": tools_text(*TWO), **cells}
+
+
+def names_of(cell: str | None) -> list[str]:
+    return [call["function"]["name"] for call in json.loads(cell or "[]")]
+
+
+def test_a_choice_of_texts_goes_with_chats_and_tools_but_not_with_a_forced_call(model: Path) -> None:
+    call = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    rows = [
+        chat_with_tools("text", choice=["yes", "no"], tool_choice=None),
+        chat_with_tools("no call", choice=[call], tool_choice="none"),
+        chat_with_tools("call", choice=[call], tool_choice="auto"),
+        chat_with_tools("both", choice=["yes"], tool_choice="required"),
+        chat_with_tools("forced", choice=None, tool_choice=json.dumps(FORCE_G)),
+    ]
+    with engine_of(model, **{"input.columns": {"choice": "choice"}}) as engine:
+        found = {row["request_id"]: row for row in engine.generate(rows).to_dicts()}
+    assert found["text"]["completion"] in ("yes", "no")
+    assert (found["no call"]["completion"], found["no call"]["tool_calls"]) == (call, None)
+    assert (found["call"]["completion"], names_of(found["call"]["tool_calls"])) == ("", ["g"])
+    assert (found["forced"]["completion"], names_of(found["forced"]["tool_calls"])) == ("", ["g"])
+    assert "choice and a tool_choice that forces a call are both given; leave one null" in found["both"]["error"]["message"]
+
+
+def test_a_turn_of_a_conversation_may_force_one_call_though_the_job_has_a_choice(model: Path) -> None:
+    """The other turns follow the job's choice, and the last one sees the call's result."""
+    forced = {"tool_choice": "required", "parallel_tool_calls": False}
+
+    def next_turn(turn: Turn) -> Any:
+        calls = turn.messages[-1].get("tool_calls", [])
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in calls]
+        answers = results or [{"role": "user", "content": "Go on"}]
+        return {"messages": [*turn.messages, *answers], **(forced if turn.number == 0 else {})} if turn.number < 2 else None
+
+    with engine_of(model, **{"decode.choice": ["yes", "no"]}) as engine:
+        turns = engine.converse([chat_with_tools("a")], next_turn).sort("turn").to_dicts()
+    assert [(turn["status"], len(names_of(turn["tool_calls"]))) for turn in turns] == [("ok", 0), ("ok", 1), ("ok", 0)]
+    assert turns[0]["completion"] in ("yes", "no")
+    assert turns[2]["completion"] in ("yes", "no")
+    roles = [message["role"] for message in turns[2]["messages"]]
+    assert roles == ["user", "assistant", "user", "assistant", "tool", "assistant"]
+
+
+def test_a_turn_after_calls_that_the_template_does_not_write_is_an_error_row_that_says_what_to_do(tmp_path: Path) -> None:
+    """Templates of SmolLM3 and Granite 3 write tools and no calls, and the model would see results of nothing."""
+    folder = make_checkpoint(tmp_path / "model", "llama", dtype=torch.float64, max_position_embeddings=2048)
+    make_thinking_tokenizer(folder, chat_template=chat_template("", says="<tool_call>"), more=CALL_MARKS["hermes"])
+
+    def next_turn(turn: Turn) -> Any:
+        calls = turn.messages[-1]["tool_calls"]
+        return [*turn.messages, *({"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in calls)]
+
+    with engine_of(folder) as engine:
+        row = chat_with_tools("a", tool_choice=json.dumps(FORCE_G))
+        first, second = engine.converse([row], next_turn).sort("turn").to_dicts()
+    assert (first["status"], names_of(first["tool_calls"])) == ("ok", ["g"])
+    assert second["error"]["code"] == "template_error"
+    assert second["error"]["message"] == (
+        "table row 0 (id 'a'): the chat template refuses the prompt (it leaves out the tool calls of message 1 (role assistant); "
+        "take them out of the row, or set model.chat_template to a template that writes them); correct it"
+    )
+
+
+@pytest.mark.parametrize("form", ["gemma4", "glm4", "phi4", "granite", "seed_oss"])
+def test_forms_of_other_families_are_forced_with_their_marks_as_tokens(form: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama", dtype=torch.float64, max_position_embeddings=2048)
+    make_thinking_tokenizer(folder, chat_template=TEMPLATES[form], more=CALL_MARKS.get(form, ()))
+    say = tool("say", s={"type": "string", "enum": ["a b", 'c"d']}, x="integer")
+    say["function"]["parameters"]["required"] = ["s"]
+    rows = [
+        chat_with_tools("say", tools=tools_text(say), tool_choice="required", parallel_tool_calls=False),
+        chat_with_tools("named", tool_choice=json.dumps(FORCE_G)),
+    ]
+    with engine_of(folder, **{"output.token_ids": True}) as engine:
+        found = engine.generate(rows).to_dicts()
+    assert [(row["status"], row["completion"], names_of(row["tool_calls"])) for row in found] == [
+        ("ok", "", ["say"]), ("ok", "", ["g"]),
+    ]
+    arguments = json.loads(json.loads(found[0]["tool_calls"])[0]["function"]["arguments"])
+    jsonschema.validate(arguments, say["function"]["parameters"])
+    added = Tokenizer(folder).added_ids
+    assert {added[mark] for mark in CALL_MARKS.get(form, ())} <= {*found[0]["token_ids"]}
 
 
 # --- harmony

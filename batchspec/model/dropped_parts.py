@@ -68,7 +68,8 @@ class _Outline:
     """Part -> its words, all of which the template must write."""
     keys: dict[str, list[str]] = field(default_factory=dict)
     """Key of a message -> its words, one of which is enough."""
-    _functions: dict[str, str] = field(default_factory=dict)
+    _called: dict[str, str] = field(default_factory=dict)
+    """Name of a function -> the word in its place in the newest call of it, for the name that the call's result may have."""
     _calls: dict[str, str] = field(default_factory=dict)
     _number: Any = field(default_factory=itertools.count)
 
@@ -97,7 +98,7 @@ class _Outline:
             turn["tool_call_id"] = self._call_id(turn["tool_call_id"])
         for name in turn.keys() - _LINKS:
             if name == "name" and turn["role"] == "tool":
-                turn[name] = self._functions.get(str(turn[name]), "zqfunction")
+                turn[name] = self._called.get(str(turn[name]), "zqfunction")
             else:
                 turn[name] = self._other(name, turn[name])
         for name in THOUGHT_FIELDS:
@@ -106,19 +107,17 @@ class _Outline:
         return turn
 
     def _call(self, part: str, call: Mapping[str, Any]) -> dict[str, Any]:
-        """A call counts as written if its arguments are, or its name if it has none."""
+        """A call counts as written if its arguments are, or its name if it has none: no other call and no tool has that word."""
         function, given = dict(call["function"]), call["function"]["arguments"]
-        function["name"] = self._function(function["name"])
+        self._called[function["name"]] = word = self._word()
+        function["name"] = word
         if given and given != "{}":
             words = {self._word(): self._word()}
             self.parts.setdefault(part, []).extend([*words.keys(), *words.values()])
             function["arguments"] = json.dumps(words) if isinstance(given, str) else words
         else:
-            self.parts.setdefault(part, []).append(function["name"])
+            self.parts.setdefault(part, []).append(word)
         return {**call, "function": function} | ({"id": self._call_id(call["id"])} if "id" in call else {})
-
-    def _function(self, name: str) -> str:
-        return self._functions.setdefault(name, f"zqfunction{len(self._functions)}qz")
 
     def _call_id(self, given: Any) -> str:
         """Nine letters and digits, as Mistral's templates want them."""
@@ -140,7 +139,7 @@ class _Outline:
         function = tool.get("function", tool)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             return tool  # not a function: the template alone knows what it is
-        name, parameter = self._function(function["name"]), self._word()
+        name, parameter = self._word(), self._word()
         self.parts.setdefault("the tools", []).append(name)
         outline: dict[str, Any] = {key: "zqtext" for key in function if key not in ("name", "parameters")} | {"name": name}
         if function.get("parameters"):
