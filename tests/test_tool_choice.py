@@ -350,7 +350,7 @@ def test_rows_that_stop_in_the_middle_of_a_forced_call_resume_there(model: Path,
     assert mine["token_ids"].to_list() == theirs["token_ids"].to_list()
     assert mine["tool_calls"].to_list() == theirs["tool_calls"].to_list()
     assert mine["tool_calls"].null_count() == 0
-    assert theirs["spec_decode"].struct.field("num_prefills").max() > 1, "rows went on from their tokens"
+    assert max(theirs["spec_decode"].struct.field("num_prefills").to_list()) > 1, "rows went on from their tokens"
 
 
 def engine_of(model: Path, **more: Any) -> batchspec.Engine:
