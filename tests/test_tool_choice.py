@@ -196,9 +196,11 @@ def test_a_call_of_gemma4_nests_values_of_any_type_in_its_own_notation() -> None
     node = call_rules(asked("gemma4", [{"name": "f", "parameters": parameters}], several=False), ()).inlined()
     assert node is not None
     dfa = dfa_of(node)
-    for value in ('a "b"\\ {}\n', {"k": [1.5, None, {"l": "é"}]}, [], {}, True, -1):
+    right: list[Any] = ['a "b"\\ {}\n', {"k": [1.5, None, {"l": "é"}]}, [], {}, True, -1]
+    wrong: list[Any] = ['<|"|>', {"no word": 1}]
+    for value in right:
         assert matches(dfa, of_template("gemma4", [("f", {"x": value, "m": {"a": 1, "b": 2}})]).encode()), value
-    for value in ('<|"|>', {"no word": 1}):
+    for value in wrong:
         assert not matches(dfa, of_template("gemma4", [("f", {"x": value})]).encode()), value
     assert not matches(dfa, of_template("gemma4", [("f", {"x": 1, "m": {"a": "1"}})]).encode())
 
