@@ -27,7 +27,8 @@ import typing as _typing  # noqa: E402
 
 __all__ = [
     "BatchspecError", "CapacityError", "CheckpointError", "Completion", "ConfigError", "DivergedError", "Engine", "EngineInUse",
-    "InputError", "Interrupted", "OutputError", "RankLost", "StorageError", "TooManyErrors", "Turn", "WorkerLost", "generate",
+    "InputError", "Interrupted", "OutputError", "RankLost", "StorageError", "TokenizerFails",
+    "TooManyErrors", "Turn", "WorkerLost", "generate",
 ]
 
 if _typing.TYPE_CHECKING:
@@ -64,6 +65,9 @@ if _typing.TYPE_CHECKING:
     )
     from batchspec.errors import (
         StorageError as StorageError,
+    )
+    from batchspec.errors import (
+        TokenizerFails as TokenizerFails,
     )
     from batchspec.errors import (
         TooManyErrors as TooManyErrors,
