@@ -18,7 +18,7 @@ from batchspec.console.text import MESSAGE_CHARS, one_line
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
 from batchspec.process.bytecode import keep_bytecode
 from batchspec.process.preflight import check_address_space, check_machine
-from batchspec.process.program import begin_program, drop_unwritable
+from batchspec.process.program import begin_program, drop_unwritable, in_batch_task
 from batchspec.process.refusals import is_panic, refusal
 from batchspec.process.signals import program, program_does
 
@@ -65,13 +65,16 @@ IMPORT_TORCH = ("plan", "verify", "bench", "doctor", "probe", "train")
 """Commands that import torch; `run` sees to its bytecode itself."""
 
 
-def guarded(command: Callable[[], int]) -> int:
+def guarded(command: Callable[[], int], *, requeues: bool = False) -> int:
     """Run a command as the whole process and return its exit code: a signal is one line, a closed pipe none.
+
+    requeues  a signal does not end the command in a task of Slurm, which requeues itself
 
     Signals are handled if `begin_program` was called; afterwards they do nothing.
     """
     try:
-        program_does("")
+        if not (requeues and in_batch_task()):
+            program_does("")
         check_machine()
         code = command()
         terminal.flush()
@@ -120,7 +123,7 @@ def script(run: Callable[[Sequence[str]], Found], explanation: str | None) -> Fo
 def console() -> int:
     """The `batchspec` command."""
     begin_program()
-    return guarded(main)
+    return guarded(main, requeues=sys.argv[1:2] == ["run"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -49,8 +49,9 @@ def run(config: RunConfig) -> int:
     """
     from batchspec.cluster import slurm
 
-    program_does("before the job was opened")  # in a sweep, again after each job
     task = slurm.this_task()
+    if task is None:
+        program_does("before the job was opened")  # in a sweep, again after each job
     if task is None and config.device != "cpu" and one_gpu():
         begin_context()
     with no_garbage_collection():  # it would traverse the modules again and again while they are imported
@@ -115,4 +116,4 @@ if __name__ == "__main__":
     from batchspec.process.program import begin_program
 
     begin_program()
-    sys.exit(guarded(main))
+    sys.exit(guarded(main, requeues=True))

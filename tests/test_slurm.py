@@ -278,6 +278,33 @@ def test_a_task_is_requeued_unless_it_was_cancelled_or_is_out_of_restarts(
     assert (("scontrol", "requeue", "9_0") in asked) == (", restart " in said)
 
 
+FROM_THE_FIRST_LINE = """
+import os, sys
+from batchspec.process.program import begin_program
+begin_program()
+os.kill(os.getpid(), 10)
+from batchspec.cli import guarded
+from batchspec.run import main
+sys.exit(guarded(main, requeues=True))
+"""
+
+
+@pytest.mark.second
+def test_a_task_that_is_signalled_before_it_has_read_its_job_is_requeued_too(model: Path, tmp_path: Path) -> None:
+    scontrol = tmp_path / "bin/scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f"#!/bin/sh\necho \"$@\" >>{tmp_path}/asked\necho JobState=RUNNING Restarts=0\n")
+    scontrol.chmod(0o755)
+    overrides = [*job_of(model, tmp_path, 8), f"output.dir={tmp_path / 'out'}", "device=cpu"]
+    env = {**os.environ, **BATCH, "PATH": f"{scontrol.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", FROM_THE_FIRST_LINE, *overrides], check=False, capture_output=True, text=True, env=env, cwd=ROOT
+    )
+    assert done.returncode == 75, done.stderr
+    assert done.stderr.splitlines()[-1] == "batchspec: job 12 is requeued, restart 1 of 10"
+    assert (tmp_path / "asked").read_text().splitlines() == ["show job -o 12", "requeue 12"]
+
+
 def test_one_of_several_tasks_of_an_srun_does_not_end_the_others() -> None:
     assert "the batch script has to run `scontrol requeue 9_0`" in requeue(Task("9_0", 0, 4, None), 3)
 

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from batchspec.process.program import in_batch_task
+
 TIMEOUT_S = 10.0
 """Limit for Slurm's commands, which hang if the controller does not answer."""
 
@@ -36,7 +38,7 @@ class Task:
 def this_task(env: Mapping[str, str] | None = None) -> Task | None:
     """The batch job that this process runs in; None outside Slurm and in an interactive allocation."""
     env = os.environ if env is None else env
-    if "SLURM_JOB_ID" not in env or env.get("ENVIRONMENT") != "BATCH":
+    if not in_batch_task(env):
         return None
     array, index = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
     end = env.get("SLURM_JOB_END_TIME", "")

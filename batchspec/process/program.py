@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from typing import TextIO
 
 from batchspec.console import terminal
@@ -28,8 +29,13 @@ def _begin() -> None:
     _open_streams()
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # then every child seems to have ended with 0
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    program.begin()
+    program.begin(waits=in_batch_task())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def in_batch_task(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is in a batch job of Slurm, and not in an interactive allocation."""
+    return "SLURM_JOB_ID" in env and env.get("ENVIRONMENT") == "BATCH"
 
 
 def drop_unwritable(stream: TextIO) -> None:

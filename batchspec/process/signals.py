@@ -1,6 +1,7 @@
 """Signals that ask a program to end, from its first line to its last. What they do depends on the stage:
 
 before the first row    the program ends, with one line that names the stage              `EndSignals.interrupt`
+ of a task of Slurm     they wait until its workers can get them: the task is requeued    `EndSignals.begin`
 while rows are decoded  the run finishes its round and saves its work                     `EndSignals.stop_with`
 after the last row      the run ends at once                                              `EndSignals.interrupt`
 at its end              nothing: the exit code is decided                                 `EndSignals.ignore`
@@ -68,10 +69,13 @@ class EndSignals:
         """Whether signals call this object."""
         return bool(self._before)
 
-    def begin(self) -> None:
-        """Of a program, before it imports its modules: a signal ends the process at once."""
+    def begin(self, *, waits: bool = False) -> None:
+        """Of a program, before it imports its modules: a signal ends the process at once.
+
+        waits  signals are only noted, until another method is called
+        """
         self._stage = "during start-up"
-        self._install(self._note_and_leave)
+        self._install(self._note if waits else self._note_and_leave)
 
     def interrupt(self, stage: str | None = None) -> None:
         """The next signal raises KeyboardInterrupt in the main thread; those after it do nothing.
@@ -104,8 +108,10 @@ class EndSignals:
         self._install(handle)
 
     def pass_to(self, handle: Callable[[int], None]) -> None:
-        """Each signal calls `handle` with its number."""
+        """Each signal calls `handle` with its number, one that the program has noted too."""
         self._install(handle)
+        if program.name is not None:
+            handle(signal.Signals[program.name])
 
     def ignore(self) -> None:
         """Signals do nothing from now on; the first one is noted."""

@@ -118,8 +118,8 @@ class Store(Protocol):
         """Delete a folder with everything in it; no error if there is none."""
 
     def delete_empty_folders(self) -> None:
-        """Delete the folders that hold no file; the root only if it did not exist when the store was opened. A folder that can't be
-        deleted stays: it harms nothing."""
+        """Delete the folders that hold no file; the root only if it did not exist when the store was opened. A folder that
+        can't be deleted stays: it harms nothing."""
 
     def scratch(self) -> Path:
         """A folder of the local file system from which `publish` takes files."""
