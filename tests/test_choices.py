@@ -168,7 +168,7 @@ def test_scores_that_a_lost_run_saved_are_those_of_the_job(
         assert run.main(words) == StorageError.exit_code
     capsys.readouterr()
     assert run.main(words) == 0
-    assert "4 more outputs are saved" in capsys.readouterr().err
+    assert "4 completions are saved" in capsys.readouterr().err
     check(pl.read_parquet(tmp_path / "out/data/*.parquet").head(4), model, TEXTS)
     assert run.main([*words, 'decode.choice=["yes"]']) == 2
     assert "decode.choice" in capsys.readouterr().err

@@ -199,7 +199,7 @@ def test_ctrl_c_prints_how_to_resume_and_exits_75(model: Path, data: Path, finis
     assert code == 75
     said = text.splitlines()[-1]
     assert re.search(
-        r"SIGINT: [2-9] of 11 shards are committed, (no|\d+) more outputs? (is|are) saved.*; run the same command", said
+        r"SIGINT: [2-9] of 11 shards are committed, of the other shards (no|\d+) completions? (is|are) saved.*; run the", said
     ), said
     assert run.main(command) == 0
     assert tokens(tmp_path / "out") == tokens(finished)
@@ -253,7 +253,7 @@ def test_a_signal_saves_rows_while_the_store_holds_up_the_renewal_of_a_claim(
     command = arguments(model, data, tmp_path / "out", "output.shard_rows=3", "packing.max_num_seqs=4")
     patch = partial(signalled_while_a_renewal_waits, tmp_path / "renewals")
     code, said = run_apart(command, tmp_path / "log", patch)
-    assert (code, "more outputs are saved" in said) == (75, True), said
+    assert (code, "completions are saved" in said) == (75, True), said
     owners = [json.loads(path.read_text())["owner"] for path in (tmp_path / "out" / claims.FOLDER).iterdir()]
     assert len(owners) > 1
     assert set(owners) == {""}, "claims are released, and no renewal comes after that"
@@ -267,7 +267,7 @@ def test_a_signal_saves_finished_and_unfinished_rows_and_the_next_run_resumes_th
 ) -> None:
     """Three signals in turn, as a batch system sends them; one shard holds everything, so none is committed before the end."""
     command = arguments(model, data, tmp_path / "out", "draft=lookup", "packing.max_num_seqs=4", "output.shard_rows=22")
-    rows = r"([1-9]\d* more outputs? (?:is|are) saved, [1-4] of them unfinished with [1-9]\d* tokens)"
+    rows = r"(of the other shards [1-9]\d* completions? (?:is|are) saved \([1-4] of them unfinished, with [1-9]\d* tokens\))"
     left, said = list[int](), list[str]()
     for number, rounds in ((signal.SIGTERM, 5), (signal.SIGUSR1, 8), (signal.SIGUSR2, 8)):
         code, text = run_apart(command, tmp_path / "log", partial(signalled_in_round, rounds, number))

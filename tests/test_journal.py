@@ -291,9 +291,9 @@ def test_a_run_that_ends_counts_what_the_next_one_will_read(tmp_path: Path) -> N
     second.flush([more])
     second.forget(3)
     said, read = second.saved(earlier, [more], {3}), second.read({3})
-    assert saved_rows(said) == "4 more outputs are saved, 1 of them unfinished with 3 tokens"
+    assert saved_rows(said) == "of the other shards 4 completions are saved (1 of them unfinished, with 3 tokens)"
     assert (said.completions.keys(), said.snapshots) == (read.completions.keys(), read.snapshots)
-    assert saved_rows(second.saved(earlier, (), {2})) == "no more outputs are saved"
+    assert saved_rows(second.saved(earlier, (), {2})) == "of the other shards no completions are saved"
 
 
 class GatedStore(LocalStore):

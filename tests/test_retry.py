@@ -394,7 +394,7 @@ def test_a_retry_that_is_killed_resumes_and_no_reader_gets_a_mixed_file(
         assert run_apart(retry(folder, out), tmp_path / "log", killed_before_its_mark)[0] == -signal.SIGKILL
         code, said = run_apart(retry(folder, out), tmp_path / "log", signalled_in_a_round)
         assert code == 75, said
-        assert re.search(r"more outputs? (is|are) saved", said)
+        assert re.search(r"completions? (is|are) saved", said)
         code, said = run_apart(retry(folder, out), tmp_path / "log")
         assert code == 0, said
     finally:

@@ -125,7 +125,7 @@ def test_scores_that_a_lost_run_saved_are_those_of_the_job(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PromptScores, "add", lost)  # nothing is left to score
         assert run.main([*words, f"output.dir={tmp_path}/out"]) == 0
-    assert "6 more outputs are saved" in capsys.readouterr().err
+    assert "6 completions are saved" in capsys.readouterr().err
     whole, again = (pl.read_parquet(tmp_path / name / "data/*.parquet").drop("perf") for name in ("whole", "out"))
     assert check_rows(again, model, 2) == 6
     assert again.drop("usage").equals(whole.drop("usage"))

@@ -211,7 +211,7 @@ def test_a_task_whose_time_runs_out_untold_ends_by_itself_saves_and_requeues(mod
     words = [*job_of(model, tmp_path, 4000), "packing.max_num_seqs=2", f"output.dir={tmp_path / 'out'}", "cluster.signal_s=2"]
     done = run_python(["-m", "batchspec.run", *words], env=env)
     assert done.returncode == 75, done.stderr
-    said = r"batchspec: time limit: \d+ of 1000 shards are committed, [1-9]\d* more outputs? (is|are) saved"
+    said = r"batchspec: time limit: \d+ of 1000 shards are committed, of the other shards [1-9]\d* completions? (is|are) saved"
     assert re.search(said, done.stderr)
     assert done.stderr.splitlines()[-1] == "batchspec: job 7 is requeued, restart 1 of 10"
     assert (tmp_path / "asked").read_text() == "show job -o 7\nrequeue 7\n"

@@ -136,9 +136,9 @@ class Plan:
         if not stats.num_compiled:
             return [line.replace("lazy      ", "structured", 1) for line in lazy]
         return [
-            f"structured   {counted(stats.num_compiled, 'distinct constraint')} compiled in "
-            f"{stats.seconds / stats.num_compiled:.2f} s of CPU time each, the slowest in {stats.longest_s:.2f} s; at most "
-            f"{stats.most_states:,} states and {_bytes(stats.largest_bytes)} each; masked on the device",
+            f"structured   {counted(stats.num_compiled, 'distinct constraint')}; compiling one took "
+            f"{stats.seconds / stats.num_compiled:.2f} s of CPU time on average, {stats.longest_s:.2f} s at most; the largest "
+            f"has {stats.most_states:,} states, {_bytes(stats.largest_bytes)} on the device",
             *lazy,
         ]
 

@@ -64,13 +64,13 @@ class Journaled:
 
 
 def saved_rows(journaled: Journaled) -> str:
-    """A message about the number of saved outputs (of a row, or of a sample of it), and of the unfinished ones among them."""
+    """A message about the number of saved completions, and of the unfinished ones among them."""
     unfinished = journaled.snapshots.values()
     tokens = sum(len(snapshot.tokens) for snapshot in unfinished)
-    some = f", {len(unfinished):,} of them unfinished with {tokens:,} tokens" if unfinished else ""
+    some = f" ({len(unfinished):,} of them unfinished, with {tokens:,} tokens)" if unfinished else ""
     number = journaled.num_rows
-    outputs = "1 more output is" if number == 1 else f"{number:,} more outputs are" if number else "no more outputs are"
-    return f"{outputs} saved{some}"
+    completions = "1 completion is" if number == 1 else f"{number:,} completions are" if number else "no completions are"
+    return f"of the other shards {completions} saved{some}"
 
 
 class Journal:

@@ -164,7 +164,7 @@ class Watchdog:
 
 
 def _nothing_to_save() -> str:
-    return "no more outputs are saved"
+    return "of the other shards no completions are saved"
 
 
 def _why(limit_s: float, *, loading: bool) -> str:
