@@ -23,6 +23,10 @@ MAX_STOP_IDS = 16
 
 CONSTRAINT_VIOLATED = "constraint_violated"
 """Error code of rows whose output does not follow their constraint."""
+SCHEMA_VIOLATED, SCHEMA_UNCHECKED = "schema_violated", "schema_unchecked"
+"""Error codes of rows with status invalid: the answer violates its schema, or could not be checked by it."""
+ANSWERED = ("ok", "truncated", "invalid")
+"""The statuses of rows with an answer."""
 MAX_LOGIT_BIAS = 1024
 """Maximum number of tokens of a row whose logits are biased: the width of two tensors on the device."""
 
@@ -249,7 +253,7 @@ class Repetition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowError:
-    """Why a row has no completion. `code` is short and stable, `message` is one line for people (`error_line`)."""
+    """Why a row has no completion, or an invalid one. `code` is short and stable, `message` one line (`error_line`)."""
 
     code: str
     stage: str
@@ -311,7 +315,7 @@ class Completion(_Struct, frozen=True, kw_only=True, eq=False):
     sample_index: int
     shard: int
     status: str
-    """ok; truncated (finish_reason length); error; skipped."""
+    """ok; truncated (finish_reason length); invalid (the answer violates its schema); error; skipped."""
     finish_reason: str
     """stop, length or error."""
     stop_reason: str | None = None
@@ -328,6 +332,9 @@ class Completion(_Struct, frozen=True, kw_only=True, eq=False):
     constraint: str | None = None
     """Kind of the row's constraint: schema, regex, choice, grammar or tool_choice. `text` then consists of the very bytes of the
     tokens."""
+    unchecked: tuple[str, str] | None = None
+    """The row's constraint, if its automaton allows more than that: the answer is to be checked by it. None: there is nothing to
+    check any more."""
     reasoning: str | None = None
     """The text of the thought; None if there was none."""
     reasoning_truncated: bool | None = None
@@ -353,6 +360,13 @@ class Completion(_Struct, frozen=True, kw_only=True, eq=False):
     """Prompt tokens whose K/V came from a shared prefix."""
     stats: RowStats | None = None
     error: RowError | None = None
+
+    @property
+    def has_whole_answer(self) -> bool:
+        """Whether the answer ended by itself: neither a limit nor a stop string cut it off."""
+        if self.status != "ok" or self.finish_reason != "stop" or self.token_ids is None:
+            return False
+        return self.stop_reason is None or self.stop_reason == str(self.token_ids[-1])  # else it is a stop string
 
     def failed(self, error: RowError) -> Completion:
         """The error row that replaces this completion of a decoded request. It has neither tokens nor text, because they may be

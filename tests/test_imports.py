@@ -191,6 +191,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model.template_process",
         "model.templates",
         "model.unread_keys",
+        "structured.answer_checker",
         "structured.channels",
         "structured.compiler",
         "model.text_bytes",

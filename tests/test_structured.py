@@ -326,7 +326,7 @@ def compiler() -> Compiler:
 
 
 def test_an_error_that_no_check_foresaw_is_one_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def defect(*_: Any) -> Any:
+    def defect(*_: Any, **__: Any) -> Any:
         raise KeyError("lost")
 
     monkeypatch.setattr(compile_process, "rules_of", defect)

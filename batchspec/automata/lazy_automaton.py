@@ -34,6 +34,8 @@ class LazyAutomaton(NamedTuple):
     """As given: a grammar, a regex, or the JSON text of a schema or a list of strings."""
     retryable: bool = False
     """Another run may find a finite automaton: there was too little time or memory for one, because of other constraints."""
+    is_weaker: bool = False
+    """Whether it allows answers that its schema does not, which are checked at the end."""
 
     @property
     def answer(self) -> int:

@@ -103,6 +103,8 @@ class TokenAutomaton:
     either: int
     """State in which an answer or a thought may begin, with harmony any message; DEAD without think tokens."""
     vocabulary: TokenSymbols
+    is_weaker: bool = False
+    """Whether it allows answers that its schema does not, which are checked at the end."""
     _steps: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     """The next state, by state * V + token, of steps that were walked before: rows of one automaton take the same ones."""
 

@@ -64,6 +64,10 @@ class DecodeConfig:
     schema: Any = None
     """JSON Schema that every answer must be valid by: a map, JSON text, or the path of a JSON file. The columns schema, regex,
     choice, grammar and response_format (OpenAI's) override it for their rows."""
+    schema_unsupported: str = "error"
+    """What is done with a valid schema that has keywords which no automaton obeys, such as uniqueItems of free values. error:
+    refuse it. check: ignore these keywords while decoding, and check the finished answer by the whole schema; a row whose answer
+    violates it has status invalid. It holds for forced tool calls too."""
     regex: str | None = None
     """Regular expression, in Python's syntax, that every answer must match as a whole."""
     choice: list[str] = field(default_factory=list)

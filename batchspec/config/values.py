@@ -106,6 +106,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "input.on_overlong": ("error", "truncate", "skip"),
     "input.final_assistant": ("error", "continue", "drop"),
     "output.messages": ("full", "prompt", "none"),
+    "decode.schema_unsupported": ("error", "check"),
     "decode.score": ("none", "prompts", "choices"),
     "resume.retry": ("none", "error", "length", "repetition"),
     "device": ("auto", "cpu", "cuda"),

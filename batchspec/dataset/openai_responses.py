@@ -28,8 +28,8 @@ def response_line(samples: Sequence[Line], model: str, token_text: TokenText | N
 
     token_text  to write log-probabilities, which need the column token_ids too; None: they are left out
 
-    It has a choice for each sample with a completion; if no sample has one, it has `error` and no response. As in OpenAI's
-    responses, tokens are summed over the choices and the prompt's are counted once.
+    It has a choice for each sample with a completion, with `error` if that violates its schema; if no sample has one, it has
+    `error` and no response. As in OpenAI's responses, tokens are summed over the choices and the prompt's are counted once.
     """
     first = samples[0]
     good = [row for row in samples if row["completion"] is not None]
@@ -64,7 +64,10 @@ def _choice(row: Line, token_text: TokenText | None) -> dict[str, Any]:
     logprobs = None
     if token_text is not None and row.get("logprobs") is not None and row.get("token_ids") is not None:
         logprobs = {"content": _logprobs(row, token_text), "refusal": None}
-    return {"index": row["sample_index"], "message": message, "logprobs": logprobs, "finish_reason": reason}
+    choice = {"index": row["sample_index"], "message": message, "logprobs": logprobs, "finish_reason": reason}
+    if row["status"] == "invalid":
+        choice["error"] = {"code": row["error"]["code"], "message": row["error"]["message"]}
+    return choice
 
 
 def _logprobs(row: Line, token_text: TokenText) -> list[dict[str, Any]]:

@@ -12,13 +12,12 @@ import numpy.typing as npt
 from batchspec.dataset.reader import Source
 from batchspec.draft.frequent_tokens import most_frequent
 from batchspec.errors import InputError
-from batchspec.records import Ids
+from batchspec.records import ANSWERED, Ids
 
 Numbers = npt.NDArray[np.int64]
 
 _NEIGHBOURS = 64
 """Rows of this many batches are sorted by length together. More would save padding, but make batches less random."""
-_USABLE = ("ok", "truncated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ def read_rows(source: Source, *, vocab_size: int, max_len: int) -> list[Row]:
     status = [str(x) for piece in source.column("status") for x in piece.to_pylist()] if "status" in source.schema.names else []
     rows = []
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        if status and status[i] not in _USABLE:
+        if status and status[i] not in ANSWERED:
             continue
         ids = np.concatenate((prompt, output))[:max_len].astype(np.int32)
         if len(prompt) and len(ids) >= len(prompt) + 2:

@@ -34,6 +34,7 @@ from batchspec.model.thinking import ThinkTokens
 from batchspec.packing.cells import BadRow, json_cell
 from batchspec.process.local_files import fault_of, open_regular
 from batchspec.records import Request, Thinking
+from batchspec.structured.answer_checker import AnswerChecker
 from batchspec.structured.channels import state_after_header
 from batchspec.structured.compiler import BadConstraint, Compiler
 
@@ -65,7 +66,8 @@ class Constraints:
         call_marks: Sequence[str] = (),
     ) -> None:
         self.of_job = job_constraint(decode)
-        self.compiler = _compiler(tokenizer, vocab_size, think, end_ids, call_marks)
+        self.compiler = _compiler(tokenizer, vocab_size, think, end_ids, call_marks, checks=decode.schema_unsupported == "check")
+        self.checker = AnswerChecker()
         self.of_job_waits = False
         """Whether the job's own constraint became a lazy automaton."""
         if self.of_job is not None:
@@ -102,7 +104,8 @@ class Constraints:
 
 
 def _compiler(
-    tokenizer: Tokenizer, vocab_size: int, think: ThinkTokens | None, end_ids: Collection[int], call_marks: Sequence[str]
+    tokenizer: Tokenizer, vocab_size: int, think: ThinkTokens | None, end_ids: Collection[int], call_marks: Sequence[str], *,
+    checks: bool,
 ) -> Compiler:
     """The compiler for constraints over this model's tokens, of which `end_ids` end a row."""
     marks, channels = {}, None if think is None else think.channels
@@ -113,7 +116,7 @@ def _compiler(
         marks |= {} if channels.constrain_id is None else {channels.constrain_id: CONSTRAIN}
     return Compiler(
         tokenizer.symbols(vocab_size, marks, call_marks), tuple(sorted(end_ids)), thinks=think is not None,
-        may_begin=think is not None and think.begin_id is not None, channels=channels is not None,
+        may_begin=think is not None and think.begin_id is not None, channels=channels is not None, checks=checks,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchspec.records import Completion
+from batchspec.records import ANSWERED, Completion
 
 SHORT_TOKENS = 64
 PRIOR_ROWS = 16
@@ -29,6 +29,6 @@ class LengthPredictor:
 
     def observe(self, completion: Completion) -> None:
         """Count a finished row; error rows and rows with a short cap do not count."""
-        if completion.status in ("ok", "truncated") and (completion.predicted_tokens or 0) > SHORT_TOKENS:
+        if completion.status in ANSWERED and (completion.predicted_tokens or 0) > SHORT_TOKENS:
             self.num_rows += 1
             self.num_tokens += 0 if completion.token_ids is None else len(completion.token_ids)

@@ -131,6 +131,8 @@ def _of_data(stats: JobStats) -> dict[str, str]:
     tiles = {"ok": _share(status("ok", 0), total), "truncated": _share(status("truncated", 0), total)}
     errors = status("error", 0)
     tiles["error rows"] = f'<span class="error">{_share(errors, total)}</span>' if errors else "0"
+    if status("invalid", 0):
+        tiles["violate their schema"] = _share(status("invalid", 0), total)
     if status("skipped", 0):
         tiles["skipped, prompt too long"] = _share(status("skipped", 0), total)
     if good.answers:

@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from batchspec.records import ANSWERED
 from batchspec.report.texts import Shown, shown_columns, with_texts
 from batchspec.runstate.output_folder import OutputFolder
 
@@ -96,7 +97,7 @@ class QualityTally:
         self._drawn = pl.DataFrame()
 
     def add(self, rows: pl.DataFrame) -> None:
-        done = rows.filter(pl.col("status").is_in(["ok", "truncated"]))
+        done = rows.filter(pl.col("status").is_in(ANSWERED))
         for name, counts in self.lens.items():
             self.lens[name] = _added(counts, done[name])
         answers = done.filter("has_text")

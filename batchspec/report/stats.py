@@ -11,6 +11,7 @@ from typing import Any
 import polars as pl
 
 from batchspec.errors import OutputError
+from batchspec.records import ANSWERED
 from batchspec.report.columns import type_names
 from batchspec.report.quality import Quality, QualityTally, quality_columns
 from batchspec.report.start_up import start_up_of
@@ -214,6 +215,7 @@ class _Tally:
         self.error_rows += rows.filter(pl.col("status") == "error")["row_index"].n_unique()  # a row is in one shard
         self.copied += int(rows["copied"].sum())
         self.tokens.update({name: int(rows[name].sum()) for name in USAGE})
+        rows = rows.with_columns(error=pl.when(pl.col("status") == "error").then("error"))
         for name in ("status", "finish_reason", "error"):
             getattr(self, f"by_{name}").update(dict(rows[name].drop_nulls().value_counts().iter_rows()))
         self.drafters |= set(spec["drafter"].unique())
@@ -251,7 +253,7 @@ def _read(folder: OutputFolder, shards: list[int], by: str | None, schema: pl.Sc
             *quality_columns(schema),
             "reasoning_truncated",
             pl.col("error").struct.field("code").alias("error"),
-            (pl.col("status").is_in(["ok", "truncated"]) & pl.col("perf").struct.field("prefill_s").is_null()).alias("copied"),
+            (pl.col("status").is_in(ANSWERED) & pl.col("perf").struct.field("prefill_s").is_null()).alias("copied"),
             *(pl.col("usage").struct.field(field).alias(name) for name, field in USAGE.items() if name not in SHOWN),
             *(pl.col("spec_decode").struct.field(field).alias(name) for name, field in SPEC.items() if name not in SHOWN),
             (pl.lit("") if by is None else pl.col(by).cast(pl.String)).fill_null("(null)").alias("group"),

@@ -55,6 +55,8 @@ def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool
     if errors:
         codes = ", ".join(f"{count} {code}" for code, count in stats.by_error.items())
         terminal.say(f"{output.path}: {counted(errors, 'error row')} ({codes}); the column `error` says why")
+    if invalid := stats.by_status.get("invalid", 0):
+        terminal.say(f"{output.path}: {counted(invalid, 'invalid completion')}; the column `error` says what violates the schema")
     if truncated := stats.by_status.get("truncated", 0):
         advice = "; resume=length and a larger decode.max_new_tokens continue those that it cut off"
         cut = stats.by_finish_reason.get("length", 0)

@@ -80,7 +80,7 @@ class ShardWork:
     def compact_table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
         """The same rows; columns of the input that are dictionaries stay so."""
         think = self.admission.settings.think
-        texts = [self._with_text(completion) for completion in completions]
+        texts = [self.checked(self._with_text(completion)) for completion in completions]
         # A later turn of a conversation may bring tools of its own.
         calls = self.admission.has_calls(self.columns) or any(completion.tool_calls is not None for completion in texts)
         return build_table(
@@ -105,6 +105,11 @@ class ShardWork:
         refused = {one.row_index for one in completions if one.error is not None and one.error.code == "template_error"}
         rows = {completion.row_index for completion in completions} - refused  # one that loops would do so again
         return {row: self.admission.texts(shard, row) for row in rows}
+
+    def checked(self, completion: Completion) -> Completion:
+        """The completion, which is marked if its answer violates a schema that its automaton did not obey as a whole."""
+        constraints = self.admission.constraints
+        return completion if constraints is None else constraints.checker.checked(completion)
 
     def _with_text(self, completion: Completion) -> Completion:
         if completion.num_undecoded is None:

@@ -30,6 +30,7 @@ from batchspec.structured.regex import BadRegex
 from batchspec.structured.regular import Impossible, TooLarge
 from batchspec.structured.rules import BadGrammar, Rules
 from batchspec.structured.token_masks import over_tokens
+from batchspec.structured.unsupported import UnsupportedSchema
 
 MAX_RECURSION = 20_000
 FIELDS = ("classes", "table", "masks", "answer", "thought", "either")
@@ -61,7 +62,7 @@ def compiled(
 def answer(attempt: Attempt, **job: Any) -> dict[str, Any]:
     """The process's answer about one constraint. `seconds` is the CPU time that it took, and with it comes one of:
 
-    FIELDS           of a finite automaton
+    FIELDS           of a finite automaton; with these and with `lazy` also `is_weaker`
     lazy             why it has none: it can be followed as a lazy automaton
     later            the time is over, and this is not the last attempt
     code and error   why it cannot be followed at all
@@ -74,6 +75,8 @@ def answer(attempt: Attempt, **job: Any) -> dict[str, Any]:
     except OutOfTime:
         said = f"reading it takes more than {attempt.check_s:g} s"
         found = {"code": "large_schema", "error": said, "out_of_time": True} if attempt.is_last else {"later": True}
+    except UnsupportedSchema as error:
+        found = {"code": "unsupported_schema", "error": str(error)}
     except (BadSchema, BadGrammar, BadRegex) as error:
         found = {"code": "bad_schema", "error": str(error)}
     except Impossible as error:
@@ -91,19 +94,20 @@ def answer(attempt: Attempt, **job: Any) -> dict[str, Any]:
     return found | {"seconds": time.process_time() - began}
 
 
-def _found(attempt: Attempt, **job: Any) -> dict[str, Any]:
+def _found(attempt: Attempt, *, checks: bool = False, **job: Any) -> dict[str, Any]:
     """A finite automaton, or why the constraint becomes a lazy one. It is parsed once for both.
 
     Raises as `compiled` and `Network`, and OutOfTime if it is not known in time whether the constraint can be followed.
     """
     with stopped_after(attempt.check_s):
-        rules = rules_of(attempt.kind, attempt.source, job["vocabulary"].marks)
+        rules = rules_of(attempt.kind, attempt.source, job["vocabulary"].marks, checks=checks)
+    weaker = {"is_weaker": rules.is_weaker}
     late = not attempt.cpu_s
     try:
         if not late:
             with stopped_after(attempt.cpu_s):
                 made = compiled(rules, **job)
-                return {name: getattr(made, name) for name in FIELDS}
+                return weaker | {name: getattr(made, name) for name in FIELDS}
         reason = attempt.too_long
     except OutOfTime:
         if not attempt.is_last:
@@ -113,7 +117,7 @@ def _found(attempt: Attempt, **job: Any) -> dict[str, Any]:
         reason = why(error)
     with stopped_after(attempt.check_s):  # after the handlers, which keep what was built
         Network(rules, AFTER_THOUGHT, single_bytes(job["vocabulary"]))
-    return {"lazy": reason, "out_of_time": late}
+    return weaker | {"lazy": reason, "out_of_time": late}
 
 
 def why(error: Exception) -> str:

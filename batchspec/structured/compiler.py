@@ -32,7 +32,7 @@ KEPT_BYTES = 1 << 30
 class BadConstraint(OneLine, ValueError):
     """A constraint without an automaton.
 
-    code       bad_schema, impossible or large_schema
+    code       bad_schema, unsupported_schema, impossible or large_schema
     retryable  the machine or other constraints are the cause, not this one
     """
 
@@ -65,6 +65,7 @@ class Compiler:
     end_ids    tokens that end a row
     thinks     an answer may follow a thought, which may begin with a token if may_begin
     channels   instead, an answer is a message in the final channel of harmony
+    checks     finished answers are checked by whole schemas, so that automata may allow more
     It can be pickled: the copy has an empty cache and starts its own processes.
     """
 
@@ -73,6 +74,7 @@ class Compiler:
     thinks: bool
     may_begin: bool
     channels: bool = False
+    checks: bool = False
     cpu_s: int = CPU_S
     memory_bytes: int = MEMORY_BYTES
     stats: CompileStats = field(default_factory=CompileStats)
@@ -86,7 +88,7 @@ class Compiler:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Compiler, (*self.job.values(), self.cpu_s, self.memory_bytes)
+        return Compiler, (*self.job.values(), self.checks, self.cpu_s, self.memory_bytes)
 
     @property
     def job(self) -> dict[str, Any]:
@@ -117,7 +119,7 @@ class Compiler:
                 self._kept.move_to_end(key)
                 return found
             if self._pool is None:
-                self._pool = CompilePool(num_processes(), (self.job, self.memory_bytes, self.cpu_s))
+                self._pool = CompilePool(num_processes(), (self.job | {"checks": self.checks}, self.memory_bytes, self.cpu_s))
             found = self._kept[key] = Future()
             answer = self._pool.submit(kind, source)
         answer.add_done_callback(partial(self._take, key, kind, source, found))
@@ -140,7 +142,7 @@ class Compiler:
         if "lazy" in answer:
             with self._lock:
                 self.stats.lazy[answer["lazy"]] += 1
-            return LazyAutomaton(kind, source, retryable=retryable)
+            return LazyAutomaton(kind, source, retryable=retryable, is_weaker=answer["is_weaker"])
         seconds = answer.pop("seconds")
         made, stats = TokenAutomaton(**answer, vocabulary=self.vocabulary), self.stats
         with self._lock:

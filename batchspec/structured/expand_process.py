@@ -134,7 +134,7 @@ class Work:
         if known is None:
             network = self._networks.pop(automaton, None)
             if network is None:
-                network = network_of(automaton.kind, automaton.source, self.vocabulary)
+                network = network_of(automaton.kind, automaton.source, self.vocabulary, checks=automaton.is_weaker)
             dfa = LazyDfa(network, thinks=self.thinks, may_begin=self.may_begin, channels=self.channels)
             known = self._known[automaton] = _Known(network, dfa, self.vocabulary)
         return known

@@ -22,6 +22,7 @@ from batchspec.structured.json_schema.values import COLON, COMMA, SPACE, literal
 from batchspec.structured.regular import EMPTY, Alt, Chars, Impossible, Joined, Mark, Members, Node, Repeat, Seq, optional, text
 from batchspec.structured.rules import Rules, renamed
 from batchspec.structured.tagged_values import tagged_value
+from batchspec.structured.unsupported import obeyed
 from batchspec.tool_calls.marks import CALL_MARKS, HARMONY
 
 Tool = Mapping[str, Any]
@@ -196,18 +197,23 @@ _FORMS: dict[str, _Form] = {
 }
 
 
-def call_rules(source: str, marks: Sequence[str]) -> Rules:
+def call_rules(source: str, marks: Sequence[str], *, checks: bool = False) -> Rules:
     """The answers that call tools. source: JSON of {"form", "tools", "several"}: whether there may be more than one call.
 
+    checks: as for `parse.rules_of`
     Raises BadSchema, Impossible, TooLarge.
     """
     asked, to = json.loads(source), Writer(marks)
     form = _form_of(asked["form"], marks)
-    calls = Alt(tuple(_call_of(to, form, tool) for tool in asked["tools"]))
+    found = [_call_of(to, form, tool, checks=checks) for tool in asked["tools"]]
+    calls = Alt(tuple(node for node, _ in found))
     first, then = form.before
     several = asked["several"] and not form.one_call
     listed = Joined(calls, form.between) if several else calls
-    return Rules(Seq((to.text(first), then, listed, to.text(form.after))), to.named, of_channel_call=asked["form"] == HARMONY)
+    return Rules(
+        Seq((to.text(first), then, listed, to.text(form.after))), to.named, of_channel_call=asked["form"] == HARMONY,
+        is_weaker=any(is_weaker for _, is_weaker in found),
+    )
 
 
 def _form_of(name: str, marks: Sequence[str]) -> _Form:
@@ -216,13 +222,14 @@ def _form_of(name: str, marks: Sequence[str]) -> _Form:
     return _FORMS[other if mark in marks else name]
 
 
-def _call_of(to: Writer, form: _Form, tool: Tool) -> Node:
+def _call_of(to: Writer, form: _Form, tool: Tool, *, checks: bool) -> tuple[Node, bool]:
+    """A call, and whether its arguments are those of a weaker schema."""
     name = tool["name"]
     try:
         if not re.fullmatch(form.names, name):
             raise BadSchema("this model's form of calls cannot write the name; rename it")
-        return form.call(to, tool)
+        return obeyed(tool["parameters"], lambda parameters: form.call(to, {**tool, "parameters": parameters}), checks=checks)
     except BadSchema as error:
-        raise BadSchema(f"tool {name!r}: {error}") from error
+        raise type(error)(f"tool {name!r}: {error}") from error
     except Impossible as error:
         raise Impossible(f"tool {name!r}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,29 +18,34 @@ from batchspec.structured.network import Network
 from batchspec.structured.regex import regex_node
 from batchspec.structured.regular import Alt, Repeat, text
 from batchspec.structured.rules import Rules
+from batchspec.structured.unsupported import obeyed
 
 AFTER_THOUGHT = Repeat(text("\n"), 0, BREAKS_AFTER_THOUGHT)
 """White space that is allowed between a reasoning block and the answer, because models write it."""
 
 
-def rules_of(kind: str, source: str, marks: Sequence[str] = ()) -> Rules:
+def rules_of(kind: str, source: str, marks: Sequence[str] = (), *, checks: bool = False) -> Rules:
     """The texts that a constraint allows: kind schema (JSON text), grammar, regex, choice (JSON text of a list of strings), or
     tool_choice (`forced_calls.call_rules`, with the vocabulary's marks).
 
+    checks: whether finished answers are checked by whole schemas, so that the rules may allow more (`unsupported.py`)
     Raises BadSchema, BadGrammar, BadRegex.
     """
     if kind == "tool_choice":
-        return call_rules(source, marks)
+        return call_rules(source, marks, checks=checks)
     if kind == "regex":
         return Rules(regex_node(source))
     if kind == "choice":
         return Rules(Alt(tuple(text(choice) for choice in json.loads(source))))
-    return grammar_rules(source) if kind == "grammar" else schema_rules(json.loads(source))
+    if kind == "grammar":
+        return grammar_rules(source)
+    rules, is_weaker = obeyed(json.loads(source), schema_rules, checks=checks)
+    return replace(rules, is_weaker=is_weaker)
 
 
-def network_of(kind: str, source: str, vocabulary: TokenSymbols) -> Network:
+def network_of(kind: str, source: str, vocabulary: TokenSymbols, *, checks: bool = False) -> Network:
     """The texts of `rules_of`, as a network over bytes. Raises Impossible and TooLarge too."""
-    return Network(rules_of(kind, source, vocabulary.marks), AFTER_THOUGHT, single_bytes(vocabulary))
+    return Network(rules_of(kind, source, vocabulary.marks, checks=checks), AFTER_THOUGHT, single_bytes(vocabulary))
 
 
 def single_bytes(vocabulary: TokenSymbols) -> NDArray[np.bool_]:

@@ -26,6 +26,8 @@ class Rules:
     named: Mapping[str, Node] = field(default_factory=dict)
     of_channel_call: bool = False
     """Whether the text is a tool call in a model with channels, from the function's name on (`channels.py`)."""
+    is_weaker: bool = False
+    """Whether texts match that the constraint does not allow, so that the answer must be checked (`unsupported.py`)."""
 
     def inlined(self) -> Node | None:
         """One node without references; None if a rule refers to itself."""

@@ -86,7 +86,7 @@ class Call:
             for completion in completions:
                 self.num_unfinished -= 1
                 yield from self._bad_rows()
-                yield completion
+                yield self.work.checked(completion)
         if guard.message:
             raise CapacityError(
                 f"out of memory with {engine.batch.num_slots} slots ({guard.message}); make an engine with a lower "

@@ -74,7 +74,11 @@ class Constraints(RowFeature):
 
     def finish(self, state: RequestState, done: Completion) -> Completion:
         assert self._check.done(state), f"{state.request.request_id!r}: its constraint was not checked"
-        return done if done.token_ids is None else done.replace(constraint=state.request.constraint_kind)
+        if done.token_ids is None:
+            return done
+        request = state.request
+        unchecked = request.constraint if request.automaton is not None and request.automaton.is_weaker else None
+        return done.replace(constraint=request.constraint_kind, unchecked=unchecked)
 
 
 class FiniteConstraints(Constraints):
