@@ -1,4 +1,5 @@
-"""Validate every completion of a job with JSON schemas by the package jsonschema, which batchspec itself does not use.
+"""Validate every completion of a job with JSON schemas by the package jsonschema, which batchspec asks only for
+`decode.schema_unsupported=check`.
 
     python jobs/check_schemas.py OUT [--column schema] [--schema FILE]
 
@@ -6,7 +7,8 @@ OUT is the output folder of a job with `input.columns.schema=COLUMN` (and that c
 `decode.schema=FILE`. Counted are rows by status, and of those with status ok how many are valid. A row with a constraint of its
 own in the column `response_format` is checked by that one, except for a regex or a grammar. Rows that have one of these, or a
 value in a column `regex`, `choice` or `grammar`, are counted as not checked. A row that a stop string ended may have been cut,
-and is counted by itself. Exit code 1 if a row with status ok is not valid. Needs `pip install jsonschema`.
+and is counted by itself. Rows with status invalid and error rows are counted by their code: `error unsupported_schema` are those
+that `decode.schema_unsupported=check` would decode. Exit code 1 if a row with status ok is not valid.
 
 Ten thousand rows:
 
@@ -24,12 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
-
-try:
-    from jsonschema.protocols import Validator
-    from jsonschema.validators import Draft202012Validator, validator_for
-except ModuleNotFoundError:
-    sys.exit("check_schemas.py: it validates with the package jsonschema, which is not installed; pip install jsonschema")
+from jsonschema.protocols import Validator
+from jsonschema.validators import Draft202012Validator, validator_for
 
 SHOWN = 5
 OTHERS = ("regex", "choice", "grammar")

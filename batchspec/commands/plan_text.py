@@ -133,6 +133,9 @@ class Plan:
             f"lazy         {counted(count, 'distinct constraint')}, states computed while rows wait for them: {one_line(reason)}"
             for reason, count in sorted(stats.lazy.items())
         ]
+        if stats.num_weaker:
+            schemas = counted(stats.num_weaker, "distinct schema")
+            lazy.append(f"checked      {schemas} obeyed in part; finished answers are checked by the whole (jobs/structured.md)")
         if not stats.num_compiled:
             return [line.replace("lazy      ", "structured", 1) for line in lazy]
         return [

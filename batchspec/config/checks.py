@@ -187,7 +187,7 @@ def _scoring(config: RunConfig) -> None:
         raise ConfigError(f"draft={config.draft.name} with {given} drafts nothing; remove the keys of draft")
     for key in (
         "decode.max_new_tokens", "decode.min_new_tokens", "decode.n", "decode.stop", "decode.bad_words", "decode.schema",
-        "decode.regex",
+        "decode.schema_unsupported", "decode.regex",
         "decode.choice", "decode.grammar", "decode.thinking_token_budget", "decode.repetition_detection.max_pattern_size",
         "output.logprobs", "output.openai",
     ):

@@ -16,7 +16,7 @@ bad_messages   a message without role or content, or whose content is not text; 
 bad_ids        prompt_ids holds a null or an id outside the vocabulary
 bad_parameter  a per-row value is out of range, or needs something that the job lacks (a tokenizer, think tokens)
 bad_schema     a schema, regex or grammar is not valid, or holds what is not supported
-unsupported_schema  a valid schema that decode.schema_unsupported=check would accept
+unsupported_schema  a schema that decode.schema_unsupported=check would accept
 impossible     no text satisfies the schema, the regex or the grammar
 large_schema   following the schema, regex or grammar takes more time, memory or states than allowed
 template_error the chat template refuses the messages (order of roles, missing variables), or input.prompt or input.system the row
@@ -174,8 +174,8 @@ class Admission:
     def admit(self, shard: InputShard) -> Iterator[Request | Completion]:
         """Yield for each row, in input order, its requests (samples 0 .. n-1), or one completion with the reason why it has none.
 
-        Constraints are not compiled here: `compiled` does that, and may refuse a row's samples (bad_schema, impossible,
-        large_schema).
+        Constraints are not compiled here: `compiled` does that, and may refuse a row's samples (bad_schema,
+        unsupported_schema, impossible, large_schema).
         """
         ids = request_ids(self.source, self.columns, shard)
         for place, (request_id, row) in enumerate(zip(ids, self._rows(shard), strict=True)):

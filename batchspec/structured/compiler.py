@@ -52,6 +52,8 @@ class CompileStats:
     seconds: float = 0.0
     """CPU time of all constraints together; `longest_s` is that of the slowest."""
     longest_s: float = 0.0
+    num_weaker: int = 0
+    """Constraints whose automata allow more than they do, finite and lazy ones."""
     most_states: int = 0
     largest_bytes: int = 0
     lazy: Counter[str] = field(default_factory=Counter)
@@ -139,6 +141,8 @@ class Compiler:
         retryable = answer.get("retryable", False)
         if "error" in answer:
             return BadConstraint(answer["code"], answer["error"], retryable=retryable)
+        with self._lock:
+            self.stats.num_weaker += answer["is_weaker"]
         if "lazy" in answer:
             with self._lock:
                 self.stats.lazy[answer["lazy"]] += 1

@@ -69,6 +69,7 @@ def _next(schema: Any, said: str, step: int) -> Any:
     not_core = {path for path in known.values() if path[-1] not in CORE}
     tries: list[Set[Path]] = [
         {path for place, path in known.items() if said.startswith(place) and not said[len(place) :][:1].strip(":= ")},
+        {path for path in known.values() if path[-1] == said.partition(" ")[0]},  # forms of calls that are not JSON name no place
         {path for place, path in known.items() if place.rpartition("/")[0] == around and path in not_core},
     ]
     tries = tries if step < MAX_STEPS else []
@@ -140,7 +141,8 @@ class _Weaker:
             if one is None and sign == "-":
                 return False
             left_out |= {key} if one is None else set()
-            found |= {"allOf": [*found["allOf"], *one["allOf"]]} if one and one.keys() & found.keys() else one or {}
+            both = one is not None and not one.keys().isdisjoint(found)
+            found |= {"allOf": [*found.get("allOf", ()), one]} if both else one or {}
         return found | _types_of(left_out, found)
 
     def _is_said(self, key: str, schema: Mapping[str, Any]) -> bool:
@@ -160,7 +162,7 @@ class _Weaker:
             case "if" if not self._keeps_if(schema, at):
                 return self._one_branch(schema, at) if sign == "+" else None
             case "oneOf" if is_gone or not self._is_exact(item, here):
-                return {"allOf": [{"anyOf": self._inner(item, here, sign)}]} if sign == "+" else None
+                return {"anyOf": self._inner(item, here, sign)} if sign == "+" else None
             case _ if is_gone:
                 return None
             case "$ref":
@@ -190,7 +192,7 @@ class _Weaker:
             True if (*at, key) in self._dropped and key != "if" else self._of(schema.get(key, True), (*at, key), "+")
             for key in ("if", "then", "else")
         )
-        return {"allOf": [{"anyOf": [{"allOf": [first, then]}, other]}]}
+        return {"anyOf": [{"allOf": [first, then]}, other]}
 
     def _target(self, schema: Mapping[str, Any]) -> Any:
         """What the schema's reference names; None if it cannot be followed."""
