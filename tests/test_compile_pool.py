@@ -135,7 +135,7 @@ def test_each_step_of_an_attempt_is_stopped_after_its_time(place: str, is_last: 
     if not is_last:
         assert found == {"later": True}
     elif place == "compiled":
-        assert found == {"lazy": "why", "out_of_time": True}
+        assert found == {"lazy": "why", "out_of_time": True, "is_weaker": False}
     else:
         assert found == {"code": "large_schema", "error": "reading it takes more than 0.1 s", "out_of_time": True}
 

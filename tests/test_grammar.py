@@ -513,9 +513,9 @@ def test_a_constraint_that_takes_all_memory_becomes_a_lazy_automaton(
 def test_a_network_is_built_once_for_all_epochs_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     here, built = work(), list[str]()
 
-    def noted(kind: str, source: str, of: TokenSymbols) -> Any:
+    def noted(kind: str, source: str, of: TokenSymbols, *, checks: bool) -> Any:
         built.append(source)
-        return network_of(kind, source, of)
+        return network_of(kind, source, of, checks=checks)
 
     monkeypatch.setattr(expand_process, "network_of", noted)
     one, other = (

@@ -12,13 +12,14 @@ from decimal import Context, Decimal, localcontext
 from functools import lru_cache
 from typing import Any
 
-from jsonschema.exceptions import SchemaError, best_match
+from jsonschema.exceptions import best_match
 from jsonschema.protocols import Validator
 from jsonschema.validators import Draft202012Validator, extend, validator_for
 from jsonschema_specifications import REGISTRY
 from referencing import Resource
-from referencing.exceptions import Unresolvable
 from referencing.jsonschema import specification_with
+
+from batchspec.process.child_process import OutOfTime
 
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 MAX_SAID = 300
@@ -29,8 +30,8 @@ EXACT = Context(prec=400)
 def is_checkable(schema: Any) -> bool:
     """Whether answers can be checked: the schema is valid by its draft, and has all that its references name. Nothing is fetched
     from a network."""
-    draft = validator_for(schema, default=Draft202012Validator)
     try:
+        draft = validator_for(schema, default=Draft202012Validator)
         draft.check_schema(schema)
         resource = Resource.from_contents(schema, default_specification=specification_with(draft.META_SCHEMA["$schema"]))
         resolver = REGISTRY.resolver_with_root(resource)
@@ -38,7 +39,9 @@ def is_checkable(schema: Any) -> bool:
             for key in REFERENCES:
                 if isinstance(inner, Mapping) and isinstance(inner.get(key), str):
                     at.lookup(inner[key])
-    except (SchemaError, Unresolvable):
+    except (OutOfTime, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # a bad schema or reference; also what packages in Rust raise, which is no Exception
         return False
     return True
 

@@ -31,12 +31,12 @@ def obeyed(schema: Any, build: Callable[[Any], Found], *, checks: bool) -> tuple
         return build(schema), False
     except BadSchema as error:
         refused = error
-    from batchspec.structured.schema_check import is_checkable  # it imports a package that few schemas need
+    from batchspec.structured.schema_check import is_checkable  # imports a package that few schemas need
 
     if not is_checkable(schema):
         raise refused
     try:
-        found = of_weaker(schema, refused, build)
+        found = of_weaker(schema, refused, build, at_once=not checks)
     except (BadSchema, TooLarge):
         raise refused from None
     if not checks:
