@@ -346,7 +346,7 @@ def test_rows_that_stop_in_the_middle_of_a_forced_call_resume_there(model: Path,
     for rounds in (9, 15):
         code, said = run_apart(stopped, tmp_path / "log", partial(signalled_in_round, rounds, signal.SIGTERM))
         assert code == 75, said
-        assert re.search(r"[1-4] of them unfinished with [1-9]\d* tokens", said)
+        assert re.search(r"[1-4] of them unfinished, with [1-9]\d* tokens", said)
     assert run.main(stopped) == 0
     mine, theirs = (pl.read_parquet(folder / "out/data").sort("request_id") for folder in folders)
     assert mine["token_ids"].to_list() == theirs["token_ids"].to_list()
