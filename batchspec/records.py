@@ -159,6 +159,8 @@ class Choice:
     text: str
     token_ids: tuple[int, ...]
     """Its tokens, at least one."""
+    length: int = 1
+    """Its log-probability is divided by this before it is compared with those of other choices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -354,6 +356,8 @@ class Completion(_Struct, frozen=True, kw_only=True, eq=False):
     """ids and logprobs, each [prompt tokens, N], likeliest first; ids are -1 for the first token."""
     choice_logprobs: tuple[tuple[str, float], ...] | None = None
     """The texts of `Request.choices` in their order, and the natural log of each one's probability."""
+    choice_probs: tuple[float, ...] | None = None
+    """The share of each of these choices, compared by log-probability / `Choice.length`; they sum to 1."""
     seed: int | None = None
     predicted_tokens: int | None = None
     cached_tokens: int = 0

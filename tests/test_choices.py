@@ -58,14 +58,17 @@ def expected(model: Path, prompt_ids: list[int], texts: list[str]) -> list[float
     return found
 
 
-def check(frame: pl.DataFrame, model: Path, texts: list[str]) -> None:
+def check(frame: pl.DataFrame, model: Path, texts: list[str], *, normalised: bool = False) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) if normalised else 1 for text in texts]
     for row in frame.iter_rows(named=True):
         assert [one["choice"] for one in row["choice_probs"]] == texts
         logprobs, probs = (np.array([one[name] for one in row["choice_probs"]]) for name in ("logprob", "prob"))
         wanted = np.array(expected(model, row["prompt_ids"], texts))
         np.testing.assert_allclose(logprobs, wanted, atol=1e-4)
-        np.testing.assert_allclose(probs, np.exp(wanted) / np.exp(wanted).sum(), atol=1e-5)
-        assert row["completion"] == texts[int(wanted.argmax())]
+        scores = wanted / lengths
+        np.testing.assert_allclose(probs, np.exp(scores) / np.exp(scores).sum(), atol=1e-5)
+        assert row["completion"] == texts[int(scores.argmax())]
         assert (row["status"], row["finish_reason"], row["sample_index"]) == ("ok", "stop", 0)
         assert (row["usage"]["prompt_tokens"], row["usage"]["completion_tokens"]) == (len(row["prompt_ids"]), 0)
 
@@ -113,6 +116,17 @@ def test_of_choices_that_leave_nothing_to_the_shorter_one_it_gets_the_rounding_e
     assert one == pytest.approx(-1 + math.log(2**-24))
     assert ten == pytest.approx(-1 + math.log(1 - math.exp(-2)))
     assert hundred == -3
+
+
+def test_choices_of_different_lengths_are_compared_by_log_probability_per_token(model: Path) -> None:
+    texts = ["word1 again and again", "no", "yes, yes", "1", "10"]
+    plain, normalised = (
+        batchspec.generate(["Is it so?", "a"], overrides=options(model, f"decode.choice_norm={norm}", choice=json.dumps(texts)))
+        for norm in ("none", "tokens")
+    )
+    check(plain, model, texts)
+    check(normalised, model, texts, normalised=True)
+    assert plain["completion"].to_list() != normalised["completion"].to_list(), "else this test tells nothing"
 
 
 def test_rows_have_their_own_choices(model: Path, tmp_path: Path) -> None:
@@ -172,6 +186,8 @@ def test_scores_that_a_lost_run_saved_are_those_of_the_job(
     check(pl.read_parquet(tmp_path / "out/data/*.parquet").head(4), model, TEXTS)
     assert run.main([*words, 'decode.choice=["yes"]']) == 2
     assert "decode.choice" in capsys.readouterr().err
+    assert run.main([*words, "decode.choice_norm=tokens"]) == 2
+    assert 'decode.choice_norm: "none" -> "tokens"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -182,6 +198,8 @@ def test_scores_that_a_lost_run_saved_are_those_of_the_job(
         (["decode.choice=[a,'']"], "holds an empty text"),
         (["decode.choice=[a,b]", "decode.temperature=1", "decode.n=2"], "decode.n=2 with decode.score=choices has no effect"),
         (["decode.choice=[a,b]", "output.logprobs=1"], "output.logprobs=1 with decode.score=choices has no effect"),
+        (["decode.score=none", "decode.choice_norm=tokens"], "decode.choice_norm=tokens with decode.score=none has no effect"),
+        (["decode.choice=[a,b]", "decode.choice_norm=bytes"], "decode.choice_norm=bytes must be one of none, tokens"),
         (["decode.score=probs"], "decode.score=probs must be one of none, prompts, choices"),
     ],
 )

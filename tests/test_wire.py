@@ -57,7 +57,8 @@ STATS = RowStats(
 DONE = Completion(
     request_id="q", row_index=3, sample_index=0, shard=0, status="ok", finish_reason="stop", token_ids=np.array([3], np.int32),
     logprobs=np.array([-0.1, np.nan], np.float32), top_logprobs=(np.ones((2, 3), np.int32), np.full((2, 3), 0.1, np.float32)),
-    choice_logprobs=(("no", -1.5),), stats=STATS, error=RowError(code="c", stage="s", message="m", retryable=False),
+    choice_logprobs=(("no", -1.5),), choice_probs=(1.0,), stats=STATS,
+    error=RowError(code="c", stage="s", message="m", retryable=False),
 )
 
 

@@ -178,6 +178,11 @@ def _scoring(config: RunConfig) -> None:
             f"output.prompt_logprobs={output.prompt_logprobs} with decode.score={decode.score} is not supported: prompts are "
             "scored by a job of their own; set decode.score=prompts or remove it"
         )
+    if decode.score != "choices" and decode.choice_norm != usual.decode.choice_norm:
+        raise ConfigError(
+            f"decode.choice_norm={decode.choice_norm} with decode.score={decode.score} has no effect: no choices are scored; set "
+            "decode.score=choices or remove it"
+        )
     if decode.score == "none":
         return
     given = f"decode.score={decode.score}"

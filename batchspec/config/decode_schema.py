@@ -78,6 +78,9 @@ class DecodeConfig:
     score: str = "none"
     """What is scored instead of decoding an answer. prompts: the tokens of each prompt (`output.prompt_logprobs`). choices: how
     likely the model continues a prompt with each text of decode.choice, or of the column choice (the column `choice_probs`)."""
+    choice_norm: str = "none"
+    """How texts of different lengths are compared with decode.score=choices. none: by their log-probabilities, which favour short
+    texts. tokens: by their log-probabilities divided by their numbers of tokens (length normalisation)."""
     thinking_token_budget: int | None = None
     """Maximum number of tokens of a reasoning block, after which its end token is forced. null means no limit but
     max_new_tokens."""

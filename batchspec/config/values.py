@@ -108,6 +108,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "output.messages": ("full", "prompt", "none"),
     "decode.schema_unsupported": ("error", "check"),
     "decode.score": ("none", "prompts", "choices"),
+    "decode.choice_norm": ("none", "tokens"),
     "resume.retry": ("none", "error", "length", "repetition"),
     "device": ("auto", "cpu", "cuda"),
     "draft.name": tuple(DRAFTERS),

@@ -69,7 +69,7 @@ def build_table(
         "prompt_logprob_sum": _prompt_sum,
         "prompt_logprobs": lambda completion: logprob_cells(completion.prompt_logprobs),
         "prompt_top_logprobs": lambda completion: top_logprob_cells(completion.prompt_top_logprobs, token_text),
-        "choice_probs": lambda completion: choice_cells(completion.choice_logprobs),
+        "choice_probs": _choices,
         "usage": _usage,
         "error": _error,
         "spec_decode": lambda completion: _spec_decode(completion.stats),
@@ -148,16 +148,11 @@ def top_logprob_cells(
     ]
 
 
-def choice_cells(choices: Sequence[tuple[str, float]] | None) -> list[dict[str, Any]] | None:
-    """The choices, each with its log-probability and with its share of the probabilities of all of them."""
-    if choices is None:
+def _choices(completion: Completion) -> list[dict[str, Any]] | None:
+    if completion.choice_logprobs is None or completion.choice_probs is None:
         return None
-    logprobs = np.array([value for _, value in choices])
-    shares = np.exp(logprobs - logprobs.max())
-    return [
-        {"choice": text, "prob": share, "logprob": value}
-        for (text, value), share in zip(choices, (shares / shares.sum()).tolist(), strict=True)
-    ]
+    choices = zip(completion.choice_logprobs, completion.choice_probs, strict=True)
+    return [{"choice": text, "prob": prob, "logprob": logprob} for (text, logprob), prob in choices]
 
 
 def _usage(completion: Completion) -> dict[str, int | None] | None:

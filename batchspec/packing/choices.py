@@ -38,7 +38,7 @@ class Choices:
                 "decode.score=choices is not supported for models with channels (gpt-oss): an answer does not begin right after "
                 "the prompt"
             )
-        self._tokenizer, self._think = tokenizer, think
+        self._tokenizer, self._think, self._norm = tokenizer, think, config.decode.choice_norm
         self._of_job = self._encoded(config.decode.choice) if config.decode.choice else None
 
     def of_row(self, own: Any) -> tuple[Choice, ...]:
@@ -64,8 +64,11 @@ class Choices:
             )
 
     def _encoded(self, texts: list[str]) -> tuple[Choice, ...]:
-        choices = tuple(Choice(text=text, token_ids=tuple(self._tokenizer.encode_part(text))) for text in texts)
+        choices = tuple(self._choice(text, tuple(self._tokenizer.encode_part(text))) for text in texts)
         by_tokens = {choice.token_ids: choice.text for choice in choices}
         if () in by_tokens or len(by_tokens) < len(choices):
             raise ConfigError(f"decode.choice={texts} holds texts with the same tokens, or with none; remove them")
         return choices
+
+    def _choice(self, text: str, token_ids: tuple[int, ...]) -> Choice:
+        return Choice(text=text, token_ids=token_ids, length=len(token_ids) if self._norm == "tokens" else 1)

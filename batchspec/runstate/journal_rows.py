@@ -107,6 +107,7 @@ def _completion(values: dict[str, Any]) -> Completion:
         **{name: _unpacked_top(values[name]) for name in TOPS},
         "choice_logprobs": None if (listed := values["choice_logprobs"]) is None else tuple(map(tuple, listed)),
         "unchecked": None if (checked_by := values.get("unchecked")) is None else tuple(checked_by),
+        "choice_probs": None if (probs := values["choice_probs"]) is None else tuple(probs),
         "stats": None if stats is None else RowStats(**_tuples(stats)),
         "error": None if error is None else RowError(**error),
     }

@@ -81,20 +81,22 @@ def run_with_choices(engine: Runs, requests: RequestStream) -> Generator[Complet
 
 
 def _completion(row: _Row) -> Completion:
-    """The row's completion, with the likeliest choice as its text; of failed ones the first."""
+    """The row's completion, with the choice of the largest share as its text; of failed ones the first."""
     request, scores = row.request, [row.scores[number] for number in range(len(row.scores))]
     failed = next((score for score in scores if score.prompt_logprobs is None), None)
     if failed is not None:
         return failed.replace(sample_index=0, prompt_ids=request.prompt_ids)
     begun = [_sum(score, choice) for score, choice in zip(scores, request.choices, strict=True)]
     logprobs = apart(request.choices, begun)
+    compared = [value / choice.length for choice, value in zip(request.choices, logprobs, strict=True)]
     stats = scores[0].stats
     return scores[0].replace(
         prompt_ids=request.prompt_ids,
         prompt_logprobs=None,
         finish_reason="stop",
-        text=request.choices[int(np.argmax(logprobs))].text,
+        text=request.choices[int(np.argmax(compared))].text,
         choice_logprobs=tuple((choice.text, value) for choice, value in zip(request.choices, logprobs, strict=True)),
+        choice_probs=shares(compared),
         stats=stats and stats.replace(
             num_prefills=sum(score.stats.num_prefills for score in scores if score.stats),
             prefill_s=sum(score.stats.prefill_s for score in scores if score.stats),
@@ -121,6 +123,12 @@ def apart(choices: tuple[Choice, ...], begun: list[float]) -> list[float]:
         inside = sum(float(np.exp(begun[choices.index(one)] - value)) for one in nearest)
         found.append(value + float(np.log1p(-min(inside, 1 - ROUNDING))))
     return found
+
+
+def shares(scores: list[float]) -> tuple[float, ...]:
+    """The softmax of the scores of a row's choices."""
+    weights = np.exp(np.array(scores) - max(scores))
+    return tuple((weights / weights.sum()).tolist())
 
 
 def _begins(first: Choice, second: Choice) -> bool:
