@@ -30,7 +30,7 @@ from batchspec.process.signals import EndSignals
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.push import check_push_key
 from batchspec.report.start_up import StartUp
-from batchspec.report.summary import RunSummary
+from batchspec.report.summary import DECODED, SCORED, RunSummary
 from batchspec.runner.checked_run import checked_run
 from batchspec.runner.conclude import conclude
 from batchspec.runner.job_run import JobRun
@@ -122,19 +122,21 @@ def decode_missing(
         engine = engines.current
         report_speed(
             run.folder, engine.totals, start_up, seconds=seconds, start_up_s=start_up_s, drafter=run.job.config.draft.name,
-            calibration=engine.calibration(),
+            decodes=engine.batch.decodes, calibration=engine.calibration(),
         )
 
 
 def report_speed(
     folder: OutputFolder, totals: EngineTotals, start_up: StartUp, *, seconds: float, start_up_s: float, drafter: str,
-    calibration: Mapping[int, tuple[int, int, float]],
+    decodes: bool, calibration: Mapping[int, tuple[int, int, float]],
 ) -> None:
     """Print lines about the run that has ended and one about its start, and write them to the output folder's logs."""
     summary = RunSummary(
-        seconds=seconds,
+        began_at=time.time() - seconds,
+        seconds=round(seconds, 3),
         start_up_s=start_up_s,
         tokens=totals.tokens,
+        counts=DECODED if decodes else SCORED,
         rounds=totals.rounds,
         row_rounds=totals.row_rounds,
         accepted=totals.accepted,

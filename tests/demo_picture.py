@@ -25,7 +25,7 @@ LINES = "lines of the run"
 DESK, PHONE, HEIGHT = 1140, 380, 2440
 """Pixels of the two pictures beside each other."""
 SHOWN = (
-    r"\d+ rows at a time, .*", r"\d+/\d+ completions \((?!100).*", r"[\d,]+ tokens in .*", r"out/demo: done, .*",
+    r"\d+ rows at a time, .*", r"\d+/\d+ completions \((?!100).*", r"[\d,]+ completion tokens in .*", r"out/demo: done, .*",
     r"out/demo: \d+ error rows .*",
 )
 """What README shows of the lines that the demo prints: the last line of each form."""

@@ -70,11 +70,14 @@ def shards_of(table: pa.Table, shard_rows: int) -> tuple[list[InputShard], Colum
     return list(table_source(table).shards(shard_rows)), map_columns(table.schema, {})
 
 
-def built(shard: InputShard, columns: ColumnMap, completions: list[Completion] | None = None, **output: Any) -> pa.Table:
+def built(
+    shard: InputShard, columns: ColumnMap, completions: list[Completion] | None = None, *, score: str = "none",
+    calls: bool = False, **output: Any,
+) -> pa.Table:
     rows = range(shard.first_row, shard.first_row + shard.table.num_rows)
     return build_table(
         shard, [completion(row) for row in rows] if completions is None else completions,
-        columns=columns, input=InputConfig(), output=OutputConfig(**output), attempt="attempt",
+        columns=columns, input=InputConfig(), output=OutputConfig(**output), attempt="attempt", score=score, calls=calls,
     )
 
 

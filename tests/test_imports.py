@@ -257,7 +257,9 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "yaml": ("config.compose", "config.reference", "dataset.hub_splits", "report"),
     "flashinfer": ("cache.flash",),
     "matplotlib": ("report.pictures",),
-    "msgspec": ("records", "dataset", "runstate", "storage", "distributed.wire", "engine.ranks.messages", "warm.messages"),
+    "msgspec": (
+        "records", "dataset", "runstate", "storage", "report", "distributed.wire", "engine.ranks.messages", "warm.messages",
+    ),
     "pyarrow": ("dataset", "storage", "runstate", "report", "packing", "api", "commands", "runner", "warm", "bench", "heads"),
     "polars": ("dataset", "runstate", "report", "packing", "api", "commands", "runner", "warm", "bench", "heads"),
     "triton": ("kernels",),

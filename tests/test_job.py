@@ -31,6 +31,7 @@ from batchspec.engine.rounds.records import RoundResult
 from batchspec.engine.rounds.round import Round
 from batchspec.errors import ConfigError, OutputError
 from batchspec.records import Snapshot
+from batchspec.report.stats import job_stats
 from batchspec.runner import decode_shards
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runstate import claims
@@ -151,8 +152,11 @@ def test_a_run_ends_with_a_line_and_a_file_with_its_speed(
     (log,) = (tmp_path / "out/_batchspec/logs").glob("run-*.json")
     facts = json.loads(log.read_text())
     assert facts["tokens"] == sum(len(ids) for ids in tokens(tmp_path / "out").values() if ids is not None)
-    assert said.startswith(f"{facts['tokens']:,} tokens in {facts['seconds']:.2f} s")
+    assert said.startswith(f"{facts['tokens']:,} completion tokens in {facts['seconds']:.2f} s")
     assert facts["tok_s"] == pytest.approx(facts["tokens"] / facts["seconds"], rel=0.01)
+    speed = job_stats(tmp_path / "out").speed
+    assert speed is not None
+    assert f"{speed.tok_s:,.1f} tok/s" in said, "the log, `stats` and the report show the same number"
     assert 1 <= facts["mean_acceptance_length"] <= 9
     assert 1 <= facts["mean_live_rows"] <= 3
 

@@ -98,7 +98,7 @@ def test_a_job_without_speculation_has_no_acceptance(tmp_path: Path, capsys: pyt
     assert main([str(tmp_path), "--by", "kind"]) == 0
     said = capsys.readouterr().out
     assert "acceptance" not in said
-    assert [line.split() for line in said.splitlines()[-2:]] == [["a", "2", "6", "-", "-"], ["b", "2", "6", "-", "-"]]
+    assert [line.split() for line in said.splitlines()[-2:]] == [["a", "2", "6", "3.0"], ["b", "2", "6", "3.0"]]
 
 
 @st.composite

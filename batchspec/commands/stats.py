@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.console.text import MESSAGE_CHARS, listed, one_line
+from batchspec.report.calls import ToolCalls
+from batchspec.report.json_answers import JsonAnswers
+from batchspec.report.labels import Labels
 from batchspec.report.stats import Acceptance, Extreme, JobStats, job_stats
 from batchspec.report.texts import Shown
 
-MAX_GROUPS, MAX_RUNS, SAMPLE_CHARS = 20, 6, 100
+MAX_GROUPS, MAX_FIELDS, MAX_RUNS, SAMPLE_CHARS = 20, 40, 6, 100
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def render(stats: JobStats, by: str | None = None) -> str:
     """The statistics as plain text: first what the data is like, then the speed, then the acceptance of drafts."""
-    blocks = [_data(stats)]
+    blocks = [_data(stats), *_answers(stats)]
     if stats.quality.samples:
         blocks.append(_samples(stats.quality.samples))
     blocks.append(_speed(stats))
@@ -79,9 +82,65 @@ def _data(stats: JobStats) -> str:
             )
     if not stats.copied:
         del facts["copies of equal rows"]
-    if not good.answers:
+    if not good.answers or not stats.completion_tokens:
         del facts["empty answers"], facts["end in a loop"]
     return "\n".join(terminal.facts(facts))
+
+
+def _answers(stats: JobStats) -> Iterator[str]:
+    """What the answers are: labels, JSON objects, tool calls."""
+    if stats.labels is not None:
+        yield from _labels(stats.labels)
+    if stats.json_answers is not None:
+        yield from _fields(stats.json_answers)
+    if stats.tool_calls is not None:
+        yield from _calls(stats.tool_calls)
+
+
+def _labels(found: Labels) -> Iterator[str]:
+    def share(rows: int) -> str:
+        return f"{rows / found.rows:.1%}" if found.rows else "-"
+
+    rated = bool(found.least_certain)
+    lines: list[tuple[object, ...]] = []
+    for one in found.labels[:MAX_GROUPS]:
+        ratings = (_number(one.mean_prob), _number(one.mean_margin)) if rated else ()
+        lines.append((one.label, f"{one.rows:,}", share(one.rows), *ratings))
+    more = found.rows - sum(one.rows for one in found.labels[:MAX_GROUPS])
+    if more:
+        lines.append(("(other labels)", f"{more:,}", share(more), *(["", ""] if rated else ())))
+    yield _table("labels", ("", "rows", "share", *(("mean probability", "mean margin") if rated else ())), lines)
+    if rated:
+        rows = [(one.request_id, one.label, _number(one.prob), _number(one.margin)) for one in found.least_certain]
+        title = "least certain rows (margin: to the second most probable label)"
+        yield _table(title, ("request", "label", "probability", "margin"), rows, left=2)
+
+
+def _fields(found: JsonAnswers) -> Iterator[str]:
+    valid = f"{_share(found.valid, found.finished)} of the finished answers"
+    yield "\n".join(terminal.facts({"valid JSON": valid, "JSON objects": _share(found.objects, found.finished)}))
+    shown = {one.name: f"in {one.present:,}, null in {one.null:,}{_values(one.values)}" for one in found.fields[:MAX_FIELDS]}
+    if shown:
+        lines = terminal.facts(shown, indent="  ")
+        yield "\n".join(["fields of the objects", *lines]) + _more(len(found.fields), MAX_FIELDS, "fields")
+
+
+def _values(values: Mapping[str, int] | None) -> str:
+    return "" if values is None else f"; {', '.join(f'{value}: {count:,}' for value, count in values.items())}"
+
+
+def _calls(found: ToolCalls) -> Iterator[str]:
+    facts = {
+        "tool calls": f"{found.calls:,} in {found.answers - found.without:,} of {found.answers:,} answers",
+        "answers without a call": _share(found.without, found.answers),
+        "invalid calls": f"{found.bad_arguments:,} with arguments that are not a JSON object"
+        + ("" if found.unknown_tools is None else f", {found.unknown_tools:,} of a tool that the row does not have"),
+    }
+    yield "\n".join(terminal.facts(facts))
+    tools = list(found.by_tool.items())
+    if tools:
+        lines = [(name, f"{count:,}") for name, count in tools[:MAX_GROUPS]]
+        yield _table("calls by tool", ("", "calls"), lines) + _more(len(tools), MAX_GROUPS, "tools")
 
 
 def _share(part: int, whole: int) -> str:
@@ -109,8 +168,8 @@ def _speed(stats: JobStats) -> str:
         facts["weights"] = stats.weights
     if stats.reasoning_tokens:
         facts["reasoning tokens"] = f"{stats.reasoning_tokens:,} of these, {stats.reasoning_truncated:,} thoughts truncated"
-    if stats.run_seconds:
-        facts["speed of a run"] = f"{stats.run_tokens / stats.run_seconds:,.1f} tok/s, start-up and interrupted runs left out"
+    if stats.speed is not None:
+        facts["speed"] = f"{stats.speed.tok_s:,.1f} tok/s: {stats.speed.counts}, start-up and interrupted runs left out"
     return "\n".join(terminal.facts(facts))
 
 
@@ -132,13 +191,18 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 def _groups(title: str, groups: Sequence[Acceptance]) -> str:
-    header = ("", "completions", "tokens", "mean length", "rate")
+    """Lengths of the answers, and how drafts were accepted, by group; columns that are empty in all groups are left out."""
+    decoded, drafted = any(group.tokens for group in groups), any(group.rounds for group in groups)
+    header = ["", "completions"]
+    header += ["completion tokens", "tokens per completion"] if decoded else []
+    header += ["tokens per round", "drafts accepted"] if drafted else []
     lines = []
     for group in groups[:MAX_GROUPS]:
-        ratios = _number(group.mean_acceptance_length), _number(group.acceptance_rate)
-        lines.append((group.name, f"{group.completions:,}", f"{group.tokens:,}", *ratios))
-    more = f"\n... and {len(groups) - MAX_GROUPS} more groups (--json shows all)" if len(groups) > MAX_GROUPS else ""
-    return _table(title, header, lines) + more
+        cells = [group.name, f"{group.completions:,}"]
+        cells += [f"{group.tokens:,}", _number(group.tokens / group.completions, 1)] if decoded else []
+        cells += [_number(group.mean_acceptance_length), _number(group.acceptance_rate)] if drafted else []
+        lines.append(cells)
+    return _table(title, header, lines) + _more(len(groups), MAX_GROUPS, "groups")
 
 
 def _start_ups(runs: Sequence[Mapping[str, float]]) -> str:
@@ -146,19 +210,22 @@ def _start_ups(runs: Sequence[Mapping[str, float]]) -> str:
     phases = dict.fromkeys(phase for run in shown for phase in run)
     lines = [(phase, *(_number(run.get(phase), 1) for run in shown)) for phase in phases]
     lines.append(("in all", *(_number(sum(run.values()), 1) for run in shown)))
-    more = f"\n... and {len(runs) - MAX_RUNS} more runs (--json shows all)" if len(runs) > MAX_RUNS else ""
-    return (
-        _table("from the command to the first token, seconds", ("", *(f"run {i + 1}" for i in range(len(shown)))), lines) + more
-    )
+    header = ("", *(f"run {i + 1}" for i in range(len(shown))))
+    return _table("from the command to the first token, seconds", header, lines) + _more(len(runs), MAX_RUNS, "runs")
 
 
 def _extremes(title: str, rows: Sequence[Extreme]) -> str:
     lines = [(row.request_id, row.sample_index, f"{row.tokens:,}", _number(row.mean_acceptance_length)) for row in rows]
-    return _table(title, ("request", "sample", "tokens", "mean length"), lines)
+    return _table(title, ("request", "sample", "completion tokens", "tokens per round"), lines)
 
 
-def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    return "\n".join([one_line(title), *terminal.table([header, *rows])])
+def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1) -> str:
+    return "\n".join([one_line(title), *terminal.table([header, *rows], left=left)])
+
+
+def _more(number: int, shown: int, noun: str) -> str:
+    """What a table leaves out."""
+    return f"\n... and {number - shown} more {noun} (--json shows all)" if number > shown else ""
 
 
 def _number(value: float | None, digits: int = 3) -> str:

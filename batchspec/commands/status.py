@@ -91,7 +91,7 @@ def _facts(status: JobStatus) -> Iterator[str]:
         left = "unknown" if status.left_s is None else tqdm.format_interval(status.left_s)
         if status.left_s is not None and status.left_s < BEAT_S:  # the runs' reports may be as old as that
             left = f"under {BEAT_S:.0f} s"
-        yield f"  {status.tok_s:,.0f} tok/s by {counted(len(living), 'run')}, time left {left}"
+        yield f"  {status.tok_s:,.0f} tok/s in the last minute by {counted(len(living), 'run')}, time left {left}"
     if status.shards_total:
         yield f"  {status.tokens:,} tokens" + ("" if length is None else f", mean acceptance length {length:.2f}")
     if status.errors:

@@ -28,8 +28,11 @@ SAMPLING = (
 
 
 def sampling(config: Mapping[str, Any]) -> str:
-    """The keys of `decode` that decide which tokens are drawn."""
+    """The keys of `decode` that decide which tokens are drawn, or how texts are scored."""
     decode = config.get("decode", {})
+    score, norm = decode.get("score", "none"), decode.get("choice_norm", "none")
+    if score != "none":
+        return f"none: {score} are scored" + (f", choice_norm {norm}" if norm != "none" else "")
     return ", ".join(f"{name} {decode[name]}" for name in SAMPLING if name in decode)
 
 

@@ -14,7 +14,20 @@ MAX_GROUPS = 12
 MAX_LINES = 40
 
 
-def acceptance(stats: JobStats, by: str | None, over: Course | None) -> Iterator[str]:
+def drafts(stats: JobStats, by: str | None, over: Course | None) -> Iterator[str]:
+    """What drafts brought, in one sentence; folded, how they were accepted. Nothing without a drafter."""
+    if stats.drafter == "none":
+        return
+    length, rate = html.number(stats.overall.mean_acceptance_length), html.percent(stats.overall.acceptance_rate)
+    yield (
+        f"<p>Drafts ({html.line(stats.drafter)}): a round of the model gave a row {length} tokens instead of 1; {rate} of the "
+        "draft tokens were accepted.</p><details><summary>Acceptance of drafts</summary>"
+    )
+    yield from _acceptance(stats, by, over)
+    yield "</details>"
+
+
+def _acceptance(stats: JobStats, by: str | None, over: Course | None) -> Iterator[str]:
     """Acceptance by position, by round and by prompt length, over time, and by the output column `by` if given."""
     rounds = sum(stats.histogram)
     positions = [str(position.position) for position in stats.by_position]
@@ -66,11 +79,7 @@ def acceptance(stats: JobStats, by: str | None, over: Course | None) -> Iterator
     tables = [_groups("prompt tokens", stats.by_prompt_tokens)]
     if by is not None:
         tables.append(_groups(by, stats.by_column[:MAX_LINES]))
-    yield (
-        "<details><summary>As numbers</summary>"
-        + html.grid(f'<div class="card">{table}</div>' for table in tables)
-        + "</details>"
-    )
+    yield html.grid(f'<div class="card">{table}</div>' for table in tables)
 
 
 def _acceptance_by(stats: JobStats, by: str) -> str:
@@ -89,8 +98,8 @@ def _groups(name: str, groups: Iterable[Acceptance]) -> str:
     return html.table((name, "completions", "tokens a round", "accepted"), lines)
 
 
-def over_time(over: Course | None) -> Iterator[str]:
-    """Tokens a second and use of the slots over time."""
+def over_time(over: Course | None, counts: str) -> Iterator[str]:
+    """Tokens a second and use of the slots over time. counts: what the tokens are."""
     if over is None:
         yield '<p class="note">No run recorded a timeline.</p>'
         return
@@ -106,14 +115,14 @@ def over_time(over: Course | None) -> Iterator[str]:
         + html.key("third", f"no row left {share[3]:.0%}")
     )
     figures = [
-        html.figure("Tokens a second", pictures.speed(over), f"Completion tokens.{joined}"),
+        html.figure("Tokens a second", pictures.speed(over), f"{counts.capitalize()}.{joined}"),
         html.figure("Use of the slots", pictures.slots(over), f"Slots: places for rows in the batch. {keys}{preempted}"),
     ]
     yield html.grid(figures)
 
 
 def lengths(stats: JobStats) -> Iterator[str]:
-    """Lengths of prompts and completions, and finish reasons."""
+    """Lengths of prompts and completions, and finish reasons if there are several."""
     reasons = {f"error: {code}": count for code, count in stats.by_error.items()}
     reasons = {reason: count for reason, count in stats.by_finish_reason.items() if reason != "error"} | reasons
     figures = []
@@ -121,9 +130,11 @@ def lengths(stats: JobStats) -> Iterator[str]:
         if found is not None:
             picture = pictures.histogram(found, x=f"{name} tokens")
             figures.append(html.figure(f"{name.capitalize()} lengths", picture, _percentiles(found)))
-    ends = pictures.rows(dict(list(reasons.items())[:MAX_GROUPS]))
-    figures.append(html.figure("Finish reasons", ends, "Completions by finish reason."))
-    yield html.grid(figures)
+    if len(reasons) > 1:
+        ends = pictures.rows(dict(list(reasons.items())[:MAX_GROUPS]))
+        figures.append(html.figure("Finish reasons", ends, "Completions by finish reason."))
+    if figures:
+        yield html.grid(figures)
 
 
 def _percentiles(lengths: Lengths) -> str:

@@ -27,11 +27,14 @@ def facts(values: Mapping[str, Any]) -> str:
     return "<dl>" + "".join(f"<dt>{line(name)}</dt><dd>{shown(value)}</dd>" for name, value in values.items()) + "</dl>"
 
 
-def table(header: Sequence[str], lines: Iterable[Sequence[str]], *, safe: bool = False, texts: bool = False) -> str:
-    """A table. `safe`: the cells are HTML already; `texts`: the last column is text, not numbers."""
+def table(
+    header: Sequence[str], lines: Iterable[Sequence[str]], *, safe: bool = False, texts: bool = False, names: bool = False
+) -> str:
+    """A table of numbers by a name, the first column. `safe`: the cells are HTML already; `texts`: the last column is text;
+    `names`: so is the second."""
     head = "".join(f"<th>{line(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{cell if safe else line(cell)}</td>" for cell in cells) + "</tr>" for cells in lines)
-    kind = ' class="reasons"' if texts else ""
+    kind = ' class="reasons"' if texts else ' class="names"' if names else ""
     return f"<table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 

@@ -9,11 +9,13 @@ from batchspec.console.text import MESSAGE_CHARS, for_shell, for_terminal
 from batchspec.errors import ConfigError
 from batchspec.report import html
 from batchspec.report.about import input_rows, last_part, sampling, when
+from batchspec.report.answer_sections import answer_sections
 from batchspec.report.error_rows import Failed, first_errors
 from batchspec.report.quality import Quality
 from batchspec.report.stats import JobStats, job_stats
 from batchspec.report.status import RunStatus, StatusReader
 from batchspec.report.style import STYLE
+from batchspec.report.summary import DECODED
 from batchspec.report.texts import Shown
 from batchspec.report.timeline import Course, course, parse_run
 from batchspec.runstate.manifest import Manifest
@@ -83,14 +85,14 @@ def report_page(
         html.facts(_about(manifest, stats, over_time, states, name)) + "</header>",
         "<h2>Is the data good?</h2>",
         _tiles(_of_data(stats)),
+        *answer_sections(stats),
         *figures.lengths(stats),
         *_errors(stats, errors),
         *_samples(stats.quality),
         "<h2>Speed</h2>",
-        _tiles(_of_speed(stats, over_time)),
-        *figures.over_time(over_time),
-        *(("<h2>Acceptance of drafts</h2>", _tiles(_of_acceptance(stats))) if stats.drafter != "none" else ()),
-        *(figures.acceptance(stats, by, over_time) if stats.drafter != "none" else ()),
+        _tiles(_of_speed(stats)),
+        *figures.over_time(over_time, DECODED if stats.speed is None else stats.speed.counts),
+        *figures.drafts(stats, by, over_time),
         *_settings(manifest, states),
     ]
     # In case a part was not escaped: no control character gets onto the page.
@@ -128,14 +130,16 @@ def _tiles(tiles: Mapping[str, str]) -> str:
 def _of_data(stats: JobStats) -> dict[str, str]:
     good, total = stats.quality, stats.completions
     status = stats.by_status.get
-    tiles = {"ok": _share(status("ok", 0), total), "truncated": _share(status("truncated", 0), total)}
+    tiles, decoded = {"ok": _share(status("ok", 0), total)}, stats.completion_tokens > 0
+    if decoded:
+        tiles["truncated"] = _share(status("truncated", 0), total)
     errors = status("error", 0)
     tiles["error rows"] = f'<span class="error">{_share(errors, total)}</span>' if errors else "0"
     if status("invalid", 0):
         tiles["violate their schema"] = _share(status("invalid", 0), total)
     if status("skipped", 0):
         tiles["skipped, prompt too long"] = _share(status("skipped", 0), total)
-    if good.answers:
+    if good.answers and decoded:
         tiles["empty answers"] = _share(good.empty, good.answers)
         tiles["answers that end in a loop"] = _share(good.loops, good.answers)
     if good.mean_distinct is not None and good.mean_answers is not None:
@@ -150,19 +154,12 @@ def _share(part: int, whole: int) -> str:
     return f"{part:,} <small>{html.percent(part / whole)}</small>" if part else "0"
 
 
-def _of_speed(stats: JobStats, over_time: Course | None) -> dict[str, str]:
-    return {
-        "tokens a second": f"{over_time.tok_s.mean():,.0f}" if over_time is not None else "-",
-        "tokens in completions": f"{stats.completion_tokens:,}",
-        "tokens in prompts": f"{stats.prompt_tokens:,}",
-    }
-
-
-def _of_acceptance(stats: JobStats) -> dict[str, str]:
-    return {
-        "tokens a round (mean acceptance length)": html.number(stats.overall.mean_acceptance_length),
-        "draft tokens accepted": html.percent(stats.overall.acceptance_rate),
-    }
+def _of_speed(stats: JobStats) -> dict[str, str]:
+    speed = stats.speed
+    tiles = {} if speed is None else {f"{speed.counts} a second": f"{speed.tok_s:,.1f}"}
+    if stats.completion_tokens:
+        tiles["tokens in completions"] = f"{stats.completion_tokens:,}"
+    return tiles | {"tokens in prompts": f"{stats.prompt_tokens:,}"}
 
 
 def _errors(stats: JobStats, errors: Mapping[str, Sequence[Failed]]) -> Iterator[str]:
@@ -219,9 +216,7 @@ def _runs(states: Sequence[RunStatus]) -> str:
     lines = []
     for each in sorted(states, key=lambda each: each.run.began_at)[-MAX_RUNS:]:
         run = each.run
-        seconds = run.at - run.began_at
-        speed = f"{run.tokens / seconds:,.0f}" if seconds > 0 else "-"
         length = html.number(1 + run.accepted / run.rounds if run.rounds else None)
-        lines.append((run.name, each.state, f"{run.shards:,}", f"{run.completions:,}", speed, length))
+        lines.append((run.name, each.state, f"{run.shards:,}", f"{run.completions:,}", f"{run.tokens:,}", length))
     more = f'<p class="note">The last {MAX_RUNS} of {len(states):,}.</p>' if len(states) > MAX_RUNS else ""
-    return html.table(("run", "end", "shards", "completions", "tok/s", "tokens a round"), lines) + more
+    return html.table(("run", "end", "shards", "completions", "tokens", "tokens per round"), lines) + more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,13 @@ import polars as pl
 
 from batchspec.errors import OutputError
 from batchspec.records import ANSWERED
+from batchspec.report.calls import CallTally, ToolCalls
 from batchspec.report.columns import type_names
+from batchspec.report.json_answers import JsonAnswers, JsonTally
+from batchspec.report.labels import Labels, LabelTally
 from batchspec.report.quality import Quality, QualityTally, quality_columns
 from batchspec.report.start_up import start_up_of
-from batchspec.report.summary import Calibration, calibration_of, speed_of
+from batchspec.report.summary import Calibration, Speed, calibration_of, speed_of
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 
@@ -112,9 +115,14 @@ class JobStats:
     reasoning_truncated: int
     """Completions whose thought was cut off, by its budget or by max_new_tokens."""
     quality: Quality
-    run_tokens: int
-    run_seconds: float
-    """Tokens and seconds of the runs that have ended, start-up left out."""
+    labels: Labels | None
+    """None: the job does not choose among texts."""
+    json_answers: JsonAnswers | None
+    """None: the job has no schema, and most answers are no JSON objects."""
+    tool_calls: ToolCalls | None
+    """None: the output has no tool calls."""
+    speed: Speed | None
+    """None before a run has ended."""
     weights: str | None
     """How the model's weights were kept: their format and dtype; None: a job of an earlier version, which did not record it."""
     drafter: str
@@ -146,11 +154,10 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
     with scanning(folder.path):
         schema = folder.scan(done[:1]).collect_schema()
     _check_column(schema, by)
-    tally = _Tally()
-    for rows in _read(folder, done, by, schema):
+    tally = _Tally(folder.manifest.config, schema.names())
+    for rows in _read(folder, done, by, [*quality_columns(schema), *tally.columns()]):
         tally.add(rows)
     logs = list(folder.logs(".json"))
-    speeds = list(filter(None, map(speed_of, logs)))
     histogram, drafted = tally.histogram, tally.drafted_at
     accepted = [sum(histogram[j + 1 :]) for j in range(len(drafted))]
     groups = sorted(_groups(tally.by_group), key=lambda group: (-group.completions, group.name))
@@ -169,8 +176,10 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
         reasoning_tokens=tally.tokens["reasoning_tokens"],
         reasoning_truncated=tally.reasoning_truncated,
         quality=tally.quality.result(folder),
-        run_tokens=sum(tokens for tokens, _ in speeds),
-        run_seconds=sum(seconds for _, seconds in speeds),
+        labels=tally.labels.result(),
+        json_answers=tally.json_answers.result(),
+        tool_calls=tally.tool_calls.result(),
+        speed=speed_of(logs),
         weights=folder.manifest.recorded.get("weights"),
         drafter=",".join(sorted(tally.drafters)) or "none",
         overall=next(iter(_groups(tally.overall)), _acceptance({"name": "all"})),
@@ -194,7 +203,7 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
 class _Tally:
     """Sums over all rows read so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Mapping[str, Any], columns: Collection[str]) -> None:
         self.completions = self.reasoning_truncated = self.error_rows = self.copied = 0
         self.tokens: Counter[str] = Counter()
         self.by_status: Counter[str] = Counter()
@@ -205,10 +214,16 @@ class _Tally:
         self.drafted_at: list[int] = []
         self.overall = self.by_prompt_tokens = self.by_group = pl.DataFrame()
         self.best = self.worst = pl.DataFrame()
-        self.quality = QualityTally()
+        self.quality, self.labels = QualityTally(), LabelTally(config, columns)
+        self.json_answers, self.tool_calls = JsonTally(config), CallTally(config, columns)
+
+    def columns(self) -> Iterator[pl.Expr]:
+        for kind in (self.labels, self.json_answers, self.tool_calls):
+            yield from kind.columns()
 
     def add(self, rows: pl.DataFrame) -> None:
-        self.quality.add(rows)
+        for kind in (self.quality, self.labels, self.json_answers, self.tool_calls):
+            kind.add(rows)
         spec = rows.filter(pl.col("drafter").is_not_null())
         self.completions += rows.height
         self.reasoning_truncated += int(rows["reasoning_truncated"].sum())
@@ -245,12 +260,12 @@ def _has_text(kind: pl.DataType) -> bool:
     return (kind.is_numeric() and not too_wide) or kind in TEXT_KINDS
 
 
-def _read(folder: OutputFolder, shards: list[int], by: str | None, schema: pl.Schema) -> Iterator[pl.DataFrame]:
-    """Tables of one row a completion, with the columns that the statistics need."""
+def _read(folder: OutputFolder, shards: list[int], by: str | None, more: Sequence[pl.Expr]) -> Iterator[pl.DataFrame]:
+    """Tables of one row a completion, with the columns that the statistics need, and `more`."""
     step = max(1, READ_ROWS // folder.manifest.layout.most_rows(shards))
     for start in range(0, len(shards), step):
         picked = folder.scan(shards[start : start + step]).select(
-            *quality_columns(schema),
+            *more,
             "reasoning_truncated",
             pl.col("error").struct.field("code").alias("error"),
             (pl.col("status").is_in(ANSWERED) & pl.col("perf").struct.field("prefill_s").is_null()).alias("copied"),

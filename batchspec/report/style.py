@@ -23,7 +23,7 @@ header dl { margin-top: .8rem; }
 .tile b { display: block; font-size: 1.3rem; line-height: 1.3; }
 .tile small { font-size: .85rem; font-weight: 400; color: var(--muted); }
 .tile > span { font-size: .85rem; }
-.tiles + .grid, .grid + .tiles { margin-top: .8rem; }
+.tiles + *, .grid + .grid, .stack + .grid, .grid + .stack, .grid + p { margin-top: .8rem; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); gap: .8rem; }
 .grid.pairs { grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
 .texts { columns: 21rem; column-gap: .8rem; margin-top: .8rem; }
@@ -41,6 +41,7 @@ th, td { text-align: right; padding: .25rem .35rem; border-bottom: 1px solid var
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 td, th { overflow-wrap: normal; }
 .reasons th:last-child, .reasons td:last-child { text-align: left; overflow-wrap: anywhere; width: 70%; padding-left: .8rem; }
+.names td:nth-child(2), .names th:nth-child(2) { text-align: left; }
 .stack { display: grid; gap: .8rem; }
 td:first-child { overflow-wrap: anywhere; }
 tr:last-child td { border-bottom: 0; }
