@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -20,7 +21,10 @@ from batchspec.config.compose import compose
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.schema import InputConfig, ModelConfig, OutputConfig, RunConfig
 from batchspec.config.typed import from_json, to_json
+from batchspec.dataset.columns import map_columns
+from batchspec.dataset.schema import output_schema
 from batchspec.report.card import _without_local_paths, _yaml
+from batchspec.report.columns import COPIED, meaning
 from tests.int4_layouts import make, of_gptq
 from tests.models import make_checkpoint, make_tokenizer
 
@@ -45,6 +49,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     assert run.main(words) == 0
     return folder
+
+
+def test_the_card_says_what_each_column_of_a_job_means() -> None:
+    given = pa.schema([("prompt", pa.string()), ("kind", pa.string())])
+    output = OutputConfig(messages="full", token_ids=True, prompt_ids=True, logprobs=2, prompt_logprobs=2)
+    schema = output_schema(given, map_columns(given, {}), output, calls=True, score="choices")
+    assert [name for name in schema.names if meaning(name) == COPIED] == given.names
 
 
 def test_the_card_and_the_statistics_say_how_the_weights_were_kept(

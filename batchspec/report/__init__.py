@@ -8,6 +8,7 @@ While it runs:
   status.py         a job over all its runs
 Afterwards:
   stats.py          statistics of output and speculation
+  acceptance.py     how drafts were accepted
   quality.py        is the data good: lengths, empty answers, loops, distinct answers, random samples
   labels.py         what answers are: labels; json_answers.py: fields of JSON objects; calls.py: tool calls
   texts.py          requests that are shown, with their texts

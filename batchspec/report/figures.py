@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from batchspec.report import html, pictures
+from batchspec.report.acceptance import Acceptance
 from batchspec.report.quality import Lengths
-from batchspec.report.stats import Acceptance, JobStats
+from batchspec.report.stats import JobStats
 from batchspec.report.timeline import Course
 
 MAX_GROUPS = 12

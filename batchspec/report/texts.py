@@ -12,6 +12,8 @@ from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 
 TEXT_CHARS = 600
+SHOWN_COLUMNS = ("prompt_tokens", "tokens", "mean_length")
+"""Fields of usage and spec_decode that `shown_columns` reads, by the names that other tables have for them too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
