@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from batchspec.console.text import MESSAGE_CHARS
 from batchspec.report import html
 from batchspec.report.calls import ToolCalls
 from batchspec.report.json_answers import JsonAnswers
@@ -46,7 +47,7 @@ def _labels(found: Labels) -> Iterator[str]:
 
 def _fields(found: JsonAnswers) -> Iterator[str]:
     lines = [
-        (html.line(one.name), f"{one.present:,}", f"{one.null:,}", html.line(_values(one.values), html.MESSAGE_CHARS))
+        (html.line(one.name), f"{one.present:,}", f"{one.null:,}", html.line(_values(one.values), MESSAGE_CHARS))
         for one in found.fields[:MAX_LINES]
     ]
     table = html.table(("field", "present", "null", "values"), lines, safe=True, texts=True)
@@ -76,7 +77,7 @@ def _calls(found: ToolCalls) -> Iterator[str]:
 
 def _card(title: str, content: str, note: str) -> str:
     """`content` is HTML."""
-    said = f'<p class="note">{html.line(note, html.MESSAGE_CHARS)}</p>' if note else ""
+    said = f'<p class="note">{html.line(note, MESSAGE_CHARS)}</p>' if note else ""
     return f'<div class="card"><h3>{html.line(title)}</h3>{content}{said}</div>'
 
 
