@@ -76,7 +76,7 @@ def _data(stats: JobStats) -> str:
             f"{_share(good.all_equal, good.sampled_requests)} requests"
         )
     for name, lengths in (("prompt length", good.prompt_lengths), ("completion length", good.completion_lengths)):
-        if lengths is not None:
+        if lengths is not None and lengths.longest:  # 0: nothing was decoded
             facts[name] = (
                 f"median {lengths.median:,}, 90 % up to {lengths.p90:,}, 99 % up to {lengths.p99:,}, "
                 f"longest {lengths.longest:,} tokens"

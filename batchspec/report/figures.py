@@ -128,7 +128,7 @@ def lengths(stats: JobStats) -> Iterator[str]:
     reasons = {reason: count for reason, count in stats.by_finish_reason.items() if reason != "error"} | reasons
     figures = []
     for name, found in (("prompt", stats.quality.prompt_lengths), ("completion", stats.quality.completion_lengths)):
-        if found is not None:
+        if found is not None and found.longest:  # 0: nothing was decoded
             picture = pictures.histogram(found, x=f"{name} tokens")
             figures.append(html.figure(f"{name.capitalize()} lengths", picture, _percentiles(found)))
     if len(reasons) > 1:

@@ -45,7 +45,7 @@ class Quality:
     """Answers whose end is one sequence again and again; of an empty answer its reasoning."""
     prompt_lengths: Lengths | None
     completion_lengths: Lengths | None
-    """Over ok and truncated rows; None without any, and if all are 0, as where nothing is decoded."""
+    """Over ok and truncated rows; None without any."""
     sampled_requests: int
     """Requests with several answers."""
     mean_answers: float | None
@@ -138,7 +138,7 @@ def _added(counts: NDArray[np.int64], lengths: pl.Series) -> NDArray[np.int64]:
 
 
 def _lengths(counts: NDArray[np.int64]) -> Lengths | None:
-    if not (total := int(counts.sum())) or not counts[1:].any():
+    if not (total := int(counts.sum())):
         return None
     below = np.cumsum(counts)
     median, p90, p99 = (int(np.searchsorted(below, share * total)) for share in (0.5, 0.9, 0.99))
