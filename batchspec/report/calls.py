@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 import polars as pl
 
+from batchspec.records import ANSWERED
+
 MAX_TOOLS = 1000
 """Names of tools that are counted, the first ones of the output."""
 TOOLS_KEPT = 1024
@@ -56,7 +58,7 @@ class CallTally:
     def add(self, rows: pl.DataFrame) -> None:
         if not self._wanted:
             return
-        answers = rows.filter(pl.col("status").is_in(["ok", "truncated"]))
+        answers = rows.filter(pl.col("status").is_in(ANSWERED))
         for calls, tools in answers.select("calls", "row_tools").iter_rows():
             known = None if self._tools is None else _names(tools)
             if calls is None and known is not None and not known:

@@ -22,6 +22,7 @@ MAX_VALUES, VALUE_CHARS, MIN_REPEATS = 20, 60, 2
 at most so many and so long, and each occurs so often on average."""
 MAX_LISTED = 200
 """Values of an enum that are counted where the job's schema lists them."""
+FINISHED = ("ok", "invalid")
 _NOT_TEXT = re.compile(r"-?\d+|true|false|null")
 
 
@@ -38,7 +39,7 @@ class Field:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonAnswers:
     finished: int
-    """Answers with status ok."""
+    """Answers that ended by themselves, those that violate their schema (status invalid) included."""
     valid: int
     """Those of them that are JSON texts."""
     objects: int
@@ -60,10 +61,10 @@ class JsonTally:
         """What `add` needs of the output. Only texts that may be objects are read, unless the job has a schema."""
         text = pl.col("completion")
         may_be = pl.lit(value=True) if self._wanted else text.str.strip_chars_start().str.starts_with("{")
-        yield pl.when((pl.col("status") == "ok") & may_be).then(text).alias("json_text")
+        yield pl.when(pl.col("status").is_in(FINISHED) & may_be).then(text).alias("json_text")
 
     def add(self, rows: pl.DataFrame) -> None:
-        self._finished += rows.filter((pl.col("status") == "ok") & pl.col("has_text")).height
+        self._finished += rows.filter(pl.col("status").is_in(FINISHED) & pl.col("has_text")).height
         for text in rows["json_text"].drop_nulls():
             try:
                 answer = msgspec.json.decode(text)
