@@ -42,12 +42,13 @@ _OF_PROCESSES = {"cluster.workers": "it computes in its own process"}
 
 @explains_arguments("batchspec.generate", "overrides={...}")
 def generate(
-    data: Any, *, job: str | None = None, config_dir: str | PathLike[str] | None = None, overrides: Options = (), **keys: Any
+    data: Any = None, *, job: str | None = None, config_dir: str | PathLike[str] | None = None, overrides: Options = (),
+    **keys: Any,
 ) -> pl.DataFrame:
     """Completions of every row of `data`, in input order, in the output schema.
 
     data       a table (polars, pyarrow, pandas, datasets.Dataset), a list of dictionaries, of texts or of chats, or anything that
-               polars.DataFrame accepts; the columns of a job's input
+               polars.DataFrame accepts; the columns of a job's input. None: with input.from_job, the rows of that job
     job        name of a recipe: "demo" is `+job=demo`; its own input is not read
     config_dir  folder of recipes of your own, job/NAME.yaml, and groups
     overrides  keys of a job: a list, ["model.path=smollm2-135m", "decode.n=4"], or a dictionary, nested or dotted,
@@ -69,11 +70,15 @@ def generate(
             f"cluster.tensor_parallel={config.cluster.tensor_parallel}: this call computes in its own process; use "
             "batchspec.Engine or `batchspec run`, which start one per GPU"
         )
-    table = table_of(data, config.input.columns)
-    if not table.num_rows and config.output.dir is None:
-        model = open_model(config)
-        return empty_frame(model, table, job_without_rows(model).admission)
-    source = table_source(table, config.input.limit)
+    source = None
+    if config.input.from_job is None:
+        table = table_of(data, config.input.columns)
+        if not table.num_rows and config.output.dir is None:
+            model = open_model(config)
+            return empty_frame(model, table, job_without_rows(model).admission)
+        source = table_source(table, config.input.limit)
+    elif data is not None:
+        raise ConfigError(f"input.from_job={config.input.from_job} beside rows: the rows of that job are the input; remove one")
     if config.output.dir is not None:
         limit = limit_s(config.cluster.watchdog_s, gpu=choose_device(config.device).type == "cuda")
         with Watchdog(limit).watching() as watchdog:
@@ -83,7 +88,7 @@ def generate(
     opened = open_job(config, source)
     survey = survey_first(opened)
     smaller = "lower packing.max_num_seqs, packing.memory_gb or packing.max_num_batched_tokens"
-    with within_memory("rows were decoded", smaller), ProgressBar(survey.num_outputs(source.num_rows)) as progress:
+    with within_memory("rows were decoded", smaller), ProgressBar(survey.num_outputs(opened.source.num_rows)) as progress:
         loaded, work = LoadedEngine.load(opened, survey, progress), ShardWork.of(opened)
         monitor = RunMonitor(progress, survey.mean_output, loaded.totals)
         frames = {done.shard.index: work.frame(done.shard, done.completions) for done in decode_shards(loaded, monitor, work)}

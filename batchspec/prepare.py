@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch
 
 from batchspec.config.checks import AUTO
 from batchspec.config.draft_auto import with_drafter
-from batchspec.config.schema import RunConfig
+from batchspec.config.schema import InputConfig, RunConfig
 from batchspec.dataset.columns import ColumnMap
+from batchspec.dataset.input_paths import check_not_into
+from batchspec.dataset.job_rows import open_job_rows
 from batchspec.dataset.reader import Source, open_source
 from batchspec.dataset.row_ids import check_ids
 from batchspec.dataset.schema import columns_read, output_schema
@@ -53,6 +55,7 @@ from batchspec.packing.unused import (
 from batchspec.process.load_progress import count_step
 from batchspec.process.out_of_memory import admitting_rows
 from batchspec.records import Completion, Request
+from batchspec.runstate.finished_job import FinishedJob
 from batchspec.runstate.manifest import default_shard_rows
 from batchspec.tuning.cards import check_card
 
@@ -110,6 +113,8 @@ class Job(JobModel):
     """With cache.dtype=fp8: the scales that an earlier run wrote to the output folder."""
     layout: ShardLayout
     """Which rows each shard holds: those of a new job, or of the job in the output folder (runner/job_run.py)."""
+    note_of_rows: str = ""
+    """Which rows of an earlier job are the input (input.from_job); empty: the input is another one."""
     sums: SumsOfJob | None = None
     """What every load of the weights is compared with; None: nothing is compared."""
 
@@ -126,8 +131,8 @@ def open_job(
     on_this_machine  False: the job will run on another machine, whose devices are unknown
     group            the processes that compute the target together
     """
-    source = source or open_source(config.input, config.output.dir)
-    templates = RowTemplates(config.input)
+    source, input, note = open_input(config, source)
+    templates = RowTemplates(input)
     columns = templates.map_columns(source.schema, requests=source.filled_by_requests is not None)
     output_schema(source.schema, columns, config.output, score=config.decode.score)
     source = source.reading(columns_read(source.schema, columns, config.output))
@@ -147,7 +152,24 @@ def open_job(
     check_samples(config, columns, source)
     if fetch:
         fetch_weights(model)
-    return job
+    return replace(job, note_of_rows=note)
+
+
+def open_input(config: RunConfig, given: Source | None) -> tuple[Source, InputConfig, str]:
+    """The input's rows, the keys of `input` with the columns of these rows, and a note for the user.
+
+    given  replaces the dataset that the keys name
+    Raises ConfigError, InputError, OutputError for an earlier job that cannot be read, and StorageError.
+    """
+    job, output_dir = config.input.from_job, config.output.dir
+    if given is not None or job is None:
+        return given or open_source(config.input, output_dir), config.input, ""
+    if output_dir is not None:
+        check_not_into(job, output_dir)
+    finished = FinishedJob(job, "input.from_job")
+    rows = open_job_rows(finished.files, finished.config, config.input)
+    finished.check_unchanged()
+    return rows.source, rows.input, rows.note
 
 
 def job_of(
@@ -177,7 +199,8 @@ def job_of(
 def notes(job: Job) -> list[tuple[str, str]]:
     """(label, line) of each thing about the model's files and the input that the user should know."""
     of_model = model_notes(job.config.decode, job.spec, job.admission.settings.end_ids)
-    return [*of_model, *input_notes(job.config, job.admission, job.source, job.tokenizer)]
+    of_rows = [("input", job.note_of_rows)] if job.note_of_rows else []
+    return [*of_rows, *of_model, *input_notes(job.config, job.admission, job.source, job.tokenizer)]
 
 
 def fetch_weights(model: JobModel) -> None:

@@ -110,6 +110,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "draft.spec",
         "model",
         "packing",
+        "runstate.finished_job",
         "runstate.manifest",
         "kernels.common.card",
         "tuning.cards",

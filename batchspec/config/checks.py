@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from batchspec.config.draft_checks import check_draft
-from batchspec.config.schema import RunConfig
+from batchspec.config.schema import InputConfig, RunConfig
 from batchspec.config.values import (
     CHOICES,
     RANGES,
@@ -24,6 +24,7 @@ from batchspec.errors import ConfigError
 
 URLS = (
     "input.path",
+    "input.from_job",
     "output.dir",
     "output.openai",
     "model.path",
@@ -38,12 +39,14 @@ MAX_ADAPTERS = 256
 """Of model.adapters."""
 MAX_WORKERS = 128
 """Of cluster.workers: more processes than any machine has GPUs."""
+STATUSES = ("ok", "truncated", "error", "skipped")
+"""Values of the column `status`, for input.from_status."""
 TENSOR_PARALLEL, AUTO = (1, 2, 4, 8), "auto"
 """Values of cluster.tensor_parallel."""
 
 REQUIRED: dict[str, str] = {
     "model.path": "a Hugging Face folder, a hub id or smollm2-135m; `+job=demo` is a job that has everything",
-    "input.path": "a Parquet or JSON-lines file, folder, glob or a list of them",
+    "input.path": "a Parquet or JSON-lines file, folder, glob or a list of them; or input.from_job=OUT",
     "output.dir": "the folder that the output goes to",
 }
 
@@ -55,7 +58,8 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
     """
     check_credentials(config, URLS)
     check_saved(config)
-    check_given(config, {key: REQUIRED[key] for key in require})
+    given = {"input.path"} if config.input.from_job is not None else set()
+    check_given(config, {key: REQUIRED[key] for key in require if key not in given})
     check_choices(config, CHOICES)
     check_draft(config)
     check_ranges(config, RANGES)
@@ -67,6 +71,7 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
     _thinking(config)
     _date(config)
     _names(config)
+    _from_job(config)
     _unused(config)
     if config.resume.retry != "none" and config.output.overwrite:
         raise ConfigError("output.overwrite=true leaves resume.retry nothing to retry; remove one of them")
@@ -245,6 +250,29 @@ def _names(config: RunConfig) -> None:
         raise ConfigError(
             f"output.passthrough={copied!r} must be all, none or a list of columns; write {written('output.passthrough')}"
         )
+
+
+def _from_job(config: RunConfig) -> None:
+    own, usual = config.input, InputConfig()
+    wrong = [status for status in own.from_status if status not in STATUSES]
+    if wrong or not own.from_status:
+        given = f"input.from_status={own.from_status}"
+        raise ConfigError(f"{given} must be some of {', '.join(STATUSES)}; write {written('input.from_status')}")
+    if own.from_job is None:
+        if own.from_status != usual.from_status:
+            raise ConfigError(
+                f"input.from_status={own.from_status} has no effect without input.from_job; set input.from_job or remove the key"
+            )
+        return
+    if own.from_job == "":
+        raise ConfigError("input.from_job= is empty; give the output folder of a finished job, or remove the key")
+    if own.columns.get("id", "request_id") != "request_id":
+        raise ConfigError(
+            f"input.columns.id={own.columns['id']} beside input.from_job={own.from_job}: the ids are those of that job; remove one"
+        )
+    for key in ("path", "config_name", "split", "drop"):
+        if (value := getattr(own, key)) != getattr(usual, key):
+            raise ConfigError(f"input.{key}={value} beside input.from_job={own.from_job}, which is the whole input; remove one")
 
 
 def _unused(config: RunConfig) -> None:

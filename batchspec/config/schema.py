@@ -125,6 +125,10 @@ class InputConfig:
     path: Any = None
     """Parquet, Arrow, JSON-lines or CSV file, folder, glob or list of them, local or remote (required). `pkg://demo` is the
     demo's input."""
+    from_job: str | None = None
+    """Output folder of a finished job, whose answers are the input in place of input.path (jobs/input.md). null: none."""
+    from_status: list[str] = field(default_factory=lambda: ["ok", "truncated"])
+    """Statuses of the rows that are taken from input.from_job: ok, truncated, error, skipped. The others are counted."""
     config_name: str | None = None
     """Config (subset) of a dataset of the hub, hf://datasets/ORG/NAME, as in datasets.load_dataset. null: its only one, or the
     default."""

@@ -22,6 +22,7 @@ from batchspec.tool_calls.registry import FORMS
 
 PATHS = (
     "input.path",
+    "input.from_job",
     "output.dir",
     "output.openai",
     "model.path",
@@ -136,6 +137,7 @@ EXAMPLES = {
     "model.think_tokens": "[<think>,</think>]",
     "input.path": "[a.parquet,b.parquet]",
     "input.columns": "{prompt: COLUMN}",
+    "input.from_status": "[ok,truncated]",
     "input.template_kwargs": "{NAME: VALUE}",
     "output.passthrough": "[COLUMN,COLUMN]",
     "decode.choice": "[positive,negative]",

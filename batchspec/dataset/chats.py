@@ -18,6 +18,7 @@ from batchspec.dataset.messages import (
     kept_turn,
     messages_of,
     read_chat,
+    with_user_turn,
     without_nulls,
 )
 from batchspec.dataset.reader import InputShard
@@ -73,6 +74,8 @@ def _prompt_turns(
     made = [texts.get(shard.first_row + place, {}) for place in range(table.num_rows)]
     column = columns.prompt_column
     prompts = [text.get("prompt") for text in made] if column is None else _values(table, column)
+    if columns.adds_turn:
+        prompts = [_with_turn(prompt, text.get("prompt")) for prompt, text in zip(prompts, made, strict=True)]
     own_system = columns.get("system") if kind == "messages" or input.chat else None
     systems = [None] * table.num_rows if own_system is None else _values(table, own_system, optional=True)
     own = columns.get("final_assistant")
@@ -87,6 +90,15 @@ def _prompt_turns(
         )
         for prompt, system, final, text in zip(prompts, systems, finals, made, strict=True)
     ]
+
+
+def _with_turn(prompt: Any, text: str | None) -> list[Any] | None:
+    """The chat with the turn that input.prompt made; of a row that has none, because it was refused, the chat as it is."""
+    try:
+        messages = messages_of(prompt)
+        return messages if text is None or not messages else with_user_turn(messages, text)
+    except BadChat:
+        return None
 
 
 def _values(table: pa.Table, name: str, *, optional: bool = False) -> list[Any]:

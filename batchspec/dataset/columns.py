@@ -142,6 +142,11 @@ class ColumnMap:
         return [*self.names.values(), *(column for columns in self.templates.values() for column in columns)]
 
     @property
+    def adds_turn(self) -> bool:
+        """Whether input.prompt makes a user turn that follows the row's chat."""
+        return self.prompt_kind == "messages" and "prompt" in self.templates
+
+    @property
     def prompt_column(self) -> str | None:
         """The column of the prompts; None if input.prompt makes them."""
         return self.names.get(self.prompt_kind)
@@ -154,7 +159,8 @@ def map_columns(schema: pa.Schema, columns: Mapping[str, str | None], *, templat
     type (all rows empty). Raises ConfigError for a name that batchspec does not know, InputError for a column that does not
     exist, a wrong type, or not exactly one prompt.
 
-    template  whether input.prompt makes the prompts, so that no column may be one
+    template  whether input.prompt makes the prompts, so that no column may be one; or the next user turns of the chats that
+              `columns` names
     """
     for name in columns:
         if name not in TYPES:
@@ -181,7 +187,7 @@ def map_columns(schema: pa.Schema, columns: Mapping[str, str | None], *, templat
                 f"column {column!r} is mapped to {name} but has {kind}; allowed: {allowed}; "
                 f"{advice} or set input.columns.{name}=null"
             )
-    return ColumnMap(names=names, prompt_kind=_only_prompt(names, schema, template=template))
+    return ColumnMap(names=names, prompt_kind=_only_prompt(names, schema, template=template, named="messages" in columns))
 
 
 def _fits(field: pa.Field, name: str, fits: Callable[[pa.DataType], bool]) -> bool:
@@ -193,14 +199,18 @@ def _fits(field: pa.Field, name: str, fits: Callable[[pa.DataType], bool]) -> bo
     return fits(field.type) or (is_csv(field) and name != "prompt_ids")
 
 
-def _only_prompt(names: Mapping[str, str], schema: pa.Schema, *, template: bool) -> str:
+def _only_prompt(names: Mapping[str, str], schema: pa.Schema, *, template: bool, named: bool) -> str:
+    """The kind of the prompts. named: whether input.columns names the chats, to which a template then adds a turn."""
     prompts = [name for name in PROMPTS if name in names]
+    if template and prompts == ["messages"] and named:
+        return "messages"
     if template and prompts:
         listed = " and ".join(f"{name} (column {names[name]!r})" for name in prompts)
         hidden = " ".join(f"input.columns.{name}=null" for name in prompts)
+        turn = "; or input.columns.messages=messages to add a user turn to its chats" if prompts == ["messages"] else ""
         raise InputError(
             f"exactly one prompt is allowed but input.prompt is given beside {listed}; set {hidden} (the template may read that "
-            "column nevertheless), or remove input.prompt"
+            f"column nevertheless), or remove input.prompt{turn}"
         )
     if template:
         return "prompt"

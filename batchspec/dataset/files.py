@@ -54,7 +54,7 @@ class DataFile(Protocol):
 
     @property
     def lines(self) -> LineNumbers | None:
-        """Where each row begins in a file of text; None: it is no text."""
+        """Where each row begins in a file of text, or which row it is of a file that has others; None: row i is row i."""
 
     def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
         """The part's rows. A bad row is a batch of its own; its metadata have `code` and `message`.

@@ -118,6 +118,13 @@ def check_apart(
             )
 
 
+def check_not_into(job: str, output_dir: str) -> None:
+    """Raises ConfigError if output.dir is the folder of the job that is the input (input.from_job), or lies in it."""
+    read, written = (_parts(path if "://" in path else os.path.realpath(os.path.expanduser(path))) for path in (job, output_dir))
+    if written[: len(read)] == read:
+        raise ConfigError(f"output.dir={output_dir} lies in input.from_job={job}, whose files must stay; choose another place")
+
+
 def _parts(path: str) -> tuple[str, ...]:
     """The parts of a path: of a local path from the root on, of a remote one from its scheme on."""
     scheme, mark, rest = path.partition("://")

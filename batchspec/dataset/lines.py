@@ -31,9 +31,12 @@ class LongLine:
 class LineNumbers:
     """The line, counted from 1, on which each row of a file begins. Only a row that does not begin on the line after the
     beginning of the row before takes memory.
+
+    unit  what is counted, for messages: row, from 0, in a file of which some rows are left out
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unit: str = "line") -> None:
+        self.unit = unit
         self._rows, self._lines = array("q"), array("q")
 
     def add(self, row: int, line: int) -> None:

@@ -73,6 +73,15 @@ def read_chat(prompt: Any, system: str | None = None, final: str = "error", usua
     return turns
 
 
+def with_user_turn(chat: Sequence[Any], text: str) -> list[Any]:
+    """The chat and the user's next turn. Raises BadChat unless the chat ends with an answer."""
+    last = _turn(len(chat) - 1, chat[-1])
+    if last["role"] != "assistant" or last.get("tool_calls"):
+        ends = "tool calls" if last["role"] == "assistant" else f"a turn of role {last['role']}"
+        raise BadChat(f"the chat ends with {ends}, and input.prompt adds a user turn after an answer; correct it or drop the row")
+    return [*chat, {"role": "user", "content": text}]
+
+
 def messages_of(cell: Any) -> list[Any] | None:
     """The messages of a cell: a list, or JSON text of one. Raises BadChat."""
     if isinstance(cell, str) and cell.strip():

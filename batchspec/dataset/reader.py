@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import pyarrow as pa
 
@@ -25,6 +25,8 @@ from batchspec.dataset.lines import LineNumbers
 from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.errors import ConfigError, InputError
 from batchspec.storage.places import Place, RemotePlace
+
+T = TypeVar("T")
 
 OPENED_AT_ONCE = 16
 """Number of remote files that are opened concurrently, because opening one mostly waits for the network."""
@@ -131,12 +133,22 @@ def open_source(config: InputConfig, output_dir: str | None = None) -> Source:
     entries = entries_of(config.path)
     if output_dir is not None:
         check_apart(entries, output_dir)
-    found = find_files(entries, config.config_name, config.split)
+    found, drop = find_files(entries, config.config_name, config.split), config.drop
+    return source_of(open_files(found, lambda name, place, share: _open(name, place, share, drop)), config.limit)
+
+
+def open_files(found: Mapping[str, Place], opened: Callable[[str, Place, int], T]) -> list[T]:
+    """What `opened` makes of each file, given its name, its place, and the number of bytes to read for its digest. Remote files
+    are opened concurrently."""
     remote = any(isinstance(place, RemotePlace) for place in found.values())
     with ThreadPoolExecutor(OPENED_AT_ONCE if remote else 1) as pool:
         share = DIGEST_BYTES // len(found)
-        files = list(pool.map(lambda name, place: _open(name, place, share, config.drop), found, found.values()))
-    return _FileSource(files, config.limit)
+        return list(pool.map(lambda name, place: opened(name, place, share), found, found.values()))
+
+
+def source_of(files: Sequence[DataFile], limit: int | None = None) -> Source:
+    """The files as one dataset. Raises InputError if two disagree about a column, or if there are no rows."""
+    return _FileSource(files, limit)
 
 
 def _open(name: str, place: Place, digest_bytes: int, drop: Collection[str]) -> DataFile:
@@ -152,7 +164,7 @@ def _open(name: str, place: Place, digest_bytes: int, drop: Collection[str]) -> 
 
 def table_source(table: pa.Table, limit: int | None = None) -> Source:
     """A table in memory as a dataset of one file named `table`. Raises InputError if it has no rows."""
-    return _FileSource([MemoryFile(table)], limit)
+    return source_of([MemoryFile(table)], limit)
 
 
 def locate(files: Sequence[InputFile], row: int) -> tuple[str, int]:
@@ -182,7 +194,7 @@ def _places(source: Source | SourceFacts, first: int, stop: int) -> Iterator[tup
     start = 0
     for file, lines in zip(source.files, source.lines, strict=True):
         for row in range(max(first - start, 0), min(stop - start, file.num_rows)):
-            yield (file.name, "row", row) if lines is None else (file.name, "line", lines[row])
+            yield (file.name, "row", row) if lines is None else (file.name, lines.unit, lines[row])
         start += file.num_rows
 
 

@@ -67,8 +67,8 @@ def output_schema(
     calls     rows may have tools, so there is a column of tool calls
     channels  the model's outputs have channels (harmony), so that messages may have a field for the thought
     score     decode.score
-    A mapped input column `messages`, `prompt_ids` or `seed` is not copied, because the output's column of that name has its
-    values.
+    An input column `messages`, `prompt_ids` or `seed` that is mapped, or `request_id` that is the id, is not copied, because the
+    output's column of that name has its values.
     Raises ConfigError if another input column has the name of an output column, or output.passthrough names a missing column,
     and InputError for a column that cannot be copied.
     """
@@ -96,7 +96,6 @@ def messages_type(
 
 
 def _own_fields(output: OutputConfig, messages: pa.DataType, *, calls: bool, score: str) -> list[pa.Field]:
-    ids, top = pa.list_(pa.int32()), TOP_TOKENS if output.logprob_tokens else TOP_LOGPROBS
     optional = {
         "messages": output.messages != "none",
         "prompt_ids": output.prompt_ids,
@@ -109,7 +108,14 @@ def _own_fields(output: OutputConfig, messages: pa.DataType, *, calls: bool, sco
         "prompt_top_logprobs": bool(output.prompt_logprobs),
         "choice_probs": score == "choices",
     }
-    fields = [
+    top = TOP_TOKENS if output.logprob_tokens else TOP_LOGPROBS
+    return [field for field in _every_field(messages, top) if optional.get(field.name, True)]
+
+
+def _every_field(messages: pa.DataType, top: pa.DataType) -> list[pa.Field]:
+    """The columns that a job may write itself, in their order."""
+    ids = pa.list_(pa.int32())
+    return [
         pa.field("request_id", pa.string(), nullable=False),
         pa.field("row_index", pa.int64(), nullable=False),
         pa.field("sample_index", pa.int32(), nullable=False),
@@ -135,7 +141,10 @@ def _own_fields(output: OutputConfig, messages: pa.DataType, *, calls: bool, sco
         pa.field("spec_decode", SPEC_DECODE),
         pa.field("perf", PERF),
     ]
-    return [field for field in fields if optional.get(field.name, True)]
+
+
+OWN_COLUMNS = tuple(field.name for field in _every_field(MESSAGES, TOP_LOGPROBS))
+"""Names of all columns that some job writes itself; the columns that a job copies come after the last one."""
 
 
 def _passthrough(input_schema: pa.Schema, columns: ColumnMap, wish: str | Sequence[str], own: set[str]) -> list[str]:
@@ -150,7 +159,7 @@ def _passthrough(input_schema: pa.Schema, columns: ColumnMap, wish: str | Sequen
             near = difflib.get_close_matches(name, there, n=1) or there[:50]
             raise ConfigError(f"output.passthrough: the input has no column {name!r}; did you mean {', '.join(near)}?")
     if everything:
-        names = [name for name in names if not (name in own and columns.get(name) == name)]
+        names = [name for name in names if not (name in own and columns.get("id" if name == "request_id" else name) == name)]
     for name in names:
         if name in own:
             others = ",".join(other for other in names if other not in own)

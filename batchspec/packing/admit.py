@@ -41,7 +41,7 @@ import pyarrow as pa
 from batchspec.config.schema import OutputConfig, RunConfig
 from batchspec.console.text import quoted
 from batchspec.dataset.columns import TYPES, ColumnMap
-from batchspec.dataset.messages import USUAL_SYSTEM
+from batchspec.dataset.messages import USUAL_SYSTEM, BadChat, with_user_turn
 from batchspec.dataset.reader import InputShard, Source, SourceFacts, place_in_file
 from batchspec.dataset.row_ids import request_ids
 from batchspec.dataset.schema import output_schema
@@ -252,7 +252,13 @@ class Admission:
     def _values(self, row: Mapping[str, Any], shard: InputShard, place: int) -> dict[str, Any]:
         """The values of a row of the shard, with the texts that templates make of it. Raises BadRow."""
         values = row_values(row, self.fields, self.columns.prompt_kind)
-        return values | self.templates.texts(self.columns, shard.table, place, values, chat=self.encoder.is_chat)
+        values |= self.templates.texts(self.columns, shard.table, place, values, chat=self.encoder.is_chat)
+        if self.columns.adds_turn and (chat := values["messages"]):
+            try:
+                values["messages"] = with_user_turn(chat, values["prompt"])
+            except BadChat as error:
+                raise BadRow("bad_messages", str(error)) from None
+        return values
 
     def texts(self, shard: InputShard, row_index: int) -> dict[str, str]:
         """What the templates make of one row of the shard; empty if they refuse it.

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.schema import RunConfig
 from batchspec.config.vllm_names import NAMES, OF_REQUESTS
-from batchspec.dataset.columns import NAMED_ONLY, TYPES, ColumnMap, is_list
+from batchspec.dataset.columns import NAMED_ONLY, PROMPTS, TYPES, ColumnMap, is_list
 from batchspec.dataset.openai_requests import defaults_note
 from batchspec.dataset.reader import Source
 from batchspec.records import LEAST_TEMPERATURE
@@ -123,7 +123,7 @@ def _advice(config: RunConfig, field: pa.Field) -> str:
     key = _OPTIONS.get(name) or ("" if is_list(field.type) else _WRITTEN.get(name, ""))
     own = "adapter" if key in _ADAPTERS else name if name in TYPES else key.rpartition(".")[2]
     if own in TYPES:
-        if own in config.input.columns:
+        if own in config.input.columns or (config.input.from_job is not None and own in ("id", *PROMPTS)):
             return ""
         mapped = f"input.columns.{own}={field.name}"
         if name in NAMED_ONLY:

@@ -76,9 +76,10 @@ class RowTemplates:
                 "the key"
             )
         columns = map_columns(schema, self.input.columns, template="prompt" in self.sources)
-        return replace(columns, templates={name: self._columns(name, schema) for name in self.sources})
+        kind = columns.prompt_kind
+        return replace(columns, templates={name: self._columns(name, schema, kind) for name in self.sources})
 
-    def _columns(self, name: str, schema: pa.Schema) -> tuple[str, ...]:
+    def _columns(self, name: str, schema: pa.Schema, kind: str) -> tuple[str, ...]:
         reads = self._templates.reads[name]
         for variable in reads:
             if variable not in schema.names and variable not in self._functions:
@@ -93,7 +94,7 @@ class RowTemplates:
         for column in columns:
             if _holds_bytes(kind := schema.field(column).type):
                 raise ConfigError(f"input.{name} reads column {column!r}, whose type {kind} is no text; cast it or leave it out")
-        if name == "prompt" and not columns:
+        if name == "prompt" and kind == "prompt" and not columns:  # a turn may be the same in all chats
             example = next((column for column in schema.names if column.isidentifier()), "COLUMN")
             raise ConfigError(
                 f"input.prompt={self.input.prompt} reads no column, so that all prompts would be equal; write columns as "

@@ -116,6 +116,11 @@ def check_keys_of_input(config: RunConfig, columns: ColumnMap, source: Source) -
                 column = columns.prompt_column
                 without = "input.prompt makes" if column is None else f"column {column!r} ({kind}) has"
                 raise ConfigError(f"{key}={value} applies to chats, and {without} none; {instead}")
+    if columns.adds_turn and config.input.final_assistant != usual.input.final_assistant:
+        raise ConfigError(
+            f"input.final_assistant={config.input.final_assistant} has no effect, because the user turn of input.prompt follows "
+            "each answer; remove one"
+        )
     if config.input.drop and source.filled_by_requests is None:
         raise ConfigError(
             f"input.drop={config.input.drop} is for OpenAI's batch requests, JSON lines with custom_id and body, and the input "

@@ -78,8 +78,8 @@ turns: TRL then computes the loss on the completion alone.
 """
 
 PATHS = (
-    "model.path", "model.adapter", "model.adapters", "model.chat_template", "draft.path", "input.path", "output.dir",
-    "output.openai", "decode.schema", "decode.grammar",
+    "model.path", "model.adapter", "model.adapters", "model.chat_template", "draft.path", "input.path",
+    "input.from_job", "output.dir", "output.openai", "decode.schema", "decode.grammar",
 )
 TEXTS = ("decode.schema", "decode.grammar")
 """Of those the ones that may also be a map, or a text of one line or more."""
