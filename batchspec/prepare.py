@@ -164,9 +164,9 @@ def open_input(config: RunConfig, given: Source | None) -> tuple[Source, InputCo
     job, output_dir = config.input.from_job, config.output.dir
     if given is not None or job is None:
         return given or open_source(config.input, output_dir), config.input, ""
+    finished = FinishedJob(job, "input.from_job")
     if output_dir is not None:
         check_not_into(job, output_dir)
-    finished = FinishedJob(job, "input.from_job")
     rows = open_job_rows(finished.files, finished.config, config.input)
     finished.check_unchanged()
     return rows.source, rows.input, rows.note

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 from pathlib import Path
 
 import polars as pl
+import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import batchspec
 from batchspec import cli
+from batchspec.dataset.files import MemoryFile
+from batchspec.dataset.job_rows import JobFile, prefix_of
+from batchspec.dataset.reader import place_in_file, source_of
+from batchspec.errors import ConfigError, InputError
+from batchspec.runstate.extensions import Extension
+from batchspec.runstate.finished_job import FinishedJob
+from batchspec.runstate.job_state import JobState
 from tests.runs import make_model
-
-STATUSES = ("ok", "truncated", "error", "skipped")
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +84,223 @@ def test_four_answers_are_judged_the_best_is_kept_and_its_conversation_goes_on(
     assert found["answers_completion"].equals(good["completion"])
     assert [[turn["role"] for turn in turns] for turns in found["messages"].to_list()] == [["user", "assistant"] * 2] * 12
     assert found["messages"].list.get(2).struct.field("content").unique().to_list() == ["Go on."]
+
+
+def test_the_same_in_python_and_in_plan(words: list[str], answers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [*words, f"input.from_job={answers}", "input.final_assistant=continue", "input.limit=5"]
+    found = batchspec.generate(overrides=keys)
+    assert found["request_id"].to_list() == ["q0#0", "q0#1", "q0#2", "q0#3", "q1#0"]
+    longer = found["messages"].list.last().struct.field("content")
+    assert longer.equals(found["answers_completion"] + found["completion"])
+    assert cli.main(["plan", *keys]) == 0
+    assert f"input.from_job={answers}: 12 truncated; left out: 1 error" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"beside rows: the rows of that job are the input; remove one"):
+        batchspec.generate(["text"], overrides=keys)
+
+
+def test_what_makes_no_input_is_refused_in_one_line(
+    words: list[str], answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turn, new, of = "input.prompt='Go on.'", f"output.dir={tmp_path}/new", f"input.from_job={answers}"
+    link = tmp_path / "link"
+    link.symlink_to(answers)
+    cases = [
+        ([of, f"output.dir={answers}", "output.overwrite=true", turn], f"output.dir={answers} lies in input.from_job={answers}"),
+        ([of, f"output.dir={link}", "output.overwrite=true", turn], f"output.dir={link} lies in input.from_job={answers}"),
+        ([of, f"output.dir={answers}/data/next", turn], "whose files must stay; choose another place"),
+        ([of, f"input.path={answers}", new, turn], f"beside input.from_job={answers}, which is the whole input; remove one"),
+        ([of, "input.split=train", new, turn], "input.split=train beside input.from_job="),
+        ([of, "input.columns.id=level", new, turn], "input.columns.id=level beside input.from_job="),
+        ([of, "input.from_status=[okay]", new, turn], "input.from_status=['okay'] must be some of ok, truncated, error, skipped"),
+        ([of, "input.from_status=ok", new, turn], "its rows are 1 error, 12 truncated, and input.from_status=['ok'] takes none"),
+        ([of, new], "its chats end with the answers; input.prompt=TEMPLATE makes the next user turn"),
+        ([of, new, turn, "input.final_assistant=continue"], "input.final_assistant=continue has no effect"),
+        ([of, new, "input.prompt='{{ completion }}'"], "no such column; did you mean 'answers_completion'?"),
+        ([f"input.path={answers}", "input.from_status=ok", new], "has no effect without input.from_job"),
+        ([f"input.from_job={tmp_path}", new, turn], f"{tmp_path} holds no batchspec job"),
+        ([f"input.from_job={tmp_path}/none", new, turn], f"{tmp_path}/none holds no batchspec job"),
+    ]
+    for keys, said in cases:
+        assert said in refused(capsys, words, *keys), keys
+    assert len(output(str(answers))) == 13
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_job_that_is_not_finished_is_refused_with_the_command_that_finishes_it(
+    words: list[str], answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("m").symlink_to(words[0].removeprefix("model.path="))
+    shutil.copy(answers.parent / "in.parquet", "in.parquet")
+    job = ["model.path=m", "input.path=in.parquet", "output.dir=old", "output.shard_rows=2", "decode.stop=[a b,c]"]
+    assert run(job, "draft=none", "decode.max_new_tokens=3") == 0
+    Path("old").rename("half")
+    Path("half/data/part-00001.parquet").unlink()
+    new = ["input.from_job=half", "input.prompt=Go", "output.dir=new"]
+    line = refused(capsys, words, *new)
+    said, command = line.split("finish it: batchspec run ")
+    assert said == "batchspec: input.from_job=half is not finished: 2 of 4 rows are done; "
+    assert run(shlex.split(command)) == 0
+    assert run(words, *new) == 0
+
+
+def test_a_job_resumes_over_the_same_answers_and_refuses_changed_ones(
+    words: list[str], answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tmp_path / "answers"
+    shutil.copytree(answers, before)
+    job = [f"input.from_job={before}", "input.prompt=Go", f"output.dir={tmp_path}/new"]
+    assert run(words, *job) == 0
+    assert "input.from_status" in refused(capsys, words, *job, "input.from_status=[truncated]")
+    retry = [*words, f"input.path={answers.parent}/in.parquet", f"output.dir={before}", "output.shard_rows=2", "decode.n=4"]
+    sampled = ["decode.temperature=1", "decode.seed=3", "decode.max_new_tokens=6", "resume=length"]
+    assert cli.main(["run", *retry, *sampled]) == 0
+    assert "input.files: part-00000.parquet has other content" in refused(capsys, words, *job)
+    assert run(words, *job, "output.overwrite=true") == 0
+    assert cli.main(["verify", f"{tmp_path}/new", "--rows", "3"]) == 0
+
+
+def test_a_job_that_changes_while_it_is_opened_is_refused(answers: Path, tmp_path: Path) -> None:
+    job = FinishedJob(str(answers), "input.from_job")
+    job.check_unchanged()
+    shutil.copytree(answers, tmp_path / "answers")
+    job = FinishedJob(str(tmp_path / "answers"), "input.from_job")
+    state = JobState(tmp_path / "answers")
+    manifest = state.manifest
+    state.extend(
+        Extension(
+            number=1, fingerprint=manifest.fingerprint, config=manifest.config, num_rows=manifest.num_rows + 1, shard_rows=2,
+            files=manifest.files, job=manifest.job,
+        )
+    )
+    with pytest.raises(InputError, match=r"answers: a run began to change that job just now"):
+        job.check_unchanged()
+    with pytest.raises(InputError, match=r"answers is not finished: 4 of 5 rows are done; finish it: batchspec run model.path="):
+        FinishedJob(str(tmp_path / "answers"), "input.from_job")
+
+
+def test_rows_of_an_extended_job_are_added_by_an_extension(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pl.DataFrame({"prompt": ["One", "Two", "Three"]}).write_parquet(tmp_path / "in.parquet")
+    first = [f"input.path={tmp_path}/in.parquet", f"output.dir={tmp_path}/first", "output.shard_rows=1"]
+    second = [f"input.from_job={tmp_path}/first", f"output.dir={tmp_path}/second", "input.columns.prompt=first_completion"]
+    assert run(words, *first, "input.limit=2") == 0
+    assert run(words, *second) == 0
+    assert run(words, *first, "resume=extend") == 0
+    assert "resume=extend adds 1 row to this job" in refused(capsys, words, *second)
+    assert run(words, *second, "resume=extend") == 0
+    found = output(f"{tmp_path}/second")
+    assert found["request_id"].to_list() == [f"in.parquet:{i}" for i in range(3)]
+    assert found["prompt"].to_list() == ["One", "Two", "Three"]
+
+
+def test_what_an_earlier_job_did_not_write_is_missed_before_any_work(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pl.DataFrame({"prompt": ["One"], "tag": ["t"]}).write_parquet(tmp_path / "texts.parquet")
+    pl.DataFrame({"prompt_ids": [[5, 6]], "tag": ["t"]}).write_parquet(tmp_path / "ids.parquet")
+
+    def after(name: str, rows: str, *keys: str) -> list[str]:
+        assert run(words, f"input.path={tmp_path}/{rows}.parquet", f"output.dir={tmp_path}/{name}", *keys) == 0
+        return [f"input.from_job={tmp_path}/{name}", "input.prompt='{{ tag }}'", f"output.dir={tmp_path}/after_{name}"]
+
+    bare = after("bare", "texts", "output.messages=none")
+    assert "messages lack the answers (output.messages=none); set input.columns.messages=null" in refused(capsys, words, *bare)
+    half = after("half", "texts", "output.messages=prompt")
+    assert "messages lack the answers (output.messages=prompt)" in refused(capsys, words, *half)
+    ids = after("ids", "ids")
+    assert "its messages are null, as its prompts were prompt_ids" in refused(capsys, words, *ids)
+    for keys in (bare, half, ids):
+        assert run(words, *keys, "input.columns.messages=null") == 0
+    assert output(f"{tmp_path}/after_ids")["messages"][0][0]["content"] == "t"
+
+
+def test_prompts_that_were_scored_are_answered_and_error_rows_are_asked_again(words: list[str], tmp_path: Path) -> None:
+    chats = [[{"role": "user", "content": "One"}], None, [{"role": "user", "content": "Two"}]]
+    pl.DataFrame({"id": [7, 8, 9], "messages": chats}).write_parquet(tmp_path / "in.parquet")
+    bare = [word for word in words if "new_tokens" not in word]
+    scored = [f"input.path={tmp_path}/in.parquet", f"output.dir={tmp_path}/scored", "decode.score=prompts", "model.max_len=64"]
+    assert run(bare, *scored) == 0
+    answered = batchspec.generate(overrides=[*words, f"input.from_job={tmp_path}/scored"])
+    assert answered["request_id"].to_list() == ["7", "9"]
+    assert answered["scored_prompt_logprob_sum"].null_count() == 0
+    assert answered["messages"].list.len().to_list() == [2, 2]
+    short = [f"input.path={tmp_path}/in.parquet", f"output.dir={tmp_path}/short", "model.max_len=24", "input.system=Be brief"]
+    assert run(words, *short) == 3
+    again = batchspec.generate(overrides=[*words, f"input.from_job={tmp_path}/short", "input.from_status=[error]"])
+    assert again["status"].to_list() == ["truncated", "error", "truncated"]
+    assert again["messages"][0].to_list()[0] == {"role": "system", "content": "Be brief"}
+
+
+Row = tuple[str, int, str]
+"""Request, sample, status."""
+
+
+def job_file(rows: list[Row], *statuses: str, **copied: pa.Array) -> JobFile:
+    """A file of the output of a job in a folder `first`; of it the rows with these statuses are taken."""
+    requests = [request for request, _, _ in rows]
+    own = {
+        "request_id": pa.array(requests, pa.string()),
+        "row_index": pa.array([requests.index(request) for request in requests], pa.int64()),
+        "sample_index": pa.array([sample for _, sample, _ in rows], pa.int32()),
+        "status": pa.array([status for _, _, status in rows], pa.string()),
+        "completion": pa.array([f"{request}, {sample}" for request, sample, _ in rows], pa.large_string()),
+        "token_ids": pa.array([[sample] for _, sample, _ in rows], pa.list_(pa.int32())),
+        "perf": pa.nulls(len(rows), pa.struct([("slot", pa.int32())])),
+    }
+    return JobFile(MemoryFile(pa.table(own | copied)), "first_", statuses or ("ok", "truncated"))
+
+
+SAMPLES = st.lists(st.sampled_from(["ok", "truncated", "error", "skipped"]), min_size=1, max_size=4)
+
+
+@given(st.lists(SAMPLES, min_size=1, max_size=6))
+def test_each_taken_row_has_an_id_of_its_own_and_its_own_cells(requests: list[list[str]]) -> None:
+    rows = [(f"q{i}", k, status) for i, samples in enumerate(requests) for k, status in enumerate(samples)]
+    file = job_file(rows, "ok", "error")
+    taken = [(at, row) for at, row in enumerate(rows) if row[2] in ("ok", "error")]
+    assert sum(file.counts.values()) == len(rows)
+    if not taken:
+        return
+    source = source_of([file])
+    table = pa.concat_tables([shard.table for shard in source.shards(2)])
+    counts = {f"q{i}": len(samples) for i, samples in enumerate(requests)}
+    assert table["request_id"].to_pylist() == [f"{q}#{k}" if counts[q] > 1 else q for _, (q, k, _) in taken]
+    assert table["first_request_id"].to_pylist() == [q for _, (q, _, _) in taken]
+    assert table["first_completion"].to_pylist() == [f"{q}, {k}" for _, (q, k, _) in taken]
+    assert [place_in_file(source, row) for row in range(len(taken))] == [f"table row {at}" for at, _ in taken]
+
+
+def test_columns_keep_their_types_and_only_names_of_a_job_s_own_columns_change() -> None:
+    cells = {
+        "words": pa.array(["a"], pa.string()).dictionary_encode(),
+        "box": pa.array([{"x": [1, None]}], pa.struct([("x", pa.list_(pa.int8()))])),
+        "long": pa.array(["b"], pa.large_string()),
+        "choice_probs": pa.array([0.5], pa.float32()),
+        "before_completion": pa.array(["c"], pa.string()),
+    }
+    (shard,) = source_of([job_file([("q", 0, "ok")], **cells)]).shards(1)
+    own = ["request_id", "first_request_id", "first_sample_index", "first_completion"]
+    assert shard.table.schema.names == [*own, "words", "box", "long", "first_choice_probs", "before_completion"]
+    for name, column in cells.items():
+        found = shard.table["first_choice_probs" if name == "choice_probs" else name]
+        assert found.type == column.type
+        assert found.to_pylist() == column.to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("path", "columns", "prefix"),
+    [
+        ("out/answers", [], "answers_"),
+        ("out/answers/", [], "answers_"),
+        ("s3://bucket/runs/qwen-8b", [], "qwen_8b_"),
+        ("s3://bucket", [], "bucket_"),
+        ("2024.05", [], "job_2024_05_"),
+        ("b/out", ["completion", "out_completion"], "out_out_"),
+        ("c/out", ["out_completion", "out_out_messages"], "out_out_out_"),
+        ("b/out", ["out_of_stock"], "out_"),
+    ],
+)
+def test_the_prefix_is_the_folder_s_name_as_a_variable_of_jinja(path: str, columns: list[str], prefix: str) -> None:
+    assert prefix_of(path, columns) == prefix

@@ -268,7 +268,7 @@ def _from_job(config: RunConfig) -> None:
         raise ConfigError("input.from_job= is empty; give the output folder of a finished job, or remove the key")
     if own.columns.get("id", "request_id") != "request_id":
         raise ConfigError(
-            f"input.columns.id={own.columns['id']} beside input.from_job={own.from_job}: the ids are those of that job; remove one"
+            f"input.columns.id={own.columns['id']} beside input.from_job={own.from_job}: ids are those of that job; remove one"
         )
     for key in ("path", "config_name", "split", "drop"):
         if (value := getattr(own, key)) != getattr(usual, key):

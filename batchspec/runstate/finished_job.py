@@ -9,13 +9,11 @@ from dataclasses import asdict
 from typing import Any
 
 from batchspec.config.schema import RunConfig
-from batchspec.console.text import counted
+from batchspec.console.text import ERROR_CHARS, counted
 from batchspec.errors import InputError
 from batchspec.runstate.footers import part_name
 from batchspec.runstate.job_state import JobState
 
-COMMAND_CHARS = 150
-"""Most characters of a command in a message, which has room for a short one: of a longer one only the first keys are shown."""
 FIRST = ("model.path", "input.path", "input.from_job", "output.dir")
 
 
@@ -27,38 +25,38 @@ class FinishedJob:
     """
 
     def __init__(self, path: str, key: str) -> None:
-        self._state, self._where = JobState(path), f"{key}={path}"
-        missing = self._state.missing()
-        manifest = self._state.manifest
+        self._state, self._path, self._where = JobState(path), path, f"{key}={path}"
+        self._version = self._version_now(self._state)
+        manifest, missing = self._state.manifest, self._state.missing()
         if missing:
             rows = sum(len(manifest.layout.rows_of(index)) for index in missing)
-            raise InputError(
-                f"{self._where} is not finished: {manifest.num_rows - rows:,} of {counted(manifest.num_rows, 'row')} are done; "
-                f"finish it first: {self._command()}"
-            )
+            said = f"{self._where} is not finished: {manifest.num_rows - rows:,} of {counted(manifest.num_rows, 'row')} are done"
+            raise InputError(f"{said}; finish it: {self._command(ERROR_CHARS - len(said) - 14)}")
         self.config: Mapping[str, Any] = manifest.config
         self.files = [f"{path.rstrip('/')}/data/{part_name(index)}" for index in range(manifest.layout.num_shards)]
         """The file of each shard."""
 
     def check_unchanged(self) -> None:
-        """Raise InputError if a retry or an extension of the job has begun since this object was made, or another job."""
-        before = self._state.manifest.job, len(self._state.latest_changes())
-        now = JobState(self._state.path)
-        if (now.manifest.job, len(now.latest_changes())) != before or now.missing():
+        """Raise InputError if another job, or a retry or an extension of this one, has begun since this object was made."""
+        if self._version_now(JobState(self._path)) != self._version:
             raise InputError(f"{self._where}: a run began to change that job just now; run the command again when it has ended")
 
-    def _command(self) -> str:
-        """The command that finishes the job, as its manifest tells."""
-        manifest, retry = self._state.manifest, self._state.generation
-        values = dict(_changed(manifest.config, asdict(RunConfig())))
+    @staticmethod
+    def _version_now(state: JobState) -> tuple[str, int]:
+        """Which job the folder holds, and how often it was changed."""
+        return state.manifest.job, len(state.latest_changes())
+
+    def _command(self, most: int) -> str:
+        """The command that finishes the job, as its manifest tells; of one with more characters the first keys."""
+        manifest, retry = self._state.manifest, self._state.generation if self._state.to_retry() else None
+        values = {**dict(_changed(manifest.config, asdict(RunConfig()))), "output.dir": self._path}
         if "why_drafter" in manifest.recorded:  # draft=auto chose it
             values = {key: value for key, value in values.items() if not key.startswith("draft.")}
         words = [f"{key}={values.pop(key)}" for key in FIRST if key in values]
-        more = [*(f"{key}={value}" for key, value in values.items()), *(str(retry).split() if retry else ())]
-        whole = shlex.join([*words, *more])
-        if len(whole) > COMMAND_CHARS:
-            whole = f"{shlex.join(words)} ... (its other keys are in _batchspec/manifest.json)"
-        return f"batchspec run {whole}"
+        of_retry = [word for word in str(retry or "").split() if word.partition("=")[0] not in values]
+        more = [*(f"{key}={value}" for key, value in values.items()), *of_retry]
+        whole = f"batchspec run {shlex.join([*words, *more])}"
+        return whole if len(whole) <= most else f"batchspec run {shlex.join(words)} and the other keys of its command"
 
 
 def _changed(values: Mapping[str, Any], usual: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
