@@ -14,7 +14,7 @@ from batchspec.config.draft_auto import with_drafter
 from batchspec.config.schema import InputConfig, RunConfig
 from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.input_paths import check_not_into
-from batchspec.dataset.job_rows import open_job_rows
+from batchspec.dataset.job_rows import open_job_files, rows_of_job
 from batchspec.dataset.reader import Source, open_source
 from batchspec.dataset.row_ids import check_ids
 from batchspec.dataset.schema import columns_read, output_schema
@@ -167,7 +167,7 @@ def open_input(config: RunConfig, given: Source | None) -> tuple[Source, InputCo
     finished = FinishedJob(job, "input.from_job")
     if output_dir is not None:
         check_not_into(job, output_dir)
-    rows = open_job_rows(finished.files, finished.config, config.input)
+    rows = rows_of_job(open_job_files(finished.files), finished.config, config.input)
     finished.check_unchanged()
     return rows.source, rows.input, rows.note
 

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 import batchspec
 from batchspec import cli
+from batchspec.config.schema import InputConfig
 from batchspec.dataset.files import MemoryFile
-from batchspec.dataset.job_rows import JobFile, prefix_of
-from batchspec.dataset.reader import place_in_file, source_of
+from batchspec.dataset.job_file import prefix_of
+from batchspec.dataset.job_rows import JobRows, rows_of_job
+from batchspec.dataset.reader import place_in_file
 from batchspec.errors import ConfigError, InputError
 from batchspec.runstate.extensions import Extension
 from batchspec.runstate.finished_job import FinishedJob
@@ -76,14 +78,20 @@ def test_four_answers_are_judged_the_best_is_kept_and_its_conversation_goes_on(
         good["messages"].list.eval(pl.element().struct.field("content")).to_list(), good["level"], strict=True)]
     assert [[turn["content"] for turn in turns][:-1] for turns in judged["messages"].to_list()] == chat
 
+    best = "ROW_NUMBER() OVER (PARTITION BY answers_request_id ORDER BY choice_probs[1]->'prob' DESC) = 1"
     go_on = ["input.columns.messages=answers_messages", "input.prompt='Go on.'", "decode.max_new_tokens=3"]
-    assert run(words, f"input.from_job={tmp_path}/judged", f"output.dir={tmp_path}/next", *go_on) == 0
+    assert run(words, f"input.from_job={tmp_path}/judged", f"output.dir={tmp_path}/next", f"input.from_where={best}", *go_on) == 0
+    assert "/judged: 3 ok; left out: 9 by input.from_where; " in capsys.readouterr().err
     found = output(f"{tmp_path}/next")
-    assert found["request_id"].equals(judged["request_id"])
-    assert found["judged_choice_probs"].equals(judged["choice_probs"])
-    assert found["answers_completion"].equals(good["completion"])
-    assert [[turn["role"] for turn in turns] for turns in found["messages"].to_list()] == [["user", "assistant"] * 2] * 12
-    assert found["messages"].list.get(2).struct.field("content").unique().to_list() == ["Go on."]
+    judged = judged.with_columns(yes=pl.col("choice_probs").list.get(0).struct.field("prob"))
+    chosen = judged.filter(pl.col("yes") == pl.col("yes").max().over("level")).unique("level", keep="first", maintain_order=True)
+    for name in ("request_id", "choice_probs"):
+        assert found[f"judged_{name}"].equals(chosen[name], check_names=False)
+    assert found["request_id"].equals(chosen["request_id"])
+    for name in ("answers_completion", "answers_messages", "level"):
+        assert found[name].equals(chosen[name])
+    before = [[*turns, {"role": "user", "content": "Go on."}] for turns in chosen["answers_messages"].to_list()]
+    assert [turns[:-1] for turns in found["messages"].to_list()] == before
 
 
 def test_the_same_in_python_and_in_plan(words: list[str], answers: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,11 +120,16 @@ def test_what_makes_no_input_is_refused_in_one_line(
         ([of, "input.split=train", new, turn], "input.split=train beside input.from_job="),
         ([of, "input.columns.id=level", new, turn], "input.columns.id=level beside input.from_job="),
         ([of, "input.from_status=[okay]", new, turn], "input.from_status=['okay'] must be some of ok, truncated, error, skipped"),
-        ([of, "input.from_status=ok", new, turn], "its rows are 1 error, 12 truncated, and input.from_status=['ok'] takes none"),
+        ([of, "input.from_status=ok", new, turn], "answers: no row; left out: 1 error, 12 truncated; take others by"),
+        ([of, "input.from_where=level > 5", new, turn], "no row; left out: 1 error, 12 by input.from_where; take others by"),
+        ([of, "input.from_where=levle > 5", new, turn], "input.from_where=levle > 5: no column 'levle'; did you mean level?"),
+        ([of, "input.from_where=level", new, turn], "input.from_where=level: its values are Int64, not true or false"),
+        ([of, "input.from_where=level >", new, turn], "input.from_where=level >: not an SQL expression ("),
         ([of, new], "its chats end with the answers; input.prompt=TEMPLATE makes the next user turn"),
         ([of, new, turn, "input.final_assistant=continue"], "input.final_assistant=continue has no effect"),
         ([of, new, "input.prompt='{{ completion }}'"], "no such column; did you mean 'answers_completion'?"),
         ([f"input.path={answers}", "input.from_status=ok", new], "has no effect without input.from_job"),
+        ([f"input.path={answers}", "input.from_where=true", new], "input.from_where=true has no effect without"),
         ([f"input.from_job={tmp_path}", new, turn], f"{tmp_path} holds no batchspec job"),
         ([f"input.from_job={tmp_path}/none", new, turn], f"{tmp_path}/none holds no batchspec job"),
     ]
@@ -237,8 +250,8 @@ Row = tuple[str, int, str]
 """Request, sample, status."""
 
 
-def job_file(rows: list[Row], *statuses: str, **copied: pa.Array) -> JobFile:
-    """A file of the output of a job in a folder `first`; of it the rows with these statuses are taken."""
+def rows_of(rows: list[Row], *statuses: str, where: str | None = None, **copied: pa.Array) -> JobRows:
+    """The rows with these statuses of the output of a job `first`, and its copied columns."""
     requests = [request for request, _, _ in rows]
     own = {
         "request_id": pa.array(requests, pa.string()),
@@ -249,7 +262,9 @@ def job_file(rows: list[Row], *statuses: str, **copied: pa.Array) -> JobFile:
         "token_ids": pa.array([[sample] for _, sample, _ in rows], pa.list_(pa.int32())),
         "perf": pa.nulls(len(rows), pa.struct([("slot", pa.int32())])),
     }
-    return JobFile(MemoryFile(pa.table(own | copied)), "first_", statuses or ("ok", "truncated"))
+    config = InputConfig(from_job="first", from_where=where, columns={"messages": None}, prompt="{{ first_completion }}")
+    config.from_status = list(statuses) or config.from_status
+    return rows_of_job([MemoryFile(pa.table(own | copied))], {}, config)
 
 
 SAMPLES = st.lists(st.sampled_from(["ok", "truncated", "error", "skipped"]), min_size=1, max_size=4)
@@ -258,12 +273,12 @@ SAMPLES = st.lists(st.sampled_from(["ok", "truncated", "error", "skipped"]), min
 @given(st.lists(SAMPLES, min_size=1, max_size=6))
 def test_each_taken_row_has_an_id_of_its_own_and_its_own_cells(requests: list[list[str]]) -> None:
     rows = [(f"q{i}", k, status) for i, samples in enumerate(requests) for k, status in enumerate(samples)]
-    file = job_file(rows, "ok", "error")
     taken = [(at, row) for at, row in enumerate(rows) if row[2] in ("ok", "error")]
-    assert sum(file.counts.values()) == len(rows)
     if not taken:
+        with pytest.raises(InputError, match=r"input.from_job=first: no row; left out: "):
+            rows_of(rows, "ok", "error")
         return
-    source = source_of([file])
+    source = rows_of(rows, "ok", "error").source
     table = pa.concat_tables([shard.table for shard in source.shards(2)])
     counts = {f"q{i}": len(samples) for i, samples in enumerate(requests)}
     assert table["request_id"].to_pylist() == [f"{q}#{k}" if counts[q] > 1 else q for _, (q, k, _) in taken]
@@ -280,7 +295,7 @@ def test_columns_keep_their_types_and_only_names_of_a_job_s_own_columns_change()
         "choice_probs": pa.array([0.5], pa.float32()),
         "before_completion": pa.array(["c"], pa.string()),
     }
-    (shard,) = source_of([job_file([("q", 0, "ok")], **cells)]).shards(1)
+    (shard,) = rows_of([("q", 0, "ok")], **cells).source.shards(1)
     own = ["request_id", "first_request_id", "first_sample_index", "first_completion"]
     assert shard.table.schema.names == [*own, "words", "box", "long", "first_choice_probs", "before_completion"]
     for name, column in cells.items():

@@ -6,15 +6,14 @@ the rows of the whole job, so that AVG(x) and OVER (PARTITION BY row_index) mean
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
 
-from batchspec.console.text import one_line
-from batchspec.errors import ConfigError, InputError
+from batchspec.dataset.row_expressions import RowExpression, said_of
+from batchspec.errors import InputError
 from batchspec.process.local_files import fault_of
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
@@ -73,8 +72,8 @@ def picked_rows(output: OutputFolder, shards: Sequence[int], wish: Wish) -> Pick
     if joined is not None and (twice := [name for name in joined.columns if name in own and name not in ROW_ID]):
         raise InputError(f"--join {wish.join}: the output has a column {twice[0]!r} too; rename it in the file")
     asked = {option: text for option, text in (("--where", wish.where), ("--score", wish.score)) if text is not None}
-    made = {option: _expression(option, text, names) for option, text in asked.items()}
-    needed = dict.fromkeys([*ROW_ID, "row_index", "status", *(name for one in made.values() for name in one.meta.root_names())])
+    made = {option: RowExpression(text, f"{option} {text}", names) for option, text in asked.items()}
+    needed = dict.fromkeys([*ROW_ID, "row_index", "status", *(name for one in made.values() for name in one.names)])
     with scanning(output.path):
         picked = [name for name in needed if name in own]
         text = pl.when(pl.col("completion").is_not_null()).then(pl.col("completion").hash())
@@ -84,12 +83,12 @@ def picked_rows(output: OutputFolder, shards: Sequence[int], wish: Wish) -> Pick
     left_out: dict[str, int] = {}
     rows = _only(rows, pl.col("status").is_in(list(wish.statuses)), left_out)
     if (where := made.get("--where")) is not None:
-        passes = _values(rows, where, "--where", asked["--where"]).fill_null(value=False)
+        passes = where.condition(rows)
         left_out["by --where"] = int((~passes).sum())
         rows = rows.filter(passes)
     score = pl.Series([None] * rows.height, dtype=pl.Float64)
     if (expression := made.get("--score")) is not None:
-        score = _values(rows, expression, "--score", asked["--score"]).cast(pl.Float64)
+        score = expression.score(rows)
     rows = rows.with_columns(score.alias(SCORE))
     more = [] if joined is None else [name for name in joined.columns if name not in ROW_ID]
     kept = _best(rows, wish, left_out).select(*KEY, SCORE, *more).with_row_index(_PLACE)
@@ -130,39 +129,6 @@ def _best(rows: pl.DataFrame, wish: Wish, left_out: dict[str, int]) -> pl.DataFr
     return pairs
 
 
-def _expression(option: str, text: str, names: Sequence[str]) -> pl.Expr:
-    """The SQL expression. Raises ConfigError if it is none, or names an unknown column."""
-    try:
-        made = pl.sql_expr(text)
-        used = made.meta.root_names()
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        raise ConfigError(f"{option} {text}: not an SQL expression ({_said(error)}); an example is {_EXAMPLE}") from None
-    if unknown := [name for name in used if name not in names]:
-        near = difflib.get_close_matches(unknown[0], names, n=3) or names
-        raise ConfigError(f"{option} {text}: no column {unknown[0]!r}; did you mean {', '.join(near)}?")
-    return made
-
-
-_EXAMPLE = "\"kind = 'math' AND usage.completion_tokens > 50\""
-
-
-def _values(rows: pl.DataFrame, expression: pl.Expr, option: str, text: str) -> pl.Series:
-    """The value of each row: true or false for --where, a number for --score. Raises ConfigError."""
-    try:
-        value = rows.with_columns(expression.alias("batchspec.value"))["batchspec.value"]
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        raise ConfigError(f"{option} {text}: cannot be computed ({_said(error)})") from None
-    if option == "--where" and value.dtype != pl.Boolean:
-        raise ConfigError(f"{option} {text}: its values are {value.dtype}, not true or false; an example is {_EXAMPLE}")
-    if option == "--score" and not (value.dtype.is_numeric() or value.dtype == pl.Boolean):
-        raise ConfigError(f"{option} {text}: its values are {value.dtype}, not numbers; give a column of numbers")
-    return value
-
-
-def _said(error: BaseException) -> str:
-    return one_line(str(error).split("\n")[0], 160)
-
-
 def _joined(path: Path) -> pl.DataFrame:
     """The file to join. Raises InputError."""
     reader = READERS.get(path.suffix)
@@ -172,7 +138,7 @@ def _joined(path: Path) -> pl.DataFrame:
         rows = reader(path)
     except (pl.exceptions.PolarsError, OSError) as error:
         where = f"--join {path}"
-        raise fault_of(error, where, InputError(f"{where}: cannot be read ({_said(error)})")) from None
+        raise fault_of(error, where, InputError(f"{where}: cannot be read ({said_of(error)})")) from None
     if missing := [name for name in ROW_ID if name not in rows.columns]:
         raise InputError(
             f"--join {path}: no column {missing[0]!r}; a line is joined to the output row with its {' and '.join(ROW_ID)}"

@@ -259,10 +259,9 @@ def _from_job(config: RunConfig) -> None:
         given = f"input.from_status={own.from_status}"
         raise ConfigError(f"{given} must be some of {', '.join(STATUSES)}; write {written('input.from_status')}")
     if own.from_job is None:
-        if own.from_status != usual.from_status:
-            raise ConfigError(
-                f"input.from_status={own.from_status} has no effect without input.from_job; set input.from_job or remove the key"
-            )
+        for key in ("from_status", "from_where"):
+            if (value := getattr(own, key)) != getattr(usual, key):
+                raise ConfigError(f"input.{key}={value} has no effect without input.from_job; give that or remove the key")
         return
     if own.from_job == "":
         raise ConfigError("input.from_job= is empty; give the output folder of a finished job, or remove the key")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from batchspec import __version__
-from batchspec.config.schema import CacheConfig
+from batchspec.config.schema import CacheConfig, InputConfig
 from batchspec.model.config_values import has_file, read_text
 from batchspec.model.deterministic import ORDER_VERSION
 from batchspec.model.dtype import dtype_name
@@ -52,12 +52,19 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "input.columns": dict(sorted(job.columns.names.items())),
             "input.prompt": job.admission.templates.sources.get("prompt"),  # of a file its content
             "input.drop": sorted(config.input.drop),
-            **({} if config.input.from_job is None else {"input.from_status": sorted(set(config.input.from_status))}),
+            **_rows_taken(config.input),
             **{f"input.{key}": getattr(config.input, key) for key in INPUT_KEYS},
             "output.schema": [(field.name, str(field.type)) for field in schema],
             **{f"output.{key}": getattr(config.output, key) for key in OUTPUT_KEYS},
         }
     )
+
+
+def _rows_taken(input: InputConfig) -> dict[str, Any]:
+    """What says which rows of an earlier job are the input; empty for another input."""
+    if input.from_job is None:
+        return {}
+    return {"input.from_status": sorted(set(input.from_status)), "input.from_where": input.from_where}
 
 
 def weight_parts(folder: Path, *, dummy: bool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ NOT_HERE = {
     "input.path": "each call brings its own rows",
     "input.from_job": "each call brings its own rows",
     "input.from_status": "each call brings its own rows",
+    "input.from_where": "each call brings its own rows",
     "input.config_name": "each call brings its own rows",
     "input.split": "each call brings its own rows",
     "input.limit": "each call brings its own rows",
