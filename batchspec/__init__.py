@@ -27,12 +27,13 @@ import typing as _typing  # noqa: E402
 
 __all__ = [
     "BatchspecError", "CapacityError", "CheckpointError", "Completion", "ConfigError", "DivergedError", "Engine", "EngineInUse",
-    "InputError", "Interrupted", "OutputError", "RankLost", "StorageError", "TokenizerFails",
-    "TooManyErrors", "Turn", "WorkerLost", "generate",
+    "InputError", "Interrupted", "JobOutput", "OutputError", "RankLost", "StorageError", "TokenizerFails", "TooManyErrors", "Turn",
+    "WorkerLost", "generate",
 ]
 
 if _typing.TYPE_CHECKING:
     from batchspec.api import generate as generate
+    from batchspec.dataset.job_rows import JobOutput as JobOutput
     from batchspec.errors import (
         BatchspecError as BatchspecError,
     )
@@ -79,7 +80,10 @@ if _typing.TYPE_CHECKING:
     from batchspec.warm.conversations import Turn as Turn
     from batchspec.warm.engine import Engine as Engine
 else:
-    _MODULES = {"generate": "api", "Engine": "warm.engine", "Turn": "warm.conversations", "Completion": "records"}
+    _MODULES = {
+        "generate": "api", "Engine": "warm.engine", "Turn": "warm.conversations", "Completion": "records",
+        "JobOutput": "dataset.job_rows",
+    }
 
     def __getattr__(name):
         # Some import torch and hydra: imported only when used. Hidden from type checkers, which then know every name.

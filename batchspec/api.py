@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -13,11 +14,12 @@ from batchspec.config.compose import compose
 from batchspec.config.overrides import Options, overrides_of, recipe_overrides
 from batchspec.config.unread import refuse_unread
 from batchspec.dataset.in_memory import table_of
-from batchspec.dataset.reader import table_source
+from batchspec.dataset.job_rows import JobOutput, JobRows
+from batchspec.dataset.reader import Source, table_source
 from batchspec.errors import ConfigError
 from batchspec.job import run_job
 from batchspec.load.loaded_engine import LoadedEngine
-from batchspec.prepare import choose_device, open_job, open_model, survey_first
+from batchspec.prepare import choose_device, open_job, open_model, open_output, survey_first
 from batchspec.process.out_of_memory import within_memory
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.decode_shards import decode_shards
@@ -48,7 +50,7 @@ def generate(
     """Completions of every row of `data`, in input order, in the output schema.
 
     data       a table (polars, pyarrow, pandas, datasets.Dataset), a list of dictionaries, of texts or of chats, or anything that
-               polars.DataFrame accepts; the columns of a job's input. None: with input.from_job, the rows of that job
+               polars.DataFrame accepts; the columns of a job's input; or a `JobOutput`. None: the rows of input.from_job
     job        name of a recipe: "demo" is `+job=demo`; its own input is not read
     config_dir  folder of recipes of your own, job/NAME.yaml, and groups
     overrides  keys of a job: a list, ["model.path=smollm2-135m", "decode.n=4"], or a dictionary, nested or dotted,
@@ -70,8 +72,12 @@ def generate(
             f"cluster.tensor_parallel={config.cluster.tensor_parallel}: this call computes in its own process; use "
             "batchspec.Engine or `batchspec run`, which start one per GPU"
         )
-    source = None
-    if config.input.from_job is None:
+    source: Source | JobRows | None = None
+    if isinstance(data, JobOutput) and data.folder is not None:
+        config = replace(config, input=data.keys(config.input))
+    elif isinstance(data, JobOutput):
+        source = open_output(data, config)
+    elif config.input.from_job is None:
         table = table_of(data, config.input.columns)
         if not table.num_rows and config.output.dir is None:
             model = open_model(config)

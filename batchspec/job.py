@@ -19,6 +19,7 @@ from contextlib import closing
 
 from batchspec.config.schema import RunConfig
 from batchspec.console import terminal
+from batchspec.dataset.job_rows import JobRows
 from batchspec.dataset.reader import Source
 from batchspec.distributed.group import Group
 from batchspec.engine.loop.totals import EngineTotals
@@ -43,12 +44,12 @@ from batchspec.supervise.watchdog import Watchdog
 
 
 def run_job(
-    config: RunConfig, source: Source | None = None, *, group: Group | None = None, watchdog: Watchdog | None = None,
+    config: RunConfig, source: Source | JobRows | None = None, *, group: Group | None = None, watchdog: Watchdog | None = None,
     heartbeat: HeartbeatWriter | None = None,
 ) -> None:
     """Run a job to its end, or continue it where an earlier run of the same command stopped.
 
-    source     replaces the dataset at input.path
+    source     replaces the dataset at input.path, or of input.from_job
     group      the processes that compute the target together; this one leads them
     watchdog   watches this process; None: nothing ends a run that hangs
     heartbeat  of this run since its start; None: it begins after the checks
@@ -58,7 +59,7 @@ def run_job(
 
 
 def _run(
-    config: RunConfig, source: Source | None, group: Group | None, watchdog: Watchdog, signals: EndSignals,
+    config: RunConfig, source: Source | JobRows | None, group: Group | None, watchdog: Watchdog, signals: EndSignals,
     heartbeat: HeartbeatWriter | None,
 ) -> None:
     watchdog.begin_loading()

@@ -13,8 +13,9 @@ from batchspec.config.checks import AUTO
 from batchspec.config.draft_auto import with_drafter
 from batchspec.config.schema import InputConfig, RunConfig
 from batchspec.dataset.columns import ColumnMap
+from batchspec.dataset.files import MemoryFile
 from batchspec.dataset.input_paths import check_not_into
-from batchspec.dataset.job_rows import open_job_files, rows_of_job
+from batchspec.dataset.job_rows import JobOutput, JobRows, open_job_files, rows_of_job
 from batchspec.dataset.reader import Source, open_source
 from batchspec.dataset.row_ids import check_ids
 from batchspec.dataset.schema import columns_read, output_schema
@@ -120,12 +121,12 @@ class Job(JobModel):
 
 
 def open_job(
-    config: RunConfig, source: Source | None = None, *, tokenizer: Tokenizer | None = None, fetch: bool = True,
+    config: RunConfig, source: Source | JobRows | None = None, *, tokenizer: Tokenizer | None = None, fetch: bool = True,
     on_this_machine: bool = True, group: Group | None = None,
 ) -> Job:
     """Check input, model and drafter, their weights by the files' headers. Raises ConfigError, InputError or CheckpointError.
 
-    source           replaces the dataset at input.path
+    source           replaces the dataset at input.path, or of input.from_job
     tokenizer        replaces the model folder's own
     fetch            False: do not download weights from the hub. All checks come before a download
     on_this_machine  False: the job will run on another machine, whose devices are unknown
@@ -155,21 +156,30 @@ def open_job(
     return replace(job, note_of_rows=note)
 
 
-def open_input(config: RunConfig, given: Source | None) -> tuple[Source, InputConfig, str]:
+def open_input(config: RunConfig, given: Source | JobRows | None) -> tuple[Source, InputConfig, str]:
     """The input's rows, the keys of `input` with the columns of these rows, and a note for the user.
 
-    given  replaces the dataset that the keys name
+    given  replaces what the keys name
     Raises ConfigError, InputError, OutputError for an earlier job that cannot be read, and StorageError.
     """
-    job, output_dir = config.input.from_job, config.output.dir
-    if given is not None or job is None:
-        return given or open_source(config.input, output_dir), config.input, ""
-    finished = FinishedJob(job, "input.from_job")
-    if output_dir is not None:
-        check_not_into(job, output_dir)
-    rows = rows_of_job(open_job_files(finished.files), finished.config, config.input)
+    if given is None and config.input.from_job is not None:
+        given = open_output(JobOutput(config.input.from_job, None, config.input.from_status, config.input.from_where), config)
+    if isinstance(given, JobRows):
+        return given.source, given.input, given.note
+    return given or open_source(config.input, config.output.dir), config.input, ""
+
+
+def open_output(output: JobOutput, config: RunConfig) -> JobRows:
+    """The rows of an earlier job for a job of this configuration. Raises as `open_input`."""
+    input = output.keys(replace(config.input, from_job=None))
+    if output.folder is None:
+        return rows_of_job([MemoryFile(output.table())], {}, input)
+    finished = FinishedJob(output.folder, "input.from_job")
+    if config.output.dir is not None:
+        check_not_into(output.folder, config.output.dir)
+    rows = rows_of_job(open_job_files(finished.files), finished.config, input)
     finished.check_unchanged()
-    return rows.source, rows.input, rows.note
+    return rows
 
 
 def job_of(

@@ -106,6 +106,35 @@ def test_the_same_in_python_and_in_plan(words: list[str], answers: Path, capsys:
         batchspec.generate(["text"], overrides=keys)
 
 
+def test_answers_in_memory_are_the_input_of_the_next_call_and_of_an_engine(words: list[str], answers: Path) -> None:
+    first, bare = output(str(answers)), [word for word in words if "new_tokens" not in word]
+    keys = [*bare, "input.prompt='Is {{ level }} right?'", "decode.score=choices", "decode.choice=[yes,no]"]
+    judged = batchspec.generate(batchspec.JobOutput(first, "answers"), overrides=keys)
+    of_folder = batchspec.generate(batchspec.JobOutput(answers), overrides=keys)
+    assert judged.drop("perf", "usage").equals(of_folder.drop("perf", "usage"))
+    assert judged["request_id"].to_list() == [f"q{i}#{k}" for i in range(3) for k in range(4)]
+    best = judged.sort("answers_sample_index", descending=True).unique("level", keep="first").drop("perf", "usage")
+    rows = batchspec.JobOutput(best.with_columns(score=1.5), "judged")
+    go_on = [*words, "model.max_len=200", "packing.max_num_seqs=4", "input.prompt=Go", "input.columns.messages=answers_messages"]
+    seen = []
+    with batchspec.Engine(go_on) as engine:
+        found = engine.generate(rows).sort("level")
+        engine.converse(rows, lambda turn: seen.append([message["content"] for message in turn.messages][2]))
+        assert len(list(engine.stream(batchspec.JobOutput(best, "judged", where="level > 0")))) == 2
+    assert found["request_id"].to_list() == [f"q{i}#3" for i in range(3)]
+    assert found["messages"].list.len().to_list() == [4, 4, 4]
+    assert found["score"].to_list() == [1.5] * 3
+    assert found["judged_request_id"].equals(found["request_id"], check_names=False)
+    assert seen == ["Go"] * 3
+    for wrong, said in [
+        (batchspec.JobOutput(first), "of rows in memory needs a name"),
+        (batchspec.JobOutput(answers, "other"), "the folder's own name is taken; remove the name"),
+        (batchspec.JobOutput(first.drop("status"), "answers"), "the rows have no column 'status'"),
+    ]:
+        with pytest.raises((ConfigError, InputError), match=said):
+            batchspec.generate(wrong, overrides=keys)
+
+
 def test_what_makes_no_input_is_refused_in_one_line(
     words: list[str], answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,6 +126,13 @@ def test_two_runs_of_one_job_leave_every_row_once_for_every_command_to_read(
     assert "2 completions decoded again one at a time and without speculation: 0 differ" in shown.out
     assert not secrets_in(lab, shown.out, shown.err, *said)
 
+    after = [word for word in command if not word.startswith(("input.path=", "output.dir="))]
+    after += [f"input.from_job={out}/", "input.prompt=Again", f"output.dir={lab.root}/after"]
+    assert run.main(after) == 0
+    assert [name for name, _ in tokens(f"{lab.root}/after")] == [f"q{i}" for i in range(ROWS)]
+    assert run.main([*after[:-1], f"output.dir={out}/after"]) == 2
+    assert f"output.dir={out}/after lies in input.from_job={out}/" in capsys.readouterr().err
+
 
 @only_s3
 def test_a_job_that_was_killed_resumes_and_one_that_is_done_changes_nothing(

@@ -22,6 +22,8 @@ Input:
   json_text.py         JSON text as Python values, and values as JSON text
   columns.py           the meaning of each column
   row_ids.py           the ids of the rows
+  job_rows.py          the output of an earlier job as an input; job_file.py: one of its files as a file of the input
+  row_expressions.py   SQL expressions over the rows of an output
   messages.py          a chat in the form that the template reads and in the form of the output
   openai_requests.py   requests of OpenAI's batch files as rows; openai_keys.py: their keys, openai_values.py: their values
 Output:

@@ -52,12 +52,10 @@ class JobFile:
         self.check, self.digest_of = file.check, file.digest_of
         self._old = _old_names(file.schema.names, prefix)
         own = [file.schema.field(old).with_name(name) for name, old in self._old.items()]
-        self.schema = pa.schema([pa.field(ID, pa.string()), *own])
+        self.schema = pa.schema([pa.field(ID, _text_type(file.schema.field("request_id").type)), *own])
         ends = np.cumsum([part.num_rows for part in file.parts])[:-1]
-        self._rows = {
-            part.place: (part, *rows)
-            for part, *rows in zip(file.parts, np.split(taken, ends), np.split(several, ends), strict=True)
-        }
+        parts = zip(file.parts, np.split(taken, ends), np.split(several, ends), strict=True)
+        self._rows = {part.place: (part, of_part, numbered) for part, of_part, numbered in parts}
         """By the place of a part: the whole part of the file, and `taken` and `several` of its rows."""
         self.parts: Sequence[Part] = tuple(replace(part, num_rows=int(rows.sum())) for part, rows, _ in self._rows.values())
         self.lines = LineNumbers("row")
@@ -72,7 +70,9 @@ class JobFile:
         for batch in self._file.read(whole, list(dict.fromkeys(old))):
             rows = slice(first, first + batch.num_rows)
             arrays = [
-                _ids(*map(batch.column, _OF_ID), several[rows]) if name == ID else batch.column(self._old[name])
+                _ids(batch.column("request_id"), batch.column("sample_index"), several[rows])
+                if name == ID
+                else batch.column(self._old[name])
                 for name in columns
             ]
             yield pa.RecordBatch.from_arrays([array.filter(pa.array(taken[rows])) for array in arrays], columns)
@@ -80,14 +80,18 @@ class JobFile:
 
 
 def _old_names(names: list[str], prefix: str) -> dict[str, str]:
-    """Column of the new job -> that of the earlier one, whose copied columns come last."""
-    num_own = names.index(OWN_COLUMNS[-1]) + 1
-    kept = {f"{prefix}{name}": name for name in names[:num_own] if name in KEPT}
-    return kept | {f"{prefix}{name}" if name in OWN_COLUMNS else name: name for name in names[num_own:]}
+    """Column of the new job -> that of the earlier one, whose copied columns come after its own."""
+    num_own = names.index(OWN_COLUMNS[-1]) + 1 if OWN_COLUMNS[-1] in names else len(names)
+    own = [name for name in names[:num_own] if name in OWN_COLUMNS]
+    kept = {f"{prefix}{name}": name for name in own if name in KEPT}
+    return kept | {f"{prefix}{name}" if name in OWN_COLUMNS else name: name for name in names if name not in own}
+
+
+def _text_type(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def _ids(request_ids: pa.Array, samples: pa.Array, several: Flags) -> pa.Array:
-    if pa.types.is_dictionary(request_ids.type):
-        request_ids = request_ids.dictionary_decode()
-    numbered = pc.binary_join_element_wise(request_ids, samples.cast(pa.string()), "#")
-    return pc.if_else(pa.array(several), numbered, request_ids)
+    plain = request_ids.cast(_text_type(request_ids.type))
+    numbered = pc.binary_join_element_wise(plain, samples.cast(plain.type), pa.scalar("#", plain.type))
+    return pc.if_else(pa.array(several), numbered, plain)

@@ -10,6 +10,7 @@ the new job, so that its templates can rely on them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,12 +20,12 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from batchspec.config.schema import InputConfig
 from batchspec.console.text import listed
 from batchspec.dataset.columns import TYPES
 from batchspec.dataset.files import DataFile, ParquetFile
+from batchspec.dataset.in_memory import table_of
 from batchspec.dataset.job_file import ID, Flags, JobFile, prefix_of
 from batchspec.dataset.reader import OPENED_AT_ONCE, Source, open_files, source_of
 from batchspec.dataset.row_expressions import RowExpression
@@ -33,7 +34,47 @@ from batchspec.storage.places import place_of
 
 _ANSWERED = {"ok", "truncated"}
 """Statuses of rows with an answer."""
-_MARKS = ("row_index", "status")
+_MARKS = ("request_id", "row_index", "sample_index", "status")
+"""Columns of every output, which say what becomes of its rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobOutput:
+    """The answers of an earlier job as the rows of a call from Python: what input.from_job is for a job.
+
+    source  its output folder, or rows that `generate` gave, some of which may be left out and to which columns may be added
+    name    for the names of its columns, with `_` after it; only for rows in memory: that of a folder is its own
+    status, where  as input.from_status and input.from_where
+    """
+
+    source: Any
+    name: str | None = None
+    status: Sequence[str] = ("ok", "truncated")
+    where: str | None = None
+
+    @property
+    def folder(self) -> str | None:
+        """The output folder; None: the rows are in memory."""
+        return os.fspath(self.source) if isinstance(self.source, str | os.PathLike) else None
+
+    def keys(self, input: InputConfig) -> InputConfig:
+        """The keys of `input` with those that say the same. Raises ConfigError."""
+        if (self.folder is None) == (not self.name):
+            raise ConfigError(
+                "batchspec.JobOutput of rows in memory needs a name for their columns, JobOutput(rows, name='answers')"
+                if self.folder is None
+                else f"batchspec.JobOutput({self.folder!r}, name={self.name!r}): the folder's own name is taken; remove the name"
+            )
+        if input.from_job is not None:
+            raise ConfigError(f"input.from_job={input.from_job} beside batchspec.JobOutput, which says the same; remove one")
+        return replace(input, from_job=self.folder or self.name, from_status=list(self.status), from_where=self.where)
+
+    def table(self) -> pa.Table:
+        """The rows in memory. Raises InputError if they are no output."""
+        table = table_of(self.source)
+        if missing := [name for name in _MARKS if name not in table.column_names]:
+            raise InputError(f"batchspec.JobOutput: the rows have no column {missing[0]!r}; keep {', '.join(_MARKS)}")
+        return table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +147,7 @@ def _taken_rows(files: Sequence[DataFile], input: InputConfig) -> tuple[Flags, F
     condition = None
     if input.from_where is not None:
         condition = RowExpression(input.from_where, f"input.from_where={input.from_where}", files[0].schema.names)
-    names = list(dict.fromkeys([*_MARKS, *(condition.names if condition is not None else ())]))
+    names = list(dict.fromkeys([*_MARKS[1:], *(condition.names if condition is not None else ())]))
     with ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
         rows = pl.concat(pool.map(lambda file: _columns(file, names), files))
     wanted = rows["status"].is_in(input.from_status)
@@ -117,7 +158,8 @@ def _taken_rows(files: Sequence[DataFile], input: InputConfig) -> tuple[Flags, F
     if condition is not None:
         left_out["by input.from_where"] = int(wanted.sum() - taken.sum())
     counts = f"{listed(_by_status(rows, pl.Series(taken))) or 'no row'}; left out: {listed(left_out) or 'none'}"
-    return taken, _are_several(rows["row_index"].to_numpy()), counts
+    several = rows.select((pl.len().over("row_index") > 1) | (pl.col("sample_index") > 0)).to_series()
+    return taken, several.to_numpy(), counts
 
 
 def _columns(file: DataFile, names: list[str]) -> pl.DataFrame:
@@ -130,12 +172,3 @@ def _columns(file: DataFile, names: list[str]) -> pl.DataFrame:
 def _by_status(rows: pl.DataFrame, which: pl.Series) -> dict[str, int]:
     """How many of these rows have each status."""
     return dict(sorted(rows.filter(which)["status"].value_counts().iter_rows()))
-
-
-def _are_several(rows: NDArray[np.int64]) -> Flags:
-    """Of each completion: whether its request, whose completions are next to each other, has others."""
-    found = np.zeros(len(rows), bool)
-    same = rows[1:] == rows[:-1]
-    found[1:] |= same
-    found[:-1] |= same
-    return found

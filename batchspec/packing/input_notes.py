@@ -123,7 +123,7 @@ def _advice(config: RunConfig, field: pa.Field) -> str:
     key = _OPTIONS.get(name) or ("" if is_list(field.type) else _WRITTEN.get(name, ""))
     own = "adapter" if key in _ADAPTERS else name if name in TYPES else key.rpartition(".")[2]
     if own in TYPES:
-        if own in config.input.columns or (config.input.from_job is not None and own in ("id", *PROMPTS)):
+        if own in config.input.columns or field.name in ("id", *PROMPTS):  # of an earlier job: any other input has them read
             return ""
         mapped = f"input.columns.{own}={field.name}"
         if name in NAMED_ONLY:

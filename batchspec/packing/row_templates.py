@@ -64,10 +64,13 @@ class RowTemplates:
                 "{% endraw %}"
             )
 
-    def map_columns(self, schema: pa.Schema, *, requests: bool = False) -> ColumnMap:
+    def map_columns(
+        self, schema: pa.Schema, *, requests: bool = False, named: Mapping[str, str | None] | None = None
+    ) -> ColumnMap:
         """As `map_columns` of dataset/columns.py, with the columns that the templates read.
 
         requests  whether the rows are OpenAI's batch requests
+        named     input.columns of these rows; None: the job's
         Raises ConfigError too, for a template that does not fit the input.
         """
         if "prompt" in self.sources and requests:
@@ -75,7 +78,7 @@ class RowTemplates:
                 "input.prompt makes prompts of columns, and the input holds OpenAI's batch requests, which have messages; remove "
                 "the key"
             )
-        columns = map_columns(schema, self.input.columns, template="prompt" in self.sources)
+        columns = map_columns(schema, self.input.columns if named is None else named, template="prompt" in self.sources)
         kind = columns.prompt_kind
         return replace(columns, templates={name: self._columns(name, schema, kind) for name in self.sources})
 

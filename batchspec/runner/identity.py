@@ -52,7 +52,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "input.columns": dict(sorted(job.columns.names.items())),
             "input.prompt": job.admission.templates.sources.get("prompt"),  # of a file its content
             "input.drop": sorted(config.input.drop),
-            **_rows_taken(config.input),
+            **_rows_taken(job.admission.input),
             **{f"input.{key}": getattr(config.input, key) for key in INPUT_KEYS},
             "output.schema": [(field.name, str(field.type)) for field in schema],
             **{f"output.{key}": getattr(config.output, key) for key in OUTPUT_KEYS},

@@ -7,6 +7,7 @@ dataset/ for the shard's Parquet file.
   run_folder.py      files of a job that are not shards: K/V scales, sums of weights, logs, the journal, attempts
   job_folder.py      which job the folder holds: created once, compared, joined, overwritten (`JobFolder`)
   job_state.py       what the job is now: manifest, retries, extensions, shards that are done (`JobState`)
+  finished_job.py    a job whose output is the input of another: it must be complete, and stay as it is (`FinishedJob`)
   manifest.py        what a job is: its fingerprint, configuration and shards, and how many rows a shard has
   overwrite.py       output.overwrite: which process deletes the old job, and how a run notices that its job is gone
   footers.py         whether a shard is committed, by the footer of its file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 
 import polars as pl
@@ -32,14 +32,15 @@ class Cancelled(EngineInUse):
 class Call:
     """The rows of one call, checked; `run` may be called once.
 
+    named   input.columns of these rows; None: the engine's
     opened  the engine's job without rows. What the call learns about output lengths, and automata that it compiles, stay there
     Raises ConfigError or InputError, as a job over these rows would.
     """
 
-    def __init__(self, model: JobModel, opened: Job, table: pa.Table) -> None:
+    def __init__(self, model: JobModel, opened: Job, table: pa.Table, named: Mapping[str, str | None] | None = None) -> None:
         source = table_source(table)
         templates = opened.admission.templates
-        columns = templates.map_columns(source.schema)
+        columns = templates.map_columns(source.schema, named=named)
         check_ids(source, columns)
         self.constraints = opened.admission.constraints
         self.job: Job = job_of(model, source, columns, opened.tokenizer, self.constraints, templates)

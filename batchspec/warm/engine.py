@@ -26,6 +26,7 @@ from batchspec.config.call_arguments import explains_arguments
 from batchspec.config.overrides import Options, overrides_of
 from batchspec.console import terminal
 from batchspec.dataset.in_memory import table_of
+from batchspec.dataset.job_rows import JobOutput
 from batchspec.engine.loop.engine import Engine as BatchEngine
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CheckpointError, ConfigError, EngineInUse
@@ -41,7 +42,7 @@ from batchspec.model.weights import Checkpoint, judge_model
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.input_notes import dropped_note, input_notes
 from batchspec.packing.unused import check_samples
-from batchspec.prepare import JobModel, open_model
+from batchspec.prepare import JobModel, open_model, open_output
 from batchspec.process.own_process import OwnProcess
 from batchspec.records import Completion
 from batchspec.warm.call import Call, empty_frame
@@ -117,13 +118,13 @@ class Engine:
     def generate(self, data: Any) -> pl.DataFrame:
         """Completions of every row, in the order of the rows, in the output columns of a job; bad rows are rows with an error.
 
-        data  a table, a list of dictionaries, of texts or of chats; the columns of a job's input
+        data  a table, a list of dictionaries, of texts or of chats; the columns of a job's input; or a `JobOutput`
         Raises InputError and ConfigError for a table that a job would refuse.
         """
-        table = table_of(data, self._model.config.input.columns)
+        table, named = self._rows(data)
         if not table.num_rows:
             return self._no_rows(table)
-        call = self._call(table, samples=True)
+        call = self._call(table, named, samples=True)
         with self._exclusive(call) as engine:
             return call.frame(list(call.run(engine)))
 
@@ -137,11 +138,11 @@ class Engine:
 
         Raises as `generate`; EngineInUse when iteration begins.
         """
-        table = table_of(data, self._model.config.input.columns)
+        table, named = self._rows(data)
         if not table.num_rows:
             self._no_rows(table)
             return Stream((_ for _ in ()), lambda: None)
-        call = self._call(table, samples=True)
+        call = self._call(table, named, samples=True)
         stream = Stream(self._completions(call), call.cancelled.set)
         call.stream = weakref.ref(stream)
         return stream
@@ -162,10 +163,10 @@ class Engine:
         """
         if (score := self._model.config.decode.score) != "none":
             raise ConfigError(f"decode.score={score} writes no answers, which a conversation needs; make another engine")
-        table = table_of(data, self._model.config.input.columns)
+        table, named = self._rows(data)
         if not table.num_rows:
             return with_turns(self._no_rows(table), [])
-        conversations = Conversations(self._call(table), next_turn, threads)
+        conversations = Conversations(self._call(table, named), next_turn, threads)
         with self._exclusive(conversations.call) as engine:
             return conversations.frame(engine)
 
@@ -248,9 +249,19 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _call(self, table: pa.Table, *, samples: bool = False) -> Call:
+    def _rows(self, data: Any) -> tuple[pa.Table, Mapping[str, str | None] | None]:
+        """The rows of a call; and input.columns, if it is not the engine's. Raises InputError and ConfigError."""
+        config = self._model.config
+        if not isinstance(data, JobOutput):
+            return table_of(data, config.input.columns), None
+        rows = open_output(data, config)
+        self._note(rows.note)
+        (shard,) = rows.source.shards(rows.source.num_rows)
+        return shard.table, rows.input.columns
+
+    def _call(self, table: pa.Table, named: Mapping[str, str | None] | None, *, samples: bool = False) -> Call:
         """samples: refuse several completions of a row that would be equal. Conversations may begin with equal answers."""
-        call = Call(self._model, self._opened, table)
+        call = Call(self._model, self._opened, table, named)
         for _, note in input_notes(call.job.config, call.job.admission, call.job.source, self._opened.tokenizer):
             self._note(note)
         if samples:
