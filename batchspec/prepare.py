@@ -17,7 +17,7 @@ from batchspec.dataset.files import MemoryFile
 from batchspec.dataset.input_paths import check_not_into
 from batchspec.dataset.job_rows import JobOutput, JobRows, open_job_files, rows_of_job
 from batchspec.dataset.reader import Source, open_source
-from batchspec.dataset.row_ids import check_ids
+from batchspec.dataset.row_ids import NUMBER_THEM, OF_SAMPLES, check_ids
 from batchspec.dataset.schema import columns_read, output_schema
 from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.distributed.group import Group
@@ -137,7 +137,7 @@ def open_job(
     columns = templates.map_columns(source.schema, requests=source.filled_by_requests is not None)
     output_schema(source.schema, columns, config.output, score=config.decode.score)
     source = source.reading(columns_read(source.schema, columns, config.output))
-    check_ids(source, columns)
+    check_ids(source, columns, NUMBER_THEM if input.from_job is None else OF_SAMPLES)
     config, logprobs_of_all = with_logprobs_of_rows(config, columns, source)
     model = open_model(config, on_this_machine=on_this_machine, group=group)
     config = model.config

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 import batchspec
 from batchspec import cli
 from batchspec.config.schema import InputConfig
+from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.files import MemoryFile
 from batchspec.dataset.job_file import prefix_of
 from batchspec.dataset.job_rows import JobRows, rows_of_job
 from batchspec.dataset.reader import place_in_file
+from batchspec.dataset.row_ids import OF_SAMPLES, check_ids
 from batchspec.errors import ConfigError, InputError
 from batchspec.runstate.extensions import Extension
 from batchspec.runstate.finished_job import FinishedJob
@@ -133,6 +135,23 @@ def test_answers_in_memory_are_the_input_of_the_next_call_and_of_an_engine(words
     ]:
         with pytest.raises((ConfigError, InputError), match=said):
             batchspec.generate(wrong, overrides=keys)
+
+
+def test_a_template_adds_a_user_turn_to_the_chats_that_are_named(words: list[str]) -> None:
+    ask, answer = {"role": "user", "content": "One?"}, {"role": "assistant", "content": "One."}
+    function = '[{"type": "function", "function": {"name": "f", "arguments": "{}"}}]'
+    call = {"role": "assistant", "content": "", "tool_calls": function}
+    rows = [{"q": i, "messages": chat} for i, chat in enumerate([[ask, answer], [ask], [ask, call], [], None])]
+    keys = [*words, "input.columns.messages=messages", "input.prompt='And {{ q }}?'", "input.system=Be brief"]
+    found = batchspec.generate(rows, overrides=[*keys, "input.max_error_fraction=1"])
+    turns = found["messages"][0].to_list()
+    assert [turn["content"] for turn in turns[:-1]] == ["Be brief", "One?", "One.", "And 0?"]
+    assert turns[-1]["content"] == found["completion"][0]
+    errors = found["error"].struct.field("message").to_list()
+    codes = found["error"].struct.field("code").to_list()
+    assert codes == [None, "bad_messages", "bad_messages", "empty_prompt", "null_prompt"]
+    assert "the chat ends with a turn of role user, and input.prompt adds a user turn after an answer" in errors[1]
+    assert "the chat ends with tool calls" in errors[2]
 
 
 def test_what_makes_no_input_is_refused_in_one_line(
@@ -316,6 +335,14 @@ def test_each_taken_row_has_an_id_of_its_own_and_its_own_cells(requests: list[li
     assert [place_in_file(source, row) for row in range(len(taken))] == [f"table row {at}" for at, _ in taken]
 
 
+def test_an_id_that_looks_like_a_sample_s_is_refused_beside_that_sample() -> None:
+    rows = [("a", 0, "ok"), ("a", 1, "ok"), ("a#1", 0, "ok"), ("b#1", 0, "ok")]
+    columns = ColumnMap(names={"id": "request_id"}, prompt_kind="prompt")
+    with pytest.raises(InputError, match=r"id 'a#1' is in table row 1 and again in table row 2; .* leave the other out by"):
+        check_ids(rows_of(rows).source, columns, OF_SAMPLES)
+    check_ids(rows_of(rows, where="request_id <> 'a#1'").source, columns, OF_SAMPLES)
+
+
 def test_columns_keep_their_types_and_only_names_of_a_job_s_own_columns_change() -> None:
     cells = {
         "words": pa.array(["a"], pa.string()).dictionary_encode(),
@@ -341,6 +368,7 @@ def test_columns_keep_their_types_and_only_names_of_a_job_s_own_columns_change()
         ("s3://bucket/runs/qwen-8b", [], "qwen_8b_"),
         ("s3://bucket", [], "bucket_"),
         ("2024.05", [], "job_2024_05_"),
+        ("out/../answers/.", [], "answers_"),
         ("b/out", ["completion", "out_completion"], "out_out_"),
         ("c/out", ["out_completion", "out_out_messages"], "out_out_out_"),
         ("b/out", ["out_of_stock"], "out_"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ def prefix_of(path: str, columns: Sequence[str]) -> str:
     """The prefix of the columns of the job at a path or URL, whose output has these columns. It is repeated until no column has
     it: an output of jobs in two folders of one name.
     """
-    name = re.sub(r"\W", "_", PurePath(path.partition("://")[2] or path).name)
+    name = re.sub(r"\W", "_", PurePath(path.partition("://")[2] or os.path.abspath(path)).name)
     prefix = once = f"{name if name.isidentifier() else f'job_{name}'}_"
     while any(f"{prefix}{own}" in columns for own in OWN_COLUMNS):
         prefix += once

@@ -13,9 +13,14 @@ from batchspec.dataset.reader import InputShard, Source, SourceFacts, derived_id
 from batchspec.dataset.untyped_columns import as_text
 from batchspec.errors import InputError
 
+NUMBER_THEM = "change one or set input.columns.id=null to number the rows"
+OF_SAMPLES = "one is that of a sample; leave the other out by input.from_where"
 
-def check_ids(source: Source, columns: ColumnMap) -> None:
+
+def check_ids(source: Source, columns: ColumnMap, remedy: str = NUMBER_THEM) -> None:
     """One pass over the id column: every row has an id and no two rows share one.
+
+    remedy  what to do about a repeated one, for the message
 
     Keeps a 64-bit hash a row; rows with equal hashes are read again and compared in full. Does nothing if ids are derived from
     file and row. Raises InputError with the row of a missing id, or both rows of a repeated one.
@@ -36,7 +41,7 @@ def check_ids(source: Source, columns: ColumnMap) -> None:
     hashes.sort()
     met = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
     for start in range(0, len(met), 1024):  # bounded memory, however many ids repeat
-        _compare_ids(source, name, met[start : start + 1024])
+        _compare_ids(source, name, met[start : start + 1024], remedy)
 
 
 def _id_arrays(source: Source, name: str) -> Iterator[pa.Array]:
@@ -58,7 +63,7 @@ def _first_bad_id(array: pa.Array) -> tuple[int, str] | None:
     return None
 
 
-def _compare_ids(source: Source, name: str, met: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
+def _compare_ids(source: Source, name: str, met: np.ndarray[tuple[int], np.dtype[np.uint64]], remedy: str) -> None:
     seen: dict[str, int] = {}
     row = 0
     for array in _id_arrays(source, name):
@@ -68,7 +73,7 @@ def _compare_ids(source: Source, name: str, met: np.ndarray[tuple[int], np.dtype
             if first != row + at:
                 raise InputError(
                     f"id {value!r} is in {place_in_file(source, first)} and again in {place_in_file(source, row + int(at))}; "
-                    "ids must be unique: change one or set input.columns.id=null to number the rows"
+                    f"ids must be unique: {remedy}"
                 )
         row += len(array)
 
