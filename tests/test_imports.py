@@ -248,7 +248,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "request_stream": set(),
     "errors": set(),
     "conf": set(),
-    "__init__": {"api", "warm.conversations", "warm.engine"},
+    "__init__": {"api", "dataset.job_rows", "warm.conversations", "warm.engine"},
 }
 
 # Third party -> the packages and modules that may import it.
