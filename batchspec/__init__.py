@@ -27,8 +27,8 @@ import typing as _typing  # noqa: E402
 
 __all__ = [
     "BatchspecError", "CapacityError", "CheckpointError", "Completion", "ConfigError", "DivergedError", "Engine", "EngineInUse",
-    "InputError", "Interrupted", "JobOutput", "OutputError", "RankLost", "StorageError", "TokenizerFails", "TooManyErrors", "Turn",
-    "WorkerLost", "generate",
+    "InputError", "Interrupted", "JobOutput", "OutputError", "RankLost", "StorageError", "TokenizerFails", "TooManyErrors",
+    "Turn", "WorkerLost", "generate",
 ]
 
 if _typing.TYPE_CHECKING:

@@ -132,6 +132,8 @@ def test_answers_in_memory_are_the_input_of_the_next_call_and_of_an_engine(words
         (batchspec.JobOutput(first), "of rows in memory needs a name"),
         (batchspec.JobOutput(answers, "other"), "the folder's own name is taken; remove the name"),
         (batchspec.JobOutput(first.drop("status"), "answers"), "the rows have no column 'status'"),
+        (batchspec.JobOutput(first.drop("messages"), "answers"), "its output has no messages"),
+        (batchspec.JobOutput(answers, status="ok"), "input.from_status=ok must be some of"),
     ]:
         with pytest.raises((ConfigError, InputError), match=said):
             batchspec.generate(wrong, overrides=keys)
@@ -267,7 +269,7 @@ def test_what_an_earlier_job_did_not_write_is_missed_before_any_work(
         return [f"input.from_job={tmp_path}/{name}", "input.prompt='{{ tag }}'", f"output.dir={tmp_path}/after_{name}"]
 
     bare = after("bare", "texts", "output.messages=none")
-    assert "messages lack the answers (output.messages=none); set input.columns.messages=null" in refused(capsys, words, *bare)
+    assert "/bare: its output has no messages; set input.columns.messages=null" in refused(capsys, words, *bare)
     half = after("half", "texts", "output.messages=prompt")
     assert "messages lack the answers (output.messages=prompt)" in refused(capsys, words, *half)
     ids = after("ids", "ids")

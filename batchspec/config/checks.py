@@ -252,12 +252,16 @@ def _names(config: RunConfig) -> None:
         )
 
 
+def check_statuses(given: Sequence[str]) -> None:
+    """Raises ConfigError unless these are statuses of rows, at least one."""
+    if isinstance(given, str) or not given or not {*given} <= {*STATUSES}:
+        example = written("input.from_status")
+        raise ConfigError(f"input.from_status={given} must be some of {', '.join(STATUSES)}; write {example}")
+
+
 def _from_job(config: RunConfig) -> None:
     own, usual = config.input, InputConfig()
-    wrong = [status for status in own.from_status if status not in STATUSES]
-    if wrong or not own.from_status:
-        given = f"input.from_status={own.from_status}"
-        raise ConfigError(f"{given} must be some of {', '.join(STATUSES)}; write {written('input.from_status')}")
+    check_statuses(own.from_status)
     if own.from_job is None:
         for key in ("from_status", "from_where"):
             if (value := getattr(own, key)) != getattr(usual, key):

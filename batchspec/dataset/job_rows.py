@@ -21,6 +21,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
+from batchspec.config.checks import check_statuses
 from batchspec.config.schema import InputConfig
 from batchspec.console.text import listed
 from batchspec.dataset.columns import TYPES
@@ -67,6 +68,7 @@ class JobOutput:
             )
         if input.from_job is not None:
             raise ConfigError(f"input.from_job={input.from_job} beside batchspec.JobOutput, which says the same; remove one")
+        check_statuses(self.status)
         return replace(input, from_job=self.folder or self.name, from_status=list(self.status), from_where=self.where)
 
     def table(self) -> pa.Table:
@@ -129,9 +131,10 @@ def _check_chats(source: Source, name: str, of_job: Mapping[str, Any], input: In
     """Raises InputError if the column does not hold chats that end with the answers, ConfigError if nothing follows these."""
     where = f"input.from_job={input.from_job}"
     hide = "set input.columns.messages=null, so that input.prompt makes whole prompts"
-    kept = of_job.get("output", {}).get("messages", "full")
-    if name not in source.schema.names or kept == "prompt":
-        raise InputError(f"{where}: its messages lack the answers (output.messages={kept}); {hide}")
+    if name not in source.schema.names:
+        raise InputError(f"{where}: its output has no messages; {hide}")
+    if of_job.get("output", {}).get("messages") == "prompt":
+        raise InputError(f"{where}: its messages lack the answers (output.messages=prompt); {hide}")
     if not any(values.null_count < len(values) for values in source.column(name)):
         raise InputError(f"{where}: its messages are null, as its prompts were prompt_ids; {hide}")
     answers = of_job.get("decode", {}).get("score") != "prompts" and not _ANSWERED.isdisjoint(input.from_status)

@@ -11,7 +11,7 @@ import polars as pl
 import pyarrow as pa
 
 from batchspec.dataset.reader import InputShard, table_source
-from batchspec.dataset.row_ids import check_ids
+from batchspec.dataset.row_ids import NUMBER_THEM, OF_SAMPLES, check_ids
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CapacityError, EngineInUse, InputError
 from batchspec.load.loaded_engine import Decoder, LoadedEngine
@@ -41,7 +41,7 @@ class Call:
         source = table_source(table)
         templates = opened.admission.templates
         columns = templates.map_columns(source.schema, named=named)
-        check_ids(source, columns)
+        check_ids(source, columns, NUMBER_THEM if named is None else OF_SAMPLES)
         self.constraints = opened.admission.constraints
         self.job: Job = job_of(model, source, columns, opened.tokenizer, self.constraints, templates)
         self.work = ShardWork.of(self.job)
