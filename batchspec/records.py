@@ -27,6 +27,7 @@ SCHEMA_VIOLATED, SCHEMA_UNCHECKED = "schema_violated", "schema_unchecked"
 """Error codes of rows with status invalid: the answer violates its schema, or could not be checked by it."""
 ANSWERED = ("ok", "truncated", "invalid")
 """The statuses of rows with an answer."""
+STATUSES = (*ANSWERED, "error", "skipped")
 MAX_LOGIT_BIAS = 1024
 """Maximum number of tokens of a row whose logits are biased: the width of two tensors on the device."""
 

@@ -169,7 +169,7 @@ def test_what_makes_no_input_is_refused_in_one_line(
         ([of, f"input.path={answers}", new, turn], f"beside input.from_job={answers}, which is the whole input; remove one"),
         ([of, "input.split=train", new, turn], "input.split=train beside input.from_job="),
         ([of, "input.columns.id=level", new, turn], "input.columns.id=level beside input.from_job="),
-        ([of, "input.from_status=[okay]", new, turn], "input.from_status=['okay'] must be some of ok, truncated, error, skipped"),
+        ([of, "input.from_status=[okay]", new, turn], "input.from_status=['okay'] must be some of ok, truncated, invalid"),
         ([of, "input.from_status=ok", new, turn], "answers: no row; left out: 1 error, 12 truncated; take others by"),
         ([of, "input.from_where=level > 5", new, turn], "no row; left out: 1 error, 12 by input.from_where; take others by"),
         ([of, "input.from_where=levle > 5", new, turn], "input.from_where=levle > 5: no column 'levle'; did you mean level?"),

@@ -28,7 +28,7 @@ GROUPS = {key.rpartition(".")[0] for key in KEYS} | {"draft.tree"}
 KEY = re.compile(
     r"(?<![\w./-])((?:model|draft|decode|packing|input|output|resume|cluster|ablation|train)(?:\.[a-z_]+)+)(?![\w/(])"
 )
-NOT_KEYS = {"input.columns.messages", "input.columns.choice", "input.columns.schema", "train.py"}
+NOT_KEYS = {"input.columns.messages", "input.columns.prompt", "input.columns.choice", "input.columns.schema", "train.py"}
 
 
 def page_ids(path: Path) -> str:

@@ -52,7 +52,7 @@ from batchspec.model.hub import find_model
 from batchspec.model.token_texts import TokenTexts
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.process.local_files import fault_of, open_regular
-from batchspec.records import ANSWERED, TokenText
+from batchspec.records import STATUSES, TokenText
 from batchspec.report.answers import NO_TOKEN_IDS, check_not_in_data, rows_of, write_answers
 from batchspec.runstate.manifest import fingerprint
 from batchspec.runstate.output_folder import OutputFolder
@@ -64,7 +64,6 @@ SUFFIXES = {
     **dict.fromkeys(TURNS, (".jsonl", ".parquet")), "openai": (".jsonl",),
     "openai's requests": (".parquet",),
 }
-STATUSES = (*ANSWERED, "error", "skipped")
 GROUP_ROWS = 8192
 NAMES = ("status", "completion", "messages")
 """Columns that training lines are made of."""

@@ -21,6 +21,7 @@ from batchspec.config.values import (
     written,
 )
 from batchspec.errors import ConfigError
+from batchspec.records import STATUSES
 
 URLS = (
     "input.path",
@@ -39,8 +40,6 @@ MAX_ADAPTERS = 256
 """Of model.adapters."""
 MAX_WORKERS = 128
 """Of cluster.workers: more processes than any machine has GPUs."""
-STATUSES = ("ok", "truncated", "error", "skipped")
-"""Values of the column `status`, for input.from_status."""
 TENSOR_PARALLEL, AUTO = (1, 2, 4, 8), "auto"
 """Values of cluster.tensor_parallel."""
 

@@ -128,7 +128,7 @@ class InputConfig:
     from_job: str | None = None
     """Output folder of a finished job, whose answers are the input in place of input.path (jobs/input.md). null: none."""
     from_status: list[str] = field(default_factory=lambda: ["ok", "truncated"])
-    """Statuses of the rows that are taken from input.from_job: ok, truncated, error, skipped. The others are counted."""
+    """Statuses of the rows that are taken from input.from_job: ok, truncated, invalid, error, skipped. The others are counted."""
     from_where: str | None = None
     """SQL condition over the columns of that job's output, e.g. "completion = 'yes'": rows of which it is not true are left out.
     It sees all rows with these statuses, so that windows such as MAX(x) OVER (PARTITION BY y) compare them. null takes all."""
