@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 
+from batchspec.checkpoint.config_values import has_file
+from batchspec.checkpoint.files import ModelFiles
+from batchspec.checkpoint.hub import find_model
+from batchspec.checkpoint.weight_sums import SumsOfJob
 from batchspec.config.checks import AUTO
 from batchspec.config.draft_auto import with_drafter
 from batchspec.config.schema import InputConfig, RunConfig
@@ -25,19 +29,14 @@ from batchspec.draft.spec import DrafterSpec, open_drafter
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.kernels.common.card import assumed_card, card_of
 from batchspec.model.blocks.base import Shard
-from batchspec.model.config_values import has_file
 from batchspec.model.deterministic import in_one_order
 from batchspec.model.dtype import DTYPES, resolve_dtype
-from batchspec.model.files import ModelFiles
-from batchspec.model.hub import find_model
 from batchspec.model.kv_calibration import check_e4m3, check_fp8_kv
 from batchspec.model.kv_scales import KVScales
 from batchspec.model.lora import Adapter, open_adapter
 from batchspec.model.lora_products import AdapterSet, AdapterSource
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec, load_spec
-from batchspec.model.tokenizer import Tokenizer
-from batchspec.model.weight_sums import SumsOfJob
 from batchspec.model.weights import judge_model
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import Constraints
@@ -58,6 +57,7 @@ from batchspec.process.out_of_memory import admitting_rows
 from batchspec.records import Completion, Request
 from batchspec.runstate.finished_job import FinishedJob
 from batchspec.runstate.manifest import default_shard_rows
+from batchspec.text.tokenizer import Tokenizer
 from batchspec.tuning.cards import check_card
 
 SURVEY_ROWS = 512

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batchspec.checkpoint.files import LocalFiles
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.distributed.collectives import Collectives
@@ -16,7 +17,6 @@ from batchspec.draft.assistant import AssistantDrafterSpec
 from batchspec.draft.assistant_head import Assistant
 from batchspec.draft.spec import DrafterSpec, open_drafter
 from batchspec.model.blocks.base import Shard
-from batchspec.model.files import LocalFiles
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model

@@ -34,8 +34,8 @@ import polars as pl
 import torch
 from safetensors.torch import load_file, save_file
 
-from batchspec.model.files import LocalFiles, weight_names
-from batchspec.model.hub import resolve_model
+from batchspec.checkpoint.files import LocalFiles, weight_names
+from batchspec.checkpoint.hub import resolve_model
 from tests.english_checks import Checks
 from tests.hybrid_conversion import converted, hybrid_config, measured
 from tests.hybrid_distillation import Distillation, Plan, padded, read_texts

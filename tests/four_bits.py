@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file
 
 from batchspec import run
-from batchspec.model.files import LocalFiles, weight_names
-from batchspec.model.hub import resolve_model
+from batchspec.checkpoint.files import LocalFiles, weight_names
+from batchspec.checkpoint.hub import resolve_model
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.weights import judge_model
 from batchspec.report.stats import job_stats

@@ -94,7 +94,7 @@ def make_harmony_model(folder: Path, *, likely: float = 10.0) -> Path:
     """
     from safetensors.torch import load_file, save_file
 
-    from batchspec.model.tokenizer import Tokenizer
+    from batchspec.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(make_harmony_tokenizer(folder))
     vocab = 32 * -(-max(tokenizer.added_ids.values()) // 32)

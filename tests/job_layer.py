@@ -29,9 +29,7 @@ from batchspec.engine.loop.engine_run import PREFETCHED_PER_ROUND
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.job import decode_missing
 from batchspec.load.loaded_engine import LoadedEngine
-from batchspec.model.chat_templates import ChatTemplates
 from batchspec.model.shapes import COMMON, SHAPES
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.ordered_requests import WINDOW_SHARDS
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job
@@ -44,6 +42,8 @@ from batchspec.runner.decode_shards import JOURNAL_S
 from batchspec.runner.job_run import open_run
 from batchspec.runstate.journal import Journal
 from batchspec.storage.local_store import LocalStore
+from batchspec.text.chat_templates import ChatTemplates
+from batchspec.text.tokenizer import Tokenizer
 
 TOKENS = 512
 """Tokens of a prompt, and of an output."""

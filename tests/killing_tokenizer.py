@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from batchspec.config.schema import TEMPLATE_DATE
-from batchspec.model.chat_templates import ChatTemplates
+from batchspec.text.chat_templates import ChatTemplates
 
 
 class KillingTokenizer:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from batchspec.checkpoint.files import LocalFiles
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.distributed.collectives import Collectives
@@ -22,7 +23,6 @@ from batchspec.draft.spec import open_drafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.slots.expected_pages import ExpectedPages
 from batchspec.model.blocks.base import Shard
-from batchspec.model.files import LocalFiles
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model

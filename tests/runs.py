@@ -32,13 +32,13 @@ from omegaconf import DictConfig
 from batchspec import run
 from batchspec.batch.automata import AutomataCapacity
 from batchspec.distributed import rank_processes
-from batchspec.model import chat_templates, templates
-from batchspec.model.templates import Templates
 from batchspec.packing import rates
 from batchspec.report.page import can_draw
 from batchspec.runner import commit_shards, conclude
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise import poison_rows
+from batchspec.text import chat_templates, templates
+from batchspec.text.templates import Templates
 from tests.models import make_checkpoint, make_tokenizer
 from tests.programs import ForkedPopen
 from tests.stand_ins import H200

@@ -8,11 +8,11 @@ from typing import Any
 from batchspec.config.schema import TEMPLATE_DATE
 from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
-from batchspec.model.chat_templates import ChatTemplates
 from batchspec.model.families.base import dense_layers
 from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.packing.rates import card_rates
+from batchspec.text.chat_templates import ChatTemplates
 from batchspec.tuning.cards import known_card
 
 H200 = card_rates(known_card("H200"))

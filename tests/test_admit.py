@@ -24,9 +24,6 @@ from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
 from batchspec.errors import CapacityError, ConfigError, RendererKilled, TokenizerFails
-from batchspec.model import templates as templates_module
-from batchspec.model.templates import Templates
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission, hash64
 from batchspec.packing.cells import BadRow
 from batchspec.packing.predict import PRIOR_ROWS, SHORT_TOKENS, LengthPredictor
@@ -34,6 +31,9 @@ from batchspec.packing.prompt_encoder import _refused_as
 from batchspec.process.child_process import start_module
 from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.records import Completion, Request
+from batchspec.text import templates as templates_module
+from batchspec.text.templates import Templates
+from batchspec.text.tokenizer import Tokenizer
 from tests.models import make_tokenizer
 from tests.stand_ins import ByteTokenizer, small_spec
 

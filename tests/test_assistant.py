@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from batchspec import run as batchspec_run
+from batchspec.checkpoint.files import LocalFiles
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.assistant import AssistantDrafter
 from batchspec.draft.assistant_head import Assistant
 from batchspec.draft.none import NoDrafter
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.files import LocalFiles
 from batchspec.model.kv_calibration import calibrate
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model

@@ -13,11 +13,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from batchspec.checkpoint import config_values
+from batchspec.checkpoint.config_values import ConfigReader, read_json, shown
 from batchspec.errors import CheckpointError
-from batchspec.model import config_values
 from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
-from batchspec.model.config_values import ConfigReader, read_json, shown
 from batchspec.model.families import registry
 from batchspec.model.rope import rope_frequencies
 from batchspec.model.spec import ModelSpec, load_spec, read_spec

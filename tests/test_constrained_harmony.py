@@ -18,11 +18,11 @@ from batchspec.automata.token_automaton import DEAD, TokenAutomaton
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
 from batchspec.engine.features.thinking import split_thoughts
-from batchspec.model.thinking import ThinkTokens, find_think_tokens
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import first_state
 from batchspec.records import Completion, Request
+from batchspec.text.thinking import ThinkTokens, find_think_tokens
+from batchspec.text.tokenizer import Tokenizer
 from tests.automata import finite
 from tests.harmony import SPECIAL, make_harmony_model
 from tests.stand_ins import small_spec

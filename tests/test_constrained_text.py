@@ -19,12 +19,12 @@ from batchspec.automata.token_automaton import BREAKS_AFTER_THOUGHT, OTHER, Toke
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
 from batchspec.kernels.rounds.accept import FULL, STOPPED
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
 from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, RowError, RowStats, Thinking
 from batchspec.runner.shard_work import ShardWork
 from batchspec.structured.checked_text import checked_text
 from batchspec.structured.json_schema.schema import schema_rules
+from batchspec.text.tokenizer import Tokenizer
 from tests.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, automaton, constrained_tokens
 from tests.engines import request
 from tests.models import make_checkpoint, make_tokenizer

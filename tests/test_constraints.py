@@ -23,9 +23,9 @@ from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
 from batchspec.errors import ConfigError
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
 from batchspec.records import Completion, Request
+from batchspec.text.tokenizer import Tokenizer
 from batchspec.warm.conversations import Turn
 from tests.automata import finite
 from tests.models import make_checkpoint, make_thinking_tokenizer, make_tokenizer

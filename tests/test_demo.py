@@ -15,8 +15,8 @@ import polars as pl
 import pytest
 import torch
 
+from batchspec.checkpoint.hub import resolve_model
 from batchspec.errors import CheckpointError
-from batchspec.model.hub import resolve_model
 from tests.forked import run_python
 
 pytestmark = pytest.mark.second

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.config.schema import RunConfig
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
@@ -23,7 +24,6 @@ from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.config_values import ConfigReader
 from batchspec.model.fused import rms_norm
 from batchspec.model.products import products
 from batchspec.model.rope import rope_frequencies

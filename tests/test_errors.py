@@ -26,11 +26,11 @@ from batchspec.dataset.openai_requests import parse_request
 from batchspec.errors import BatchspecError, CheckpointError, OneLine
 from batchspec.model.adapter_config import read_adapter_config
 from batchspec.model.spec import load_spec
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.records import RowError
 from batchspec.structured.grammar import grammar_rules
 from batchspec.structured.json_schema.schema import schema_rules
 from batchspec.structured.regex import regex_node
+from batchspec.text.tokenizer import Tokenizer
 
 ODD = "\n\r\t\x00\x07\x1b\x7f\x85\x9b\u061c\u200b\u200e\u202e\u2028\u2029\u2066\ufeff\ud800\udfff\U000e0041"
 HOSTILE = st.one_of(

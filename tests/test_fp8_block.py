@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from batchspec.checkpoint.files import LocalFiles
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.blocks.base import Projection, Share
-from batchspec.model.files import LocalFiles
 from batchspec.model.quant.fp8_block import FP8_BLOCK
 from batchspec.model.quant.fp8_products import BLOCK
 from batchspec.model.spec import load_spec, read_spec

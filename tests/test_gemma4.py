@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from batchspec.checkpoint.files import LocalFiles, stored_tensors
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.lookup import LookupDrafter
@@ -16,7 +17,6 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import CheckpointError
 from batchspec.model.families.gemma4 import GEMMA4_TEXT
-from batchspec.model.files import LocalFiles, stored_tensors
 from batchspec.model.fused_experts import tensors_of
 from batchspec.model.rope import rope_frequencies
 from batchspec.model.shapes import shape_spec

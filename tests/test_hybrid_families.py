@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from batchspec.checkpoint.files import LocalFiles
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.base import Shard
@@ -22,7 +23,6 @@ from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.moe import MoeSpec
 from batchspec.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from batchspec.model.families.qwen3_next import QWEN3_NEXT
-from batchspec.model.files import LocalFiles
 from batchspec.model.quant.base import Slices
 from batchspec.model.rope import rope_frequencies
 from batchspec.model.shard import slices_of

@@ -23,7 +23,7 @@ from batchspec import run
 from batchspec.config.overrides import overrides_of
 from batchspec.errors import ConfigError
 from batchspec.model.spec import load_spec
-from batchspec.model.tokenizer import Tokenizer
+from batchspec.text.tokenizer import Tokenizer
 from tests.gpu_jobs.compare import Rows, differences, rows_of
 from tests.gpu_jobs.models import Model, make_model
 from tests.gpu_jobs.rows import PERSON

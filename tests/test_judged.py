@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from batchspec import cli
+from batchspec.checkpoint.files import LocalFiles
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import InputConfig, ModelConfig, RunConfig
 from batchspec.console.text import ERROR_CHARS
 from batchspec.draft.weights import read_head_spec
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.files import LocalFiles
 from batchspec.model.weights import judge_model
 from batchspec.prepare import open_job
 from tests.eagle_reference import Design

@@ -26,12 +26,12 @@ from batchspec.model.kv_calibration import MARGIN, MAX_TOKENS, calibrate, calibr
 from batchspec.model.kv_scales import KVScales, checkpoint_scales
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.cost import kv_read_bytes
 from batchspec.packing.kv_memory import KVMemory
 from batchspec.prepare import open_job
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.run_folder import KV_SCALES
+from batchspec.text.tokenizer import Tokenizer
 from batchspec.tuning.cards import known_card
 from tests.engines import DEVICE, VOCAB, full_logits, in_e4m3, tiny_target, uneven_target
 from tests.models import make_checkpoint, make_tokenizer

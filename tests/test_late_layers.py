@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from batchspec.checkpoint.files import LocalFiles
 from batchspec.errors import CheckpointError
 from batchspec.heads.data import Row
 from batchspec.heads.teacher import Teacher
 from batchspec.model.blocks.layer_inputs import LayerInput
-from batchspec.model.files import LocalFiles
 from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from batchspec.checkpoint.files import LocalFiles
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.files import LocalFiles
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.fp8 import Fp8

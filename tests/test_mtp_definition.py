@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec.model.files import LocalFiles
+from batchspec.checkpoint.files import LocalFiles
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
 from tests.mtp_checkpoints import LAYOUTS, fused, make_mtp_model, stored_mtp, text_config

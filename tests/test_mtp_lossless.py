@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchspec.batch.automata import AutomataCapacity
+from batchspec.checkpoint.files import LocalFiles
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.base import Drafter
 from batchspec.draft.frequent_tokens import FrequentTokens
@@ -30,7 +31,6 @@ from batchspec.draft.none import NoDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.records import RoundOptions
 from batchspec.model.blocks.base import Shard
-from batchspec.model.files import LocalFiles
 from batchspec.model.spec import read_spec, tokens_of
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from batchspec.checkpoint.files import LocalFiles
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.files import LocalFiles
 from batchspec.model.spec import ModelSpec
 from batchspec.model.weights import judge_model
 from tests.drafting import synthetic

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchspec.checkpoint.config_values import ConfigReader
+from batchspec.checkpoint.name_patterns import BadPattern, checked_pattern, joined, parse_pattern
 from batchspec.errors import CheckpointError
-from batchspec.model.config_values import ConfigReader
-from batchspec.model.name_patterns import BadPattern, checked_pattern, joined, parse_pattern
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.modelopt import read_modelopt
 from batchspec.model.quant.module_names import begins_with

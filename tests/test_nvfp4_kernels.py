@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from batchspec.checkpoint.files import LocalFiles
 from batchspec.model.blocks.base import GroupedSpec
-from batchspec.model.files import LocalFiles
 from batchspec.model.products import products
 from batchspec.model.quant.four_bit import FourBitLinear
 from batchspec.model.quant.four_bit_experts import FourBitExperts

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from batchspec.checkpoint.files import LocalFiles
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.blocks.base import Shard
-from batchspec.model.files import LocalFiles
 from batchspec.model.quant.nvfp4 import Nvfp4Linear
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.shard import part_of

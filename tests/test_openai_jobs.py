@@ -21,8 +21,8 @@ from batchspec.config.schema import InputConfig
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import open_source, place_in_file
 from batchspec.dataset.row_ids import check_ids, request_ids
-from batchspec.model.token_texts import TokenTexts
-from batchspec.model.tokenizer import Tokenizer
+from batchspec.text.token_texts import TokenTexts
+from batchspec.text.tokenizer import Tokenizer
 from tests.models import make_checkpoint, make_tokenizer
 from tests.tool_templates import TEMPLATES, tool
 

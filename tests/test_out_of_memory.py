@@ -21,13 +21,13 @@ from batchspec.engine.rounds.round import Round
 from batchspec.errors import CapacityError
 from batchspec.load import loaded_engine
 from batchspec.load.build import load_engine
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
 from batchspec.runner import shard_workers
 from batchspec.runner.oom_fallback import EngineWithFallback
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_worker import COMMAND
 from batchspec.runstate.output_folder import OutputFolder
+from batchspec.text.tokenizer import Tokenizer
 from tests.runs import make_model, make_prompts
 
 pytestmark = pytest.mark.second

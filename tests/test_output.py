@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from batchspec.engine.features.stop_strings import StopFinder
 from batchspec.engine.slots.completion import completion_of
 from batchspec.kernels.rounds.accept import FULL
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.records import Request, SamplingParams, Thinking
+from batchspec.text.tokenizer import Tokenizer
 from tests.automata import automaton
 from tests.one_row import OneRow
 from tests.test_tokenizer import byte_fallback

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from batchspec import prepare
+from batchspec.checkpoint.generation_config import read_generation
 from batchspec.commands import plan as command
 from batchspec.commands import plan_text, planning
 from batchspec.commands.plan_text import Plan, histogram
@@ -24,7 +25,6 @@ from batchspec.config.schema import RunConfig
 from batchspec.errors import BatchspecError, CapacityError, ConfigError, InputError, StorageError
 from batchspec.kernels.common import card
 from batchspec.load import memory
-from batchspec.model.generation_config import read_generation
 from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.model.spec import read_spec
 from batchspec.packing.memory import prefill_graph_bytes, reserve_bytes
@@ -462,7 +462,7 @@ import resource, sys
 from batchspec.commands.planning import plan
 from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.config.schema import RunConfig
-from batchspec.model.chat_templates import ChatTemplates
+from batchspec.text.chat_templates import ChatTemplates
 class Words:
     eos_ids, special_ids, added_ids, fingerprint, chats = (2,), {}, {}, "words", ChatTemplates({}, {}, "words", date="2026-01-01")
     def encode(self, text, **_): return [len(word) for word in text.split()]

@@ -11,7 +11,7 @@ import pytest
 from batchspec import cli, run
 from batchspec.errors import CheckpointError, ConfigError, InputError, OutputError
 from batchspec.heads.prompts import main, opening_of
-from batchspec.model.tokenizer import Tokenizer
+from batchspec.text.tokenizer import Tokenizer
 from tests.models import make_checkpoint, make_tokenizer
 
 

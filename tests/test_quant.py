@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchspec.checkpoint.wrapped import names_in_files
 from batchspec.errors import ConfigError
 from batchspec.kernels.moe.route import lists_reference
 from batchspec.model.blocks.base import GroupedSpec, Projection, Shard, Share
@@ -16,7 +17,6 @@ from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.module_names import begins_with, is_in
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.weights import taken
-from batchspec.model.wrapped import names_in_files
 
 PART = Projection("self_attn.q_proj", 12, 8, bias=True)
 

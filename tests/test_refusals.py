@@ -20,12 +20,12 @@ import pytest
 import torch
 
 from batchspec import cli, run
+from batchspec.checkpoint.packaged import smollm2_folder
 from batchspec.cli import guarded
 from batchspec.config.compose import compose, reported
 from batchspec.console.terminal import StatusLine
 from batchspec.dataset.files import reading
 from batchspec.errors import CapacityError, CheckpointError, ConfigError, InputError, Interrupted, StorageError
-from batchspec.model.packaged import smollm2_folder
 from batchspec.packing.cells import BadRow
 from batchspec.packing.device_memory import total_memory
 from batchspec.packing.prompt_encoder import _refused_as
@@ -211,7 +211,7 @@ def test_no_process_computes_from_input_without_limits(monkeypatch: pytest.Monke
     monkeypatch.setattr(resource, "setrlimit", refused)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(CapacityError, match=r"refuses to limit .* \(Operation not permitted \(EPERM\)\).*; allow setrlimit and"):
-        start_module("batchspec.model.template_process")
+        start_module("batchspec.text.template_process")
 
 
 def test_a_file_is_not_blamed_for_threads_that_cannot_be_started(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from batchspec.checkpoint.files import LocalFiles
 from batchspec.errors import CheckpointError
-from batchspec.model.files import LocalFiles
 from batchspec.model.given import GivenWeights
 from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.model.target import Target

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from batchspec.cache.layout import KVLayout, LayerKV
+from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.errors import CheckpointError
 from batchspec.kernels.norm_rope.rope_write import rope_write as kernel
-from batchspec.model.config_values import ConfigReader
 from batchspec.model.fused import rms_norm, rope_write
 from batchspec.model.rope import rope_frequencies, rope_of
 from batchspec.model.rope_config import RopeSpec, read_rope

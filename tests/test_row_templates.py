@@ -21,10 +21,10 @@ from batchspec import cli
 from batchspec.config.schema import InputConfig, RunConfig
 from batchspec.dataset.reader import open_source, table_source
 from batchspec.errors import ConfigError, InputError
-from batchspec.model import templates as templates_module
 from batchspec.packing.admit import Admission
 from batchspec.packing.row_templates import RowTemplates
 from batchspec.records import Completion, Request
+from batchspec.text import templates as templates_module
 from tests.models import CHAT_TEMPLATE, make_checkpoint, make_tokenizer
 from tests.stand_ins import ByteTokenizer, small_spec
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from batchspec.model.templates import Templates
 from batchspec.process.child_process import import_paths, python_command
+from batchspec.text.templates import Templates
 from tests.runs import make_model
 
 pytestmark = pytest.mark.second

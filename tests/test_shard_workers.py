@@ -26,7 +26,6 @@ from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import InputShard, table_source
 from batchspec.errors import CapacityError, InputError, Interrupted, StorageError, WorkerLost
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
 from batchspec.packing.work_plan import AdmittedShards
 from batchspec.process.out_of_memory import OutOfMemoryGuard
@@ -37,6 +36,7 @@ from batchspec.runner.shard_worker import PART_ROWS, from_bytes, to_bytes
 from batchspec.runner.shard_workers import ShardWorkers
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.shard_writer import UnpublishedFile
+from batchspec.text.tokenizer import Tokenizer
 from tests.killing_tokenizer import KillingTokenizer
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import make_prompts, run_apart, signalled_after_commits

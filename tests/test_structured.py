@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from batchspec.automata.lazy_automaton import LazyAutomaton
 from batchspec.automata.token_automaton import DEAD, OTHER, TokenAutomaton, TokenSymbols
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.structured import compile_process, nfa
 from batchspec.structured import compiler as compiler_module
 from batchspec.structured import dfa as dfa_module
@@ -33,6 +32,7 @@ from batchspec.structured.nfa import utf8_ranges
 from batchspec.structured.parse import rules_of
 from batchspec.structured.regex import BadRegex, regex_node
 from batchspec.structured.regular import Chars, Impossible, TooLarge
+from batchspec.text.tokenizer import Tokenizer
 from tests.automata import EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton, finite, may_follow
 from tests.models import make_tokenizer
 

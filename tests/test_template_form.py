@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.dataset.messages import BadChat, read_chat
-from batchspec.model.template_process import environment
-from batchspec.model.tokenizer import Tokenizer
+from batchspec.text.template_process import environment
+from batchspec.text.tokenizer import Tokenizer
 from tests.models import make_tokenizer
 
 PARAMETERS = {"type": "object", "properties": {"w": {"type": "integer"}}}

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from batchspec.model import tokenizer as tokenizer_module
-from batchspec.model.text_bytes import SHRINKS, LongText, text_bound
-from batchspec.model.tokenizer import Tokenizer as ModelTokenizer
+from batchspec.text import tokenizer as tokenizer_module
+from batchspec.text.text_bytes import SHRINKS, LongText, text_bound
+from batchspec.text.tokenizer import Tokenizer as ModelTokenizer
 from tests.models import make_tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -132,7 +132,7 @@ def test_of_a_long_text_only_the_end_is_tokenised_and_its_last_ids_are_those_of_
 
 
 def test_byte_level_decoders_agree_about_the_characters_of_bytes() -> None:
-    from batchspec.model.text_bytes import byte_chars
+    from batchspec.text.text_bytes import byte_chars
 
     found = Tokenizer(models.BPE({char: byte for byte, char in byte_chars().items()}, []))
     found.decoder = decoders.ByteLevel()

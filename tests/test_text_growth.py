@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
 from batchspec.errors import CheckpointError
-from batchspec.model.text_growth import MAX_GROWTH, MAX_STRING, growth_of, growth_problem
-from batchspec.model.tokenizer import Tokenizer
+from batchspec.text.text_growth import MAX_GROWTH, MAX_STRING, growth_of, growth_problem
+from batchspec.text.tokenizer import Tokenizer
 from tests.models import make_tokenizer
 
 HUGE = "x" * 10_000_000

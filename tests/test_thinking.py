@@ -27,9 +27,9 @@ from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.run_features import RunFeatures
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.errors import ConfigError
-from batchspec.model.thinking import find_think_tokens
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.records import Channels, Completion, Request, SamplingParams, Snapshot, Thinking
+from batchspec.text.thinking import find_think_tokens
+from batchspec.text.tokenizer import Tokenizer
 from tests.engines import (
     DEVICE,
     VOCAB,

@@ -14,8 +14,8 @@ import batchspec
 from batchspec import cli
 from batchspec.config.compose import compose
 from batchspec.errors import ConfigError
-from batchspec.model.token_texts import TokenTexts
-from batchspec.model.tokenizer import Tokenizer
+from batchspec.text.token_texts import TokenTexts
+from batchspec.text.tokenizer import Tokenizer
 from tests.models import make_checkpoint, make_tokenizer
 
 ENTRY = pl.Struct({"id": pl.Int32, "token": pl.String, "logprob": pl.Float32})

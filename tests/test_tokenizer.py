@@ -14,9 +14,9 @@ import pytest
 import tokenizers
 
 from batchspec.errors import CheckpointError, TokenizerFails
-from batchspec.model import chat_templates, templates
-from batchspec.model import tokenizer as tokenizer_module
-from batchspec.model.tokenizer import Tokenizer
+from batchspec.text import chat_templates, templates
+from batchspec.text import tokenizer as tokenizer_module
+from batchspec.text.tokenizer import Tokenizer
 from tests.models import CHAT_TEMPLATE, make_tokenizer
 
 TEXTS = [

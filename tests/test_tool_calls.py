@@ -24,9 +24,9 @@ from batchspec import run
 from batchspec.commands import export, plan
 from batchspec.config.overrides import overrides_of
 from batchspec.errors import ConfigError
-from batchspec.model.thinking import find_think_tokens
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.records import Completion, Thinking
+from batchspec.text.thinking import find_think_tokens
+from batchspec.text.tokenizer import Tokenizer
 from batchspec.tool_calls.form import Tools, typed_value
 from batchspec.tool_calls.probe import ARGUMENTS, FUNCTION, AnswerSamples
 from batchspec.tool_calls.registry import FORMS, choose_form, form_asked_for

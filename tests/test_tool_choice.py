@@ -23,8 +23,6 @@ from batchspec.automata.lazy_automaton import LazyAutomaton, Recheck
 from batchspec.automata.token_automaton import MARKS
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
-from batchspec.model.thinking import find_think_tokens
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import Constraints, first_state
 from batchspec.records import Completion, Request
@@ -34,6 +32,8 @@ from batchspec.structured.expand_process import Work
 from batchspec.structured.forced_calls import call_rules
 from batchspec.structured.json_schema.leaves import BadSchema
 from batchspec.structured.parse import rules_of
+from batchspec.text.thinking import find_think_tokens
+from batchspec.text.tokenizer import Tokenizer
 from batchspec.tool_calls.form import Tools
 from batchspec.tool_calls.marks import CALL_MARKS
 from batchspec.tool_calls.registry import FORMS

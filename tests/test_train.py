@@ -412,8 +412,8 @@ def test_a_training_goes_on_only_with_the_weights_that_it_began_with(
     made: Path, own: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where no sample of the files shows that they are others: samples of usual size are all of so small a model."""
-    monkeypatch.setattr("batchspec.model.weight_files._SAMPLE_BYTES", 64)
-    monkeypatch.setattr("batchspec.model.weight_files._TENSOR_BYTES", 64)
+    monkeypatch.setattr("batchspec.checkpoint.weight_files._SAMPLE_BYTES", 64)
+    monkeypatch.setattr("batchspec.checkpoint.weight_files._TENSOR_BYTES", 64)
     out = tmp_path / "h"
     stopped(made, own, out)
     edit_unseen(own, EDITED)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from batchspec.checkpoint.unread_keys import unread_note
 from batchspec.model.families.registry import FAMILIES
 from batchspec.model.spec import read_spec
-from batchspec.model.unread_keys import unread_note
 from tests.models import needed
 
 LLAMA: dict[str, Any] = {

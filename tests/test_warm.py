@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import load_file
 
 import batchspec
+from batchspec.checkpoint.files import LocalFiles
 from batchspec.engine.loop.engine import Engine as BatchEngine
 from batchspec.errors import CapacityError, CheckpointError, ConfigError, EngineInUse, InputError
-from batchspec.model.files import LocalFiles
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
 from batchspec.process.own_process import finalize_here

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from batchspec import Engine, run
+from batchspec.checkpoint import weight_sums
+from batchspec.checkpoint.files import LocalFiles, stored_tensors
+from batchspec.checkpoint.weight_files import weight_files
+from batchspec.checkpoint.weight_sums import Summing, SumsOfJob, WeightSums, group_of
 from batchspec.commands import verify
 from batchspec.engine.loop.engine import Engine as BatchEngine
 from batchspec.errors import CheckpointError, OutputError
-from batchspec.model import weight_sums
 from batchspec.model.blocks.base import Shard
-from batchspec.model.files import LocalFiles, stored_tensors
 from batchspec.model.shard import part_of
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
-from batchspec.model.weight_files import weight_files
-from batchspec.model.weight_sums import Summing, SumsOfJob, WeightSums, group_of
 from batchspec.model.weights import Checkpoint
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.run_folder import WEIGHTS

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from batchspec.checkpoint.files import LocalFiles, weight_names
+from batchspec.checkpoint.weight_files import weight_files
 from batchspec.errors import CheckpointError
-from batchspec.model.files import LocalFiles, weight_names
 from batchspec.model.spec import load_spec
-from batchspec.model.weight_files import weight_files
 from batchspec.model.weights import Checkpoint, DummyWeights, expected_shapes
 from tests.models import make_checkpoint
 
@@ -183,7 +183,7 @@ def test_the_digest_of_tensors_follows_each_of_them(folder: Path, monkeypatch: p
         assert weight_files(folder).tensors != before, name
     save_file(tensors, folder / "model.safetensors")
     assert weight_files(folder).tensors == before
-    monkeypatch.setattr("batchspec.model.weight_files.MOST_TENSORS", len(tensors) // 3)
+    monkeypatch.setattr("batchspec.checkpoint.weight_files.MOST_TENSORS", len(tensors) // 3)
     noticed = []
     few = weight_files(folder).tensors
     for name, tensor in tensors.items():

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from batchspec.checkpoint.files import LocalFiles
+from batchspec.checkpoint.wrapped import model_tensors, names_in_files, plain_name
 from batchspec.errors import CheckpointError
-from batchspec.model.files import LocalFiles
 from batchspec.model.given import GivenWeights
 from batchspec.model.lora import open_adapter
 from batchspec.model.quant.formats import ALL_PLAIN
@@ -21,7 +22,6 @@ from batchspec.model.spec import ModelSpec, load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weight_checks import check_tensors
 from batchspec.model.weights import Checkpoint, judge_model
-from batchspec.model.wrapped import model_tensors, names_in_files, plain_name
 from tests.models import make_wrapped
 from tests.test_lora import make_adapter
 from tests.test_target import prompts

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from batchspec.model.template_process import environment
+from batchspec.text.template_process import environment
 
 END = "<|im_end|>"
 _CHAT = (

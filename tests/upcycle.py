@@ -41,11 +41,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batchspec import run
+from batchspec.checkpoint.files import LocalFiles, weight_names
+from batchspec.checkpoint.hub import resolve_model
 from batchspec.heads.data import Row
 from batchspec.heads.teacher import Teacher
 from batchspec.model.dtype import DTYPES
-from batchspec.model.files import LocalFiles, weight_names
-from batchspec.model.hub import resolve_model
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.prepare import choose_device

@@ -15,9 +15,9 @@ from batchspec.automata.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.batch.automata import AutomataCapacity, ConstraintOffsets
 from batchspec.engine.features.automaton_places import AutomatonPlaces
 from batchspec.engine.loop.engine import Engine
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.records import Request
 from batchspec.structured.compiler import Compiler
+from batchspec.text.tokenizer import Tokenizer
 
 LONGEST_START = 60
 """In single rounds each row begins after up to this many tokens, so that rows are in different states."""

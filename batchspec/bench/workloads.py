@@ -25,10 +25,10 @@ from batchspec.model.lora_products import DummyAdapters
 from batchspec.model.shapes import config_json, shape_spec
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.survey import Survey
 from batchspec.prepare import open_job, part_of_group, with_states
 from batchspec.records import Ids, Request, SamplingParams
+from batchspec.text.tokenizer import Tokenizer
 
 MEDIAN_LOG, SIGMA = 6.685, 0.7
 """Parameters of a long-tailed distribution like that of reasoning outputs: lognormal, median 800 tokens."""

@@ -12,6 +12,7 @@ import torch
 
 from batchspec import __version__
 from batchspec.cache.flash import SHORT, flashinfer
+from batchspec.checkpoint.hub import find_model
 from batchspec.commands.card_text import about, launches, paths
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
@@ -22,7 +23,6 @@ from batchspec.draft.weights import dummy_spec, open_head
 from batchspec.errors import ConfigError
 from batchspec.kernels.common.card import assumed, card_of
 from batchspec.model.dtype import dtype_name, resolve_dtype
-from batchspec.model.hub import find_model
 from batchspec.model.products import products
 from batchspec.model.shapes import DRAFT_VOCAB, SHAPES, shape_spec
 from batchspec.model.spec import ModelSpec, load_spec

@@ -27,6 +27,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchspec.checkpoint.hub import find_model
 from batchspec.commands.picked_rows import SCORE, PickedRows, Wish, picked_rows
 from batchspec.commands.trainer_rows import (
     TURNS,
@@ -48,9 +49,6 @@ from batchspec.dataset.lines import LongLine, lines_of
 from batchspec.dataset.openai_requests import Line, defaults_note, filled, parse_request, request_row, request_schema
 from batchspec.dataset.openai_values import BadRequest
 from batchspec.errors import BatchspecError, CheckpointError, ConfigError, InputError, OutputError
-from batchspec.model.hub import find_model
-from batchspec.model.token_texts import TokenTexts
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.process.local_files import fault_of, open_regular
 from batchspec.records import STATUSES, TokenText
 from batchspec.report.answers import NO_TOKEN_IDS, check_not_in_data, rows_of, write_answers
@@ -58,6 +56,8 @@ from batchspec.runstate.manifest import fingerprint
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 from batchspec.storage.new_file import new_file, write_lines
+from batchspec.text.token_texts import TokenTexts
+from batchspec.text.tokenizer import Tokenizer
 
 FORMATS = ("chat", "prompt_completion", "preference", "prompt_only", "openai")
 SUFFIXES = {

@@ -18,7 +18,6 @@ from batchspec.load.memory import check_memory, expected_drafts, plan_batch
 from batchspec.model.blocks.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.planner import Demand, Forecast, forecast
 from batchspec.packing.rates import Rates, device_rates
@@ -27,6 +26,7 @@ from batchspec.packing.survey import Survey
 from batchspec.prepare import SURVEY_ROWS, Job, open_job, survey_first
 from batchspec.process.out_of_memory import admitting_rows
 from batchspec.report.push import check_push_key
+from batchspec.text.tokenizer import Tokenizer
 from batchspec.tuning.cards import check_card, known_card
 from batchspec.tuning.cpu_threads import limit_threads
 

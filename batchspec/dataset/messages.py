@@ -3,7 +3,7 @@
 message   {"role", "content"} and whatever else the template reads: name, tool_calls, tool_call_id ...
 ShareGPT  {"from": human|gpt|system|tool, "value"}
 
-JSON values reach the template in the form that it wants (model/template_form.py). A field that is null or empty counts as
+JSON values reach the template in the form that it wants (text/template_form.py). A field that is null or empty counts as
 missing, however a row leaves it out: all structs of an Arrow column have the same fields.
 """
 

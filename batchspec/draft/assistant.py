@@ -22,6 +22,8 @@ from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.attention import AttentionPlan, plan_attention
 from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.pages import KVCache
+from batchspec.checkpoint.files import ModelFiles
+from batchspec.checkpoint.hub import find_model
 from batchspec.config.schema import RunConfig
 from batchspec.draft.assistant_head import Assistant, BoundAssistant, check_assistant, load_assistant
 from batchspec.draft.base import DrafterBase
@@ -31,9 +33,7 @@ from batchspec.errors import ConfigError
 from batchspec.kernels.sampling.argmax import PROBABILITIES
 from batchspec.model.assistant import AssistantSpec, read_assistant
 from batchspec.model.blocks.base import Shard
-from batchspec.model.files import ModelFiles
 from batchspec.model.fused import rms_norm
-from batchspec.model.hub import find_model
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 

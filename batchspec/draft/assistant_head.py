@@ -12,6 +12,7 @@ from torch import Tensor
 
 from batchspec.cache.attention import AttentionPlan
 from batchspec.cache.layout import LayerKV
+from batchspec.checkpoint.files import ModelFiles, stored_tensors
 from batchspec.draft.coupled import Draws
 from batchspec.draft.output import DraftOutput
 from batchspec.kernels.sampling.argmax import argmax
@@ -19,7 +20,6 @@ from batchspec.model.assistant import ORDER, AssistantSpec
 from batchspec.model.blocks.forward import Product
 from batchspec.model.blocks.layer import DecoderLayer
 from batchspec.model.decoder import LayerWeights, PagedAttend, PagedStore, ResidualStream
-from batchspec.model.files import ModelFiles, stored_tensors
 from batchspec.model.fused_experts import tensors_of
 from batchspec.model.rope import Rope, rope_frequencies, rope_of
 from batchspec.model.rope_config import RopeSpec

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from batchspec.cache.layer_state import LayerState
+from batchspec.checkpoint.hub import find_model, resolve_model
 from batchspec.config.schema import RunConfig
 from batchspec.draft.base import Drafter
 from batchspec.draft.bound_head import head_states
@@ -28,7 +29,6 @@ from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec, load_head, open_head
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import Shard
-from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 

@@ -10,9 +10,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.draft.layouts import MASK_KEYS, SPECFORGE, HeadConfig, family_of, read_config
 from batchspec.model.blocks.base import WHOLE, Shard
-from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import read_heads, read_windows
 from batchspec.model.families.registry import has_window_switch
 from batchspec.model.rope_config import RopeSpec, read_rope

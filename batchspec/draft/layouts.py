@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchspec.checkpoint.config_values import ConfigReader, has_file, read_json, shown
+from batchspec.checkpoint.files import listed
 from batchspec.console.text import quoted
 from batchspec.errors import CheckpointError
-from batchspec.model.config_values import ConfigReader, has_file, read_json, shown
-from batchspec.model.files import listed
 
 # Values of missing keys: transformer_layer_config is saved as the difference to these (transformers 5).
 _LAYER_DEFAULTS: dict[str, dict[str, Any]] = {

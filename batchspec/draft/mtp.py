@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from batchspec.cache.layer_state import LayerState
+from batchspec.checkpoint.files import ModelFiles
+from batchspec.checkpoint.hub import find_model
 from batchspec.config.schema import RunConfig
 from batchspec.draft.assistant import AssistantDrafterSpec
 from batchspec.draft.base import DrafterUpdate
@@ -27,8 +29,6 @@ from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
 from batchspec.errors import ConfigError
 from batchspec.model.assistant import is_assistant
 from batchspec.model.blocks.base import Shard
-from batchspec.model.files import ModelFiles
-from batchspec.model.hub import find_model
 from batchspec.model.mtp import MtpSpec
 from batchspec.model.spec import ModelSpec, load_spec, tokens_of
 from batchspec.model.target import Target

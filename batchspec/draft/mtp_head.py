@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from batchspec.checkpoint.files import ModelFiles, stored_tensors
 from batchspec.draft.bound_head import BoundHead, layer_gemms
 from batchspec.draft.frequent_tokens import FrequentTokens
 from batchspec.draft.output import DraftOutput
@@ -17,7 +18,6 @@ from batchspec.model.blocks.forward import Product
 from batchspec.model.blocks.layer import DecoderLayer
 from batchspec.model.checkpoint_part import formats_as_stored
 from batchspec.model.decoder import LayerWeights
-from batchspec.model.files import ModelFiles, stored_tensors
 from batchspec.model.fused import rms_norm
 from batchspec.model.fused_experts import tensors_of
 from batchspec.model.mtp import MtpSpec

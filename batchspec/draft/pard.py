@@ -23,6 +23,9 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.layer_state import LayerState
 from batchspec.cache.pages import KVCache
+from batchspec.checkpoint.config_values import ConfigReader, read_json, shown
+from batchspec.checkpoint.hub import find_model, resolve_model
+from batchspec.checkpoint.weight_files import weight_files
 from batchspec.config.schema import RunConfig
 from batchspec.draft.base import DrafterBase
 from batchspec.draft.coupled import later_draws
@@ -32,11 +35,8 @@ from batchspec.draft.window import WindowDrafter
 from batchspec.errors import ConfigError
 from batchspec.kernels.rounds.prepare_verify_inputs import prepare_verify_inputs
 from batchspec.kernels.sampling.argmax import PROBABILITIES
-from batchspec.model.config_values import ConfigReader, read_json, shown
-from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
-from batchspec.model.weight_files import weight_files
 from batchspec.model.weights import judge_model
 
 

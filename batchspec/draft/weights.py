@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from batchspec.checkpoint.config_values import has_folder, shown
+from batchspec.checkpoint.files import LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
+from batchspec.checkpoint.weight_files import opened_weights
 from batchspec.draft.formats import HeadSpec, read_head
 from batchspec.draft.head import Head
 from batchspec.draft.head_tensors import expected_shapes, expected_tensors, feature_width, normalised
 from batchspec.errors import CheckpointError
-from batchspec.model.config_values import has_folder, shown
-from batchspec.model.files import LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
 from batchspec.model.spec import ModelSpec
 from batchspec.model.weight_checks import misfits
-from batchspec.model.weight_files import opened_weights
 
 _TABLES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.uint8, "U8": torch.uint8}
 _IGNORED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from batchspec.checkpoint.files import ModelFiles
+from batchspec.checkpoint.hub import find_model, resolve_model
 from batchspec.config.train_schema import TrainRun
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.weights import open_head
@@ -18,8 +20,6 @@ from batchspec.heads.network import HeadNetwork
 from batchspec.heads.save import save_head
 from batchspec.heads.teacher import Teacher
 from batchspec.heads.trained_drafter import TrainedDrafter
-from batchspec.model.files import ModelFiles
-from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 

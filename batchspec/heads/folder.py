@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from batchspec.checkpoint.weight_sums import SumsOfJob, WeightSums
 from batchspec.console.text import one_line
 from batchspec.errors import OutputError, StorageError
 from batchspec.heads.save import CONFIG, WEIGHTS, write_text
-from batchspec.model.weight_sums import SumsOfJob, WeightSums
 from batchspec.process.local_files import passes, unusable_name
 
 RECORD, STATE = "training.json", "checkpoint.pt"

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from batchspec.checkpoint.files import ModelFiles
+from batchspec.checkpoint.hub import find_model
 from batchspec.config.train_schema import TrainRun
 from batchspec.draft.mtp_head import open_mtp
 from batchspec.errors import ConfigError
@@ -16,8 +18,6 @@ from batchspec.heads.mtp_network import MtpNetwork
 from batchspec.heads.mtp_weights import draw_weights, plain, read_weights, save_mtp
 from batchspec.heads.teacher import Teacher
 from batchspec.heads.trained_drafter import TrainedDrafter, dtype_of_inputs
-from batchspec.model.files import ModelFiles
-from batchspec.model.hub import find_model
 from batchspec.model.mtp import MtpSpec
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target

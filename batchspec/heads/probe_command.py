@@ -7,12 +7,12 @@ import re
 
 import torch
 
+from batchspec.checkpoint.hub import find_model, resolve_model
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.draft.weights import open_head
 from batchspec.errors import ConfigError
 from batchspec.heads.probe import CONTEXTS, lines_of, probe
-from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.weights import judge_model
 
 

@@ -26,15 +26,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchspec.checkpoint.hub import find_model
 from batchspec.config.schema import InputConfig
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.console.target_file import target_file
 from batchspec.dataset.reader import open_source
 from batchspec.errors import CheckpointError, ConfigError, InputError, OutputError
-from batchspec.model.hub import find_model
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.process.local_files import fault_of, open_regular
+from batchspec.text.tokenizer import Tokenizer
 
 _MARK = "BATCHSPECUSERTURN"
 _CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import torch
 
+from batchspec.checkpoint.files import ModelFiles
 from batchspec.config.train_schema import TrainRun
 from batchspec.heads.data import Numbers, Row
 from batchspec.heads.draft_network import DraftNetwork
 from batchspec.heads.teacher import Teacher
-from batchspec.model.files import ModelFiles
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from batchspec.checkpoint.config_values import read_text
+from batchspec.checkpoint.hub import find_model
 from batchspec.config.schema import InputConfig
 from batchspec.config.train_schema import TrainRun
 from batchspec.console import terminal
@@ -24,9 +26,7 @@ from batchspec.heads.mtp import MtpLayer
 from batchspec.heads.save import WEIGHTS
 from batchspec.heads.teacher import Teacher
 from batchspec.heads.trained_drafter import TrainedDrafter
-from batchspec.model.config_values import read_text
 from batchspec.model.dtype import resolve_dtype
-from batchspec.model.hub import find_model
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model

@@ -10,6 +10,7 @@ import torch
 from batchspec.automata.lazy_automaton import Expanding
 from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.checkpoint.weight_files import weight_files
 from batchspec.config.schema import RunConfig
 from batchspec.console.text import counted
 from batchspec.draft.base import Drafter
@@ -24,8 +25,6 @@ from batchspec.model.dtype import dtype_name
 from batchspec.model.kv_calibration import give_scales
 from batchspec.model.lora import adapted
 from batchspec.model.target import Target
-from batchspec.model.tokenizer import Tokenizer
-from batchspec.model.weight_files import weight_files
 from batchspec.model.weights import Checkpoint
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.constraints import asked_by
@@ -36,6 +35,7 @@ from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, JobModel, notes
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.structured.expander import Expander
+from batchspec.text.tokenizer import Tokenizer
 from batchspec.tool_calls.split import CallParser
 from batchspec.tuning.cpu_threads import limit_threads
 from batchspec.tuning.table import table_in_use

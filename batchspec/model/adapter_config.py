@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchspec.checkpoint.config_values import ConfigReader, read_json, shown
+from batchspec.checkpoint.name_patterns import NamePattern, checked_pattern, parse_pattern
 from batchspec.console.text import quoted
-from batchspec.model.config_values import ConfigReader, read_json, shown
-from batchspec.model.name_patterns import NamePattern, checked_pattern, parse_pattern
 
 CONFIG = "adapter_config.json"
 MERGE = "merge it with PEFT (merge_and_unload) and give the merged model as model.path"

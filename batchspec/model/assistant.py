@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from batchspec.checkpoint.config_values import ConfigReader, read_json, shown
 from batchspec.model.blocks.base import (
     WHOLE,
     BlockSpec,
@@ -26,7 +27,6 @@ from batchspec.model.blocks.base import (
 )
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
-from batchspec.model.config_values import ConfigReader, read_json, shown
 from batchspec.model.families.registry import ASSISTANTS, assistant_text
 from batchspec.model.quant.base import Slices
 from batchspec.model.quant.formats import ALL_PLAIN, Formats

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from batchspec.checkpoint.files import Entry, StoredTensor
 from batchspec.model.blocks.base import GroupedSpec, Projection
 from batchspec.model.checkpoint_part import CheckpointPart
-from batchspec.model.files import Entry, StoredTensor
 from batchspec.model.quant.fp8_products import BLOCK
 
 _SCALE = "_scale_inv"

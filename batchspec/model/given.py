@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from batchspec.checkpoint.files import StoredTensor
+from batchspec.checkpoint.wrapped import of_text
 from batchspec.errors import CheckpointError
-from batchspec.model.files import StoredTensor
 from batchspec.model.fused_experts import separate_experts
 from batchspec.model.spec import ModelSpec
 from batchspec.model.weight_checks import check_copies, check_spares, check_tensors, check_unread_tensors
 from batchspec.model.weights import as_computed
-from batchspec.model.wrapped import of_text
 
 WHERE = "the tensors given"
 _NAMES = {

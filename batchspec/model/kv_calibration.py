@@ -26,18 +26,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchspec.checkpoint.files import ModelFiles
+from batchspec.checkpoint.wrapped import model_tensors
 from batchspec.distributed.collectives import Collectives
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.e4m3 import LARGEST
 from batchspec.model.blocks.base import Shard
 from batchspec.model.calibration_texts import TEXTS
-from batchspec.model.files import ModelFiles
 from batchspec.model.kv_scales import KVScales, checkpoint_scales, heads_of_part, names_of_scales
 from batchspec.model.single_row import forward_row
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
-from batchspec.model.wrapped import model_tensors
 from batchspec.process.load_progress import count_step
 
 CALIBRATION = 1

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from batchspec.checkpoint.config_values import shown
+from batchspec.checkpoint.files import LocalFiles, StoredTensor
+from batchspec.checkpoint.weight_files import opened_weights
+from batchspec.checkpoint.wrapped import model_tensors
 from batchspec.errors import CheckpointError, OutputError
-from batchspec.model.config_values import shown
-from batchspec.model.files import LocalFiles, StoredTensor
 from batchspec.model.spec import ModelSpec, layer_prefix
-from batchspec.model.weight_files import opened_weights
-from batchspec.model.wrapped import model_tensors
 
 _NAMES = {
     "k": ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.k_proj.output_scale"),

@@ -24,19 +24,19 @@ import torch
 from safetensors.torch import load as tensors_of
 from torch import Tensor
 
+from batchspec.checkpoint.config_values import has_folder, readable, shown
+from batchspec.checkpoint.files import LocalFiles, StoredTensor, file_tensors, listed
+from batchspec.checkpoint.wrapped import of_text
 from batchspec.console.text import quoted
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.adapter_config import CONFIG, MERGE, LoraConfig, read_adapter_config
 from batchspec.model.blocks.base import FLOATS, Projection, projections
-from batchspec.model.config_values import has_folder, readable, shown
-from batchspec.model.files import LocalFiles, StoredTensor, file_tensors, listed
 from batchspec.model.lora_shape import MAX_RANK
 from batchspec.model.quant.base import Weights
 from batchspec.model.quant.plain import Plain
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import OUTPUT, ModelSpec
 from batchspec.model.weights import taken
-from batchspec.model.wrapped import of_text
 from batchspec.process.local_files import open_regular
 
 FILE = "adapter_model.safetensors"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from batchspec.checkpoint.config_values import INTEGERS, ConfigReader
 from batchspec.console.text import as_json, quoted
-from batchspec.model.config_values import INTEGERS, ConfigReader
 
 USUAL_THETA = 10_000.0
 _YARN_BUILT = {"extrapolation_factor": 1.0, "apply_yarn_scaling": True}

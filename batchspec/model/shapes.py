@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from batchspec.checkpoint.config_values import read_text
 from batchspec.errors import ConfigError
-from batchspec.model.config_values import read_text
 from batchspec.model.family_shapes import FAMILY_SHAPES
 from batchspec.model.spec import ModelSpec, load_spec
 

@@ -11,6 +11,10 @@ import torch
 from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.layout import KVLayout
 from batchspec.cache.sharing_cost import SharingCost
+from batchspec.checkpoint.config_values import ConfigReader, Json, has_file, read_json, shown
+from batchspec.checkpoint.generation_config import read_generation
+from batchspec.checkpoint.unread_keys import unread_keys
+from batchspec.checkpoint.wrapped import of_text
 from batchspec.console.text import quoted
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.attention import AttentionSpec
@@ -19,9 +23,7 @@ from batchspec.model.blocks.gated_delta import GatedDeltaSpec
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.blocks.layer_inputs import LayerInputsSpec
 from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
-from batchspec.model.config_values import ConfigReader, Json, has_file, read_json, shown
 from batchspec.model.families.registry import family_of
-from batchspec.model.generation_config import read_generation
 from batchspec.model.lora_shape import LoraShape
 from batchspec.model.mtp import MtpSpec
 from batchspec.model.quant.base import Slices
@@ -29,8 +31,6 @@ from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.modelopt import CONFIG_FILE, of_file
 from batchspec.model.quant.registry import read_formats
 from batchspec.model.rope_config import NO_ROPE, RopeSpec
-from batchspec.model.unread_keys import unread_keys
-from batchspec.model.wrapped import of_text
 
 MODEL_PREFIX = "model."
 EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"

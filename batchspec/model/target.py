@@ -12,6 +12,7 @@ from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.pages import KVCache
+from batchspec.checkpoint.weight_sums import WeightSums
 from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.lora.lora_tokens import LoraTokens
@@ -26,7 +27,6 @@ from batchspec.model.rewrite import rewrite
 from batchspec.model.rope import rope_frequencies, rope_of
 from batchspec.model.spec import EMBEDDING, FINAL_NORM, MODEL_PREFIX, OUTPUT, ModelSpec, layer_prefix
 from batchspec.model.vocabulary import gather_logits, greedy_of_ranks
-from batchspec.model.weight_sums import WeightSums
 from batchspec.model.weights import Checkpoint, DummyWeights
 
 

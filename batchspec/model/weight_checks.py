@@ -9,14 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from batchspec.checkpoint.files import StoredTensor, listed
+from batchspec.checkpoint.wrapped import plain_name
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.base import FLOATS, TensorSpec
 from batchspec.model.checkpoint_part import CheckpointPart
-from batchspec.model.files import StoredTensor, listed
 from batchspec.model.kv_scales import SUFFIXES
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.grouped import expert_parts
-from batchspec.model.wrapped import plain_name
 
 _PACKED_HEADS = ("lm_head.qweight", "lm_head.weight_packed", "lm_head.weight_scale")
 _EXPERTS = re.compile(r"\.experts\.(\d+\.)?")

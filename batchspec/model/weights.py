@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batchspec.checkpoint.config_values import shown
+from batchspec.checkpoint.files import LocalFiles, ModelFiles, StoredTensor, stored_tensors, weight_names
+from batchspec.checkpoint.weight_files import WeightFiles, opened_weights
+from batchspec.checkpoint.weight_sums import Summing, WeightSums
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.base import TensorSpec
 from batchspec.model.checkpoint_part import CheckpointPart, formats_as_stored
-from batchspec.model.config_values import shown
-from batchspec.model.files import LocalFiles, ModelFiles, StoredTensor, stored_tensors, weight_names
 from batchspec.model.fused_experts import EntrySlice, tensors_of
 from batchspec.model.quant.base import Pieces, Slices
 from batchspec.model.quant.fp8 import Fp8
@@ -30,8 +32,6 @@ from batchspec.model.weight_checks import (
     check_tensors,
     check_unread_tensors,
 )
-from batchspec.model.weight_files import WeightFiles, opened_weights
-from batchspec.model.weight_sums import Summing, WeightSums
 from batchspec.process.load_progress import count_step
 
 Shapes = dict[str, tuple[int, ...]]

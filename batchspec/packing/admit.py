@@ -47,7 +47,6 @@ from batchspec.dataset.row_ids import request_ids
 from batchspec.dataset.schema import output_schema
 from batchspec.dataset.untyped_columns import json_kinds
 from batchspec.errors import CapacityError, ConfigError, TokenizerFails
-from batchspec.model.token_texts import TokenTexts
 from batchspec.packing.cells import BadRow, plain_cell, prompt_cell, row_values, synthetic_len_cell
 from batchspec.packing.choices import Choices
 from batchspec.packing.constraints import Constraints
@@ -59,13 +58,14 @@ from batchspec.packing.row_settings import RowSettings
 from batchspec.packing.row_templates import RowTemplates
 from batchspec.packing.tool_choice import tool_choice
 from batchspec.records import NO_LOGPROBS, Completion, Request, RowError
+from batchspec.text.token_texts import TokenTexts
 from batchspec.tool_calls.marks import HARMONY
 from batchspec.tool_calls.registry import choose_form
 from batchspec.tool_calls.split import CallParser
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
-    from batchspec.model.tokenizer import Tokenizer
+    from batchspec.text.tokenizer import Tokenizer
 
 
 ROWS_AT_ONCE = 64

@@ -8,13 +8,13 @@ from batchspec.config.checks import check_choices_to_score
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import ColumnMap
 from batchspec.errors import ConfigError
-from batchspec.model.thinking import ThinkTokens
 from batchspec.packing.cells import BadRow
 from batchspec.packing.constraints import choice_cell
 from batchspec.records import Choice, Ids
+from batchspec.text.thinking import ThinkTokens
 
 if TYPE_CHECKING:
-    from batchspec.model.tokenizer import Tokenizer
+    from batchspec.text.tokenizer import Tokenizer
 
 
 class Choices:

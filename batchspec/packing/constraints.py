@@ -30,16 +30,16 @@ from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.json_text import BadJson, parse
 from batchspec.errors import ConfigError
-from batchspec.model.thinking import ThinkTokens
 from batchspec.packing.cells import BadRow, json_cell
 from batchspec.process.local_files import fault_of, open_regular
 from batchspec.records import Request, Thinking
 from batchspec.structured.answer_checker import AnswerChecker
 from batchspec.structured.channels import state_after_header
 from batchspec.structured.compiler import BadConstraint, Compiler
+from batchspec.text.thinking import ThinkTokens
 
 if TYPE_CHECKING:
-    from batchspec.model.tokenizer import Tokenizer
+    from batchspec.text.tokenizer import Tokenizer
 
 KINDS = ("schema", "regex", "choice", "grammar")
 COLUMNS = (*KINDS, "response_format")

@@ -19,8 +19,8 @@ from batchspec.records import LEAST_TEMPERATURE
 from batchspec.tool_calls.registry import FORMS
 
 if TYPE_CHECKING:
-    from batchspec.model.tokenizer import Tokenizer
     from batchspec.packing.admit import Admission
+    from batchspec.text.tokenizer import Tokenizer
 
 READ_ROWS = 8192
 """Rows whose cells are in memory at a time."""

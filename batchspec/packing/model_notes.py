@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from batchspec.checkpoint.generation_config import NOT_FOLLOWED
+from batchspec.checkpoint.unread_keys import unread_note
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.console.text import as_json
-from batchspec.model.generation_config import NOT_FOLLOWED
-from batchspec.model.unread_keys import unread_note
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec

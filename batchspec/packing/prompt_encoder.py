@@ -15,13 +15,13 @@ from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.messages import FINAL, USUAL_SYSTEM, BadChat, read_chat
 from batchspec.dataset.openai_keys import OF_TEMPLATE, TEMPLATE_KWARGS
 from batchspec.errors import CapacityError, ConfigError, RendererKilled, TokenizerFails
-from batchspec.model.text_bytes import LongText
 from batchspec.packing.cells import NOT_WHOLE, BadRow, json_cell
 from batchspec.process.refusals import refusal
 from batchspec.records import Ids
+from batchspec.text.text_bytes import LongText
 
 if TYPE_CHECKING:
-    from batchspec.model.tokenizer import Tokenizer
+    from batchspec.text.tokenizer import Tokenizer
 
 
 class PromptEncoder:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import ColumnMap
 from batchspec.errors import ConfigError
-from batchspec.model.thinking import ThinkTokens
 from batchspec.packing.cells import BadRow
 from batchspec.packing.constraints import COLUMNS, Constraint, Constraints, asked_by, check_constraints
 from batchspec.packing.tool_choice import IGNORE, ToolChoice
+from batchspec.text.thinking import ThinkTokens
 from batchspec.tool_calls.marks import CALL_MARKS
 
 if TYPE_CHECKING:
-    from batchspec.model.tokenizer import Tokenizer
+    from batchspec.text.tokenizer import Tokenizer
 
 
 class RowConstraints:

@@ -10,13 +10,13 @@ from batchspec.config.schema import RunConfig
 from batchspec.config.values import violation
 from batchspec.dataset.columns import ColumnMap
 from batchspec.errors import ConfigError
-from batchspec.model.thinking import find_think_tokens
 from batchspec.packing.cells import BadRow, bias_cell, checked_biases, number_cell
 from batchspec.records import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_STOP_IDS, Ids, Repetition, SamplingParams, Thinking
+from batchspec.text.thinking import find_think_tokens
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
-    from batchspec.model.tokenizer import Tokenizer
+    from batchspec.text.tokenizer import Tokenizer
 
 SAMPLING = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",

@@ -1,6 +1,6 @@
 """input.prompt and input.system as Jinja templates: each row's texts, made of the columns that the templates name.
 
-They are rendered where chat templates are (`model/templates.py`), but what they read must be there: an undefined field and a null
+They are rendered where chat templates are (`text/templates.py`), but what they read must be there: an undefined field and a null
 are refused. A null column is one that the row does not have, unless the template itself tests it.
 """
 
@@ -22,10 +22,10 @@ from batchspec.dataset.json_text import BadJson, BadText
 from batchspec.dataset.messages import USUAL_SYSTEM, without_nulls
 from batchspec.dataset.untyped_columns import value_of
 from batchspec.errors import ConfigError, RendererKilled
-from batchspec.model.template_process import environment
-from batchspec.model.templates import Templates
 from batchspec.packing.cells import BadRow
 from batchspec.process.local_files import fault_of, open_regular
+from batchspec.text.template_process import environment
+from batchspec.text.templates import Templates
 
 JINJA = ("{{", "{%", "{#")
 """Marks of a template: a system prompt without any is plain text."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from batchspec.checkpoint.weight_files import weight_files
 from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import Group
 from batchspec.engine.loop.follower import follow
@@ -16,7 +17,6 @@ from batchspec.load.build import build_engine, device_facts, load_weights, rewri
 from batchspec.load.memory import check_memory, free_bytes
 from batchspec.model.kv_calibration import calibrate
 from batchspec.model.target import Target
-from batchspec.model.weight_files import weight_files
 from batchspec.prepare import JobModel, open_model
 from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.supervise.watchdog import Watchdog

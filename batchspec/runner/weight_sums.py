@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from batchspec.checkpoint.weight_sums import SumsOfJob, WeightSums
 from batchspec.errors import OutputError
-from batchspec.model.weight_sums import SumsOfJob, WeightSums
 from batchspec.prepare import Job
 from batchspec.runner.oom_fallback import EngineWithFallback
 from batchspec.runstate.claims import this_process

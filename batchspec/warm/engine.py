@@ -22,6 +22,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from batchspec.checkpoint.hub import find_model
 from batchspec.config.call_arguments import explains_arguments
 from batchspec.config.overrides import Options, overrides_of
 from batchspec.console import terminal
@@ -33,7 +34,6 @@ from batchspec.errors import CheckpointError, ConfigError, EngineInUse
 from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.model.dtype import dtype_name
 from batchspec.model.given import GivenWeights
-from batchspec.model.hub import find_model
 from batchspec.model.kv_calibration import give_scales
 from batchspec.model.lora import adapted
 from batchspec.model.quant.base import Weights

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from batchspec.model.packaged import smollm2_folder
+from batchspec.checkpoint.packaged import smollm2_folder
 from batchspec.model.spec import load_spec
 from tests import upcycle
 from tests.assistants import make_assistant

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from batchspec.checkpoint.config_values import ConfigReader, Json, Ranges
 from batchspec.console.text import as_json
 from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.base import PLAIN_NORM, NormForm
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.blocks.layer_inputs import LayerInputsSpec
-from batchspec.model.config_values import ConfigReader, Json, Ranges
 from batchspec.model.mtp import MtpSpec
 from batchspec.model.rope_config import RopeSpec, read_rope
 

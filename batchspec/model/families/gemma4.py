@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from batchspec.checkpoint.config_values import ConfigReader, Json
 from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.base import ExpertsSpec, NormForm
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
@@ -20,7 +21,6 @@ from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.blocks.layer_inputs import LayerInputSpec, LayerInputsSpec
 from batchspec.model.blocks.moe import MoeSpec, RouterSpec
 from batchspec.model.blocks.parallel_moe import ParallelMoeSpec
-from batchspec.model.config_values import ConfigReader, Json
 from batchspec.model.families.base import Family, check_heads, read_attentions, read_mlp
 from batchspec.model.rope_config import RopeSpec, read_part, rope_kind
 

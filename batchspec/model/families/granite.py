@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from batchspec.checkpoint.config_values import ConfigReader, Json
 from batchspec.console.text import as_json
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.config_values import ConfigReader, Json
 from batchspec.model.families.base import (
     Family,
     dense_layers,

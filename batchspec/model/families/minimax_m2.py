@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.model.blocks.base import ExpertsSpec
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.blocks.moe import MoeSpec, RouterSpec
-from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import EXPERT_COUNTS, Family, read_attentions, read_heads, read_num_experts
 from batchspec.model.rope_config import RopeSpec, read_rope, rope_part
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import Family, dense_layers, plain_rope, read_attentions, read_mlp, refuses_layer_types
 from batchspec.model.rope_config import RopeSpec, rope_part
 

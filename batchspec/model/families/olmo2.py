@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.model.blocks.base import NormForm
 from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import (
     GLOBAL,
     LOCAL,

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.console.text import quoted
 from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import (
     Family,
     dense_layers,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import Family, dense_layers, read_attentions, read_mlp
 
 

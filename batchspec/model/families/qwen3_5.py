@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import Family, read_mlp
 from batchspec.model.families.qwen3_next import (
     COMPUTES,

@@ -6,10 +6,10 @@ of these models, is refused. Source: transformers, models/qwen3_moe.
 
 from __future__ import annotations
 
+from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.model.blocks.base import ExpertsSpec
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.blocks.moe import MoeSpec, RouterSpec
-from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import (
     EXPERT_COUNTS,
     Family,

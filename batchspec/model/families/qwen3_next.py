@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from batchspec.checkpoint.config_values import ConfigReader, Json, Ranges
 from batchspec.console.text import as_json
 from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.base import ExpertsSpec, NormForm
@@ -17,7 +18,6 @@ from batchspec.model.blocks.gated_delta import GatedDeltaSpec
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.blocks.moe import MoeSpec, RouterSpec, SharedExpert
-from batchspec.model.config_values import ConfigReader, Json, Ranges
 from batchspec.model.families.base import (
     EXPERT_COUNTS,
     Family,

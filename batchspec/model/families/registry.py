@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from batchspec.checkpoint.config_values import ConfigReader, Json
+from batchspec.checkpoint.files import listed
 from batchspec.console.text import as_json
-from batchspec.model.config_values import ConfigReader, Json
 from batchspec.model.families.base import Family
 from batchspec.model.families.exaone4 import EXAONE4
 from batchspec.model.families.gemma3_text import GEMMA3_TEXT
@@ -27,7 +28,6 @@ from batchspec.model.families.qwen3_moe import QWEN3_MOE
 from batchspec.model.families.qwen3_next import QWEN3_NEXT
 from batchspec.model.families.seed_oss import SEED_OSS
 from batchspec.model.families.smollm3 import SMOLLM3
-from batchspec.model.files import listed
 
 FAMILIES: dict[str, Family] = {
     family.name: family

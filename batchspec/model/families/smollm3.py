@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import GLOBAL, LOCAL, Family, dense_layers, read_attentions, read_mlp
 
 

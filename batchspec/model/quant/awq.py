@@ -17,15 +17,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from batchspec.checkpoint.config_values import ConfigReader
+from batchspec.checkpoint.wrapped import plain_name
 from batchspec.kernels.common.four_bit import FourBitWeight
 from batchspec.kernels.common.int4 import CODES, pack, unpack
 from batchspec.model.blocks.base import Projection, Share, TensorSpec
-from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import Slices, Weights, bias_of, shard_bias
 from batchspec.model.quant.dynamic import excluded, unsupported
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.int4_format import EIGHTS, TYPICAL_SCALE, Int4, in_words
-from batchspec.model.wrapped import plain_name
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in a word of each of its eight outputs."""

@@ -11,15 +11,15 @@ order of expressions vLLM, layers/quantization/compressed_tensors/utils.py (find
 
 from __future__ import annotations
 
-from batchspec.model.config_values import ConfigReader
-from batchspec.model.name_patterns import checked_pattern
+from batchspec.checkpoint.config_values import ConfigReader
+from batchspec.checkpoint.name_patterns import checked_pattern
+from batchspec.checkpoint.wrapped import plain_name
 from batchspec.model.quant import nvfp4_format, pack_quantized
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.fp8 import Fp8, Scales
 from batchspec.model.quant.fp8_products import BLOCK, Activations
 from batchspec.model.quant.plain import PLAIN
-from batchspec.model.wrapped import plain_name
 
 _OF_GROUP = ("weights", "input_activations", "output_activations")
 _FP8_FORMATS = ("float-quantized", "naive-quantized")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from batchspec.checkpoint.config_values import ConfigReader
+from batchspec.checkpoint.name_patterns import checked_pattern
 from batchspec.console.text import quoted
 from batchspec.kernels.common.int4 import CODES
-from batchspec.model.config_values import ConfigReader
-from batchspec.model.name_patterns import checked_pattern
 
 _NOT, _ALSO = "-:", "+:"
 _NEUTRAL: dict[str, tuple[object, ...]] = {

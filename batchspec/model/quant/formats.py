@@ -9,16 +9,16 @@ from math import lcm
 
 import torch
 
+from batchspec.checkpoint.files import listed
+from batchspec.checkpoint.wrapped import is_of_text
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.blocks.base import BlockSpec, GroupedSpec, projections
-from batchspec.model.files import listed
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.module_names import begins_with, is_in
 from batchspec.model.quant.nvfp4_format import Nvfp4
 from batchspec.model.quant.ordered import ORDERED
 from batchspec.model.quant.plain import PLAIN, Plain
-from batchspec.model.wrapped import is_of_text
 from batchspec.tuning.policy import has_fast_experts, has_fast_fp8
 
 

@@ -10,12 +10,12 @@ Source: DeepSeek-V3 (arXiv 2412.19437, section 3.3); transformers, quantizers/qu
 
 from __future__ import annotations
 
-from batchspec.model.config_values import ConfigReader
-from batchspec.model.name_patterns import checked_pattern
+from batchspec.checkpoint.config_values import ConfigReader
+from batchspec.checkpoint.name_patterns import checked_pattern
+from batchspec.checkpoint.wrapped import plain_name
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.fp8_products import BLOCK
-from batchspec.model.wrapped import plain_name
 
 FP8_BLOCK = Fp8("block", "group", "weight_scale_inv")
 FP8_STATIC = Fp8("tensor", "static", "weight_scale_inv", "activation_scale")

@@ -17,16 +17,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from batchspec.checkpoint.config_values import ConfigReader
+from batchspec.checkpoint.name_patterns import checked_pattern
+from batchspec.checkpoint.wrapped import plain_name
 from batchspec.kernels.common.four_bit import FourBitWeight
 from batchspec.kernels.common.int4 import CODES, unpack
 from batchspec.model.blocks.base import Projection, Share, TensorSpec
-from batchspec.model.config_values import ConfigReader
-from batchspec.model.name_patterns import checked_pattern
 from batchspec.model.quant.base import Slices, Weights, bias_of, shard_bias
 from batchspec.model.quant.dynamic import excluded, unsupported
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.int4_format import EIGHTS, TYPICAL_SCALE, Int4, in_words
-from batchspec.model.wrapped import plain_name
 
 _ONES, _SEVENS = 0x11111111, 0x77777777
 

@@ -15,10 +15,11 @@ import fnmatch
 import re
 from collections.abc import Mapping
 
+from batchspec.checkpoint.config_values import ConfigReader, Json
+from batchspec.checkpoint.files import listed
+from batchspec.checkpoint.name_patterns import checked_pattern
+from batchspec.checkpoint.wrapped import is_of_text, plain_name
 from batchspec.kernels.common.fp4 import GROUP
-from batchspec.model.config_values import ConfigReader, Json
-from batchspec.model.files import listed
-from batchspec.model.name_patterns import checked_pattern
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.fp8 import Fp8
@@ -26,7 +27,6 @@ from batchspec.model.quant.fp8_block import FP8_BLOCK
 from batchspec.model.quant.fp8_products import BLOCK
 from batchspec.model.quant.nvfp4_format import MODELOPT, Nvfp4
 from batchspec.model.quant.plain import PLAIN
-from batchspec.model.wrapped import is_of_text, plain_name
 
 CONFIG_FILE = "hf_quant_config.json"
 _ALGORITHMS: Mapping[str, WeightFormat] = {

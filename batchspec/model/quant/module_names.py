@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from batchspec.model.name_patterns import NamePattern, joined
-from batchspec.model.wrapped import names_in_files
+from batchspec.checkpoint.name_patterns import NamePattern, joined
+from batchspec.checkpoint.wrapped import names_in_files
 
 
 def is_in(modules: tuple[str, ...], name: str) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.errors import CheckpointError
 from batchspec.kernels.moe.experts_mxfp4 import experts_mxfp4_down, experts_mxfp4_up
 from batchspec.kernels.moe.mxfp4 import LARGEST_SCALE, Mxfp4Weight, dequantise_blocks, mxfp4_shapes, shuffle_mxfp4
@@ -21,7 +22,6 @@ from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Gating, GroupedSpec, Share, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct
-from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import Slices, Weights
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.grouped import (

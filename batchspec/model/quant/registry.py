@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from batchspec.model.config_values import ConfigReader
+from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.model.quant.awq import read_awq
 from batchspec.model.quant.compressed_tensors import read_compressed_tensors
 from batchspec.model.quant.formats import ALL_PLAIN, Formats

@@ -16,11 +16,11 @@ from jinja2.nodes import Name
 
 from batchspec.config.schema import TEMPLATE_DATE
 from batchspec.errors import BatchspecError, CapacityError, CheckpointError, RendererKilled
-from batchspec.model import template_process
-from batchspec.model.template_process import Limit
-from batchspec.model.text_bytes import LongText
 from batchspec.process.child_process import start_module
 from batchspec.process.own_process import finalize_here
+from batchspec.text import template_process
+from batchspec.text.template_process import Limit
+from batchspec.text.text_bytes import LongText
 
 CPU_S = 3
 """CPU limit of one text, in whole seconds; a chat of 100,000 tokens takes hundredths of a second."""

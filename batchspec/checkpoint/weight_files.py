@@ -15,9 +15,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from batchspec.checkpoint.config_values import readable, shown
+from batchspec.checkpoint.files import MAX_HEADER_BYTES, LocalFiles, weight_names
 from batchspec.errors import CheckpointError
-from batchspec.model.config_values import readable, shown
-from batchspec.model.files import MAX_HEADER_BYTES, LocalFiles, weight_names
 from batchspec.process.local_files import fault_of, open_regular
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 14

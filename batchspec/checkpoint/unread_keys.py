@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from batchspec.checkpoint.config_values import ConfigReader
+from batchspec.checkpoint.files import listed
 from batchspec.console.text import as_json, one_line
-from batchspec.model.config_values import ConfigReader
-from batchspec.model.files import listed
 
 _OF_ANY_MODEL = frozenset({
     "_name_or_path", "transformers_version", "auto_map", "model_type", "torch_dtype", "use_cache", "name_or_path",

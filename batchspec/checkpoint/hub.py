@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchspec.checkpoint.config_values import has_file, has_folder
+from batchspec.checkpoint.files import LocalFiles, ModelFiles, weight_names
+from batchspec.checkpoint.packaged import NAME, smollm2_folder
 from batchspec.config.values import SHIPPED, shipped
 from batchspec.errors import BatchspecError, CheckpointError, ConfigError
-from batchspec.model.config_values import has_file, has_folder
-from batchspec.model.files import LocalFiles, ModelFiles, weight_names
-from batchspec.model.packaged import NAME, smollm2_folder
 from batchspec.process.load_progress import steps_of_download
 from batchspec.process.local_files import fault_of, passes
 

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import TypeVar
 
+from batchspec.checkpoint.files import ModelFiles, StoredTensor, stored_tensors
 from batchspec.errors import CheckpointError
-from batchspec.model.files import ModelFiles, StoredTensor, stored_tensors
 
 _PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head": "lm_head"}
 _OTHER_PARTS = re.compile(

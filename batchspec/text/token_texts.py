@@ -9,7 +9,7 @@ from batchspec.automata.token_automaton import TokenSymbols
 from batchspec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from batchspec.model.tokenizer import Tokenizer
+    from batchspec.text.tokenizer import Tokenizer
 
 
 class TokenTexts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchspec.model.config_values import Json
+from batchspec.checkpoint.config_values import Json
 
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Keys that are options of `decode` too, and do_sample."""

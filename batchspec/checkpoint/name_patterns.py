@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from batchspec.checkpoint.config_values import ConfigReader
+from batchspec.checkpoint.position_sets import Alternatives, Anchor, Chars, Look, Node, Repeated, Sequence, ends
 from batchspec.console.text import quoted
 from batchspec.errors import OneLine
-from batchspec.model.config_values import ConfigReader
-from batchspec.model.position_sets import Alternatives, Anchor, Chars, Look, Node, Repeated, Sequence, ends
 
 MAX_CHARS, MAX_DEPTH = 100_000, 100
 """Maximum length of an expression, and number of groups and repetitions inside of one another."""

@@ -15,7 +15,7 @@ import tokenizers
 
 from batchspec.automata.token_automaton import MARKS, OTHER, TokenSymbols
 from batchspec.errors import ConfigError
-from batchspec.model.text_bytes import byte_chars, parts_of
+from batchspec.text.text_bytes import byte_chars, parts_of
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _UNMARKED = bytes.maketrans(bytes(MARKS), b"\xc0" * len(MARKS))

@@ -10,14 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from batchspec.checkpoint.config_values import Json, has_file, read_json, read_text, shown
+from batchspec.checkpoint.files import LocalFiles
 from batchspec.dataset.messages import text_of
 from batchspec.errors import CheckpointError
-from batchspec.model.config_values import Json, has_file, read_json, read_text, shown
-from batchspec.model.dropped_parts import DroppedParts
-from batchspec.model.files import LocalFiles
-from batchspec.model.template_form import USER, Message, TemplateForm, assistant, find_form
-from batchspec.model.template_process import Limit
-from batchspec.model.templates import Templates
+from batchspec.text.dropped_parts import DroppedParts
+from batchspec.text.template_form import USER, Message, TemplateForm, assistant, find_form
+from batchspec.text.template_process import Limit
+from batchspec.text.templates import Templates
 from batchspec.tool_calls.probe import FUNCTION, TOOLS, AnswerSamples, probe_call
 
 _OPENED = re.compile(r"(<[^<>\s/]*think[^<>\s]*>|\[THINK\])\s*$", re.IGNORECASE)

@@ -14,9 +14,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from batchspec.checkpoint.config_values import Json, read_json, shown
 from batchspec.console.text import as_json
 from batchspec.errors import CheckpointError
-from batchspec.model.config_values import Json, read_json, shown
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")

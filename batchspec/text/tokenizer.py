@@ -14,17 +14,17 @@ from typing import Any
 import tokenizers
 
 from batchspec.automata.token_automaton import TokenSymbols
+from batchspec.checkpoint.config_values import has_file, read_text, shown
 from batchspec.config.schema import TEMPLATE_DATE
 from batchspec.console.text import quoted
 from batchspec.errors import CheckpointError, TokenizerFails
-from batchspec.model.chat_templates import CONTINUED, ChatTemplates, template_sources
-from batchspec.model.config_values import has_file, read_text, shown
-from batchspec.model.special_tokens import add_declared, special_tokens, tokenizer_config
-from batchspec.model.template_process import Limit
-from batchspec.model.text_bytes import LongText, text_bound
-from batchspec.model.text_growth import added_problem, growth_problem
-from batchspec.model.token_bytes import token_symbols
 from batchspec.process.refusals import is_panic
+from batchspec.text.chat_templates import CONTINUED, ChatTemplates, template_sources
+from batchspec.text.special_tokens import add_declared, special_tokens, tokenizer_config
+from batchspec.text.template_process import Limit
+from batchspec.text.text_bytes import LongText, text_bound
+from batchspec.text.text_growth import added_problem, growth_problem
+from batchspec.text.token_bytes import token_symbols
 
 END_CHARS = 1 << 20
 """If only the end of a text is wanted, a text with more characters is tokenised only from its end."""

@@ -44,7 +44,7 @@ def smollm2_folder() -> Path:
     folder = cache_folder() / "models" / f"{NAME}-{SHA256[:12]}-{_CONVERSION}"
     if (folder / "config.json").is_file():
         return folder
-    from batchspec.model.from_gguf import convert  # fails without gguf, before 93 MB are downloaded
+    from batchspec.checkpoint.from_gguf import convert  # fails without gguf, before 93 MB are downloaded
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from batchspec.model.name_patterns import BadPattern, parse_pattern
-from batchspec.model.text_bytes import Json, entries, parts_of
+from batchspec.checkpoint.name_patterns import BadPattern, parse_pattern
+from batchspec.text.text_bytes import Json, entries, parts_of
 
 MAX_GROWTH = 10_000
 """Bytes that a byte of text may become. NFKD, lower case, the charsmap of NFKC (33) and Metaspace together have 3,267."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchspec.errors import ConfigError
-from batchspec.model.tokenizer import Tokenizer
 from batchspec.records import Channels, Ids, Thinking
+from batchspec.text.tokenizer import Tokenizer
 
 KNOWN = (
     ("<think>", "</think>"),

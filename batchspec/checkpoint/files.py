@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from batchspec.checkpoint.config_values import read_json, readable, shown
 from batchspec.console.text import cut, quoted
 from batchspec.errors import CheckpointError
-from batchspec.model.config_values import read_json, readable, shown
 from batchspec.process.local_files import fault_of, open_regular
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchspec.checkpoint.files import listed
 from batchspec.errors import OutputError
-from batchspec.model.files import listed
 from batchspec.process.load_progress import count_step
 from batchspec.process.machine import num_cpus
 
