@@ -28,11 +28,11 @@ from batchspec.distributed.group import Group
 from batchspec.draft.spec import DrafterSpec, open_drafter
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.kernels.common.card import assumed_card, card_of
-from batchspec.model.blocks.base import Shard
 from batchspec.model.deterministic import in_one_order
 from batchspec.model.dtype import DTYPES, resolve_dtype
 from batchspec.model.kv_calibration import check_e4m3, check_fp8_kv
 from batchspec.model.kv_scales import KVScales
+from batchspec.model.layers.base import Shard
 from batchspec.model.lora import Adapter, open_adapter
 from batchspec.model.lora_products import AdapterSet, AdapterSource
 from batchspec.model.shard import part_of

@@ -16,7 +16,7 @@ from batchspec.distributed.collectives import Collectives
 from batchspec.draft.assistant import AssistantDrafterSpec
 from batchspec.draft.assistant_head import Assistant
 from batchspec.draft.spec import DrafterSpec, open_drafter
-from batchspec.model.blocks.base import Shard
+from batchspec.model.layers.base import Shard
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model

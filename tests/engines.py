@@ -24,7 +24,7 @@ from batchspec.cache.pages import KVCache
 from batchspec.cache.sharing_cost import SharingCost
 from batchspec.draft.base import Drafter, NoFeatures
 from batchspec.kernels.sampling.sample import gumbel_reference
-from batchspec.model.rope_config import RopeSpec
+from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch

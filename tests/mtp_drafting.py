@@ -22,7 +22,7 @@ from batchspec.draft.mtp_head import Mtp
 from batchspec.draft.spec import open_drafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.slots.expected_pages import ExpectedPages
-from batchspec.model.blocks.base import Shard
+from batchspec.model.layers.base import Shard
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model

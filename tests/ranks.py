@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from batchspec.distributed.collectives import Collectives, GlooCollectives
-from batchspec.model.blocks.base import Shard
+from batchspec.model.layers.base import Shard
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights

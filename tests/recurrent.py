@@ -15,10 +15,10 @@ from batchspec.cache.pages import KVCache
 from batchspec.kernels.gated_delta.convolve import convolve
 from batchspec.kernels.gated_delta.delta_steps import delta_steps
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState
-from batchspec.model.blocks import gated_delta
-from batchspec.model.blocks.base import PLAIN_NORM, NormForm
-from batchspec.model.blocks.gated_delta import GatedDeltaSpec
-from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.layers.base import PLAIN_NORM, NormForm
+from batchspec.model.layers.gated_delta import block as gated_delta
+from batchspec.model.layers.gated_delta.block import GatedDeltaSpec
+from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.mtp import JoinSpec, MtpSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target

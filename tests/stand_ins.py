@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from batchspec.config.schema import TEMPLATE_DATE
-from batchspec.model.blocks.attention import AttentionSpec
-from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.families.base import dense_layers
-from batchspec.model.rope_config import RopeSpec
+from batchspec.model.layers.attention.block import AttentionSpec
+from batchspec.model.layers.attention.rope_config import RopeSpec
+from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.packing.rates import card_rates
 from batchspec.text.chat_templates import ChatTemplates

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.model.blocks.forward import Product
+from batchspec.model.layers.forward import Product
 from batchspec.model.lora_products import DummyAdapters, LoraStacks
 from batchspec.model.lora_shape import LoraShape
 from batchspec.model.quant.plain import Linear, Plain

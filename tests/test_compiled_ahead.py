@@ -28,7 +28,7 @@ from batchspec.engine.step import RoundShape, Segment
 from batchspec.kernels.common.dry_run import dry_run, is_dry
 from batchspec.kernels.gated_delta import chunk_products, convolve, delta_chunks, delta_steps, gated_norm
 from batchspec.kernels.gemm import four_bit_tiles
-from batchspec.model.blocks.base import NormForm
+from batchspec.model.layers.base import NormForm
 from batchspec.model.quant import plain
 from batchspec.model.target import Target
 from tests.engines import make_engine, packed

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from batchspec.checkpoint import config_values
 from batchspec.checkpoint.config_values import ConfigReader, read_json, shown
 from batchspec.errors import CheckpointError
-from batchspec.model.blocks.attention import AttentionSpec
-from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.families import registry
-from batchspec.model.rope import rope_frequencies
+from batchspec.model.layers.attention.block import AttentionSpec
+from batchspec.model.layers.attention.rope import rope_frequencies
+from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
 from tests.models import needed
 

@@ -25,9 +25,9 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.fused import rms_norm
+from batchspec.model.layers.attention.rope import rope_frequencies
+from batchspec.model.layers.attention.rope_config import read_rope
 from batchspec.model.products import products
-from batchspec.model.rope import rope_frequencies
-from batchspec.model.rope_config import read_rope
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes

@@ -23,6 +23,7 @@ from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import load_head
 from batchspec.engine.rounds.records import RoundOptions
 from batchspec.model import decoder
+from batchspec.model.layers.attention import paged
 from batchspec.model.quant import plain
 from batchspec.model.target import Target
 from tests.engines import DEVICE, make_engine, packed, request, tiny_target
@@ -35,7 +36,8 @@ OWN_KERNELS = {
     reader: ("rope_of",),
     head: ("eagle_head_input", "rms_norm", "tap_norm"),
     output: ("lm_head", "argmax"),
-    decoder: ("add_norm", "rms_norm", "rope_write"),
+    decoder: ("add_norm", "rms_norm"),
+    paged: ("rope_write",),
     plain: ("rms_norm", "silu_and_mul"),
 }
 """Wrappers of one kernel each on a GPU (rope_of: of none); here their references run, which are operations of torch."""

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from batchspec.model.blocks.gated_delta import GatedDeltaSpec
+from batchspec.model.layers.gated_delta.block import GatedDeltaSpec
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from tests.english_checks import forced_drafts, replayed

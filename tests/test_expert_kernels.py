@@ -14,9 +14,9 @@ from batchspec.distributed.collectives import Collectives
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.errors import CheckpointError
-from batchspec.model.blocks.base import WHOLE, Shard
-from batchspec.model.blocks.moe import MoeSpec
 from batchspec.model.decoder import LayerWeights, ResidualStream
+from batchspec.model.layers.base import WHOLE, Shard
+from batchspec.model.layers.mlp.moe import MoeSpec
 from batchspec.model.quant.fp8_products import Fp8Experts
 from batchspec.model.quant.mxfp4 import PackedExperts
 from batchspec.model.shapes import shape_spec

@@ -11,9 +11,9 @@ import torch
 
 from batchspec.commands.families import main
 from batchspec.commands.families_table import Row, row_of, table
-from batchspec.model.blocks.base import projections
 from batchspec.model.checkpoint_part import block_tensors
 from batchspec.model.families.registry import FAMILIES
+from batchspec.model.layers.base import projections
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.shapes import COMMON, SHAPES, shape_spec
 from batchspec.model.spec import read_spec

@@ -18,7 +18,7 @@ from batchspec.draft.head_tensors import expected_shapes, head_bytes, normalised
 from batchspec.draft.layouts import _LAYER_DEFAULTS
 from batchspec.draft.weights import dummy_head, dummy_spec, load_head, read_head_spec
 from batchspec.errors import CheckpointError
-from batchspec.model.rope import rope_frequencies
+from batchspec.model.layers.attention.rope import rope_frequencies
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from tests.eagle_reference import target_taps

@@ -17,8 +17,8 @@ from batchspec.checkpoint.files import LocalFiles
 from batchspec.config.compose import compose
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
-from batchspec.model.blocks.base import ProductSpec, Projection, Shard
 from batchspec.model.decoder import LayerWeights
+from batchspec.model.layers.base import ProductSpec, Projection, Shard
 from batchspec.model.quant import fp8_products
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.fp8 import Fp8

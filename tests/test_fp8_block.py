@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchspec.checkpoint.files import LocalFiles
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.blocks.base import Projection, Share
+from batchspec.model.layers.base import Projection, Share
 from batchspec.model.quant.fp8_block import FP8_BLOCK
 from batchspec.model.quant.fp8_products import BLOCK
 from batchspec.model.spec import load_spec, read_spec

@@ -11,7 +11,7 @@ from torch import Tensor
 from batchspec.kernels.gemm import fp8_tiles
 from batchspec.kernels.gemm.fp8_tokens import quantise_tokens
 from batchspec.model import decoder
-from batchspec.model.blocks import gated_mlp
+from batchspec.model.layers.mlp import gated_mlp
 from batchspec.model.quant import fp8_products
 from batchspec.model.quant.fp8_products import Activations, Fp8Linear, Fp8Weight
 from batchspec.model.spec import ModelSpec, read_spec

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from batchspec.model.blocks.base import NormForm, Shard
-from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.layers.base import NormForm, Shard
+from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.lora import open_adapter
 from batchspec.model.lora_products import AdapterSet
 from batchspec.model.shard import slices_of

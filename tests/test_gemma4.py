@@ -18,7 +18,7 @@ from batchspec.draft.window import WindowDrafter
 from batchspec.errors import CheckpointError
 from batchspec.model.families.gemma4 import GEMMA4_TEXT
 from batchspec.model.fused_experts import tensors_of
-from batchspec.model.rope import rope_frequencies
+from batchspec.model.layers.attention.rope import rope_frequencies
 from batchspec.model.shapes import shape_spec
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
 from batchspec.model.target import Target

@@ -17,7 +17,7 @@ from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.errors import CheckpointError
 from batchspec.kernels.moe.mxfp4 import VALUES, dequantise_blocks
-from batchspec.model.blocks.base import Shard, Share
+from batchspec.model.layers.base import Shard, Share
 from batchspec.model.quant.mxfp4 import Mxfp4, PackedExperts
 from batchspec.model.shard import part_of
 from batchspec.model.spec import load_spec, read_spec

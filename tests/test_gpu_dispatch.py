@@ -20,7 +20,7 @@ from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.kernels.moe import router, tiles
-from batchspec.model.blocks.base import Gating
+from batchspec.model.layers.base import Gating
 from batchspec.model.quant.fp8_products import Fp8Experts
 from batchspec.model.quant.grouped import PlainExperts
 from batchspec.model.spec import ModelSpec

@@ -31,7 +31,7 @@ from batchspec.engine.rounds.graph_pool import GraphPool
 from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.step import Segment
-from batchspec.model.rope_config import RopeSpec
+from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes

@@ -20,8 +20,8 @@ from batchspec.kernels.gemm.fp8_tokens import Fp8Tokens
 from batchspec.kernels.gemm.scaled_mm import scaled_mm
 from batchspec.kernels.moe.route import lists_reference, route
 from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.moe import Moe, MoeSpec
 from batchspec.model.decoder import LayerWeights, ResidualStream
+from batchspec.model.layers.mlp.moe import Moe, MoeSpec
 from batchspec.model.quant import fp8_products
 from batchspec.model.spec import ModelSpec, layer_prefix, read_spec
 from batchspec.model.target import Target

@@ -20,8 +20,8 @@ from batchspec.draft.none import NoDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.kernels.gated_delta.delta_steps import delta_steps
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState
-from batchspec.model.blocks.gated_delta import GatedDeltaSpec
-from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.layers.gated_delta.block import GatedDeltaSpec
+from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.target import Target
 from tests.engines import make_engine, request
 from tests.recurrent import mtp_of

@@ -11,7 +11,7 @@ import torch
 from batchspec.config.schema import PackingConfig
 from batchspec.errors import CapacityError
 from batchspec.kernels.gated_delta.chunk_products import CHUNK
-from batchspec.model.blocks.base import Shard
+from batchspec.model.layers.base import Shard
 from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import prefill_seconds, round_seconds

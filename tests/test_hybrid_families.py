@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 
 from batchspec.checkpoint.files import LocalFiles
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.blocks.attention import AttentionSpec
-from batchspec.model.blocks.base import Shard
-from batchspec.model.blocks.gated_delta import GatedDeltaSpec
-from batchspec.model.blocks.gated_mlp import GatedMlpSpec
-from batchspec.model.blocks.moe import MoeSpec
 from batchspec.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from batchspec.model.families.qwen3_next import QWEN3_NEXT
+from batchspec.model.layers.attention.block import AttentionSpec
+from batchspec.model.layers.attention.rope import rope_frequencies
+from batchspec.model.layers.base import Shard
+from batchspec.model.layers.gated_delta.block import GatedDeltaSpec
+from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
+from batchspec.model.layers.mlp.moe import MoeSpec
 from batchspec.model.quant.base import Slices
-from batchspec.model.rope import rope_frequencies
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
 from batchspec.model.weights import Checkpoint, DummyWeights, expected_shapes, judge_model, taken

@@ -15,8 +15,8 @@ from torch import Tensor
 from batchspec.errors import CheckpointError
 from batchspec.kernels.common.four_bit import ROWS, dequantise, is_readable
 from batchspec.kernels.common.int4 import arrange, bf16_scales, pack, unpack
-from batchspec.model.blocks.base import GroupedSpec, Projection
-from batchspec.model.blocks.forward import Product
+from batchspec.model.layers.base import GroupedSpec, Projection
+from batchspec.model.layers.forward import Product
 from batchspec.model.quant.awq import Awq
 from batchspec.model.quant.four_bit import FourBitLinear, joined
 from batchspec.model.quant.gptq import Gptq

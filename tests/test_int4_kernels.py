@@ -18,7 +18,7 @@ from batchspec.kernels.common.four_bit import dequantise
 from batchspec.kernels.gemm import four_bit_tiles
 from batchspec.kernels.gemm.four_bit_tiles import op_of
 from batchspec.kernels.gemm.tiles import Tile
-from batchspec.model.blocks.base import GroupedSpec
+from batchspec.model.layers.base import GroupedSpec
 from batchspec.model.products import products
 from batchspec.model.quant import four_bit, four_bit_experts
 from batchspec.model.quant.four_bit import FourBitLinear

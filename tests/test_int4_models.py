@@ -15,7 +15,7 @@ from torch import Tensor
 
 from batchspec.checkpoint.files import LocalFiles
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.blocks.base import Shard
+from batchspec.model.layers.base import Shard
 from batchspec.model.lora import open_adapter
 from batchspec.model.lora_products import AdapterSet, DummyAdapters
 from batchspec.model.quant import dequantised

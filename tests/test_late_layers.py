@@ -16,7 +16,7 @@ from batchspec.checkpoint.files import LocalFiles
 from batchspec.errors import CheckpointError
 from batchspec.heads.data import Row
 from batchspec.heads.teacher import Teacher
-from batchspec.model.blocks.layer_inputs import LayerInput
+from batchspec.model.layers.layer_inputs import LayerInput
 from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model

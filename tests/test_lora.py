@@ -24,7 +24,7 @@ from batchspec.commands.decode_again import other_cache
 from batchspec.config.compose import compose
 from batchspec.config.schema import CacheConfig
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.blocks.base import Shard
+from batchspec.model.layers.base import Shard
 from batchspec.model.lora import FILE, AdaptedWeights, adapted, open_adapter
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import EMBEDDING, load_spec

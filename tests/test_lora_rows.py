@@ -30,8 +30,8 @@ from batchspec.errors import CheckpointError, ConfigError
 from batchspec.kernels.benchmarks.lora_bench import SHAPES
 from batchspec.kernels.lora.lora_shrink import RANKS, num_splits
 from batchspec.kernels.lora.lora_tokens import block_of, max_tiles
-from batchspec.model.blocks.base import Shard
 from batchspec.model.kv_calibration import calibrate
+from batchspec.model.layers.base import Shard
 from batchspec.model.lora import open_adapter
 from batchspec.model.lora_products import AdaptedProduct, AdapterSet
 from batchspec.model.lora_shape import LoraShape

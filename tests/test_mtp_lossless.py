@@ -30,7 +30,7 @@ from batchspec.draft.mtp_head import Mtp, MtpShape, dummy_mtp
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.records import RoundOptions
-from batchspec.model.blocks.base import Shard
+from batchspec.model.layers.base import Shard
 from batchspec.model.spec import read_spec, tokens_of
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model

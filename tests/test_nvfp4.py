@@ -17,7 +17,7 @@ from batchspec.kernels.common.fp4 import scales_of, stored_scales
 from batchspec.kernels.common.nvfp4 import Nvfp4Weight, arranged, dequantise, joined
 from batchspec.kernels.moe.mxfp4 import PLACES, words_of
 from batchspec.kernels.moe.route import lists_reference
-from batchspec.model.blocks.base import GroupedSpec, Projection
+from batchspec.model.layers.base import GroupedSpec, Projection
 from batchspec.model.quant import dequantised
 from batchspec.model.quant.four_bit import joined as form_joined
 from batchspec.model.quant.nvfp4 import Nvfp4Linear

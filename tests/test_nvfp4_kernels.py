@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from batchspec.checkpoint.files import LocalFiles
-from batchspec.model.blocks.base import GroupedSpec
+from batchspec.model.layers.base import GroupedSpec
 from batchspec.model.products import products
 from batchspec.model.quant.four_bit import FourBitLinear
 from batchspec.model.quant.four_bit_experts import FourBitExperts

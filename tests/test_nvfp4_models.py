@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchspec.checkpoint.files import LocalFiles
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.blocks.base import Shard
+from batchspec.model.layers.base import Shard
 from batchspec.model.quant.nvfp4 import Nvfp4Linear
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.shard import part_of

@@ -33,7 +33,7 @@ from batchspec.distributed.seat import Seat
 from batchspec.errors import ConfigError, RankLost
 from batchspec.kernels.distributed.peer_memory import PeerMemory, buffer_bytes, peer_memory
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form
-from batchspec.model.blocks.base import Shard
+from batchspec.model.layers.base import Shard
 from batchspec.packing.memory import reserve_bytes
 from batchspec.supervise import watchdog
 from batchspec.tuning import exchange

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from batchspec.checkpoint.wrapped import names_in_files
 from batchspec.errors import ConfigError
 from batchspec.kernels.moe.route import lists_reference
-from batchspec.model.blocks.base import GroupedSpec, Projection, Shard, Share
+from batchspec.model.layers.base import GroupedSpec, Projection, Shard, Share
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.module_names import begins_with, is_in
 from batchspec.model.quant.plain import PLAIN

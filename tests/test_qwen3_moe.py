@@ -10,8 +10,8 @@ import torch
 
 from batchspec.errors import CheckpointError
 from batchspec.kernels.moe.route import lists_reference, route_reference
-from batchspec.model.blocks.gated_mlp import GatedMlpSpec
-from batchspec.model.blocks.moe import MoeSpec
+from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
+from batchspec.model.layers.mlp.moe import MoeSpec
 from batchspec.model.products import products
 from batchspec.model.quant import grouped
 from batchspec.model.spec import ModelSpec, load_spec, read_spec

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec.errors import ConfigError
-from batchspec.model.blocks.base import WHOLE, Shard
+from batchspec.model.layers.base import WHOLE, Shard
 from batchspec.model.quant.base import Pieces, Slices
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec, read_spec

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from batchspec.checkpoint.files import LocalFiles
 from batchspec.errors import CheckpointError
-from batchspec.model.blocks.base import NormForm, Shard
-from batchspec.model.blocks.gated_mlp import GatedMlpSpec
-from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.blocks.moe import MoeSpec, SharedExpert
 from batchspec.model.given import GivenWeights
+from batchspec.model.layers.base import NormForm, Shard
+from batchspec.model.layers.layer import LayerSpec
+from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
+from batchspec.model.layers.mlp.moe import MoeSpec, SharedExpert
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
 from batchspec.model.target import Target

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from batchspec.errors import CheckpointError
-from batchspec.model.blocks.gated_mlp import GatedMlpSpec
-from batchspec.model.rope import rope_angles, rope_frequencies
+from batchspec.model.layers.attention.rope import rope_angles, rope_frequencies
+from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
 from batchspec.model.spec import ModelSpec, load_spec
 from tests.models import make_checkpoint
 

@@ -15,7 +15,7 @@ from batchspec.commands.decode_again import other_cache
 from batchspec.commands.planning import plan
 from batchspec.config.compose import compose
 from batchspec.errors import ConfigError, OutputError
-from batchspec.model.blocks.base import Shard
+from batchspec.model.layers.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.prepare import Job, open_job
 from batchspec.runner.identity import job_fingerprint

@@ -22,9 +22,9 @@ from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
 from batchspec.errors import ConfigError
 from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
-from batchspec.model.blocks.base import Shard, TensorSpec
 from batchspec.model.decoder import ResidualStream
 from batchspec.model.fused import rms_norm
+from batchspec.model.layers.base import Shard, TensorSpec
 from batchspec.model.quant.plain import Linear
 from batchspec.model.shard import part_of as part_of_shape
 from batchspec.model.spec import ModelSpec

@@ -24,7 +24,7 @@ from batchspec.checkpoint.weight_sums import Summing, SumsOfJob, WeightSums, gro
 from batchspec.commands import verify
 from batchspec.engine.loop.engine import Engine as BatchEngine
 from batchspec.errors import CheckpointError, OutputError
-from batchspec.model.blocks.base import Shard
+from batchspec.model.layers.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target

@@ -15,7 +15,7 @@ from batchspec.distributed.group import check_reach
 from batchspec.errors import BatchspecError, ConfigError
 from batchspec.kernels.common.card import Card, assumed, assumed_card
 from batchspec.load.memory import check_memory, expected_drafts, plan_batch
-from batchspec.model.blocks.base import Shard
+from batchspec.model.layers.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec
 from batchspec.packed_batch import PackedBatch

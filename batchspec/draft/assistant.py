@@ -32,8 +32,8 @@ from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
 from batchspec.errors import ConfigError
 from batchspec.kernels.sampling.argmax import PROBABILITIES
 from batchspec.model.assistant import AssistantSpec, read_assistant
-from batchspec.model.blocks.base import Shard
 from batchspec.model.fused import rms_norm
+from batchspec.model.layers.base import Shard
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 

@@ -17,12 +17,13 @@ from batchspec.draft.coupled import Draws
 from batchspec.draft.output import DraftOutput
 from batchspec.kernels.sampling.argmax import argmax
 from batchspec.model.assistant import ORDER, AssistantSpec
-from batchspec.model.blocks.forward import Product
-from batchspec.model.blocks.layer import DecoderLayer
-from batchspec.model.decoder import LayerWeights, PagedAttend, PagedStore, ResidualStream
+from batchspec.model.decoder import LayerWeights, ResidualStream
 from batchspec.model.fused_experts import tensors_of
-from batchspec.model.rope import Rope, rope_frequencies, rope_of
-from batchspec.model.rope_config import RopeSpec
+from batchspec.model.layers.attention.paged import PagedAttend, PagedStore
+from batchspec.model.layers.attention.rope import Rope, rope_frequencies, rope_of
+from batchspec.model.layers.attention.rope_config import RopeSpec
+from batchspec.model.layers.forward import Product
+from batchspec.model.layers.layer import DecoderLayer
 from batchspec.model.spec import EMBEDDING, FINAL_NORM, layer_prefix
 from batchspec.model.target import Target
 from batchspec.model.weight_checks import check_tensors

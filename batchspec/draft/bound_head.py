@@ -18,11 +18,12 @@ from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.layout import KVLayout, LayerKV
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.output import DraftOutput
-from batchspec.model.blocks.base import Gemm
-from batchspec.model.blocks.layer import DecoderLayer, LayerSpec
-from batchspec.model.decoder import PagedAttend, PagedStore, ResidualStream
-from batchspec.model.rope import Rope
-from batchspec.model.rope_config import RopeSpec
+from batchspec.model.decoder import ResidualStream
+from batchspec.model.layers.attention.paged import PagedAttend, PagedStore
+from batchspec.model.layers.attention.rope import Rope
+from batchspec.model.layers.attention.rope_config import RopeSpec
+from batchspec.model.layers.base import Gemm
+from batchspec.model.layers.layer import DecoderLayer, LayerSpec
 from batchspec.model.target import Target
 
 

@@ -32,7 +32,7 @@ from batchspec.draft.coupled import Draws, first_draws, later_draws
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.kernels.drafting.gather_last_accepted import gather_last_accepted
 from batchspec.kernels.drafting.prepare_chain_draft_inputs import prepare_chain_draft_inputs
-from batchspec.model.decoder import PagedAttend
+from batchspec.model.layers.attention.paged import PagedAttend
 from batchspec.model.target import Target
 
 

@@ -28,7 +28,7 @@ from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec, load_head, open_head
 from batchspec.errors import ConfigError
-from batchspec.model.blocks.base import Shard
+from batchspec.model.layers.base import Shard
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 

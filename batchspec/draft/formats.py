@@ -12,10 +12,10 @@ from pathlib import Path
 
 from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.draft.layouts import MASK_KEYS, SPECFORGE, HeadConfig, family_of, read_config
-from batchspec.model.blocks.base import WHOLE, Shard
 from batchspec.model.families.base import read_heads, read_windows
 from batchspec.model.families.registry import has_window_switch
-from batchspec.model.rope_config import RopeSpec, read_rope
+from batchspec.model.layers.attention.rope_config import RopeSpec, read_rope
+from batchspec.model.layers.base import WHOLE, Shard
 from batchspec.model.spec import ModelSpec, tokens_of
 
 OTHER_TARGET = "a head of another target; give one made for this model"

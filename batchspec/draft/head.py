@@ -17,9 +17,9 @@ from batchspec.draft.head_tensors import HIDDEN_NORM, fc_product, head_layers, h
 from batchspec.draft.output import DraftOutput
 from batchspec.kernels.drafting.eagle_head_input import eagle_head_input
 from batchspec.kernels.norm_rope.norm import rms_norm as tap_norm
-from batchspec.model.blocks.base import Gemm, GroupedSpec, ProductSpec
-from batchspec.model.blocks.forward import GroupedProduct
 from batchspec.model.fused import rms_norm
+from batchspec.model.layers.base import Gemm, GroupedSpec, ProductSpec
+from batchspec.model.layers.forward import GroupedProduct
 from batchspec.model.products import gemm_products
 from batchspec.model.quant.plain import Linear
 from batchspec.model.target import Target

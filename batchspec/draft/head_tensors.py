@@ -8,11 +8,11 @@ from math import prod
 import torch
 
 from batchspec.draft.formats import HeadSpec
-from batchspec.model.blocks.attention import AttentionSpec
-from batchspec.model.blocks.base import ProductSpec, Projection, TensorSpec
-from batchspec.model.blocks.gated_mlp import GatedMlpSpec
-from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.checkpoint_part import block_tensors
+from batchspec.model.layers.attention.block import AttentionSpec
+from batchspec.model.layers.base import ProductSpec, Projection, TensorSpec
+from batchspec.model.layers.layer import LayerSpec
+from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.weights import Shapes, shapes_of
 

@@ -28,7 +28,7 @@ from batchspec.draft.mtp_head import Mtp, MtpHead, MtpShape, dummy_mtp, load_mtp
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
 from batchspec.errors import ConfigError
 from batchspec.model.assistant import is_assistant
-from batchspec.model.blocks.base import Shard
+from batchspec.model.layers.base import Shard
 from batchspec.model.mtp import MtpSpec
 from batchspec.model.spec import ModelSpec, load_spec, tokens_of
 from batchspec.model.target import Target

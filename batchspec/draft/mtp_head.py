@@ -14,16 +14,16 @@ from batchspec.draft.bound_head import BoundHead, layer_gemms
 from batchspec.draft.frequent_tokens import FrequentTokens
 from batchspec.draft.output import DraftOutput
 from batchspec.kernels.drafting.eagle_head_input import eagle_head_input
-from batchspec.model.blocks.forward import Product
-from batchspec.model.blocks.layer import DecoderLayer
 from batchspec.model.checkpoint_part import formats_as_stored
 from batchspec.model.decoder import LayerWeights
 from batchspec.model.fused import rms_norm
 from batchspec.model.fused_experts import tensors_of
+from batchspec.model.layers.attention.rope_config import RopeSpec
+from batchspec.model.layers.forward import Product
+from batchspec.model.layers.layer import DecoderLayer
 from batchspec.model.mtp import MtpSpec
 from batchspec.model.products import gemm_products
 from batchspec.model.quant.base import Weights
-from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec, tokens_of
 from batchspec.model.target import Target
 from batchspec.model.weight_checks import check_tensors

@@ -19,7 +19,7 @@ from batchspec.cache.pages import KVCache
 from batchspec.draft.base import DrafterBase
 from batchspec.draft.bound_head import DraftWeights, HeadShape, Place, head_states
 from batchspec.kernels.sampling.argmax import PROBABILITIES
-from batchspec.model.rope import Rope, rope_frequencies, rope_of
+from batchspec.model.layers.attention.rope import Rope, rope_frequencies, rope_of
 from batchspec.model.target import Target
 
 

@@ -15,7 +15,7 @@ from batchspec.draft.formats import HeadSpec
 from batchspec.draft.head import Head
 from batchspec.draft.head_tensors import head_layers, head_prefix
 from batchspec.errors import ConfigError
-from batchspec.model.blocks.base import Shard, projections
+from batchspec.model.layers.base import Shard, projections
 from batchspec.model.quant.base import Slices
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.weights import taken

@@ -22,7 +22,7 @@ from batchspec.config.schema import RunConfig
 from batchspec.draft.base import Drafter
 from batchspec.draft.shapes import ChainShape, TreeShape
 from batchspec.errors import ConfigError
-from batchspec.model.blocks.base import Shard
+from batchspec.model.layers.base import Shard
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from batchspec.heads.attend import Keys
 from batchspec.heads.layer import Step
-from batchspec.model.rope import rope_angles, rope_frequencies
-from batchspec.model.rope_config import RopeSpec
+from batchspec.model.layers.attention.rope import rope_angles, rope_frequencies
+from batchspec.model.layers.attention.rope_config import RopeSpec
 
 STD = 0.02
 """Standard deviation of random matrices."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from batchspec.heads.fused import SwiGLU
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing, rows_by_expert
-from batchspec.model.blocks.base import Gating
+from batchspec.model.layers.base import Gating
 
 
 class DifferentiableExperts:

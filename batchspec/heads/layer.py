@@ -1,4 +1,4 @@
-"""The decoder layer of a head in training: the forward pass of `batchspec.model.blocks` over differentiable operations.
+"""The decoder layer of a head in training: the forward pass of `batchspec.model.layers` over differentiable operations.
 
 B rows, L positions (padded at the end), T = B * L tokens, H hidden, NH / KVH heads of D numbers. Inside a layer tokens are flat
 [T, ...], one row after another, as in inference. Parameters have the names of published checkpoints.
@@ -18,9 +18,9 @@ from batchspec.heads.attend import Keys, attend
 from batchspec.heads.experts import DifferentiableExperts
 from batchspec.heads.fused import RoPE, SwiGLU
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.model.blocks.base import GroupedSpec, ProductSpec, Projection, TensorSpec, projections
-from batchspec.model.blocks.forward import Product
-from batchspec.model.blocks.layer import DecoderLayer, LayerSpec
+from batchspec.model.layers.base import GroupedSpec, ProductSpec, Projection, TensorSpec, projections
+from batchspec.model.layers.forward import Product
+from batchspec.model.layers.layer import DecoderLayer, LayerSpec
 
 Angles = tuple[Tensor, Tensor]
 """cos and sin [L, R], the first half of sin negated; R of the D numbers of a head are rotated"""

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from batchspec.heads.draft_network import DraftNetwork
 from batchspec.heads.layer import Layer, Norm, place
-from batchspec.model.blocks.base import projections
+from batchspec.model.layers.attention.rope_config import RopeSpec
+from batchspec.model.layers.base import projections
 from batchspec.model.mtp import MtpSpec
-from batchspec.model.rope_config import RopeSpec
 
 
 class MtpNetwork(DraftNetwork):

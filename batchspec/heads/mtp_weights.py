@@ -15,9 +15,9 @@ from torch import Tensor
 
 from batchspec.heads.mtp_network import MtpNetwork
 from batchspec.heads.save import write_checkpoint
-from batchspec.model.blocks.base import TensorSpec, projections
 from batchspec.model.dtype import dtype_name
 from batchspec.model.families.registry import FAMILIES
+from batchspec.model.layers.base import TensorSpec, projections
 from batchspec.model.mtp import MtpSpec
 from batchspec.model.quant.base import Weights
 from batchspec.model.quant.formats import ALL_PLAIN

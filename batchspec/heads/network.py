@@ -20,7 +20,7 @@ from batchspec.draft.head_tensors import fc_product, head_layers
 from batchspec.heads.attend import Keys
 from batchspec.heads.draft_network import DraftNetwork
 from batchspec.heads.layer import Layer, Norm, Step
-from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.layers.layer import LayerSpec
 
 
 class MidLayer(Layer):

@@ -22,7 +22,7 @@ from batchspec.draft.formats import HeadSpec
 from batchspec.heads.network import HeadNetwork
 from batchspec.model.dtype import dtype_name
 from batchspec.model.families.registry import FAMILIES
-from batchspec.model.rope_config import RopeSpec
+from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

@@ -1,9 +1,9 @@
 """The model: config.json and safetensors in, a forward pass over a flat batch out. Begin with target.py.
 
-families/ has one file a model family, blocks/ the parts of a decoder layer, quant/ the weight formats.
+families/ has one file a model family, layers/ the kinds of layers and their blocks, quant/ the weight formats.
 
 From config to weights:
-  spec.py               config.json -> ModelSpec; rope_config.py: rotary embedding
+  spec.py               config.json -> ModelSpec
   checkpoint_part.py    what is loaded by itself: the model, or its MTP layer
   mtp.py                the layer that predicts one token further; assistant.py: a small model that reads another one's K and V
   shapes.py             configs of known models by name, to measure and tune without a checkpoint; family_shapes.py: more
@@ -17,7 +17,6 @@ Forward pass:
   target.py             the target
   mixer_inputs.py       what its layers read of the rows
   decoder.py            its layers; fused.py: elementwise operations
-  rope.py               rotary embedding
   output_head.py        logits and greedy tokens; vocabulary.py: of several ranks
   single_row.py         one row in one pass, for calibration and comparisons
   products.py           matrix products worth timing

@@ -15,7 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchspec.checkpoint.config_values import ConfigReader, read_json, shown
-from batchspec.model.blocks.base import (
+from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
+from batchspec.model.families.registry import ASSISTANTS, assistant_text
+from batchspec.model.layers.attention.rope_config import RopeSpec
+from batchspec.model.layers.base import (
     WHOLE,
     BlockSpec,
     NormForm,
@@ -25,12 +28,9 @@ from batchspec.model.blocks.base import (
     TensorSpec,
     WholeBlockSpec,
 )
-from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
-from batchspec.model.families.registry import ASSISTANTS, assistant_text
+from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.quant.base import Slices
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
-from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import EMBEDDING, FINAL_NORM, OUTPUT, ModelSpec, layer_prefix, layers_of, read_spec, tokens_of
 
 ORDER = "masked_embedding.token_ordering"

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from batchspec.checkpoint.files import StoredTensor
-from batchspec.model.blocks.base import FLOATS, BlockSpec, Gemm, Shard, TensorSpec, projections
+from batchspec.model.layers.base import FLOATS, BlockSpec, Gemm, Shard, TensorSpec, projections
 from batchspec.model.quant.base import Slices
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.grouped import expert_parts

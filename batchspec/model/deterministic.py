@@ -8,8 +8,8 @@ from batchspec.errors import ConfigError
 from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.four_bit import ROWS
 from batchspec.kernels.moe.route import MAX_EXPERTS, MAX_TOP_K
-from batchspec.model.blocks.moe import MoeSpec
 from batchspec.model.dtype import dtype_name
+from batchspec.model.layers.mlp.moe import MoeSpec
 from batchspec.model.quant.grouped import ROW_BYTES
 from batchspec.model.quant.int4_format import Int4
 from batchspec.model.spec import ModelSpec

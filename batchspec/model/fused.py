@@ -15,7 +15,7 @@ from batchspec.kernels.moe.combine_fp8 import combine_fp8
 from batchspec.kernels.norm_rope import norm
 from batchspec.kernels.norm_rope.norm_fp8 import norm_fp8
 from batchspec.kernels.norm_rope.rope_write import rotate_queries
-from batchspec.model.rope import Rope
+from batchspec.model.layers.attention.rope import Rope
 from batchspec.tuning.policy import has_fast_experts
 
 

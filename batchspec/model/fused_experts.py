@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from batchspec.checkpoint.files import Entry, StoredTensor
-from batchspec.model.blocks.base import GroupedSpec, Projection
 from batchspec.model.checkpoint_part import CheckpointPart
+from batchspec.model.layers.base import GroupedSpec, Projection
 from batchspec.model.quant.fp8_products import BLOCK
 
 _SCALE = "_scale_inv"

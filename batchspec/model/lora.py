@@ -30,7 +30,7 @@ from batchspec.checkpoint.wrapped import of_text
 from batchspec.console.text import quoted
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.adapter_config import CONFIG, MERGE, LoraConfig, read_adapter_config
-from batchspec.model.blocks.base import FLOATS, Projection, projections
+from batchspec.model.layers.base import FLOATS, Projection, projections
 from batchspec.model.lora_shape import MAX_RANK
 from batchspec.model.quant.base import Weights
 from batchspec.model.quant.plain import Plain

@@ -21,8 +21,8 @@ from torch import Tensor
 from batchspec.kernels.lora.lora_expand import lora_expand
 from batchspec.kernels.lora.lora_shrink import lora_shrink
 from batchspec.kernels.lora.lora_tokens import LoraTokens, lora_tokens
-from batchspec.model.blocks.base import ProductSpec, Share
-from batchspec.model.blocks.forward import Product
+from batchspec.model.layers.base import ProductSpec, Share
+from batchspec.model.layers.forward import Product
 from batchspec.model.lora import Adapter
 from batchspec.model.lora_shape import LoraShape
 from batchspec.model.shard import share_of

@@ -10,7 +10,7 @@ import torch
 from batchspec.kernels.lora.lora_expand import MOST_PARTS
 from batchspec.kernels.lora.lora_shrink import PROGRAMS, padded_rank
 from batchspec.kernels.lora.lora_tokens import BLOCKS
-from batchspec.model.blocks.base import ProductSpec
+from batchspec.model.layers.base import ProductSpec
 
 MAX_RANK = 64
 """Largest rank of an adapter that is not merged: the largest that the kernels are compiled for."""

@@ -15,8 +15,8 @@ from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaState
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.model.decoder import PagedAttend, PagedStore
-from batchspec.model.rope import Rope
+from batchspec.model.layers.attention.paged import PagedAttend, PagedStore
+from batchspec.model.layers.attention.rope import Rope
 from batchspec.model.spec import ModelSpec
 
 

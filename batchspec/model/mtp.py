@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from batchspec.model.blocks.base import (
+from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
+from batchspec.model.layers.base import (
     PLAIN_NORM,
     WHOLE,
     BlockSpec,
@@ -25,8 +26,7 @@ from batchspec.model.blocks.base import (
     TensorSpec,
     WholeBlockSpec,
 )
-from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
+from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.quant.base import Slices
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from batchspec.kernels.gemm.four_bit_tiles import op_of
 from batchspec.kernels.gemm.tiles import NORM_MAX_K
-from batchspec.model.blocks.base import Gemm
+from batchspec.model.layers.base import Gemm
 from batchspec.model.quant.int4_format import Int4
 from batchspec.model.quant.nvfp4_format import Nvfp4
 from batchspec.model.spec import ModelSpec

@@ -21,8 +21,8 @@ The blocks declare how their products are cut (`BlockSpec.shares`), the weight f
 
 from __future__ import annotations
 
-from batchspec.model.blocks.base import Shard, Share, projections
 from batchspec.model.checkpoint_part import CheckpointPart
+from batchspec.model.layers.base import Shard, Share, projections
 from batchspec.model.quant.base import Slices
 from batchspec.model.spec import ModelSpec
 

@@ -17,20 +17,20 @@ from batchspec.checkpoint.unread_keys import unread_keys
 from batchspec.checkpoint.wrapped import of_text
 from batchspec.console.text import quoted
 from batchspec.errors import CheckpointError
-from batchspec.model.blocks.attention import AttentionSpec
-from batchspec.model.blocks.base import PLAIN_NORM, WHOLE, BlockSpec, NormForm, Shard, TensorSpec
-from batchspec.model.blocks.gated_delta import GatedDeltaSpec
-from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.blocks.layer_inputs import LayerInputsSpec
 from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
 from batchspec.model.families.registry import family_of
+from batchspec.model.layers.attention.block import AttentionSpec
+from batchspec.model.layers.attention.rope_config import NO_ROPE, RopeSpec
+from batchspec.model.layers.base import PLAIN_NORM, WHOLE, BlockSpec, NormForm, Shard, TensorSpec
+from batchspec.model.layers.gated_delta.block import GatedDeltaSpec
+from batchspec.model.layers.layer import LayerSpec
+from batchspec.model.layers.layer_inputs import LayerInputsSpec
 from batchspec.model.lora_shape import LoraShape
 from batchspec.model.mtp import MtpSpec
 from batchspec.model.quant.base import Slices
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.modelopt import CONFIG_FILE, of_file
 from batchspec.model.quant.registry import read_formats
-from batchspec.model.rope_config import NO_ROPE, RopeSpec
 
 MODEL_PREFIX = "model."
 EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"

@@ -18,13 +18,13 @@ from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.decoder import LayerWeights, ResidualStream
 from batchspec.model.kv_scales import scales_of_part
+from batchspec.model.layers.attention.rope import rope_frequencies, rope_of
 from batchspec.model.lora import Adapter, adapted
 from batchspec.model.lora_products import AdapterSource, LoraStacks
 from batchspec.model.mixer_inputs import MixerInputs, ends_of
 from batchspec.model.output_head import Allowed, OutputHead, output_head
 from batchspec.model.quant.base import Weights
 from batchspec.model.rewrite import rewrite
-from batchspec.model.rope import rope_frequencies, rope_of
 from batchspec.model.spec import EMBEDDING, FINAL_NORM, MODEL_PREFIX, OUTPUT, ModelSpec, layer_prefix
 from batchspec.model.vocabulary import gather_logits, greedy_of_ranks
 from batchspec.model.weights import Checkpoint, DummyWeights

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.sampling.argmax import argmax, confidence_of
-from batchspec.model.blocks.base import Shard
+from batchspec.model.layers.base import Shard
 from batchspec.model.spec import tokens_of
 
 

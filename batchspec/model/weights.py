@@ -16,9 +16,9 @@ from batchspec.checkpoint.files import LocalFiles, ModelFiles, StoredTensor, sto
 from batchspec.checkpoint.weight_files import WeightFiles, opened_weights
 from batchspec.checkpoint.weight_sums import Summing, WeightSums
 from batchspec.errors import CheckpointError
-from batchspec.model.blocks.base import TensorSpec
 from batchspec.model.checkpoint_part import CheckpointPart, formats_as_stored
 from batchspec.model.fused_experts import EntrySlice, tensors_of
+from batchspec.model.layers.base import TensorSpec
 from batchspec.model.quant.base import Pieces, Slices
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.plain import Plain

@@ -43,7 +43,7 @@ from batchspec.kernels.common.card import Card, assumed
 from batchspec.kernels.common.dry_run import dry_run
 from batchspec.kernels.moe.mxfp4 import Mxfp4Weight, mxfp4_shapes
 from batchspec.model import weights
-from batchspec.model.blocks.base import TensorSpec
+from batchspec.model.layers.base import TensorSpec
 from batchspec.model.quant import fp8_products, mxfp4, plain
 from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.model.spec import read_spec

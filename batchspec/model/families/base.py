@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 
 from batchspec.checkpoint.config_values import ConfigReader, Json, Ranges
 from batchspec.console.text import as_json
-from batchspec.model.blocks.attention import AttentionSpec
-from batchspec.model.blocks.base import PLAIN_NORM, NormForm
-from batchspec.model.blocks.gated_mlp import GatedMlpSpec
-from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.blocks.layer_inputs import LayerInputsSpec
+from batchspec.model.layers.attention.block import AttentionSpec
+from batchspec.model.layers.attention.rope_config import RopeSpec, read_rope
+from batchspec.model.layers.base import PLAIN_NORM, NormForm
+from batchspec.model.layers.layer import LayerSpec
+from batchspec.model.layers.layer_inputs import LayerInputsSpec
+from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
 from batchspec.model.mtp import MtpSpec
-from batchspec.model.rope_config import RopeSpec, read_rope
 
 # Keys of computations that only other models have. Those of NOT_BUILT are refused unless they are null, false or empty; those of
 # NOT_BUILT_SCALES, unless null or 1; those of NOT_BUILT_IF_FALSE, unless null or true.

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from batchspec.checkpoint.config_values import ConfigReader
-from batchspec.model.blocks.base import PLAIN_NORM
-from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.families.base import Family, read_attentions, read_post_normed, windows_in_turn
+from batchspec.model.layers.base import PLAIN_NORM
+from batchspec.model.layers.layer import LayerSpec
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:

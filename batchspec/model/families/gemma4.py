@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from batchspec.checkpoint.config_values import ConfigReader, Json
-from batchspec.model.blocks.attention import AttentionSpec
-from batchspec.model.blocks.base import ExpertsSpec, NormForm
-from batchspec.model.blocks.gated_mlp import GatedMlpSpec
-from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.blocks.layer_inputs import LayerInputSpec, LayerInputsSpec
-from batchspec.model.blocks.moe import MoeSpec, RouterSpec
-from batchspec.model.blocks.parallel_moe import ParallelMoeSpec
 from batchspec.model.families.base import Family, check_heads, read_attentions, read_mlp
-from batchspec.model.rope_config import RopeSpec, read_part, rope_kind
+from batchspec.model.layers.attention.block import AttentionSpec
+from batchspec.model.layers.attention.rope_config import RopeSpec, read_part, rope_kind
+from batchspec.model.layers.base import ExpertsSpec, NormForm
+from batchspec.model.layers.layer import LayerSpec
+from batchspec.model.layers.layer_inputs import LayerInputSpec, LayerInputsSpec
+from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
+from batchspec.model.layers.mlp.moe import MoeSpec, RouterSpec
+from batchspec.model.layers.mlp.parallel_moe import ParallelMoeSpec
 
 _NORMS = NormForm(wide=True)
 _GELU = "gelu_pytorch_tanh"

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from batchspec.checkpoint.config_values import ConfigReader
-from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.families.base import Family, dense_layers, partial_rope, read_attentions, read_mlp, refuses_windows
-from batchspec.model.rope_config import RopeSpec
+from batchspec.model.layers.attention.rope_config import RopeSpec
+from batchspec.model.layers.layer import LayerSpec
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batchspec.checkpoint.config_values import ConfigReader, Ranges
-from batchspec.model.blocks.base import ExpertsSpec
-from batchspec.model.blocks.gated_mlp import GatedMlpSpec
-from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.blocks.moe import MoeSpec, RouterSpec, SharedExpert
 from batchspec.model.families.base import Family, partial_rope, read_attentions, read_mlp, read_num_experts, refuses_windows
+from batchspec.model.layers.base import ExpertsSpec
+from batchspec.model.layers.layer import LayerSpec
+from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
+from batchspec.model.layers.mlp.moe import MoeSpec, RouterSpec, SharedExpert
 from batchspec.model.mtp import JoinSpec, MtpSpec
 
 _INTEGERS: Ranges = {

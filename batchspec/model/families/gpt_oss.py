@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from batchspec.checkpoint.config_values import ConfigReader
-from batchspec.model.blocks.base import Clamp, ExpertsSpec, NormForm
-from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.blocks.moe import MoeSpec, RouterSpec
 from batchspec.model.families.base import EXPERT_COUNTS, Family, plain_rope, read_attentions, read_num_experts
-from batchspec.model.rope_config import RopeSpec
+from batchspec.model.layers.attention.rope_config import RopeSpec
+from batchspec.model.layers.base import Clamp, ExpertsSpec, NormForm
+from batchspec.model.layers.layer import LayerSpec
+from batchspec.model.layers.mlp.moe import MoeSpec, RouterSpec
 
 NORMS = NormForm(wide=True)
 _YARN = {

@@ -11,8 +11,6 @@ from dataclasses import replace
 
 from batchspec.checkpoint.config_values import ConfigReader, Json
 from batchspec.console.text import as_json
-from batchspec.model.blocks.gated_mlp import GatedMlpSpec
-from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.families.base import (
     Family,
     dense_layers,
@@ -21,6 +19,8 @@ from batchspec.model.families.base import (
     refuses_layer_types,
     refuses_windows,
 )
+from batchspec.model.layers.layer import LayerSpec
+from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
 
 _FACTORS: Json = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0}
 _ATTENDS = ("attention", "full_attention")

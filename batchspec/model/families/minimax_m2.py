@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from batchspec.checkpoint.config_values import ConfigReader
-from batchspec.model.blocks.base import ExpertsSpec
-from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.blocks.moe import MoeSpec, RouterSpec
 from batchspec.model.families.base import EXPERT_COUNTS, Family, read_attentions, read_heads, read_num_experts
-from batchspec.model.rope_config import RopeSpec, read_rope, rope_part
+from batchspec.model.layers.attention.rope_config import RopeSpec, read_rope, rope_part
+from batchspec.model.layers.base import ExpertsSpec
+from batchspec.model.layers.layer import LayerSpec
+from batchspec.model.layers.mlp.moe import MoeSpec, RouterSpec
 
 _BUILT: dict[str, tuple[Any, ...]] = {
     "scoring_func": ("sigmoid",), "use_routing_bias": (True,), "use_qk_norm": (True,), "qk_norm_type": ("per_layer",),

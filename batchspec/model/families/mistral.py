@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from batchspec.checkpoint.config_values import ConfigReader
-from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.families.base import Family, dense_layers, plain_rope, read_attentions, read_mlp, refuses_layer_types
-from batchspec.model.rope_config import RopeSpec, rope_part
+from batchspec.model.layers.attention.rope_config import RopeSpec, rope_part
+from batchspec.model.layers.layer import LayerSpec
 
 _YARN = {
     "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384, "beta_fast": 32.0,

@@ -6,10 +6,10 @@ Source: transformers, models/mixtral.
 from __future__ import annotations
 
 from batchspec.checkpoint.config_values import ConfigReader
-from batchspec.model.blocks.base import ExpertsSpec
-from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.blocks.moe import MoeSpec, RouterSpec
 from batchspec.model.families.base import EXPERT_COUNTS, Family, read_attentions, read_num_experts, refuses_layer_types
+from batchspec.model.layers.base import ExpertsSpec
+from batchspec.model.layers.layer import LayerSpec
+from batchspec.model.layers.mlp.moe import MoeSpec, RouterSpec
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:

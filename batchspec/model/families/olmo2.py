@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from batchspec.checkpoint.config_values import ConfigReader
-from batchspec.model.blocks.base import NormForm
-from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.families.base import (
     GLOBAL,
     LOCAL,
@@ -24,7 +22,9 @@ from batchspec.model.families.base import (
     rope_of_kind,
     windows_in_turn,
 )
-from batchspec.model.rope_config import RopeSpec, read_part, read_theta
+from batchspec.model.layers.attention.rope_config import RopeSpec, read_part, read_theta
+from batchspec.model.layers.base import NormForm
+from batchspec.model.layers.layer import LayerSpec
 
 _NORMS = NormForm(wide=True)
 _THETA_3 = 500_000.0

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.console.text import quoted
-from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.families.base import (
     Family,
     dense_layers,
@@ -23,7 +22,8 @@ from batchspec.model.families.base import (
     read_mlp,
     refuses_layer_types,
 )
-from batchspec.model.rope_config import RopeSpec, read_rotary_dim, read_theta, rope_kind, rope_part
+from batchspec.model.layers.attention.rope_config import RopeSpec, read_rotary_dim, read_theta, rope_kind, rope_part
+from batchspec.model.layers.layer import LayerSpec
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:

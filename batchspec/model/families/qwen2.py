@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from batchspec.checkpoint.config_values import ConfigReader
-from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.families.base import Family, dense_layers, read_attentions, read_mlp
+from batchspec.model.layers.layer import LayerSpec
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from batchspec.checkpoint.config_values import ConfigReader
-from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.families.base import Family, read_mlp
 from batchspec.model.families.qwen3_next import (
     COMPUTES,
@@ -20,6 +19,7 @@ from batchspec.model.families.qwen3_next import (
     refuses,
     text_rope,
 )
+from batchspec.model.layers.layer import LayerSpec
 
 
 def _dense_layers(config: ConfigReader) -> tuple[LayerSpec, ...]:

@@ -7,9 +7,6 @@ of these models, is refused. Source: transformers, models/qwen3_moe.
 from __future__ import annotations
 
 from batchspec.checkpoint.config_values import ConfigReader
-from batchspec.model.blocks.base import ExpertsSpec
-from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.blocks.moe import MoeSpec, RouterSpec
 from batchspec.model.families.base import (
     EXPERT_COUNTS,
     Family,
@@ -18,6 +15,9 @@ from batchspec.model.families.base import (
     read_num_experts,
     refuses_unnormed_heads,
 )
+from batchspec.model.layers.base import ExpertsSpec
+from batchspec.model.layers.layer import LayerSpec
+from batchspec.model.layers.mlp.moe import MoeSpec, RouterSpec
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:

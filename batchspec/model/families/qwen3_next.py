@@ -12,12 +12,6 @@ from dataclasses import replace
 
 from batchspec.checkpoint.config_values import ConfigReader, Json, Ranges
 from batchspec.console.text import as_json
-from batchspec.model.blocks.attention import AttentionSpec
-from batchspec.model.blocks.base import ExpertsSpec, NormForm
-from batchspec.model.blocks.gated_delta import GatedDeltaSpec
-from batchspec.model.blocks.gated_mlp import GatedMlpSpec
-from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.blocks.moe import MoeSpec, RouterSpec, SharedExpert
 from batchspec.model.families.base import (
     EXPERT_COUNTS,
     Family,
@@ -28,8 +22,14 @@ from batchspec.model.families.base import (
     refuses_unnormed_heads,
     refuses_windows,
 )
+from batchspec.model.layers.attention.block import AttentionSpec
+from batchspec.model.layers.attention.rope_config import RopeSpec, read_rope
+from batchspec.model.layers.base import ExpertsSpec, NormForm
+from batchspec.model.layers.gated_delta.block import GatedDeltaSpec
+from batchspec.model.layers.layer import LayerSpec
+from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
+from batchspec.model.layers.mlp.moe import MoeSpec, RouterSpec, SharedExpert
 from batchspec.model.mtp import JoinSpec, MtpSpec
-from batchspec.model.rope_config import RopeSpec, read_rope
 
 NORMS = NormForm(offset=1.0, wide=True)
 DEFAULTS: Json = {

@@ -21,7 +21,7 @@ from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.checkpoint.wrapped import plain_name
 from batchspec.kernels.common.four_bit import FourBitWeight
 from batchspec.kernels.common.int4 import CODES, pack, unpack
-from batchspec.model.blocks.base import Projection, Share, TensorSpec
+from batchspec.model.layers.base import Projection, Share, TensorSpec
 from batchspec.model.quant.base import Slices, Weights, bias_of, shard_bias
 from batchspec.model.quant.dynamic import excluded, unsupported
 from batchspec.model.quant.formats import Formats

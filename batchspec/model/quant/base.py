@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.blocks.base import GroupedSpec, Projection, Share, TensorSpec
-from batchspec.model.blocks.forward import GroupedProduct, Product
+from batchspec.model.layers.base import GroupedSpec, Projection, Share, TensorSpec
+from batchspec.model.layers.forward import GroupedProduct, Product
 
 Pieces = tuple[tuple[slice, ...], ...]
 """The part of a tensor that a rank holds: each piece has a slice per dimension, and they lie one after another along the one

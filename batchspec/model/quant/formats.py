@@ -12,7 +12,7 @@ import torch
 from batchspec.checkpoint.files import listed
 from batchspec.checkpoint.wrapped import is_of_text
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.blocks.base import BlockSpec, GroupedSpec, projections
+from batchspec.model.layers.base import BlockSpec, GroupedSpec, projections
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.module_names import begins_with, is_in

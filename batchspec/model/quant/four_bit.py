@@ -24,7 +24,7 @@ from batchspec.kernels.gemm.four_bit_dequantise import multiply_dequantised
 from batchspec.kernels.gemm.four_bit_linear import four_bit_linear, four_bit_swiglu
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.model.blocks.forward import Product
+from batchspec.model.layers.forward import Product
 from batchspec.model.quant.dequantised import multiply_in_pieces
 from batchspec.tuning.policy import four_bit_tile, has_fast_experts, ordered_four_bit_tile
 

@@ -18,7 +18,7 @@ from batchspec.kernels.common.four_bit import ROWS, FourBitWeight, dequantise
 from batchspec.kernels.moe.experts_four_bit import StackedFourBit, experts_four_bit_down, experts_four_bit_up
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.base import Gating, GroupedSpec
+from batchspec.model.layers.base import Gating, GroupedSpec
 from batchspec.model.quant.base import Weights
 from batchspec.model.quant.dequantised import multiply_in_pieces
 from batchspec.model.quant.grouped import PlainExperts, expert_biases, gate_of, rows_in_order, tile_of

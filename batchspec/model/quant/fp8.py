@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
-from batchspec.model.blocks.base import GroupedSpec, Projection, Share, TensorSpec
-from batchspec.model.blocks.forward import GroupedProduct, Product
+from batchspec.model.layers.base import GroupedSpec, Projection, Share, TensorSpec
+from batchspec.model.layers.forward import GroupedProduct, Product
 from batchspec.model.quant.base import Pieces, Slices, Weights, bias_of, joined_bias, shard_bias, shard_matrix
 from batchspec.model.quant.fp8_products import BLOCK, Activations, Fp8Experts, Fp8Linear, Fp8Weight, StackedFp8
 from batchspec.model.quant.grouped import SeparateExperts, expert_biases, expert_parts

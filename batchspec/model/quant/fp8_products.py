@@ -30,8 +30,8 @@ from batchspec.kernels.moe import experts_fp8 as kernels
 from batchspec.kernels.moe.fp8_steps import fp8_product_reference
 from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows, quantise_rows_reference
 from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.base import Gating, GroupedSpec
-from batchspec.model.blocks.forward import Product
+from batchspec.model.layers.base import Gating, GroupedSpec
+from batchspec.model.layers.forward import Product
 from batchspec.model.quant.grouped import ROW_BYTES, PlainExperts, gate_of, tile_of
 from batchspec.tuning.policy import fp8_tile, gathers_rows, has_fast_fp8, has_scaled_mm, ordered_fp8_tile
 

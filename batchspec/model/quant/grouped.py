@@ -19,9 +19,9 @@ from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing, rows_by_expert
-from batchspec.model.blocks.base import Clamp, Gating, GroupedSpec, Projection, Share, TensorSpec, scaled
-from batchspec.model.blocks.forward import GroupedProduct
 from batchspec.model.fused import clamped_swiglu, gelu_tanh_and_mul, silu_and_mul
+from batchspec.model.layers.base import Clamp, Gating, GroupedSpec, Projection, Share, TensorSpec, scaled
+from batchspec.model.layers.forward import GroupedProduct
 from batchspec.model.quant.base import Slices, Weights, check_blocks
 from batchspec.tuning.policy import expert_tile, gathers_rows, has_fast_experts
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from batchspec.errors import CheckpointError
 from batchspec.kernels.common.four_bit import BLOCK, ROWS, WORDS, FourBitWeight, dequantise, is_readable
 from batchspec.kernels.common.int4 import CODES, arrange, bf16_scales
-from batchspec.model.blocks.base import GroupedSpec, Projection, Share
-from batchspec.model.blocks.forward import GroupedProduct, Product
+from batchspec.model.layers.base import GroupedSpec, Projection, Share
+from batchspec.model.layers.forward import GroupedProduct, Product
 from batchspec.model.quant.base import Pieces, Weights, check_size, joined_bias, shard_matrix, unordered
 from batchspec.model.quant.four_bit import FourBitLinear
 from batchspec.model.quant.four_bit_experts import load_experts

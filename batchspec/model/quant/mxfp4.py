@@ -20,8 +20,8 @@ from batchspec.kernels.moe.experts_mxfp4 import experts_mxfp4_down, experts_mxfp
 from batchspec.kernels.moe.mxfp4 import LARGEST_SCALE, Mxfp4Weight, dequantise_blocks, mxfp4_shapes, shuffle_mxfp4
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.base import Gating, GroupedSpec, Share, TensorSpec
-from batchspec.model.blocks.forward import GroupedProduct
+from batchspec.model.layers.base import Gating, GroupedSpec, Share, TensorSpec
+from batchspec.model.layers.forward import GroupedProduct
 from batchspec.model.quant.base import Slices, Weights
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.grouped import (

@@ -21,8 +21,8 @@ from batchspec.kernels.common.nvfp4 import Nvfp4Weight, dequantise, joined
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.base import Gating, GroupedSpec
-from batchspec.model.blocks.forward import Product
+from batchspec.model.layers.base import Gating, GroupedSpec
+from batchspec.model.layers.forward import Product
 from batchspec.model.quant.dequantised import multiply_in_pieces
 from batchspec.model.quant.grouped import PlainExperts
 

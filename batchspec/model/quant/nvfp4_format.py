@@ -25,8 +25,8 @@ from batchspec.errors import CheckpointError
 from batchspec.kernels.common.four_bit import BLOCK, ROWS, WORDS
 from batchspec.kernels.common.fp4 import GROUP
 from batchspec.kernels.common.nvfp4 import Nvfp4Weight, arranged, dequantise
-from batchspec.model.blocks.base import GroupedSpec, Projection, Share, TensorSpec
-from batchspec.model.blocks.forward import GroupedProduct, Product
+from batchspec.model.layers.base import GroupedSpec, Projection, Share, TensorSpec
+from batchspec.model.layers.forward import GroupedProduct, Product
 from batchspec.model.quant.base import Slices, Weights, bias_of, check_size, joined_bias, shard_bias, shard_matrix
 from batchspec.model.quant.four_bit import FourBitLinear
 from batchspec.model.quant.four_bit_experts import load_experts

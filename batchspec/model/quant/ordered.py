@@ -10,7 +10,7 @@ from torch import Tensor
 from batchspec.kernels.gemm.lm_head import lm_head
 from batchspec.kernels.gemm.ordered import ordered_linear, ordered_swiglu
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.model.blocks.forward import Product
+from batchspec.model.layers.forward import Product
 from batchspec.model.quant.base import Weights, joined_bias
 from batchspec.model.quant.plain import Plain
 from batchspec.tuning.policy import ordered_head_tile, ordered_segments, ordered_tile

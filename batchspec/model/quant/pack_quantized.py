@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.kernels.common.four_bit import FourBitWeight
 from batchspec.kernels.common.int4 import CODES, unpack
-from batchspec.model.blocks.base import Projection, Share, TensorSpec
+from batchspec.model.layers.base import Projection, Share, TensorSpec
 from batchspec.model.quant.base import Slices, Weights, bias_of, shard_bias
 from batchspec.model.quant.int4_format import TYPICAL_SCALE, Int4, in_words
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from batchspec.kernels.gemm import linear as kernels
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.model.blocks.base import GroupedSpec, Projection, Share, TensorSpec
-from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.fused import rms_norm, silu_and_mul
+from batchspec.model.layers.base import GroupedSpec, Projection, Share, TensorSpec
+from batchspec.model.layers.forward import GroupedProduct, Product
 from batchspec.model.quant.base import Slices, Weights, bias_of, joined_bias, shard_bias, shard_matrix
 from batchspec.model.quant.grouped import (
     SeparateExperts,

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.model.blocks.base import Gemm, GroupedSpec, ProductSpec, Shard, Share, TensorSpec
-from batchspec.model.blocks.forward import BlockSource, Stream
-from batchspec.model.blocks.gated_mlp import GatedMlpSpec
-from batchspec.model.blocks.moe import MoeSpec
 from batchspec.model.fused import add_norm, rms_norm
+from batchspec.model.layers.base import Gemm, GroupedSpec, ProductSpec, Shard, Share, TensorSpec
+from batchspec.model.layers.forward import BlockSource, Stream
+from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
+from batchspec.model.layers.mlp.moe import MoeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from batchspec.cache.layer_state import RowTensor
-from batchspec.model.blocks.attention import Attention, AttentionSpec
-from batchspec.model.blocks.base import BlockSpec, Shard
-from batchspec.model.blocks.forward import Block, BlockSource, Selected, Stream
+from batchspec.model.layers.attention.block import Attention, AttentionSpec
+from batchspec.model.layers.base import BlockSpec, Shard
+from batchspec.model.layers.forward import Block, BlockSource, Selected, Stream
 
 
 class Mixer(Protocol):

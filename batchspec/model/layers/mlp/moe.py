@@ -26,7 +26,8 @@ from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.moe.route import MAX_EXPERTS, MAX_TOP_K, Scoring, num_read, route, route_reference
 from batchspec.kernels.moe.router import router_logits, router_logits_reference
 from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.base import (
+from batchspec.model.fused import sigmoid_gated
+from batchspec.model.layers.base import (
     PLAIN_NORM,
     ExpertsSpec,
     Gemm,
@@ -38,9 +39,8 @@ from batchspec.model.blocks.base import (
     Share,
     TensorSpec,
 )
-from batchspec.model.blocks.forward import BlockSource, Stream
-from batchspec.model.blocks.gated_mlp import GatedMlpSpec, GatedProducts
-from batchspec.model.fused import sigmoid_gated
+from batchspec.model.layers.forward import BlockSource, Stream
+from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec, GatedProducts
 from batchspec.tuning.policy import expert_unit_pairs, has_fast_experts, largest_units_first
 
 

@@ -26,7 +26,7 @@ from batchspec.kernels.gated_delta.delta_chunks import delta_chunks
 from batchspec.kernels.gated_delta.delta_steps import delta_steps
 from batchspec.kernels.gated_delta.gated_norm import gated_norm
 from batchspec.kernels.gated_delta.layout import DeltaColumns, DeltaWeights, interleaved_columns, split_columns
-from batchspec.model.blocks.base import (
+from batchspec.model.layers.base import (
     PLAIN_NORM,
     Gemm,
     NormedSpec,
@@ -38,7 +38,7 @@ from batchspec.model.blocks.base import (
     scaled,
     shifted,
 )
-from batchspec.model.blocks.forward import BlockSource, Selected, StoreState, Stream
+from batchspec.model.layers.forward import BlockSource, Selected, StoreState, Stream
 
 DT_BIASES, A_LOGS = (-6.9, -2.2), (0.0, 2.8)
 """Ranges that models are trained from: softplus(dt_bias) from 0.001 to 0.1, exp(A_log) up to 16. Without `a`, a token leaves 20 %

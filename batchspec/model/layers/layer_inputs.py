@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.model.blocks.base import (
+from batchspec.model.fused import gelu_tanh_and_mul, rms_norm
+from batchspec.model.layers.base import (
     NormedSpec,
     NormForm,
     ProductSpec,
@@ -25,8 +26,7 @@ from batchspec.model.blocks.base import (
     TensorSpec,
     WholeBlockSpec,
 )
-from batchspec.model.blocks.forward import BlockSource, Stream
-from batchspec.model.fused import gelu_tanh_and_mul, rms_norm
+from batchspec.model.layers.forward import BlockSource, Stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.model.rope_config import RopeSpec
+from batchspec.model.layers.attention.rope_config import RopeSpec
 
 
 def rope_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:

@@ -18,8 +18,8 @@ from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.base import Gating, GroupedSpec, ProductSpec
 from batchspec.model.fused import rms_norm, silu_and_mul
+from batchspec.model.layers.base import Gating, GroupedSpec, ProductSpec
 
 
 class Product(ABC):
@@ -120,7 +120,7 @@ class Stream(Protocol):
 
     @property
     def layer_input(self) -> Tensor:
-        """[T, P] what the layer reads besides the stream: see `blocks/layer_inputs.py`."""
+        """[T, P] what the layer reads besides the stream: see `layers/layer_inputs.py`."""
 
     def norms_in_product(self, product: Product, *, gated: bool) -> bool:
         """Whether `project` would give this product the un-normed stream, if nothing were left to be added."""

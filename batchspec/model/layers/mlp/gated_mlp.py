@@ -9,7 +9,8 @@ from typing import Literal
 from torch import Tensor
 
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.model.blocks.base import (
+from batchspec.model.fused import activation_quantised, gelu_tanh_and_mul, rms_norm
+from batchspec.model.layers.base import (
     Gemm,
     NormedSpec,
     ProductSpec,
@@ -19,9 +20,8 @@ from batchspec.model.blocks.base import (
     TensorSpec,
     shifted,
 )
-from batchspec.model.blocks.forward import BlockSource, Stream
-from batchspec.model.blocks.scaled import scaled_product
-from batchspec.model.fused import activation_quantised, gelu_tanh_and_mul, rms_norm
+from batchspec.model.layers.forward import BlockSource, Stream
+from batchspec.model.layers.scaled import scaled_product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

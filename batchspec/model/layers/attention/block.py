@@ -11,7 +11,8 @@ from torch import Tensor
 
 from batchspec.cache.layer_state import RowTensor
 from batchspec.errors import ConfigError
-from batchspec.model.blocks.base import (
+from batchspec.model.fused import rms_norm, sigmoid_gated
+from batchspec.model.layers.base import (
     Gemm,
     NormedSpec,
     ProductSpec,
@@ -22,9 +23,8 @@ from batchspec.model.blocks.base import (
     scaled,
     shifted,
 )
-from batchspec.model.blocks.forward import Attend, BlockSource, Product, StoreKV, Stream
-from batchspec.model.blocks.scaled import scaled_product
-from batchspec.model.fused import rms_norm, sigmoid_gated
+from batchspec.model.layers.forward import Attend, BlockSource, Product, StoreKV, Stream
+from batchspec.model.layers.scaled import scaled_product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.model.blocks.forward import Product
+from batchspec.model.layers.forward import Product
 
 
 class ScaledProduct(Product):

@@ -1,0 +1,12 @@
+"""The kinds of layers: their shapes, and how they are built and computed. A layer is a mixer and an MLP (layer.py).
+
+base.py, forward.py  what every block says of itself, and what a block computes with
+layer.py             a layer: a mixer, an MLP, norms around them; layer_inputs.py: inputs of layers besides the stream
+scaled.py            a factor of what a block adds
+
+Mixers:
+attention/           softmax attention over pages of K and V
+gated_delta/         the gated delta rule, which keeps a state of a row
+MLPs:
+mlp/                 dense, and experts
+"""
