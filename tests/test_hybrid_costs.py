@@ -12,6 +12,7 @@ from batchspec.config.schema import PackingConfig
 from batchspec.errors import CapacityError
 from batchspec.kernels.gated_delta.chunk_products import CHUNK
 from batchspec.model.layers.base import Shard
+from batchspec.model.layers.gated_delta.block import GatedDeltaSpec
 from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import prefill_seconds, round_seconds
@@ -23,6 +24,7 @@ from tests.test_planner import always
 
 GPU, BF16 = torch.device("cuda"), torch.bfloat16
 SPEC = read_spec(TEXT_35B, "config.json")
+DELTAS = [mixer for mixer in SPEC.mixers if isinstance(mixer, GatedDeltaSpec)]
 STATE = 30 * 32 * 128 * 128
 """Numbers in the states of a row."""
 FREE = 139 * 10**9 - SPEC.weight_bytes(BF16)
@@ -49,12 +51,12 @@ def test_a_prompts_token_takes_the_products_of_its_chunk() -> None:
     pairs = [(size, size, key_dim)] * 2 + [(size, size, size)] * 4
     states = [(size, value_dim, key_dim)] * 2 + [(key_dim, value_dim, size)] + [(size, value_dim, size)] * 2
     of_chunk = 32 * sum(2 * m * n * k for m, n, k in pairs + states)
-    assert [own.prefill_flop * size for own in SPEC.recurrences] == [of_chunk] * 30
+    assert [own.prefill_flop * size for own in DELTAS] == [of_chunk] * 30
 
 
 def test_prefill_of_recurrent_layers_grows_with_the_prompt_and_not_with_its_square() -> None:
     def own_s(tokens: int) -> float:
-        chunks_s = tokens * sum(one.prefill_flop for one in SPEC.recurrences) / H200.flop_s(8192)
+        chunks_s = tokens * sum(one.prefill_flop for one in DELTAS) / H200.flop_s(8192)
         attention_s = 4 * 10 * 16 * 256 * tokens * tokens / 2 / H200.flop_s(8192)
         return chunks_s + attention_s
 

@@ -198,6 +198,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model.dtype",
         "checkpoint.generation_config",
         "model.quant.fp8_products",
+        "model.layers.kind",
         "model.spec",
         "text.template_process",
         "text.templates",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from batchspec import run
+from batchspec.cache.layer_state import RowTensor
 from batchspec.cache.pages import KVCache
 from batchspec.commands.decode_again import other_cache
 from batchspec.commands.planning import plan
@@ -17,6 +18,7 @@ from batchspec.config.compose import compose
 from batchspec.errors import ConfigError, OutputError
 from batchspec.model.layers.base import Shard
 from batchspec.model.shard import part_of
+from batchspec.model.spec import ModelSpec
 from batchspec.prepare import Job, open_job
 from batchspec.runner.identity import job_fingerprint
 from batchspec.runner.job_run import open_run
@@ -38,6 +40,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("data") / "in.parquet"
     pl.DataFrame({"prompt": ["one two three " * (1 + 2 * i) for i in range(5)]}).write_parquet(file)
     return file
+
+
+def states_of(spec: ModelSpec, dtype: torch.dtype) -> list[RowTensor]:
+    return [kept.row[0] for kept in spec.layer_states(dtype, 1) if kept.row]
 
 
 def words(model: Path, data: Path, out: Path, *more: str) -> list[str]:
@@ -79,14 +85,14 @@ def test_the_plan_says_what_the_states_of_a_row_take(more: list[str], numbers: s
     assert made.batch is not None
     moved = made.batch.num_slots * STATES * job.dtype.itemsize / 1e3
     assert f" of K/V, and reads and writes {moved:.3g} kB of states\n" in made.text()
-    assert sum(state.nbytes for state in job.spec.states(job.dtype)) == STATES * job.dtype.itemsize
+    assert sum(state.nbytes for state in states_of(job.spec, job.dtype)) == STATES * job.dtype.itemsize
 
 
 def test_states_in_bf16_are_half_as_large_on_every_rank(model: Path, data: Path) -> None:
     job = opened(model, data, "cache.state_dtype=bfloat16")
     assert "states       3.36 kB a row in bfloat16" in plan(job.config).text()
     part = part_of(job.spec, Shard(1, 3))
-    assert {state.dtype for spec in (part, part.whole) if spec for state in spec.states(job.dtype)} == {torch.bfloat16}
+    assert {state.dtype for spec in (part, part.whole) if spec for state in states_of(spec, job.dtype)} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

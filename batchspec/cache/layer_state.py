@@ -44,6 +44,10 @@ class LayerState:
     window: int | None = None
     """Number of newest keys that a query reads, its own included; None: all, or the first ones too."""
     row: tuple[RowTensor, ...] = ()
+    reads: int | None = None
+    """Index of the layer whose K and V it reads; None: it reads its own, or none."""
+    chunk: int | None = None
+    """Number of tokens at whose multiples a prefill may end inside a prompt; None: anywhere."""
 
     @property
     def layout(self) -> KVLayout:

@@ -215,7 +215,7 @@ class Plan:
         ]
 
     def _states(self) -> list[str]:
-        states = self.job.spec.states(self.job.dtype)
+        states = [kept.row[0] for kept in self.job.spec.layer_states(self.job.dtype, 1) if kept.row]
         if not states:
             return []
         dtype = dtype_name(states[0].dtype)
@@ -235,7 +235,7 @@ class Plan:
         row_bytes = sum(layer.row_bytes for layer in spec.layer_states(dtype, batch.page_size, draft_len=batch.draft_len))
         return [
             f"recurrent    {spec.num_layers - spec.num_kv_layers} of the layers keep {_bytes(row_bytes)} of a row, however long, "
-            "and no K or V; rows share no prefixes"
+            "and no K or V; rows with a common prefix begin with a copy of what they keep at its end"
         ]
 
     def _adapters(self) -> list[str]:

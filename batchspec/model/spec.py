@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from batchspec.cache.layer_state import LayerState, RowTensor
+from batchspec.cache.layer_state import LayerState
 from batchspec.cache.layout import KVLayout
 from batchspec.cache.sharing_cost import SharingCost
 from batchspec.checkpoint.config_values import ConfigReader, Json, has_file, read_json, shown
@@ -22,7 +23,7 @@ from batchspec.model.families.registry import family_of
 from batchspec.model.layers.attention.block import AttentionSpec
 from batchspec.model.layers.attention.rope_config import NO_ROPE, RopeSpec
 from batchspec.model.layers.base import PLAIN_NORM, WHOLE, BlockSpec, NormForm, Shard, TensorSpec
-from batchspec.model.layers.gated_delta.block import GatedDeltaSpec
+from batchspec.model.layers.kind import Computing, MixerSpec
 from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.layers.layer_inputs import LayerInputsSpec
 from batchspec.model.lora_shape import LoraShape
@@ -99,23 +100,33 @@ class ModelSpec(CheckpointPart):
             for own in self.kv_attentions
         )
 
-    def layer_states(self, dtype: torch.dtype, page_size: int, *, draft_len: int = 0) -> tuple[LayerState, ...]:
-        """What each of its layers keeps of a row. draft_len: K, the maximum number of drafts that a round verifies."""
-        kept = dict(zip(self.kv_layers, self.kv_layouts(dtype, page_size), strict=True))
-        return tuple(
-            LayerState(kept.get(i), mixer.window) if isinstance(mixer, AttentionSpec)
-            else LayerState(None, row=mixer.row_tensors(dtype, self.state_dtype, draft_len))
-            for i, mixer in enumerate(layer.mixer for layer in self.layers)
+    def computing(self, dtype: torch.dtype, page_size: int = 1, draft_len: int = 0) -> Computing:
+        """How a job computes it in `dtype`. draft_len: K, the maximum number of drafts that a round verifies."""
+        return Computing(
+            dtype=dtype, state_dtype=self.state_dtype, fp8_kv=self.fp8_kv, ordered=self.ordered, page_size=page_size,
+            draft_len=draft_len,
         )
 
     @property
-    def recurrences(self) -> tuple[GatedDeltaSpec, ...]:
-        """The mixers of its recurrent layers."""
-        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaSpec))
+    def mixers(self) -> tuple[MixerSpec, ...]:
+        """[num_layers]"""
+        return tuple(layer.mixer for layer in self.layers)
 
-    def states(self, dtype: torch.dtype) -> tuple[RowTensor, ...]:
-        """The state that each recurrent layer keeps of a row, of a model that computes in `dtype`."""
-        return tuple(own.row_tensors(dtype, self.state_dtype, 0)[0] for own in self.recurrences)
+    def layer_states(self, dtype: torch.dtype, page_size: int, *, draft_len: int = 0) -> tuple[LayerState, ...]:
+        """What each of its layers keeps of a row. draft_len: K, the maximum number of drafts that a round verifies."""
+        run = self.computing(dtype, page_size, draft_len)
+        return tuple(mixer.kept(run) for mixer in self.mixers)
+
+    @property
+    def _states(self) -> tuple[LayerState, ...]:
+        """As `layer_states`, for what does not depend on dtypes and sizes."""
+        return self.layer_states(torch.float32, 1)
+
+    @property
+    def prefill_multiple(self) -> int | None:
+        """Passes cut prompts at multiples of so many tokens; None: anywhere."""
+        chunks = [state.chunk for state in self._states if state.chunk is not None]
+        return math.lcm(*chunks) if chunks else None
 
     def sharing_cost(self, dtype: torch.dtype, *, page_size: int, max_q: int) -> SharingCost:
         """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once."""
@@ -156,11 +167,7 @@ class ModelSpec(CheckpointPart):
     @property
     def last_kept(self) -> int:
         """Index of the last layer that keeps something of a row: of later ones a prefill computes the last tokens alone."""
-        return max(i for i, layer in enumerate(self.layers) if not self._reads_other_kv(layer))
-
-    @staticmethod
-    def _reads_other_kv(layer: LayerSpec) -> bool:
-        return isinstance(layer.mixer, AttentionSpec) and layer.mixer.kv_of is not None
+        return max(i for i, state in enumerate(self._states) if state.reads is None)
 
     @property
     def kv_attentions(self) -> tuple[AttentionSpec, ...]:
@@ -174,7 +181,7 @@ class ModelSpec(CheckpointPart):
     @property
     def is_recurrent(self) -> bool:
         """Whether some layers keep a state of a row's tokens in place of their K and V."""
-        return bool(self.recurrences)
+        return self.prefill_multiple is not None
 
     @property
     def num_heads(self) -> int:
@@ -263,7 +270,7 @@ class ModelSpec(CheckpointPart):
     def ignores(self, name: str) -> bool:
         """Of layers that read the K and V of another one, files may hold what would compute their own."""
         layer, _, tensor = name.removeprefix(f"{MODEL_PREFIX}layers.").partition(".")
-        if not (layer.isdecimal() and int(layer) < self.num_layers and self._reads_other_kv(self.layers[int(layer)])):
+        if not (layer.isdecimal() and int(layer) < self.num_layers) or self._states[int(layer)].reads is None:
             return False
         return tensor.startswith(tuple(f"{self.layers[int(layer)].attention.name}.{x}" for x in ("k_", "v_")))
 

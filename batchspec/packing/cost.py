@@ -26,16 +26,14 @@ high.
 R rows, C_l keys of a row that layer l reads, T = R * tokens_per_row, kv bytes of K/V a token and layer, A query heads * head_dim,
 L layers. C_l is the row's context; in a layer with a window it is min(context, window + tokens_per_row - 1). S bytes of the
 states of a row in all recurrent layers: a round reads and writes them once. In prefill these layers take the arithmetic of
-`GatedDeltaSpec.prefill_flop` for each token. LoRA adapters of rows add two products of their own to each product (`_adapters_s`).
+`MixerSpec.prompt_work` for each token. LoRA adapters of rows add two products of their own to each product (`_adapters_s`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
-from batchspec.cache.groups import most_keys
+from batchspec.model.layers.kind import Work
 from batchspec.model.spec import ModelSpec, layer_prefix
 from batchspec.packing.exchange import exchange_seconds
 from batchspec.packing.rates import Rates
@@ -64,16 +62,13 @@ def read_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: float, *, correlatio
 
 
 def kv_read_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int, context_tokens: float, tokens_per_row: float) -> float:
-    """Bytes of K/V that the target reads in one round: see `round_seconds`."""
-    keys = _round_keys(spec, context_tokens, tokens_per_row)
-    kept = spec.kv_layouts(dtype, 1)
-    layouts = [kept[index] for index in spec.kv_ids.values()]
-    return rows * sum(count * layout.token_bytes for count, layout in zip(keys, layouts, strict=True))
+    """Bytes of pages that the target reads in one round: see `round_seconds`."""
+    return rows * sum(work.page_bytes for work in _round_work(spec, dtype, context_tokens, tokens_per_row))
 
 
 def moved_state_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int) -> int:
     """Bytes of the states of recurrent layers that the target reads and writes in one round: each state once in both ways."""
-    return 2 * rows * sum(state.nbytes for state in spec.states(dtype))
+    return 2 * rows * sum(work.state_bytes for work in _round_work(spec, dtype, 0, 1))
 
 
 def round_seconds(
@@ -86,11 +81,11 @@ def round_seconds(
     """
     tokens = rows * tokens_per_row
     products_s = _products_s(spec, rates, dtype, tokens, correlation)
-    kv_bytes = kv_read_bytes(spec, dtype=dtype, rows=rows, context_tokens=context_tokens, tokens_per_row=tokens_per_row)
-    flop = _attention_flop(spec, tokens, _round_keys(spec, context_tokens, tokens_per_row))
-    attention_s = max(kv_bytes / rates.bytes_s, flop / rates.flop_s(tokens))
-    states_s = moved_state_bytes(spec, dtype=dtype, rows=rows) / rates.bytes_s
-    return products_s + attention_s + states_s + rates.overhead_s + exchange_seconds(spec, dtype, tokens)
+    works = _round_work(spec, dtype, context_tokens, tokens_per_row)
+    page_bytes, flop = rows * sum(work.page_bytes for work in works), tokens * sum(work.flop for work in works)
+    mixers_s = max(page_bytes / rates.bytes_s, flop / rates.flop_s(tokens))
+    states_s = 2 * rows * sum(work.state_bytes for work in works) / rates.bytes_s
+    return products_s + mixers_s + states_s + rates.overhead_s + exchange_seconds(spec, dtype, tokens)
 
 
 def prefill_seconds(
@@ -98,20 +93,16 @@ def prefill_seconds(
 ) -> float:
     """Seconds to prefill one prompt, as its share of passes of `pass_tokens` tokens.
 
-    Logits are computed after the prompt's last token alone, or after every token where prompts are scored. A token attends to
-    half of the prompt on average; in a layer with a window, to the keys within it. Recurrent layers take the same time for each
-    token. Layers after the last one that keeps K and V compute the prompt's last token alone; a drafter that reads their outputs,
-    which makes them compute all, is not counted.
+    Logits are computed after the prompt's last token alone, or after every token where prompts are scored. Layers after the last
+    one that keeps something of a row compute the prompt's last token alone; a drafter that reads their outputs, which makes them
+    compute all, is not counted.
     """
     share = prompt_tokens / pass_tokens
-    reach = [prompt_tokens if window is None else min(window, prompt_tokens) for window in spec.windows]
-    keys = [most * (1 - most / (2 * prompt_tokens)) for most in reach]
-    if not scores:
-        keys = [
-            count if layer <= spec.last_kept else most / prompt_tokens
-            for layer, count, most in zip(spec.attention_layers, keys, reach, strict=True)
-        ]
-    flop = _attention_flop(spec, prompt_tokens, keys) + prompt_tokens * sum(own.prefill_flop for own in spec.recurrences)
+    run, last_kept = spec.computing(dtype), spec.last_kept
+    flop = prompt_tokens * sum(
+        mixer.prompt_work(run, prompt_tokens, ends_only=not scores and layer > last_kept).flop
+        for layer, mixer in enumerate(spec.mixers)
+    )
     mixers_s = flop / rates.flop_s(pass_tokens)
     pass_s = _products_s(spec, rates, dtype, pass_tokens, outputs=None if scores else 1 / share) + rates.overhead_s
     return share * (pass_s + exchange_seconds(spec, dtype, pass_tokens)) + mixers_s
@@ -182,13 +173,7 @@ def _whole_tiles(rates: Rates, tokens: float) -> float:
     return tokens if tokens <= 2 * rates.tile else -(-tokens // rates.tile) * rates.tile
 
 
-def _round_keys(spec: ModelSpec, context_tokens: float, tokens_per_row: float) -> list[float]:
-    """[num_layers] keys of a row that each layer reads in a round."""
-    return [
-        context_tokens if window is None else min(context_tokens, most_keys(window, tokens_per_row)) for window in spec.windows
-    ]
-
-
-def _attention_flop(spec: ModelSpec, tokens: float, keys: Iterable[float]) -> float:
-    """Operations of attention. keys: [num_layers] number of keys with which each token is multiplied."""
-    return 4.0 * tokens * sum(attention.inner_size * count for attention, count in zip(spec.attentions, keys, strict=True))
+def _round_work(spec: ModelSpec, dtype: torch.dtype, context_tokens: float, tokens_per_row: float) -> list[Work]:
+    """[num_layers] of the mixers in a round."""
+    run = spec.computing(dtype)
+    return [mixer.round_work(run, context_tokens, tokens_per_row) for mixer in spec.mixers]

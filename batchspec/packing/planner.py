@@ -14,7 +14,7 @@ from batchspec.config.schema import PackingConfig
 from batchspec.console.text import counted
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
-from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, PREFIX_STATES, RECURRENT_CHUNK, PackedBatch
+from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, PREFIX_STATES, PackedBatch
 from batchspec.packing.cost import kv_read_bytes, moved_state_bytes, prefill_seconds, read_bytes, round_seconds
 from batchspec.packing.device_memory import CPU_SHARE
 from batchspec.packing.expected_drafts import ExpectedDrafts
@@ -141,8 +141,7 @@ def choose_batch(
     )
     pages, *more_pages = memory.num_pages(budget, slots)
     prefill_tokens = packing.max_num_batched_tokens or min(pass_tokens, max(PAGE_SIZE, slots * demand.max_tokens))
-    if spec.is_recurrent:
-        prefill_tokens = max(prefill_tokens, RECURRENT_CHUNK)
+    prefill_tokens = max(prefill_tokens, spec.prefill_multiple or 1)
     return PackedBatch(
         num_slots=slots,
         row_buckets=row_buckets(slots),

@@ -35,7 +35,7 @@ from batchspec.engine.slots.row_feature import Features
 from batchspec.engine.step import RoundShape, ScheduledRound, ScheduledStep
 from batchspec.kernels.common.compile_ahead import compile_ahead
 from batchspec.model.target import Target
-from batchspec.packed_batch import PREFIX_STATES, RECURRENT_CHUNK, ExpectedRows, PackedBatch
+from batchspec.packed_batch import PREFIX_STATES, ExpectedRows, PackedBatch
 from batchspec.process.child_process import python_command
 
 NUM_PROBES = 3
@@ -68,8 +68,8 @@ class Executor:
         features = features or Features()
         spec = target.spec
         self.target, self.drafter, self.batch = target, drafter, batch
-        self.prefill_multiple = RECURRENT_CHUNK if spec.is_recurrent else None
-        """Of a model with recurrent layers: `prefill_of` cuts prompts at multiples of so many tokens; None without."""
+        self.prefill_multiple = spec.prefill_multiple
+        """`prefill_of` cuts prompts at multiples of so many tokens; None: anywhere."""
         layers = spec.layer_states(target.dtype, batch.page_size, draft_len=batch.draft_len)
         draft_layers = drafter.layer_states(batch.page_size)
         groups = KVGroups.of(windows_of(layers), windows_of(draft_layers), batch.max_len)

@@ -4,51 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from batchspec.cache.layer_state import RowTensor
 from batchspec.model.layers.attention.block import Attention, AttentionSpec
 from batchspec.model.layers.base import BlockSpec, Shard
 from batchspec.model.layers.forward import Block, BlockSource, Selected, Stream
-
-
-class Mixer(Protocol):
-    """A block that computes with a row's earlier tokens: attention, which reads their K and V, or a recurrence, which keeps a
-    state of them. In two parts, because a pass may need the second part for some of its tokens only."""
-
-    def norms_in_product(self, stream: Stream) -> bool:
-        """Whether its first product takes the un-normed stream for as many tokens; then the block before it adds in place."""
-
-    def begin(self, stream: Stream, store: Any, out_aux: Tensor | None = None) -> Tensor:
-        """The first part, whose result [T, ...] `finish` takes; what the row keeps of its tokens is written.
-
-        store    where this kind of mixer keeps it: `StoreKV` for attention
-        out_aux  [T, H]: the layer's input stream is written here if it is given
-        """
-
-    def finish(self, begun: Tensor, stream: Stream, attend: Any, *, add_in_product: bool) -> None:
-        """Continue from the result of `begin`, of the stream's tokens, to the end of the block.
-
-        attend  for attention an `Attend`, for others `Selected`
-        add_in_product  as for `Block`
-        """
-
-
-class MixerSpec(BlockSpec, Protocol):
-    """The shape of a mixer."""
-
-    def build(self, source: BlockSource) -> Mixer:
-        """The block that computes, its weights taken from `source`."""
-
-    def row_tensors(self, dtype: torch.dtype, state_dtype: torch.dtype, draft_len: int) -> tuple[RowTensor, ...]:
-        """What it keeps of a row, besides K and V of its tokens.
-
-        dtype, state_dtype  of what it computes with, and of its state
-        draft_len           K, the maximum number of drafts that a round verifies
-        """
+from batchspec.model.layers.kind import Mixer, MixerSpec
 
 
 class MlpSpec(BlockSpec, Protocol):

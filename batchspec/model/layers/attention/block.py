@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchspec.cache.layer_state import RowTensor
+from batchspec.cache.groups import most_keys
+from batchspec.cache.layer_state import LayerState
+from batchspec.cache.layout import KVLayout
 from batchspec.errors import ConfigError
 from batchspec.model.fused import rms_norm, sigmoid_gated
 from batchspec.model.layers.base import (
@@ -24,6 +26,7 @@ from batchspec.model.layers.base import (
     shifted,
 )
 from batchspec.model.layers.forward import Attend, BlockSource, Product, StoreKV, Stream
+from batchspec.model.layers.kind import Computing, Work
 from batchspec.model.layers.scaled import scaled_product
 
 
@@ -162,8 +165,32 @@ class AttentionSpec(NormedSpec):
             names |= {"q_norm": of_q, "k_norm": of_kv}
         return {f"{self.name}.{name}": share for name, share in names.items()}
 
-    def row_tensors(self, dtype: torch.dtype, state_dtype: torch.dtype, draft_len: int) -> tuple[RowTensor, ...]:
-        return ()
+    @property
+    def num_rank_sums(self) -> int:
+        return int(self.qk_norm_rows)
+
+    def layout(self, run: Computing) -> KVLayout:
+        """The format of the K and V that it reads."""
+        return KVLayout(
+            dtype=run.dtype, fp8=run.fp8_kv, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=run.page_size,
+            ordered=run.ordered,
+        )
+
+    def kept(self, run: Computing) -> LayerState:
+        return LayerState(self.layout(run) if self.kv_of is None else None, self.window, reads=self.kv_of)
+
+    def round_work(self, run: Computing, context: float, tokens: float) -> Work:
+        keys = context if self.window is None else min(context, most_keys(self.window, tokens))
+        return Work(page_bytes=keys * self.layout(run).token_bytes, flop=self._flop(keys))
+
+    def prompt_work(self, run: Computing, prompt: float, *, ends_only: bool) -> Work:
+        """A token attends to half of the prompt on average; with a window, to the keys within it."""
+        most = prompt if self.window is None else min(self.window, prompt)
+        return Work(flop=self._flop(most / prompt if ends_only else most * (1 - most / (2 * prompt))))
+
+    def _flop(self, keys: float) -> float:
+        """Operations of a token that attends to so many keys."""
+        return 4.0 * self.inner_size * keys
 
     def build(self, source: BlockSource) -> Attention:
         return Attention(self, source)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from batchspec.cache.layer_state import RowTensor
+from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.kernels.gated_delta.chunk_products import CHUNK
 from batchspec.kernels.gated_delta.convolve import convolve
 from batchspec.kernels.gated_delta.delta_chunks import delta_chunks
@@ -39,6 +39,8 @@ from batchspec.model.layers.base import (
     shifted,
 )
 from batchspec.model.layers.forward import BlockSource, Selected, StoreState, Stream
+from batchspec.model.layers.kind import Computing, Work
+from batchspec.packed_batch import RECURRENT_CHUNK
 
 DT_BIASES, A_LOGS = (-6.9, -2.2), (0.0, 2.8)
 """Ranges that models are trained from: softplus(dt_bias) from 0.001 to 0.1, exp(A_log) up to 16. Without `a`, a token leaves 20 %
@@ -123,6 +125,20 @@ class GatedDeltaSpec(NormedSpec):
         computes before it takes the states; the output before and after its norm."""
         of_chunks: int = 2 * CHUNK.value + 6
         return self.qkvz.rows + self.channels + (6 + of_chunks) * self.num_value_heads + 2 * self.inner_size
+
+    @property
+    def num_rank_sums(self) -> int:
+        return 0
+
+    def kept(self, run: Computing) -> LayerState:
+        return LayerState(None, row=self.row_tensors(run.dtype, run.state_dtype, run.draft_len), chunk=RECURRENT_CHUNK)
+
+    def round_work(self, run: Computing, context: float, tokens: float) -> Work:
+        state, *_ = self.kept(run).row
+        return Work(state_bytes=state.nbytes)
+
+    def prompt_work(self, run: Computing, prompt: float, *, ends_only: bool) -> Work:
+        return Work(flop=self.prefill_flop)
 
     @property
     def prefill_flop(self) -> int:

@@ -1,0 +1,88 @@
+"""What the rest of batchspec may know of a kind of layer: what it keeps of a row, what it costs, how it is built and computed.
+
+A new kind is a room beside this file: a shape with the methods of `MixerSpec`, and the block that it builds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from batchspec.cache.layer_state import LayerState
+from batchspec.model.layers.base import BlockSpec
+from batchspec.model.layers.forward import BlockSource, Stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computing:
+    """How a job computes a model: what decides, besides the shapes, what layers keep and what they cost."""
+
+    dtype: torch.dtype
+    """Of the computation."""
+    state_dtype: torch.dtype
+    """Of the states of recurrent layers, in a model that does not compute in fp64."""
+    fp8_kv: bool
+    """Whether pages hold K and V as e4m3."""
+    ordered: bool
+    """Whether sums have one order, whatever batch a row is in."""
+    page_size: int
+    """Tokens."""
+    draft_len: int = 0
+    """K, the maximum number of drafts that a round verifies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a mixer costs beside its products."""
+
+    page_bytes: float = 0
+    """Bytes of a row's pages, which are read while the mixer computes: the longer of both times counts."""
+    state_bytes: int = 0
+    """Bytes of a row's states: read before it computes and written after it."""
+    flop: float = 0
+    """Operations of one token."""
+
+
+class Mixer(Protocol):
+    """A block that computes with a row's earlier tokens: attention, which reads their K and V, or a recurrence, which keeps a
+    state of them. In two parts, because a pass may need the second part for some of its tokens only."""
+
+    def norms_in_product(self, stream: Stream) -> bool:
+        """Whether its first product takes the un-normed stream for as many tokens; then the block before it adds in place."""
+
+    def begin(self, stream: Stream, store: Any, out_aux: Tensor | None = None) -> Tensor:
+        """The first part, whose result [T, ...] `finish` takes; what the row keeps of its tokens is written.
+
+        store    where this kind of mixer keeps it: `StoreKV` for attention
+        out_aux  [T, H]: the layer's input stream is written here if it is given
+        """
+
+    def finish(self, begun: Tensor, stream: Stream, attend: Any, *, add_in_product: bool) -> None:
+        """Continue from the result of `begin`, of the stream's tokens, to the end of the block.
+
+        attend  for attention an `Attend`, for others `Selected`
+        add_in_product  as for `Block`
+        """
+
+
+class MixerSpec(BlockSpec, Protocol):
+    """The shape of a mixer."""
+
+    @property
+    def num_rank_sums(self) -> int:
+        """Number of small sums over the ranks in a pass, such as those of a norm over all heads, besides `num_sums`."""
+
+    def kept(self, run: Computing) -> LayerState:
+        """What it keeps of a row."""
+
+    def round_work(self, run: Computing, context: float, tokens: float) -> Work:
+        """A round in which a row with `context` tokens verifies `tokens`."""
+
+    def prompt_work(self, run: Computing, prompt: float, *, ends_only: bool) -> Work:
+        """A prefill of a prompt, for each of its tokens on average. ends_only: only the last token is computed to the end."""
+
+    def build(self, source: BlockSource) -> Mixer:
+        """The block that computes, its weights taken from `source`."""
