@@ -108,12 +108,13 @@ def _some_texts() -> list[str]:
 
 def _make_job(folder: Path, num_rows: int, texts: Sequence[str]) -> Job:
     (folder / "model").mkdir(parents=True)
-    (folder / "model" / "config.json").write_text(json.dumps({**COMMON, **SHAPES["llama8b"]}))
+    (folder / "model" / "config.json").write_text(json.dumps({**COMMON, **SHAPES["llama1b"]}))
     _write_input(folder / "input.parquet", num_rows, texts)
     config = compose(
         [
             f"model.path={folder}/model", "model.load_format=dummy", "model.dtype=float32", f"input.path={folder}/input.parquet",
             f"output.dir={folder}/out", "output.token_ids=true", "output.prompt_ids=true", f"output.shard_rows={SHARD_ROWS}",
+            "output.dedup=false",  # the texts repeat
             f"decode.max_new_tokens={TOKENS}", "device=cpu", "input.num_workers=0",
         ]
     )
@@ -154,7 +155,7 @@ class StandInEngine:
     def __init__(self, texts: Sequence[str]) -> None:
         random = np.random.default_rng(2)
         self._answers = [(text, random.integers(3, 30000, TOKENS).astype(np.int32)) for text in texts]
-        self.batch = SimpleNamespace(num_slots=SLOTS)
+        self.batch = SimpleNamespace(num_slots=SLOTS, decodes=True)
         self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
         self.last: deque[Completion] = deque(maxlen=1024)

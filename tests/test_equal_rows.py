@@ -42,7 +42,7 @@ def test_each_row_is_answered_once_and_each_prompt_decoded_once(rows: list[tuple
     ]
     answered: list[Completion] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("batchspec.packing.equal_rows.MOST_TOKENS", room)
+        patch.setattr("batchspec.packing.equal_rows.MOST_BYTES", room << 10)
         stream = EqualRows(ListedRequests(requests), answered.append)
         live: list[Request] = []
         decoded: list[Request] = []
@@ -59,7 +59,7 @@ def test_each_row_is_answered_once_and_each_prompt_decoded_once(rows: list[tuple
         assert answer.token_ids is not None
         assert answer.token_ids.tolist() == [7, rows[answer.row_index][0]]
     greedy = [kind for kind, hot in rows if not hot]
-    if room >= 16:  # the four tokens of each answer fit
+    if room >= 5:  # the four answers, of 1,040 bytes each, fit
         assert sum(one.sampling.temperature == 0 for one in decoded) == len(set(greedy))
     assert sum(one.sampling.temperature > 0 for one in decoded) == len(rows) - len(greedy)
 

@@ -15,8 +15,8 @@ from hashlib import blake2b
 from batchspec.records import Completion, Request
 from batchspec.request_stream import RequestStream, WrappedStream
 
-MOST_TOKENS = 1 << 22
-"""Prompt and output tokens of the newest answers that are kept for rows to come: 16 MB."""
+MOST_BYTES, BYTES_OF_ANSWER = 32 << 20, 1 << 10
+"""Bytes of the newest answers that are kept for rows to come, and what each takes besides its arrays and texts."""
 _OF_ROW = frozenset(
     ("request_id", "row_index", "sample_index", "shard", "prompt_ids", "seed", "predicted_tokens", "automaton", "resumed")
 )
@@ -38,7 +38,7 @@ class EqualRows(WrappedStream):
         self._keys: dict[tuple[int, int], bytes] = {}
         """(row, sample) of each request that is being decoded -> its key."""
         self._answers: OrderedDict[bytes, Completion] = OrderedDict()
-        self._num_tokens = 0
+        self._num_bytes = 0
 
     def next_ready(self) -> Request | None:
         while (request := super().next_ready()) is not None:
@@ -66,10 +66,11 @@ class EqualRows(WrappedStream):
         return [copy_for(request, completion) for request in self._decoding.pop(key)]
 
     def _keep(self, key: bytes, completion: Completion) -> None:
-        self._answers[key] = completion
-        self._num_tokens += _num_tokens(completion)
-        while self._num_tokens > MOST_TOKENS:
-            self._num_tokens -= _num_tokens(self._answers.popitem(last=False)[1])
+        kept = completion.replace(stats=None)
+        self._answers[key] = kept
+        self._num_bytes += _num_bytes(kept)
+        while self._num_bytes > MOST_BYTES:
+            self._num_bytes -= _num_bytes(self._answers.popitem(last=False)[1])
 
 
 def answer_key(request: Request) -> bytes | None:
@@ -88,5 +89,9 @@ def copy_for(request: Request, completion: Completion) -> Completion:
     )
 
 
-def _num_tokens(completion: Completion) -> int:
-    return sum(len(ids) for ids in (completion.prompt_ids, completion.token_ids) if ids is not None)
+def _num_bytes(completion: Completion) -> int:
+    done = completion
+    tops = (array for pair in (done.top_logprobs, done.prompt_top_logprobs) if pair is not None for array in pair)
+    arrays = (done.prompt_ids, done.token_ids, done.logprobs, done.prompt_logprobs, *tops)
+    texts = (done.text, done.reasoning, done.tool_calls)
+    return BYTES_OF_ANSWER + sum(one.nbytes for one in arrays if one is not None) + sum(len(one) for one in texts if one)

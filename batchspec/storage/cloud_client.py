@@ -22,10 +22,9 @@ from batchspec.storage import retry
 GCS, AZURE = ("gs", "gcs"), ("az", "azure", "abfs", "abfss")
 SCHEMES = GCS + AZURE
 LOG_IN = {
-    "gs": "the credentials (GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login; GOOGLE_SKIP_SIGNATURE=true "
-    "for a public bucket) and the bucket's permissions",
-    "az": "the credentials (AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN, or AZURE_USE_AZURE_CLI=true after az login; "
-    "AZURE_SKIP_SIGNATURE=true for a public container) and the container's permissions",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS or gcloud's login (public: GOOGLE_SKIP_SIGNATURE=true), and the bucket's permissions",
+    "az": "AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or AZURE_USE_AZURE_CLI=true (public: AZURE_SKIP_SIGNATURE=true), "
+    "and the container's permissions",
 }
 ENDPOINT = {
     "gs": "the endpoint (GOOGLE_BASE_URL where it is set)",
