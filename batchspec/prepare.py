@@ -163,7 +163,7 @@ def open_input(config: RunConfig, given: Source | JobRows | None) -> tuple[Sourc
     Raises ConfigError, InputError, OutputError for an earlier job that cannot be read, and StorageError.
     """
     if given is None and config.input.from_job is not None:
-        given = open_output(JobOutput(config.input.from_job, None, config.input.from_status, config.input.from_where), config)
+        given = _rows_of_folder(config.input.from_job, config.input, config.output.dir)
     if isinstance(given, JobRows):
         return given.source, given.input, given.note
     return given or open_source(config.input, config.output.dir), config.input, ""
@@ -174,9 +174,13 @@ def open_output(output: JobOutput, config: RunConfig) -> JobRows:
     input = output.keys(replace(config.input, from_job=None))
     if output.folder is None:
         return rows_of_job([MemoryFile(output.table())], {}, input)
-    finished = FinishedJob(output.folder, "input.from_job")
-    if config.output.dir is not None:
-        check_not_into(output.folder, config.output.dir)
+    return _rows_of_folder(output.folder, input, config.output.dir)
+
+
+def _rows_of_folder(folder: str, input: InputConfig, output_dir: str | None) -> JobRows:
+    finished = FinishedJob(folder, "input.from_job")
+    if output_dir is not None:
+        check_not_into(folder, output_dir)
     rows = rows_of_job(open_job_files(finished.files), finished.config, input)
     finished.check_unchanged()
     return rows

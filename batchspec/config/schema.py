@@ -130,7 +130,7 @@ class InputConfig:
     from_status: list[str] = field(default_factory=lambda: ["ok", "truncated"])
     """Statuses of the rows that are taken from input.from_job: ok, truncated, invalid, error, skipped. The others are counted."""
     from_where: str | None = None
-    """SQL condition over the columns of that job's output, e.g. "completion = 'yes'": rows of which it is not true are left out.
+    """SQL condition over the columns of that job's output, e.g. "completion = 'yes'": only rows for which it is true are taken.
     It sees all rows with these statuses, so that windows such as MAX(x) OVER (PARTITION BY y) compare them. null takes all."""
     config_name: str | None = None
     """Config (subset) of a dataset of the hub, hf://datasets/ORG/NAME, as in datasets.load_dataset. null: its only one, or the

@@ -42,7 +42,7 @@ _MARKS = ("request_id", "row_index", "sample_index", "status")
 class JobOutput:
     """The answers of an earlier job as the rows of a call from Python: what input.from_job is for a job.
 
-    source  its output folder, or rows that `generate` gave, some of which may be left out and to which columns may be added
+    source  its output folder, or what `generate` returned; you may remove rows and add columns
     name    for the names of its columns, with `_` after it; only for rows in memory: that of a folder is its own
     status, where  as input.from_status and input.from_where
     """

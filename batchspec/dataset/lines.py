@@ -32,7 +32,7 @@ class LineNumbers:
     """The line, counted from 1, on which each row of a file begins. Only a row that does not begin on the line after the
     beginning of the row before takes memory.
 
-    unit  what is counted, for messages: row, from 0, in a file of which some rows are left out
+    unit  what the numbers count, for messages: lines of a text file, or rows of a file from which only some rows are read
     """
 
     def __init__(self, unit: str = "line") -> None:

@@ -92,13 +92,8 @@ class ModelSpec(CheckpointPart):
 
     def kv_layouts(self, dtype: torch.dtype, page_size: int) -> tuple[KVLayout, ...]:
         """[num_kv_layers] the format in which each layer that keeps K and V stores them, computed in `dtype`."""
-        return tuple(
-            KVLayout(
-                dtype=dtype, fp8=self.fp8_kv, num_kv_heads=own.num_kv_heads, head_dim=own.head_dim, page_size=page_size,
-                ordered=self.ordered,
-            )
-            for own in self.kv_attentions
-        )
+        run = self.computing(dtype, page_size)
+        return tuple(own.layout(run) for own in self.kv_attentions)
 
     def computing(self, dtype: torch.dtype, page_size: int = 1, draft_len: int = 0) -> Computing:
         """How a job computes it in `dtype`. draft_len: K, the maximum number of drafts that a round verifies."""
@@ -270,7 +265,9 @@ class ModelSpec(CheckpointPart):
     def ignores(self, name: str) -> bool:
         """Of layers that read the K and V of another one, files may hold what would compute their own."""
         layer, _, tensor = name.removeprefix(f"{MODEL_PREFIX}layers.").partition(".")
-        if not (layer.isdecimal() and int(layer) < self.num_layers) or self._states[int(layer)].reads is None:
+        if not (layer.isdecimal() and int(layer) < self.num_layers):
+            return False
+        if self.mixers[int(layer)].kept(self.computing(torch.float32)).reads is None:
             return False
         return tensor.startswith(tuple(f"{self.layers[int(layer)].attention.name}.{x}" for x in ("k_", "v_")))
 

@@ -64,7 +64,7 @@ class Target:
         """The same for all heads of the model, on the CPU, as `KVScales.values`."""
         self.weight_sums: WeightSums | None = None
         """Of the files that the weights came from, where `load` was asked for them."""
-        self._has_experts = spec.experts is not None
+        self._has_experts, self._last_kept = spec.experts is not None, spec.last_kept
         self._first_live_slot = torch.ones(1, dtype=torch.int64, device=device)  # on the device: captured rounds read it
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=self.dtype))
@@ -172,7 +172,7 @@ class Target:
         if len(set(aux_layer_ids)) < len(aux_layer_ids) or not all(0 <= i <= self.spec.num_layers for i in aux_layer_ids):
             raise ValueError(f"aux_layer_ids {aux_layer_ids} must be different boundaries in 0 .. {self.spec.num_layers}")
         embedded = self.embedded(batch.token_ids)
-        lora, last, kept = self._lora_tokens(batch), len(self._layers) - 1, self.spec.last_kept
+        lora, last, kept = self._lora_tokens(batch), len(self._layers) - 1, self._last_kept
         layer_inputs = None if self._layer_inputs is None else self._layer_inputs(batch.token_ids, embedded, lora)
         stream = ResidualStream(embedded, self._live(batch), self.ranks, layer_inputs)
         aux = self._aux_buffer(stream.residual, aux_layer_ids)

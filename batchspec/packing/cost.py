@@ -63,12 +63,12 @@ def read_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: float, *, correlatio
 
 def kv_read_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int, context_tokens: float, tokens_per_row: float) -> float:
     """Bytes of pages that the target reads in one round: see `round_seconds`."""
-    return rows * sum(work.page_bytes for work in _round_work(spec, dtype, context_tokens, tokens_per_row))
+    return rows * _round_work(spec, dtype, context_tokens, tokens_per_row).page_bytes
 
 
 def moved_state_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int) -> int:
     """Bytes of the states of recurrent layers that the target reads and writes in one round: each state once in both ways."""
-    return 2 * rows * sum(work.state_bytes for work in _round_work(spec, dtype, 0, 1))
+    return 2 * rows * _round_work(spec, dtype, 0, 1).state_bytes
 
 
 def round_seconds(
@@ -81,10 +81,9 @@ def round_seconds(
     """
     tokens = rows * tokens_per_row
     products_s = _products_s(spec, rates, dtype, tokens, correlation)
-    works = _round_work(spec, dtype, context_tokens, tokens_per_row)
-    page_bytes, flop = rows * sum(work.page_bytes for work in works), tokens * sum(work.flop for work in works)
-    mixers_s = max(page_bytes / rates.bytes_s, flop / rates.flop_s(tokens))
-    states_s = 2 * rows * sum(work.state_bytes for work in works) / rates.bytes_s
+    work = _round_work(spec, dtype, context_tokens, tokens_per_row)
+    mixers_s = max(rows * work.page_bytes / rates.bytes_s, tokens * work.flop / rates.flop_s(tokens))
+    states_s = 2 * rows * work.state_bytes / rates.bytes_s
     return products_s + mixers_s + states_s + rates.overhead_s + exchange_seconds(spec, dtype, tokens)
 
 
@@ -173,7 +172,11 @@ def _whole_tiles(rates: Rates, tokens: float) -> float:
     return tokens if tokens <= 2 * rates.tile else -(-tokens // rates.tile) * rates.tile
 
 
-def _round_work(spec: ModelSpec, dtype: torch.dtype, context_tokens: float, tokens_per_row: float) -> list[Work]:
-    """[num_layers] of the mixers in a round."""
+def _round_work(spec: ModelSpec, dtype: torch.dtype, context_tokens: float, tokens_per_row: float) -> Work:
+    """Of all mixers together in a round."""
     run = spec.computing(dtype)
-    return [mixer.round_work(run, context_tokens, tokens_per_row) for mixer in spec.mixers]
+    works = [mixer.round_work(run, context_tokens, tokens_per_row) for mixer in spec.mixers]
+    return Work(
+        page_bytes=sum(work.page_bytes for work in works), state_bytes=sum(work.state_bytes for work in works),
+        flop=sum(work.flop for work in works),
+    )

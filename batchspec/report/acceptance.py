@@ -8,11 +8,12 @@ from typing import Any
 
 import polars as pl
 
+from batchspec.report.texts import ROW_KEY
+
 PROMPT_EDGES = (128, 512, 2048, 8192, 32768)
 PROMPT_BUCKETS = [
     *(f"{low}-{high - 1}" for low, high in zip((0, *PROMPT_EDGES[:-1]), PROMPT_EDGES, strict=True)), f"{PROMPT_EDGES[-1]}+"
 ]
-ROW_KEY = ("request_id", "row_index", "sample_index")
 SPEC = {
     "drafter": "drafter",
     "rounds": "num_spec_steps",

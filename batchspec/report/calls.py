@@ -23,7 +23,7 @@ TOOLS_KEPT = 1024
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCalls:
     answers: int
-    """ok and truncated rows; where the output has the rows' tools, of rows with tools."""
+    """Rows with an answer; if the output has the rows' tools, only rows with tools."""
     without: int
     """Those of them without a call."""
     calls: int

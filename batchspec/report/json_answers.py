@@ -23,6 +23,7 @@ at most so many and so long, and each occurs so often on average."""
 MAX_LISTED = 200
 """Values of an enum that are counted where the job's schema lists them."""
 FINISHED = ("ok", "invalid")
+"""Statuses of answers that ended by themselves."""
 _NOT_TEXT = re.compile(r"-?\d+|true|false|null")
 
 

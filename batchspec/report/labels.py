@@ -11,10 +11,11 @@ from typing import Any
 
 import polars as pl
 
+from batchspec.report.texts import ROW_KEY
+
 NUM_UNCERTAIN = 10
 MAX_LABELS = 1000
 """Distinct labels that are counted, the first ones of the output; rows may bring choices of their own."""
-ROW = ("request_id", "row_index", "sample_index")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ class LabelTally:
     def add(self, rows: pl.DataFrame) -> None:
         if not (self._scored or self._chosen):
             return
-        rows = rows.select(*ROW, "label", "prob", "margin").filter(pl.col("label").is_not_null())
+        rows = rows.select(*ROW_KEY, "label", "prob", "margin").filter(pl.col("label").is_not_null())
         self._rows += rows.height
         for label, prob, margin in rows.select("label", "prob", "margin").iter_rows():
             if label in self._sums or len(self._sums) < MAX_LABELS:

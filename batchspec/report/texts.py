@@ -12,6 +12,8 @@ from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 
 TEXT_CHARS = 600
+ROW_KEY = ("request_id", "row_index", "sample_index")
+"""Columns that name a row of an output."""
 SHOWN_COLUMNS = ("prompt_tokens", "tokens", "mean_length")
 """Fields of usage and spec_decode that `shown_columns` reads, by the names that other tables have for them too."""
 
@@ -37,7 +39,7 @@ class Shown:
 def shown_columns() -> Iterator[pl.Expr]:
     """The columns of an output that a `Shown` needs, without its texts."""
     usage, spec = pl.col("usage").struct, pl.col("spec_decode").struct
-    yield from map(pl.col, ("request_id", "row_index", "sample_index", "status", "finish_reason"))
+    yield from map(pl.col, (*ROW_KEY, "status", "finish_reason"))
     yield usage.field("prompt_tokens").alias("prompt_tokens")
     yield usage.field("completion_tokens").alias("tokens")
     yield spec.field("mean_acceptance_length").alias("mean_length")

@@ -1,6 +1,6 @@
 """What the rest of batchspec may know of a kind of layer: what it keeps of a row, what it costs, how it is built and computed.
 
-A new kind is a room beside this file: a shape with the methods of `MixerSpec`, and the block that it builds.
+A new kind of mixer is a package in this folder: its shape, with the methods of `MixerSpec`, and the block that the shape builds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Computing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a mixer costs beside its products."""
+    """What mixers cost besides their products."""
 
     page_bytes: float = 0
     """Bytes of a row's pages, which are read while the mixer computes: the longer of both times counts."""
