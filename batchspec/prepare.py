@@ -171,7 +171,7 @@ def open_input(config: RunConfig, given: Source | JobRows | None) -> tuple[Sourc
 
 def open_output(output: JobOutput, config: RunConfig) -> JobRows:
     """The rows of an earlier job for a job of this configuration. Raises as `open_input`."""
-    input = output.keys(replace(config.input, from_job=None))
+    input = output.keys(config.input)
     if output.folder is None:
         return rows_of_job([MemoryFile(output.table())], {}, input)
     return _rows_of_folder(output.folder, input, config.output.dir)

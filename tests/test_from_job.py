@@ -137,6 +137,8 @@ def test_answers_in_memory_are_the_input_of_the_next_call_and_of_an_engine(words
     ]:
         with pytest.raises((ConfigError, InputError), match=said):
             batchspec.generate(wrong, overrides=keys)
+    with pytest.raises(ConfigError, match=r"beside batchspec\.JobOutput, which says the same"):
+        batchspec.generate(batchspec.JobOutput(first, "answers"), overrides=[*keys, f"input.from_job={answers}"])
 
 
 def test_a_template_adds_a_user_turn_to_the_chats_that_are_named(words: list[str]) -> None:

@@ -134,8 +134,7 @@ class GatedDeltaSpec(NormedSpec):
         return LayerState(None, row=self.row_tensors(run.dtype, run.state_dtype, run.draft_len), chunk=RECURRENT_CHUNK)
 
     def round_work(self, run: Computing, context: float, tokens: float) -> Work:
-        state, *_ = self.kept(run).row
-        return Work(state_bytes=state.nbytes)
+        return Work(state_bytes=self._state(run.dtype, run.state_dtype).nbytes)
 
     def prompt_work(self, run: Computing, prompt: float, *, ends_only: bool) -> Work:
         return Work(flop=self.prefill_flop)
@@ -156,6 +155,9 @@ class GatedDeltaSpec(NormedSpec):
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         return *(Gemm(product=own, ops=("linear",)) for own in (self.qkvz, self.ba)), self.gemm_of_output(self.out)
 
+    def _state(self, dtype: torch.dtype, state_dtype: torch.dtype) -> RowTensor:
+        return RowTensor((self.num_value_heads, self.value_dim, self.key_dim), dtype if dtype is torch.float64 else state_dtype)
+
     def row_tensors(self, dtype: torch.dtype, state_dtype: torch.dtype, draft_len: int) -> tuple[RowTensor, ...]:
         """What it keeps of a row, in the order of `DeltaState`: the state [HV, DV, DK], and rings of P positions with the inputs
         of the convolution [P, C], keys [P, HK, DK], values [P, HV, DV] and gates [P, HV, 2].
@@ -166,7 +168,7 @@ class GatedDeltaSpec(NormedSpec):
         ring, wide = max(2 * (draft_len + 1), draft_len + self.conv_width), torch.promote_types(dtype, torch.float32)
         heads = self.num_value_heads
         return (
-            RowTensor((heads, self.value_dim, self.key_dim), wide if dtype is torch.float64 else state_dtype),
+            self._state(dtype, state_dtype),
             RowTensor((ring, self.channels), dtype),
             RowTensor((ring, self.num_key_heads, self.key_dim), dtype),
             RowTensor((ring, heads, self.value_dim), dtype),
