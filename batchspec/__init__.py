@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os as _os
 import sys as _sys
 
 __version__ = "0.2.0"
@@ -18,10 +19,14 @@ if _run_by_dash_m() and not _sys.flags.safe_path:  # before any other import
     # -m puts the working directory first in sys.path: a file random.py there would be imported instead of Python's module.
     _sys.path.append(_sys.path.pop(0))
 
-if _run_by_dash_m() in ("batchspec", "batchspec.run", "batchspec.cli"):
+if _run_by_dash_m() in ("batchspec", "batchspec.run", "batchspec.cli") or _os.path.basename(_sys.argv[0]) == "batchspec":
+    # Python's own default would end the process with the signal, and as process 1 of a container do nothing.
+    from batchspec.process.first_signals import handle_first
+
+    handle_first()
     from batchspec.process.program import begin_program
 
-    begin_program()  # Python's own default would end the process with the signal, and as process 1 of a container do nothing
+    begin_program()
 
 import typing as _typing  # noqa: E402
 

@@ -17,8 +17,9 @@ from batchspec.console.arguments import ArgumentParser, asks_for_help
 from batchspec.console.text import MESSAGE_CHARS, one_line
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
 from batchspec.process.bytecode import keep_bytecode
+from batchspec.process.first_signals import in_batch_task
 from batchspec.process.preflight import check_address_space, check_machine
-from batchspec.process.program import begin_program, drop_unwritable, in_batch_task
+from batchspec.process.program import begin_program, drop_unwritable
 from batchspec.process.refusals import is_panic, refusal
 from batchspec.process.signals import program, program_does
 
@@ -74,7 +75,7 @@ def guarded(command: Callable[[], int], *, requeues: bool = False) -> int:
     """
     try:
         if not (requeues and in_batch_task()):
-            program_does("")
+            program_does("during start-up" if requeues else "")
         check_machine()
         code = command()
         terminal.flush()

@@ -28,7 +28,7 @@ from batchspec import errors, run
 from batchspec.config.compose import compose
 from batchspec.config.schema import ClusterConfig
 from batchspec.errors import BatchspecError, DivergedError, Interrupted, StorageError, TooManyErrors
-from batchspec.process.signals import SIGNALS
+from batchspec.process.first_signals import SIGNALS
 from tests.runs import make_model, make_prompts, start_apart
 
 pytestmark = pytest.mark.second

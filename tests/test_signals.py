@@ -16,7 +16,8 @@ import pytest
 from batchspec import cli, job, run
 from batchspec.commands import stats
 from batchspec.errors import Interrupted, TooManyErrors
-from batchspec.process.signals import SIGNALS, EndSignals
+from batchspec.process.first_signals import SIGNALS
+from batchspec.process.signals import EndSignals
 from batchspec.runner import checked_run, conclude
 from batchspec.runner.job_run import JobRun
 from batchspec.runner.oom_fallback import EngineWithFallback
@@ -243,14 +244,15 @@ def as_process_1() -> list[str]:
 @pytest.mark.second
 @pytest.mark.parametrize("how", ["a shell's child", "process 1"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_program_that_imports_its_modules_ends_with_75(number: signal.Signals, how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("imported", ["shlex", "hydra"], ids=["the first imports", "the last imports"])
+def test_a_program_that_imports_its_modules_ends_with_75(number: signal.Signals, how: str, imported: str, tmp_path: Path) -> None:
     """As process 1 it would ignore what it has no handler for."""
-    module = tmp_path / "hydra.py"  # imported after batchspec's own first modules
+    module = tmp_path / f"{imported}.py"
     module.write_text(f"import os, time\nos.kill(os.getpid(), {number})\ntime.sleep(60)\n")
     words = [*(as_process_1() if how == "process 1" else []), sys.executable, "-m", "batchspec.run", "+job=demo"]
     paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run(words, env=os.environ | paths, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (75, f"batchspec: {number.name}: stopped; run the same command again\n")
+    assert (done.returncode, done.stderr) == (75, STOPPED.format(number.name, " during start-up"))
 
 
 BEGUN = """

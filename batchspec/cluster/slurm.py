@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from batchspec.process.program import in_batch_task
+from batchspec.process.first_signals import in_batch_task
 
 TIMEOUT_S = 10.0
 """Limit for Slurm's commands, which hang if the controller does not answer."""

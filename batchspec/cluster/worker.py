@@ -17,8 +17,8 @@ from batchspec.config.compose import reported
 from batchspec.config.typed import from_json
 from batchspec.distributed.seat import Seat
 from batchspec.errors import Interrupted, RankLost
+from batchspec.process.first_signals import SIGNALS
 from batchspec.process.program import begin_program
-from batchspec.process.signals import SIGNALS
 from batchspec.run import run_here
 from batchspec.runner.rank import run_rank, take_seat
 from batchspec.supervise.leave import leave

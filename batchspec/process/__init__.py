@@ -4,6 +4,7 @@ bytecode.py        keeps Python's bytecode where it would not be kept
 cgroup.py          what the control groups allow
 child_process.py   starts Python programs that end with the run
 early_start.py     begins slow work while modules are imported
+first_signals.py   what signals do until signals.py is imported
 garbage.py         keeps Python's garbage collector away from modules and models
 load_progress.py   whether loading a model makes progress
 local_files.py     opens regular files only

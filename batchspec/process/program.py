@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from typing import TextIO
 
 from batchspec.console import terminal
+from batchspec.process.first_signals import SIGNALS, in_batch_task
 from batchspec.process.refusals import refusal
-from batchspec.process.signals import SIGNALS, program
+from batchspec.process.signals import program
 
 
 def begin_program() -> None:
@@ -31,11 +31,6 @@ def _begin() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     program.begin(waits=in_batch_task())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-
-def in_batch_task(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is in a batch job of Slurm, and not in an interactive allocation."""
-    return "SLURM_JOB_ID" in env and env.get("ENVIRONMENT") == "BATCH"
 
 
 def drop_unwritable(stream: TextIO) -> None:

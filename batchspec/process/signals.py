@@ -1,5 +1,6 @@
 """Signals that ask a program to end, from its first line to its last. What they do depends on the stage:
 
+before the imports      the program ends, with one line                               first_signals.py
 before the first row    the program ends, with one line that names the stage              `EndSignals.interrupt`
  of a task of Slurm     they wait until its workers can get them: the task is requeued    `EndSignals.begin`
 while rows are decoded  the run finishes its round and saves its work                     `EndSignals.stop_with`
@@ -23,10 +24,8 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
 from batchspec.errors import Interrupted
+from batchspec.process.first_signals import SIGNALS, noted
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT, signal.SIGHUP)
-"""Sent by batch systems before they kill, also for a soft limit of CPU time, by Ctrl-C, and when a terminal closes. SIGHUP that
-nohup ignores stays ignored."""
 AGAIN_S = 0.05
 """Seconds until the next attempt to interrupt a job that imports a module."""
 LATE_S = 15.0
@@ -76,6 +75,8 @@ class EndSignals:
         """
         self._stage = "during start-up"
         self._install(self._note if waits else self._note_and_leave)
+        for name in noted:  # between the first line and this one
+            self._handle(signal.Signals[name])
 
     def interrupt(self, stage: str | None = None) -> None:
         """The next signal raises KeyboardInterrupt in the main thread; those after it do nothing.
