@@ -100,7 +100,7 @@ def decode_missing(
     """
     start_up = start_up or StartUp()
     check_memory(run.job)  # before the first file is written
-    with heartbeat or HeartbeatWriter(run.folder.heartbeats()) as heartbeat:
+    with heartbeat or HeartbeatWriter(run.folder.heartbeats()) as heartbeat, signals.as_interrupted():
         heartbeat.begin()  # so that `status` knows of a run that ends while it loads
         began = time.perf_counter()
         survey = survey_first(run.job)

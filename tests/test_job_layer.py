@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import cProfile
 from pathlib import Path
+from pstats import Stats
+from typing import Any, cast
 
 import polars as pl
 import pytest
 
+import batchspec
 from batchspec.packing.ordered_requests import WINDOW_SHARDS
 from batchspec.runstate.output_folder import OutputFolder
-from tests.job_layer import SHARD_ROWS, TOK_S, TOKENS, run_job
+from tests.job_layer import SHARD_ROWS, run_job
+
+PACKAGE = str(Path(batchspec.__file__).parent)
 
 
 @pytest.mark.second
 @pytest.mark.parametrize("num_rows", [20_000, pytest.param(1_000_000, marks=pytest.mark.soak)])
 def test_the_job_layer_keeps_to_its_budget_in_flat_memory_and_writes_every_row_once(num_rows: int, tmp_path: Path) -> None:
-    cost = run_job(tmp_path, num_rows)
+    with cProfile.Profile() as profile:
+        cost = run_job(tmp_path, num_rows)
     print(cost)
-    # The budget is 5 % of the time that an engine of 100,000 output tokens a second takes for a row. Compared by the
-    # processor's clock: a slow machine, whose cores do other work too, was seen to take 1.65 times the budget.
-    budget_us = 0.05 * TOKENS / TOK_S * 1e6
-    assert budget_us == pytest.approx(256)
-    assert cost.cpu_us + cost.journal_us < 2.5 * budget_us
+    # The budget is calls of batchspec's functions, 141 a row when this was written: time on a machine with other work says
+    # little. Work for each of a row's 512 tokens would show. `python -m tests.job_layer` measures the time.
+    calls = sum(counts[1] for (file, _, _), counts in cast(Any, Stats(profile)).stats.items() if file.startswith(PACKAGE))
+    assert 0 < calls < 165 * num_rows
     # Memory that a row never frees would show: 100 bytes of each are 25 MB in a quarter of a million rows.
     assert max(cost.held_mb[2:]) - cost.held_mb[1] < 15
     # A sample within a flush of the journal is higher by 16 KB for each row of its window.

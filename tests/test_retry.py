@@ -32,6 +32,7 @@ from batchspec.engine.slots.run_features import RunFeatures
 from batchspec.errors import OutputError
 from batchspec.prepare import open_job
 from batchspec.records import Completion, Request, RowError
+from batchspec.report.status import StatusReader
 from batchspec.request_stream import RequestStream
 from batchspec.runner.new_retry import new_retry
 from batchspec.runstate.generations import Generation, Generations, folder_of
@@ -477,7 +478,9 @@ def test_rows_with_a_temporary_error_are_computed_again(
         assert run.main(arguments(folder, out, CAPS[0])) == 0
     assert rows_of(out)["status"].value_counts(sort=True).filter(pl.col("status") == "error")["count"].to_list() == [2]
     ran.clear()
+    assert StatusReader(OutputFolder(out)).read().errors == 2
     assert run.main(arguments(folder, out, CAPS[0], "resume=error")) == 0
+    assert StatusReader(OutputFolder(out)).read().errors == 1
     assert [request.request_id for request in ran] == ["q8"]
     assert rows_of(out).select(SAME).equals(rows_of(base).select(SAME))
     capsys.readouterr()

@@ -256,7 +256,7 @@ class Files:
     [
         (None, "done", ""),
         (Interrupted("SIGTERM: 1 of 2"), "interrupted", "SIGTERM: 1 of 2"),
-        (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt:"),
+        (KeyboardInterrupt(), "interrupted", "Ctrl-C"),
         (StorageError("disk full"), "failed", "disk full"),
         (RuntimeError("a\nb"), "crashed", "RuntimeError: a b"),
     ],

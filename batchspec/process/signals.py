@@ -18,8 +18,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
@@ -60,8 +60,22 @@ class EndSignals:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if isinstance(error, KeyboardInterrupt) and self._raised and self._stage is not None:
+        if isinstance(error, KeyboardInterrupt) and self._has_raised:
             raise Interrupted(self.line()) from None
+
+    @contextmanager
+    def as_interrupted(self) -> Iterator[None]:
+        """Raises Interrupted in place of a signal's KeyboardInterrupt, unless it came after the last row."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self._has_raised:
+                raise Interrupted(self.line()) from None
+            raise
+
+    @property
+    def _has_raised(self) -> bool:
+        return self._raised and self._stage is not None
 
     @property
     def installed(self) -> bool:

@@ -57,7 +57,7 @@ class ProgressBar:
         self.stream = stream or sys.stderr
         self.interval_s, self.clock = interval_s, clock
         self.tokens = self.accepted = self.rounds = self.live_rows = 0
-        self.shards = self.errors = self.in_flight_tokens = 0
+        self.shards = self.errors = self.replaced_errors = self.in_flight_tokens = 0
         self.open_shards: Sequence[tuple[int, int]] = ()
         self.mean_output: float | None = None
         self._done_before, self._result_at = done, clock()
@@ -112,6 +112,7 @@ class ProgressBar:
         rounds: int = 0,
         shards: int = 0,
         errors: int = 0,
+        replaced_errors: int = 0,
         live_rows: int | None = None,
         open_shards: Sequence[tuple[int, int]] | None = None,
         mean_output: float | None = None,
@@ -120,7 +121,7 @@ class ProgressBar:
         """Add what happened since the last call, and set the present state.
 
         Added: `completions` finished, new `tokens` of all rows, `accepted` draft tokens and `rounds` (both summed over rows),
-        committed `shards` and their `errors`, error rows.
+        committed `shards` and their `errors`, error rows, and `replaced_errors`, those that a retry computed anew.
         Set, all together: `live_rows`; `open_shards`, (shard, finished completions) of shards that are not committed;
         `mean_output`, expected tokens of a completion, which gives the time left; `in_flight_tokens` of unfinished rows.
         """
@@ -130,6 +131,7 @@ class ProgressBar:
         self.rounds += rounds
         self.shards += shards
         self.errors += errors
+        self.replaced_errors += replaced_errors
         self.live_rows = self.live_rows if live_rows is None else live_rows
         self.open_shards = self.open_shards if open_shards is None else open_shards
         if mean_output is not None:
@@ -160,6 +162,7 @@ class ProgressBar:
             "shards": self.shards,
             "completions": self.done - self._done_before,
             "errors": self.errors,
+            "replaced_errors": self.replaced_errors,
             "open_shards": self.open_shards,
             "tokens": self.tokens,
             "accepted": self.accepted,

@@ -129,7 +129,7 @@ class StatusReader:
             completions=done,
             completions_total=total,
             share=min(share, 0.999) if missing else 1.0,
-            errors=sum(run.errors for run in runs),
+            errors=max(0, sum(run.errors - run.replaced_errors for run in runs)),
             tok_s=sum(status.run.tok_s for status in lives),
             tokens=sum(run.tokens for run in runs),
             mean_acceptance_length=1 + sum(run.accepted for run in runs) / rounds if rounds else None,

@@ -20,5 +20,9 @@ class ComputeAll:
         """Never: the output has no row of the shard."""
         return False
 
+    def num_replaced_errors(self, shard: int) -> int:
+        """0: the output has no row of the shard."""
+        return 0
+
     def take_old_shard(self, shard: int) -> None:
         """None: no row is carried over."""

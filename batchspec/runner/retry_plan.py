@@ -12,6 +12,7 @@ Every other row is carried over: the new file of its shard holds the old row.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,6 +50,7 @@ class RetryPlan:
         self._output, self._kind = output, generation.retry
         self._committed = output.committed()
         self._old: dict[int, OldShard] = {}
+        self._replaced_errors: Counter[int] = Counter()
 
     def carries_over(self, shard: int) -> bool:
         """Whether the output has the shard's old rows; False if its file was deleted: then all rows are computed."""
@@ -61,6 +63,10 @@ class RetryPlan:
         old = self._old_shard(shard)
         del self._old[shard]
         return old
+
+    def num_replaced_errors(self, shard: int) -> int:
+        """Number of error rows of the shard that are computed anew."""
+        return self._replaced_errors[shard]
 
     def _old_shard(self, shard: int) -> OldShard:
         if shard not in self._old:
@@ -75,7 +81,11 @@ class RetryPlan:
             return
         old = self._old_rows(shard)
         for entry in admitted:
-            yield self._planned(entry, old.get((entry.row_index, entry.sample_index)))
+            row = old.get((entry.row_index, entry.sample_index))
+            planned = self._planned(entry, row)
+            if planned is not None and row is not None and row["status"] == "error":
+                self._replaced_errors[shard.index] += 1
+            yield planned
 
     def _old_rows(self, shard: InputShard) -> dict[tuple[int, int], Row]:
         """Output rows of these input rows, by row and sample."""

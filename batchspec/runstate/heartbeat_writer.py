@@ -133,5 +133,8 @@ def _last_beat(error: BaseException | None) -> dict[str, Any]:
         end = "interrupted"
     else:
         end = "failed" if isinstance(error, BatchspecError) else "crashed"
-    said = str(error) if isinstance(error, BatchspecError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, BatchspecError):
+        said = str(error)
+    else:
+        said = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
     return {"end": end, "said": " ".join(said.split())[:SAID_CHARS]}

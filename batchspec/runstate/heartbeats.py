@@ -63,6 +63,8 @@ class RunHeartbeat:
     """Rows that it finished, error rows included."""
     errors: int = 0
     """Error rows in the shards that it committed."""
+    replaced_errors: int = 0
+    """Error rows of earlier runs that it computed anew (resume=error), in the shards that it committed."""
     open_shards: tuple[tuple[int, int], ...] = ()
     """(shard, finished completions) for each uncommitted shard that the run holds, completions of earlier runs included."""
     tokens: int = 0
