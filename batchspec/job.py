@@ -107,6 +107,7 @@ def decode_missing(
         start_up.done("survey")
         surveyed_s = start_up.reached_s
         run.read_saved()
+        run.choose_drafter(survey)
         expected, done = survey.num_outputs(run.job.source.num_rows), run.num_done(survey)
         with (
             ProgressBar(expected, done=done, start_up=start_up) as progress,

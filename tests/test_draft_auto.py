@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from batchspec import run
-from batchspec.commands.planning import plan
+from batchspec.commands.planning import plan, plan_for
 from batchspec.config.checks import check
 from batchspec.config.compose import compose, composed
 from batchspec.config.draft_auto import with_drafter
@@ -24,6 +24,7 @@ from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.config.train_schema import TrainRun, check_training
 from batchspec.draft.registry import DRAFTERS
 from batchspec.errors import CheckpointError, ConfigError
+from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.model.spec import load_spec
 from batchspec.prepare import open_model
 from batchspec.runstate.output_folder import OutputFolder
@@ -320,3 +321,32 @@ def test_ranks_of_one_model_choose_the_same_drafter(folder: Path, plain: pl.Data
     assert f"draft=mtp (draft=auto: {HAS}): " in said
     assert drafters_of(tmp_path / "out") == {"mtp"}
     assert rows_of(tmp_path / "out").equals(plain)
+
+
+# --- jobs that are too short for drafts
+
+
+SHORT = "the job is too short for draft={}, whose rounds take longer to prepare than they save"
+
+
+def planned(tmp_path: Path, shape: str, num_rows: int, *keys: str) -> tuple[str, str]:
+    """The drafter that a job of rows with 512 output tokens has on an H200, and why."""
+    (tmp_path / "config.json").write_text(json.dumps({**COMMON, **SHAPES[shape]}))
+    pl.DataFrame({"prompt_ids": [[5] * 64] * num_rows}).write_parquet(tmp_path / "rows.parquet")
+    words = [
+        f"model.path={tmp_path}", "model.load_format=dummy", f"input.path={tmp_path}/rows.parquet", "decode.max_new_tokens=512",
+        "decode.ignore_eos=true", f"output.dir={tmp_path}/out",
+    ]
+    job = plan_for("H200", compose([*words, *keys])).job
+    return job.config.draft.name, job.why_drafter
+
+
+@pytest.mark.parametrize(("shape", "name", "why"), [("qwen3-8b", "lookup", HAS_NOT), ("qwen3.5-0.8b", "mtp", HAS)])
+def test_a_job_that_ends_before_its_drafts_pay_has_none(shape: str, name: str, why: str, tmp_path: Path) -> None:
+    assert planned(tmp_path, shape, 8) == ("none", SHORT.format(name))
+    assert planned(tmp_path, shape, 20_000) == (name, why)
+
+
+def test_a_drafter_that_was_named_or_whose_keys_were_set_drafts_in_a_short_job_too(tmp_path: Path) -> None:
+    assert planned(tmp_path, "qwen3-8b", 8, "draft=lookup") == ("lookup", "")
+    assert planned(tmp_path, "qwen3-8b", 8, "draft.num_speculative_tokens=3") == ("lookup", HAS_NOT)

@@ -95,6 +95,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "kernels.common.card",
         "batch.automata",
         "batch.sampling_mode",
+        "config.draft_auto",
         "distributed.group",
         "draft.base",
         "engine",

@@ -183,6 +183,13 @@ def test_a_small_card_prefills_in_shorter_passes() -> None:
     assert on_gpu(free_bytes=6 * 10**9, pages=800, max_num_batched_tokens=4096).prefill_tokens == 4096
 
 
+def test_passes_that_take_little_memory_stay_long_however_much_the_rounds_of_long_rows_need() -> None:
+    long = Demand(num_completions=768, prompt_tokens=1000, output_tokens=512, max_tokens=262_144)
+    batch = on_gpu(long, free_bytes=80 * 10**9, max_num_seqs=384)
+    assert reserve(batch) > 80e9 / 4
+    assert batch.prefill_tokens == 16_384
+
+
 def test_a_short_job_holds_back_what_its_own_passes_need() -> None:
     own = reserve_bytes(
         LLAMA_8B, dtype=torch.bfloat16, slots=1, num_buckets=1, draft_len=3, prefill_tokens=40, max_len=40

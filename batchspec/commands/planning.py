@@ -15,6 +15,7 @@ from batchspec.distributed.group import check_reach
 from batchspec.errors import BatchspecError, ConfigError
 from batchspec.kernels.common.card import Card, assumed, assumed_card
 from batchspec.load.memory import check_memory, expected_drafts, plan_batch
+from batchspec.load.short_jobs import drafting_if_it_pays
 from batchspec.model.layers.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec
@@ -102,7 +103,9 @@ def _with_shape(job: Job, survey: Survey, demand: Demand, output: FoundOutput | 
     if ranks not in (1, AUTO):
         job = _of_rank(job, job.spec, Shard(0, ranks))
     check_memory(job)
-    batch = plan_batch(job, first_demand(job, survey), rates)
+    first = first_demand(job, survey)
+    job = drafting_if_it_pays(job, first, rates)
+    batch = plan_batch(job, first, rates)
     made = Plan(
         job=job, survey=survey, num_completions=demand.num_completions, output=output,
         card=None if card is None else known_card(card.name),

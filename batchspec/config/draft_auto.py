@@ -1,4 +1,5 @@
-"""draft=auto becomes a drafter, and K its usual number, once the model is known. `prepare.open_model` alone calls this.
+"""draft=auto becomes a drafter, and K its usual number, once the model is known (`prepare.open_model`); a short job does without it
+(`load/short_jobs.py`).
 
 Each rank of those that compute one model together chooses for itself. All ranks read the same files, which `runner/follower.py`
 checks, and so choose the same drafter.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from batchspec.config.draft_checks import check_draft
+from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.reference import option_values
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
@@ -27,8 +29,7 @@ def with_drafter(config: RunConfig, *, has_mtp: bool) -> tuple[RunConfig, str]:
     if draft.name == AUTO:
         name, why = ("mtp", "the checkpoint has an MTP layer") if has_mtp else ("lookup", "the checkpoint has no MTP layer")
         draft = replace(draft, name=name)
-    usual = option_values("draft", draft.name)
-    draft = replace(draft, **{key: value for key, value in usual.items() if getattr(draft, key) is None})
+    draft = _with_usual_keys(draft)
     if draft == config.draft:
         return config, why
     config = replace(config, draft=draft)
@@ -37,3 +38,19 @@ def with_drafter(config: RunConfig, *, has_mtp: bool) -> tuple[RunConfig, str]:
     except ConfigError as error:
         raise ConfigError(f"draft=auto took {draft.name}, because {why}: {error}" if why else str(error)) from None
     return config, why
+
+
+def without_drafts(config: RunConfig) -> RunConfig | None:
+    """The configuration with draft=none in place of the drafter that draft=auto took; None if the user set a key of `draft`.
+
+    config  as `with_drafter` returns it
+    """
+    if config.draft != _with_usual_keys(DraftConfig(name=config.draft.name)):
+        return None
+    return replace(config, draft=_with_usual_keys(DraftConfig(name="none")))
+
+
+def _with_usual_keys(draft: DraftConfig) -> DraftConfig:
+    """With the values of conf/draft/NAME.yaml for keys that are null."""
+    usual = option_values("draft", draft.name)
+    return replace(draft, **{key: value for key, value in usual.items() if getattr(draft, key) is None})

@@ -202,10 +202,10 @@ def _held_back(
     packing: PackingConfig, spec: ModelSpec, demand: Demand, *, dtype: torch.dtype, slots: int, draft_len: int, free_bytes: int
 ) -> tuple[int, int]:
     """Tokens of a prefill pass, and bytes that must stay free besides the pages. On a small GPU prefill passes are shortened
-    first."""
-    tokens = packing.max_num_batched_tokens or GPU_PREFILL
-    while True:
-        reserve = reserve_bytes(
+    first, unless they take little of its memory: what the rounds of long rows need does not become less by it."""
+
+    def reserve_of(tokens: int) -> int:
+        return reserve_bytes(
             spec,
             dtype=dtype,
             slots=slots,
@@ -217,7 +217,12 @@ def _held_back(
             shared_tokens=demand.shared_tokens,
             scores=demand.scores,
         )
-        if packing.max_num_batched_tokens or tokens <= CPU_PREFILL or reserve <= free_bytes // 4:
+
+    tokens, rounds = packing.max_num_batched_tokens or GPU_PREFILL, reserve_of(0)
+    while True:
+        reserve = reserve_of(tokens)
+        fits = reserve <= free_bytes // 4 or reserve - rounds <= free_bytes // 16
+        if packing.max_num_batched_tokens or tokens <= CPU_PREFILL or fits:
             return tokens, reserve
         tokens //= 2
 

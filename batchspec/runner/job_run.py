@@ -10,6 +10,8 @@ from functools import cached_property
 from batchspec.config.schema import RunConfig
 from batchspec.console.text import counted
 from batchspec.errors import TooManyErrors
+from batchspec.load.short_jobs import drafting_if_it_pays
+from batchspec.packing.rates import device_rates
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job
 from batchspec.report.progress_bar import ProgressBar
@@ -120,6 +122,13 @@ class JobRun:
         has_rows = self.is_retry or bool(self.finished or self.saved.num_rows)
         self.job = with_kept_sums(self.job, self.folder, is_new=self.begins_job, has_rows=has_rows)
         check_errors(self.job, self.num_errors)
+
+    def choose_drafter(self, survey: Survey) -> None:
+        """Do without drafts in a job that is too short for them, if draft=auto chooses the drafter."""
+        job = self.job
+        if job.device.type == "cuda":
+            rates = device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)
+            self.job = drafting_if_it_pays(job, survey.demand(job.source.num_rows, job.admission.max_len), rates)
 
     def num_done(self, survey: Survey) -> int:
         """Expected number of output rows that are finished."""

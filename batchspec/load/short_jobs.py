@@ -1,0 +1,44 @@
+"""draft=auto of a job that is too short for drafts: preparing their rounds would take longer than they save."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from batchspec.config.draft_auto import without_drafts
+from batchspec.load.memory import expected_drafts, plan_batch
+from batchspec.packing.planner import Demand, forecast
+from batchspec.packing.rates import Rates
+from batchspec.prepare import Job, open_chosen
+
+PREPARE_S_PER_LAYER = 0.07
+"""Seconds per layer in which the rounds of all draft lengths are captured and timed: 2.1 s more than without drafts for the 30
+layers of SmolLM2-135M on an H200, kernels compiled before."""
+LIKELY_GAIN = 0.2
+"""Share of the decoding time that drafts are taken to save at least: what lookup saves depends on texts that nobody knows yet."""
+
+
+def drafting_if_it_pays(job: Job, demand: Demand, rates: Rates) -> Job:
+    """The job, or the same job without drafts if draft=auto chose its drafter, with the keys of `draft` as they are by default,
+    and drafts will likely save less time than preparing their rounds takes.
+
+    Only of one process on a GPU: no round is prepared elsewhere, and several ranks choose their drafter each by itself.
+    Raises CapacityError if not even one row fits.
+    """
+    if not job.why_drafter or job.group is not None or not expected_drafts(job).are_chosen or not demand.num_completions:
+        return job
+    config = without_drafts(job.config)
+    if config is None:
+        return job
+    plain = replace(
+        job, config=config, drafter=open_chosen(config, job.spec, ""),
+        why_drafter=f"the job is too short for draft={job.config.draft.name}, whose rounds take longer to prepare than they save",
+    )
+    plain_s, drafting_s = (_decode_s(one, demand, rates) for one in (plain, job))
+    saved_s = max(LIKELY_GAIN * plain_s, plain_s - drafting_s)
+    return plain if saved_s < PREPARE_S_PER_LAYER * job.spec.num_layers else job
+
+
+def _decode_s(job: Job, demand: Demand, rates: Rates) -> float:
+    batch = plan_batch(job, demand, rates)
+    correlation = job.config.packing.expert_correlation
+    return forecast(batch, job.spec, rates, demand, expected_drafts(job), dtype=job.dtype, correlation=correlation).decode_s
