@@ -104,23 +104,31 @@ def test_times_and_decimals_are_text_and_maps_are_objects() -> None:
     assert prompts(table, "{{ at }} {{ price }} {{ map.k }} {{ of_parts }}") == ["2024-05-01 12:30:00 1.50 v x"]
 
 
-def test_a_null_column_costs_its_row_unless_the_template_tests_it(tmp_path: Path) -> None:
-    table = pa.table({"q": ["one", "two"], "a": ["x", None]})
-    one, two = prompts(table, "{{ q }}{% if a %} {{ a }}{% endif %}")
-    assert one == "one x"
-    assert two.startswith("null_column: table row 1 (id 'table:1'): column 'a' is null, and input.prompt reads it; drop ")
-    assert prompts(table, "{{ q }}{% if a is not none %} {{ a }}{% endif %}") == ["one x", "two"]
-    assert prompts(table, "{{ q }} {{ a | default('?', true) }}") == ["one x", "two ?"]
+def test_a_null_costs_its_row_unless_the_template_says_what_to_write_then(tmp_path: Path) -> None:
+    row = {"q": "two", "a": None, "meta": {"b": None, "c": 1}}
+    (tmp_path / "in.jsonl").write_text(json.dumps(row))
+    pl.DataFrame([row], schema_overrides={"a": pl.String}).write_parquet(tmp_path / "in.parquet")
+    for path in (tmp_path / "in.jsonl", tmp_path / "in.parquet"):
+        handled = "{{ q }}{% if a %} {{ a }}{% endif %} {{ meta.b or '-' }} {{ a | default('?') }}{% if a is none %}!{% endif %}"
+        assert prompts(path, handled) == ["two - ?!"]
+        (found,) = prompts(path, "{{ q }}{% if a or meta.b ~ 'x' %}{% endif %}")
+        assert found.startswith("null_column: ")
+        assert found.endswith(
+            "meta.b is null, and input.prompt needs its value; drop the row, or have the template say what to write then: "
+            "{% if meta.b %}"
+        )
     pl.DataFrame({"q": ["one", "two"], "a": ["x", ""]}).write_csv(tmp_path / "in.csv")
+    assert prompts(tmp_path / "in.csv", "{{ q }} {{ a or '-' }}") == ["one x", "two -"]
     assert prompts(tmp_path / "in.csv", "{{ q }} {{ a }}")[1].startswith("null_column: ")
 
 
 @pytest.mark.parametrize(
     ("cell", "template", "problem"),
     [
-        ({"b": 1}, "{{ x.c }}", "template_error: input.prompt refuses the row ('dict object' has no attribute 'c'); correct"),
-        ([1, None], "{{ x | join }}", "null_column: column 'x' has a null in a list, and input.prompt reads it; correct it"),
-        ({"b": 1}, "{{ x.get('c') }}", "template_error: input.prompt refuses the row (it writes a null, which it may test: "),
+        ({"b": 1}, "{{ x.c }}", "template_error: input.prompt refuses the row (x has no field 'c'); correct"),
+        ([1, None], "{{ x | join }}", "null_column: x[1] is null, and input.prompt needs its value; drop"),
+        ({"b": 1}, "{{ x.get('c') }}", "null_column: x.c is null, and input.prompt needs its value; "),
+        (1, "{{ x }}{{ none }}", "template_error: input.prompt refuses the row (it writes a null, which it may test: "),
         (1, "{{ x }}{{ range }}", "template_error: input.prompt refuses the row (it writes a function); correct the row"),
         (1, "{{ x + 'a' }}", "template_error: input.prompt refuses the row (unsupported operand type"),
         (1, "{{ raise_exception('too\nbad') if x }}", "template_error: input.prompt refuses the row (too bad); correct the row"),
@@ -221,7 +229,7 @@ def test_a_system_prompt_is_rendered_for_each_row_that_has_none_of_its_own() -> 
     made = [said(each) for each in admitted(table, system="On {{ topic }}.")]
     assert made == ["<On seas.><1><", "<S><2><", "<own><1><", "<own><2><"]
     without = [said(each) for each in admitted(table.drop(["system"]), system="On {{ topic }}.")]
-    assert without[2].startswith("null_column: table row 2 (id 'table:2'): column 'topic' is null, and input.system reads it")
+    assert without[2].startswith("null_column: table row 2 (id 'table:2'): topic is null, and input.system needs its value")
 
 
 @pytest.mark.parametrize("text", ["Be brief.", "{a} %} $x }}\n", "@file"])

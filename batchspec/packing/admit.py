@@ -10,7 +10,7 @@ bad_request    a line of OpenAI's batch requests is none, or asks for something 
 bad_type       a cell of JSON lines is not text, and the column must be text
 null_prompt    the prompt cell is null
 empty_prompt   no message, no character, no token
-null_column    a column that input.prompt or input.system reads is null
+null_column    input.prompt or input.system needs the value of a null
 bad_text       a string is not valid Unicode, or the tokenizer fails on it
 bad_messages   a message without role or content, or whose content is not text; a chat that ends with the assistant's turn
 bad_ids        prompt_ids holds a null or an id outside the vocabulary

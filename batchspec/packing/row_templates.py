@@ -1,7 +1,7 @@
 """input.prompt and input.system as Jinja templates: each row's texts, made of the columns that the templates name.
 
-They are rendered where chat templates are (`text/templates.py`), but what they read must be there: an undefined field and a null
-are refused. A null column is one that the row does not have, unless the template itself tests it.
+They are rendered where chat templates are (`text/templates.py`), but what they read must be there: a field that the row lacks and
+a null of which a template would write something are refused (`text/row_values.py`).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 import pyarrow as pa
 from jinja2.meta import find_referenced_templates
-from jinja2.nodes import Const, Filter, Name, Output, Template, TemplateData, Test
+from jinja2.nodes import Output, Template, TemplateData
 
 from batchspec.config.schema import InputConfig
 from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.json_text import BadJson, BadText
-from batchspec.dataset.messages import USUAL_SYSTEM, without_nulls
+from batchspec.dataset.messages import USUAL_SYSTEM
 from batchspec.dataset.untyped_columns import value_of
 from batchspec.errors import ConfigError, RendererKilled
 from batchspec.packing.cells import BadRow
 from batchspec.process.local_files import fault_of, open_regular
 from batchspec.text.template_process import environment
-from batchspec.text.templates import Templates
+from batchspec.text.templates import NullValue, Templates
 
 JINJA = ("{{", "{%", "{#")
 """Marks of a template: a system prompt without any is plain text."""
@@ -52,7 +52,6 @@ class RowTemplates:
         self._templates = _StrictTemplates(self.sources, " and ".join(f"input.{name}" for name in self.sources))
         bare = environment(input.template_date, strict=True)
         self._functions, trees = {*bare.globals}, {name: bare.parse(source) for name, source in self.sources.items()}
-        self._nulls = {name: _tested_nulls(tree) for name, tree in trees.items()}
         for name, tree in trees.items():
             if [*find_referenced_templates(tree)]:
                 raise ConfigError(f"input.{name} includes another template, which is not supported; write its text out")
@@ -118,20 +117,17 @@ class RowTemplates:
 
     def _text(self, name: str, columns: tuple[str, ...], table: pa.Table, place: int) -> str:
         variables = {column: _value(table, column, place) for column in columns}
-        for column, value in variables.items():
-            if value is None and column not in self._nulls[name]:
-                raise BadRow(
-                    "null_column",
-                    f"column {column!r} is null, and input.{name} reads it; drop the row, or have the template say what to write "
-                    f"then: {{% if {column} is none %}}",
-                )
-            if _has_null_item(value):
-                raise BadRow("null_column", f"column {column!r} has a null in a list, and input.{name} reads it; correct it")
         try:
             return self._templates.render(name, variables)
         except RendererKilled as error:
             said = f"input.{name} was not rendered ({error}); try resume=error"
             raise BadRow("template_error", said, retryable=True) from error
+        except NullValue as null:
+            raise BadRow(
+                "null_column",
+                f"{null} is null, and input.{name} needs its value; drop the row, or have the template say what to write then: "
+                f"{{% if {null} %}}",
+            ) from null
         except ValueError as error:
             said = " ".join(str(error).split())
             raise BadRow("template_error", f"input.{name} refuses the row ({said}); correct the row or the template") from error
@@ -157,18 +153,6 @@ def _read(path: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _tested_nulls(tree: Template) -> set[str]:
-    """The variables of which the template says what to write if they are null: by `is none`, or default(..., true)."""
-    tested = {test.node for test in tree.find_all(Test) if test.name == "none"}
-    replaced = {each.node for each in tree.find_all(Filter) if each.name in ("default", "d") and _replaces_nulls(each)}
-    return {node.name for node in tested | replaced if isinstance(node, Name)}
-
-
-def _replaces_nulls(default: Filter) -> bool:
-    given = [*default.args[1:2], *(item.value for item in default.kwargs if item.key == "boolean")]
-    return any(isinstance(item, Const) and item.value is True for item in given)
-
-
 def _computes(tree: Template) -> bool:
     """Whether a template does more than to leave out comments and write text."""
     return not all(
@@ -192,8 +176,7 @@ def _has_own_system(row: Mapping[str, Any]) -> bool:
 
 
 def _value(table: pa.Table, column: str, place: int) -> Any:
-    """A cell as a template reads it: JSON text of JSON lines is parsed, and null fields are left out, however a file leaves out
-    fields. Raises BadRow."""
+    """A cell as a template reads it: JSON text of JSON lines is parsed. Raises BadRow."""
     field = table.schema.field(column)
     try:
         value = value_of(table.column(column)[place].as_py(), field, optional=True)
@@ -204,10 +187,4 @@ def _value(table: pa.Table, column: str, place: int) -> Any:
         raise BadRow(code, f"column {column!r}: {error}; correct it") from None
     except (ValueError, OverflowError) as error:  # such as a time in nanoseconds, which no Python object holds
         raise BadRow("bad_value", f"column {column!r} has no Python value ({error}); cast it to text") from None
-    return without_nulls(dict(value) if pa.types.is_map(field.type) and value is not None else value)
-
-
-def _has_null_item(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(item is None or _has_null_item(item) for item in value)
-    return isinstance(value, dict) and any(map(_has_null_item, value.values()))
+    return dict(value) if pa.types.is_map(field.type) and value is not None else value

@@ -4,7 +4,7 @@ memory.
 It imports jinja2 and little else, so that it starts soon. It writes {} once it runs: if it ends before, no template is the cause.
 Then it reads and answers JSON lines: first {"sources": {name: Jinja}, "date", "strict", "cpu_s", "memory_bytes"}, answered by
 {"errors": {name: message}, "reads": {name: variables}}, then for each text {"name", "variables", "limit"}, answered by {"text"},
-{"error"}, or {"too_long": bytes}.
+{"error"}, {"too_long": bytes}, or, of strict templates, {"null": its place in the row}.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import StrictUndefined, Template, TemplateError, Undefined, meta, nodes
+from jinja2 import Template, TemplateError, Undefined, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchspec.process.child_process import limit_cpu
 from batchspec.process.machine import lower_limit
+from batchspec.text.row_values import NullNeeded, read_rows, with_nulls
 
 MAX_CHARS = 1 << 24
 """Maximum length of a rendered text."""
@@ -76,29 +77,29 @@ def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     # Jinja's own filter escapes HTML characters.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_no_json
+    )
 
 
-def _written(value: Any) -> Any:
-    """A value that a strict template writes. What is undefined raises when it becomes text."""
-    if value is None or (callable(value) and not isinstance(value, Undefined)):
-        what = "a null, which it may test: {% if NAME is none %}" if value is None else "a function"
-        raise TemplateError(f"it writes {what}")
-    return value
+def _no_json(value: Any) -> NoReturn:
+    if isinstance(value, Undefined):
+        str(value)  # raises for templates of rows
+    raise TypeError(f"a {type(value).__name__} has no JSON form")
 
 
 def environment(date: str, *, strict: bool = False) -> ImmutableSandboxedEnvironment:
     """The Jinja environment in which transformers renders chat templates (utils/chat_template_utils.py), with a fixed clock.
 
     date    what strftime_now gives, in ISO format: prompts must not depend on the day of a run
-    strict  for templates of rows: what is undefined or null is refused instead of written as nothing or None, there are neither
-            clock nor chance, and a line break at the end stays
+    strict  for templates of rows: what is undefined or null is refused instead of written as nothing or None (`row_values.py`),
+            there are neither clock nor chance, and a line break at the end stays
     """
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
     if strict:
-        env.undefined, env.finalize, env.keep_trailing_newline = StrictUndefined, _written, True
+        read_rows(env)
         del env.globals["lipsum"], env.filters["random"]
         return env
     env.globals["strftime_now"] = lambda form: datetime.fromisoformat(date).strftime(form)
@@ -123,10 +124,13 @@ def _compiled(
     return templates, errors, reads
 
 
-def _rendered(template: Template, request: dict[str, Any], cpu_s: int) -> dict[str, Any]:
+def _rendered(template: Template, request: dict[str, Any], strict: bool, cpu_s: int) -> dict[str, Any]:
     limit_cpu(cpu_s)
     try:
-        text = template.render(request["variables"])
+        given = request["variables"]
+        text = template.render({name: with_nulls(value, name) for name, value in given.items()} if strict else given)
+    except NullNeeded as error:
+        return {"null": _message(error)}
     except Exception as error:
         return {"error": _message(error)}
     limit = Limit.of(request["limit"])
@@ -156,7 +160,8 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.readline())
     cpu_s = request["cpu_s"]
     lower_limit(resource.RLIMIT_AS, request["memory_bytes"])
-    templates, errors, reads = _compiled(request["sources"], request["date"], request["strict"], cpu_s)
+    strict = request["strict"]
+    templates, errors, reads = _compiled(request["sources"], request["date"], strict, cpu_s)
     answer: dict[str, Any] = {"errors": errors, "reads": reads}
     while True:
         _write(answer)
@@ -164,7 +169,7 @@ def main() -> None:
         if not line:
             return
         request = json.loads(line)
-        answer = _rendered(templates[request["name"]], request, cpu_s)
+        answer = _rendered(templates[request["name"]], request, strict, cpu_s)
 
 
 if __name__ == "__main__":

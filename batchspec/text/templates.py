@@ -15,7 +15,7 @@ from jinja2 import TemplateSyntaxError
 from jinja2.nodes import Name
 
 from batchspec.config.schema import TEMPLATE_DATE
-from batchspec.errors import BatchspecError, CapacityError, CheckpointError, RendererKilled
+from batchspec.errors import BatchspecError, CapacityError, CheckpointError, OneLine, RendererKilled
 from batchspec.process.child_process import start_module
 from batchspec.process.own_process import finalize_here
 from batchspec.text import template_process
@@ -26,6 +26,10 @@ CPU_S = 3
 """CPU limit of one text, in whole seconds; a chat of 100,000 tokens takes hundredths of a second."""
 MEMORY_BYTES = 1 << 30
 KILLED = "it was killed, probably because the machine has too little memory"
+
+
+class NullValue(OneLine, ValueError):
+    """A template of rows needs the value of a null; the message is its place in the row."""
 
 
 class Templates:
@@ -84,8 +88,8 @@ class Templates:
     def render(self, name: str, variables: Mapping[str, Any], limit: Limit | None = None) -> str:
         """The rendered text, or only its end if the limit asks for that.
 
-        Raises ValueError if the template refuses the chat or takes too much time or memory, RendererKilled if the machine has too
-        little memory, and LongText if the text exceeds the limit.
+        Raises ValueError if the template refuses the chat or takes too much time or memory, NullValue if a strict one needs the
+        value of a null, RendererKilled if the machine has too little memory, and LongText if the text exceeds the limit.
         """
         request = {"name": name, "variables": dict(variables), "limit": (limit or Limit()).facts()}
         line = json.dumps(request, default=str).encode() + b"\n"
@@ -97,6 +101,8 @@ class Templates:
                     break
         if "error" in answer:
             raise (RendererKilled if answer.get("killed") else ValueError)(answer["error"])
+        if "null" in answer:
+            raise NullValue(answer["null"])
         if "too_long" in answer:
             assert limit is not None
             raise LongText(limit.message(answer["too_long"]))
