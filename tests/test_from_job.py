@@ -80,6 +80,14 @@ def test_four_answers_are_judged_the_best_is_kept_and_its_conversation_goes_on(
         good["messages"].list.eval(pl.element().struct.field("content")).to_list(), good["level"], strict=True)]
     assert [[turn["content"] for turn in turns][:-1] for turns in judged["messages"].to_list()] == chat
 
+    limit = sorted(judged["choice_probs"].list.get(0).struct.field("prob"))[8]
+    sure = [*words, f"input.from_job={tmp_path}/judged", "input.prompt=Why?", "decode.max_new_tokens=3", f"output.dir={tmp_path}/no"]
+    assert cli.main(["plan", *sure, f"input.from_where=(choice_probs[1]->'prob') > {limit}"]) == 0
+    assert "/judged: 3 ok; left out: 9 by input.from_where; " in capsys.readouterr().out
+    assert refused(capsys, sure, f"input.from_where=choice_probs[1]->'prob' > {limit}").endswith(
+        "an example is \"usage.completion_tokens > 50 AND (choice_probs[1]->'prob') > 0.8\", with these brackets"
+    )
+
     best = "ROW_NUMBER() OVER (PARTITION BY answers_request_id ORDER BY choice_probs[1]->'prob' DESC) = 1"
     go_on = ["input.columns.messages=answers_messages", "input.prompt='Go on.'", "decode.max_new_tokens=3"]
     assert run(words, f"input.from_job={tmp_path}/judged", f"output.dir={tmp_path}/next", f"input.from_where={best}", *go_on) == 0

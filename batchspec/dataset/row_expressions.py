@@ -10,7 +10,7 @@ import polars as pl
 from batchspec.console.text import one_line
 from batchspec.errors import ConfigError
 
-EXAMPLE = "\"kind = 'math' AND usage.completion_tokens > 50\""
+EXAMPLE = "\"usage.completion_tokens > 50 AND (choice_probs[1]->'prob') > 0.8\", with these brackets"
 
 
 class RowExpression:
