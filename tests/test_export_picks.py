@@ -19,7 +19,7 @@ from batchspec.config.schema import InputConfig, OutputConfig
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
 from batchspec.dataset.writer import build_table
-from batchspec.errors import BatchspecError, ConfigError, InputError
+from batchspec.errors import BatchspecError, ConfigError, InputError, OutputError
 from batchspec.records import Completion
 from tests.io_samples import completion, failed, new_folder
 from tests.test_export import lines, turn
@@ -66,6 +66,32 @@ def exported(out: Path, form: str, *words: str) -> list[Any]:
     return lines(file)
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["chat", "--where", "usage.completion_tokens > 3"], "10 by --where, 1 error, 1 truncated); give a condition that "),
+        (["chat", "--status", "invalid"], "1 error, 10 ok, 1 truncated); --status ok,truncated takes them"),
+        (["prompt_only", "--status", "error"], "1 error, 10 ok, 1 truncated); --status ok,truncated takes them"),
+        (["openai", "--status", "skipped"], "1 error, 10 ok, 1 truncated); --status ok,truncated takes them"),
+        (["chat", "--score", "score", "--where", "row_index = 2"], "8 by --where, 1 error, 1 truncated, 2 without a score); "),
+        (["preference", "--score", "row_index"], "1 error, 10 of requests without a better and a worse answer, 1 truncated); a "),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_an_export_of_no_row_is_refused_and_writes_no_file(
+    tmp_path: Path, words: list[str], problem: str, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job(Path("out"))
+    file = Path("file.jsonl" if "openai" in words else f"file.{suffix}")
+    file.write_text("earlier")
+    with pytest.raises(OutputError) as refused:
+        main(["out", str(file), "--overwrite", "--to", *words])
+    assert str(refused.value).startswith(f"{file} is not written: all rows of out are left out ({problem}")
+    assert file.read_text() == "earlier"
+    assert {path.name for path in Path().iterdir()} == {file.name, "out"}
+
+
 def keys(rows: list[Any]) -> list[tuple[str, int]]:
     return [(row["request_id"], row["sample_index"]) for row in rows]
 
@@ -74,7 +100,6 @@ def keys(rows: list[Any]) -> list[tuple[str, int]]:
     ("where", "expected"),
     [
         ("kind = 'b' AND sample_index > 0", [("q-1", 1), ("q-1", 2), ("q-3", 2)]),
-        ("usage.completion_tokens > 3", []),
         ("STRPOS(completion, answer) > 0", [("q-0", 0), ("q-0", 2), ("q-1", 0), ("q-1", 1), ("q-1", 2), ("q-2", 1), ("q-3", 0)]),
         # Over the rows of the whole job, not those of a shard; NaN and null are not true.
         ("day = MAX(day) OVER (PARTITION BY kind)", [("q-2", 0), ("q-2", 1), ("q-3", 0), ("q-3", 2)]),

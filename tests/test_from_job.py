@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -26,6 +27,8 @@ from batchspec.runstate.extensions import Extension
 from batchspec.runstate.finished_job import FinishedJob
 from batchspec.runstate.job_state import JobState
 from tests.runs import make_model
+
+PAGE = Path(__file__).parents[1] / "jobs" / "input.md"
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +84,9 @@ def test_four_answers_are_judged_the_best_is_kept_and_its_conversation_goes_on(
     assert [[turn["content"] for turn in turns][:-1] for turns in judged["messages"].to_list()] == chat
 
     limit = sorted(judged["choice_probs"].list.get(0).struct.field("prob"))[8]
-    sure = [*words, f"input.from_job={tmp_path}/judged", "input.prompt=Why?", "decode.max_new_tokens=3", f"output.dir={tmp_path}/no"]
+    sure = [
+        *words, f"input.from_job={tmp_path}/judged", "input.prompt=Why?", "decode.max_new_tokens=3", f"output.dir={tmp_path}/no",
+    ]
     assert cli.main(["plan", *sure, f"input.from_where=(choice_probs[1]->'prob') > {limit}"]) == 0
     assert "/judged: 3 ok; left out: 9 by input.from_where; " in capsys.readouterr().out
     assert refused(capsys, sure, f"input.from_where=choice_probs[1]->'prob' > {limit}").endswith(
@@ -102,6 +107,27 @@ def test_four_answers_are_judged_the_best_is_kept_and_its_conversation_goes_on(
         assert found[name].equals(chosen[name])
     before = [[*turns, {"role": "user", "content": "Go on."}] for turns in chosen["answers_messages"].to_list()]
     assert [turns[:-1] for turns in found["messages"].to_list()] == before
+
+
+def test_pairs_are_exported_by_the_probability_that_a_judge_gave_as_the_page_says(
+    words: list[str], answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = ["input.prompt=Right?", "decode.score=choices", "decode.choice=[yes,no]", f"output.dir={tmp_path}/out/judged"]
+    words = [word for word in words if "max_new_tokens" not in word]
+    assert run(words, f"input.from_job={answers}", *judge) == 0
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(answers, "out/answers")
+    assert cli.main(["export", "out/judged", "--to", "preference", "--score", "choice_probs[1]->'prob'", "no.jsonl"]) == 2
+    problem = capsys.readouterr().err.splitlines()[-1]
+    assert "no.jsonl is not written: all rows of out/judged are left out (12 of requests without a better" in problem
+    section = PAGE.read_text(encoding="utf-8").split("\n## The answers of an earlier job\n")[1].split("\n## ")[0]
+    _, python, bash = re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)
+    exec(python, {"pl": pl})
+    assert cli.main([*shlex.split(bash)[1:], "--status", "truncated"]) == 0
+    judged, pairs = output("out/judged"), pl.read_ndjson("pairs.jsonl").sort("request_id")
+    assert pairs["request_id"].to_list() == ["q0", "q1", "q2"]
+    yes = judged.select("answers_request_id", yes=pl.col("choice_probs").list.get(0).struct.field("prob"))
+    assert pairs["score_chosen"].to_list() == yes.group_by("answers_request_id").max().sort("answers_request_id")["yes"].to_list()
 
 
 def test_the_same_in_python_and_in_plan(words: list[str], answers: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.checkpoint.hub import find_model
-from batchspec.commands.picked_rows import SCORE, PickedRows, Wish, picked_rows
+from batchspec.commands.picked_rows import NO_CHAT, SCORE, PickedRows, Wish, advice, picked_rows
 from batchspec.commands.trainer_rows import (
     TURNS,
     as_openai,
@@ -153,11 +153,22 @@ def export(output: OutputFolder, target: Path, form: str, wish: Wish, keep: Sequ
     scored, as_json = wish.score is not None, target.suffix == ".jsonl"
     keep = kept_columns(keep, form, kinds, scored=scored, as_json=as_json)
 
-    def wanted(row: Line) -> bool:
-        good = row["status"] in wish.statuses and (form == "openai" or (row["completion"] is not None and bool(row["messages"])))
-        left_out[row["status"]] += not good
-        return good
+    def wanted(rows: Iterator[Line]) -> Iterator[Line]:
+        """Those of the rows that are written. Raises OutputError after the last if there is none."""
+        found = False
+        for row in rows:
+            good = row["status"] in wish.statuses and (form == "openai" or row["completion"] is not None)
+            if good and (form == "openai" or row["messages"]):
+                found = True
+                yield row
+            else:
+                left_out[NO_CHAT if good else row["status"]] += 1
+        if not found:
+            why = {reason: number for reason, number in sorted(left_out.items()) if number}
+            raise OutputError(f"{target} is not written: all rows of {output.path} are left out ({listed(why)}); {advice(why)}")
 
+    if len(done) < output.num_shards:
+        terminal.say(f"{len(done)} of {output.num_shards} shards are committed; the others are not in the file")
     of = None if picked is None else picked.of
     if form == "openai":
         count = write_answers(output, target, token_text=_token_text(output, done), wanted=wanted, of=of)
@@ -165,7 +176,7 @@ def export(output: OutputFolder, target: Path, form: str, wish: Wish, keep: Sequ
         given, whole = config.get("input", {}).get("final_assistant") == "continue", kept == "full"
         thinks = config.get("output", {}).get("reasoning_in_messages", False)
         names = [*([SCORE] if picked is not None else []), "request_id", "row_index", "sample_index", *NAMES, *keep]
-        rows = filter(wanted, rows_of(output, done, names, ("tool_calls",), of=of))
+        rows = wanted(rows_of(output, done, names, ("tool_calls",), of=of))
         turned = (
             (row, training_line(row, form, whole=whole, continues=whole and (given or (not thinks and goes_on(row)))))
             for row in rows
@@ -179,8 +190,6 @@ def export(output: OutputFolder, target: Path, form: str, wish: Wish, keep: Sequ
             turns = ((name, there.field("messages").type) for name in TURNS[form])
             columns = [*other_columns(form, scored=scored).items(), *turns, *((name, there.field(name).type) for name in keep)]
             count = _write_rows(lines, target, pa.schema(columns))
-    if len(done) < output.num_shards:
-        terminal.say(f"{len(done)} of {output.num_shards} shards are committed; the others are not in the file")
     missing = listed({why: number for why, number in sorted(left_out.items()) if number})
     what = counted(count, "row" if target.suffix == ".parquet" else "line")
     lost = _num_requests(output, done) - count if form == "prompt_only" else 0  # it has a line a request

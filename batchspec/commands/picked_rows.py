@@ -15,6 +15,7 @@ import polars as pl
 from batchspec.dataset.row_expressions import RowExpression, said_of
 from batchspec.errors import InputError
 from batchspec.process.local_files import fault_of
+from batchspec.records import ANSWERED
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 
@@ -22,6 +23,15 @@ KEY = ["row_index", "sample_index"]
 ROW_ID = ["request_id", "sample_index"]
 SCORE, _PLACE = "batchspec.score", "batchspec.place"
 """Names with a dot are columns that are made here: no column of a job that the expressions see is replaced."""
+BY_WHERE, NO_SCORE, NO_CHAT = "by --where", "without a score", "without messages"
+NO_PAIR = "of requests without a better and a worse answer"
+_ADVICE = {
+    NO_PAIR: "a request needs answers with different texts and scores, by decode.n; --join adds a judge's scores (jobs/input.md)",
+    NO_SCORE: "give one that is a number for some answer",
+    BY_WHERE: "give a condition that is true of some",
+    NO_CHAT: "a row has messages if its prompt was a chat or text",
+}
+"""Reason for which rows are left out -> what to do if no row is written."""
 READERS: Mapping[str, Callable[[Path], pl.DataFrame]] = {".parquet": pl.read_parquet, ".jsonl": pl.read_ndjson}
 
 
@@ -84,7 +94,7 @@ def picked_rows(output: OutputFolder, shards: Sequence[int], wish: Wish) -> Pick
     rows = _only(rows, pl.col("status").is_in(list(wish.statuses)), left_out)
     if (where := made.get("--where")) is not None:
         passes = where.condition(rows)
-        left_out["by --where"] = int((~passes).sum())
+        left_out[BY_WHERE] = int((~passes).sum())
         rows = rows.filter(passes)
     score = pl.Series([None] * rows.height, dtype=pl.Float64)
     if (expression := made.get("--score")) is not None:
@@ -93,6 +103,13 @@ def picked_rows(output: OutputFolder, shards: Sequence[int], wish: Wish) -> Pick
     more = [] if joined is None else [name for name in joined.columns if name not in ROW_ID]
     kept = _best(rows, wish, left_out).select(*KEY, SCORE, *more).with_row_index(_PLACE)
     return PickedRows(rows=kept, left_out={why: count for why, count in left_out.items() if count})
+
+
+def advice(left_out: Collection[str]) -> str:
+    """What to do if rows were left out for these reasons, and none was written."""
+    statuses = ",".join(status for status in ANSWERED if status in left_out)
+    by_status = f"--status {statuses} takes them" if statuses else "no row has an answer; batchspec stats counts the errors"
+    return next((said for reason, said in _ADVICE.items() if reason in left_out), by_status)
 
 
 def _only(rows: pl.DataFrame, good: pl.Expr, left_out: dict[str, int]) -> pl.DataFrame:
@@ -111,7 +128,7 @@ def _best(rows: pl.DataFrame, wish: Wish, left_out: dict[str, int]) -> pl.DataFr
     rated = rows.filter(
         pl.col("batchspec.text").is_not_null() & pl.col(SCORE).is_not_nan()
     )  # a comparison with null is null: left out too
-    left_out["without a score"] = rows.height - rated.height
+    left_out[NO_SCORE] = rows.height - rated.height
     order = rated.sort(["row_index", SCORE, "sample_index"], descending=[False, True, False])
     best = order.unique("row_index", keep="first", maintain_order=True)
     if not wish.pairs:
@@ -125,7 +142,7 @@ def _best(rows: pl.DataFrame, wish: Wish, left_out: dict[str, int]) -> pl.DataFr
     paired = best.filter(pl.col("row_index").is_in(worst["row_index"].implode()))
     pairs = pl.concat([paired, worst]).sort(["row_index", SCORE], descending=[False, True])
     left_out["other samples"] = rated.filter(pl.col("row_index").is_in(worst["row_index"].implode())).height - pairs.height
-    left_out["of requests without a better and a worse answer"] = rated.height - pairs.height - left_out["other samples"]
+    left_out[NO_PAIR] = rated.height - pairs.height - left_out["other samples"]
     return pairs
 
 

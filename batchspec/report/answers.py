@@ -27,17 +27,17 @@ Picked = Callable[[pl.LazyFrame], pl.LazyFrame]
 
 
 def write_answers(
-    output: OutputFolder, target: Path, *, token_text: TokenText | None, wanted: Callable[[Row], bool] = lambda row: True,
-    of: Picked | None = None,
+    output: OutputFolder, target: Path, *, token_text: TokenText | None,
+    wanted: Callable[[Iterator[Row]], Iterator[Row]] = lambda rows: rows, of: Picked | None = None,
 ) -> int:
     """Write a line for each input row of the committed shards; returns their number.
 
     token_text  to write log-probabilities; None: they are left out
-    wanted      whether a row, which is a sample of an input row, is written
+    wanted      those of the rows, which are samples of input rows, that are written
     of          picks rows of a shard, and adds columns; None: all rows
     """
     model = str(output.manifest.config.get("model", {}).get("path"))
-    rows = filter(wanted, rows_of(output, sorted(output.committed()), NAMES, OPTIONAL, of=of))
+    rows = wanted(rows_of(output, sorted(output.committed()), NAMES, OPTIONAL, of=of))
     lines = (response_line(list(samples), model, token_text) for _, samples in groupby(rows, itemgetter("row_index")))
     return write_lines(lines, target)
 
