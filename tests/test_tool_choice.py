@@ -285,6 +285,18 @@ def test_a_choice_that_cannot_be_followed_costs_its_row(model: Path, cells: dict
     assert (made.error.code, said in made.error.message) == ("bad_parameter", True), made.error.message
 
 
+@pytest.mark.parametrize("choice", ["required", json.dumps(FORCE_G), json.dumps(allowed("required", "g"))])
+def test_a_forced_call_by_a_template_without_tools_names_the_template_as_the_way_out(tmp_path: Path, choice: str) -> None:
+    made = admitted(make_thinking_tokenizer(tmp_path), tool_choice=choice)
+    assert isinstance(made, Completion)
+    assert made.error is not None
+    assert made.error.message == (
+        "table row 0 (id 'table:0'): a forced tool_choice needs a known form of tool calls, and this model's is unknown; set "
+        "model.chat_template to one that writes tools (and model.tool_calls if it writes no calls), or leave tool_choice null "
+        "(of OpenAI's requests: input.drop=[tool_choice])"
+    )
+
+
 FORCED_LINES = [
     request("must", tools=TWO, tool_choice="required", max_tokens=200),
     request("one", tools=TWO, tool_choice="required", parallel_tool_calls=False, max_tokens=200),

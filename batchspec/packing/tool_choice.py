@@ -66,8 +66,8 @@ def tool_choice(row: Mapping[str, Any], form: str | None) -> ToolChoice:
     if form is None:
         raise BadRow(
             "bad_parameter",
-            "a forced tool_choice needs a known form of tool calls, and this model's is unknown; set model.tool_calls, or ask "
-            f"for the call in the prompt, and {IGNORE}",
+            "a forced tool_choice needs a known form of tool calls, and this model's is unknown; set model.chat_template to one "
+            f"that writes tools (and model.tool_calls if it writes no calls), or {IGNORE}",
         )
     if both := next((name for name in COLUMNS if row.get(name) is not None), None):
         raise BadRow("bad_parameter", f"{both} and a tool_choice that forces a call are both given; leave one null")
