@@ -22,6 +22,7 @@ import torch
 
 from batchspec import job as job_module
 from batchspec import run
+from batchspec.commands import stats as stats_command
 from batchspec.commands import status as command
 from batchspec.commands.status import render
 from batchspec.engine.rounds.records import RoundResult
@@ -510,3 +511,22 @@ def test_a_job_whose_progress_cannot_be_written_runs_all_the_same(tmp_path: Path
     (tmp_path / FOLDER).write_text("in the way")
     assert run.main([*words, f"output.dir={tmp_path}", "decode.max_new_tokens=2"]) == 0
     assert len(list((tmp_path / "data").iterdir())) == 6
+
+
+def test_skipped_rows_are_told_by_the_run_by_status_and_by_stats(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pl.DataFrame({"prompt": ["say 1", "x" * 2000, "y" * 2000, "say 2"]}).write_parquet(tmp_path / "in.parquet")
+    keys = [f"input.path={tmp_path}/in.parquet", f"output.dir={tmp_path}/out", "decode.max_new_tokens=2"]
+    assert run.main([*words, *keys, "input.on_overlong=skip", "output.shard_rows=2"]) == 0
+    assert f"{tmp_path}/out: 2 skipped rows, whose prompts are too long (input.on_overlong=skip)\n" in capsys.readouterr().err
+    assert command.main([f"{tmp_path}/out"]) == 0
+    assert "  2 skipped rows (input.on_overlong=skip)\n" in capsys.readouterr().out
+    assert command.main([f"{tmp_path}/out", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["errors"], found["skipped"], str(found["completions"]), str(found["completions_total"])) == (0, 2, "4", "4")
+    assert stats_command.main([f"{tmp_path}/out"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^completions +4 \(2 skipped, 2 truncated\)$", said, re.MULTILINE)
+    assert re.search(r"^finish reasons +2 length$", said, re.MULTILINE)
+    assert re.search(r"^errors +none$", said, re.MULTILINE)

@@ -96,6 +96,8 @@ def _facts(status: JobStatus) -> Iterator[str]:
         yield f"  {status.tokens:,} tokens" + ("" if length is None else f", mean acceptance length {length:.2f}")
     if status.errors:
         yield f"  {counted(status.errors, 'error row')}; batchspec stats {one_line(for_shell(status.path))} counts them by code"
+    if status.skipped:
+        yield f"  {counted(status.skipped, 'skipped row')} (input.on_overlong=skip)"
     slow = [each for each in living if each.straggler]
     if slow:
         yield f"  stragglers, less than half the speed of the others: {', '.join(one_line(each.run.name) for each in slow)}"

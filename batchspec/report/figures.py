@@ -124,8 +124,7 @@ def over_time(over: Course | None, counts: str) -> Iterator[str]:
 
 def lengths(stats: JobStats) -> Iterator[str]:
     """Lengths of prompts and completions, and finish reasons if there are several."""
-    reasons = {f"error: {code}": count for code, count in stats.by_error.items()}
-    reasons = {reason: count for reason, count in stats.by_finish_reason.items() if reason != "error"} | reasons
+    reasons = stats.by_finish_reason | {f"error: {code}": count for code, count in stats.by_error.items()}
     figures = []
     for name, found in (("prompt", stats.quality.prompt_lengths), ("completion", stats.quality.completion_lengths)):
         if found is not None and found.longest:  # 0: nothing was decoded

@@ -57,7 +57,7 @@ class ProgressBar:
         self.stream = stream or sys.stderr
         self.interval_s, self.clock = interval_s, clock
         self.tokens = self.accepted = self.rounds = self.live_rows = 0
-        self.shards = self.errors = self.replaced_errors = self.in_flight_tokens = 0
+        self.shards = self.errors = self.replaced_errors = self.skipped = self.in_flight_tokens = 0
         self.open_shards: Sequence[tuple[int, int]] = ()
         self.mean_output: float | None = None
         self._done_before, self._result_at = done, clock()
@@ -113,6 +113,7 @@ class ProgressBar:
         shards: int = 0,
         errors: int = 0,
         replaced_errors: int = 0,
+        skipped: int = 0,
         live_rows: int | None = None,
         open_shards: Sequence[tuple[int, int]] | None = None,
         mean_output: float | None = None,
@@ -121,7 +122,7 @@ class ProgressBar:
         """Add what happened since the last call, and set the present state.
 
         Added: `completions` finished, new `tokens` of all rows, `accepted` draft tokens and `rounds` (both summed over rows),
-        committed `shards` and their `errors`, error rows, and `replaced_errors`, those that a retry computed anew.
+        committed `shards`, their `errors`, error rows, `replaced_errors`, those that a retry computed anew, and `skipped` rows.
         Set, all together: `live_rows`; `open_shards`, (shard, finished completions) of shards that are not committed;
         `mean_output`, expected tokens of a completion, which gives the time left; `in_flight_tokens` of unfinished rows.
         """
@@ -132,6 +133,7 @@ class ProgressBar:
         self.shards += shards
         self.errors += errors
         self.replaced_errors += replaced_errors
+        self.skipped += skipped
         self.live_rows = self.live_rows if live_rows is None else live_rows
         self.open_shards = self.open_shards if open_shards is None else open_shards
         if mean_output is not None:
@@ -163,6 +165,7 @@ class ProgressBar:
             "completions": self.done - self._done_before,
             "errors": self.errors,
             "replaced_errors": self.replaced_errors,
+            "skipped": self.skipped,
             "open_shards": self.open_shards,
             "tokens": self.tokens,
             "accepted": self.accepted,

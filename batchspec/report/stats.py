@@ -46,6 +46,7 @@ class JobStats:
     completions: int
     by_status: dict[str, int]
     by_finish_reason: dict[str, int]
+    """Of the rows with an answer."""
     by_error: dict[str, int]
     error_rows: int
     """Input rows with at least one error completion."""
@@ -161,7 +162,10 @@ class _Tally:
         self.error_rows += rows.filter(pl.col("status") == "error")["row_index"].n_unique()  # a row is in one shard
         self.copied += int(rows["copied"].sum())
         self.tokens.update({name: int(rows[name].sum()) for name in USAGE})
-        rows = rows.with_columns(error=pl.when(pl.col("status") == "error").then("error"))
+        answered = pl.col("status").is_in(ANSWERED)
+        rows = rows.with_columns(
+            error=pl.when(pl.col("status") == "error").then("error"), finish_reason=pl.when(answered).then("finish_reason")
+        )
         for name in ("status", "finish_reason", "error"):
             getattr(self, f"by_{name}").update(dict(rows[name].drop_nulls().value_counts().iter_rows()))
 

@@ -69,14 +69,16 @@ class JobStatus:
     """Input rows; `rows` are those of committed shards."""
     shards: int
     shards_total: int
-    completions: float
-    completions_total: float
+    completions: int
+    completions_total: int
     """Completions, including those of uncommitted shards in the journal or a running process; estimated if a row may have
     several."""
     share: float
     """Share of the job that is done, 0 to 1, tokens of unfinished rows included. 1 only if complete."""
     errors: int
     """Error rows in committed shards, of runs with a heartbeat file."""
+    skipped: int
+    """Rows that input.on_overlong=skip left undecoded, likewise."""
     tok_s: float
     """Tokens a second of all living runs together, over the last minute."""
     tokens: int
@@ -126,10 +128,11 @@ class StatusReader:
             rows_total=output.manifest.num_rows,
             shards=output.num_shards - len(missing),
             shards_total=output.num_shards,
-            completions=done,
-            completions_total=total,
+            completions=round(done),
+            completions_total=round(total),
             share=min(share, 0.999) if missing else 1.0,
             errors=max(0, sum(run.errors - run.replaced_errors for run in runs)),
+            skipped=sum(run.skipped for run in runs),
             tok_s=sum(status.run.tok_s for status in lives),
             tokens=sum(run.tokens for run in runs),
             mean_acceptance_length=1 + sum(run.accepted for run in runs) / rounds if rounds else None,
@@ -143,7 +146,8 @@ class StatusReader:
 def _not_begun(path: str, statuses: Sequence[RunStatus], unreadable: int) -> JobStatus:
     return JobStatus(
         path=path, state=_state_of_job(statuses, idle="not begun"), rows=0, rows_total=0, shards=0, shards_total=0,
-        completions=0, completions_total=0, share=0.0, errors=0, tok_s=0, tokens=0, mean_acceptance_length=None, left_s=None,
+        completions=0, completions_total=0, share=0.0, errors=0, skipped=0, tok_s=0, tokens=0,
+        mean_acceptance_length=None, left_s=None,
         runs=_sorted(statuses), stale_claims={}, unreadable=unreadable,
     )
 

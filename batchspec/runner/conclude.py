@@ -55,6 +55,8 @@ def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool
     if errors:
         codes = ", ".join(f"{count} {code}" for code, count in stats.by_error.items())
         terminal.say(f"{output.path}: {counted(errors, 'error row')} ({codes}); the column `error` says why")
+    if skipped := stats.by_status.get("skipped", 0):
+        terminal.say(f"{output.path}: {counted(skipped, 'skipped row')}, whose prompts are too long (input.on_overlong=skip)")
     if invalid := stats.by_status.get("invalid", 0):
         terminal.say(f"{output.path}: {counted(invalid, 'invalid completion')}; the column `error` says what violates the schema")
     if truncated := stats.by_status.get("truncated", 0):

@@ -148,7 +148,10 @@ class ShardRunner:
         self._watchdog.beat()
         errors = [completion.row_index for completion in done.completions if completion.status == "error"]
         self.num_errors += len(set(errors))
-        self.progress.update(shards=1, errors=len(errors), replaced_errors=self.work_plan.num_replaced_errors(done.shard.index))
+        self.progress.update(
+            shards=1, errors=len(errors), replaced_errors=self.work_plan.num_replaced_errors(done.shard.index),
+            skipped=sum(completion.status == "skipped" for completion in done.completions),
+        )
         check_errors(self.job, self.num_errors)
 
     def _decode_claimed(

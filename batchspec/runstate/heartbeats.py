@@ -65,6 +65,8 @@ class RunHeartbeat:
     """Error rows in the shards that it committed."""
     replaced_errors: int = 0
     """Error rows of earlier runs that it computed anew (resume=error), in the shards that it committed."""
+    skipped: int = 0
+    """Rows with the status skipped (input.on_overlong=skip), likewise."""
     open_shards: tuple[tuple[int, int], ...] = ()
     """(shard, finished completions) for each uncommitted shard that the run holds, completions of earlier runs included."""
     tokens: int = 0
