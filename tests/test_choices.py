@@ -86,7 +86,10 @@ def test_a_job_writes_the_probabilities_that_transformers_computes(
 ) -> None:
     words = [*options(model), *write(tmp_path)]
     assert cli(["plan", *words]) == 0
-    assert "rounds       none: choices are scored, nothing is decoded" in capsys.readouterr().out
+    planned = capsys.readouterr().out
+    assert "rounds       none: choices are scored, nothing is decoded" in planned
+    assert "\nprompts, each with its longest text, " in planned
+    assert " prompt and text tokens, " in planned
     assert cli(["run", *words]) == 0
     found = pl.read_parquet(tmp_path / "out/data/*.parquet")
     assert found.schema["choice_probs"] == pl.List(pl.Struct({"choice": pl.String, "prob": pl.Float64, "logprob": pl.Float64}))

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec import run
+from batchspec.commands.stats import render
 from batchspec.packing.equal_rows import EqualRows, answer_key
 from batchspec.records import Completion, Request, SamplingParams
 from batchspec.report.stats import job_stats
@@ -118,6 +119,9 @@ def test_copies_have_the_tokens_of_rows_that_are_computed(out: Path) -> None:
     assert computed(found) == [True, True, False, True, False]
     assert computed(alone) == [True] * 5
     assert (job_stats(out).copied, job_stats(out.with_name("alone")).copied) == (2, 0)
+    length = found["usage"].struct.field("completion_tokens")
+    assert (job_stats(out).copied_tokens, job_stats(out.with_name("alone")).copied_tokens) == (length[2] + length[4], 0)
+    assert f"({length[2] + length[4]} of copies, which the speed leaves out)" in render(job_stats(out))
     cached = found["usage"].struct.field("cached_tokens")
     assert cached[2] == found["usage"].struct.field("prompt_tokens")[2]
 

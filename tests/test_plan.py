@@ -217,7 +217,7 @@ def test_the_memory_is_stated_before_anything_is_loaded(job: RunConfig, monkeypa
     total = weights + pages
     text = f"{weights / 1e3:.3g} kB weights + {pages / 1e3:.3g} kB K/V = {total / 1e3:.3g} kB of 1.00 GB that are free"
     assert f"memory       {text}" in made.text()
-    assert f"; each reads {weights / 1e3:.3g} kB of weights and " in made.text()
+    assert f"; a full one reads {weights / 1e3:.3g} kB of weights and " in made.text()
 
 
 def test_what_a_draft_head_keeps_of_each_row_besides_k_and_v_is_stated(job: RunConfig) -> None:

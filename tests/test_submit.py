@@ -49,6 +49,15 @@ def test_the_manifest_is_the_recipe_with_the_arguments(version: str, capsys: pyt
     assert said == ["batchspec: nothing is submitted yet; edit the lines marked so, in a file, then kubectl create -f FILE"]
 
 
+@pytest.mark.parametrize("to", ["slurm", "kubernetes", "skypilot"])
+def test_a_job_on_the_cpu_asks_for_no_gpu(to: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asks = "--gpus-per-node|nvidia.com/gpu: [1-9]|accelerators: "
+    for device, found in (("cpu", False), ("auto", True)):
+        text, _ = printed(capsys, "--unseen", "--to", to, *WORDS, f"device={device}")
+        lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+        assert bool(re.search(asks, "\n".join(lines))) is found
+
+
 def test_what_no_key_says_is_left_to_be_edited(capsys: pytest.CaptureFixture[str]) -> None:
     text, _ = printed(capsys, "--unseen", "--to", "kubernetes", *WORDS, "cluster.gpus=0")
     edited = [line.partition(":")[0].strip() for line in text.splitlines() if "# edit" in line and "shared" not in line]

@@ -107,7 +107,8 @@ class Plan:
         if not len(lengths):
             return ["nothing to run: no row was admitted"]
         mean, median, most = lengths.mean(), np.median(lengths), lengths.max()
-        return [f"prompts      {mean:,.0f} tokens on average, median {median:,.0f}, longest {most:,}", *histogram(lengths)]
+        what = "prompts, each with its longest text," if self.job.config.decode.score == "choices" else "prompts     "
+        return [f"{what} {mean:,.0f} tokens on average, median {median:,.0f}, longest {most:,}", *histogram(lengths)]
 
     def _thinking(self) -> list[str]:
         think, decode = self.job.admission.settings.think, self.job.config.decode
@@ -161,7 +162,7 @@ class Plan:
         pages_bytes = kv_bytes(batch, spec, job.dtype, layers)
         pages = " + ".join(f"{count:,}" for count in (batch.num_pages, *batch.more_pages))
         dtype = dtype_name(job.dtype)
-        kind = "prompt" if self._scores else "output"
+        kind = {"none": "output", "prompts": "prompt", "choices": "prompt and text"}[job.config.decode.score]
         tokens = self.expected_tokens
         assumed = (
             f"outputs half as long as max_new_tokens (all of it up to {SHORT_TOKENS}, and where nothing else ends a row), "
@@ -209,8 +210,9 @@ class Plan:
         if self._scores:
             return [f"rounds       none: {self.job.config.decode.score} are scored, nothing is decoded"]
         return [
-            f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}; "
-            f"each reads {_bytes(ahead.weights_read_bytes)} of weights and {_bytes(ahead.kv_read_bytes)} of K/V"
+            f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, the last ones with fewer rows shorter, "
+            f"{_duration(ahead.decode_s)}; a full one reads {_bytes(ahead.weights_read_bytes)} of weights and "
+            f"{_bytes(ahead.kv_read_bytes)} of K/V"
             + f", and reads and writes {_bytes(ahead.state_bytes / 2)} of states" * bool(ahead.state_bytes)
         ]
 

@@ -159,7 +159,8 @@ def _samples(samples: Sequence[Shown]) -> str:
 def _speed(stats: JobStats) -> str:
     facts = {
         "prompt tokens": f"{stats.prompt_tokens:,} ({stats.cached_tokens:,} from shared prefixes)",
-        "completion tokens": f"{stats.completion_tokens:,}",
+        "completion tokens": f"{stats.completion_tokens:,}"
+        + (f" ({stats.copied_tokens:,} of copies, which the speed leaves out)" if stats.copied_tokens else ""),
     }
     if stats.weights:
         facts["weights"] = stats.weights

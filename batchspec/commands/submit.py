@@ -52,6 +52,8 @@ def main(argv: Sequence[str]) -> int:
 
     def submit(config: RunConfig) -> None:
         cluster = config.cluster
+        if config.device == "cpu":
+            cluster.gpus = 0
         gpus, ranks = cluster.gpus, cluster.tensor_parallel
         if ranks != AUTO and 0 < gpus < ranks:
             raise ConfigError(f"cluster.gpus={gpus} is less than cluster.tensor_parallel={ranks}; raise cluster.gpus")

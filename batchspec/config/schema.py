@@ -262,7 +262,7 @@ class ClusterConfig:
     tasks: int = 1
     """submit: number of tasks of the array. They share the shards; the next submission may have another number."""
     gpus: int = 1
-    """submit: GPUs per task, on one node."""
+    """submit: GPUs per task, on one node; none with device=cpu."""
     cpus: int | None = None
     """submit: CPU cores per task. null is the cluster's default."""
     memory_gb: float | None = None

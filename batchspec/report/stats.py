@@ -52,6 +52,8 @@ class JobStats:
     """Input rows with at least one error completion."""
     copied: int
     """Completions that are copies of those of equal rows (output.dedup)."""
+    copied_tokens: int
+    """The part of completion_tokens that belongs to copies, and was not computed."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -113,6 +115,7 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
         by_error=_counts(tally.by_error),
         error_rows=tally.error_rows,
         copied=tally.copied,
+        copied_tokens=tally.copied_tokens,
         prompt_tokens=tally.tokens["prompt_tokens"],
         completion_tokens=tally.tokens["tokens"],
         cached_tokens=tally.tokens["cached_tokens"],
@@ -142,7 +145,7 @@ class _Tally:
     """Sums over all rows read so far."""
 
     def __init__(self, config: Mapping[str, Any], columns: Collection[str]) -> None:
-        self.completions = self.reasoning_truncated = self.error_rows = self.copied = 0
+        self.completions = self.reasoning_truncated = self.error_rows = self.copied = self.copied_tokens = 0
         self.tokens: Counter[str] = Counter()
         self.by_status: Counter[str] = Counter()
         self.by_finish_reason: Counter[str] = Counter()
@@ -161,6 +164,7 @@ class _Tally:
         self.reasoning_truncated += int(rows["reasoning_truncated"].sum())
         self.error_rows += rows.filter(pl.col("status") == "error")["row_index"].n_unique()  # a row is in one shard
         self.copied += int(rows["copied"].sum())
+        self.copied_tokens += int(rows.filter("copied")["tokens"].sum())
         self.tokens.update({name: int(rows[name].sum()) for name in USAGE})
         answered = pl.col("status").is_in(ANSWERED)
         rows = rows.with_columns(
