@@ -20,6 +20,7 @@ from batchspec.engine.rounds.draft_lengths import (
     PROBE_EVERY,
     PROBE_SHARE,
     DraftLengths,
+    choices_of,
 )
 from batchspec.engine.rounds.results import PendingResult
 from batchspec.engine.slots.launch import UnreadLaunch
@@ -405,6 +406,22 @@ def test_the_drafter_is_told_one_round_ahead() -> None:
         assert told is None or told == (k > 0)
         told = more
         lengths.observe(k, rng.integers(0, k + 1, ROWS).astype(np.int32))
+
+
+@given(st.integers(1, 64), st.lists(st.booleans(), min_size=40, max_size=200), st.integers(0, 9))
+def test_rounds_over_fewer_rows_choose_among_fewer_lengths(max_len: int, full: list[bool], seed: int) -> None:
+    """Rows come and go: every round has a length that was timed for its number of rows."""
+    lengths, rng = DraftLengths(max_len), np.random.default_rng(seed)
+    few = choices_of(lengths.choices, all_slots=False)
+    assert {0, max_len} <= set(few) <= set(choices_of(lengths.choices, all_slots=True)) == set(lengths.choices)
+    for rows, known in ((ROWS, lengths.choices), (ROWS // 2, few)):
+        for k in known:
+            lengths.set_base(rows, k, 1 + 0.1 * k * rng.random())
+    for all_rows in full:
+        rows, known = (ROWS, lengths.choices) if all_rows else (ROWS // 2, few)
+        k = lengths.choose(rows, 0)[0].draft_len
+        assert k in known
+        lengths.observe(k, rng.integers(0, k + 1, rows).astype(np.int32))
 
 
 @given(st.integers(1, 64))

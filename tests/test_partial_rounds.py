@@ -78,8 +78,8 @@ def parts(one: Any) -> dict[int, int]:
 @pytest.mark.parametrize(
     ("slots", "draft_len", "fixed", "auto"),
     [
-        (8, 3, 20, 20), (11, 8, 40, 40), (12, 3, 25, 29), (16, 3, 30, 34), (32, 3, 40, 48), (64, 3, 50, 62), (256, 1, 42, 45),
-        (256, 3, 70, 82), (256, 8, 112, 127), (1024, 16, 180, 198),
+        (8, 3, 17, 17), (11, 8, 24, 24), (12, 3, 21, 25), (16, 3, 25, 29), (32, 3, 33, 41), (64, 3, 41, 53), (256, 1, 42, 45),
+        (256, 3, 57, 69), (256, 8, 60, 77), (1024, 16, 78, 98),
     ],
 )
 def test_the_number_of_graphs_where_positions_cost_most(slots: int, draft_len: int, fixed: int, auto: int) -> None:

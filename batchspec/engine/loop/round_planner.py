@@ -19,7 +19,7 @@ from batchspec.engine.loop.refill_times import RefillTimes
 from batchspec.engine.loop.round_clock import RoundClock
 from batchspec.engine.loop.round_timer import RoundTimer
 from batchspec.engine.prefill.cost import PrefillCost
-from batchspec.engine.rounds.draft_lengths import DraftLengths
+from batchspec.engine.rounds.draft_lengths import DraftLengths, choices_of
 from batchspec.engine.rounds.expert_reads import ExpertReads, counted
 from batchspec.engine.rounds.results import PendingResult, RoundLog
 from batchspec.engine.slots.launch import UnreadLaunch
@@ -143,7 +143,10 @@ class RoundPlanner:
         return [
             RoundShape(num_rows, draft_len, mode, prepare_next=prepare_next, max_kv=self.usual_kv)
             for num_rows in self._batch.row_buckets
-            for draft_len in (self._executor.round.draft_lens[-1:] if lengths is None else lengths.choices)
+            for draft_len in (
+                self._executor.round.draft_lens[-1:] if lengths is None
+                else choices_of(lengths.choices, all_slots=num_rows == self._batch.num_slots)
+            )
             for prepare_next in ((True,) if draft_len or lengths is None else (True, False))
         ]
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,12 @@ LEAST_ROWS = 12
 """Rounds of fewer rows verify all drafts: there are too few rows for one to need what another does not."""
 PARTS = (1, 2, 4)
 """Row buckets with graphs of rounds that verify a part: of all slots, and the largest ones of at most these parts of them."""
+
+
+def choices_of(choices: tuple[int, ...], *, all_slots: bool) -> tuple[int, ...]:
+    """The draft lengths of rounds that verify all drafts, of those that rounds over all slots may choose. Rounds over fewer rows
+    come at a job's end: the least, the middle and the largest do for them, and a short job can then afford their graphs."""
+    return choices if all_slots else tuple(dict.fromkeys((choices[0], choices[len(choices) // 2], choices[-1])))
 
 
 def partial_buckets(row_buckets: Sequence[int]) -> list[int]:
@@ -129,7 +135,7 @@ class DraftLengths:
         now = self._next
         self._fade(live_rows)
         if now is None or not self.times.knows(num_rows, now):  # the row bucket is another one since it was chosen
-            now = self._pick(num_rows, context_tokens, live_rows) if now is None else RoundWidth(now.draft_len)
+            now = self._pick(num_rows, context_tokens, live_rows) if now is None else self._nearest(num_rows, now)
         self._next = self._pick(num_rows, context_tokens, live_rows)
         return now, self._next.draft_len > 0
 
@@ -173,7 +179,7 @@ class DraftLengths:
         self.times.add(num_rows, width, context_tokens, seconds, prepare_next=prepare_next, live_rows=live_rows)
 
     def scores(self, num_rows: int, context_tokens: int, *, live_rows: int | None = None) -> NDArray[np.float64]:
-        """float64 [choices] expected tokens a row and second. live_rows: how many rows are live; None: all."""
+        """float64 [choices] expected tokens a row and second, if all were timed. live_rows: how many rows are live; None: all."""
         live_rows = num_rows if live_rows is None else live_rows
         seconds = self.times.seconds(num_rows, self._whole, context_tokens, live_rows)
         scores: NDArray[np.float64] = np.array(self._tokens()) / seconds
@@ -215,11 +221,12 @@ class DraftLengths:
         return tokens
 
     def _pick(self, num_rows: int, context_tokens: int, live_rows: int) -> RoundWidth:
-        tokens = dict(zip(self._whole, self._tokens(), strict=True)) | self._partial_tokens(num_rows, live_rows)
+        expected, whole = dict(zip(self._whole, self._tokens(), strict=True)), self._timed(num_rows)
+        tokens = {one: expected[one] for one in whole} | self._partial_tokens(num_rows, live_rows)
         widths = list(tokens)
         seconds = dict(zip(widths, self.times.seconds(num_rows, widths, context_tokens, live_rows), strict=True))
         if self._current not in tokens:
-            self._current = RoundWidth(self._current.draft_len)
+            self._current = self._nearest(num_rows, self._current)
         best = max(widths, key=lambda one: tokens[one] / seconds[one])
         score = tokens[self._current] / seconds[self._current]
         if tokens[best] / seconds[best] > MARGIN * score:
@@ -227,33 +234,48 @@ class DraftLengths:
         self._rounds += 1
         if self._rounds % PROBE_EVERY_AT_FIRST:
             return self._current
-        least_s = self.times.seconds(num_rows, self._whole, 0, live_rows)
-        hopeful = [1 + k > score * took for k, took in zip(self.choices, least_s, strict=True)]
-        probed = self._probe(num_rows, hopeful, [tokens[one] / seconds[one] for one in self._whole])
-        if probed is None:
+        least_s = self.times.seconds(num_rows, whole, 0, live_rows)
+        hopeful = [one for one, took in zip(whole, least_s, strict=True) if 1 + one.draft_len > score * took]
+        one = self._probe(num_rows, whole, hopeful, {one: tokens[one] / seconds[one] for one in whole})
+        if one is None:
             return self._current
-        one = self._whole[probed]
         self._lost_rounds += max(0.0, seconds[one] * score - tokens[one]) / tokens[self._current]
         return one
 
+    def _timed(self, num_rows: int) -> list[RoundWidth]:
+        """Widths of rounds over so many rows that verify all drafts and were timed, by ascending K."""
+        return [one for one in self._whole if self.times.knows(num_rows, one)]
+
+    def _nearest(self, num_rows: int, width: RoundWidth) -> RoundWidth:
+        """The one of `_timed` whose K is nearest to that of `width`."""
+        return min(self._timed(num_rows), key=lambda one: abs(one.draft_len - width.draft_len))
+
     def _uncounted(self, num_rows: int) -> list[int]:
-        """Indices in `choices` of the least K that a round which verifies a part drafts, and whose drafts were never counted."""
+        """The least K that a round which verifies a part drafts, and whose drafts were never counted."""
         if self._survival is None or num_rows < LEAST_ROWS:
             return []
-        return [self.choices.index(one.draft_len) for one in self.partial if one.draft_len > self._survival.known_len][:1]
+        return [one.draft_len for one in self.partial if one.draft_len > self._survival.known_len][:1]
 
-    def _probe(self, num_rows: int, hopeful: Sequence[bool], scores: Sequence[float]) -> int | None:
-        """Index in `choices` of a K to probe now, or None. scores: of each K, by what is known."""
-        width = self._current
-        above, below = bisect_right(self.choices, width.verified), bisect_left(self.choices, width.verified) - 1
-        deeper = self.choices.index(width.draft_len) + 1
-        near = dict.fromkeys((above, below, deeper, 0, *self._uncounted(num_rows)))
-        probes = [i for i in near if 0 <= i < len(self.choices) and self._whole[i] != width and hopeful[i]]
+    def _probe(
+        self, num_rows: int, whole: Sequence[RoundWidth], hopeful: Sequence[RoundWidth], scores: Mapping[RoundWidth, float]
+    ) -> RoundWidth | None:
+        """The width to probe now, or None.
+
+        whole    widths of rounds over so many rows that verify all drafts
+        hopeful  those of them that could pay
+        scores   of each of `whole`, by what is known
+        """
+        width, lengths = self._current, [one.draft_len for one in whole]
+        above, below = bisect_right(lengths, width.verified), bisect_left(lengths, width.verified) - 1
+        deeper = bisect_right(lengths, width.draft_len)
+        near = [whole[i] for i in (above, below, deeper, 0) if 0 <= i < len(whole)]
+        near += [one for one in whole if one.draft_len in self._uncounted(num_rows)]
+        probes = [one for one in dict.fromkeys(near) if one != width and one in hopeful]
         if self._rounds % PROBE_EVERY == 0 and probes and self._lost_rounds <= PROBE_SHARE * self._rounds:
             return probes[self._rounds // PROBE_EVERY % len(probes)]
         scale = num_rows.bit_length() // 2
-        new = (i for i in probes if self._num_probed[scale, i] < NEW)
+        new = (one for one in probes if self._num_probed[scale, one.draft_len] < NEW)
         likeliest = max(new, key=scores.__getitem__, default=None)
         if likeliest is not None:
-            self._num_probed[scale, likeliest] += 1
+            self._num_probed[scale, likeliest.draft_len] += 1
         return likeliest
