@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchspec.model.shapes import COMMON, DRAFT_VOCAB, config_json, shape_spec
+from batchspec.model.families.shapes import COMMON, DRAFT_VOCAB, config_json, shape_spec
 
 
 class Row(NamedTuple):
-    """shape: a name of batchspec.model.shapes; "": real weights, `batch` prompts at a time, up to the model's own ends."""
+    """shape: a name of model/families/shapes.py; "": real weights, `batch` prompts at a time, up to the model's own ends."""
 
     shape: str
     batch: int

@@ -14,8 +14,8 @@ from itertools import product
 import torch
 
 from batchspec.errors import BatchspecError
+from batchspec.model.families.shapes import SHAPES, shape_spec
 from batchspec.model.layers.base import Shard
-from batchspec.model.shapes import SHAPES, shape_spec
 from batchspec.model.spec import ModelSpec
 from batchspec.packing.cost import prefill_seconds, read_bytes, round_seconds
 from batchspec.packing.exchange import exchange_seconds

@@ -43,7 +43,7 @@ from batchspec.engine.rounds.records import RoundOptions, RoundResult
 from batchspec.engine.rounds.results import Moment, PendingResult
 from batchspec.engine.step import Prefill, RoundShape, ScheduledStep, Segment
 from batchspec.kernels.rounds.accept import FULL
-from batchspec.model.shapes import COMMON
+from batchspec.model.families.shapes import COMMON
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch

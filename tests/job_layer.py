@@ -32,7 +32,7 @@ from batchspec.engine.loop.engine_run import PREFETCHED_PER_ROUND
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.job import decode_missing
 from batchspec.load.loaded_engine import LoadedEngine
-from batchspec.model.shapes import COMMON, SHAPES
+from batchspec.model.families.shapes import COMMON, SHAPES
 from batchspec.packing.ordered_requests import WINDOW_SHARDS
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job

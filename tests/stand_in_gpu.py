@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from batchspec.cache.padded import TorchPlan
 from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.results import PendingResult
 from batchspec.kernels.common.dry_run import is_dry
+from batchspec.model.layers.attention.padded import TorchPlan
 from batchspec.tuning import policy
 
 

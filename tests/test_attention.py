@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch, HostLayout, TreeTail
-from batchspec.cache import flash
-from batchspec.cache.attention import attend, plan_attention, plans_by_bounds
+from batchspec.model.layers.attention import flash
+from batchspec.model.layers.attention.plan import attend, plan_attention, plans_by_bounds
 from tests.kernels.trees import path_to_root, random_parents
 from tests.kv_pages import layer_kv
 

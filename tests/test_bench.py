@@ -28,8 +28,8 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.prefill.graphs import PrefillGraphs
 from batchspec.errors import ConfigError, InputError
 from batchspec.kernels.lora.lora_tokens import LoraTokens
+from batchspec.model.families.shapes import COMMON, SHAPES
 from batchspec.model.lora_products import LoraStacks
-from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.packed_batch import ExpectedRows, PackedBatch
 from batchspec.packing.survey import Survey
 from batchspec.prepare import open_job, survey_first

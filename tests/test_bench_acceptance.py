@@ -18,7 +18,7 @@ from batchspec.bench.engines import Bench, variant_specs
 from batchspec.bench.workloads import make_workload
 from batchspec.dataset.schema import SPEC_DECODE
 from batchspec.errors import ConfigError
-from batchspec.model.shapes import COMMON
+from batchspec.model.families.shapes import COMMON
 from tests.test_bench import TINY
 
 pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]

@@ -17,7 +17,7 @@ import pytest
 from batchspec.bench import command as bench
 from batchspec.bench.phases import Phases
 from batchspec.errors import Interrupted
-from batchspec.model.shapes import COMMON
+from batchspec.model.families.shapes import COMMON
 from tests.test_bench import TINY
 
 ROOT = Path(__file__).parents[1]

@@ -18,8 +18,8 @@ from batchspec.bench.engines import Bench, config_of, variant_specs
 from batchspec.bench.workloads import Workload
 from batchspec.cache.layer_state import LayerState
 from batchspec.errors import ConfigError
+from batchspec.model.families.shapes import COMMON, SHAPES, shape_spec
 from batchspec.model.layers.base import Shard
-from batchspec.model.shapes import COMMON, SHAPES, shape_spec
 from batchspec.model.shard import part_of as cut
 from batchspec.model.target import Target
 from tests.engines import DEVICE

@@ -15,7 +15,7 @@ from batchspec.commands.plan import taken
 from batchspec.errors import ConfigError
 from batchspec.kernels.common import card
 from batchspec.kernels.common.card import assumed
-from batchspec.model.shapes import COMMON, SHAPES
+from batchspec.model.families.shapes import COMMON, SHAPES
 from batchspec.packing import rates
 from batchspec.packing.rates import card_rates, device_rates
 from batchspec.prepare import choose_device

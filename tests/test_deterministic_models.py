@@ -24,11 +24,11 @@ from batchspec.kernels.gemm.tiles import Tile
 from batchspec.load import memory
 from batchspec.model import deterministic
 from batchspec.model.deterministic import in_one_order
+from batchspec.model.families.shapes import COMMON, SHAPES
 from batchspec.model.quant import fp8_products
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.ordered import OrderedLinear
 from batchspec.model.quant.plain import PLAIN
-from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.model.weights import DummyWeights
 from batchspec.tuning import policy

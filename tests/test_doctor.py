@@ -18,8 +18,8 @@ from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_spec
 from batchspec.kernels.common import card
 from batchspec.kernels.gemm.tiles import Tile
+from batchspec.model.families.shapes import shape_spec
 from batchspec.model.products import products
-from batchspec.model.shapes import shape_spec
 from batchspec.tuning import table as tuning
 from batchspec.tuning.table import Product, save
 

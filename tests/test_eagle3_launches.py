@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from batchspec.cache.attention import AttentionPlan, plan_attention
 from batchspec.draft import chain, head, output, parallel, reader, tree
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.head import Head
@@ -24,6 +23,7 @@ from batchspec.draft.weights import load_head
 from batchspec.engine.rounds.records import RoundOptions
 from batchspec.model import decoder
 from batchspec.model.layers.attention import paged
+from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.quant import plain
 from batchspec.model.target import Target
 from tests.engines import DEVICE, make_engine, packed, request, tiny_target

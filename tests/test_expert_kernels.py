@@ -15,11 +15,11 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.errors import CheckpointError
 from batchspec.model.decoder import LayerWeights, ResidualStream
+from batchspec.model.families.shapes import shape_spec
 from batchspec.model.layers.base import WHOLE, Shard
 from batchspec.model.layers.mlp.moe import MoeSpec
 from batchspec.model.quant.fp8_products import Fp8Experts
 from batchspec.model.quant.mxfp4 import PackedExperts
-from batchspec.model.shapes import shape_spec
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec, layer_prefix
 from batchspec.model.target import Target

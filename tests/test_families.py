@@ -13,9 +13,9 @@ from batchspec.commands.families import main
 from batchspec.commands.families_table import Row, row_of, table
 from batchspec.model.checkpoint_part import block_tensors
 from batchspec.model.families.registry import FAMILIES
+from batchspec.model.families.shapes import COMMON, SHAPES, shape_spec
 from batchspec.model.layers.base import projections
 from batchspec.model.quant.plain import PLAIN
-from batchspec.model.shapes import COMMON, SHAPES, shape_spec
 from batchspec.model.spec import read_spec
 
 README = Path(__file__).parents[1] / "README.md"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batchspec.model.shapes import shape_spec
+from batchspec.model.families.shapes import shape_spec
 from batchspec.model.spec import ModelSpec
 from batchspec.packing.cost import NVFP4_BYTES, prefill_seconds, read_bytes, round_seconds
 from batchspec.packing.rates import Rates, calibrate

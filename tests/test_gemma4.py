@@ -17,9 +17,9 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import CheckpointError
 from batchspec.model.families.gemma4 import GEMMA4_TEXT
+from batchspec.model.families.shapes import shape_spec
 from batchspec.model.fused_experts import tensors_of
 from batchspec.model.layers.attention.rope import rope_frequencies
-from batchspec.model.shapes import shape_spec
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes, judge_model

@@ -17,11 +17,8 @@ import pytest
 import torch
 
 from batchspec.batch.flat_batch import FlatBatch
-from batchspec.cache import flash
-from batchspec.cache.attention import AttentionPlan, plan_attention
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.layout import LayerKV
-from batchspec.cache.verify import fits_verify
 from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
@@ -29,6 +26,9 @@ from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.slots import expected_pages
 from batchspec.model import mixer_inputs
+from batchspec.model.layers.attention import flash
+from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
+from batchspec.model.layers.attention.verify import fits_verify
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request
 from tests.engines import decode, make_engine, request, share_always

@@ -21,10 +21,10 @@ from batchspec.config.compose import compose
 from batchspec.errors import ConfigError
 from batchspec.kernels.common import card
 from batchspec.load import memory
+from batchspec.model.families.shapes import COMMON, SHAPES, shape_spec
 from batchspec.model.layers.gated_delta.block import A_LOGS, DT_BIASES
 from batchspec.model.products import products
 from batchspec.model.quant.plain import PLAIN
-from batchspec.model.shapes import COMMON, SHAPES, shape_spec
 from batchspec.model.weights import DummyWeights
 from batchspec.packing.cost import num_multiplied
 from batchspec.tuning import policy

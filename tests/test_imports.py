@@ -272,7 +272,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "hydra": ("run", "config"),
     "omegaconf": ("config.compose", "config.typed"),
     "yaml": ("config.compose", "config.reference", "dataset.hub_splits", "report"),
-    "flashinfer": ("cache.flash",),
+    "flashinfer": ("model.layers.attention.flash",),
     "matplotlib": ("report.pictures",),
     "msgspec": (
         "records", "dataset", "runstate", "storage", "report", "distributed.wire", "engine.ranks.messages", "warm.messages",

@@ -13,8 +13,8 @@ from torch import Tensor
 from batchspec.draft.head import products as head_products
 from batchspec.draft.head_tensors import head_bytes
 from batchspec.draft.weights import dummy_head, dummy_spec
+from batchspec.model.families.shapes import shape_spec
 from batchspec.model.products import products
-from batchspec.model.shapes import shape_spec
 from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights, expected_shapes

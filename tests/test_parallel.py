@@ -28,7 +28,7 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.rounds.round import Round
 from batchspec.errors import ConfigError
-from batchspec.model.shapes import COMMON
+from batchspec.model.families.shapes import COMMON
 from batchspec.records import SamplingParams
 from tests.drafting import (
     TARGET,

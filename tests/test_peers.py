@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from batchspec.bench.arguments import parse as bench_parse
 from batchspec.model.assistant import read_assistant
-from batchspec.model.shapes import SHAPES, config_json, shape_spec
+from batchspec.model.families.shapes import SHAPES, config_json, shape_spec
 
 PATH = Path(__file__).parents[1] / "jobs" / "peers.py"
 

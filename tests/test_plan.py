@@ -25,7 +25,7 @@ from batchspec.config.schema import RunConfig
 from batchspec.errors import BatchspecError, CapacityError, ConfigError, InputError, StorageError
 from batchspec.kernels.common import card
 from batchspec.load import memory
-from batchspec.model.shapes import COMMON, SHAPES
+from batchspec.model.families.shapes import COMMON, SHAPES
 from batchspec.model.spec import read_spec
 from batchspec.packing.memory import prefill_graph_bytes, reserve_bytes
 from batchspec.packing.model_notes import model_notes, sampling_advice
@@ -460,7 +460,7 @@ def test_the_command_prints_the_plan(job: RunConfig, capsys: pytest.CaptureFixtu
 PEAK = """
 import resource, sys
 from batchspec.commands.planning import plan
-from batchspec.model.shapes import COMMON, SHAPES
+from batchspec.model.families.shapes import COMMON, SHAPES
 from batchspec.config.schema import RunConfig
 from batchspec.text.chat_templates import ChatTemplates
 class Words:

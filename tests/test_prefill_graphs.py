@@ -21,7 +21,6 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.bench.arguments import parse
 from batchspec.bench.engines import config_of, variant_specs
-from batchspec.cache.flash import SHORT
 from batchspec.config.compose import compose
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
@@ -41,6 +40,7 @@ from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.step import Segment
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.load.build import build_engine
+from batchspec.model.layers.attention.flash import SHORT
 from batchspec.model.lora_products import LoraStacks
 from batchspec.model.target import Target
 from batchspec.packed_batch import ExpectedRows

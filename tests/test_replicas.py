@@ -23,8 +23,8 @@ from batchspec.config.schema import PackingConfig, RunConfig
 from batchspec.config.typed import to_json
 from batchspec.draft.formats import HeadSpec
 from batchspec.errors import CapacityError, ConfigError
+from batchspec.model.families.shapes import shape_spec
 from batchspec.model.layers.base import WHOLE, Shard
-from batchspec.model.shapes import shape_spec
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import num_multiplied, read_bytes, round_seconds

@@ -26,8 +26,8 @@ from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.rounds.records import RoundOptions
 from batchspec.errors import ConfigError
+from batchspec.model.families.shapes import shape_spec
 from batchspec.model.layers.base import Shard
-from batchspec.model.shapes import shape_spec
 from batchspec.model.target import Target
 from batchspec.records import SamplingParams
 from tests.engines import DEVICE, decode, make_engine, packed, request, tiny_spec

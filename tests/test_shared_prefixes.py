@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from batchspec.batch.flat_batch import FlatBatch
-from batchspec.cache.attention import AttentionPlan, plan_attention
 from batchspec.cache.layout import LayerKV
 from batchspec.cache.pages import PagePool
-from batchspec.cache.verify import fits_verify, plan_verify
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.slots import prefix_groups as groups_module
 from batchspec.model import mixer_inputs
+from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
+from batchspec.model.layers.attention.verify import fits_verify, plan_verify
 from batchspec.model.target import Target
 from batchspec.packing.planner import row_buckets
 from batchspec.records import Request

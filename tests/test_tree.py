@@ -35,7 +35,7 @@ from batchspec.draft.weights import load_head
 from batchspec.engine.rounds.records import RoundOptions, RoundResult
 from batchspec.engine.rounds.tree_round import TreeRound
 from batchspec.errors import CapacityError, ConfigError
-from batchspec.model.shapes import COMMON
+from batchspec.model.families.shapes import COMMON
 from batchspec.records import SamplingParams
 from tests import drafting
 from tests.drafting import TARGET, drawn_batch, expected_tokens, known_requests, mixed_requests, synthetic

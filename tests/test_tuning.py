@@ -19,10 +19,10 @@ from batchspec.errors import ConfigError
 from batchspec.kernels.gemm import autotune as trial
 from batchspec.kernels.gemm import four_bit_trial
 from batchspec.kernels.gemm.tiles import Tile
+from batchspec.model.families.shapes import shape_spec
 from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.products import products
 from batchspec.model.quant.plain import Linear
-from batchspec.model.shapes import shape_spec
 from batchspec.tuning import table as tuning
 from batchspec.tuning.policy import gemm_tile
 from batchspec.tuning.table import save, tune

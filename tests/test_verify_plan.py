@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from batchspec.batch.flat_batch import FlatBatch, TreeTail
-from batchspec.cache.attention import plan_attention
-from batchspec.cache.verify import fits_verify, plan_verify
 from batchspec.kernels.attention.work_list import SharedPrefixes
+from batchspec.model.layers.attention.plan import plan_attention
+from batchspec.model.layers.attention.verify import fits_verify, plan_verify
 from tests.kv_pages import layer_kv
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -14,8 +14,8 @@ from batchspec.config.checks import MAX_ADAPTERS
 from batchspec.config.values import violation
 from batchspec.console.arguments import ArgumentParser
 from batchspec.errors import ConfigError
+from batchspec.model.families.shapes import SHAPES
 from batchspec.model.lora_shape import MAX_RANK
-from batchspec.model.shapes import SHAPES
 from batchspec.prepare import choose_device
 
 

@@ -32,7 +32,7 @@ from batchspec.errors import ConfigError
 from batchspec.load.build import build_engine
 from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.load.memory import free_after_loading
-from batchspec.model.shapes import DRAFT_VOCAB
+from batchspec.model.families.shapes import DRAFT_VOCAB
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.kv_memory import KVMemory, kv_bytes
 from batchspec.packing.memory import graph_tokens

@@ -20,9 +20,9 @@ from batchspec.errors import ConfigError
 from batchspec.load.build import load_message
 from batchspec.model.deterministic import in_one_order
 from batchspec.model.dtype import resolve_dtype
+from batchspec.model.families.shapes import config_json, shape_spec
 from batchspec.model.kv_calibration import check_e4m3, give_scales
 from batchspec.model.lora_products import DummyAdapters
-from batchspec.model.shapes import config_json, shape_spec
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.packing.survey import Survey

@@ -1,4 +1,4 @@
-"""The K/V cache: pages, who owns them, and attention over them.
+"""The cache: what layers keep of rows, in pages and row tensors, and which row owns which page.
 
 layer_state.py    what a layer keeps of each row: K/V in pages, and tensors with one entry a slot
 layout.py         K and V in memory: dtype, scales, bytes
@@ -6,9 +6,5 @@ groups.py         which layers share a page table
 pages.py          the tensors and reference counts
 page_tables.py    which pages each row owns, shares or gives back
 prefix_states.py  recurrent states that are kept of prefixes
-attention.py      chooses the backend of a batch:
-  verify.py       rounds on a GPU; sharing_cost.py: whether a shared prefix is read once
-  flash.py        prefill on a GPU
-  ordered.py      batch-invariant, for both
-  padded.py       by torch, for everything else
+sharing_cost.py   whether a prefix that rows share is read once
 """

@@ -28,7 +28,7 @@ class KVLayout:
     """Tokens."""
     ordered: bool = False
     """Whether attention sums in an order that does not depend on the batch (decode.deterministic; plans of
-    `cache/ordered.py`)."""
+    `model/layers/attention/ordered.py`)."""
 
     @property
     def stored(self) -> torch.dtype:

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from batchspec import __version__
-from batchspec.cache.flash import SHORT, flashinfer
 from batchspec.checkpoint.hub import find_model
 from batchspec.commands.card_text import about, launches, paths
 from batchspec.console import terminal
@@ -23,8 +22,9 @@ from batchspec.draft.weights import dummy_spec, open_head
 from batchspec.errors import ConfigError
 from batchspec.kernels.common.card import assumed, card_of
 from batchspec.model.dtype import dtype_name, resolve_dtype
+from batchspec.model.families.shapes import DRAFT_VOCAB, SHAPES, shape_spec
+from batchspec.model.layers.attention.flash import SHORT, flashinfer
 from batchspec.model.products import products
-from batchspec.model.shapes import DRAFT_VOCAB, SHAPES, shape_spec
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.packing.device_memory import free_memory
 from batchspec.tuning.cards import KnownCard, check_card, known_card

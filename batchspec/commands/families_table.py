@@ -11,8 +11,8 @@ from batchspec.draft.registry import named
 from batchspec.errors import ConfigError
 from batchspec.model.families.base import Family
 from batchspec.model.families.registry import ASSISTANTS, FAMILIES
+from batchspec.model.families.shapes import COMMON, SHAPES, shape_spec
 from batchspec.model.layers.base import Shard
-from batchspec.model.shapes import COMMON, SHAPES, shape_spec
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec
 

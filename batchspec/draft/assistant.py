@@ -19,7 +19,6 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.uniform_layout import UniformLayout
-from batchspec.cache.attention import AttentionPlan, plan_attention
 from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.pages import KVCache
 from batchspec.checkpoint.files import ModelFiles
@@ -33,6 +32,7 @@ from batchspec.errors import ConfigError
 from batchspec.kernels.sampling.argmax import PROBABILITIES
 from batchspec.model.assistant import AssistantSpec, read_assistant
 from batchspec.model.fused import rms_norm
+from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.layers.base import Shard
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target

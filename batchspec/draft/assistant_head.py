@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchspec.cache.attention import AttentionPlan
 from batchspec.cache.layout import LayerKV
 from batchspec.checkpoint.files import ModelFiles, stored_tensors
 from batchspec.draft.coupled import Draws
@@ -20,6 +19,7 @@ from batchspec.model.assistant import ORDER, AssistantSpec
 from batchspec.model.decoder import LayerWeights, ResidualStream
 from batchspec.model.fused_experts import tensors_of
 from batchspec.model.layers.attention.paged import PagedAttend, PagedStore
+from batchspec.model.layers.attention.plan import AttentionPlan
 from batchspec.model.layers.attention.rope import Rope, rope_frequencies, rope_of
 from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.layers.forward import Product

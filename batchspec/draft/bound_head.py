@@ -13,13 +13,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from batchspec.cache.attention import AttentionPlan
 from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.layout import KVLayout, LayerKV
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.output import DraftOutput
 from batchspec.model.decoder import ResidualStream
 from batchspec.model.layers.attention.paged import PagedAttend, PagedStore
+from batchspec.model.layers.attention.plan import AttentionPlan
 from batchspec.model.layers.attention.rope import Rope
 from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.layers.base import Gemm

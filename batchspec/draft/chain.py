@@ -24,7 +24,6 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
-from batchspec.cache.attention import AttentionPlan
 from batchspec.cache.layer_state import RowTensor
 from batchspec.cache.pages import KVCache
 from batchspec.draft.bound_head import DraftWeights, HeadShape, Place
@@ -33,6 +32,7 @@ from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.kernels.drafting.gather_last_accepted import gather_last_accepted
 from batchspec.kernels.drafting.prepare_chain_draft_inputs import prepare_chain_draft_inputs
 from batchspec.model.layers.attention.paged import PagedAttend
+from batchspec.model.layers.attention.plan import AttentionPlan
 from batchspec.model.target import Target
 
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch
-from batchspec.cache.attention import AttentionPlan, plan_attention
 from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.layout import LayerKV
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import DrafterBase
 from batchspec.draft.bound_head import DraftWeights, HeadShape, Place, head_states
 from batchspec.kernels.sampling.argmax import PROBABILITIES
+from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.layers.attention.rope import Rope, rope_frequencies, rope_of
 from batchspec.model.target import Target
 

@@ -1,12 +1,12 @@
 """The model: config.json and safetensors in, a forward pass over a flat batch out. Begin with target.py.
 
-families/ has one file a model family, layers/ the kinds of layers and their blocks, quant/ the weight formats.
+families/ has one file a model family, and shapes.py, configs of known models by name; layers/ has the kinds of layers and their
+blocks, quant/ the weight formats.
 
 From config to weights:
   spec.py               config.json -> ModelSpec
   checkpoint_part.py    what is loaded by itself: the model, or its MTP layer
   mtp.py                the layer that predicts one token further; assistant.py: a small model that reads another one's K and V
-  shapes.py             configs of known models by name, to measure and tune without a checkpoint; family_shapes.py: more
   weight_checks.py      names, shapes and dtypes of tensors, before one is read
   weights.py            the tensors; given.py: tensors in memory
   fused_experts.py      experts that a file holds in one tensor

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch, Recurrence
-from batchspec.cache.attention import AttentionPlan, plan_attention
 from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaState
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.layers.attention.paged import PagedAttend, PagedStore
+from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.layers.attention.rope import Rope
 from batchspec.model.spec import ModelSpec
 

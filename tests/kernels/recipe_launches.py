@@ -26,7 +26,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.cache.padded import TorchPlan
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.lookup import LookupDrafter
@@ -43,9 +42,10 @@ from batchspec.kernels.common.card import Card, assumed
 from batchspec.kernels.common.dry_run import dry_run
 from batchspec.kernels.moe.mxfp4 import Mxfp4Weight, mxfp4_shapes
 from batchspec.model import weights
+from batchspec.model.families.shapes import COMMON, SHAPES
+from batchspec.model.layers.attention.padded import TorchPlan
 from batchspec.model.layers.base import TensorSpec
 from batchspec.model.quant import fp8_products, mxfp4, plain
-from batchspec.model.shapes import COMMON, SHAPES
 from batchspec.model.spec import read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights
@@ -62,7 +62,7 @@ STORED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32}
 @dataclass(frozen=True, slots=True)
 class Recipe:
     shape: str
-    """Of model/shapes.py."""
+    """Of model/families/shapes.py."""
     drafter: str
     """head, mtp or lookup."""
     fp8_kv: bool = False

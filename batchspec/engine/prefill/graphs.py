@@ -26,7 +26,6 @@ import torch
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.logits import LogitRows
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.cache.flash import SHORT
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.expected_passes import expected_uses
 from batchspec.engine.prefill.inputs import PassInputs, emitting_first
@@ -35,6 +34,7 @@ from batchspec.engine.prefill.shapes import PassShape, PassShapes
 from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.step import Segment
+from batchspec.model.layers.attention.flash import SHORT
 from batchspec.packed_batch import PREFILL_GRAPHS, ExpectedRows
 
 CAPTURE_AT = 3

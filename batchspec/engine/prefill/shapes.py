@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.cache.attention import plans_by_bounds
-from batchspec.cache.flash import SHORT
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.step import Segment
 from batchspec.kernels.attention.settings import MAX_QUERIES
+from batchspec.model.layers.attention.flash import SHORT
+from batchspec.model.layers.attention.plan import plans_by_bounds
 from batchspec.packed_batch import KEYS_PER_TOKEN
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from batchspec.checkpoint.config_values import read_text
 from batchspec.errors import ConfigError
-from batchspec.model.family_shapes import FAMILY_SHAPES
+from batchspec.model.families.family_shapes import FAMILY_SHAPES
 from batchspec.model.spec import ModelSpec, load_spec
 
 COMMON: dict[str, Any] = {

@@ -7,12 +7,12 @@ from typing import Protocol
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch
-from batchspec.cache.flash import fits_flash, fits_layout, plan_flash
 from batchspec.cache.layout import KVLayout, LayerKV
-from batchspec.cache.ordered import plan_ordered
-from batchspec.cache.padded import TorchPlan
-from batchspec.cache.verify import fits_verify, plan_verify
 from batchspec.kernels.attention.settings import DTYPES, MAX_QUERIES
+from batchspec.model.layers.attention.flash import fits_flash, fits_layout, plan_flash
+from batchspec.model.layers.attention.ordered import plan_ordered
+from batchspec.model.layers.attention.padded import TorchPlan
+from batchspec.model.layers.attention.verify import fits_verify, plan_verify
 
 
 def attend(q: Tensor, kv: LayerKV, batch: FlatBatch, *, scale: float, window: int | None, sink: int = 0) -> Tensor:
