@@ -31,7 +31,7 @@ from batchspec.kernels.common.card import assumed_card, card_of
 from batchspec.model.deterministic import in_one_order
 from batchspec.model.dtype import DTYPES, resolve_dtype
 from batchspec.model.kv_calibration import check_e4m3, check_fp8_kv
-from batchspec.model.kv_scales import KVScales
+from batchspec.model.layers.attention.kv_scales import KVScales
 from batchspec.model.layers.base import Shard
 from batchspec.model.lora import Adapter, open_adapter
 from batchspec.model.lora_products import AdapterSet, AdapterSource

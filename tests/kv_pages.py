@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from batchspec.cache.layout import KVLayout, LayerKV
+from batchspec.model.layers.attention.kv_layout import KVLayout, LayerKV
 
 
 def layer_kv(pages: Tensor) -> LayerKV:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch, HostLayout, TreeTail
 from batchspec.model.layers.attention import flash
-from batchspec.model.layers.attention.plan import attend, plan_attention, plans_by_bounds
+from batchspec.model.layers.attention.plan import attend, plan_attention
 from tests.kernels.trees import path_to_root, random_parents
 from tests.kv_pages import layer_kv
 
@@ -398,6 +398,6 @@ def test_torchs_attention_needs_bounds_alone(window: int | None, sinks: bool, mo
 def test_bounds_are_used_if_a_gpu_s_attention_reads_no_work_list() -> None:
     layout = layer_kv(torch.zeros(2, 2, 4, 2, 64)).layout
     kinds = {dtype: replace(layout, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
-    assert [plans_by_bounds(own, 64) for own in kinds.values()] == [False, True, True, True]
-    assert [plans_by_bounds(own, 65) for own in kinds.values()] == [False, False, True, True]
-    assert not plans_by_bounds(replace(layout, dtype=torch.bfloat16, head_dim=520), 65)
+    assert [own.plans_by_bounds(64) for own in kinds.values()] == [False, True, True, True]
+    assert [own.plans_by_bounds(65) for own in kinds.values()] == [False, False, True, True]
+    assert not replace(layout, dtype=torch.bfloat16, head_dim=520).plans_by_bounds(65)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch, HostLayout
-from batchspec.cache.layout import KVLayout, LayerKV
 from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
@@ -35,6 +34,7 @@ from batchspec.kernels.kv_cache.kv_gather import kv_gather, kv_gather_reference
 from batchspec.kernels.norm_rope.rope_write import rope_write
 from batchspec.model.kv_calibration import calibrate, calibration_prompts
 from batchspec.model.layers.attention.flash import FlashPlan, VarlenPlan, flashinfer
+from batchspec.model.layers.attention.kv_layout import KVLayout, LayerKV
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request

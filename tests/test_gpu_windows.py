@@ -18,7 +18,6 @@ import torch
 
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.groups import KVGroups
-from batchspec.cache.layout import LayerKV
 from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
@@ -27,6 +26,7 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.slots import expected_pages
 from batchspec.model import mixer_inputs
 from batchspec.model.layers.attention import flash
+from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.layers.attention.verify import fits_verify
 from batchspec.packed_batch import PackedBatch

@@ -146,7 +146,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model.dtype",
         "checkpoint.hub",
         "model.kv_calibration",
-        "model.kv_scales",
+        "model.layers.attention.kv_scales",
         "model.quant.modelopt",
         "model.spec",
         "model.target",

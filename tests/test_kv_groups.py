@@ -31,6 +31,7 @@ from batchspec.draft.weights import load_head
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.records import RoundOptions
+from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request, SamplingParams
@@ -190,7 +191,7 @@ def test_e4m3_keys_give_the_tokens_of_plain_decoding_over_e4m3_keys(
     assert engine.totals.preempted > 0
     assert engine.totals.cached_tokens > 0
     num_drafts = len(engine.drafter.layer_states(4))
-    assert [layer.layout.fp8 for layer in engine.executor.cache.layers] == [True, True] + [False] * num_drafts
+    assert [LayerKV.of(layer).layout.fp8 for layer in engine.executor.cache.layers] == [True, True] + [False] * num_drafts
 
 
 DRAFTERS = ["lookup", "window", "chain", "chain with a window", "parallel", "tree", "tree with a window"]
@@ -308,8 +309,8 @@ def test_layers_may_differ_in_the_shape_of_their_keys(
     poisoned.append(engine)
     assert run(engine, requests) == expected_of_uneven(window, fp8_kv)
     cache = engine.executor.cache
-    assert [(kv.pages.shape[3:], kv.layout.head_dim) for kv in cache.layers[:2]] == [((2, 4), 4), ((1, 6), 6)]
-    assert [group for group, _ in cache.target_kv] == [1 if window == WINDOW else 0, 0]
+    assert [(kv.pages.shape[3:], LayerKV.of(kv).layout.head_dim) for kv in cache.layers[:2]] == [((2, 4), 4), ((1, 6), 6)]
+    assert [group for group, _ in cache.target_pages] == [1 if window == WINDOW else 0, 0]
 
 
 def test_a_window_that_no_row_outgrows_is_none() -> None:

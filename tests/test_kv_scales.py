@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from batchspec import run
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.layer_state import LayerState
-from batchspec.cache.layout import KVLayout
 from batchspec.cache.pages import KVCache
 from batchspec.commands import verify
 from batchspec.commands.verify_kv import compare_kv, divergence
@@ -23,7 +22,8 @@ from batchspec.config.compose import compose
 from batchspec.errors import CheckpointError, ConfigError, OutputError
 from batchspec.kernels.common.card import assumed
 from batchspec.model.kv_calibration import MARGIN, MAX_TOKENS, calibrate, calibration_prompts
-from batchspec.model.kv_scales import KVScales, checkpoint_scales
+from batchspec.model.layers.attention.kv_layout import KVLayout, LayerKV
+from batchspec.model.layers.attention.kv_scales import KVScales, checkpoint_scales
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.packing.cost import kv_read_bytes
@@ -84,7 +84,7 @@ def test_a_head_s_own_layers_may_be_in_e4m3_alone() -> None:
             [LayerState(layout)], [LayerState(replace(plain, fp8=True))] * 2, groups=KVGroups.single(1), num_pages=(3,),
             device=torch.device("cpu"), scales=scales,
         )
-        target, *heads = cache.layers
+        target, *heads = (LayerKV.of(own) for own in cache.layers)
         assert target.pages.dtype is layout.stored
         assert target.scales is None or target.scales.eq(0.5).all()
         for kv in heads:

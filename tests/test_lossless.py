@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.cache.layout import LayerKV
 from batchspec.draft import corpus as corpus_module
 from batchspec.draft import reader as reader_module
 from batchspec.draft.base import Drafter
@@ -46,6 +45,7 @@ from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import RoundShape, ScheduledRound
 from batchspec.model import mixer_inputs
+from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch

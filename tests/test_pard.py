@@ -219,7 +219,7 @@ def test_a_job_drafts_in_parallel_by_default_if_the_model_can(tmp_path: Path) ->
         config = RunConfig(draft=DraftConfig(name="pard", path=str(folder), parallel=parallel, num_speculative_tokens=3))
         spec = open_drafter(config, target.spec)
         layers = spec.layer_states(torch.float32, 4)
-        assert [(layer.layout.token_bytes, layer.window, layer.row_bytes) for layer in layers] == [(2 * 2 * 6 * 4, None, 0)] * 2
+        assert [(layer.page_bytes, layer.window, layer.row_bytes) for layer in layers] == [(4 * 2 * 2 * 6 * 4, None, 0)] * 2
         drafter = spec.build(load(folder), target, slots=2)
         assert isinstance(drafter, PardDrafter)
         assert drafter.shape == spec.shape

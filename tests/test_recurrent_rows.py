@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from batchspec.batch.flat_batch import FlatBatch, Recurrence
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.layer_state import LayerState, RowTensor
-from batchspec.cache.layout import KVLayout
 from batchspec.cache.page_tables import PagePools
 from batchspec.cache.pages import KVCache, prefix_hashes
 from batchspec.cache.prefix_states import PrefixStates
@@ -22,6 +21,7 @@ from batchspec.engine.slots.prefix_plan import PrefixPlanner
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import Segment
 from batchspec.kernels.gated_delta.chunk_products import CHUNK
+from batchspec.model.layers.attention.kv_layout import KVLayout
 from batchspec.packed_batch import RECURRENT_CHUNK
 from tests.engines import packed, request
 

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from batchspec.cache.layout import KVLayout, LayerKV
 from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.errors import CheckpointError
 from batchspec.kernels.norm_rope.rope_write import rope_write as kernel
-from batchspec.model.fused import rms_norm, rope_write
+from batchspec.model.fused import rms_norm
+from batchspec.model.layers.attention.kv_layout import KVLayout, LayerKV
 from batchspec.model.layers.attention.rope import rope_frequencies, rope_of
 from batchspec.model.layers.attention.rope_config import RopeSpec, read_rope
+from batchspec.model.layers.attention.rope_write import rope_write
 from batchspec.model.spec import read_spec
 from tests.test_config_values import LLAMA, rotary
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from batchspec.batch.flat_batch import FlatBatch
-from batchspec.cache.layout import LayerKV
 from batchspec.cache.pages import PagePool
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.slots import prefix_groups as groups_module
 from batchspec.model import mixer_inputs
+from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.layers.attention.verify import fits_verify, plan_verify
 from batchspec.model.target import Target
@@ -72,7 +72,7 @@ def tokens(
 
     def poison(pool: PagePool, count: int) -> list[int]:
         pages = take(pool, count)
-        ((_, kv),) = engine.executor.cache.target_kv
+        ((_, kv),) = engine.executor.cache.target_pages
         kv[:, 0, pages], kv[:, 1, pages] = float("nan"), min(1e4, torch.finfo(kv.dtype).max)  # what a row that failed leaves
         return pages
 

@@ -125,7 +125,7 @@ def test_only_the_ends_of_rows_gives_their_logits_and_everything_that_later_pass
     for row in range(3):
         torch.testing.assert_close(found[row][0], expected[row][-1], atol=1e-12, rtol=0)
         torch.testing.assert_close(found_taps[row], expected_taps[row], atol=1e-12, rtol=0)
-    torch.testing.assert_close(ends.cache.target_kv, whole.cache.target_kv, atol=1e-12, rtol=0)
+    torch.testing.assert_close(ends.cache.target_pages, whole.cache.target_pages, atol=1e-12, rtol=0)
 
 
 def prompts(lengths: list[int], vocab: int = 320) -> list[list[int]]:

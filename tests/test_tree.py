@@ -215,7 +215,7 @@ def test_kv_of_what_is_committed_is_that_of_a_forward_from_the_start(
             ids = tuple(rows.tokens[slot, :count].tolist())
             places = torch.arange(count)
             kept[ids] = []
-            for group, kv in self.cache.target_kv:
+            for group, kv in self.cache.target_pages:
                 layers = [i for i, own in enumerate(self.cache.groups.target_layers) if own == group]
                 pages = rows.page_tables[group][slot, places // self.cache.page_size].long()
                 held = pages != SCRATCH_PAGE  # a page that the window has passed is given back
@@ -258,7 +258,7 @@ def kv_from_the_start(ids: tuple[int, ...]) -> Tensor:
         max_kv=count,
     )
     TARGET().forward(batch, cache)
-    ((_, kv),) = cache.target_kv
+    ((_, kv),) = cache.target_pages
     return kv[:, :, 1]
 
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from batchspec.batch.flat_batch import FlatBatch
-from batchspec.cache.layout import LayerKV
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.engine.slots import prefix_groups
 from batchspec.model import mixer_inputs
+from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.layers.attention.verify import fits_verify, plan_verify
 from batchspec.model.target import Target

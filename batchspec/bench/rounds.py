@@ -23,7 +23,7 @@ from batchspec.console import terminal
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.step import RoundShape
 from batchspec.errors import ConfigError
-from batchspec.kernels.common.e4m3 import movable
+from batchspec.kernels.common.e4m3 import E4M3, movable
 
 WARM_ROUNDS = 3
 FIRST_ID = 3
@@ -126,7 +126,7 @@ def begin_rows(engine: Engine, past: int) -> None:
     rows.keys.copy_(torch.arange(len(rows.keys), device=device))
     rows.limit.fill_(engine.batch.max_len)
     for layer in engine.executor.cache.layers:
-        if layer.layout.fp8:
+        if layer.pages.dtype is E4M3:
             movable(layer.pages).random_(0, 0x48, generator=noise)  # bits of 0 .. 3.75
         else:
             layer.pages.normal_(generator=noise)

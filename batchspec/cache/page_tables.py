@@ -61,7 +61,7 @@ class PagePools:
         """
         num_pages  of each group's pool, its scratch page included
         lookahead  maximum number of tokens of a row that have pages and are not committed yet
-        states     of a model with recurrent layers: those that are kept of prefixes
+        states     of a model that keeps row states: those that are kept of prefixes
         """
         self.states = states
         self.groups, self.page_size = groups, page_size

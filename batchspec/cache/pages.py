@@ -1,4 +1,4 @@
-"""K/V pages: the tensors that hold them, and the reference counts of a page pool."""
+"""Pages: the tensors that hold them, and the reference counts of a page pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.upload import upload
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.layer_state import LayerState, RowTensor
-from batchspec.cache.layout import LayerKV
+from batchspec.cache.page_format import LayerPages
 from batchspec.errors import CapacityError
 from batchspec.kernels.kv_cache.kv_move import kv_move
 from batchspec.kernels.rounds.move_rows import move_rows
@@ -32,15 +32,15 @@ result."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCache:
-    """What all layers keep of the rows: K/V in pages, and row tensors. The layers of a group, the drafter's included, share page
+    """What all layers keep of the rows: pages, and row tensors. The layers of a group, the drafter's included, share page
     ids."""
 
-    layers: tuple[LayerKV, ...]
-    """K and V of the target's layers that keep them, then the drafter's."""
+    layers: tuple[LayerPages, ...]
+    """The pages of the target's layers that keep some, then the drafter's."""
     groups: KVGroups
-    target_kv: tuple[tuple[int, Tensor], ...]
-    """K/V of the target's layers: of those with one layout in one group, the group and [layers, 2 (K, V), P, page_size, KVH, D].
-    `layers` are views of it."""
+    target_pages: tuple[tuple[int, Tensor], ...]
+    """Of the target's layers with one format in one group, the group and their pages [layers, parts, P, page_size, ...]. `layers`
+    are views of them."""
     page_size: int
     """Tokens."""
     table_ids: tuple[int, ...]
@@ -69,28 +69,31 @@ class KVCache:
     ) -> KVCache:
         """Zeroed pages and row tensors.
 
-        layers, draft_layers  of the target and of the drafter, whose scales are 1 if its layout is e4m3
+        layers, draft_layers  of the target and of the drafter, whose scales are 1
         num_pages  of each group
         num_states  entries of the target's row tensors beyond those of the slots, for states of prefixes
-        scales     for each of the target's layers that keep K and V, fp32 [2 (K, V), KVH], if their layouts are e4m3
+        scales     of each of the target's layers that keep pages, if their formats have scales
         """
-        layouts = [layer.kv for layer in layers if layer.kv is not None]
-        page_size = layouts[0].page_size
-        assert {layout.page_size for layout in layouts} == {page_size}
-        draft_kept = [layer for layer in draft_layers if layer.kv is not None]
-        assert {layer.layout.page_size for layer in draft_kept} <= {page_size}  # a row has as many pages in both
-        kinds = list(zip(groups.target_layers, layouts, strict=True))
+        formats = [layer.pages for layer in layers if layer.pages is not None]
+        draft_formats = [layer.pages for layer in draft_layers if layer.pages is not None]
+        page_size = formats[0].page_size
+        assert {own.page_size for own in (*formats, *draft_formats)} == {page_size}  # a row has as many pages in all layers
+        kinds = list(zip(groups.target_layers, formats, strict=True))
         memory = {kind: kind[1].allocate(count, num_pages[kind[0]], device) for kind, count in Counter(kinds).items()}
-        pages = {kind: iter(kv) for kind, kv in memory.items()}
+        pages = {kind: iter(own) for kind, own in memory.items()}
         of_layers: Sequence[Tensor | None] = [None] * len(kinds) if scales is None else scales
-        target_layers = tuple(LayerKV(next(pages[kind]), kind[1], own) for kind, own in zip(kinds, of_layers, strict=True))
-        draft_kv = tuple(_draft_kv(layer, num_pages[groups.draft_group], device) for layer in draft_kept)
+        target_layers = tuple(kind[1].open(next(pages[kind]), own) for kind, own in zip(kinds, of_layers, strict=True))
+        num_draft_pages = num_pages[groups.draft_group]
+        # No output token depends on drafts: rounding with a scale of 1 can only cost acceptance.
+        draft_pages = tuple(
+            own.open(own.allocate(1, num_draft_pages, device)[0], own.unit_scales(device)) for own in draft_formats
+        )
         rows = tuple(
             torch.zeros((num_slots, *one.shape), dtype=one.dtype, device=device) for layer in draft_layers for one in layer.row
         )
-        target_kv = tuple((group, kv) for (group, _), kv in memory.items())
+        target_pages = tuple((group, own) for (group, _), own in memory.items())
         cache = cls(
-            (*target_layers, *draft_kv), groups, target_kv, page_size, tuple(range(groups.num_groups)), draft_rows=rows
+            (*target_layers, *draft_pages), groups, target_pages, page_size, tuple(range(groups.num_groups)), draft_rows=rows
         )
         if not any(layer.row for layer in layers):
             return cache
@@ -98,8 +101,8 @@ class KVCache:
         num_folded = torch.zeros(num_slots + num_states, dtype=torch.int32, device=device)
         return replace(cache, target_rows=target_rows, num_folded=num_folded, states=(*moved, num_folded.unsqueeze(1)))
 
-    def layer(self, index: int) -> LayerKV:
-        """K and V of a layer by its index among those that keep them: the target's are 0 .. L-1, the drafter's follow."""
+    def layer(self, index: int) -> LayerPages:
+        """The pages of a layer by its index among those that keep some: the target's are 0 .. L-1, the drafter's follow."""
         return self.layers[index]
 
     def page_tables(self, rows: DeviceBatch) -> tuple[Tensor, ...]:
@@ -151,14 +154,14 @@ class KVCache:
             write_rows(tensor, slot_ids, kv_len, value)
 
     def move_accepted(self, nodes: FlatBatch, path: Tensor, chain: FlatBatch, accepted_len: Tensor) -> None:
-        """Move the target's K/V of accepted tree nodes to the slots that a chain would use, one launch for each of `target_kv`:
-        see `kv_move`.
+        """Move what the target keeps of accepted tree nodes to the slots that a chain would use, one launch for each of
+        `target_pages`: see `kv_move`.
 
         path          int32 [R, D+1] node of each level
         accepted_len  int32 [R]
         """
-        for group, kv in self.target_kv:
-            kv_move(kv, nodes.of_group(group).slot_mapping, path, chain.of_group(group).slot_mapping, accepted_len)
+        for group, pages in self.target_pages:
+            kv_move(pages, nodes.of_group(group).slot_mapping, path, chain.of_group(group).slot_mapping, accepted_len)
 
 
 def _target_rows(
@@ -181,13 +184,6 @@ def _target_rows(
         return own.view(num_entries, *one.shape)
 
     return tuple(tuple(part(*one) for one in own) for own in places), tuple(whole.values())
-
-
-def _draft_kv(layer: LayerState, num_pages: int, device: torch.device) -> LayerKV:
-    layout = layer.layout
-    # No output token depends on drafts: rounding with a scale of 1 can only cost acceptance.
-    ones = torch.ones(2, layout.num_kv_heads, device=device) if layout.fp8 else None
-    return LayerKV(layout.allocate(1, num_pages, device)[0], layout, ones)
 
 
 def prefix_hashes(ids: Ids, page_size: int, *, key: bytes = b"") -> list[bytes]:

@@ -1,6 +1,6 @@
-"""Snapshots of recurrent states at the ends of shared prefixes: the host's record of them.
+"""Snapshots of row states at the ends of shared prefixes: the host's record of them.
 
-Rows can share the K/V pages of a prefix, but not a recurrent state, which changes with every token of its row. So the state at
+Rows can share the pages of a prefix, but not a state in a row tensor, which changes with every token of its row. So the state at
 the end of a prefix is copied to a snapshot, and from there into the slot of each row that begins with this prefix. Snapshots are
 the entries of the row tensors after those of the slots. One may be overwritten for another prefix as soon as the host decides so,
 because the device runs all copies in the order in which they were launched.

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from batchspec.cache.layout import KVLayout
-
 SECOND_PASS_BYTES = 40 << 20
 """Cost of a second pass over the rows and of merging its results, for each layer: the bytes that attention reads in that time."""
 L2_SHARE = 0.5
@@ -40,19 +38,12 @@ class SharingCost:
     """
 
     page_bytes: int
-    """Bytes of K and V of a page in one layer."""
+    """Bytes of a page in one layer."""
     row_bytes: int
     """Bytes of the partial results of a group's member, of the prefix and of its own keys: fp32, written and read once."""
     pass_bytes: int = SECOND_PASS_BYTES
     reads_all: bool = True
     """Whether some layer reads all keys. Layers with a window read shared prefixes once per row."""
-
-    @staticmethod
-    def of(layout: KVLayout, *, inner_size: int, windows: Sequence[int | None], max_q: int) -> SharingCost:
-        """inner_size: numbers of all query heads. windows: of the layers, None: all keys. max_q: queries of a row in a round."""
-        return SharingCost(
-            page_bytes=layout.page_size * layout.token_bytes, row_bytes=2 * 2 * 4 * max_q * inner_size, reads_all=None in windows
-        )
 
     def pays(self, groups: Sequence[Group]) -> bool:
         """Whether a round over rows with these groups is faster if it reads their prefixes once.
@@ -70,5 +61,7 @@ class SharingCost:
         return self.pays([_AllSlots(range(num_slots), num_pages)])
 
 
+NOTHING_SHARED = SharingCost(page_bytes=0, row_bytes=0, reads_all=False)
+"""Of a model whose layers read no prefix once for several rows."""
 NO_LAUNCHES = SharingCost(page_bytes=1, row_bytes=0, pass_bytes=0)
 """Where no kernels are launched a second pass is free."""

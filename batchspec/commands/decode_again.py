@@ -28,7 +28,7 @@ from batchspec.engine.step import Segment
 from batchspec.errors import CheckpointError, OutputError
 from batchspec.kernels.sampling.sample import gumbel_reference
 from batchspec.load.loaded_engine import LoadedEngine
-from batchspec.model.kv_scales import checkpoint_scales
+from batchspec.model.layers.attention.kv_scales import checkpoint_scales
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.prepare import Job, open_job, survey_first
 from batchspec.process.out_of_memory import within_memory

@@ -32,6 +32,7 @@ from batchspec.errors import ConfigError
 from batchspec.kernels.sampling.argmax import PROBABILITIES
 from batchspec.model.assistant import AssistantSpec, read_assistant
 from batchspec.model.fused import rms_norm
+from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.layers.base import Shard
 from batchspec.model.spec import ModelSpec
@@ -99,7 +100,7 @@ class AssistantDrafter(DrafterBase):
         newest, last = kept.long(), (kept.long() - 1).clamp_(min=0)
         tokens = rows.tokens.gather(1, newest.unsqueeze(1)).squeeze(1)
         plans, ropes = self._plans(rows, tokens, last, kept, cache), net.ropes(newest)
-        kv = [cache.layer(index) for index in self._kv_ids]
+        kv = [LayerKV.of(cache.layer(index)) for index in self._kv_ids]
         hidden, row_ids = cache.draft_rows[0][: len(kept)], self._row_ids[: len(kept)]
         for k in range(width):
             normed = net.step(tokens, hidden, ropes, kv, plans, last)
@@ -117,7 +118,7 @@ class AssistantDrafter(DrafterBase):
         tables, made = cache.page_tables(rows), dict[object, AttentionPlan]()
         found = []
         for own, index in zip(self._attentions, self._kv_ids, strict=True):
-            group, kv = cache.groups.target_layers[index], cache.layer(index)
+            group, kv = cache.groups.target_layers[index], LayerKV.of(cache.layer(index))
             kind = (group, own.window, own.num_heads, kv.layout)
             if kind not in made:
                 batch = self._layout.batch(tokens.unsqueeze(1), last, last, kept, tables[group], rows.max_kv)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchspec.cache.layout import LayerKV
 from batchspec.checkpoint.files import ModelFiles, stored_tensors
 from batchspec.draft.coupled import Draws
 from batchspec.draft.output import DraftOutput
@@ -18,6 +17,7 @@ from batchspec.kernels.sampling.argmax import argmax
 from batchspec.model.assistant import ORDER, AssistantSpec
 from batchspec.model.decoder import LayerWeights, ResidualStream
 from batchspec.model.fused_experts import tensors_of
+from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.layers.attention.paged import PagedAttend, PagedStore
 from batchspec.model.layers.attention.plan import AttentionPlan
 from batchspec.model.layers.attention.rope import Rope, rope_frequencies, rope_of

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from batchspec.cache.layer_state import LayerState, RowTensor
-from batchspec.cache.layout import KVLayout, LayerKV
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.output import DraftOutput
 from batchspec.model.decoder import ResidualStream
+from batchspec.model.layers.attention.kv_layout import KVLayout, LayerKV
 from batchspec.model.layers.attention.paged import PagedAttend, PagedStore
 from batchspec.model.layers.attention.plan import AttentionPlan
 from batchspec.model.layers.attention.rope import Rope

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.layer_state import LayerState, RowTensor
-from batchspec.cache.layout import LayerKV
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import DrafterBase
 from batchspec.draft.bound_head import DraftWeights, HeadShape, Place, head_states
 from batchspec.kernels.sampling.argmax import PROBABILITIES
+from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.layers.attention.rope import Rope, rope_frequencies, rope_of
 from batchspec.model.target import Target
@@ -94,7 +94,7 @@ class HeadReader(DrafterBase):
         return rope_of(positions, self._freqs, self._spec.rope, self._dtype)
 
     def _kv(self, cache: KVCache, index: int) -> LayerKV:
-        return cache.layer(self._first_layer + index)
+        return LayerKV.of(cache.layer(self._first_layer + index))
 
     def _plans(self, batch: FlatBatch, cache: KVCache, layers: Iterable[int]) -> dict[int | None, AttentionPlan]:
         kv, heads = self._kv(cache, 0), self._spec.num_heads

@@ -21,9 +21,9 @@ from torch import Tensor
 from batchspec.batch.flat_batch import FlatBatch, HostLayout
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.layer_state import RowTensor
-from batchspec.cache.layout import LayerKV
 from batchspec.cache.pages import KVCache
 from batchspec.heads.data import Row
+from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.target import Target
 
 PAGE_SIZE = 16

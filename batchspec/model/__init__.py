@@ -24,7 +24,6 @@ Forward pass:
 LoRA:
   lora.py               an adapter merged into the weights; adapter_config.py: its config.json
   lora_products.py      adapters that are not merged; lora_shape.py: their sizes
-Scales of an FP8 K/V cache:
-  kv_scales.py          one for K and one for V of each layer and head
+Scales of an FP8 K/V cache (layers/attention/kv_scales.py):
   kv_calibration.py     from fixed texts; calibration_texts.py: the texts
 """

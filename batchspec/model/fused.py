@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.cache.layout import LayerKV
 from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.gemm import activation
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, quantise_activation
@@ -14,8 +13,6 @@ from batchspec.kernels.moe import combine
 from batchspec.kernels.moe.combine_fp8 import combine_fp8
 from batchspec.kernels.norm_rope import norm
 from batchspec.kernels.norm_rope.norm_fp8 import norm_fp8
-from batchspec.kernels.norm_rope.rope_write import rotate_queries
-from batchspec.model.layers.attention.rope import Rope
 from batchspec.tuning.policy import has_fast_experts
 
 
@@ -30,11 +27,11 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         norm.rms_norm(hidden.reshape(-1, hidden.shape[-1]), weight, eps, out=out.view(-1, hidden.shape[-1]))
         return out
-    normed = _normed(hidden, eps)
-    return normed.to(hidden.dtype).mul_(weight) if weight.dtype is hidden.dtype else normed.mul_(weight).to(hidden.dtype)
+    wide = normed(hidden, eps)
+    return wide.to(hidden.dtype).mul_(weight) if weight.dtype is hidden.dtype else wide.mul_(weight).to(hidden.dtype)
 
 
-def _normed(hidden: Tensor, eps: float) -> Tensor:
+def normed(hidden: Tensor, eps: float) -> Tensor:
     """hidden / sqrt(mean(hidden^2) + eps) over the last dimension, in fp32 or wider."""
     wide = hidden.float() if hidden.dtype in (torch.bfloat16, torch.float16) else hidden
     scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().mul_(1 / hidden.shape[-1]).add_(eps).rsqrt_()
@@ -151,76 +148,3 @@ def sigmoid_gated(values: Tensor, gate: Tensor) -> Tensor:
     """
     factor = gate.sigmoid().to(values.dtype)
     return values * factor if values.requires_grad else values.mul_(factor)
-
-
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """RoPE of the first R values of heads [T, N, D].
-
-    cos, sin     [T, 1, R] of `rope_angles`: the first half of sin is negated
-    interleaved  value 2j is rotated with 2j + 1; otherwise j with j + R/2
-    """
-    width = cos.shape[-1]
-    turning = heads[..., :width]
-    if interleaved:
-        turning = turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    turned = torch.addcmul(turning * cos, torch.roll(turning, width // 2, -1), sin)
-    if interleaved:
-        turned = turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-    return turned if width == heads.shape[-1] else torch.cat((turned, heads[..., width:]), -1)
-
-
-def rope_write(
-    qkv: Tensor, at: Rope, kv: LayerKV, slot_mapping: Tensor, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
-    v_norm: bool = False, shared_v: bool = False,
-) -> Tensor:
-    """q normed and rotated, from the fused product; K, treated the same, and V are written to their pages.
-
-    qkv             [T, (NH + 2 * KVH) * D], with shared_v [T, (NH + KVH) * D]
-    kv              this layer's, written at the slots int64 [T]
-    q_norm, k_norm  weights of the norm of each head [D], or of all heads at once [NH * D] and [KVH * D]; or None
-    v_norm          each head of V is normed, without a weight
-    shared_v        V is what K is before its norm and rotation
-    Returns q [T, NH, D].
-    """
-    num_kv_heads, head_dim = kv.layout.num_kv_heads, kv.layout.head_dim
-    if q_norm is not None and k_norm is not None and q_norm.shape[0] != head_dim:
-        _norm_rows(qkv, q_norm, k_norm, eps)
-        q_norm = k_norm = None
-    if at.angles is None:
-        return kv.rope_write(
-            qkv, at.positions, at.freqs, slot_mapping, attention_factor=at.attention_factor, interleaved=at.interleaved,
-            q_norm=q_norm, k_norm=k_norm, eps=eps, v_norm=v_norm, shared_v=shared_v,
-        )
-    heads = qkv.view(qkv.shape[0], -1, head_dim)
-    qk, v = heads if shared_v else heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
-    num_heads = qk.shape[1] - num_kv_heads
-    if v_norm:
-        v = _normed(v, eps).to(v.dtype)
-    if q_norm is not None and k_norm is not None:
-        qk = torch.cat((rms_norm(qk[:, :num_heads], q_norm, eps), rms_norm(qk[:, num_heads:], k_norm, eps)), 1)
-    qk = rotate(qk, *at.angles, interleaved=at.interleaved)
-    kv.write(qk[:, num_heads:], v, slot_mapping)
-    return qk[:, :num_heads]
-
-
-def rotated_queries(q: Tensor, at: Rope, *, head_dim: int, q_norm: Tensor | None, eps: float) -> Tensor:
-    """q [T, NH * D] -> [T, NH, D], normed and rotated, of a layer that keeps no K and V. q_norm [D] of each head, or None."""
-    heads = q.view(q.shape[0], -1, head_dim)
-    if at.angles is None:
-        out = torch.empty_like(heads)
-        rotate_queries(
-            q, at.positions, at.freqs, attention_factor=at.attention_factor, out_q=out, interleaved=at.interleaved,
-            q_norm=q_norm, eps=eps,
-        )
-        return out
-    return rotate(heads if q_norm is None else rms_norm(heads, q_norm, eps), *at.angles, interleaved=at.interleaved)
-
-
-def _norm_rows(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> None:
-    """Norm q and k of each token in place, over all of their heads. Two launches on a GPU."""
-    q, k, _ = qkv.split((q_norm.shape[0], k_norm.shape[0], k_norm.shape[0]), 1)
-    for part, weight in ((q, q_norm), (k, k_norm)):
-        if part.is_cuda:
-            norm.rms_norm(part, weight, eps, out=part)
-        else:
-            part.copy_(rms_norm(part, weight, eps))

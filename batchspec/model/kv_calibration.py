@@ -33,7 +33,7 @@ from batchspec.errors import CheckpointError, ConfigError
 from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.e4m3 import LARGEST
 from batchspec.model.calibration_texts import TEXTS
-from batchspec.model.kv_scales import KVScales, checkpoint_scales, heads_of_part, names_of_scales
+from batchspec.model.layers.attention.kv_scales import KVScales, checkpoint_scales, heads_of_part, names_of_scales
 from batchspec.model.layers.base import Shard
 from batchspec.model.single_row import forward_row
 from batchspec.model.spec import ModelSpec

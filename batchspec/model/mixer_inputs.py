@@ -14,6 +14,7 @@ from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaState
 from batchspec.kernels.lora.lora_tokens import LoraTokens
+from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.layers.attention.paged import PagedAttend, PagedStore
 from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.layers.attention.rope import Rope
@@ -69,8 +70,8 @@ class MixerInputs:
             )
         norm_ranks = self._ranks if self._spec.layers[layer].attention.qk_norm_rows else None
         return PagedStore(
-            rope=self._ropes[layer], slot_mapping=self._batches[self._group(layer)].slot_mapping, kv=self._cache.layer(index),
-            lora=self._lora, norm_ranks=norm_ranks,
+            rope=self._ropes[layer], slot_mapping=self._batches[self._group(layer)].slot_mapping,
+            kv=LayerKV.of(self._cache.layer(index)), lora=self._lora, norm_ranks=norm_ranks,
         )
 
     def attend(self, layer: int) -> PagedAttend | SelectedTokens:
@@ -78,7 +79,7 @@ class MixerInputs:
         index = self._kv_ids.get(layer)
         if index is None:
             return SelectedTokens(self._lora)
-        return PagedAttend(kv=self._cache.layer(index), plan=self._plans[self._kind(layer)], lora=self._lora)
+        return PagedAttend(kv=LayerKV.of(self._cache.layer(index)), plan=self._plans[self._kind(layer)], lora=self._lora)
 
     def _kind(self, layer: int) -> object:
         """What the attention of layers with one plan has in common; layers with one window are in one group."""
@@ -89,7 +90,7 @@ class MixerInputs:
         return self._group_of[self._kv_ids[layer]]
 
     def _plan(self, layer: int, batch: FlatBatch) -> AttentionPlan:
-        own, kv = self._spec.layers[layer].attention, self._cache.layer(self._kv_ids[layer])
+        own, kv = self._spec.layers[layer].attention, LayerKV.of(self._cache.layer(self._kv_ids[layer]))
         return plan_attention(batch, kv, num_heads=own.num_heads, **_narrowed(own.window, self._window, self._sink))
 
     def _state(self, layer: int) -> DeltaState:

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from batchspec.cache.layer_state import LayerState
-from batchspec.cache.layout import KVLayout
-from batchspec.cache.sharing_cost import SharingCost
+from batchspec.cache.sharing_cost import NOTHING_SHARED, SharingCost
 from batchspec.checkpoint.config_values import ConfigReader, Json, has_file, read_json, shown
 from batchspec.checkpoint.generation_config import read_generation
 from batchspec.checkpoint.unread_keys import unread_keys
@@ -21,6 +20,7 @@ from batchspec.errors import CheckpointError
 from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
 from batchspec.model.families.registry import family_of
 from batchspec.model.layers.attention.block import AttentionSpec
+from batchspec.model.layers.attention.kv_layout import KVLayout
 from batchspec.model.layers.attention.rope_config import NO_ROPE, RopeSpec
 from batchspec.model.layers.base import PLAIN_NORM, WHOLE, BlockSpec, NormForm, Shard, TensorSpec
 from batchspec.model.layers.kind import Computing, MixerSpec
@@ -125,9 +125,9 @@ class ModelSpec(CheckpointPart):
 
     def sharing_cost(self, dtype: torch.dtype, *, page_size: int, max_q: int) -> SharingCost:
         """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once."""
-        kept = list(zip(self.kv_attentions, self.kv_layouts(dtype, page_size), strict=True))
-        own, layout = next((one for one in kept if one[0].window is None), kept[0])  # with a window they are read once per row
-        return SharingCost.of(layout, inner_size=own.inner_size, windows=self.windows, max_q=max_q)
+        run = self.computing(dtype, page_size)
+        costs = [cost for mixer in self.mixers if (cost := mixer.sharing_cost(run, max_q)) is not None]
+        return next((cost for cost in costs if cost.reads_all), costs[0] if costs else NOTHING_SHARED)
 
     @property
     def ordered(self) -> bool:

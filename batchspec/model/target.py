@@ -17,7 +17,7 @@ from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.decoder import LayerWeights, ResidualStream
-from batchspec.model.kv_scales import scales_of_part
+from batchspec.model.layers.attention.kv_scales import scales_of_part
 from batchspec.model.layers.attention.rope import rope_frequencies, rope_of
 from batchspec.model.lora import Adapter, adapted
 from batchspec.model.lora_products import AdapterSource, LoraStacks

@@ -13,7 +13,7 @@ from batchspec.checkpoint.files import StoredTensor, listed
 from batchspec.checkpoint.wrapped import plain_name
 from batchspec.errors import CheckpointError
 from batchspec.model.checkpoint_part import CheckpointPart
-from batchspec.model.kv_scales import SUFFIXES
+from batchspec.model.layers.attention.kv_scales import SUFFIXES
 from batchspec.model.layers.base import FLOATS, TensorSpec
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.grouped import expert_parts

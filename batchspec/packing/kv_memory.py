@@ -133,7 +133,7 @@ def _groups(
     spec: ModelSpec, dtype: torch.dtype, draft_layers: Sequence[LayerState], page_size: int, max_len: int
 ) -> tuple[KVGroups, tuple[int, ...]]:
     """The K/V groups, and bytes of a page of each over its layers."""
-    layers = [layer for layer in spec.layer_states(dtype, page_size) if layer.kv is not None]
+    layers = [layer for layer in spec.layer_states(dtype, page_size) if layer.pages is not None]
     groups = KVGroups.of(windows_of(layers), windows_of(draft_layers), max_len)
     size_bytes = [0] * groups.num_groups
     for group, layer in zip(groups.target_layers, layers, strict=True):

@@ -75,7 +75,7 @@ def reserve_bytes(
     # The saved bytes of a prefix do not depend on how many tokens its pages have.
     shares = spec.sharing_cost(dtype, page_size=1, max_q=draft_len + 1).may_pay(slots, shared_tokens)
     chunks = slots * (-(-max_len // CHUNK_TOKENS) + (SHARED_CHUNKS if shares else 0))
-    partials = 4 * chunks * (draft_len + 1) * max(a.inner_size + 2 * a.num_heads for a in spec.attentions)
+    partials = 4 * chunks * (draft_len + 1) * max(mixer.num_partials for mixer in spec.mixers)
     state = slots * (5 * max_len + 4 * spec.vocab_size)
     num_graphs = num_buckets * (min(draft_len + 1, MOST_LENGTHS) + 1)
     if draft_len and slots >= LEAST_PARTIAL_ROWS:
@@ -98,7 +98,8 @@ def graph_tokens(spec: ModelSpec, prefill_tokens: int) -> int:
 
 def prefill_graph_bytes(spec: ModelSpec, *, dtype: torch.dtype, tokens: int) -> int:
     """Bytes that CUDA graphs of prefill passes of up to `tokens` tokens need in addition to the passes."""
-    keys = KEYS_PER_TOKEN * tokens * 2 * max(own.kv_size for own in spec.kv_attentions) * dtype.itemsize
+    pages = [state.pages for state in spec.layer_states(dtype, 1) if state.pages is not None]
+    keys = KEYS_PER_TOKEN * tokens * max((own.read_bytes for own in pages), default=0)
     return round(_activation_bytes(spec, dtype, tokens)) + keys + PREFILL_GRAPHS * GRAPH_BYTES
 
 

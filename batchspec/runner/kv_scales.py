@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from batchspec.console.text import counted
 from batchspec.errors import OutputError
-from batchspec.model.kv_scales import KVScales, checkpoint_scales
+from batchspec.model.layers.attention.kv_scales import KVScales, checkpoint_scales
 from batchspec.model.spec import ModelSpec
 from batchspec.prepare import Job
 from batchspec.runner.oom_fallback import EngineWithFallback

@@ -14,7 +14,7 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.errors import CapacityError
 from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.load.memory import plan_batch
-from batchspec.model.kv_scales import KVScales
+from batchspec.model.layers.attention.kv_scales import KVScales
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.packing.rates import device_rates

@@ -11,7 +11,6 @@ from batchspec.engine.rounds.round import Round
 from batchspec.engine.step import Segment
 from batchspec.kernels.attention.settings import MAX_QUERIES
 from batchspec.model.layers.attention.flash import SHORT
-from batchspec.model.layers.attention.plan import plans_by_bounds
 from batchspec.packed_batch import KEYS_PER_TOKEN
 
 
@@ -76,7 +75,7 @@ class PassShapes:
         self._never = (
             round_.target.ranks is not None
             or round_.target.spec.is_recurrent
-            or any(layout.ordered for layout in self._layouts)
+            or round_.target.spec.ordered
             or not round_.drafter.prefill_by_bounds
         )
 
@@ -105,7 +104,7 @@ class PassShapes:
         padded = min(_padded(least), self._max_tokens)
         max_kv = max(MAX_QUERIES, _power(exact.max_kv))
         max_q = MAX_QUERIES if exact.max_q <= MAX_QUERIES else max_kv
-        if self._on_gpu and not all(plans_by_bounds(layout, max_q) for layout in self._layouts):
+        if self._on_gpu and not all(layout.plans_by_bounds(max_q) for layout in self._layouts):
             return None
         max_keys = padded
         while max_keys < exact.max_keys:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from batchspec.cache.layer_state import LayerState
+from batchspec.cache.sharing_cost import SharingCost
 from batchspec.model.layers.base import BlockSpec
 from batchspec.model.layers.forward import BlockSource, Stream
 
@@ -83,6 +84,14 @@ class MixerSpec(BlockSpec, Protocol):
 
     def prompt_work(self, run: Computing, prompt: float, *, ends_only: bool) -> Work:
         """A prefill of a prompt, for each of its tokens on average. ends_only: only the last token is computed to the end."""
+
+    def sharing_cost(self, run: Computing, max_q: int) -> SharingCost | None:
+        """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once; None: it has no pages
+        to read."""
+
+    @property
+    def num_partials(self) -> int:
+        """Number of partial results of one token for each part of its keys, which are computed apart and then merged."""
 
     def build(self, source: BlockSource) -> Mixer:
         """The block that computes, its weights taken from `source`."""

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from batchspec.cache.groups import most_keys
 from batchspec.cache.layer_state import LayerState
-from batchspec.cache.layout import KVLayout
+from batchspec.cache.sharing_cost import SharingCost
 from batchspec.errors import ConfigError
 from batchspec.model.fused import rms_norm, sigmoid_gated
+from batchspec.model.layers.attention.kv_layout import KVLayout
 from batchspec.model.layers.base import (
     Gemm,
     NormedSpec,
@@ -187,6 +188,18 @@ class AttentionSpec(NormedSpec):
         """A token attends to half of the prompt on average; with a window, to the keys within it."""
         most = prompt if self.window is None else min(self.window, prompt)
         return Work(flop=self._flop(most / prompt if ends_only else most * (1 - most / (2 * prompt))))
+
+    def sharing_cost(self, run: Computing, max_q: int) -> SharingCost:
+        """With a window, shared prefixes are read once per row. Partial results of the prefix and of the row's own keys
+        are fp32, written and read once."""
+        return SharingCost(
+            page_bytes=self.layout(run).page_bytes, row_bytes=2 * 2 * 4 * max_q * self.inner_size, reads_all=self.window is None
+        )
+
+    @property
+    def num_partials(self) -> int:
+        """Of each head its values, their maximum and their sum."""
+        return self.inner_size + 2 * self.num_heads
 
     def _flop(self, keys: float) -> float:
         """Operations of a token that attends to so many keys."""

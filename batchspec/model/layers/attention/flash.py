@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.cache.layout import KVLayout, LayerKV
 from batchspec.kernels.attention.apply_sinks import apply_sinks
 from batchspec.kernels.attention.ragged_prefill import ragged_prefill
 from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
+from batchspec.model.layers.attention.kv_layout import LayerKV
 
 if TYPE_CHECKING:
     from batchspec.batch.flat_batch import FlatBatch
@@ -29,7 +29,6 @@ SHORT = 2048
 """A pass whose longest row has at most this many keys uses torch's attention. It takes 1.5 to 1.9 times as long as FlashInfer's
 (8 rows of 2,048, 32 heads of 128, H200: 0.97 ms a layer instead of 0.53, of about 12 ms in total), but FlashInfer compiles for a
 minute and a half when it is first used with a head size on a machine."""
-_MAX_HEAD_DIM = 512
 _FLASH_HEAD_DIM = 256
 """Largest head size of torch's attention."""
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
@@ -50,13 +49,7 @@ def flashinfer() -> Any:
 def fits_flash(batch: FlatBatch, kv: LayerKV, sink: int) -> bool:
     """Whether `plan_flash` supports this batch and these pages."""
     bounded = batch.host is not None or batch.max_keys is not None
-    return bounded and kv.pages.is_cuda and not sink and fits_layout(kv.layout)
-
-
-def fits_layout(layout: KVLayout) -> bool:
-    """Whether both kinds of attention here support K and V of this layout."""
-    fits = layout.dtype in (torch.bfloat16, torch.float16)
-    return fits and layout.head_dim <= _MAX_HEAD_DIM and layout.head_dim % 8 == 0
+    return bounded and kv.pages.is_cuda and not sink and kv.layout.has_prefill_kernels
 
 
 def plan_flash(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int | None) -> FlashPlan | VarlenPlan:

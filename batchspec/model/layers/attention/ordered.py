@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from batchspec.cache.layout import LayerKV
 from batchspec.kernels.attention.merge_states import partials_of
 from batchspec.kernels.attention.ordered_attention import ordered_attention
 from batchspec.kernels.attention.ordered_prefill import ordered_prefill
 from batchspec.kernels.attention.settings import MAX_QUERIES
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.work_list import AttentionWork
+from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.tuning.policy import ordered_attention_shape
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.cache.layout import LayerKV
+from batchspec.model.layers.attention.kv_layout import LayerKV
 
 if TYPE_CHECKING:
     from batchspec.batch.flat_batch import FlatBatch

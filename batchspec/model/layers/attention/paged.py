@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from batchspec.cache.layout import LayerKV
 from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.model.fused import rope_write, rotated_queries
+from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.layers.attention.plan import AttentionPlan
 from batchspec.model.layers.attention.rope import Rope
+from batchspec.model.layers.attention.rope_write import rope_write, rotated_queries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch
-from batchspec.cache.layout import KVLayout, LayerKV
-from batchspec.kernels.attention.settings import DTYPES, MAX_QUERIES
-from batchspec.model.layers.attention.flash import fits_flash, fits_layout, plan_flash
+from batchspec.model.layers.attention.flash import fits_flash, plan_flash
+from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.layers.attention.ordered import plan_ordered
 from batchspec.model.layers.attention.padded import TorchPlan
 from batchspec.model.layers.attention.verify import fits_verify, plan_verify
@@ -44,13 +43,6 @@ def plan_attention(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int
     if fits_flash(batch, kv, sink):
         return plan_flash(batch, kv, num_heads=num_heads, window=window)
     return TorchPlan(batch, num_heads, window, sink)
-
-
-def plans_by_bounds(layout: KVLayout, max_q: int) -> bool:
-    """Whether `plan_attention` needs only bounds (`FlatBatch.max_keys`) for a prefill without sink on a GPU whose rows have at
-    most `max_q` tokens, and reads nothing back: a CUDA graph can hold such a pass.
-    """
-    return layout.dtype in DTYPES if max_q <= MAX_QUERIES else fits_layout(layout)
 
 
 class AttentionPlan(Protocol):

@@ -65,7 +65,7 @@ def _yarn(freqs: Tensor, rope: RopeSpec, dim: int) -> Tensor:
 
 
 def rope_angles(positions: Tensor, freqs: Tensor, attention_factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, R] of int64 positions [T]; the first half of sin is negated, as `fused.rotate` requires."""
+    """cos and sin [T, 1, R] of int64 positions [T]; the first half of sin is negated, as `rotate` requires."""
     angles = positions.to(torch.float32)[:, None] * freqs
     cos, sin = angles.cos().mul_(attention_factor), angles.sin().mul_(attention_factor)
     return torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None]

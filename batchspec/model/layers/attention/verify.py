@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from batchspec.cache.layout import LayerKV
 from batchspec.kernels.attention.merge_states import partials_of
 from batchspec.kernels.attention.settings import DTYPES, MAX_QUERIES
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.verify_attention import verify_attention
 from batchspec.kernels.attention.work_list import AttentionWork, SharedPrefixes
+from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.tuning.policy import attention_shape
 
 if TYPE_CHECKING:

@@ -139,6 +139,13 @@ class GatedDeltaSpec(NormedSpec):
     def prompt_work(self, run: Computing, prompt: float, *, ends_only: bool) -> Work:
         return Work(flop=self.prefill_flop)
 
+    def sharing_cost(self, run: Computing, max_q: int) -> None:
+        return None
+
+    @property
+    def num_partials(self) -> int:
+        return 0
+
     @property
     def prefill_flop(self) -> int:
         """Operations of the recurrence for one token of a prompt, in chunks of C = 64 tokens. Of each value head

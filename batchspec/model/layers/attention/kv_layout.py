@@ -1,5 +1,5 @@
-"""The layout of keys and values in memory, and one layer's pages in it. Everything that depends on the K/V format is here and in
-the kernels that this file and the attention plans call."""
+"""The layout of keys and values in memory, and one layer's pages in it: the `PageFormat` of attention. Everything that depends on
+the K/V format is here and in the kernels that this file and the attention plans call."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from batchspec.cache.page_format import LayerPages
+from batchspec.kernels.attention.settings import DTYPES, MAX_QUERIES
 from batchspec.kernels.common.e4m3 import E4M3, from_e4m3, movable
 from batchspec.kernels.kv_cache.kv_gather import kv_gather
 from batchspec.kernels.kv_cache.kv_write import kv_write
 from batchspec.kernels.norm_rope.rope_write import rope_write
+
+MAX_HEAD_DIM = 512
+"""Largest head size for which there are prefill kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +33,7 @@ class KVLayout:
     """Tokens."""
     ordered: bool = False
     """Whether attention sums in an order that does not depend on the batch (decode.deterministic; plans of
-    `model/layers/attention/ordered.py`)."""
+    `ordered.py`)."""
 
     @property
     def stored(self) -> torch.dtype:
@@ -41,6 +46,10 @@ class KVLayout:
         return 2 * self.num_kv_heads * self.head_dim * self.stored.itemsize
 
     @property
+    def read_bytes(self) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page in one layer."""
         return self.page_size * self.token_bytes
@@ -51,10 +60,24 @@ class KVLayout:
         shape = (num_layers, 2, num_pages, self.page_size, self.num_kv_heads, self.head_dim)
         return torch.zeros(shape, dtype=self.stored, device=device)
 
+    def open(self, pages: Tensor, scales: Tensor | None) -> LayerKV:
+        return LayerKV(pages, self, scales)
+
+    def unit_scales(self, device: torch.device) -> Tensor | None:
+        return torch.ones(2, self.num_kv_heads, device=device) if self.fp8 else None
+
+    @property
+    def has_prefill_kernels(self) -> bool:
+        """Whether the kernels of `flash.py` support K and V of this layout."""
+        return self.dtype in (torch.bfloat16, torch.float16) and self.head_dim <= MAX_HEAD_DIM and self.head_dim % 8 == 0
+
+    def plans_by_bounds(self, max_q: int) -> bool:
+        return self.dtype in DTYPES if max_q <= MAX_QUERIES else self.has_prefill_kernels
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKV:
-    """One layer's K/V pages. Model layers only pass it on; this file, the plans in `cache/` and the kernels access its fields."""
+    """One layer's K/V pages. Blocks only pass it on; this file, the plans and the kernels access its fields."""
 
     pages: Tensor
     """[2 (K, V), P, page_size, KVH, D]"""
@@ -64,6 +87,12 @@ class LayerKV:
 
     def __post_init__(self) -> None:
         assert (self.scales is not None) == self.layout.fp8, self.layout
+
+    @staticmethod
+    def of(pages: LayerPages | None) -> LayerKV:
+        """The pages of a layer that keeps K and V."""
+        assert isinstance(pages, LayerKV), pages
+        return pages
 
     def write(self, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Write k, v [T, KVH, D] to the slots int64 [T], as the kernel `kv_write` does."""
