@@ -14,10 +14,8 @@ SCORED_TOKENS = 512
 MOST_ROUNDS_BEFORE_REFILL = 2
 """Maximum number of further rounds that are launched before the host prepares a refill. The device decodes them meanwhile; the
 free slots stay empty that long."""
-RECURRENT_CHUNK = 64
-"""Tokens that a recurrent layer's prefill takes at a time: prompts are cut at multiples of it. A pass has at least as many."""
 PREFIX_STATES = 8
-"""Number of prefixes whose recurrent states are kept for rows that begin with them."""
+"""Number of prefixes whose row states are kept for rows that begin with them."""
 PREFILL_GRAPHS = 16
 """Maximum number of shapes of prefill passes that are captured as CUDA graphs; more would take too much memory."""
 KEYS_PER_TOKEN = 4

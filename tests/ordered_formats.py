@@ -73,5 +73,5 @@ def computed(target: Target, ids: Tensor, cuts: list[int], *, others: int = 0) -
             host=HostLayout([num] * rows, [end] * rows),
         )
         found.append(target.logits(target.forward(batch, cache)[0])[:num])
-    kv = torch.stack([cache.layer(i).pages.contiguous().view(torch.uint8) for i in range(target.spec.num_layers)])
+    kv = torch.stack([cache.layers[i].pages.contiguous().view(torch.uint8) for i in range(target.spec.num_layers)])
     return kv.flatten(2, 3)[:, :, 16 : length + 16], torch.cat(found)

@@ -28,7 +28,7 @@ def dense_spec(
     attentions = [
         AttentionSpec(
             hidden_size=hidden, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, eps=eps, window=window,
-            qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm,
+            rope=shared["rope"], qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm,
         )
         for window in windows
     ]

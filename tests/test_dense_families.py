@@ -262,7 +262,7 @@ def assert_ropes_of_transformers(spec: ModelSpec, made: Any) -> None:
     if spec.family == "granitemoehybrid":
         rotated = [made.position_embedding_type == "rope"] * spec.num_layers
     beta = getattr(made, "rope_parameters", {}).get("llama_4_scaling_beta", 0.0)
-    for rope, kind, turns in zip(spec.ropes, kinds, rotated, strict=False):
+    for rope, kind, turns in zip((own.rotation for own in spec.attentions), kinds, rotated, strict=False):
         prefix = f"{kind}_" if by_kind else ""
         freqs, factor = getattr(found, f"{prefix}inv_freq"), getattr(found, f"{prefix}attention_scaling")
         torch.testing.assert_close(rope_frequencies(rope, spec.head_dim), freqs if turns else freqs * 0, rtol=1e-6, atol=0)
@@ -384,8 +384,8 @@ def test_any_value_of_a_key_is_read_or_refused_in_one_line(family: str) -> None:
     odd += [{"rope_parameters": {**yarn, key: value}} for key in yarn for value in ODD_NUMBERS]
     for changes in odd:
         spec = ours({"model_type": family, **TINY, **OWN[family], **changes})
-        assert spec is None or all(rope_frequencies(rope, spec.head_dim).isfinite().all() for rope in spec.ropes)
-        assert spec is None or all(math.isfinite(rope.attention_factor) for rope in spec.ropes)
+        assert spec is None or all(rope_frequencies(own.rotation, spec.head_dim).isfinite().all() for own in spec.attentions)
+        assert spec is None or all(math.isfinite(own.rotation.attention_factor) for own in spec.attentions)
 
 
 # --- the whole engine

@@ -36,11 +36,12 @@ ZERO_CENTRED = NormForm(offset=1.0, wide=True)
 def gated(**changes: Any) -> ModelSpec:
     """A Qwen3 with gates, norms of 1 + weight, and 10 of the 20 values of a head rotated."""
     spec = read_spec({**SHAPE, **changes}, "config.json")
+    rope = replace(spec.rope, rotary_dim=spec.head_dim // 2)
     layers = tuple(
-        LayerSpec(replace(layer.attention, gated=True, norms=ZERO_CENTRED), replace(layer.mlp, norms=ZERO_CENTRED))  # type: ignore[type-var]
+        LayerSpec(replace(layer.attention, gated=True, norms=ZERO_CENTRED, rope=rope), replace(layer.mlp, norms=ZERO_CENTRED))  # type: ignore[type-var]
         for layer in spec.layers
     )
-    return replace(spec, layers=layers, norms=ZERO_CENTRED, rope=replace(spec.rope, rotary_dim=spec.head_dim // 2))
+    return replace(spec, layers=layers, norms=ZERO_CENTRED, rope=rope)
 
 
 def checkpoint(folder: Path, **config: Any) -> Path:

@@ -145,8 +145,9 @@ def test_heads_windows_and_rotations_are_those_of_transformers(family: str, chan
     ]
     assert spec.max_len == made.max_position_embeddings
     both: Any = Gemma4TextRotaryEmbedding(made)
-    for rope, layer, kind in zip(spec.ropes, spec.attentions, kinds, strict=True):
-        torch.testing.assert_close(rope_frequencies(rope, layer.head_dim), getattr(both, f"{kind}_inv_freq"), rtol=1e-6, atol=0)
+    for layer, kind in zip(spec.attentions, kinds, strict=True):
+        found = rope_frequencies(layer.rotation, layer.head_dim)
+        torch.testing.assert_close(found, getattr(both, f"{kind}_inv_freq"), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ def test_any_value_of_a_key_is_read_or_refused_in_one_line() -> None:
     for changes in odd:
         spec = ours({**TINY, **OWN, **changes})
         assert spec is None or all(
-            rope_frequencies(rope, own.head_dim).isfinite().all() for rope, own in zip(spec.ropes, spec.attentions, strict=True)
+            rope_frequencies(own.rotation, own.head_dim).isfinite().all() for own in spec.attentions
         )
 
 

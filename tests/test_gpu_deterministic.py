@@ -271,7 +271,7 @@ def test_keys_values_and_logits_are_those_of_a_prompt_in_one_pass_however_it_is_
                 host=HostLayout([end - begin], [end]),
             )
             found.append(own.logits(own.forward(batch, cache)[0]))
-        pages = torch.stack([cache.layer(i).pages for i in range(own.spec.num_layers)])
+        pages = torch.stack([cache.layers[i].pages for i in range(own.spec.num_layers)])
         return pages.flatten(2, 3)[:, :, 16 : length + 16], torch.cat(found)
 
     kv, logits = computed([length])

@@ -24,8 +24,7 @@ from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.slots import expected_pages
-from batchspec.model import mixer_inputs
-from batchspec.model.layers.attention import flash
+from batchspec.model.layers.attention import block, flash
 from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.layers.attention.verify import fits_verify
@@ -120,7 +119,7 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> set[type]:
             found.add(type(made))
         return made
 
-    monkeypatch.setattr(mixer_inputs, "plan_attention", plan)
+    monkeypatch.setattr(block, "plan_attention", plan)
     return found
 
 

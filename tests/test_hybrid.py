@@ -74,7 +74,7 @@ def test_the_heads_keys_and_values_do_not_depend_on_who_proposed(
         engine = run(drafter, [one], packed(SLOTS, draft_len=5))
         place = torch.arange(len(one.prompt_ids) + 24 - 2)
         pages = engine.executor.rows.page_tables[0][0].long()[place // engine.batch.page_size]
-        layer = engine.executor.cache.layer(tiny_target().spec.num_layers)
+        layer = engine.executor.cache.layers[tiny_target().spec.num_layers]
         found.append(layer.pages[:, pages, place % engine.batch.page_size])
         assert (drafter.counts[1] > 0) == lookup
     torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)

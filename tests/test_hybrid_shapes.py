@@ -105,7 +105,7 @@ def test_rounds_begin_from_states_that_hold_the_past(small: Path) -> None:
     cache = engine.executor.cache
     assert cache.num_folded is not None
     assert cache.num_folded[:2].tolist() == [7, 7]
-    assert all(bool(tensor.any()) and bool(tensor.isfinite().all()) for own in cache.target_rows for tensor in own)
+    assert all(bool(tensor.any()) and bool(tensor.isfinite().all()) for own in cache.kept for tensor in own.rows)
 
 
 @pytest.mark.parametrize("drafter", [["none"], ["eagle3", "--k", "0", "2", "--accept", "1,0"]])

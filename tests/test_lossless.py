@@ -44,7 +44,7 @@ from batchspec.engine.rounds.round import Round
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import RoundShape, ScheduledRound
-from batchspec.model import mixer_inputs
+from batchspec.model.layers.attention import block
 from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.target import Target
@@ -133,7 +133,7 @@ def run(
         return plan_attention(batch, kv, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mixer_inputs, "plan_attention", plan_checked)
+        patch.setattr(block, "plan_attention", plan_checked)
         patch.setattr(reader_module, "plan_attention", plan_checked)
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", short_cap)
         patch.setattr(engine.executor, "_launch_round", launch_checked)

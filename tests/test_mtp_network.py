@@ -45,7 +45,7 @@ def made(name: str) -> tuple[ModelSpec, Target, MtpNetwork, Teacher]:
     target = mtp_target(spec)
     assert spec.mtp is not None
     matrix = target.all_logits(torch.eye(spec.hidden_size, dtype=target.dtype, device=DEVICE)).t().clone()
-    network = MtpNetwork(spec.mtp, spec.rope, matrix).double()
+    network = MtpNetwork(spec.mtp, matrix).double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in network.parameters():
@@ -168,7 +168,7 @@ def test_a_folder_has_the_tensors_of_a_checkpoint_and_loads_to_the_same_weights(
     assert {tensor.dtype for tensor in stored.values()} == {dtype}
     norm = network.get_parameter("layers.0.self_attn.q_norm.weight").detach()
     assert torch.equal(stored["mtp.layers.0.self_attn.q_norm.weight"], (norm - 1).to(dtype))
-    again = MtpNetwork(spec.mtp, spec.rope, network.output_matrix)
+    again = MtpNetwork(spec.mtp, network.output_matrix)
     with Checkpoint(tmp_path, plain(spec.mtp), dtype=torch.float32, device=CPU) as weights:
         read_weights(again, plain(spec.mtp), weights)
         assert torch.equal(weights.tensor("mtp.norm.weight"), again.get_parameter("norm.weight"))
@@ -198,7 +198,7 @@ def test_quantised_weights_are_read_as_the_numbers_that_they_stand_for() -> None
         def entry(self, name: str, index: int) -> Tensor:
             raise NotImplementedError
 
-    network = MtpNetwork(spec, mtp_model("moe").rope, torch.zeros(VOCAB, 20))
+    network = MtpNetwork(spec, torch.zeros(VOCAB, 20))
     read_weights(network, quantised, Same())
     assert torch.equal(network.get_parameter("fc.weight").detach(), values["mtp.fc.weight"])
     name = "layers.0.mlp.experts.3.up_proj.weight"

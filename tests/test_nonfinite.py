@@ -34,9 +34,9 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.slots.completion import NON_FINITE
+from batchspec.model.layers.gated_delta.block import RECURRENT_CHUNK
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights
-from batchspec.packed_batch import RECURRENT_CHUNK
 from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, make_engine, packed, plain_tokens, request, tiny_target
 from tests.kernels.covering import covering

@@ -186,7 +186,7 @@ def test_rejected_places_are_never_read_nor_counted(tmp_path: Path, monkeypatch:
                 for position in range(int(rows.num_tokens[slot]) - 1, rows.tokens.shape[1]):
                     page = int(rows.page_tables[0][slot, position // cache.page_size])
                     for layer in range(self.head.spec.num_layers):
-                        cache.layer(TARGET().spec.num_layers + layer).pages[:, page, position % cache.page_size] = 1e3
+                        cache.layers[TARGET().spec.num_layers + layer].pages[:, page, position % cache.page_size] = 1e3
             propose(self, rows, ids, lengths, cache)
 
         monkeypatch.setattr(Recorded, "propose", poisoned)
@@ -213,7 +213,7 @@ def test_no_place_wraps_to_position_0(tmp_path: Path, monkeypatch: pytest.Monkey
     propose, rounds = Recorded.propose, []
 
     def guarded(self: Any, rows: DeviceBatch, ids: Tensor, lengths: Tensor, cache: KVCache) -> None:
-        draft_layer = cache.layer(TARGET().spec.num_layers).pages
+        draft_layer = cache.layers[TARGET().spec.num_layers].pages
         first = rows.page_tables[0][rows.live != 0, 0].long()
         before = draft_layer[:, first].clone()
         propose(self, rows, ids, lengths, cache)

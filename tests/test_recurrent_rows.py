@@ -9,7 +9,7 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from batchspec.batch.flat_batch import FlatBatch, Recurrence
+from batchspec.batch.flat_batch import FlatBatch, Tokens
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.page_tables import PagePools
@@ -22,7 +22,7 @@ from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import Segment
 from batchspec.kernels.gated_delta.chunk_products import CHUNK
 from batchspec.model.layers.attention.kv_layout import KVLayout
-from batchspec.packed_batch import RECURRENT_CHUNK
+from batchspec.model.layers.gated_delta.block import RECURRENT_CHUNK
 from tests.engines import packed, request
 
 LAYOUT = KVLayout(dtype=torch.float32, fp8=False, num_kv_heads=1, head_dim=2, page_size=4, ordered=False)
@@ -180,7 +180,7 @@ def test_a_request_that_gets_no_pages_promises_no_state() -> None:
     assert plan.restores == 4
 
 
-def flat(recurrence: Recurrence, kv_len: list[int], q_len: list[int], slots: list[int] | None) -> FlatBatch:
+def flat(known: Tokens, kv_len: list[int], q_len: list[int], slots: list[int] | None) -> FlatBatch:
     """Rows with their last q_len tokens; a dead row, whose kv_len is 0, has as many at position 0."""
     positions = [at for end, count in zip(kv_len, q_len, strict=True) for at in (range(end - count, end) if end else [0] * count)]
     starts = np.concatenate(([0], np.cumsum(q_len)))
@@ -189,7 +189,7 @@ def flat(recurrence: Recurrence, kv_len: list[int], q_len: list[int], slots: lis
         row_ids=torch.tensor(np.repeat(np.arange(len(q_len)), q_len), dtype=torch.int32),
         slot_mapping=torch.zeros(len(positions), dtype=torch.int64), cu_seqlens_q=torch.tensor(starts, dtype=torch.int32),
         kv_len=torch.tensor(kv_len, dtype=torch.int32), page_table=torch.zeros(len(q_len), 4, dtype=torch.int32),
-        max_q=max(q_len), max_kv=max(kv_len), recurrence=recurrence,
+        max_q=max(q_len), max_kv=max(kv_len), tokens=known,
         slots=None if slots is None else torch.tensor(slots),
     )
 
@@ -203,9 +203,9 @@ def test_a_prefill_pass_folds_all_of_its_rows_tokens_and_a_round_those_before_it
     kept = cache()
     assert kept.num_folded is not None
     kept.num_folded.copy_(torch.tensor([50, 51, 52, 53, 54, 55]))
-    kept.fold(flat("chunks", [7, 9], [7, 2], [4, 1]))
+    kept.fold(flat("prompt", [7, 9], [7, 2], [4, 1]))
     assert kept.num_folded.tolist() == [50, 9, 52, 53, 7, 55]
-    kept.fold(flat("steps", [8], [1], [4]))
+    kept.fold(flat("outputs", [8], [1], [4]))
     assert kept.num_folded.tolist() == [50, 9, 52, 53, 8, 55]
     kept.fold(flat("drafts", [0, 12, 0, 60], [3, 3, 3, 3], None))
     assert kept.num_folded.tolist() == [50, 9, 52, 57, 8, 55], "rows 0 and 2 are dead, row 1 is at 9, row 3 at 57"
@@ -218,5 +218,5 @@ def test_compaction_moves_all_that_layers_keep_and_a_model_without_recurrence_ke
     assert [tuple(tensor.shape) for tensor in kept.row_tensors] == [(6, 64), (6, 1)], "all layers' in one tensor, aligned"
     plain = KVCache.allocate((LayerState(LAYOUT),), groups=KVGroups.single(1), num_pages=(5,), device=CPU)
     assert plain.row_tensors == ()
-    plain.fold(flat("chunks", [7], [7], [0]))
+    plain.fold(flat("prompt", [7], [7], [0]))
     assert plain.num_folded is None

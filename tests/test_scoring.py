@@ -21,8 +21,8 @@ from batchspec.engine.features.choices import run_with_choices
 from batchspec.engine.features.scoring import mark_diverged
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.vocabulary import DIVERGED
+from batchspec.model.layers.gated_delta.block import RECURRENT_CHUNK
 from batchspec.model.target import Target
-from batchspec.packed_batch import RECURRENT_CHUNK
 from batchspec.records import Choice, Completion, Request
 from batchspec.request_stream import ListedRequests
 from tests.engines import DEVICE, VOCAB, full_logits, make_engine, packed, request, tiny_spec, tiny_target

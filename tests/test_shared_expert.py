@@ -44,12 +44,11 @@ def shared(size: int = 40, **changes: Any) -> ModelSpec:
     """A Qwen3-MoE with a shared expert of this size, the attention of Qwen3.5 and its norms."""
     spec = read_spec({**SHAPE, **changes}, "config.json")
     mlp = GatedMlpSpec(hidden_size=spec.hidden_size, inner_size=size, eps=1e-6, name="mlp.shared_expert", norm=None)
-    layers = []
+    rope, layers = replace(spec.rope, rotary_dim=spec.head_dim // 2), []
     for layer in spec.layers:
         assert isinstance(layer.mlp, MoeSpec)
         own = replace(layer.mlp, shared=SharedExpert(mlp=mlp, gate="mlp.shared_expert_gate"), norms=ZERO_CENTRED)
-        layers.append(LayerSpec(replace(layer.attention, gated=True, norms=ZERO_CENTRED), own))
-    rope = replace(spec.rope, rotary_dim=spec.head_dim // 2)
+        layers.append(LayerSpec(replace(layer.attention, gated=True, norms=ZERO_CENTRED, rope=rope), own))
     return replace(spec, layers=tuple(layers), norms=ZERO_CENTRED, rope=rope)
 
 

@@ -18,7 +18,7 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.pages import PagePool
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.slots import prefix_groups as groups_module
-from batchspec.model import mixer_inputs
+from batchspec.model.layers.attention import block
 from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.layers.attention.verify import fits_verify, plan_verify
@@ -52,7 +52,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             seen.append(len(batch.kv_len))
         return plan_verify(batch, kv, shared=batch.shared, interpret=DEVICE.type == "cpu", **options)
 
-    monkeypatch.setattr(mixer_inputs, "plan_attention", plan)
+    monkeypatch.setattr(block, "plan_attention", plan)
     monkeypatch.setattr(groups_module, "MIN_PAGES", PREFIX // 4)
     return seen
 

@@ -70,7 +70,7 @@ def test_a_run_keeps_its_states_in_this_dtype(
 
     monkeypatch.setattr(KVCache, "allocate", noted)
     assert run.main(words(model, data, tmp_path / "out", f"cache.state_dtype={value}", "draft=lookup")) == 0
-    assert {layer[0].dtype for cache in caches for layer in cache.target_rows if layer} == {dtype}
+    assert {own.rows[0].dtype for cache in caches for own in cache.kept if own.rows} == {dtype}
     assert pl.read_parquet(tmp_path / "out" / "data" / "*.parquet")["error"].null_count() == 5
 
 

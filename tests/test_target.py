@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec.batch.flat_batch import FlatBatch, Recurrence
+from batchspec.batch.flat_batch import FlatBatch, Tokens
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.errors import ConfigError
@@ -77,12 +77,12 @@ class Runner:
 
     def feed(
         self, tokens: list[list[int]], taps: tuple[int, ...] = (), *, ends_only: bool = False, adapters: list[int] | None = None,
-        recurrence: Recurrence = "chunks",
+        known: Tokens = "prompt",
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The next tokens of each row (none: the row is dead in this pass) -> logits and taps of each row.
 
         adapters    of each row, for a target that has some
-        recurrence  how layers that recur take them; a row has at most 8 if they are drafts
+        known  what the tokens are; a row has at most 8 if they are drafts
         """
         lengths = [len(ids) for ids in tokens]
         row_ids = [r for r, n in enumerate(lengths) for _ in range(n)]
@@ -102,7 +102,7 @@ class Runner:
             max_q=max(lengths),
             max_kv=max(kv_len),
             row_adapters=None if adapters is None else torch.tensor(adapters, dtype=torch.int32),
-            recurrence=recurrence,
+            tokens=known,
         )
         hidden, found = self.target.forward(batch, self.cache, taps, ends_only=ends_only)
         found = batch.token_ids[:, None][:, :0] if found is None else found
@@ -212,12 +212,12 @@ def assert_like_transformers(
     for _ in range(20):  # token by token
         for r in range(len(rows)):
             ids[r].append(int(parts[-1][r][-1].argmax()) if len(parts[-1][r]) else int(parts[0][r][-1].argmax()))
-        parts.append(runner.feed([row[-1:] for row in ids], recurrence="drafts")[0])
+        parts.append(runner.feed([row[-1:] for row in ids], known="drafts")[0])
     for begin in range(20, 64, 4):  # several tokens a row, as a round verifies them; row 1 takes part in every other pass
         for r, row in enumerate(rows):
             ids[r] = expected[r][: len(row) + begin + 4]
         feed = [row[runner.num_ctx[r] :] if r != 1 or begin % 8 else [] for r, row in enumerate(ids)]
-        parts.append(runner.feed(feed, recurrence="drafts")[0])
+        parts.append(runner.feed(feed, known="drafts")[0])
 
     for r in range(len(rows)):
         logits = torch.cat([part[r] for part in parts])

@@ -117,7 +117,7 @@ def replayed(folder: Path, *, draft_len: int) -> Acceptance:
     spec = load_spec(folder / "model")
     assert spec.mtp is not None
     target = Target.load(folder / "model", spec, dtype=torch.float32, device=CPU)
-    network = MtpNetwork(spec.mtp, spec.rope, target.output_rows(torch.arange(spec.vocab_size)))
+    network = MtpNetwork(spec.mtp, target.output_rows(torch.arange(spec.vocab_size)))
     with Checkpoint(folder / "tuned", spec.mtp, dtype=torch.float32, device=CPU) as weights:
         read_weights(network, spec.mtp, weights)
     rows = read_rows(open_source(InputConfig(path=str(folder / "out"))), vocab_size=spec.vocab_size, max_len=64)

@@ -16,7 +16,7 @@ import torch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.engine.slots import prefix_groups
-from batchspec.model import mixer_inputs
+from batchspec.model.layers.attention import block
 from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention
 from batchspec.model.layers.attention.verify import fits_verify, plan_verify
@@ -46,7 +46,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int | None, bool]]:
         made[options["window"], batch.shared is not None] += 1
         return plan_verify(batch, kv, shared=batch.shared, interpret=DEVICE.type == "cpu", **options)
 
-    monkeypatch.setattr(mixer_inputs, "plan_attention", plan)
+    monkeypatch.setattr(block, "plan_attention", plan)
     monkeypatch.setattr(prefix_groups, "MIN_PAGES", PREFIX // PAGE_SIZE)
     return made
 

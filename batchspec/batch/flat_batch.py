@@ -13,9 +13,9 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.kv_cache.group_slot_mapping import group_slot_mapping
 
-Recurrence = Literal["chunks", "steps", "drafts"]
-"""How recurrent layers take the tokens of a batch. chunks: prompt tokens, many at a time; steps: known tokens, one after another;
-drafts: one after another, of which all but a row's first may be rejected later."""
+Tokens = Literal["prompt", "outputs", "drafts"]
+"""What the tokens of a batch are. prompt: of prompts; outputs: those that rows had before they were preempted; drafts: each row's
+newest token and its drafts, which may be rejected later."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +64,7 @@ class FlatBatch:
     """For a padded prefill: upper bound of the sum of kv_len (host bound)."""
     slots: Tensor | None = None
     """int64 [R] the slot of each row; None: row r is in slot r"""
-    recurrence: Recurrence = "chunks"
+    tokens: Tokens = "prompt"
     row_adapters: Tensor | None = None
     """int32 [R] the LoRA adapter of each row, 0 is none; None if the model has no adapters of single rows"""
     tree: TreeTail | None = None
@@ -76,7 +76,7 @@ class FlatBatch:
     @property
     def commits(self) -> bool:
         """Whether all of its tokens are known to be the row's."""
-        return self.recurrence != "drafts"
+        return self.tokens != "drafts"
 
     def read_rows(self, rows: DeviceBatch, slot_ids: Tensor | None = None) -> FlatBatch:
         """This batch, with what layers read of the rows besides their tokens. slot_ids int64 [R]: the slot of each row; None:
@@ -92,6 +92,21 @@ class FlatBatch:
         pages = self.more_groups[group - 1]
         # Shared prefixes are known for group 0 only; no other group reads all keys.
         return replace(self, page_table=pages.page_table, slot_mapping=pages.slot_mapping, shared=None, more_groups=())
+
+    def ends(self, places: Tensor) -> FlatBatch:
+        """The batch of each row's last token, at flat index int64 [R], which attends to all of the row's keys."""
+        count = torch.arange(len(places) + 1, dtype=torch.int32, device=places.device)
+        return replace(
+            self,
+            token_ids=self.token_ids.index_select(0, places),
+            row_ids=count[:-1],
+            positions=self.positions.index_select(0, places),
+            slot_mapping=self.slot_mapping.index_select(0, places),
+            cu_seqlens_q=count,
+            max_q=1,
+            host=None,
+            more_groups=tuple(replace(own, slot_mapping=own.slot_mapping.index_select(0, places)) for own in self.more_groups),
+        )
 
     def add_groups(self, page_tables: Sequence[Tensor], page_size: int) -> FlatBatch:
         """This batch with the page tables [R, max pages a row] of groups 1, 2, ...: one launch for each slot mapping."""

@@ -130,7 +130,7 @@ def begin_rows(engine: Engine, past: int) -> None:
             movable(layer.pages).random_(0, 0x48, generator=noise)  # bits of 0 .. 3.75
         else:
             layer.pages.normal_(generator=noise)
-    for tensor in (tensor for own in engine.executor.cache.target_rows for tensor in own):
+    for tensor in (tensor for own in engine.executor.cache.kept for tensor in own.rows):
         tensor.normal_(generator=noise)
     if engine.executor.cache.num_folded is not None:
         engine.executor.cache.num_folded.fill_(past - 1)

@@ -3,6 +3,7 @@
 layer_state.py    what a layer keeps of each row: pages of its tokens, and tensors with one entry a slot
 page_format.py    what the cache knows of a page's content: bytes, and who makes and reads it
 groups.py         which layers share a page table
+kept.py           what a layer's passes are given of it
 pages.py          the tensors and reference counts
 page_tables.py    which pages each row owns, shares or gives back
 prefix_states.py  row states that are kept of prefixes

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -49,6 +49,8 @@ class LayerState:
     """Index of the layer whose pages it reads; None: it reads its own, or none."""
     chunk: int | None = None
     """Number of tokens at whose multiples a prefill may end inside a prompt; None: anywhere."""
+    shares: Hashable = None
+    """Layers for which this, the page format and the K/V group are equal share what a pass prepares for them."""
 
     @property
     def page_bytes(self) -> int:

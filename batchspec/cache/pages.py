@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
 
@@ -15,6 +15,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.upload import upload
 from batchspec.cache.groups import KVGroups
+from batchspec.cache.kept import Kept, kept_of
 from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.page_format import LayerPages
 from batchspec.errors import CapacityError
@@ -30,7 +31,7 @@ SCRATCH_PAGE = 0
 result."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KVCache:
     """What all layers keep of the rows: pages, and row tensors. The layers of a group, the drafter's included, share page
     ids."""
@@ -45,14 +46,17 @@ class KVCache:
     """Tokens."""
     table_ids: tuple[int, ...]
     """For each group, the index of its table in `DeviceBatch.page_tables`."""
+    kept: tuple[Kept, ...]
+    """Of each of the target's layers, for its passes."""
+    draft_kept: tuple[Kept, ...] = ()
+    """Of each of the drafter's layers, whose pages are all in one group."""
     draft_rows: tuple[Tensor, ...] = ()
     """The row tensors [slots, ...] of the drafter's layers, in their order."""
-    target_rows: tuple[tuple[Tensor, ...], ...] = ()
-    """For each of the target's layers its row tensors [slots, ...]; most have none."""
     num_folded: Tensor | None = None
     """int32 [slots] number of the row's first tokens that the states of the target's layers hold; None: no layer has one."""
     states: tuple[Tensor, ...] = ()
-    """All of `target_rows` and `num_folded` as few tensors [slots, n]. After the entries of the slots come those of prefixes."""
+    """All row tensors of the target and `num_folded` as few tensors [slots, n]. After the entries of the slots come those of
+    prefixes."""
 
     @classmethod
     def allocate(
@@ -82,28 +86,32 @@ class KVCache:
         memory = {kind: kind[1].allocate(count, num_pages[kind[0]], device) for kind, count in Counter(kinds).items()}
         pages = {kind: iter(own) for kind, own in memory.items()}
         of_layers: Sequence[Tensor | None] = [None] * len(kinds) if scales is None else scales
-        target_layers = tuple(kind[1].open(next(pages[kind]), own) for kind, own in zip(kinds, of_layers, strict=True))
+        target_layers = [kind[1].open(next(pages[kind]), own) for kind, own in zip(kinds, of_layers, strict=True)]
         num_draft_pages = num_pages[groups.draft_group]
         # No output token depends on drafts: rounding with a scale of 1 can only cost acceptance.
-        draft_pages = tuple(
+        draft_pages = [
             own.open(own.allocate(1, num_draft_pages, device)[0], own.unit_scales(device)) for own in draft_formats
-        )
+        ]
         rows = tuple(
             torch.zeros((num_slots, *one.shape), dtype=one.dtype, device=device) for layer in draft_layers for one in layer.row
         )
-        target_pages = tuple((group, own) for (group, _), own in memory.items())
-        cache = cls(
-            (*target_layers, *draft_pages), groups, target_pages, page_size, tuple(range(groups.num_groups)), draft_rows=rows
+        target_rows, states = _target_rows(layers, num_slots + num_states, device)
+        num_folded: Tensor | None = None
+        if states:
+            num_folded = torch.zeros(num_slots + num_states, dtype=torch.int32, device=device)
+            states = (*states, num_folded.unsqueeze(1))
+        return cls(
+            layers=(*target_layers, *draft_pages),
+            groups=groups,
+            target_pages=tuple((group, own) for (group, _), own in memory.items()),
+            page_size=page_size,
+            table_ids=tuple(range(groups.num_groups)),
+            kept=kept_of(layers, target_layers, groups.target_layers, rows=target_rows, num_folded=num_folded),
+            draft_kept=kept_of(draft_layers, draft_pages, [0] * len(draft_pages)),
+            draft_rows=rows,
+            num_folded=num_folded,
+            states=states,
         )
-        if not any(layer.row for layer in layers):
-            return cache
-        target_rows, moved = _target_rows(layers, num_slots + num_states, device)
-        num_folded = torch.zeros(num_slots + num_states, dtype=torch.int32, device=device)
-        return replace(cache, target_rows=target_rows, num_folded=num_folded, states=(*moved, num_folded.unsqueeze(1)))
-
-    def layer(self, index: int) -> LayerPages:
-        """The pages of a layer by its index among those that keep some: the target's are 0 .. L-1, the drafter's follow."""
-        return self.layers[index]
 
     def page_tables(self, rows: DeviceBatch) -> tuple[Tensor, ...]:
         """The page tables of the groups, in their order, int32 [R, pages] each."""
@@ -116,7 +124,10 @@ class KVCache:
     def drafter_part(self) -> KVCache:
         """The cache of the drafter's layers alone, numbered from 0, for a drafter that is a whole model. All are in one group."""
         layers = self.layers[len(self.groups.target_layers) :]
-        return KVCache(layers, KVGroups.single(len(layers)), (), self.page_size, (self.groups.draft_group,))
+        return KVCache(
+            layers=layers, groups=KVGroups.single(len(layers)), target_pages=(), page_size=self.page_size,
+            table_ids=(self.groups.draft_group,), kept=self.draft_kept,
+        )
 
     @property
     def row_tensors(self) -> tuple[Tensor, ...]:

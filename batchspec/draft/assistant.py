@@ -54,8 +54,7 @@ class AssistantDrafter(DrafterBase):
         self.aux_layer_ids: tuple[int, ...] = (target.spec.num_layers,)
         self._target, self._net = target, BoundAssistant(assistant, target, argmax=argmax)
         self._attentions = [layer.attention for layer in assistant.spec.layers]
-        kv_ids, sources = target.spec.kv_ids, [own.kv_of for own in self._attentions]
-        self._kv_ids = [kv_ids[source] for source in sources if source is not None]
+        self._sources = [own.kv_of for own in self._attentions if own.kv_of is not None]
         self._layout = UniformLayout(slots, (1,), target.device)
         self._row_ids = torch.arange(slots, dtype=torch.int32, device=target.device)
 
@@ -100,7 +99,7 @@ class AssistantDrafter(DrafterBase):
         newest, last = kept.long(), (kept.long() - 1).clamp_(min=0)
         tokens = rows.tokens.gather(1, newest.unsqueeze(1)).squeeze(1)
         plans, ropes = self._plans(rows, tokens, last, kept, cache), net.ropes(newest)
-        kv = [LayerKV.of(cache.layer(index)) for index in self._kv_ids]
+        kv = [LayerKV.of(cache.kept[source].pages) for source in self._sources]
         hidden, row_ids = cache.draft_rows[0][: len(kept)], self._row_ids[: len(kept)]
         for k in range(width):
             normed = net.step(tokens, hidden, ropes, kv, plans, last)
@@ -117,8 +116,8 @@ class AssistantDrafter(DrafterBase):
         """Of each layer: attention of one query a row over the `kept` keys up to position `last`."""
         tables, made = cache.page_tables(rows), dict[object, AttentionPlan]()
         found = []
-        for own, index in zip(self._attentions, self._kv_ids, strict=True):
-            group, kv = cache.groups.target_layers[index], LayerKV.of(cache.layer(index))
+        for own, source in zip(self._attentions, self._sources, strict=True):
+            group, kv = cache.kept[source].group, LayerKV.of(cache.kept[source].pages)
             kind = (group, own.window, own.num_heads, kv.layout)
             if kind not in made:
                 batch = self._layout.batch(tokens.unsqueeze(1), last, last, kept, tables[group], rows.max_kv)

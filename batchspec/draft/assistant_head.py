@@ -104,7 +104,7 @@ class BoundAssistant:
         spec = assistant.spec
         self._ranks = None if spec.whole is None else target.ranks
         self._eps = spec.eps
-        self._kinds = [(rope, layer.attention.head_dim) for rope, layer in zip(spec.ropes, spec.layers, strict=True)]
+        self._kinds = [(layer.attention.rotation, layer.attention.head_dim) for layer in spec.layers]
         self._freqs = {kind: rope_frequencies(*kind).to(target.device) for kind in dict.fromkeys(self._kinds)}
         values: dict[str, Any] = {
             "draft_vocab_size": spec.vocab_size, "part": spec.vocab_part, "ranks": self._ranks, "argmax": argmax

@@ -61,7 +61,7 @@ class Drafter(Protocol):
         """Whether `prefill` needs neither `FlatBatch.host` nor a number from the device, so that a CUDA graph can hold it."""
 
     def layer_states(self, page_size: int) -> tuple[LayerState, ...]:
-        """What each of its own layers keeps of a row: K/V in the row's pages, after the target's layers (`cache.layer(L + i)`),
+        """What each of its own layers keeps of a row: K/V in the row's pages, after the target's layers (`cache.draft_kept`),
         and row tensors (`cache.draft_rows`). The same as its `DrafterSpec` says."""
 
     def prefill(

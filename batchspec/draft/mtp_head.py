@@ -36,7 +36,6 @@ class MtpShape:
     """An MTP layer, or one rank's part of it, as the head of a target: a `HeadShape`."""
 
     mtp: MtpSpec
-    rope: RopeSpec
     aux_layer_ids: tuple[int, ...]
     """The boundary after the target's last layer; the head norms what it reads there as the target does."""
     num_layers = 1
@@ -44,7 +43,7 @@ class MtpShape:
 
     @staticmethod
     def of(target: ModelSpec, mtp: MtpSpec) -> MtpShape:
-        return MtpShape(mtp, target.rope, (target.num_layers,))
+        return MtpShape(mtp, (target.num_layers,))
 
     @property
     def hidden_size(self) -> int:
@@ -61,6 +60,10 @@ class MtpShape:
     @property
     def head_dim(self) -> int:
         return self.mtp.layer.attention.head_dim
+
+    @property
+    def rope(self) -> RopeSpec:
+        return self.mtp.layer.attention.rotation
 
     @property
     def windows(self) -> tuple[int | None, ...]:

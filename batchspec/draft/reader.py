@@ -52,7 +52,7 @@ class HeadReader(DrafterBase):
         self.max_len = max_len
         self.aux_layer_ids = spec.aux_layer_ids
         self.head = head.bind(target, argmax=argmax)
-        self._spec, self._first_layer, self._dtype = spec, target.spec.num_kv_layers, target.dtype
+        self._spec, self._dtype = spec, target.dtype
         self._windows = [own if window is None else min(window, own or window) for own in spec.windows]
         self._fp8_kv, self._window = fp8_kv, window
         self._sink = sink if window is not None else 0
@@ -94,7 +94,7 @@ class HeadReader(DrafterBase):
         return rope_of(positions, self._freqs, self._spec.rope, self._dtype)
 
     def _kv(self, cache: KVCache, index: int) -> LayerKV:
-        return LayerKV.of(cache.layer(self._first_layer + index))
+        return LayerKV.of(cache.draft_kept[index].pages)
 
     def _plans(self, batch: FlatBatch, cache: KVCache, layers: Iterable[int]) -> dict[int | None, AttentionPlan]:
         kv, heads = self._kv(cache, 0), self._spec.num_heads

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from batchspec.heads.draft_network import DraftNetwork
 from batchspec.heads.layer import Layer, Norm, place
-from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.layers.base import projections
 from batchspec.model.mtp import MtpSpec
 
@@ -23,9 +22,9 @@ from batchspec.model.mtp import MtpSpec
 class MtpNetwork(DraftNetwork):
     """Parameters are named as in a checkpoint, without the prefix `mtp.`. The output matrix is the target's, and not trained."""
 
-    def __init__(self, spec: MtpSpec, rope: RopeSpec, output_matrix: Tensor) -> None:
-        """rope, output_matrix [V, H]: of the target. The matrix keeps its device and its dtype when the network is moved."""
-        super().__init__(rope, spec.layer.attention.head_dim, 1)
+    def __init__(self, spec: MtpSpec, output_matrix: Tensor) -> None:
+        """output_matrix [V, H]: of the target. It keeps its device and its dtype when the network is moved."""
+        super().__init__(spec.layer.attention.rotation, spec.layer.attention.head_dim, 1)
         self.spec = spec
         for vector in spec.join.vectors:
             place(self, vector.name.removesuffix(".weight"), Norm(vector.shape[0], spec.join.eps, wide=vector.wide))

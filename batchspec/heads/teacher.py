@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch, HostLayout
 from batchspec.cache.groups import KVGroups
-from batchspec.cache.layer_state import RowTensor
+from batchspec.cache.kept import kept_of
+from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.cache.pages import KVCache
 from batchspec.heads.data import Row
-from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.target import Target
 
 PAGE_SIZE = 16
@@ -183,14 +183,19 @@ def _forward(
     spec, device = target.spec, target.device
     pages = -(-max(lengths) // PAGE_SIZE)
     table = 1 + torch.arange(len(lengths) * pages, dtype=torch.int32, device=device).view(len(lengths), pages)
-    layouts = spec.kv_layouts(target.dtype, PAGE_SIZE)
-    # All layers of one shape write to the same pages, but for those whose K/V are read after them.
-    kept = {own.kv_of for own in spec.attentions}
-    kinds = [(layout, i if i in kept else None) for i, layout in zip(spec.kv_layers, layouts, strict=True)]
+    states = spec.layer_states(target.dtype, PAGE_SIZE)
+    # All layers of one format write to the same pages, but for those whose pages are read after them.
+    read = {state.reads for state in states}
+    kinds = [(state.pages, i if i in read else None) for i, state in enumerate(states) if state.pages is not None]
     memory = {kind: kind[0].allocate(1, 1 + len(lengths) * pages, device)[0] for kind in dict.fromkeys(kinds)}
-    scales: Sequence[Tensor | None] = [None] * len(layouts) if target.kv_scales is None else target.kv_scales
-    layers = tuple(LayerKV(memory[kind], kind[0], own) for kind, own in zip(kinds, scales, strict=True))
-    cache = KVCache(layers, KVGroups.single(len(layers)), (), PAGE_SIZE, (0,), **_states(target, len(lengths)))
+    scales: Sequence[Tensor | None] = [None] * len(kinds) if target.kv_scales is None else target.kv_scales
+    layers = tuple(kind[0].open(memory[kind], own) for kind, own in zip(kinds, scales, strict=True))
+    rows, num_folded = _row_tensors(states, len(lengths), device)
+    groups = KVGroups.single(len(layers))
+    cache = KVCache(
+        layers=layers, groups=groups, target_pages=(), page_size=PAGE_SIZE, table_ids=(0,),
+        kept=kept_of(states, layers, groups.target_layers, rows=rows, num_folded=num_folded), num_folded=num_folded,
+    )
     batch = FlatBatch(
         token_ids=tokens.int(),
         row_ids=row_ids.int(),
@@ -206,16 +211,15 @@ def _forward(
     return target.forward(batch, cache, aux_layer_ids)
 
 
-def _states(target: Target, num_rows: int) -> dict[str, Any]:
-    """The fields of a KVCache for what recurrent layers keep of the rows. Layers of one shape share it: a state is not read after
-    its layer, and at the first position of a row none is read at all."""
-    if not target.spec.is_recurrent:
-        return {}
+def _row_tensors(
+    layers: Sequence[LayerState], num_rows: int, device: torch.device
+) -> tuple[list[tuple[Tensor, ...]], Tensor | None]:
+    """The row tensors of each layer, and `KVCache.num_folded`. Layers of one shape share them: a state is not read after its
+    layer, and at the first position of a row none is read at all."""
 
     @cache
     def allocated(shapes: tuple[RowTensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros(num_rows, *own.shape, dtype=own.dtype, device=target.device) for own in shapes)
+        return tuple(torch.zeros(num_rows, *own.shape, dtype=own.dtype, device=device) for own in shapes)
 
-    states = target.spec.layer_states(target.dtype, PAGE_SIZE)
-    num_folded = torch.zeros(num_rows, dtype=torch.int32, device=target.device)
-    return {"target_rows": tuple(allocated(layer.row) for layer in states), "num_folded": num_folded}
+    rows = [allocated(layer.row) for layer in layers]
+    return rows, torch.zeros(num_rows, dtype=torch.int32, device=device) if any(rows) else None

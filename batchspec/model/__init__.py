@@ -15,7 +15,6 @@ From config to weights:
   rewrite.py            new weights in the place of the old ones
 Forward pass:
   target.py             the target
-  mixer_inputs.py       what its layers read of the rows
   decoder.py            its layers; fused.py: elementwise operations
   output_head.py        logits and greedy tokens; vocabulary.py: of several ranks
   single_row.py         one row in one pass, for calibration and comparisons

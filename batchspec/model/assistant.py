@@ -17,7 +17,6 @@ from pathlib import Path
 from batchspec.checkpoint.config_values import ConfigReader, read_json, shown
 from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
 from batchspec.model.families.registry import ASSISTANTS, assistant_text
-from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.layers.base import (
     WHOLE,
     BlockSpec,
@@ -83,8 +82,6 @@ class AssistantSpec(CheckpointPart):
 
     ends: EndsSpec
     layers: tuple[LayerSpec, ...]
-    ropes: tuple[RopeSpec, ...]
-    """Of each layer."""
     vocab_size: int
     eps: float
     norms: NormForm
@@ -159,7 +156,6 @@ def read_assistant(folder: Path, target: ModelSpec) -> AssistantSpec:
     return AssistantSpec(
         ends=_ends(config, text, target),
         layers=tuple(_reading(config, target, index, layer) for index, layer in enumerate(text.layers)),
-        ropes=text.ropes,
         vocab_size=text.vocab_size,
         eps=text.rms_eps,
         norms=text.norms,

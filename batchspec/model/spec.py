@@ -21,7 +21,7 @@ from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
 from batchspec.model.families.registry import family_of
 from batchspec.model.layers.attention.block import AttentionSpec
 from batchspec.model.layers.attention.kv_layout import KVLayout
-from batchspec.model.layers.attention.rope_config import NO_ROPE, RopeSpec
+from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.layers.base import PLAIN_NORM, WHOLE, BlockSpec, NormForm, Shard, TensorSpec
 from batchspec.model.layers.kind import Computing, MixerSpec
 from batchspec.model.layers.layer import LayerSpec
@@ -50,8 +50,7 @@ class ModelSpec(CheckpointPart):
     rms_eps: float
     """epsilon of the final norm"""
     rope: RopeSpec
-    local_rope: RopeSpec | None = None
-    """The rotary embedding of layers with a window, if it differs."""
+    """The rotary embedding of its layers that read all keys, unless they have none; a new draft head has the same."""
     norms: NormForm = PLAIN_NORM
     """form of the final norm"""
     embedding_scale: float | None = None
@@ -154,12 +153,6 @@ class ModelSpec(CheckpointPart):
         return tuple(i for i in self.attention_layers if self.layers[i].attention.kv_of is None)
 
     @property
-    def kv_ids(self) -> dict[int, int]:
-        """For each of `attention_layers` the index of the K and V that it reads, among those of `kv_layers`."""
-        index = {layer: i for i, layer in enumerate(self.kv_layers)}
-        return {i: index[i if (of := self.layers[i].attention.kv_of) is None else of] for i in self.attention_layers}
-
-    @property
     def last_kept(self) -> int:
         """Index of the last layer that keeps something of a row: of later ones a prefill computes the last tokens alone."""
         return max(i for i, state in enumerate(self._states) if state.reads is None)
@@ -195,13 +188,6 @@ class ModelSpec(CheckpointPart):
     def windows(self) -> tuple[int | None, ...]:
         """Of each of `attention_layers`: number of keys that a query attends to at most, itself included; None: all."""
         return tuple(attention.window for attention in self.attentions)
-
-    @property
-    def ropes(self) -> tuple[RopeSpec, ...]:
-        """Of each of `attention_layers`."""
-        local = self.rope if self.local_rope is None else self.local_rope
-        ropes = (self.rope if attention.window is None else local for attention in self.attentions)
-        return tuple(rope if own.rotated else NO_ROPE for rope, own in zip(ropes, self.attentions, strict=True))
 
     @property
     def intermediate_size(self) -> int:
@@ -357,7 +343,7 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
     formats = formats.with_experts(
         spec for layer in (*layers, *([] if mtp is None else [mtp.layer])) for block in layer.blocks for spec in block.grouped
     )
-    rope = family.rope(config)
+    rope, layers, mtp = family.with_ropes(config, layers, mtp)
     return ModelSpec(
         family=family.name,
         hidden_size=config.integer("hidden_size"),
@@ -365,7 +351,6 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
         layers=layers,
         rms_eps=config.number("rms_norm_eps"),
         rope=rope,
-        local_rope=family.local_rope(config),
         norms=family.norms,
         embedding_scale=family.embedding_scale(config),
         layer_inputs=family.layer_inputs(config),

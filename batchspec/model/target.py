@@ -18,10 +18,10 @@ from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.decoder import LayerWeights, ResidualStream
 from batchspec.model.layers.attention.kv_scales import scales_of_part
-from batchspec.model.layers.attention.rope import rope_frequencies, rope_of
+from batchspec.model.layers.kind import Inputs
+from batchspec.model.layers.passes import Pass
 from batchspec.model.lora import Adapter, adapted
 from batchspec.model.lora_products import AdapterSource, LoraStacks
-from batchspec.model.mixer_inputs import MixerInputs, ends_of
 from batchspec.model.output_head import Allowed, OutputHead, output_head
 from batchspec.model.quant.base import Weights
 from batchspec.model.rewrite import rewrite
@@ -53,10 +53,8 @@ class Target:
         self._norm = weights.tensor(FINAL_NORM)
         head = self._embedding[spec.vocab_part] if spec.tie else weights.tensor(OUTPUT)
         self._head = self._output_head(head)
-        rotations = list(zip(spec.ropes, (own.head_dim for own in spec.attentions), strict=True))
-        self._ropes = list(dict.fromkeys(rotations))
-        self._rope_ids = [self._ropes.index(own) for own in rotations]
-        self._freqs = [rope_frequencies(rope, head_dim).to(device) for rope, head_dim in self._ropes]
+        tables = {key: table for mixer in dict.fromkeys(spec.mixers) for key, table in mixer.tables().items()}
+        self._tables = {key: table.to(device) for key, table in tables.items()}
         self.kv_scales: tuple[Tensor, ...] | None = None
         """For each layer that keeps K and V, fp32 [2 (K, V), KVH] scales of an e4m3 cache, if spec.fp8_kv (`kv_scales.py`), on a
         rank those of its heads. Set before an engine is made: caches hold them."""
@@ -64,7 +62,7 @@ class Target:
         """The same for all heads of the model, on the CPU, as `KVScales.values`."""
         self.weight_sums: WeightSums | None = None
         """Of the files that the weights came from, where `load` was asked for them."""
-        self._has_experts, self._last_kept = spec.experts is not None, spec.last_kept
+        self._mixers, self._has_experts, self._last_kept = spec.mixers, spec.experts is not None, spec.last_kept
         self._first_live_slot = torch.ones(1, dtype=torch.int64, device=device)  # on the device: captured rounds read it
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=self.dtype))
@@ -176,48 +174,40 @@ class Target:
         layer_inputs = None if self._layer_inputs is None else self._layer_inputs(batch.token_ids, embedded, lora)
         stream = ResidualStream(embedded, self._live(batch), self.ranks, layer_inputs)
         aux = self._aux_buffer(stream.residual, aux_layer_ids)
-        inputs_of = partial(self._inputs, cache=cache, window=window, sink=sink)
-        inputs = inputs_of(batch, lora=lora)
+        pass_of = partial(Pass, tables=self._tables, dtype=self.dtype, ranks=self.ranks, window=window, sink=sink)
+        inputs = self._inputs(pass_of(batch, lora=lora), cache)
         places = batch.cu_seqlens_q[1:] - 1 if ends_only else None
         cut = max((kept, *aux_layer_ids))  # the layer in which tokens are left out
         for i in self._one_of_each_kind(aux_layer_ids, cut) if is_dry() else range(last + 1):
             layer, stream.layer = self._layers[i], i
-            begun = layer.mixer.begin(stream, inputs.store(i), _aux_at(aux, aux_layer_ids, i))
+            begun = layer.mixer.begin(stream, inputs[i].begin, _aux_at(aux, aux_layer_ids, i))
             if kv_only and i == kept:
                 cache.fold(batch)
                 return stream.residual, None if aux is None else aux.flatten(1)
             if places is not None and i == cut:
-                begun, stream, ends = begun.index_select(0, places), stream.select(places), ends_of(batch, places)
-                inputs = inputs_of(ends, lora=self._lora_tokens(ends), first=i)
+                begun, stream, ends = begun.index_select(0, places), stream.select(places), batch.ends(places)
+                inputs[i:] = self._inputs(pass_of(ends, lora=self._lora_tokens(ends)), cache, first=i)
             # The final norm accepts the stream in either form: products of the last layer add as if a layer like it followed.
             following = self._layers[min(i + 1, last)].mixer
-            layer.finish(begun, stream, inputs.attend(i), add_in_product=following.norms_in_product(stream))
+            layer.finish(begun, stream, inputs[i].finish, add_in_product=following.norms_in_product(stream))
         cache.fold(batch)
         out = stream.normed(self._norm, self.spec.rms_eps, out_aux=_aux_at(aux, aux_layer_ids, last + 1))
         if places is not None and cut > last:
             out = out.index_select(0, places)
         return out, None if aux is None else aux.flatten(1)
 
-    def _inputs(
-        self, batch: FlatBatch, cache: KVCache, *, lora: LoraTokens | None, window: int | None, sink: int, first: int = 0
-    ) -> MixerInputs:
+    def _inputs(self, pass_: Pass, cache: KVCache, first: int = 0) -> list[Inputs]:
         """What the mixers of the layers from `first` on read in a pass."""
-        ropes = [
-            rope_of(batch.positions, freqs, rope, self.dtype) for freqs, (rope, _) in zip(self._freqs, self._ropes, strict=True)
-        ]
-        return MixerInputs(
-            self.spec, batch, cache, [ropes[i] for i in self._rope_ids], lora=lora, ranks=self.ranks, window=window, sink=sink,
-            first=first,
-        )
+        own = zip(self._mixers[first:], cache.kept[first:], strict=True)
+        return [mixer.inputs(pass_, kept) for mixer, kept in own]
 
     def _one_of_each_kind(self, aux_layer_ids: tuple[int, ...], cut: int) -> list[int]:
         """Indices of the first layer of each kind, of the last layer and of `cut`: layers of one kind launch the same kernels."""
         spec, last = self.spec, len(self._layers) - 1
         kinds: dict[object, int] = {}
-        of_attention = dict(zip(spec.attention_layers, zip(spec.windows, self._rope_ids, strict=True), strict=True))
         for i, layer in enumerate(spec.layers):
             before = None if i == 0 else spec.layers[i - 1]
-            kinds.setdefault((layer, before, i in aux_layer_ids, of_attention.get(i)), i)
+            kinds.setdefault((layer, before, i in aux_layer_ids), i)
         return sorted({*kinds.values(), last, min(cut, last)})
 
     def _lora_tokens(self, batch: FlatBatch) -> LoraTokens | None:

@@ -197,7 +197,7 @@ def flat_batch(rows: DeviceBatch, segments: Sequence[Segment], page_size: int) -
         num_tokens=sum(lengths), max_q=max(lengths), max_kv=max(s.end for s in segments), page_size=page_size,
     )
     batch.host = HostLayout(lengths, [s.end for s in segments])
-    batch.recurrence = "steps" if segments[0].generated else "chunks"
+    batch.tokens = "outputs" if segments[0].generated else "prompt"
     return batch, slot_ids
 
 

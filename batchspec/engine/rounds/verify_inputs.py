@@ -47,7 +47,7 @@ class VerifyInputs:
             out_draft_len=self.lengths(num_rows), out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )
         batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows.max_kv)
-        batch.recurrence = "drafts"
+        batch.tokens = "drafts"
         return batch.add_groups(more_tables, self._page_size)
 
     def limit_lengths(self, rows: DeviceBatch, draft_len: int) -> None:
@@ -89,5 +89,5 @@ class VerifyInputs:
             page_table=page_table,
             max_q=draft_len + 1,
             max_kv=rows.max_kv if is_cuda else int(kv_len.max()),
-            recurrence="drafts",
+            tokens="drafts",
         ).add_groups(more_tables, self._page_size)

@@ -87,6 +87,14 @@ class Family:
     window_switch: bool = False
     """Whether windows apply only with use_sliding_window, from layer max_window_layers on."""
 
+    def with_ropes(
+        self, config: ConfigReader, layers: Sequence[LayerSpec], mtp: MtpSpec | None
+    ) -> tuple[RopeSpec, tuple[LayerSpec, ...], MtpSpec | None]:
+        """The rotation of the model, and its layers, each with its rotation: the model's unless `layers` gave it one."""
+        rope, local = self.rope(config), self.local_rope(config)
+        found = tuple(_rotated(layer, rope, local or rope) for layer in layers)
+        return rope, found, None if mtp is None else replace(mtp, layer=_rotated(mtp.layer, rope, rope))
+
     def check(self, config: ConfigReader) -> None:
         """Raises CheckpointError that names every key whose computation is not supported."""
         found = [config.shown(key) for key in NOT_BUILT if key not in self.computes and config.differs(key, None, False, {})]
@@ -97,6 +105,14 @@ class Family:
         found += self.refuses(config)
         if found:
             raise config.refusal(f"not supported: {', '.join(found)}; use a checkpoint without them")
+
+
+def _rotated(layer: LayerSpec, rope: RopeSpec, local: RopeSpec) -> LayerSpec:
+    """local: of a layer with a window"""
+    own = layer.mixer
+    if not isinstance(own, AttentionSpec) or own.rope is not None:
+        return layer
+    return replace(layer, mixer=replace(own, rope=rope if own.window is None else local))
 
 
 def read_attentions(

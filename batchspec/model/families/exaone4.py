@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.model.families.base import Family, read_attentions, read_post_normed, windows_in_turn
+from batchspec.model.layers.attention.rope_config import NO_ROPE
 from batchspec.model.layers.base import PLAIN_NORM
 from batchspec.model.layers.layer import LayerSpec
 
@@ -21,7 +22,7 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
         config = windows_in_turn(config, config.integer("sliding_window_pattern"))
     attentions = read_attentions(config, qk_norm=True)
     return read_post_normed(
-        config, [replace(own, rotated=not hybrid or own.window is not None) for own in attentions], PLAIN_NORM
+        config, [replace(own, rope=NO_ROPE if hybrid and own.window is None else None) for own in attentions], PLAIN_NORM
     )
 
 

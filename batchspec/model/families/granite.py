@@ -19,6 +19,7 @@ from batchspec.model.families.base import (
     refuses_layer_types,
     refuses_windows,
 )
+from batchspec.model.layers.attention.rope_config import NO_ROPE
 from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
 
@@ -34,7 +35,7 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 def _scaled(config: ConfigReader, mlp: GatedMlpSpec, *, rotated: bool = True) -> tuple[LayerSpec, ...]:
     factor, scale = _factor(config, "residual_multiplier"), config.number("attention_multiplier")
     attentions = read_attentions(config, bias=config.flag("attention_bias"))
-    attentions = [replace(own, scale=scale, out_scale=factor, rotated=rotated) for own in attentions]
+    attentions = [replace(own, scale=scale, out_scale=factor, rope=None if rotated else NO_ROPE) for own in attentions]
     return dense_layers(attentions, replace(mlp, out_scale=factor))
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from batchspec.checkpoint.config_values import ConfigReader
 from batchspec.model.families.base import GLOBAL, LOCAL, Family, dense_layers, read_attentions, read_mlp
+from batchspec.model.layers.attention.rope_config import NO_ROPE
 from batchspec.model.layers.layer import LayerSpec
 
 
@@ -27,7 +28,7 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
         kinds = [LOCAL if has_windows and not own else GLOBAL for own in rotates[:num_layers]]
         config = config.replaced(layer_types=kinds)
     attentions = read_attentions(config, bias=config.flag("attention_bias"))
-    attentions = [replace(own, rotated=bool(turns)) for own, turns in zip(attentions, rotates, strict=False)]
+    attentions = [replace(own, rope=None if turns else NO_ROPE) for own, turns in zip(attentions, rotates, strict=False)]
     return dense_layers(attentions, read_mlp(config, bias=config.flag("mlp_bias")))
 
 

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from batchspec.batch.flat_batch import Recurrence
-from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaState
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.moe.quantise import Fp8Rows
@@ -178,24 +176,6 @@ class StoreKV(Protocol):
     def rotate(self, q: Tensor, *, q_norm: Tensor | None, eps: float) -> Tensor:
         """The output of the product of q [T, NH * D] -> q [T, NH, D], normed and rotated, of a layer that keeps no K and V.
         q_norm [D], the weight of the norm of each head, or None."""
-
-
-class StoreState(Protocol):
-    """The rows of a pass and what a recurrent layer keeps of them."""
-
-    @property
-    def state(self) -> DeltaState: ...
-
-    @property
-    def batch(self) -> DeltaBatch: ...
-
-    @property
-    def recurrence(self) -> Recurrence:
-        """How the layer takes the tokens."""
-
-    @property
-    def lora(self) -> LoraTokens | None:
-        """Which tokens go through which adapter; None in a model without."""
 
 
 class Selected(Protocol):

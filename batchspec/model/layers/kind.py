@@ -5,16 +5,19 @@ A new kind of mixer is a package in this folder: its shape, with the methods of 
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from batchspec.cache.kept import Kept
 from batchspec.cache.layer_state import LayerState
 from batchspec.cache.sharing_cost import SharingCost
 from batchspec.model.layers.base import BlockSpec
-from batchspec.model.layers.forward import BlockSource, Stream
+from batchspec.model.layers.forward import BlockSource, Selected, Stream
+from batchspec.model.layers.passes import Pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,13 @@ class Work:
     """Operations of one token."""
 
 
+class Inputs(NamedTuple):
+    """What the two parts of a mixer read in a pass besides the stream."""
+
+    begin: Any
+    finish: Selected
+
+
 class Mixer(Protocol):
     """A block that computes with a row's earlier tokens: attention, which reads their K and V, or a recurrence, which keeps a
     state of them. In two parts, because a pass may need the second part for some of its tokens only."""
@@ -57,14 +67,14 @@ class Mixer(Protocol):
     def begin(self, stream: Stream, store: Any, out_aux: Tensor | None = None) -> Tensor:
         """The first part, whose result [T, ...] `finish` takes; what the row keeps of its tokens is written.
 
-        store    where this kind of mixer keeps it: `StoreKV` for attention
+        store    `Inputs.begin` of this kind
         out_aux  [T, H]: the layer's input stream is written here if it is given
         """
 
     def finish(self, begun: Tensor, stream: Stream, attend: Any, *, add_in_product: bool) -> None:
         """Continue from the result of `begin`, of the stream's tokens, to the end of the block.
 
-        attend  for attention an `Attend`, for others `Selected`
+        attend  `Inputs.finish` of this kind
         add_in_product  as for `Block`
         """
 
@@ -92,6 +102,14 @@ class MixerSpec(BlockSpec, Protocol):
     @property
     def num_partials(self) -> int:
         """Number of partial results of one token for each part of its keys, which are computed apart and then merged."""
+
+    def tables(self) -> Mapping[Hashable, Tensor]:
+        """Constants that its passes read, such as the frequencies of a rotation: made when a model is loaded, once for each key,
+        and found in `Pass.tables`."""
+
+    def inputs(self, pass_: Pass, kept: Kept) -> Inputs:
+        """What `begin` and `finish` read in a pass; `pass_.once(kept.key, make)` makes what layers share. Called for all layers
+        before the first one runs, and for later layers again if the pass goes on with some of its tokens."""
 
     def build(self, source: BlockSource) -> Mixer:
         """The block that computes, its weights taken from `source`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 
 from batchspec.cache.groups import most_keys
+from batchspec.cache.kept import Kept
 from batchspec.cache.layer_state import LayerState
 from batchspec.cache.sharing_cost import SharingCost
 from batchspec.errors import ConfigError
 from batchspec.model.fused import rms_norm, sigmoid_gated
-from batchspec.model.layers.attention.kv_layout import KVLayout
+from batchspec.model.layers.attention.kv_layout import KVLayout, LayerKV
+from batchspec.model.layers.attention.paged import PagedAttend, PagedStore
+from batchspec.model.layers.attention.plan import AttentionPlan, narrowed, plan_attention
+from batchspec.model.layers.attention.rope import Rope, rope_frequencies, rope_of
+from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.layers.base import (
     Gemm,
     NormedSpec,
@@ -27,7 +32,8 @@ from batchspec.model.layers.base import (
     shifted,
 )
 from batchspec.model.layers.forward import Attend, BlockSource, Product, StoreKV, Stream
-from batchspec.model.layers.kind import Computing, Work
+from batchspec.model.layers.kind import Computing, Inputs, Work
+from batchspec.model.layers.passes import Pass
 from batchspec.model.layers.scaled import scaled_product
 
 
@@ -48,8 +54,8 @@ class AttentionSpec(NormedSpec):
     """Whether q and k are normed, each head separately, before they are rotated."""
     qk_norm_rows: bool = False
     """Whether q and k are normed, each over all of its heads together, before they are rotated."""
-    rotated: bool = True
-    """Whether q and k are rotated by their positions."""
+    rope: RopeSpec | None = None
+    """How q and k are rotated by their positions; None: not known yet (`Family.with_ropes`)."""
     v_norm: bool = False
     """Whether each head of v is normed, without a weight."""
     shared_v: bool = False
@@ -68,6 +74,12 @@ class AttentionSpec(NormedSpec):
     """Whether the file holds q, k and v as one projection, `qkv_proj`, their rows one after another."""
     name: str = "self_attn"
     norm: str | None = "input_layernorm"
+
+    @property
+    def rotation(self) -> RopeSpec:
+        """How q and k are rotated."""
+        assert self.rope is not None
+        return self.rope
 
     @property
     def inner_size(self) -> int:
@@ -178,7 +190,8 @@ class AttentionSpec(NormedSpec):
         )
 
     def kept(self, run: Computing) -> LayerState:
-        return LayerState(self.layout(run) if self.kv_of is None else None, self.window, reads=self.kv_of)
+        shares = "attention", self.window, self.num_heads, self.head_dim, self.rope
+        return LayerState(self.layout(run) if self.kv_of is None else None, self.window, reads=self.kv_of, shares=shares)
 
     def round_work(self, run: Computing, context: float, tokens: float) -> Work:
         keys = context if self.window is None else min(context, most_keys(self.window, tokens))
@@ -204,6 +217,26 @@ class AttentionSpec(NormedSpec):
     def _flop(self, keys: float) -> float:
         """Operations of a token that attends to so many keys."""
         return 4.0 * self.inner_size * keys
+
+    def tables(self) -> Mapping[Hashable, Tensor]:
+        """The frequencies of its rotation."""
+        return {(self.rotation, self.head_dim): rope_frequencies(self.rotation, self.head_dim)}
+
+    def inputs(self, pass_: Pass, kept: Kept) -> Inputs:
+        kv, rope, slots, plan = LayerKV.of(kept.pages), *pass_.once(kept.key, lambda: self._prepared(pass_, kept))
+        ranks = pass_.ranks if self.qk_norm_rows else None
+        store = PagedStore(rope=rope, slot_mapping=slots, kv=kv, lora=pass_.lora, norm_ranks=ranks)
+        return Inputs(store, PagedAttend(kv=kv, plan=plan, lora=pass_.lora))
+
+    def _prepared(self, pass_: Pass, kept: Kept) -> tuple[Rope, Tensor, AttentionPlan]:
+        """Layers that differ in their rotation share a plan, and those that differ in their plan a rotation."""
+        kv, batch, turn = LayerKV.of(kept.pages), pass_.of_group(kept.group), (self.rotation, self.head_dim)
+        rope = pass_.once(turn, lambda: rope_of(batch.positions, pass_.tables[turn], self.rotation, pass_.dtype))
+        plan = pass_.once(
+            ("plan", self.window, self.num_heads, kv.layout, kept.group),
+            lambda: plan_attention(batch, kv, num_heads=self.num_heads, **narrowed(self.window, pass_.window, pass_.sink)),
+        )
+        return rope, batch.slot_mapping, plan
 
     def build(self, source: BlockSource) -> Attention:
         return Attention(self, source)

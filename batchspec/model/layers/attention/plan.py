@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from torch import Tensor
 
@@ -43,6 +43,20 @@ def plan_attention(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int
     if fits_flash(batch, kv, sink):
         return plan_flash(batch, kv, num_heads=num_heads, window=window)
     return TorchPlan(batch, num_heads, window, sink)
+
+
+class Range(TypedDict):
+    """Arguments of `plan_attention`."""
+
+    window: int | None
+    sink: int
+
+
+def narrowed(own: int | None, window: int | None, sink: int) -> Range:
+    """The keys that a layer with its own window reads if `window` and `sink` are asked for."""
+    if window is None or (own is not None and own <= window):
+        return {"window": own, "sink": 0}
+    return {"window": window, "sink": sink if own is None else 0}
 
 
 class AttentionPlan(Protocol):

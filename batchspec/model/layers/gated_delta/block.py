@@ -13,19 +13,29 @@ Source: transformers, models/qwen3_next (Qwen3NextGatedDeltaNet), models/qwen3_5
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from batchspec.batch.flat_batch import FlatBatch, Tokens
+from batchspec.cache.kept import Kept
 from batchspec.cache.layer_state import LayerState, RowTensor
 from batchspec.kernels.gated_delta.chunk_products import CHUNK
 from batchspec.kernels.gated_delta.convolve import convolve
 from batchspec.kernels.gated_delta.delta_chunks import delta_chunks
 from batchspec.kernels.gated_delta.delta_steps import delta_steps
 from batchspec.kernels.gated_delta.gated_norm import gated_norm
-from batchspec.kernels.gated_delta.layout import DeltaColumns, DeltaWeights, interleaved_columns, split_columns
+from batchspec.kernels.gated_delta.layout import (
+    DeltaBatch,
+    DeltaColumns,
+    DeltaState,
+    DeltaWeights,
+    interleaved_columns,
+    split_columns,
+)
+from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.layers.base import (
     PLAIN_NORM,
     Gemm,
@@ -38,10 +48,12 @@ from batchspec.model.layers.base import (
     scaled,
     shifted,
 )
-from batchspec.model.layers.forward import BlockSource, Selected, StoreState, Stream
-from batchspec.model.layers.kind import Computing, Work
-from batchspec.packed_batch import RECURRENT_CHUNK
+from batchspec.model.layers.forward import BlockSource, Selected, Stream
+from batchspec.model.layers.kind import Computing, Inputs, Work
+from batchspec.model.layers.passes import Pass
 
+RECURRENT_CHUNK = 64
+"""Tokens of a prompt that are taken at a time: prompts are cut at multiples of it."""
 DT_BIASES, A_LOGS = (-6.9, -2.2), (0.0, 2.8)
 """Ranges that models are trained from: softplus(dt_bias) from 0.001 to 0.1, exp(A_log) up to 16. Without `a`, a token leaves 20 %
 to 99.9 % of a state."""
@@ -131,7 +143,8 @@ class GatedDeltaSpec(NormedSpec):
         return 0
 
     def kept(self, run: Computing) -> LayerState:
-        return LayerState(None, row=self.row_tensors(run.dtype, run.state_dtype, run.draft_len), chunk=RECURRENT_CHUNK)
+        rows = self.row_tensors(run.dtype, run.state_dtype, run.draft_len)
+        return LayerState(None, row=rows, chunk=RECURRENT_CHUNK, shares="gated delta")
 
     def round_work(self, run: Computing, context: float, tokens: float) -> Work:
         return Work(state_bytes=self._state(run.dtype, run.state_dtype).nbytes)
@@ -212,8 +225,47 @@ class GatedDeltaSpec(NormedSpec):
         }
         return {f"{self.name}.{name}": share for name, share in names.items()}
 
+    def tables(self) -> Mapping[Hashable, Tensor]:
+        return {}
+
+    def inputs(self, pass_: Pass, kept: Kept) -> Inputs:
+        state, conv_inputs, keys, values, gates = kept.rows
+        assert kept.num_folded is not None
+        own = DeltaState(
+            state=state, conv_inputs=conv_inputs, keys=keys, values=values, gates=gates, folded=kept.num_folded
+        )
+        rows = pass_.once(kept.key, lambda: _rows_of(pass_.batch))
+        return Inputs(DeltaStore(state=own, batch=rows, tokens=pass_.batch.tokens, lora=pass_.lora), SelectedTokens(pass_.lora))
+
     def build(self, source: BlockSource) -> GatedDelta:
         return GatedDelta(self, source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaStore:
+    """The rows of a pass and what a layer keeps of them."""
+
+    state: DeltaState
+    batch: DeltaBatch
+    tokens: Tokens
+    lora: LoraTokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedTokens:
+    """The tokens of the second part of a layer: a `Selected`."""
+
+    lora: LoraTokens | None
+
+
+def _rows_of(batch: FlatBatch) -> DeltaBatch:
+    slots = batch.slots
+    if slots is None:
+        slots = torch.arange(batch.kv_len.shape[0], device=batch.kv_len.device)
+    return DeltaBatch(
+        cu_seqlens=batch.cu_seqlens_q, positions=batch.positions, row_ids=batch.row_ids, slots=slots.int(), live=batch.kv_len,
+        max_tokens=batch.max_q,
+    )
 
 
 class GatedDelta:
@@ -233,15 +285,15 @@ class GatedDelta:
     def norms_in_product(self, stream: Stream) -> bool:
         return False  # two products read the normed stream
 
-    def begin(self, stream: Stream, store: StoreState, out_aux: Tensor | None = None) -> Tensor:
+    def begin(self, stream: Stream, store: DeltaStore, out_aux: Tensor | None = None) -> Tensor:
         """[T, HV * DV] the gated and normed outputs of the recurrence; the states of the rows are written."""
         spec, batch = self.spec, store.batch
         normed = stream.normed(self._norm, spec.eps, out_aux=out_aux)
         x, ba = self._qkvz(normed, store.lora), self._ba(normed, store.lora)
-        drafts = store.recurrence == "drafts"
+        drafts = store.tokens == "drafts"
         inputs = convolve(x, ba, self._weights, self._columns, store.state, batch, keeps_inputs=drafts)
         out = torch.empty_like(inputs.v)
-        if store.recurrence == "chunks":
+        if store.tokens == "prompt":
             delta_chunks(inputs, store.state, batch, out)
         else:
             delta_steps(inputs, store.state, batch, out, commits=not drafts)
