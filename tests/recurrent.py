@@ -38,7 +38,7 @@ def hybrid_spec(window: int | None = None, **changes: Any) -> ModelSpec:
         hidden_size=plain.hidden_size, eps=plain.rms_eps, num_key_heads=2, num_value_heads=6, key_dim=5, value_dim=3, conv_width=4
     )
     last = replace(first, num_key_heads=3, num_value_heads=3, key_dim=4, value_dim=7, conv_width=3, interleaved=True)
-    layers = (LayerSpec(first, attends.mlp), attends, LayerSpec(last, attends.mlp))
+    layers = (LayerSpec(first, attends.mlps), attends, LayerSpec(last, attends.mlps))
     return replace(plain, layers=layers)
 
 

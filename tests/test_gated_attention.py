@@ -38,7 +38,7 @@ def gated(**changes: Any) -> ModelSpec:
     spec = read_spec({**SHAPE, **changes}, "config.json")
     rope = replace(spec.rope, rotary_dim=spec.head_dim // 2)
     layers = tuple(
-        LayerSpec(replace(layer.attention, gated=True, norms=ZERO_CENTRED, rope=rope), replace(layer.mlp, norms=ZERO_CENTRED))  # type: ignore[type-var]
+        LayerSpec(replace(layer.attention, gated=True, norms=ZERO_CENTRED, rope=rope), (replace(layer.mlp, norms=ZERO_CENTRED),))  # type: ignore[type-var]
         for layer in spec.layers
     )
     return replace(spec, layers=layers, norms=ZERO_CENTRED, rope=rope)

@@ -41,7 +41,7 @@ def hybrid_target(kind: str) -> Target:
         conv_width=4,
     )
     last = replace(first, num_value_heads=2, value_dim=32, interleaved=True)
-    spec = replace(plain, layers=(LayerSpec(first, attends.mlp), attends, LayerSpec(last, attends.mlp)))
+    spec = replace(plain, layers=(LayerSpec(first, attends.mlps), attends, LayerSpec(last, attends.mlps)))
     device = torch.device(kind)
     return Target(spec, _Noise(spec, device, torch.float32), device)
 

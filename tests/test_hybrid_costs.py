@@ -24,7 +24,7 @@ from tests.test_planner import always
 
 GPU, BF16 = torch.device("cuda"), torch.bfloat16
 SPEC = read_spec(TEXT_35B, "config.json")
-DELTAS = [mixer for mixer in SPEC.mixers if isinstance(mixer, GatedDeltaSpec)]
+DELTAS = [mixer for _, mixer in SPEC.mixers if isinstance(mixer, GatedDeltaSpec)]
 STATE = 30 * 32 * 128 * 128
 """Numbers in the states of a row."""
 FREE = 139 * 10**9 - SPEC.weight_bytes(BF16)

@@ -216,7 +216,7 @@ def test_fp8_checkpoints_keep_the_gates_of_recurrent_layers_plain() -> None:
     noise = DummyWeights(spec, dtype=torch.bfloat16, device=CPU)
     assert noise.tensor("model.layers.0.linear_attn.A_log").dtype is torch.float32
     part = spec.sharded(Shard(1, 2))
-    assert part.layers[0].mixer.inner_size == 16 * 128
+    assert part.layers[0].blocks[0].inner_size == 16 * 128
     with pytest.raises(ConfigError, match="linear_num_key_heads 16 cannot be cut into 3 equal parts"):
         spec.sharded(Shard(0, 3))
 

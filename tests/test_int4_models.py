@@ -54,7 +54,7 @@ def quantised_projections(target: Target) -> int:
 def products(target: Target) -> list[Any]:
     found = []
     for layer in target._layers:
-        for block in (layer.mixer, layer._mlp):
+        for block in (layer.mixer, *layer._mlps):
             found += [value for name, value in vars(block).items() if name in ("_qkv", "_out", "_gate_up", "_down")]
     return found
 

@@ -213,7 +213,7 @@ def test_products_that_quantise_their_input_add_the_adapter_to_what_they_read_be
     adapted = Target.load(fp8, spec.with_lora(adapters.shape), dtype=torch.float32, device=CPU, adapters=adapters)
     x = torch.randn(7, spec.hidden_size, generator=torch.Generator().manual_seed(0))
     tokens = adapted._lora.tokens(torch.tensor([1, 0, 1, 1, 0, 1, 1], dtype=torch.int32))  # type: ignore[union-attr]
-    (one, other) = (target._layers[0]._mlp._gate_up for target in (base, adapted))  # type: ignore[attr-defined]
+    (one, other) = (target._layers[0]._mlps[0]._gate_up for target in (base, adapted))  # type: ignore[attr-defined]
     assert isinstance(other, AdaptedProduct)
     assert other.fp8_form is None  # the kernel before it must leave the row as the adapter reads it
     deltas = products(folder, dict.fromkeys(("gate_proj", "up_proj", "o_proj"), 2.0))

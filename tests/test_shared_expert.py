@@ -48,7 +48,7 @@ def shared(size: int = 40, **changes: Any) -> ModelSpec:
     for layer in spec.layers:
         assert isinstance(layer.mlp, MoeSpec)
         own = replace(layer.mlp, shared=SharedExpert(mlp=mlp, gate="mlp.shared_expert_gate"), norms=ZERO_CENTRED)
-        layers.append(LayerSpec(replace(layer.attention, gated=True, norms=ZERO_CENTRED, rope=rope), own))
+        layers.append(LayerSpec(replace(layer.attention, gated=True, norms=ZERO_CENTRED, rope=rope), (own,)))
     return replace(spec, layers=tuple(layers), norms=ZERO_CENTRED, rope=rope)
 
 

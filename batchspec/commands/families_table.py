@@ -64,7 +64,7 @@ def row_of(family: Family) -> Row:
 
 def weights_of(spec: ModelSpec) -> tuple[str, ...]:
     """The formats in which a checkpoint may hold all of its products: experts of a layer in one tensor are plain or in MXFP4."""
-    stacked = any(grouped.stacked for layer in spec.layers for grouped in layer.mlp.grouped)
+    stacked = any(grouped.stacked for _, block in spec.blocks() for grouped in block.grouped)
     return ("bf16", "MXFP4") if stacked else ("bf16", "FP8", "INT4", "NVFP4")
 
 

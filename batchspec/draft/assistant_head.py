@@ -137,8 +137,8 @@ class BoundAssistant:
         stream = ResidualStream(self._own.before(joined, None), None, self._ranks)
         layers = self._own.layers
         for i, layer in enumerate(layers):
-            begun = layer.mixer.begin(stream, PagedStore(rope=ropes[i], slot_mapping=slots, kv=kv[i]), None)
-            following = layers[min(i + 1, len(layers) - 1)].mixer
+            begun = layer.begin(stream, PagedStore(rope=ropes[i], slot_mapping=slots, kv=kv[i]), None)
+            following = layers[min(i + 1, len(layers) - 1)]
             attend = PagedAttend(kv=kv[i], plan=plans[i])
             layer.finish(begun, stream, attend, add_in_product=following.norms_in_product(stream))
         return stream.normed(self._own.norm, self._eps)

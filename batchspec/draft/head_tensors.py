@@ -100,7 +100,7 @@ def head_layers(spec: HeadSpec) -> tuple[LayerSpec, ...]:
         )
         for index, window in enumerate(spec.windows)
     ]
-    return tuple(LayerSpec(attention, mlp) for attention in attentions)
+    return tuple(LayerSpec(attention, (mlp,)) for attention in attentions)
 
 
 def head_prefix(index: int) -> str:

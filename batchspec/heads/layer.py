@@ -182,6 +182,9 @@ class GradientStream:
     def normed(self, norm: Tensor, eps: float, *, out_aux: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         return _rms_norm(self.state, norm, eps, wide=self._wide)
 
+    def settle(self, out_aux: Tensor) -> None:
+        out_aux.copy_(self.state)
+
     def reduced(self, values: Tensor) -> Tensor:
         return values
 

@@ -131,6 +131,9 @@ class ResidualStream:
         normed = rms_norm(self.residual, norm, eps)
         return normed if out is None else out.copy_(normed)
 
+    def settle(self, out_aux: Tensor) -> None:
+        self._summed(out_aux)
+
     def _summed(self, out_aux: Tensor | None) -> Tensor:
         """The stream itself [T, H], with all that was added. out_aux [T, H]: it is also written here, if given."""
         if self._pending is not None:

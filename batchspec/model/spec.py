@@ -102,14 +102,14 @@ class ModelSpec(CheckpointPart):
         )
 
     @property
-    def mixers(self) -> tuple[MixerSpec, ...]:
-        """[num_layers]"""
-        return tuple(layer.mixer for layer in self.layers)
+    def mixers(self) -> tuple[tuple[int, MixerSpec], ...]:
+        """The index of each layer that has a mixer, and the mixer."""
+        return tuple((i, layer.mixer) for i, layer in enumerate(self.layers) if layer.mixer is not None)
 
     def layer_states(self, dtype: torch.dtype, page_size: int, *, draft_len: int = 0) -> tuple[LayerState, ...]:
         """What each of its layers keeps of a row. draft_len: K, the maximum number of drafts that a round verifies."""
         run = self.computing(dtype, page_size, draft_len)
-        return tuple(mixer.kept(run) for mixer in self.mixers)
+        return tuple(layer.kept(run) for layer in self.layers)
 
     @property
     def _states(self) -> tuple[LayerState, ...]:
@@ -125,7 +125,7 @@ class ModelSpec(CheckpointPart):
     def sharing_cost(self, dtype: torch.dtype, *, page_size: int, max_q: int) -> SharingCost:
         """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once."""
         run = self.computing(dtype, page_size)
-        costs = [cost for mixer in self.mixers if (cost := mixer.sharing_cost(run, max_q)) is not None]
+        costs = [cost for _, mixer in self.mixers if (cost := mixer.sharing_cost(run, max_q)) is not None]
         return next((cost for cost in costs if cost.reads_all), costs[0] if costs else NOTHING_SHARED)
 
     @property
@@ -155,7 +155,7 @@ class ModelSpec(CheckpointPart):
     @property
     def last_kept(self) -> int:
         """Index of the last layer that keeps something of a row: of later ones a prefill computes the last tokens alone."""
-        return max(i for i, state in enumerate(self._states) if state.reads is None)
+        return max(i for i, state in enumerate(self._states) if state.pages is not None or state.row)
 
     @property
     def kv_attentions(self) -> tuple[AttentionSpec, ...]:
@@ -253,7 +253,7 @@ class ModelSpec(CheckpointPart):
         layer, _, tensor = name.removeprefix(f"{MODEL_PREFIX}layers.").partition(".")
         if not (layer.isdecimal() and int(layer) < self.num_layers):
             return False
-        if self.mixers[int(layer)].kept(self.computing(torch.float32)).reads is None:
+        if self.layers[int(layer)].kept(self.computing(torch.float32)).reads is None:
             return False
         return tensor.startswith(tuple(f"{self.layers[int(layer)].attention.name}.{x}" for x in ("k_", "v_")))
 

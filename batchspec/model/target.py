@@ -53,8 +53,8 @@ class Target:
         self._norm = weights.tensor(FINAL_NORM)
         head = self._embedding[spec.vocab_part] if spec.tie else weights.tensor(OUTPUT)
         self._head = self._output_head(head)
-        tables = {key: table for mixer in dict.fromkeys(spec.mixers) for key, table in mixer.tables().items()}
-        self._tables = {key: table.to(device) for key, table in tables.items()}
+        mixers = dict.fromkeys(mixer for _, mixer in spec.mixers)
+        self._tables = {key: table.to(device) for mixer in mixers for key, table in mixer.tables().items()}
         self.kv_scales: tuple[Tensor, ...] | None = None
         """For each layer that keeps K and V, fp32 [2 (K, V), KVH] scales of an e4m3 cache, if spec.fp8_kv (`kv_scales.py`), on a
         rank those of its heads. Set before an engine is made: caches hold them."""
@@ -62,7 +62,7 @@ class Target:
         """The same for all heads of the model, on the CPU, as `KVScales.values`."""
         self.weight_sums: WeightSums | None = None
         """Of the files that the weights came from, where `load` was asked for them."""
-        self._mixers, self._has_experts, self._last_kept = spec.mixers, spec.experts is not None, spec.last_kept
+        self._has_experts, self._last_kept = spec.experts is not None, spec.last_kept
         self._first_live_slot = torch.ones(1, dtype=torch.int64, device=device)  # on the device: captured rounds read it
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=self.dtype))
@@ -180,15 +180,16 @@ class Target:
         cut = max((kept, *aux_layer_ids))  # the layer in which tokens are left out
         for i in self._one_of_each_kind(aux_layer_ids, cut) if is_dry() else range(last + 1):
             layer, stream.layer = self._layers[i], i
-            begun = layer.mixer.begin(stream, inputs[i].begin, _aux_at(aux, aux_layer_ids, i))
+            begun = layer.begin(stream, inputs[i].begin, _aux_at(aux, aux_layer_ids, i))
             if kv_only and i == kept:
                 cache.fold(batch)
                 return stream.residual, None if aux is None else aux.flatten(1)
             if places is not None and i == cut:
-                begun, stream, ends = begun.index_select(0, places), stream.select(places), batch.ends(places)
+                begun = None if begun is None else begun.index_select(0, places)
+                stream, ends = stream.select(places), batch.ends(places)
                 inputs[i:] = self._inputs(pass_of(ends, lora=self._lora_tokens(ends)), cache, first=i)
             # The final norm accepts the stream in either form: products of the last layer add as if a layer like it followed.
-            following = self._layers[min(i + 1, last)].mixer
+            following = self._layers[min(i + 1, last)]
             layer.finish(begun, stream, inputs[i].finish, add_in_product=following.norms_in_product(stream))
         cache.fold(batch)
         out = stream.normed(self._norm, self.spec.rms_eps, out_aux=_aux_at(aux, aux_layer_ids, last + 1))
@@ -197,9 +198,9 @@ class Target:
         return out, None if aux is None else aux.flatten(1)
 
     def _inputs(self, pass_: Pass, cache: KVCache, first: int = 0) -> list[Inputs]:
-        """What the mixers of the layers from `first` on read in a pass."""
-        own = zip(self._mixers[first:], cache.kept[first:], strict=True)
-        return [mixer.inputs(pass_, kept) for mixer, kept in own]
+        """What the layers from `first` on read in a pass."""
+        own = zip(self.spec.layers[first:], cache.kept[first:], strict=True)
+        return [layer.inputs(pass_, kept) for layer, kept in own]
 
     def _one_of_each_kind(self, aux_layer_ids: tuple[int, ...], cut: int) -> list[int]:
         """Indices of the first layer of each kind, of the last layer and of `cut`: layers of one kind launch the same kernels."""

@@ -100,7 +100,7 @@ def prefill_seconds(
     run, last_kept = spec.computing(dtype), spec.last_kept
     flop = prompt_tokens * sum(
         mixer.prompt_work(run, prompt_tokens, ends_only=not scores and layer > last_kept).flop
-        for layer, mixer in enumerate(spec.mixers)
+        for layer, mixer in spec.mixers
     )
     mixers_s = flop / rates.flop_s(pass_tokens)
     pass_s = _products_s(spec, rates, dtype, pass_tokens, outputs=None if scores else 1 / share) + rates.overhead_s
@@ -175,7 +175,7 @@ def _whole_tiles(rates: Rates, tokens: float) -> float:
 def _round_work(spec: ModelSpec, dtype: torch.dtype, context_tokens: float, tokens_per_row: float) -> Work:
     """Of all mixers together in a round."""
     run = spec.computing(dtype)
-    works = [mixer.round_work(run, context_tokens, tokens_per_row) for mixer in spec.mixers]
+    works = [mixer.round_work(run, context_tokens, tokens_per_row) for _, mixer in spec.mixers]
     return Work(
         page_bytes=sum(work.page_bytes for work in works), state_bytes=sum(work.state_bytes for work in works),
         flop=sum(work.flop for work in works),

@@ -28,7 +28,7 @@ def exchange_seconds(spec: ModelSpec, dtype: torch.dtype, tokens: float) -> floa
     ranks = spec.shard.ranks
     if ranks == 1:
         return 0.0
-    norms = sum(mixer.num_rank_sums for mixer in spec.mixers)
+    norms = sum(mixer.num_rank_sums for _, mixer in spec.mixers)
     sums = sum(block.num_sums for _, block in spec.blocks()) * sum_seconds(ranks, tokens * spec.hidden_size * dtype.itemsize)
     return sums + (norms + 1) * sum_seconds(ranks, 8 * tokens)  # and the choice of tokens
 

@@ -75,7 +75,7 @@ def reserve_bytes(
     # The saved bytes of a prefix do not depend on how many tokens its pages have.
     shares = spec.sharing_cost(dtype, page_size=1, max_q=draft_len + 1).may_pay(slots, shared_tokens)
     chunks = slots * (-(-max_len // CHUNK_TOKENS) + (SHARED_CHUNKS if shares else 0))
-    partials = 4 * chunks * (draft_len + 1) * max(mixer.num_partials for mixer in spec.mixers)
+    partials = 4 * chunks * (draft_len + 1) * max((mixer.num_partials for _, mixer in spec.mixers), default=0)
     state = slots * (5 * max_len + 4 * spec.vocab_size)
     num_graphs = num_buckets * (min(draft_len + 1, MOST_LENGTHS) + 1)
     if draft_len and slots >= LEAST_PARTIAL_ROWS:

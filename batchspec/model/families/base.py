@@ -155,7 +155,7 @@ def read_post_normed(config: ConfigReader, attentions: Sequence[AttentionSpec], 
 
 def dense_layers(attentions: Sequence[AttentionSpec], mlp: GatedMlpSpec) -> tuple[LayerSpec, ...]:
     """The same gated MLP in every layer."""
-    return tuple(LayerSpec(attention, mlp) for attention in attentions)
+    return tuple(LayerSpec(attention, (mlp,)) for attention in attentions)
 
 
 def read_num_experts(config: ConfigReader, key: str = "num_experts") -> tuple[int, int]:

@@ -146,7 +146,7 @@ def _layer(config: ConfigReader, attention: AttentionSpec) -> LayerSpec:
     mlp = _with_experts(config, dense) if config.flag("enable_moe_block") else dense
     size = config.integer("hidden_size_per_layer_input")
     if not size:
-        return LayerSpec(attention, mlp)
+        return LayerSpec(attention, (mlp,))
     last = LayerInputSpec(
         hidden_size=config.integer("hidden_size"),
         eps=config.number("rms_norm_eps"),
@@ -155,7 +155,7 @@ def _layer(config: ConfigReader, attention: AttentionSpec) -> LayerSpec:
         out_factor=_FACTOR,
         norms=_NORMS,
     )
-    return LayerSpec(attention, replace(mlp, out_factor=None), last)
+    return LayerSpec(attention, (replace(mlp, out_factor=None), last))
 
 
 def _layer_inputs(config: ConfigReader) -> LayerInputsSpec | None:

@@ -55,7 +55,7 @@ def _groups(config: ConfigReader, num_experts: int, top_k: int) -> tuple[int, in
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     attentions = read_attentions(config, qkv_bias=config.flag("attention_bias"), qk_norm=config.flag("use_qk_norm"))
     experts, mlp, dense = _experts(config), read_mlp(config), config.integer("first_k_dense_replace")
-    return tuple(LayerSpec(attention, experts if i >= dense else mlp) for i, attention in enumerate(attentions))
+    return tuple(LayerSpec(attention, (experts if i >= dense else mlp,)) for i, attention in enumerate(attentions))
 
 
 def _mtp(config: ConfigReader, layers: Sequence[LayerSpec]) -> MtpSpec | None:
@@ -68,7 +68,7 @@ def _mtp(config: ConfigReader, layers: Sequence[LayerSpec]) -> MtpSpec | None:
         hidden_norm="hnorm", out_norm="shared_head.norm",
     )
     return MtpSpec(
-        join=join, layer=LayerSpec(layers[-1].mixer, _experts(config)), prefix=prefix, layer_prefix=prefix,
+        join=join, layer=LayerSpec(layers[-1].mixer, (_experts(config),)), prefix=prefix, layer_prefix=prefix,
         copies_of_model=("embed_tokens", "shared_head.head"),
     )
 

@@ -42,7 +42,7 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
         norms=NORMS,
     )
     attentions = read_attentions(config, bias=config.flag("attention_bias", True))
-    return tuple(LayerSpec(replace(attention, sinks=True, norms=NORMS), experts) for attention in attentions)
+    return tuple(LayerSpec(replace(attention, sinks=True, norms=NORMS), (experts,)) for attention in attentions)
 
 
 def _rope(config: ConfigReader) -> RopeSpec:

@@ -40,7 +40,7 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
         ),
         eps=config.number("rms_norm_eps"),
     )
-    return tuple(LayerSpec(replace(attention, qk_norm_rows=True), experts) for attention in read_attentions(config))
+    return tuple(LayerSpec(replace(attention, qk_norm_rows=True), (experts,)) for attention in read_attentions(config))
 
 
 def _rope(config: ConfigReader) -> RopeSpec:

@@ -25,7 +25,7 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
         ),
         eps=config.number("rms_norm_eps"),
     )
-    return tuple(LayerSpec(attention, experts) for attention in read_attentions(config))
+    return tuple(LayerSpec(attention, (experts,)) for attention in read_attentions(config))
 
 
 MIXTRAL = Family(

@@ -24,12 +24,12 @@ from batchspec.model.layers.layer import LayerSpec
 
 def _dense_layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     mlp = replace(read_mlp(config), norms=NORMS)
-    return tuple(LayerSpec(mixer, mlp) for mixer in read_mixers(config, interleaved=False))
+    return tuple(LayerSpec(mixer, (mlp,)) for mixer in read_mixers(config, interleaved=False))
 
 
 def _moe_layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     experts = read_moe(config)
-    return tuple(LayerSpec(mixer, experts) for mixer in read_mixers(config, interleaved=False))
+    return tuple(LayerSpec(mixer, (experts,)) for mixer in read_mixers(config, interleaved=False))
 
 
 def _moe_refuses(config: ConfigReader) -> list[str]:

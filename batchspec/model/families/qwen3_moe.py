@@ -36,7 +36,7 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     step, dense = config.integer("decoder_sparse_step"), config.integers("mlp_only_layers") or ()
     sparse = [i not in dense and (i + 1) % step == 0 for i in range(len(attentions))]
     return tuple(
-        LayerSpec(attention, experts if own else read_mlp(config)) for attention, own in zip(attentions, sparse, strict=True)
+        LayerSpec(attention, (experts if own else read_mlp(config),)) for attention, own in zip(attentions, sparse, strict=True)
     )
 
 

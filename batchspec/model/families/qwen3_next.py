@@ -119,7 +119,7 @@ def read_mtp(config: ConfigReader, layers: Sequence[LayerSpec]) -> MtpSpec | Non
         return None
     attends = next(layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec))
     join = JoinSpec(hidden_size=config.integer("hidden_size"), eps=config.number("rms_norm_eps"), norms=NORMS)
-    return MtpSpec(join=join, layer=LayerSpec(attends, layers[-1].mlp))
+    return MtpSpec(join=join, layer=LayerSpec(attends, layers[-1].mlps))
 
 
 def text_rope(config: ConfigReader) -> RopeSpec:
@@ -139,7 +139,7 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     step, dense = config.integer("decoder_sparse_step"), config.integers("mlp_only_layers") or ()
     experts, mlp = read_moe(config), replace(read_mlp(config), norms=NORMS)
     return tuple(
-        LayerSpec(mixer, experts if i not in dense and (i + 1) % step == 0 else mlp) for i, mixer in enumerate(mixers)
+        LayerSpec(mixer, (experts if i not in dense and (i + 1) % step == 0 else mlp,)) for i, mixer in enumerate(mixers)
     )
 
 

@@ -1,9 +1,10 @@
-"""The kinds of layers: their shapes, and how they are built and computed. A layer is a mixer and an MLP (layer.py).
+"""The kinds of layers: their shapes, and how they are built and computed. A layer is a mixer and an MLP, or one of
+them (layer.py).
 
 kind.py              what the rest of batchspec may know of a mixer: what it keeps of a row, what it costs, how it is built
 passes.py            a pass: its batch, and what mixers prepare once for several layers
 base.py, forward.py  what every block says of itself, and what a block computes with
-layer.py             a layer: a mixer, an MLP, norms around them; layer_inputs.py: inputs of layers besides the stream
+layer.py             a layer, of one block or more; layer_inputs.py: inputs of layers besides the stream
 scaled.py            a factor of what a block adds
 
 Mixers:

@@ -7,6 +7,7 @@ operations that gradients flow through (`heads/layer.py`). T tokens, H hidden, N
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -135,6 +136,9 @@ class Stream(Protocol):
     def normed(self, norm: Tensor, eps: float, *, out_aux: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """rms_norm(stream) [T, H], written to `out` if given. out_aux [T, H]: the stream is written here if it is given."""
 
+    def settle(self, out_aux: Tensor) -> None:
+        """Add what is left to be added, without a norm, and write the stream to out_aux [T, H]."""
+
     def reduced(self, values: Tensor) -> Tensor:
         """The outputs [T, H] of a product that is cut by rows, summed over all ranks; without ranks the values themselves."""
 
@@ -184,6 +188,13 @@ class Selected(Protocol):
     @property
     def lora(self) -> LoraTokens | None:
         """Which of these tokens go through which adapter; None in a model without."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedTokens:
+    """The same as data."""
+
+    lora: LoraTokens | None
 
 
 class Attend(Selected, Protocol):

@@ -48,7 +48,7 @@ from batchspec.model.layers.base import (
     scaled,
     shifted,
 )
-from batchspec.model.layers.forward import BlockSource, Selected, Stream
+from batchspec.model.layers.forward import BlockSource, Selected, SelectedTokens, Stream
 from batchspec.model.layers.kind import Computing, Inputs, Work
 from batchspec.model.layers.passes import Pass
 
@@ -249,13 +249,6 @@ class DeltaStore:
     batch: DeltaBatch
     tokens: Tokens
     lora: LoraTokens | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SelectedTokens:
-    """The tokens of the second part of a layer: a `Selected`."""
-
-    lora: LoraTokens | None
 
 
 def _rows_of(batch: FlatBatch) -> DeltaBatch:
