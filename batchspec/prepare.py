@@ -279,7 +279,7 @@ def with_states(spec: ModelSpec, state_dtype: str, dtype: torch.dtype) -> ModelS
     """The spec with cache.state_dtype. Raises ConfigError if it has no effect on this model in `dtype`."""
     if state_dtype == "auto":
         return spec
-    if not spec.is_recurrent:
+    if not any(state.row for state in spec.layer_states(dtype, 1)):
         raise ConfigError(
             f"cache.state_dtype={state_dtype} applies to recurrent layers, and {spec.family} has none; remove the key"
         )

@@ -24,7 +24,7 @@ from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.config.train_schema import TrainRun, check_training
 from batchspec.draft.registry import DRAFTERS
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.shapes import COMMON, SHAPES
+from batchspec.model.families.shapes import COMMON, SHAPES
 from batchspec.model.spec import load_spec
 from batchspec.prepare import open_model
 from batchspec.runstate.output_folder import OutputFolder

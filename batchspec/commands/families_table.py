@@ -13,6 +13,7 @@ from batchspec.model.families.base import Family
 from batchspec.model.families.registry import ASSISTANTS, FAMILIES
 from batchspec.model.families.shapes import COMMON, SHAPES, shape_spec
 from batchspec.model.layers.base import Shard
+from batchspec.model.layers.kind import Use
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec
 
@@ -53,7 +54,8 @@ def row_of(family: Family) -> Row:
     """The facts, from the shape of a published model."""
     shape = next(name for name, config in SHAPES.items() if {**COMMON, **config}["model_type"] == family.name)
     spec = shape_spec(shape)
-    drafters = "no window, no trees" if spec.is_recurrent else "all"
+    uses: tuple[tuple[Use, str], ...] = ("self_draft", "no window"), ("tree", "no trees")
+    drafters = ", ".join(text for use, text in uses if spec.refuses(use) is not None) or "all"
     has_assistant = family.name in {assistant.text for assistant in ASSISTANTS.values()}
     return Row(
         models=family.models, model_type=family.name, weights=", ".join(weights_of(spec)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from batchspec.commands.card_text import about, fp8_weights, launches, paths
 from batchspec.commands.plan_output import FoundOutput
-from batchspec.console.text import MESSAGE_CHARS, counted, one_line
+from batchspec.console.text import MESSAGE_CHARS, bytes_text, counted, one_line
 from batchspec.errors import TooManyErrors
 from batchspec.kernels.common.card import assumed
 from batchspec.load.memory import automata_bytes, padded_prefill_bytes
@@ -76,7 +76,7 @@ class Plan:
         files, rows, read = self.job.source.files, self.job.source.num_rows, self.survey.num_rows
         name = one_line(files[0].name) if len(files) == 1 else f"{len(files):,} files"
         lines = [
-            f"input        {rows:,} rows in {name}, {_bytes(sum(file.size_bytes for file in files))}; "
+            f"input        {rows:,} rows in {name}, {bytes_text(sum(file.size_bytes for file in files))}; "
             + ("all read" if read == rows else f"{read:,} read, `--full` reads all"),
             f"completions  {self.num_completions:,}{'' if read == rows else ' (estimated)'}",
             *self._output(),
@@ -142,7 +142,7 @@ class Plan:
         return [
             f"structured   {counted(stats.num_compiled, 'distinct constraint')}; compiling one took "
             f"{stats.seconds / stats.num_compiled:.2f} s of CPU time on average, {stats.longest_s:.2f} s at most; the largest "
-            f"has {stats.most_states:,} states, {_bytes(stats.largest_bytes)} on the device",
+            f"has {stats.most_states:,} states, {bytes_text(stats.largest_bytes)} on the device",
             *lazy,
         ]
 
@@ -168,20 +168,21 @@ class Plan:
             f"outputs half as long as max_new_tokens (all of it up to {SHORT_TOKENS}, and where nothing else ends a row), "
             f"{_accepted(ahead)}, "
         ) * (not self._scores)
+        about = spec.about(spec.computing(job.dtype, batch.page_size, batch.draft_len))
         total_s = ahead.prefill_s + ahead.decode_s
         kept = f"({spec.formats.kept}, the rest {dtype})" if spec.formats.kept else f"in {dtype}"
         return [
             *self._card(),
             f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights a token, "
-            f"{_bytes(spec.weight_bytes(job.dtype))} {kept} on {job.device.type}",
+            f"{bytes_text(spec.weight_bytes(job.dtype))} {kept} on {job.device.type}",
             *_notes(job),
-            *self._recurrent(batch),
+            *_lines(line for own in about for line in own.model),
             *self._adapters(),
             *self._drafter(),
             f"shape        {counted(batch.num_slots, 'slot')}, rows up to {batch.max_len:,} tokens, "
             f"drafter {job.config.draft.name} ({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
-            f"pages        {pages} of {batch.page_size} tokens, {_bytes(pages_bytes)}{', K and V in e4m3' * spec.fp8_kv}",
-            *self._states(),
+            f"pages        {pages} of {batch.page_size} tokens, {bytes_text(pages_bytes)}{', K and V in e4m3' * spec.fp8_kv}",
+            *_lines(line for own in about for line in own.memory),
             self._memory(batch, pages_bytes, row_tensor_bytes(batch, spec, job.dtype, layers)),
             *self._rounds(ahead),
             f"prefill      {_duration(ahead.prefill_s)}",
@@ -211,34 +212,14 @@ class Plan:
             return [f"rounds       none: {self.job.config.decode.score} are scored, nothing is decoded"]
         return [
             f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, the last ones with fewer rows shorter, "
-            f"{_duration(ahead.decode_s)}; a full one reads {_bytes(ahead.weights_read_bytes)} of weights and "
-            f"{_bytes(ahead.kv_read_bytes)} of K/V"
-            + f", and reads and writes {_bytes(ahead.state_bytes / 2)} of states" * bool(ahead.state_bytes)
-        ]
-
-    def _states(self) -> list[str]:
-        states = [kept.row[0] for kept in self.job.spec.layer_states(self.job.dtype, 1) if kept.row]
-        if not states:
-            return []
-        dtype = dtype_name(states[0].dtype)
-        return [
-            f"states       {_bytes(sum(state.nbytes for state in states))} a row in {dtype}, of "
-            f"{counted(len(states), 'recurrent layer')}"
+            f"{_duration(ahead.decode_s)}; a full one reads {bytes_text(ahead.weights_read_bytes)} of weights and "
+            f"{bytes_text(ahead.kv_read_bytes)} of K/V"
+            + f", and reads and writes {bytes_text(ahead.state_bytes / 2)} of states" * bool(ahead.state_bytes)
         ]
 
     @property
     def _scores(self) -> bool:
         return self.job.config.decode.score != "none"
-
-    def _recurrent(self, batch: PackedBatch) -> list[str]:
-        spec, dtype = self.job.spec, self.job.dtype
-        if not spec.is_recurrent:
-            return []
-        row_bytes = sum(layer.row_bytes for layer in spec.layer_states(dtype, batch.page_size, draft_len=batch.draft_len))
-        return [
-            f"recurrent    {spec.num_layers - spec.num_kv_layers} of the layers keep {_bytes(row_bytes)} of a row, however long, "
-            "and no K or V; rows with a common prefix begin with a copy of what they keep at its end"
-        ]
 
     def _adapters(self) -> list[str]:
         spec, dtype = self.job.spec, self.job.dtype
@@ -247,8 +228,9 @@ class Plan:
         ranks = sorted({spec.lora.rank_of(prefix, own) for prefix, block in spec.blocks() for own in block.products} - {0})
         of = "of all rows" if spec.lora.of_all_rows else "of rows that name one"
         return [
-            f"adapters     {counted(spec.lora.num_adapters, 'LoRA adapter')} {of}, not merged: {_bytes(spec.lora_bytes(dtype))} "
-            f"of the weights, ranks padded to {' and '.join(map(str, ranks))}; rounds and prefill assume that every row has one"
+            f"adapters     {counted(spec.lora.num_adapters, 'LoRA adapter')} {of}, not merged: "
+            f"{bytes_text(spec.lora_bytes(dtype))} of the weights, ranks padded to {' and '.join(map(str, ranks))}; rounds and "
+            "prefill assume that every row has one"
         ]
 
     def _memory(self, batch: PackedBatch, pages_bytes: int, slots_bytes: int) -> str:
@@ -265,8 +247,8 @@ class Plan:
             "states of rows": slots_bytes,
             "passes, rounds and graphs": held_back_bytes(batch, job.spec, job.dtype, demand) if job.device.type == "cuda" else 0,
         }
-        text = " + ".join(f"{_bytes(size)} {name}" for name, size in parts.items() if size)
-        return f"memory       {text} = {_bytes(sum(parts.values()))} of {_bytes(free_memory(job.device))} that are free"
+        text = " + ".join(f"{bytes_text(size)} {name}" for name, size in parts.items() if size)
+        return f"memory       {text} = {bytes_text(sum(parts.values()))} of {bytes_text(free_memory(job.device))} that are free"
 
     def _gpus(self) -> list[str]:
         """Several copies of the model or one cut over several GPUs, and which the cost model chooses."""
@@ -316,9 +298,6 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.2f} GB"
+def _lines(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines of a label and a text."""
+    return [f"{label:<12} {text}" for label, text in pairs]

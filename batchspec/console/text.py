@@ -35,6 +35,15 @@ UNSAFE = re.compile(
 )
 
 
+def bytes_text(count: float) -> str:
+    """`999 B`, `1.5 kB`, `20 MB`, `1,234.50 GB`, in powers of 1000."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.2f} GB"
+
+
 def counted(number: int, noun: str) -> str:
     """1 shard, 2 shards, 1,000 shards."""
     return f"{number:,} {noun}{'s' * (number != 1)}"

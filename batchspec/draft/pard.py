@@ -200,8 +200,8 @@ def _open(config: RunConfig, target: ModelSpec) -> PardSpec:
     assert path is not None
     files = find_model(path, key="draft.path")
     pard = read_pard(files.folder, target)
-    if pard.model.is_recurrent:
-        raise ConfigError(f"draft.path={path}: {pard.model.family} has recurrent layers; PARD drafts with attention alone")
+    if (why := pard.model.refuses("drafter")) is not None:
+        raise ConfigError(f"draft.path={path}: {pard.model.family} {why}; PARD drafts with attention alone")
     if config.model.load_format != "dummy":
         pard = replace(pard, model=judge_model(files))
     if config.draft.parallel is True and pard.mask_token_id is None:

@@ -107,10 +107,10 @@ def open_drafter(config: RunConfig, target: ModelSpec, *, draft_vocab: int = DEF
     kind: type[DrafterSpec[Any]] = module.SPEC
     made = kind.of(config, target, draft_vocab=draft_vocab)
     is_tree = isinstance(made.shape, TreeShape)
-    if target.is_recurrent and (made.runs_target or is_tree):
+    why = target.refuses("tree") if is_tree else target.refuses("self_draft") if made.runs_target else None
+    if why is not None:
         raise ConfigError(
-            f"draft={'tree' if is_tree else config.draft.name}: {target.family} has recurrent layers, which keep one state of a "
-            "row: only chains can be verified, and the model itself cannot draft them; choose none, lookup, eagle3, hybrid, "
+            f"draft={'tree' if is_tree else config.draft.name}: {target.family} {why}; choose none, lookup, eagle3, hybrid, "
             "parallel or pard"
         )
     return made

@@ -23,7 +23,7 @@ from batchspec.model.layers.attention.block import AttentionSpec
 from batchspec.model.layers.attention.kv_layout import KVLayout
 from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.layers.base import PLAIN_NORM, WHOLE, BlockSpec, NormForm, Shard, TensorSpec
-from batchspec.model.layers.kind import Computing, MixerSpec
+from batchspec.model.layers.kind import About, Computing, MixerSpec, Use
 from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.layers.layer_inputs import LayerInputsSpec
 from batchspec.model.lora_shape import LoraShape
@@ -128,6 +128,17 @@ class ModelSpec(CheckpointPart):
         costs = [cost for _, mixer in self.mixers if (cost := mixer.sharing_cost(run, max_q)) is not None]
         return next((cost for cost in costs if cost.reads_all), costs[0] if costs else NOTHING_SHARED)
 
+    def refuses(self, use: Use) -> str | None:
+        """Why it cannot be used so: of the first layer that refuses it; None: it can."""
+        return next((why for _, mixer in self.mixers if (why := mixer.refuses(use)) is not None), None)
+
+    def about(self, run: Computing) -> list[About]:
+        """What `plan` says of each kind of its layers."""
+        kinds: dict[type[MixerSpec], list[MixerSpec]] = {}
+        for _, mixer in self.mixers:
+            kinds.setdefault(type(mixer), []).append(mixer)
+        return [kind.about(layers, run) for kind, layers in kinds.items()]
+
     @property
     def ordered(self) -> bool:
         """Whether sums have one order, whatever batch a row is in: see `in_one_order`."""
@@ -165,11 +176,6 @@ class ModelSpec(CheckpointPart):
     @property
     def num_kv_layers(self) -> int:
         return len(self.kv_layers)
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether some layers keep a state of a row's tokens in place of their K and V."""
-        return self.prefill_multiple is not None
 
     @property
     def num_heads(self) -> int:

@@ -166,7 +166,7 @@ def make_model(name: str, folder: Path) -> Model:
     parallel = _once(folder, f"{_plain(name)}-parallel", lambda to: _head(base, to, parallel=True))
     head = SHIPPED_HEAD if is_smol else str(_once(folder, f"{_plain(name)}-head", lambda to: _head(base, to, parallel=False)))
     spec = load_spec(base)
-    small = _once(folder, "llama", lambda to: _tiny("llama", to)) if spec.is_recurrent else base
+    small = _once(folder, "llama", lambda to: _tiny("llama", to)) if spec.prefill_multiple is not None else base
     adapters: list[str] = []
     for seed in range(3) if name in ADAPTED else ():
         adapters.append(str(_once(folder, f"{key}-adapter{seed}", partial(_adapter, base, seed=seed))))
@@ -176,7 +176,7 @@ def make_model(name: str, folder: Path) -> Model:
     return Model(
         name=name, folder=own, other=_once(folder, f"{key}-other", lambda to: _changed(own, to)), head=head,
         parallel_head=str(parallel), small=str(small), adapters=tuple(adapters), assistant=assistant,
-        vocab=spec.vocab_size, is_smol=is_smol, is_recurrent=spec.is_recurrent, has_mtp=spec.mtp is not None,
+        vocab=spec.vocab_size, is_smol=is_smol, is_recurrent=spec.prefill_multiple is not None, has_mtp=spec.mtp is not None,
     )
 
 
@@ -228,7 +228,7 @@ def _head(model: Path, folder: Path, *, parallel: bool) -> None:
 
 
 def _adapter(model: Path, folder: Path, *, seed: int) -> None:
-    projections = PROJECTIONS[seed:] + (OF_RECURRENT[seed:] if load_spec(model).is_recurrent else [])
+    projections = PROJECTIONS[seed:] + (OF_RECURRENT[seed:] if load_spec(model).prefill_multiple is not None else [])
     make_adapter(folder, model, projections, seed=seed, r=8, lora_alpha=4)
 
 

@@ -70,11 +70,11 @@ class PassShapes:
         self._num_slots, self._max_tokens = num_slots, max_tokens
         self._layouts = {kv.layout for kv in round_.cache.layers}
         self._on_gpu = round_.cache.layers[0].pages.is_cuda
-        # Never padded: passes of several ranks, which exchange in buffers of the largest pass; passes of recurrent layers, whose
-        # launches depend on the rows; deterministic passes, because products may depend on the padded number of tokens.
+        # Never padded: passes of several ranks, which exchange in buffers of the largest pass; passes of layers whose launches
+        # depend on the rows; deterministic passes, because products may depend on the padded number of tokens.
         self._never = (
             round_.target.ranks is not None
-            or round_.target.spec.is_recurrent
+            or round_.target.spec.refuses("padded_prefill") is not None
             or round_.target.spec.ordered
             or not round_.drafter.prefill_by_bounds
         )
@@ -84,7 +84,7 @@ class PassShapes:
 
         None if
 
-        - ranks compute the target together, a layer is recurrent, the job is deterministic, or the drafter's prefill reads host
+        - ranks compute the target together, a layer refuses it, the job is deterministic, or the drafter's prefill reads host
           lists (`Drafter.prefill_by_bounds`);
         - a row may have to wait in its slot;
         - a row has more than SHORT keys: FlashInfer plans its attention on the host;

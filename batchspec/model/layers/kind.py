@@ -5,9 +5,9 @@ A new kind of mixer is a package in this folder: its shape, with the methods of 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -48,6 +48,18 @@ class Work:
     """Bytes of a row's states: read before it computes and written after it."""
     flop: float = 0
     """Operations of one token."""
+
+
+Use = Literal["tree", "self_draft", "drafter", "padded_prefill"]
+"""What a kind of layer may refuse. tree: rounds verify trees of drafts; self_draft: the model drafts for itself; drafter: it
+drafts for another model; padded_prefill: a prefill pass has padding at its end."""
+
+
+class About(NamedTuple):
+    """What `plan` says of a kind: lines, each of a label and a text."""
+
+    model: tuple[tuple[str, str], ...] = ()
+    memory: tuple[tuple[str, str], ...] = ()
 
 
 class Inputs(NamedTuple):
@@ -102,6 +114,13 @@ class MixerSpec(BlockSpec, Protocol):
     @property
     def num_partials(self) -> int:
         """Number of partial results of one token for each part of its keys, which are computed apart and then merged."""
+
+    def refuses(self, use: Use) -> str | None:
+        """Why a model with such layers cannot be used so, as the end of a sentence about it; None: it can."""
+
+    @classmethod
+    def about(cls, layers: Sequence[Self], run: Computing) -> About:
+        """layers: all of this kind in a model"""
 
     def tables(self) -> Mapping[Hashable, Tensor]:
         """Constants that its passes read, such as the frequencies of a rotation: made when a model is loaded, once for each key,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from batchspec.model.layers.base import (
     shifted,
 )
 from batchspec.model.layers.forward import Attend, BlockSource, Product, StoreKV, Stream
-from batchspec.model.layers.kind import Computing, Inputs, Work
+from batchspec.model.layers.kind import About, Computing, Inputs, Use, Work
 from batchspec.model.layers.passes import Pass
 from batchspec.model.layers.scaled import scaled_product
 
@@ -217,6 +217,13 @@ class AttentionSpec(NormedSpec):
     def _flop(self, keys: float) -> float:
         """Operations of a token that attends to so many keys."""
         return 4.0 * self.inner_size * keys
+
+    def refuses(self, use: Use) -> None:
+        return None
+
+    @classmethod
+    def about(cls, layers: Sequence[AttentionSpec], run: Computing) -> About:
+        return About()
 
     def tables(self) -> Mapping[Hashable, Tensor]:
         """The frequencies of its rotation."""

@@ -13,7 +13,7 @@ Source: transformers, models/qwen3_next (Qwen3NextGatedDeltaNet), models/qwen3_5
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from batchspec.batch.flat_batch import FlatBatch, Tokens
 from batchspec.cache.kept import Kept
 from batchspec.cache.layer_state import LayerState, RowTensor
+from batchspec.console.text import bytes_text, counted
 from batchspec.kernels.gated_delta.chunk_products import CHUNK
 from batchspec.kernels.gated_delta.convolve import convolve
 from batchspec.kernels.gated_delta.delta_chunks import delta_chunks
@@ -49,7 +50,7 @@ from batchspec.model.layers.base import (
     shifted,
 )
 from batchspec.model.layers.forward import BlockSource, Selected, SelectedTokens, Stream
-from batchspec.model.layers.kind import Computing, Inputs, Work
+from batchspec.model.layers.kind import About, Computing, Inputs, Use, Work
 from batchspec.model.layers.passes import Pass
 
 RECURRENT_CHUNK = 64
@@ -224,6 +225,31 @@ class GatedDeltaSpec(NormedSpec):
             "conv1d": qkv, "A_log": of_heads, "dt_bias": of_heads,
         }
         return {f"{self.name}.{name}": share for name, share in names.items()}
+
+    def refuses(self, use: Use) -> str:
+        if use not in ("tree", "self_draft"):
+            return "has recurrent layers"
+        return (
+            "has recurrent layers, which keep one state of a row: only chains can be verified, and the model itself cannot draft "
+            "them"
+        )
+
+    @classmethod
+    def about(cls, layers: Sequence[GatedDeltaSpec], run: Computing) -> About:
+        states = [own.kept(run) for own in layers]
+        row_bytes, kept = sum(own.row_bytes for own in states), [own.row[0] for own in states]
+        dtype = str(kept[0].dtype).removeprefix("torch.")
+        return About(
+            model=((
+                "recurrent",
+                f"{len(layers)} of the layers keep {bytes_text(row_bytes)} of a row, however long, and no K or V; rows with a "
+                "common prefix begin with a copy of what they keep at its end",
+            ),),
+            memory=((
+                "states",
+                f"{bytes_text(sum(own.nbytes for own in kept))} a row in {dtype}, of {counted(len(kept), 'recurrent layer')}",
+            ),),
+        )
 
     def tables(self) -> Mapping[Hashable, Tensor]:
         return {}
