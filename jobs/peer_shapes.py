@@ -105,7 +105,7 @@ def write_config(folder: Path, config: dict[str, Any]) -> str:
 def write_assistant(folder: Path, shape: str) -> str:
     """Makes the folder of an assistant with small random weights, for batchspec, which makes none of its own."""
     write_config(folder, drafter_config(shape))
-    spec = importlib.import_module("batchspec.model.assistant").read_assistant(folder, shape_spec(shape))
+    spec = importlib.import_module("batchspec.draft.assistant_spec").read_assistant(folder, shape_spec(shape))
     chance = torch.Generator().manual_seed(0)
     made = {tensor.name: torch.randn(tensor.shape, generator=chance).mul_(0.02).bfloat16() for tensor in spec.tensors()}
     importlib.import_module("safetensors.torch").save_file(made, folder / "model.safetensors")

@@ -16,6 +16,7 @@ from batchspec.distributed.collectives import Collectives
 from batchspec.draft.assistant import AssistantDrafterSpec
 from batchspec.draft.assistant_head import Assistant
 from batchspec.draft.spec import DrafterSpec, open_drafter
+from batchspec.model.layers.attention.of_model import keepers_of
 from batchspec.model.layers.base import Shard
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
@@ -43,7 +44,7 @@ def make_assistant(folder: Path, target: Path, *, text: dict[str, Any] | None = 
     from transformers import AutoConfig, AutoModelForCausalLM
 
     spec = load_spec(target)
-    windowed, full = ([own for own in spec.kv_attentions if (own.window is None) == every][-1] for every in (False, True))
+    windowed, full = ([own for own in keepers_of(spec).values() if (own.window is None) == every][-1] for every in (False, True))
     values = {
         **NO_LAYER_INPUTS, "model_type": "gemma4_text", "hidden_size": 20, "intermediate_size": 26, "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_kv_shared_layers": 3,

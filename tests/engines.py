@@ -29,6 +29,7 @@ from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Repetition, Request, SamplingParams
+from tests.attentions import attentions
 from tests.stand_ins import dense_spec
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ def in_e4m3(target: Target) -> Target:
     spec = target.spec
     twin = copy(target)
     twin.spec = spec.with_fp8_kv()
-    shape = (spec.num_layers, 2, spec.num_kv_heads)
-    count = torch.arange(spec.num_layers * 2 * spec.num_kv_heads, device=DEVICE)
+    shape = (spec.num_layers, 2, attentions(spec)[0].num_kv_heads)
+    count = torch.arange(spec.num_layers * 2 * attentions(spec)[0].num_kv_heads, device=DEVICE)
     twin.kv_scales = None  # not those of `target`
     twin.use_kv_scales((1.5e-4 * (1 + 0.17 * count)).view(shape))
     return twin
@@ -136,7 +137,7 @@ def one_pass(target: Target, ids: Sequence[int], taps: tuple[int, ...] = ()) -> 
     from the first token in one pass, with a cache of its own."""
     count, spec, device = len(ids), target.spec, target.device
     cache = KVCache.allocate(
-        spec.layer_states(target.dtype, count), groups=KVGroups.single(spec.num_kv_layers), num_pages=(2,), device=device,
+        spec.layer_states(target.dtype, count), groups=KVGroups.single(spec.num_paged_layers), num_pages=(2,), device=device,
         scales=target.kv_scales,
     )
 

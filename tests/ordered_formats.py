@@ -11,6 +11,7 @@ from batchspec.batch.flat_batch import FlatBatch, HostLayout
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.model.target import Target
+from tests.attentions import attentions
 from tests.int4_layouts import of_compressed_tensors, of_gptq
 from tests.moe_models import Strong, tiny_spec
 from tests.nvfp4_layouts import FP8_AND_NVFP4
@@ -42,8 +43,8 @@ def made(name: str, device: torch.device, **sizes: Any) -> Target:
     spec = (spec.with_fp8_kv() if fp8_kv else spec).in_one_order()
     target = Target(spec, Strong(spec, dtype=torch.bfloat16, device=device), device)
     if fp8_kv:
-        heads = torch.linspace(0.01, 0.03, spec.num_layers * 2 * spec.num_kv_heads, device=device)
-        target.use_kv_scales(heads.view(spec.num_layers, 2, spec.num_kv_heads))
+        heads = torch.linspace(0.01, 0.03, spec.num_layers * 2 * attentions(spec)[0].num_kv_heads, device=device)
+        target.use_kv_scales(heads.view(spec.num_layers, 2, attentions(spec)[0].num_kv_heads))
     return target
 
 

@@ -15,6 +15,7 @@ from batchspec.cache.pages import KVCache
 from batchspec.kernels.gated_delta.convolve import convolve
 from batchspec.kernels.gated_delta.delta_steps import delta_steps
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState
+from batchspec.model.layers.attention.of_model import attentions_of
 from batchspec.model.layers.base import PLAIN_NORM, NormForm
 from batchspec.model.layers.gated_delta import block as gated_delta
 from batchspec.model.layers.gated_delta.block import GatedDeltaSpec
@@ -45,7 +46,7 @@ def hybrid_spec(window: int | None = None, **changes: Any) -> ModelSpec:
 def mtp_of(spec: ModelSpec, norms: NormForm = PLAIN_NORM) -> MtpSpec:
     """An MTP layer for this model: as its last layer that attends."""
     join = JoinSpec(hidden_size=spec.hidden_size, eps=spec.rms_eps, norms=norms)
-    return MtpSpec(join=join, layer=spec.layers[spec.attention_layers[-1]], formats=spec.formats)
+    return MtpSpec(join=join, layer=spec.layers[[*attentions_of(spec)][-1]], formats=spec.formats)
 
 
 class LoudNoise(DummyWeights):

@@ -21,6 +21,7 @@ from batchspec.model.layers.attention.block import AttentionSpec
 from batchspec.model.layers.attention.rope import rope_frequencies
 from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
+from tests.attentions import attentions, windows
 from tests.models import needed
 
 LLAMA: dict[str, Any] = {
@@ -160,9 +161,10 @@ def test_what_is_read_is_what_transformers_reads() -> None:
 
 
 def compare(spec: ModelSpec, config: dict[str, Any], made: Any, embedding: Any) -> None:
-    assert (spec.num_heads, spec.num_kv_heads) == (made.num_attention_heads, made.num_key_value_heads)
+    own = attentions(spec)[0]
+    assert (own.num_heads, own.num_kv_heads) == (made.num_attention_heads, made.num_key_value_heads)
     # Qwen2 knows no head_dim of its own but takes it from the file where it is there.
-    assert spec.head_dim == (getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads)
+    assert attentions(spec)[0].head_dim == (getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads)
     assert (spec.rms_eps, spec.tie) == (made.rms_norm_eps, made.tie_word_embeddings)
     says_length = spec.rope.type == "yarn" and spec.rope.original_is_given
     extended = int(spec.rope.factor * spec.rope.original_max_len) if says_length else 0
@@ -178,8 +180,8 @@ def compare(spec: ModelSpec, config: dict[str, Any], made: Any, embedding: Any) 
     kinds = getattr(made, "layer_types", None) if spec.family != "llama" else None
     window = getattr(made, "sliding_window", None) if spec.family != "llama" else None
     kinds = kinds or ["full_attention" if window is None else "sliding_attention"] * 4
-    assert spec.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    torch.testing.assert_close(rope_frequencies(spec.rope, spec.head_dim), embedding.inv_freq, rtol=1e-6, atol=0)
+    assert windows(spec) == tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    torch.testing.assert_close(rope_frequencies(spec.rope, attentions(spec)[0].head_dim), embedding.inv_freq, rtol=1e-6, atol=0)
     assert spec.rope.attention_factor == pytest.approx(embedding.attention_scaling, rel=1e-12)
 
 
@@ -260,7 +262,7 @@ def test_any_number_of_a_rope_is_read_or_refused_in_one_line() -> None:
     usual = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     for rope in ROPE_ODD:
         spec = ours({**LLAMA, "rope_scaling": {**usual, **rope}})
-        assert spec is None or rope_frequencies(spec.rope, spec.head_dim).isfinite().all()
+        assert spec is None or rope_frequencies(spec.rope, attentions(spec)[0].head_dim).isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from batchspec.model.weights import expected_shapes
 from batchspec.packing.admit import job_max_len
 from batchspec.packing.model_notes import model_notes
 from batchspec.records import SamplingParams
+from tests.attentions import attentions, windows
 from tests.engines import DEVICE, VOCAB, make_engine, packed, request
 from tests.models import make_checkpoint, needed
 from tests.moe_models import ids_of
@@ -182,8 +183,9 @@ def test_usual_keys_and_defaults_are_those_of_transformers(family: str, changes:
     values = {key: value for key, value in {**TINY, **OWN[family], **changes}.items() if key != "rope_theta"}
     spec, made = read_spec({"model_type": family, **values}, "config.json"), made_by_transformers(family, values)
     assert (spec.rms_eps, spec.tie, spec.max_len) == (made.rms_norm_eps, made.tie_word_embeddings, made.max_position_embeddings)
-    assert (spec.num_kv_heads, spec.num_heads) == (made.num_key_value_heads, made.num_attention_heads)
-    assert spec.head_dim == (getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads)
+    own = attentions(spec)[0]
+    assert (own.num_kv_heads, own.num_heads) == (made.num_key_value_heads, made.num_attention_heads)
+    assert attentions(spec)[0].head_dim == (getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads)
     attention = spec.layers[0].attention
     bias = getattr(made, "attention_bias", False) and family != "phi3"
     of_output = getattr(made, "attention_out_bias", bias and family != "glm4")
@@ -197,8 +199,9 @@ def test_a_file_that_names_least_is_read_with_transformers_defaults(family: str)
     values = {key: TINY[key] for key in kept} | {"hidden_size": 128, "num_attention_heads": 32, "max_position_embeddings": 4096}
     values |= needed(family, TINY["num_hidden_layers"])
     spec, made = read_spec({"model_type": family, **values}, "config.json"), made_by_transformers(family, values)
-    assert (spec.rms_eps, spec.tie, spec.num_kv_heads) == (made.rms_norm_eps, made.tie_word_embeddings, made.num_key_value_heads)
-    assert spec.head_dim == (getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads)
+    assert (spec.rms_eps, spec.tie) == (made.rms_norm_eps, made.tie_word_embeddings)
+    assert attentions(spec)[0].num_kv_heads == made.num_key_value_heads
+    assert attentions(spec)[0].head_dim == (getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads)
     assert_ropes_of_transformers(spec, made)
 
 
@@ -255,17 +258,20 @@ def assert_ropes_of_transformers(spec: ModelSpec, made: Any) -> None:
     kinds = getattr(made, "layer_types", None) if by_kind or spec.family in ("exaone4", "smollm3") else None
     window = getattr(made, "sliding_window", None)
     kinds = kinds or ["full_attention" if window is None else "sliding_attention"] * spec.num_layers
-    assert spec.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    assert windows(spec) == tuple(window if kind == "sliding_attention" else None for kind in kinds)
     rotated = [bool(turns) for turns in getattr(made, "no_rope_layers", [1] * spec.num_layers)]
     if spec.family == "exaone4" and window is not None:
         rotated = [kind == "sliding_attention" for kind in kinds]
     if spec.family == "granitemoehybrid":
         rotated = [made.position_embedding_type == "rope"] * spec.num_layers
     beta = getattr(made, "rope_parameters", {}).get("llama_4_scaling_beta", 0.0)
-    for rope, kind, turns in zip((own.rotation for own in spec.attentions), kinds, rotated, strict=False):
+    for own, kind, turns in zip(attentions(spec), kinds, rotated, strict=False):
+        rope = own.rotation
         prefix = f"{kind}_" if by_kind else ""
         freqs, factor = getattr(found, f"{prefix}inv_freq"), getattr(found, f"{prefix}attention_scaling")
-        torch.testing.assert_close(rope_frequencies(rope, spec.head_dim), freqs if turns else freqs * 0, rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            rope_frequencies(rope, own.head_dim), freqs if turns else freqs * 0, rtol=1e-6, atol=0
+        )
         assert rope.attention_factor == pytest.approx(factor if turns else 1.0, rel=1e-12)
         assert rope.interleaved == (spec.family == "glm4")
         assert rope.query_growth == beta
@@ -384,8 +390,8 @@ def test_any_value_of_a_key_is_read_or_refused_in_one_line(family: str) -> None:
     odd += [{"rope_parameters": {**yarn, key: value}} for key in yarn for value in ODD_NUMBERS]
     for changes in odd:
         spec = ours({"model_type": family, **TINY, **OWN[family], **changes})
-        assert spec is None or all(rope_frequencies(own.rotation, spec.head_dim).isfinite().all() for own in spec.attentions)
-        assert spec is None or all(math.isfinite(own.rotation.attention_factor) for own in spec.attentions)
+        assert spec is None or all(rope_frequencies(own.rotation, own.head_dim).isfinite().all() for own in attentions(spec))
+        assert spec is None or all(math.isfinite(own.rotation.attention_factor) for own in attentions(spec))
 
 
 # --- the whole engine

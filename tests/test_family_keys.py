@@ -18,6 +18,7 @@ from batchspec.model.fused import rms_norm
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import as_computed
+from tests.attentions import windows
 from tests.test_target import Runner, prompts
 
 SHAPE: dict[str, Any] = {
@@ -129,7 +130,7 @@ def logits_of_both(config: dict[str, Any], folder: Path) -> tuple[torch.Tensor, 
     (folder / "config.json").write_text(json.dumps(config))
     spec, (model, theirs) = load_spec(folder), of_transformers(folder)
     # Prompts here are shorter than the default windows.
-    assert set(spec.windows) <= {None, getattr(model.config, "sliding_window", None)}
+    assert set(windows(spec)) <= {None, getattr(model.config, "sliding_window", None)}
     return our_logits(folder, spec, model), theirs
 
 

@@ -18,6 +18,7 @@ from batchspec.model.shard import slices_of
 from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes
+from tests.attentions import attentions
 from tests.engines import DEVICE
 from tests.models import make_checkpoint
 from tests.test_lora import make_adapter, products
@@ -36,7 +37,7 @@ ZERO_CENTRED = NormForm(offset=1.0, wide=True)
 def gated(**changes: Any) -> ModelSpec:
     """A Qwen3 with gates, norms of 1 + weight, and 10 of the 20 values of a head rotated."""
     spec = read_spec({**SHAPE, **changes}, "config.json")
-    rope = replace(spec.rope, rotary_dim=spec.head_dim // 2)
+    rope = replace(spec.rope, rotary_dim=attentions(spec)[0].head_dim // 2)
     layers = tuple(
         LayerSpec(replace(layer.attention, gated=True, norms=ZERO_CENTRED, rope=rope), (replace(layer.mlp, norms=ZERO_CENTRED),))  # type: ignore[type-var]
         for layer in spec.layers

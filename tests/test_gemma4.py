@@ -27,6 +27,7 @@ from batchspec.packing.cost import num_multiplied
 from batchspec.packing.kv_memory import KVMemory
 from batchspec.records import SamplingParams
 from batchspec.tuning import policy
+from tests.attentions import attentions, windows
 from tests.engines import DEVICE, VOCAB, make_engine, packed, request
 from tests.gemma4_models import DENSE, EXPERTS, LAYER_INPUTS, MIXED, NO_LAYER_INPUTS
 from tests.models import make_checkpoint, make_wrapped
@@ -135,17 +136,17 @@ def test_heads_windows_and_rotations_are_those_of_transformers(family: str, chan
     values = {key: value for key, value in {**TINY, **changes}.items() if key not in ("model_type", "num_key_value_heads")}
     spec, made = read_spec({"model_type": family, **values}, "config.json"), made_by_transformers(family, values)
     own = made.per_layer_config
-    assert [(layer.num_kv_heads, layer.head_dim) for layer in spec.attentions] == [
+    assert [(layer.num_kv_heads, layer.head_dim) for layer in attentions(spec)] == [
         (own[i].num_key_value_heads, own[i].head_dim) for i in range(spec.num_layers)
     ]
     kinds = made.layer_types
-    assert spec.windows == tuple(made.sliding_window if kind == "sliding_attention" else None for kind in kinds)
-    assert [layer.shared_v for layer in spec.attentions] == [
+    assert windows(spec) == tuple(made.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+    assert [layer.shared_v for layer in attentions(spec)] == [
         made.attention_k_eq_v and kind == "full_attention" for kind in kinds
     ]
     assert spec.max_len == made.max_position_embeddings
     both: Any = Gemma4TextRotaryEmbedding(made)
-    for layer, kind in zip(spec.attentions, kinds, strict=True):
+    for layer, kind in zip(attentions(spec), kinds, strict=True):
         found = rope_frequencies(layer.rotation, layer.head_dim)
         torch.testing.assert_close(found, getattr(both, f"{kind}_inv_freq"), rtol=1e-6, atol=0)
 
@@ -216,7 +217,7 @@ def test_any_value_of_a_key_is_read_or_refused_in_one_line() -> None:
     for changes in odd:
         spec = ours({**TINY, **OWN, **changes})
         assert spec is None or all(
-            rope_frequencies(own.rotation, own.head_dim).isfinite().all() for own in spec.attentions
+            rope_frequencies(own.rotation, own.head_dim).isfinite().all() for own in attentions(spec)
         )
 
 

@@ -25,6 +25,7 @@ from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights, expected_shapes, judge_model
 from batchspec.packing.cost import num_multiplied
 from batchspec.records import SamplingParams
+from tests.attentions import windows
 from tests.engines import DEVICE, make_engine, packed, plain_tokens
 from tests.models import make_checkpoint
 from tests.moe_models import ids_of, tiny_config, tiny_moe
@@ -185,7 +186,7 @@ def test_published_configs_are_read() -> None:
     spec = read_spec(GPT_OSS_20B, "config.json", {"eos_token_id": [200_002, 199_999, 200_012]}, "generation_config.json")
     assert spec.unread == ()
     assert spec.eos_ids == (200_002, 199_999, 200_012)
-    assert spec.windows == (128, None) * 12
+    assert windows(spec) == (128, None) * 12
     assert not spec.rope.truncate
     assert spec.rope.attention_factor == pytest.approx(1.34657, abs=1e-5)
     assert spec.weight_bytes(torch.bfloat16) == pytest.approx(2 * 20.9e9, rel=0.003)

@@ -53,7 +53,7 @@ def test_sizes_are_the_published_ones(
     assert spec.weight_bytes(BF16) == pytest.approx(weights_gb * 1e9, rel=0.01)
     assert num_multiplied(spec) == pytest.approx(active, rel=0.1)
     assert sum(kept.row[0].nbytes for kept in spec.layer_states(BF16, 1) if kept.row) == pytest.approx(state_mb * 1e6, rel=0.002)
-    assert spec.kv_layouts(BF16, 1)[0].token_bytes * spec.num_kv_layers == token_bytes
+    assert spec.page_formats(BF16, 1)[0].token_bytes * spec.num_paged_layers == token_bytes
 
 
 def test_gates_stay_plain_in_fp8() -> None:

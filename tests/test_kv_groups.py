@@ -35,6 +35,7 @@ from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request, SamplingParams
+from tests.attentions import windows
 from tests.drafting import synthetic
 from tests.engines import (
     DEVICE,
@@ -155,9 +156,9 @@ def _expected(
 
 def expected(target: Target, requests: Sequence[Request]) -> dict[str, list[int]]:
     """Of plain decoding, one row at a time; computed once for all tests."""
-    windows, fp8_kv = target.spec.windows, target.spec.fp8_kv
+    own, fp8_kv = windows(target.spec), target.spec.fp8_kv
     return {
-        one.request_id: _expected(windows, fp8_kv, one.seed, one.max_new_tokens, one.sampling, tuple(one.prompt_ids.tolist()))
+        one.request_id: _expected(own, fp8_kv, one.seed, one.max_new_tokens, one.sampling, tuple(one.prompt_ids.tolist()))
         for one in requests
     }
 

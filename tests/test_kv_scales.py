@@ -33,6 +33,7 @@ from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.run_folder import KV_SCALES
 from batchspec.text.tokenizer import Tokenizer
 from batchspec.tuning.cards import known_card
+from tests.attentions import attentions
 from tests.engines import DEVICE, VOCAB, full_logits, in_e4m3, tiny_target, uneven_target
 from tests.models import make_checkpoint, make_tokenizer
 from tests.stand_ins import LLAMA_8B
@@ -61,18 +62,18 @@ def names(model: Path, k: str, v: str) -> dict[str, Any]:
 
 def test_a_layout_counts_one_byte_a_number() -> None:
     plain, fp8 = (LLAMA_8B if kind == "plain" else LLAMA_8B.with_fp8_kv() for kind in ("plain", "fp8"))
-    assert fp8.kv_layouts(torch.bfloat16, 16)[0] == KVLayout(
+    assert fp8.page_formats(torch.bfloat16, 16)[0] == KVLayout(
         dtype=torch.bfloat16, fp8=True, num_kv_heads=8, head_dim=128, page_size=16
     )
-    assert 2 * fp8.kv_layouts(torch.bfloat16, 16)[0].page_bytes == plain.kv_layouts(torch.bfloat16, 16)[0].page_bytes
+    assert 2 * fp8.page_formats(torch.bfloat16, 16)[0].page_bytes == plain.page_formats(torch.bfloat16, 16)[0].page_bytes
     read = [kv_read_bytes(spec, dtype=torch.bfloat16, rows=8, context_tokens=100, tokens_per_row=4) for spec in (plain, fp8)]
     assert read[0] == 2 * read[1]
     sizes = {"page_size": 16, "max_len": 512, "max_tokens": 512, "lookahead": 4, "pass_tokens": 512}
     memory = [KVMemory.of(spec, torch.bfloat16, (), **sizes) for spec in (plain, fp8)]
     assert memory[1].rows(10**10, 400) >= 1.9 * memory[0].rows(10**10, 400)
-    head = (LayerState(plain.kv_layouts(torch.bfloat16, 16)[0]),)  # a drafter's layer keeps its own layout
+    head = (LayerState(plain.page_formats(torch.bfloat16, 16)[0]),)  # a drafter's layer keeps its own layout
     assert KVMemory.of(fp8, torch.bfloat16, head, **sizes).page_bytes == (34 * memory[1].page_bytes[0] // 32,)
-    assert fp8.kv_layouts(torch.bfloat16, 16)[0].allocate(1, 2, torch.device("cpu")).dtype is torch.float8_e4m3fn
+    assert fp8.page_formats(torch.bfloat16, 16)[0].allocate(1, 2, torch.device("cpu")).dtype is torch.float8_e4m3fn
 
 
 def test_a_head_s_own_layers_may_be_in_e4m3_alone() -> None:
@@ -109,7 +110,7 @@ def test_scales_of_a_tensor_count_for_all_heads(model: Path, k: str, v: str, tmp
 
 
 def test_scales_of_heads_are_kept_apart(model: Path, tmp_path: Path) -> None:
-    heads = load_spec(model).num_kv_heads
+    heads = attentions(load_spec(model))[0].num_kv_heads
     of_heads = {name: torch.arange(1.0, heads + 1).view(heads, 1, 1) for name in names(model, "k_scale", "v_scale")}
     found = checkpoint_scales(with_scales(model, tmp_path / "m", of_heads), load_spec(model))
     assert found is not None
@@ -294,7 +295,7 @@ def test_other_scales_are_another_job(model: Path, data: Path, tmp_path: Path, c
         assert job(scaled, data, out, *more) == OutputError.exit_code
         assert named in capsys.readouterr().err
     next((out / "data").iterdir()).unlink()
-    own = KVScales(torch.full_like(torch.ones(load_spec(model).num_layers, 2, load_spec(model).num_kv_heads), 0.5))
+    own = KVScales(torch.full_like(torch.ones(load_spec(model).num_layers, 2, attentions(load_spec(model))[0].num_kv_heads), 0.5))
     (out / KV_SCALES).write_bytes(own.to_json())
     assert job(scaled, data, out, "cache.dtype=fp8") == OutputError.exit_code
     assert "holds this job with other K/V scales (kv_scales: " in capsys.readouterr().err

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from batchspec.bench.arguments import parse as bench_parse
-from batchspec.model.assistant import read_assistant
+from batchspec.draft.assistant_spec import read_assistant
 from batchspec.model.families.shapes import SHAPES, config_json, shape_spec
 
 PATH = Path(__file__).parents[1] / "jobs" / "peers.py"

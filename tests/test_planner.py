@@ -44,7 +44,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 MOST_RESERVE = 20 * 10**9
 SLOW = Rates(name="slow", bytes_s=1e9, gemm=((1, 1e9), (256, 1e11)), overhead_s=1e-3)
 REASONING = Demand(num_completions=10_000, prompt_tokens=8192, output_tokens=1500, max_tokens=11_264)
-LLAMA_PAGE = LLAMA_8B.num_layers * LLAMA_8B.kv_layouts(torch.bfloat16, 16)[0].page_bytes
+LLAMA_PAGE = LLAMA_8B.num_layers * LLAMA_8B.page_formats(torch.bfloat16, 16)[0].page_bytes
 
 
 def always(draft_len: int, accepted: float = 0.0) -> ExpectedDrafts:
@@ -171,7 +171,7 @@ def test_one_h200_holds_75_rows_of_llama_8b_at_their_full_length() -> None:
     free = 143_771 * 2**20 - 18_500_000_000  # what the card has, less weights, a one-layer head and the driver's own
     for output in (1063, 1536):
         job = Demand(num_completions=192, prompt_tokens=8192, output_tokens=output, max_tokens=11_264)
-        batch = on_gpu(job, free_bytes=free, draft_layers=(LayerState(LLAMA_8B.kv_layouts(torch.bfloat16, 16)[0]),))
+        batch = on_gpu(job, free_bytes=free, draft_layers=(LayerState(LLAMA_8B.page_formats(torch.bfloat16, 16)[0]),))
         assert batch.num_pages >= 75 * 704 + 1
         assert batch.num_slots in (88, 96)
 
@@ -213,7 +213,7 @@ def test_a_small_model_runs_a_thousand_short_rows_beside_its_logits() -> None:
     gsm8k = Demand(num_completions=1319, prompt_tokens=150, output_tokens=128, max_tokens=700)
     batch = choose_batch(
         PackingConfig(), smol, H200, gsm8k, device=GPU, dtype=torch.bfloat16, drafts=ExpectedDrafts((0, 1, 2, 3), 1.5),
-        draft_layers=(LayerState(smol.kv_layouts(torch.bfloat16, 16)[0]),), free_bytes=140 * 10**9,
+        draft_layers=(LayerState(smol.page_formats(torch.bfloat16, 16)[0]),), free_bytes=140 * 10**9,
     )
     assert batch.num_slots > 1000
     assert batch.num_pages == batch.num_slots * 44 + 1
@@ -236,7 +236,7 @@ def test_a_cpu_runs_at_most_sixteen_rows_one_round_at_a_time() -> None:
 
 def test_a_cpu_leaves_part_of_its_memory_to_others() -> None:
     batch = on_cpu(Demand(num_completions=10**6, prompt_tokens=4000, output_tokens=4000, max_tokens=500_000))
-    taken = batch.num_pages * 2 * small_spec().kv_layouts(torch.float32, 16)[0].page_bytes
+    taken = batch.num_pages * 2 * small_spec().page_formats(torch.float32, 16)[0].page_bytes
     assert 0.59e9 < taken <= 0.6e9
 
 
@@ -443,7 +443,7 @@ def memory_of(spec: ModelSpec, *, max_tokens: int, lookahead: int = 4, drafts: S
 def test_a_row_needs_the_pages_of_its_window_and_all_of_them_where_layers_read_all_keys() -> None:
     """1,000 tokens are 63 pages; a window of 100 spans at most 8 with what is not committed yet, wherever in a page it begins."""
     full, sliding, mixed = (windowed(*windows) for windows in ((None, None), (100, 100), (None, 100)))
-    layer = full.kv_layouts(torch.float32, 16)[0].page_bytes
+    layer = full.page_formats(torch.float32, 16)[0].page_bytes
     found = [memory_of(spec, max_tokens=1000).row_bytes(1000) for spec in (full, sliding, mixed)]
     assert found == [2 * 63 * layer, 2 * 8 * layer, (63 + 8) * layer]
     assert memory_of(sliding, max_tokens=1000).row_bytes(40) == 2 * 3 * layer

@@ -35,6 +35,7 @@ from batchspec.packing.replicas import GpuLayout, best, gpu_layouts
 from batchspec.prepare import open_model
 from batchspec.process.child_process import python_command
 from batchspec.tuning import exchange as tuning
+from tests.attentions import attentions
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.stand_ins import H200, LLAMA_8B, small_spec
 from tests.test_plan import MODEL, planned, write
@@ -191,7 +192,7 @@ def test_plan_compares_the_gpu_layouts_and_chooses_the_fastest(job: RunConfig, m
     assert "\n  4 copies on 1 GPU: " in said
     assert "\n  1 copy on 4 GPUs: " in said
     job.cluster.tensor_parallel = 2
-    assert planned(job).job.spec.num_heads == 2
+    assert attentions(planned(job).job.spec)[0].num_heads == 2
 
 
 def test_a_model_that_cannot_be_sharded_keeps_the_other_layouts(job: RunConfig) -> None:

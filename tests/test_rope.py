@@ -18,6 +18,7 @@ from batchspec.model.layers.attention.rope import rope_frequencies, rope_of
 from batchspec.model.layers.attention.rope_config import RopeSpec, read_rope
 from batchspec.model.layers.attention.rope_write import rope_write
 from batchspec.model.spec import read_spec
+from tests.attentions import attentions
 from tests.test_config_values import LLAMA, rotary
 
 CPU = torch.device("cpu")
@@ -135,7 +136,7 @@ def test_yarn_without_the_original_length_has_the_frequencies_of_transformers_an
     assert ("max_position_embeddings=4096 is the length before or after its factor 4;" in spec.rope.limit_note) == (factor > 1)
     made = rotary({**LLAMA, "max_position_embeddings": 4096, "rope_parameters": rope})
     assert made is not None
-    torch.testing.assert_close(rope_frequencies(spec.rope, spec.head_dim), made[1].inv_freq, rtol=1e-6, atol=0)
+    torch.testing.assert_close(rope_frequencies(spec.rope, attentions(spec)[0].head_dim), made[1].inv_freq, rtol=1e-6, atol=0)
     assert spec.rope.attention_factor == pytest.approx(made[1].attention_scaling)
     given = {**LLAMA, "max_position_embeddings": 4096, "rope_parameters": rope | {"original_max_position_embeddings": 4096}}
     assert read_spec(given, "config.json").max_len == 4096 * factor

@@ -102,11 +102,12 @@ def planner(
     pass_bytes  of `SharingCost`, whose pages have one byte here
     row_lengths  rounds may verify a part of their drafts
     """
-    layers = [SimpleNamespace(kv=True, window=window) for window in kv_windows[1]]
-    drafter = SimpleNamespace(max_len=max_len, layer_states=lambda page_size: layers)
+    layers, draft_layers = ([SimpleNamespace(pages=True, window=window) for window in own] for own in kv_windows)
+    drafter = SimpleNamespace(max_len=max_len, layer_states=lambda page_size: draft_layers)
+    spec = SimpleNamespace(layer_states=lambda dtype, page_size: layers, experts=None)
     executor: Any = SimpleNamespace(
         _prefill_pass=lambda *_: None,
-        target=SimpleNamespace(spec=SimpleNamespace(windows=kv_windows[0], experts=None), ranks=ranks),
+        target=SimpleNamespace(spec=spec, dtype=dtype, ranks=ranks),
         drafter=drafter,
         round=SimpleNamespace(
             drafter=drafter, draft_lens=draft_lens, nodes=None, chances=object() if row_lengths else None

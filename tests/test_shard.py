@@ -18,6 +18,7 @@ from batchspec.model.shard import slices_of
 from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec, read_spec
 from batchspec.model.weights import Checkpoint, DummyWeights, expected_shapes, taken
 from tests import nvfp4_layouts
+from tests.attentions import attentions
 from tests.engines import tiny_spec
 from tests.gemma4_models import DENSE, EXPERTS, LAYER_INPUTS
 from tests.int4_layouts import of_awq, of_compressed_tensors, of_gptq
@@ -133,7 +134,7 @@ def test_the_parts_of_all_ranks_cover_every_number_once(name: str, ranks: int) -
             if tensor in own:
                 for piece in own[tensor] or (...,):
                     count[piece] += 1
-        q, kv = spec.attentions[0].inner_size, spec.attentions[0].kv_size
+        q, kv = attentions(spec)[0].inner_size, attentions(spec)[0].kv_size
         for part in count.split([q, kv, kv]) if tensor.endswith("qkv_proj.weight") else (count,):
             assert len(part.unique()) == 1, tensor
             assert int(part.flatten()[0]) in (1, ranks // 2, ranks), tensor
@@ -143,7 +144,9 @@ def test_a_rank_with_fewer_key_heads_than_ranks_has_the_one_that_its_queries_rea
     spec = tiny_spec(num_heads=8, num_kv_heads=2, head_dim=4)
     for rank in range(4):
         part = spec.sharded(Shard(rank, 4))
-        assert (part.num_heads, part.num_kv_heads, part.kv_layouts(torch.float32, 16)[0].num_kv_heads) == (2, 1, 1)
+        own = attentions(part)[0]
+        assert (own.num_heads, own.num_kv_heads) == (2, 1)
+        assert part.page_formats(torch.float32, 16)[0].token_bytes == 2 * own.head_dim * 4
         slices = slices_of(part)
         assert slices is not None
         queries, keys = (slices[f"model.layers.0.self_attn.{x}_proj.weight"][0][0] for x in "qk")

@@ -24,6 +24,7 @@ from batchspec.model.spec import ModelSpec, load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import Checkpoint, expected_shapes, judge_model, taken
 from batchspec.packing.cost import num_multiplied
+from tests.attentions import attentions
 from tests.engines import DEVICE
 from tests.models import make_checkpoint
 from tests.ranks import on_ranks, part_of, whole_of
@@ -44,7 +45,7 @@ def shared(size: int = 40, **changes: Any) -> ModelSpec:
     """A Qwen3-MoE with a shared expert of this size, the attention of Qwen3.5 and its norms."""
     spec = read_spec({**SHAPE, **changes}, "config.json")
     mlp = GatedMlpSpec(hidden_size=spec.hidden_size, inner_size=size, eps=1e-6, name="mlp.shared_expert", norm=None)
-    rope, layers = replace(spec.rope, rotary_dim=spec.head_dim // 2), []
+    rope, layers = replace(spec.rope, rotary_dim=attentions(spec)[0].head_dim // 2), []
     for layer in spec.layers:
         assert isinstance(layer.mlp, MoeSpec)
         own = replace(layer.mlp, shared=SharedExpert(mlp=mlp, gate="mlp.shared_expert_gate"), norms=ZERO_CENTRED)

@@ -13,6 +13,7 @@ from batchspec.errors import CheckpointError
 from batchspec.model.layers.attention.rope import rope_angles, rope_frequencies
 from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
 from batchspec.model.spec import ModelSpec, load_spec
+from tests.attentions import attentions, windows
 from tests.models import make_checkpoint
 
 LLAMA: dict[str, Any] = {
@@ -62,7 +63,7 @@ def refusal(folder: Path, config: dict[str, Any]) -> str:
 
 def flags(spec: ModelSpec) -> dict[str, bool]:
     """What the blocks of all layers have in common."""
-    (attention,), (mlp,) = set(spec.attentions), {layer.mlp for layer in spec.layers}
+    (attention,), (mlp,) = set(attentions(spec)), {layer.mlp for layer in spec.layers}
     assert isinstance(mlp, GatedMlpSpec)
     names = ("qkv_bias", "o_bias", "qk_norm")
     return {name: getattr(attention, name) for name in names} | {"mlp_bias": mlp.bias}
@@ -70,9 +71,9 @@ def flags(spec: ModelSpec) -> dict[str, bool]:
 
 def test_a_plain_llama(folder: Path) -> None:
     spec = spec_of(folder, {**LLAMA, "torch_dtype": "bfloat16", "tie_word_embeddings": True})
-    assert (spec.family, spec.num_layers, spec.head_dim, spec.num_kv_heads) == ("llama", 4, 16, 2)
+    assert (spec.family, spec.num_layers, attentions(spec)[0].head_dim, attentions(spec)[0].num_kv_heads) == ("llama", 4, 16, 2)
     assert (spec.dtype, spec.tie, spec.max_len, spec.rms_eps) == ("bfloat16", True, 4096, 1e-5)
-    assert spec.windows == (None,) * 4
+    assert windows(spec) == (None,) * 4
     assert flags(spec) == {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False}
 
 
@@ -82,13 +83,14 @@ def test_families_differ_in_biases_and_norms(folder: Path) -> None:
     assert flags(llama) == {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": False}
     assert flags(qwen2) == {"qkv_bias": True, "o_bias": False, "mlp_bias": False, "qk_norm": False}
     assert flags(qwen3) == {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": True}
-    assert qwen3.head_dim == 128
+    assert attentions(qwen3)[0].head_dim == 128
 
 
 def test_missing_keys_mean_what_transformers_means_by_them(folder: Path) -> None:
     optional = ("num_key_value_heads", "rms_norm_eps", "hidden_act", "architectures")
     spec = spec_of(folder, {key: value for key, value in LLAMA.items() if key not in optional})
-    assert (spec.num_kv_heads, spec.rms_eps, spec.rope.theta, spec.dtype, spec.tie) == (4, 1e-6, 10_000.0, "float32", False)
+    assert attentions(spec)[0].num_kv_heads == 4
+    assert (spec.rms_eps, spec.rope.theta, spec.dtype, spec.tie) == (1e-6, 10_000.0, "float32", False)
 
 
 @pytest.mark.parametrize("spelling", ["dtype", "torch_dtype"])
@@ -137,7 +139,7 @@ def test_generation_defaults_that_are_set(folder: Path) -> None:
     ],
 )
 def test_which_layers_have_a_window(config: dict[str, Any], expected: tuple[int | None, ...], folder: Path) -> None:
-    assert spec_of(folder, config).windows == expected
+    assert windows(spec_of(folder, config)) == expected
 
 
 @pytest.mark.parametrize("types", [[FULL] * 3, ["chunked_attention"] * 4, ["linear_attention", FULL, FULL, FULL], [SLIDING] * 4])

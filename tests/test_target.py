@@ -66,7 +66,7 @@ class Runner:
         spec, per_row = target.spec, max_len // PAGE_SIZE
         cache = KVCache.allocate(
             spec.layer_states(target.dtype, PAGE_SIZE, draft_len=7),
-            groups=KVGroups.single(spec.num_kv_layers),
+            groups=KVGroups.single(spec.num_paged_layers),
             num_pages=(num_rows * per_row + 1,),
             num_slots=num_rows,
             device=CPU,

@@ -99,7 +99,7 @@ def outputs(
     """Hidden states, aux hidden states, logits over the whole vocabulary, and greedy tokens of a pass over rows."""
     spec = target.spec
     cache = KVCache.allocate(
-        spec.layer_states(target.dtype, 4), groups=KVGroups.single(spec.num_kv_layers), num_pages=(40,), num_slots=len(rows),
+        spec.layer_states(target.dtype, 4), groups=KVGroups.single(spec.num_paged_layers), num_pages=(40,), num_slots=len(rows),
         device=DEVICE,
     )
     aux_ids = (0, *range(1, spec.num_layers + 1))

@@ -22,6 +22,7 @@ from batchspec.model.spec import ModelSpec, load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weight_checks import check_tensors
 from batchspec.model.weights import Checkpoint, judge_model
+from tests.attentions import attentions, windows
 from tests.models import make_wrapped
 from tests.test_lora import make_adapter
 from tests.test_target import prompts
@@ -169,7 +170,8 @@ def test_a_file_that_leaves_most_to_the_defaults_of_transformers_is_read() -> No
     }
     spec = read_spec({**outer, "text_config": text}, "config.json")
     assert spec.unread == ()
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (8, 4, 256, 262_208)
+    own = attentions(spec)[0]
+    assert (own.num_heads, own.num_kv_heads, own.head_dim, spec.vocab_size) == (8, 4, 256, 262_208)
     assert (spec.eos_ids, spec.dtype, spec.tie, spec.max_len) == ((1, 106), "bfloat16", True, 131_072)
     assert spec.weight_bytes(torch.bfloat16) == pytest.approx(2 * 3.88e9, rel=0.01)
 
@@ -202,7 +204,7 @@ def test_files_of_ministral_and_devstral_are_read() -> None:
     spec = wrapped("mistral3", MINISTRAL, **outer)
     assert (spec.family, spec.unread, spec.rope.query_growth, spec.formats.of(Q)) == ("ministral3", (), 0.3, FP8_STATIC)
     older = wrapped("mistral3", {"sliding_window": None, "rope_theta": 1e9}, **{**outer, "quantization_config": None})
-    assert (older.family, older.unread, older.windows) == ("mistral", (), (None, None))
+    assert (older.family, older.unread, windows(older)) == ("mistral", (), (None, None))
 
 
 def test_keys_that_nothing_reads_are_named_inside_and_outside() -> None:

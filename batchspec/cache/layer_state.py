@@ -63,6 +63,11 @@ class LayerState:
         return sum(tensor.nbytes for tensor in self.row)
 
 
+def windows_read(layers: Iterable[LayerState]) -> list[int | None]:
+    """Of the layers that read pages, their own or another's."""
+    return [layer.window for layer in layers if layer.pages is not None or layer.reads is not None]
+
+
 def windows_of(layers: Iterable[LayerState]) -> list[int | None]:
     """Of the layers that keep pages."""
     return [layer.window for layer in layers if layer.pages is not None]

@@ -19,5 +19,5 @@ Heads:
   formats.py       config.json of a published one; layouts.py: its two layouts
   shard.py         the part of it that a rank holds
   mtp_head.py      an MTP layer as a head; frequent_tokens.py: a smaller vocabulary for it
-  assistant_head.py  the weights of an assistant, and its network
+  assistant_spec.py  the shape of an assistant; assistant_head.py: its weights and its network
 """

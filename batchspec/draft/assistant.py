@@ -1,4 +1,4 @@
-"""draft=mtp with an assistant (`batchspec.model.assistant`) in draft.path, such as those of Gemma 4.
+"""draft=mtp with an assistant (`batchspec.draft.assistant_spec`) in draft.path, such as those of Gemma 4.
 
     draft k  the assistant's token after the newest one and k - 1 drafts, over the K and V of the target for all tokens before the
              newest one
@@ -25,12 +25,12 @@ from batchspec.checkpoint.files import ModelFiles
 from batchspec.checkpoint.hub import find_model
 from batchspec.config.schema import RunConfig
 from batchspec.draft.assistant_head import Assistant, BoundAssistant, check_assistant, load_assistant
+from batchspec.draft.assistant_spec import AssistantSpec, read_assistant
 from batchspec.draft.base import DrafterBase
 from batchspec.draft.coupled import later_draws
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
 from batchspec.errors import ConfigError
 from batchspec.kernels.sampling.argmax import PROBABILITIES
-from batchspec.model.assistant import AssistantSpec, read_assistant
 from batchspec.model.fused import rms_norm
 from batchspec.model.layers.attention.kv_layout import LayerKV
 from batchspec.model.layers.attention.plan import AttentionPlan, plan_attention

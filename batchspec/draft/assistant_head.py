@@ -1,4 +1,4 @@
-"""The weights of an assistant (`batchspec.model.assistant`), and its network bound to a target. R rows, H and h' as there."""
+"""The weights of an assistant (`assistant_spec.py`), and its network bound to a target. R rows, H and h' as there."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from batchspec.checkpoint.files import ModelFiles, stored_tensors
+from batchspec.draft.assistant_spec import ORDER, AssistantSpec
 from batchspec.draft.coupled import Draws
 from batchspec.draft.output import DraftOutput
 from batchspec.kernels.sampling.argmax import argmax
-from batchspec.model.assistant import ORDER, AssistantSpec
 from batchspec.model.decoder import LayerWeights, ResidualStream
 from batchspec.model.fused_experts import tensors_of
 from batchspec.model.layers.attention.kv_layout import LayerKV

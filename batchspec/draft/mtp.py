@@ -19,6 +19,7 @@ from batchspec.checkpoint.files import ModelFiles
 from batchspec.checkpoint.hub import find_model
 from batchspec.config.schema import RunConfig
 from batchspec.draft.assistant import AssistantDrafterSpec
+from batchspec.draft.assistant_spec import is_assistant
 from batchspec.draft.base import DrafterUpdate
 from batchspec.draft.bound_head import head_states
 from batchspec.draft.chain import ChainDrafter
@@ -27,7 +28,6 @@ from batchspec.draft.frequent_tokens import FrequentTokens
 from batchspec.draft.mtp_head import Mtp, MtpHead, MtpShape, dummy_mtp, load_mtp, open_mtp
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
 from batchspec.errors import ConfigError
-from batchspec.model.assistant import is_assistant
 from batchspec.model.layers.base import Shard
 from batchspec.model.mtp import MtpSpec
 from batchspec.model.spec import ModelSpec, load_spec, tokens_of

@@ -16,6 +16,7 @@ from batchspec.draft.formats import HeadSpec, read_head
 from batchspec.draft.head import Head
 from batchspec.draft.head_tensors import expected_shapes, expected_tensors, feature_width, normalised
 from batchspec.errors import CheckpointError
+from batchspec.model.layers.attention.of_model import first_attention
 from batchspec.model.spec import ModelSpec
 from batchspec.model.weight_checks import misfits
 
@@ -92,10 +93,10 @@ def dummy_spec(target: ModelSpec, *, draft_vocab_size: int = 32000, parallel: bo
 
     parallel  it has a mask token, with which it drafts in parallel
     """
-    vocab = min(draft_vocab_size, target.vocab_size)
+    vocab, like = min(draft_vocab_size, target.vocab_size), first_attention(target)
     return HeadSpec(
         layout="flat", hidden_size=target.hidden_size, target_hidden_size=target.hidden_size, num_layers=1,
-        num_heads=target.num_heads, num_kv_heads=target.num_kv_heads, head_dim=target.head_dim,
+        num_heads=like.num_heads, num_kv_heads=like.num_kv_heads, head_dim=like.head_dim,
         intermediate_size=target.intermediate_size, vocab_size=target.vocab_size, draft_vocab_size=vocab,
         aux_layer_ids=default_aux_layers(target.num_layers), rms_eps=target.rms_eps,
         rope=target.rope.of_heads, windows=(None,),

@@ -6,7 +6,7 @@ blocks, quant/ the weight formats.
 From config to weights:
   spec.py               config.json -> ModelSpec
   checkpoint_part.py    what is loaded by itself: the model, or its MTP layer
-  mtp.py                the layer that predicts one token further; assistant.py: a small model that reads another one's K and V
+  mtp.py                the layer that predicts one token further
   weight_checks.py      names, shapes and dtypes of tensors, before one is read
   weights.py            the tensors; given.py: tensors in memory
   fused_experts.py      experts that a file holds in one tensor

@@ -123,7 +123,7 @@ def calibrate(target: Target, prompts: Iterable[list[int]]) -> KVScales:
     All ranks of a target have the same result, for all heads.
     """
     spec = target.spec
-    largest = [torch.zeros(2, own.num_kv_heads, dtype=torch.float64) for own in spec.kv_attentions]
+    largest = [torch.zeros(2, heads.stop - heads.start, dtype=torch.float64) for heads in heads_of_part(spec)]
     adapters = range(1) if spec.lora is None else spec.lora.numbers
     for ids, adapter in product(prompts, adapters):
         _, cache = forward_row(target, ids[: spec.max_len], fp8=False, kv_only=True, adapter=adapter)
@@ -145,7 +145,7 @@ def padded_heads(layers: Sequence[Tensor]) -> Tensor:
 def _of_all_heads(own: Tensor, spec: ModelSpec, ranks: Collectives) -> Tensor:
     """[L, 2, KVH] for the whole model, from those of each rank's heads [L, 2, heads]."""
     assert spec.whole is not None
-    whole = [own.new_zeros(2, layer.num_kv_heads) for layer in spec.whole.kv_attentions]
+    whole = [own.new_zeros(2, heads.stop) for heads in heads_of_part(spec.whole)]
     for rank, part in enumerate(ranks.gather(own)):
         for layer, heads in enumerate(heads_of_part(spec.whole.sharded(Shard(rank, ranks.ranks)))):
             whole[layer][:, heads] = part[layer, :, : heads.stop - heads.start]

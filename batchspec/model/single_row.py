@@ -24,7 +24,7 @@ def forward_row(target: Target, ids: list[int], *, fp8: bool, kv_only: bool = Fa
     page_size = max(16, 1 << (count - 1).bit_length())  # a power of two: each page size compiles kernels anew
     layers = replace(spec, fp8_kv=fp8).layer_states(target.dtype, page_size)
     scales = target.kv_scales if fp8 else None
-    groups = KVGroups.single(spec.num_kv_layers)
+    groups = KVGroups.single(spec.num_paged_layers)
     cache = KVCache.allocate(layers, groups=groups, num_pages=(2,), device=device, scales=scales)
 
     def ints(values: object) -> Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from batchspec.cache.layer_state import LayerState
+from batchspec.cache.page_format import PageFormat
 from batchspec.cache.sharing_cost import NOTHING_SHARED, SharingCost
 from batchspec.checkpoint.config_values import ConfigReader, Json, has_file, read_json, shown
 from batchspec.checkpoint.generation_config import read_generation
@@ -19,8 +20,6 @@ from batchspec.console.text import quoted
 from batchspec.errors import CheckpointError
 from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
 from batchspec.model.families.registry import family_of
-from batchspec.model.layers.attention.block import AttentionSpec
-from batchspec.model.layers.attention.kv_layout import KVLayout
 from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.layers.base import PLAIN_NORM, WHOLE, BlockSpec, NormForm, Shard, TensorSpec
 from batchspec.model.layers.kind import About, Computing, MixerSpec, Use
@@ -67,7 +66,7 @@ class ModelSpec(CheckpointPart):
     fp8_kv: bool = False
     """Whether K and V are stored as e4m3: the job's choice, not the checkpoint's."""
     state_dtype: torch.dtype = torch.float32
-    """Of the states of recurrent layers, in a model that does not compute in fp64: the job's choice."""
+    """Of the states that layers keep in row tensors, in a model that does not compute in fp64: the job's choice."""
     lora: LoraShape | None = None
     """Adapters that are added to its products, each row with its own: also the job's choice. None: there are none."""
     eos_ids: tuple[int, ...]
@@ -89,11 +88,6 @@ class ModelSpec(CheckpointPart):
     """The layer of the checkpoint that predicts one token further, complete even if this is a part; None: it has none that
     drafts can come from."""
 
-    def kv_layouts(self, dtype: torch.dtype, page_size: int) -> tuple[KVLayout, ...]:
-        """[num_kv_layers] the format in which each layer that keeps K and V stores them, computed in `dtype`."""
-        run = self.computing(dtype, page_size)
-        return tuple(own.layout(run) for own in self.kv_attentions)
-
     def computing(self, dtype: torch.dtype, page_size: int = 1, draft_len: int = 0) -> Computing:
         """How a job computes it in `dtype`. draft_len: K, the maximum number of drafts that a round verifies."""
         return Computing(
@@ -110,6 +104,10 @@ class ModelSpec(CheckpointPart):
         """What each of its layers keeps of a row. draft_len: K, the maximum number of drafts that a round verifies."""
         run = self.computing(dtype, page_size, draft_len)
         return tuple(layer.kept(run) for layer in self.layers)
+
+    def page_formats(self, dtype: torch.dtype, page_size: int) -> tuple[PageFormat, ...]:
+        """[num_paged_layers]"""
+        return tuple(state.pages for state in self.layer_states(dtype, page_size) if state.pages is not None)
 
     @property
     def _states(self) -> tuple[LayerState, ...]:
@@ -149,51 +147,14 @@ class ModelSpec(CheckpointPart):
         return len(self.layers)
 
     @property
-    def attention_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that attend."""
-        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionSpec))
-
-    @property
-    def attentions(self) -> tuple[AttentionSpec, ...]:
-        """Those of `attention_layers`."""
-        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
-
-    @property
-    def kv_layers(self) -> tuple[int, ...]:
-        """[num_kv_layers] indices of the layers that keep K and V."""
-        return tuple(i for i in self.attention_layers if self.layers[i].attention.kv_of is None)
+    def num_paged_layers(self) -> int:
+        """Number of layers that keep pages of their own."""
+        return sum(state.pages is not None for state in self._states)
 
     @property
     def last_kept(self) -> int:
         """Index of the last layer that keeps something of a row: of later ones a prefill computes the last tokens alone."""
         return max(i for i, state in enumerate(self._states) if state.pages is not None or state.row)
-
-    @property
-    def kv_attentions(self) -> tuple[AttentionSpec, ...]:
-        """[num_kv_layers]"""
-        return tuple(self.layers[i].attention for i in self.kv_layers)
-
-    @property
-    def num_kv_layers(self) -> int:
-        return len(self.kv_layers)
-
-    @property
-    def num_heads(self) -> int:
-        """Of the first layer that attends, as the next two: a new draft head has as many."""
-        return self.attentions[0].num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.attentions[0].num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.attentions[0].head_dim
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Of each of `attention_layers`: number of keys that a query attends to at most, itself included; None: all."""
-        return tuple(attention.window for attention in self.attentions)
 
     @property
     def intermediate_size(self) -> int:
@@ -231,7 +192,7 @@ class ModelSpec(CheckpointPart):
         return replace(self, fp8_kv=True, whole=None if self.whole is None else self.whole.with_fp8_kv())
 
     def with_state_dtype(self, dtype: torch.dtype) -> ModelSpec:
-        """The spec with the states of recurrent layers stored in `dtype`."""
+        """The spec with the states of rows stored in `dtype`."""
         return replace(self, state_dtype=dtype, whole=None if self.whole is None else self.whole.with_state_dtype(dtype))
 
     def in_one_order(self) -> ModelSpec:
@@ -255,13 +216,12 @@ class ModelSpec(CheckpointPart):
         return {OUTPUT: EMBEDDING} if self.tie else {}
 
     def ignores(self, name: str) -> bool:
-        """Of layers that read the K and V of another one, files may hold what would compute their own."""
+        """A file may hold more of some layers than they have: see `MixerSpec.spare`."""
         layer, _, tensor = name.removeprefix(f"{MODEL_PREFIX}layers.").partition(".")
         if not (layer.isdecimal() and int(layer) < self.num_layers):
             return False
-        if self.layers[int(layer)].kept(self.computing(torch.float32)).reads is None:
-            return False
-        return tensor.startswith(tuple(f"{self.layers[int(layer)].attention.name}.{x}" for x in ("k_", "v_")))
+        mixer = self.layers[int(layer)].mixer
+        return mixer is not None and tensor.startswith(mixer.spare)
 
     def slices_beside_blocks(self) -> Slices:
         found: Slices = {EMBEDDING: (), FINAL_NORM: ()}

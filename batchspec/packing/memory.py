@@ -98,8 +98,7 @@ def graph_tokens(spec: ModelSpec, prefill_tokens: int) -> int:
 
 def prefill_graph_bytes(spec: ModelSpec, *, dtype: torch.dtype, tokens: int) -> int:
     """Bytes that CUDA graphs of prefill passes of up to `tokens` tokens need in addition to the passes."""
-    pages = [state.pages for state in spec.layer_states(dtype, 1) if state.pages is not None]
-    keys = KEYS_PER_TOKEN * tokens * max((own.read_bytes for own in pages), default=0)
+    keys = KEYS_PER_TOKEN * tokens * max((own.read_bytes for own in spec.page_formats(dtype, 1)), default=0)
     return round(_activation_bytes(spec, dtype, tokens)) + keys + PREFILL_GRAPHS * GRAPH_BYTES
 
 

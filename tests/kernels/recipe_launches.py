@@ -51,6 +51,7 @@ from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights
 from batchspec.tuning import policy
 from batchspec.tuning.cards import known_card
+from tests.attentions import attentions
 from tests.engines import make_engine, packed
 
 NO_COMPILE = "--no-compile"
@@ -143,7 +144,7 @@ def engine_of(recipe: Recipe) -> tuple[Engine, int]:
     spec = spec.with_fp8_kv() if recipe.fp8_kv else spec
     target = Target(spec, DummyWeights(spec, dtype=BF16, device=CPU), CPU)
     if recipe.fp8_kv:
-        target.kv_scales = tuple(torch.ones(2, spec.num_kv_heads) for _ in range(spec.num_layers))
+        target.kv_scales = tuple(torch.ones(2, attentions(spec)[0].num_kv_heads) for _ in range(spec.num_layers))
     batch = packed(
         max(ROWS), num_pages=600, page_size=16, max_len=1536, draft_len=NUM_DRAFTS, prefill_tokens=PASS_TOKENS, row_buckets=ROWS
     )

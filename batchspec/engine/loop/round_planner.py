@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.groups import most_keys
-from batchspec.cache.layer_state import windows_of
+from batchspec.cache.layer_state import windows_read
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.loop.partial_rounds import PartialRounds
 from batchspec.engine.loop.refill_times import RefillTimes
@@ -55,9 +55,9 @@ class RoundPlanner:
         """
         self._executor, self._batch = executor, batch
         self._max_len = executor.drafter.max_len
-        self._windows = Counter(
-            (*executor.target.spec.windows, *windows_of(executor.drafter.layer_states(executor.batch.page_size)))
-        )
+        page_size, target = executor.batch.page_size, executor.target
+        states = (*target.spec.layer_states(target.dtype, page_size), *executor.drafter.layer_states(page_size))
+        self._windows = Counter(windows_read(states))
         experts = executor.target.spec.experts
         self.seconds: dict[str, float] = {}
         """Seconds that each part of `prepare` took."""

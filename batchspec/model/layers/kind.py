@@ -1,6 +1,14 @@
-"""What the rest of batchspec may know of a kind of layer: what it keeps of a row, what it costs, how it is built and computed.
+"""What the rest of batchspec may know of a kind of layer. A kind says, in the order of `MixerSpec`:
 
-A new kind of mixer is a package in this folder: its shape, with the methods of `MixerSpec`, and the block that the shape builds.
+    what it keeps of a row           kept
+    what it costs                    round_work, prompt_work, sharing_cost, num_partials, num_rank_sums
+    what users read of it            refuses, about
+    what else its files may hold     spare
+    what its passes read             tables, inputs
+    how it computes                  build, which gives a `Mixer`
+
+and as every block which products and vectors it has (`BlockSpec`). A new kind is a package in this folder: its shape, a frozen
+dataclass with these methods, and the block that the shape builds. Planner, tuner, cache, engine and `plan` ask the shape.
 """
 
 from __future__ import annotations
@@ -56,17 +64,21 @@ drafts for another model; padded_prefill: a prefill pass has padding at its end.
 
 
 class About(NamedTuple):
-    """What `plan` says of a kind: lines, each of a label and a text."""
+    """Lines of `plan`, each of a label and a text."""
 
     model: tuple[tuple[str, str], ...] = ()
+    """Below the line about the model."""
     memory: tuple[tuple[str, str], ...] = ()
+    """Below the line about pages."""
 
 
 class Inputs(NamedTuple):
     """What the two parts of a mixer read in a pass besides the stream."""
 
     begin: Any
+    """Where the first part keeps what the pass's tokens bring; None for a layer without a mixer."""
     finish: Selected
+    """The tokens of the second part, and what they read of their rows."""
 
 
 class Mixer(Protocol):
@@ -94,10 +106,6 @@ class Mixer(Protocol):
 class MixerSpec(BlockSpec, Protocol):
     """The shape of a mixer."""
 
-    @property
-    def num_rank_sums(self) -> int:
-        """Number of small sums over the ranks in a pass, such as those of a norm over all heads, besides `num_sums`."""
-
     def kept(self, run: Computing) -> LayerState:
         """What it keeps of a row."""
 
@@ -113,22 +121,30 @@ class MixerSpec(BlockSpec, Protocol):
 
     @property
     def num_partials(self) -> int:
-        """Number of partial results of one token for each part of its keys, which are computed apart and then merged."""
+        """Number of partial results of one token for each part of its keys, if these are computed apart and then merged."""
+
+    @property
+    def num_rank_sums(self) -> int:
+        """Number of small sums over the ranks in a pass, such as those of a norm over all heads, besides `num_sums`."""
 
     def refuses(self, use: Use) -> str | None:
-        """Why a model with such layers cannot be used so, as the end of a sentence about it; None: it can."""
+        """Why a model with such layers cannot be used so, as the end of a sentence about the model; None: it can."""
 
     @classmethod
     def about(cls, layers: Sequence[Self], run: Computing) -> About:
-        """layers: all of this kind in a model"""
+        """What `plan` says of all layers of this kind in a model."""
+
+    @property
+    def spare(self) -> tuple[str, ...]:
+        """Beginnings of the names of tensors, relative to the layer, that a file may hold of it and that nothing reads."""
 
     def tables(self) -> Mapping[Hashable, Tensor]:
         """Constants that its passes read, such as the frequencies of a rotation: made when a model is loaded, once for each key,
         and found in `Pass.tables`."""
 
     def inputs(self, pass_: Pass, kept: Kept) -> Inputs:
-        """What `begin` and `finish` read in a pass; `pass_.once(kept.key, make)` makes what layers share. Called for all layers
-        before the first one runs, and for later layers again if the pass goes on with some of its tokens."""
+        """What `Mixer.begin` and `finish` read in a pass; `pass_.once(kept.key, make)` makes what layers share. Called for all
+        layers before the first one runs, and for later layers again if the pass goes on with some of its tokens."""
 
     def build(self, source: BlockSource) -> Mixer:
         """The block that computes, its weights taken from `source`."""

@@ -225,6 +225,11 @@ class AttentionSpec(NormedSpec):
     def about(cls, layers: Sequence[AttentionSpec], run: Computing) -> About:
         return About()
 
+    @property
+    def spare(self) -> tuple[str, ...]:
+        """What would compute its own K and V if it reads those of another layer."""
+        return () if self.kv_of is None else (f"{self.name}.k_", f"{self.name}.v_")
+
     def tables(self) -> Mapping[Hashable, Tensor]:
         """The frequencies of its rotation."""
         return {(self.rotation, self.head_dim): rope_frequencies(self.rotation, self.head_dim)}

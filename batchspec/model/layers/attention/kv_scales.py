@@ -23,6 +23,7 @@ from batchspec.checkpoint.files import LocalFiles, StoredTensor
 from batchspec.checkpoint.weight_files import opened_weights
 from batchspec.checkpoint.wrapped import model_tensors
 from batchspec.errors import CheckpointError, OutputError
+from batchspec.model.layers.attention.of_model import keepers_of
 from batchspec.model.spec import ModelSpec, layer_prefix
 
 _NAMES = {
@@ -38,7 +39,7 @@ class KVScales:
     """All scales of a model."""
 
     values: Tensor
-    """fp32 [num_kv_layers, 2 (K, V), KVH], positive, on the CPU; a layer with fewer heads than others has 1 beyond its own"""
+    """fp32 [num_paged_layers, 2 (K, V), KVH], positive, on the CPU; a layer with fewer heads than others has 1 beyond its own"""
 
     def __post_init__(self) -> None:
         assert self.values.dtype is torch.float32
@@ -62,7 +63,7 @@ class KVScales:
             found = cls(torch.tensor(content["scales"], dtype=torch.float32))
             if content["fingerprint"] != found.fingerprint:
                 raise ValueError("the fingerprint does not fit")
-            if tuple(found.values.shape) != (spec.num_kv_layers, 2, _most_heads(spec)):
+            if tuple(found.values.shape) != (spec.num_paged_layers, 2, _most_heads(spec)):
                 raise ValueError(f"scales of shape {list(found.values.shape)}")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise OutputError(f"{where} is damaged ({error}); restore it or use another output.dir") from error
@@ -75,7 +76,7 @@ def names_of_scales(spec: ModelSpec, stored: Collection[str], where: str) -> lis
     Raises CheckpointError if some are missing.
     """
     found = []
-    layers = spec.kv_layers
+    layers = list(keepers_of(spec))
     for layer in layers:
         of_layer = [
             [layer_prefix(layer) + name for name in names if layer_prefix(layer) + name in stored] for names in _NAMES.values()
@@ -103,15 +104,15 @@ def checkpoint_scales(folder: Path, spec: ModelSpec) -> KVScales | None:
     names = names_of_scales(spec, stored, shown(folder))
     if names is None:
         return None
-    values = torch.ones(spec.num_kv_layers, 2, _most_heads(spec))
-    for layer, (own, pair) in enumerate(zip(spec.kv_attentions, names, strict=True)):
+    values = torch.ones(spec.num_paged_layers, 2, _most_heads(spec))
+    for layer, (own, pair) in enumerate(zip(keepers_of(spec).values(), names, strict=True)):
         for part, name in enumerate(pair):
             values[layer, part, : own.num_kv_heads] = _read(folder, name, stored[name], own.num_kv_heads)
     return KVScales(values)
 
 
 def _most_heads(spec: ModelSpec) -> int:
-    return max(own.num_kv_heads for own in spec.kv_attentions)
+    return max(own.num_kv_heads for own in keepers_of(spec).values())
 
 
 def _read(folder: Path, name: str, stored: StoredTensor, num_heads: int) -> Tensor:
@@ -130,10 +131,10 @@ def _read(folder: Path, name: str, stored: StoredTensor, num_heads: int) -> Tens
 
 
 def heads_of_part(spec: ModelSpec) -> list[slice]:
-    """[num_kv_layers] the K/V heads of the whole model that a rank holds."""
-    return [own.kv_heads_of(spec.shard) for own in (spec.whole or spec).kv_attentions]
+    """[num_paged_layers] the K/V heads of the whole model that a rank holds."""
+    return [own.kv_heads_of(spec.shard) for own in keepers_of(spec.whole or spec).values()]
 
 
 def scales_of_part(values: Tensor, spec: ModelSpec) -> list[Tensor]:
-    """[num_kv_layers] of `KVScales.values`, those of the heads [2, KVH] that a rank holds."""
+    """[num_paged_layers] of `KVScales.values`, those of the heads [2, KVH] that a rank holds."""
     return [layer[:, own] for layer, own in zip(values, heads_of_part(spec), strict=True)]

@@ -251,6 +251,10 @@ class GatedDeltaSpec(NormedSpec):
             ),),
         )
 
+    @property
+    def spare(self) -> tuple[str, ...]:
+        return ()
+
     def tables(self) -> Mapping[Hashable, Tensor]:
         return {}
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from batchspec.checkpoint.config_values import ConfigReader, read_json, shown
 from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
 from batchspec.model.families.registry import ASSISTANTS, assistant_text
+from batchspec.model.layers.attention.of_model import keepers_of
 from batchspec.model.layers.base import (
     WHOLE,
     BlockSpec,
@@ -179,11 +180,12 @@ def _ends(config: ConfigReader, text: ModelSpec, target: ModelSpec) -> EndsSpec:
 def _reading(config: ConfigReader, target: ModelSpec, index: int, layer: LayerSpec) -> LayerSpec:
     """The layer with queries alone, for the K and V of the target's last layer of its kind."""
     own = layer.attention
-    alike = [i for i in target.kv_layers if (target.layers[i].attention.window is None) == (own.window is None)]
+    keepers = keepers_of(target)
+    alike = [i for i, other in keepers.items() if (other.window is None) == (own.window is None)]
     if not alike:
         kind = "reads all keys" if own.window is None else "has a window"
         raise config.refusal(f"layer {index} {kind}, and no layer of the model that keeps K and V does; {_ANOTHER}")
-    kept = target.layers[alike[-1]].attention
+    kept = keepers[alike[-1]]
     if (own.num_kv_heads, own.head_dim) != (kept.num_kv_heads, kept.head_dim):
         raise config.refusal(
             f"layer {index} reads {own.num_kv_heads} K/V heads of {own.head_dim}, layer {alike[-1]} of the model has "

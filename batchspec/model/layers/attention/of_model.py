@@ -1,0 +1,31 @@
+"""The layers of a model that attend, for what concerns them alone: scales of K and V, draft heads like them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from batchspec.model.layers.attention.block import AttentionSpec
+from batchspec.model.layers.layer import LayerSpec
+
+
+class Layered(Protocol):
+    """The shape of a model."""
+
+    @property
+    def layers(self) -> Sequence[LayerSpec]: ...
+
+
+def attentions_of(spec: Layered) -> dict[int, AttentionSpec]:
+    """The attention of each layer that has one, by the layer's index."""
+    return {i: layer.mixer for i, layer in enumerate(spec.layers) if isinstance(layer.mixer, AttentionSpec)}
+
+
+def keepers_of(spec: Layered) -> dict[int, AttentionSpec]:
+    """Of the layers that keep K and V: the others read those of one of these."""
+    return {i: own for i, own in attentions_of(spec).items() if own.kv_of is None}
+
+
+def first_attention(spec: Layered) -> AttentionSpec:
+    """That of the first layer that attends: a new draft head has as many heads of as many numbers."""
+    return next(iter(attentions_of(spec).values()))
