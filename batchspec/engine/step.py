@@ -26,12 +26,12 @@ class Segment:
     end: int
     last: bool
     restores: int | None = None
-    """Entry with the recurrent states after the tokens before it, which are copied to the row's slot first; None: the row goes
+    """Entry with the row tensors after the tokens before it, which are copied to the row's slot first; None: the row goes
     on with its own."""
     saves: int | None = None
-    """Entry to which the row's recurrent states are copied after it."""
+    """Entry to which the row tensors are copied after it."""
     generated: bool = False
-    """Whether its tokens are outputs of the row, which recurrent layers take one after another, as in rounds."""
+    """Whether its tokens are outputs of the row, which some layers take one after another, as in rounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

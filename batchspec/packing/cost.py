@@ -23,10 +23,10 @@ is not counted. That many tokens are multiplied with dequantised INT4 and NVFP4 
 Where no kernel runs, each pass first dequantises NVFP4 weights in plain torch, which moves NVFP4_BYTES for each weight. A GPU
 does so with all experts, and multiplies each with every token. A CPU computes only the chosen experts: there the estimate is too
 high.
-R rows, C_l keys of a row that layer l reads, T = R * tokens_per_row, kv bytes of K/V a token and layer, A query heads * head_dim,
+R rows, C_l keys of a row that layer l reads, T = R * tokens_per_row, kv bytes of K/V a token and layer, A numbers of q a token,
 L layers. C_l is the row's context; in a layer with a window it is min(context, window + tokens_per_row - 1). S bytes of the
-states of a row in all recurrent layers: a round reads and writes them once. In prefill these layers take the arithmetic of
-`MixerSpec.prompt_work` for each token. LoRA adapters of rows add two products of their own to each product (`_adapters_s`).
+states of a row in all layers: a round reads and writes them once. Each kind of layer says what it costs (`MixerSpec.round_work`,
+`prompt_work`). LoRA adapters of rows add two products of their own to each product (`_adapters_s`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def kv_read_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int, context_tok
 
 
 def moved_state_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int) -> int:
-    """Bytes of the states of recurrent layers that the target reads and writes in one round: each state once in both ways."""
+    """Bytes of the states that the target reads and writes in one round: each state once in both ways."""
     return 2 * rows * _round_work(spec, dtype, 0, 1).state_bytes
 
 

@@ -27,7 +27,7 @@ class KVMemory:
     slot_bytes: int
     """Bytes of a slot besides its row's pages, over all layers."""
     prefix_bytes: int = 0
-    """Bytes of the recurrent states that are kept of prefixes."""
+    """Bytes of the row tensors that are kept of prefixes."""
     page_size: int
     max_tokens: int
     """Tokens of the longest row, including those that rounds write after its end."""

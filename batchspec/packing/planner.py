@@ -76,7 +76,7 @@ class Forecast:
     kv_read_bytes: float
     """Bytes of K/V that it reads."""
     state_bytes: int
-    """Bytes of states of recurrent layers that it reads and writes, counted twice."""
+    """Bytes of states that it reads and writes, counted twice."""
     prefill_s: float
     decode_s: float
 

@@ -114,7 +114,7 @@ class Executor:
         may have waited for the host. None: rounds are no CUDA graphs, so a launch may return after its work is done."""
 
     def prefix_states(self) -> PrefixStates | None:
-        """A new, empty record of the snapshots of prefixes; None without recurrent layers."""
+        """A new, empty record of the snapshots of prefixes; None if no layer keeps row tensors."""
         if self.prefill_multiple is None:
             return None
         num_slots, page_size = self.batch.num_slots, self.batch.page_size

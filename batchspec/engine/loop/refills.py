@@ -29,18 +29,18 @@ def prefill_of(
     """The passes that prefill a group of requests, each of at most `prefill_tokens` tokens.
 
     group     requests that have just got their slots and pages; refills: theirs
-    multiple  of a model with recurrent layers: prompts are cut at positions that are multiples of it, and tokens that the rows
-              had generated before they were preempted go in passes of their own. None: passes may be cut anywhere
+    multiple  prompts are cut at positions that are multiples of it, and tokens that the rows had generated before they were
+              preempted go in passes of their own (`ModelSpec.prefill_multiple`). None: passes may be cut anywhere
     """
     spans = [(refill.slot, refill.num_cached, state.num_tokens) for state, refill in zip(group, refills, strict=True)]
     if multiple is None:
         passes = tuple(tuple(segments) for segments in chunks(spans, batch.prefill_tokens))
     else:
-        passes = _of_recurrent_layers(group, spans, batch, multiple)
+        passes = _with_states(group, spans, batch, multiple)
     return Prefill(passes=passes, mode=SamplingMode.union([state.mode for state in group]))
 
 
-def _of_recurrent_layers(
+def _with_states(
     group: Sequence[RequestState], spans: Sequence[tuple[int, int, int]], batch: PackedBatch, multiple: int
 ) -> tuple[tuple[Segment, ...], ...]:
     """Prompts before outputs: the state of a row has one history, that of a row which was never preempted. A prompt ends a pass

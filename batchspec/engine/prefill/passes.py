@@ -157,8 +157,8 @@ def rehearse(
 def rehearsal(num_slots: int, *, max_tokens: int, longest: int, multiple: int | None = None) -> list[list[Segment]]:
     """The passes of `rehearse`, which launch every variant of prefill's kernels; the last two are a short one and the largest.
 
-    multiple  of a model with recurrent layers: prompts are cut at multiples of so many tokens. A pass of fewer tokens is a short
-              prompt, and one more pass has generated tokens, which go through other kernels. None: there are none
+    multiple  `ModelSpec.prefill_multiple`: a pass of fewer tokens is a short prompt, and one more pass has generated tokens,
+              which go through other kernels. None: passes may be cut anywhere
     """
     longest = min(max_tokens, longest)
     few = min(FEW, longest)

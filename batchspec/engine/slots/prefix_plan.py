@@ -1,4 +1,4 @@
-"""Decides which recurrent states rows take over from prefixes, and which they leave for others."""
+"""Decides which states rows take over from prefixes, and which they leave for others, in models that keep row tensors."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class PrefixPlanner:
     """Plans the prefills of one group of requests after another.
 
     A prefix that two requests have in common is computed by the first. If that one is of the same group, it leaves its state for
-    the second. If it has been prefilled already, the second computes the prefix once more, its recurrent layers at least, and
-    leaves the state for the third.
+    the second. If it has been prefilled already, the second computes the prefix once more, at least in the layers that keep
+    states, and leaves the state for the third.
     """
 
     def __init__(self, pools: PagePools, states: PrefixStates) -> None:

@@ -35,7 +35,7 @@ class RequestState:
     num_shared_pages: int = 0
     """Number of its first pages whose K/V another request prefilled."""
     prefix_plan: PrefixPlan | None = None
-    """What its prefill does with the recurrent states of prefixes; None without recurrent layers."""
+    """What its prefill does with the states of prefixes; None if no layer keeps row tensors."""
     order: int = 0
     """Number of the refill that gave it its slot: the highest is the youngest request."""
     prefix_hashes: list[bytes] | None = None
