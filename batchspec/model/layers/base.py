@@ -1,8 +1,8 @@
 """The parts of a decoder as pure shapes: blocks, their matrix products and their vectors. No weights here.
 
-A decoder layer is two blocks, a mixer, such as attention, and an MLP; the input of each is a norm of the residual stream. A block
-names its projections and vectors relative to the layer (`self_attn.q_proj`). All code that needs shapes sums over the blocks: the
-loader, dummy weights, the tuner, the cost model, the memory plan and `plan`.
+A decoder layer is a mixer, such as attention, and an MLP, or one of them; the input of each is a norm of the residual stream. A
+block names its projections and vectors relative to the layer (`self_attn.q_proj`). All code that needs shapes sums over blocks:
+the loader, dummy weights, the tuner, the cost model, the memory plan and `plan`.
 """
 
 from __future__ import annotations
