@@ -23,7 +23,7 @@ class DraftConfig:
 
     name: str = "auto"
     """The kind of drafter. `draft=NAME` sets it together with the usual values of its other keys. auto is mtp if the checkpoint
-    has an MTP layer, else lookup."""
+    has an MTP layer, else lookup; none in a job on a GPU that is too short for them to pay."""
     num_speculative_tokens: int | None = None
     """K: maximum number of draft tokens per request and round. null is the usual number of the drafter, that of its file in
     conf/draft. With draft.adaptive it is the largest K that is tried."""
