@@ -19,6 +19,7 @@ from batchspec.dataset.reader import Source, table_source
 from batchspec.errors import ConfigError
 from batchspec.job import run_job
 from batchspec.load.loaded_engine import LoadedEngine
+from batchspec.load.short_jobs import drafting_of
 from batchspec.prepare import choose_device, open_job, open_model, open_output, survey_first
 from batchspec.process.out_of_memory import within_memory
 from batchspec.report.progress_bar import ProgressBar
@@ -95,6 +96,7 @@ def generate(
     survey = survey_first(opened)
     smaller = "lower packing.max_num_seqs, packing.memory_gb or packing.max_num_batched_tokens"
     with within_memory("rows were decoded", smaller), ProgressBar(survey.num_outputs(opened.source.num_rows)) as progress:
+        opened = drafting_of(opened, survey)
         loaded, work = LoadedEngine.load(opened, survey, progress), ShardWork.of(opened)
         monitor = RunMonitor(progress, survey.mean_output, loaded.totals)
         frames = {done.shard.index: work.frame(done.shard, done.completions) for done in decode_shards(loaded, monitor, work)}

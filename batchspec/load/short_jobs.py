@@ -7,7 +7,8 @@ from dataclasses import replace
 from batchspec.config.draft_auto import without_drafts
 from batchspec.load.memory import expected_drafts, plan_batch
 from batchspec.packing.planner import Demand, forecast
-from batchspec.packing.rates import Rates
+from batchspec.packing.rates import Rates, device_rates
+from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_chosen
 
 PREPARE_S_PER_LAYER = 0.07
@@ -15,6 +16,14 @@ PREPARE_S_PER_LAYER = 0.07
 layers of SmolLM2-135M on an H200, kernels compiled before."""
 LIKELY_GAIN = 0.2
 """Share of the decoding time that drafts are taken to save at least: what lookup saves depends on texts that nobody knows yet."""
+
+
+def drafting_of(job: Job, survey: Survey) -> Job:
+    """The surveyed job, with or without drafts, as it is to be loaded. Raises as `drafting_if_it_pays`."""
+    if job.device.type != "cuda":
+        return job
+    rates = device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)
+    return drafting_if_it_pays(job, survey.demand(job.source.num_rows, job.admission.max_len), rates)
 
 
 def drafting_if_it_pays(job: Job, demand: Demand, rates: Rates) -> Job:

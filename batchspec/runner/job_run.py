@@ -10,8 +10,7 @@ from functools import cached_property
 from batchspec.config.schema import RunConfig
 from batchspec.console.text import counted
 from batchspec.errors import TooManyErrors
-from batchspec.load.short_jobs import drafting_if_it_pays
-from batchspec.packing.rates import device_rates
+from batchspec.load.short_jobs import drafting_of
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job
 from batchspec.report.progress_bar import ProgressBar
@@ -125,10 +124,7 @@ class JobRun:
 
     def choose_drafter(self, survey: Survey) -> None:
         """Do without drafts in a job that is too short for them, if draft=auto chooses the drafter."""
-        job = self.job
-        if job.device.type == "cuda":
-            rates = device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)
-            self.job = drafting_if_it_pays(job, survey.demand(job.source.num_rows, job.admission.max_len), rates)
+        self.job = drafting_of(self.job, survey)
 
     def num_done(self, survey: Survey) -> int:
         """Expected number of output rows that are finished."""
