@@ -100,8 +100,8 @@ def classes() -> Iterator[type[BaseException]]:
 
 
 INTERNAL = {
-    "CutAnswer", "Died", "Full", "GivenUp", "InFlightError", "Killed", "Recursive", "TooManyStates", "_CallbackFailed",
-    "_Malformed",
+    "CutAnswer", "Died", "Full", "GivenUp", "InFlightError", "Killed", "NullNeeded", "Recursive", "TooManyStates",
+    "_CallbackFailed", "_Malformed",
 }
 """Exceptions of which no one sees the message."""
 

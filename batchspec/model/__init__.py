@@ -1,7 +1,7 @@
 """The model: config.json and safetensors in, a forward pass over a flat batch out. Begin with target.py.
 
-families/ has one file a model family, and shapes.py, configs of known models by name; layers/ has the kinds of layers and their
-blocks, quant/ the weight formats.
+families/ has one file per model family, and configs of known models by name; layers/ has the kinds of layers and their blocks,
+quant/ the weight formats.
 
 From config to weights:
   spec.py               config.json -> ModelSpec
@@ -23,6 +23,6 @@ Forward pass:
 LoRA:
   lora.py               an adapter merged into the weights; adapter_config.py: its config.json
   lora_products.py      adapters that are not merged; lora_shape.py: their sizes
-Scales of an FP8 K/V cache (layers/attention/kv_scales.py):
+Scales of an FP8 K/V cache:
   kv_calibration.py     from fixed texts; calibration_texts.py: the texts
 """
