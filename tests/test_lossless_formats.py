@@ -175,7 +175,8 @@ def choose_any_width(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     widths = lengths.widths(LEAST_ROWS)
     for num_rows in engine.batch.row_buckets:
         for width in widths:
-            lengths.times.set_base(num_rows, width, 1.0, prepare_next=True)
+            for prepare_next in (True, False):
+                lengths.times.set_base(num_rows, width, 1.0, prepare_next=prepare_next)
 
     def pick(*_: Any) -> RoundWidth:
         draft_len = next(turns)
