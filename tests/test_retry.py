@@ -25,6 +25,7 @@ from polars.testing import assert_frame_equal
 from batchspec import run
 from batchspec.commands import plan, verify
 from batchspec.config.compose import compose
+from batchspec.dataset.reader import InputShard
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.slots.request_state import RequestState
@@ -35,6 +36,7 @@ from batchspec.records import Completion, Request, RowError
 from batchspec.report.status import StatusReader
 from batchspec.request_stream import RequestStream
 from batchspec.runner.new_retry import new_retry
+from batchspec.runner.retry_plan import RetryPlan
 from batchspec.runstate.generations import Generation, Generations, folder_of
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.open_store import open_store
@@ -488,6 +490,25 @@ def test_rows_with_a_temporary_error_are_computed_again(
         assert run.main(arguments(folder, out, CAPS[0], "resume=error", again)) == 0
         assert "already complete: 14 rows in 7 shards; nothing left for resume=error\n" in capsys.readouterr().err
     assert len(ran) == 1
+
+
+def test_an_error_that_is_planned_twice_is_replaced_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass that ran out of memory plans the rows of its shards again."""
+    out, plan_rows = tmp_path / "out", RetryPlan.rows
+
+    def planned_twice(plan: RetryPlan, shard: InputShard, admitted: Iterator[Request | Completion]) -> Iterator[Any]:
+        entries = list(admitted)
+        list(plan_rows(plan, shard, iter(entries)))
+        return plan_rows(plan, shard, iter(entries))
+
+    with monkeypatch.context() as patch:
+        failing_q8(patch)
+        assert run.main(arguments(folder, out, CAPS[0])) == 0
+    monkeypatch.setattr(RetryPlan, "rows", planned_twice)
+    assert run.main(arguments(folder, out, CAPS[0], "resume=error")) == 0
+    assert StatusReader(OutputFolder(out)).read().errors == 1
 
 
 def test_rows_that_fail_again_are_retried_once_by_each_command(

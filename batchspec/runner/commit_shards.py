@@ -81,7 +81,7 @@ class ShardCommitter:
         self,
         output: OutputFolder,
         work: ShardWork | ShardWorkers,
-        take_old_shard: Callable[[int], OldShard | None],
+        take_old_shard: Callable[[DecodedShard], OldShard | None],
         check_input: CheckInput,
     ) -> None:
         """
@@ -119,7 +119,7 @@ class ShardCommitter:
                 yield first()
 
     def _pending(self, done: DecodedShard) -> PendingCommit:
-        old = self._take_old_shard(done.shard.index)
+        old = self._take_old_shard(done)
         if old is None:
             return NewFile(self._output, self._work, done)
         return MergedFile(self._output, self._work, done, old)

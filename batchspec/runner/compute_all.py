@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from batchspec.dataset.reader import InputShard
-from batchspec.packing.work_plan import all_rows
+from batchspec.packing.work_plan import DecodedShard, all_rows
 from batchspec.records import Completion, Request
 
 
@@ -24,5 +24,5 @@ class ComputeAll:
         """0: the output has no row of the shard."""
         return 0
 
-    def take_old_shard(self, shard: int) -> None:
+    def take_old_shard(self, done: DecodedShard) -> None:
         """None: no row is carried over."""

@@ -12,8 +12,7 @@ Every other row is carried over: the new file of its shard holds the old row.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +21,7 @@ import pyarrow.compute as pc
 
 from batchspec.dataset.reader import InputShard
 from batchspec.engine.features.thinking import num_closing_tokens
+from batchspec.packing.work_plan import DecodedShard
 from batchspec.records import Completion, Request, Snapshot
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.output_folder import OutputFolder
@@ -50,23 +50,25 @@ class RetryPlan:
         self._output, self._kind = output, generation.retry
         self._committed = output.committed()
         self._old: dict[int, OldShard] = {}
-        self._replaced_errors: Counter[int] = Counter()
+        self._num_replaced_errors: dict[int, int] = {}
 
     def carries_over(self, shard: int) -> bool:
         """Whether the output has the shard's old rows; False if its file was deleted: then all rows are computed."""
         return shard in self._committed
 
-    def take_old_shard(self, shard: int) -> OldShard | None:
+    def take_old_shard(self, done: DecodedShard) -> OldShard | None:
         """The shard's file as this retry found it, for its commit; None if no row is carried over. The plan forgets the file."""
+        shard = done.shard.index
         if not self.carries_over(shard):
             return None
         old = self._old_shard(shard)
         del self._old[shard]
+        self._num_replaced_errors[shard] = _num_errors_among(old.table, done.completions)
         return old
 
     def num_replaced_errors(self, shard: int) -> int:
-        """Number of error rows of the shard that are computed anew."""
-        return self._replaced_errors[shard]
+        """Number of error rows in the old file that the commit of the shard replaces."""
+        return self._num_replaced_errors.get(shard, 0)
 
     def _old_shard(self, shard: int) -> OldShard:
         if shard not in self._old:
@@ -81,11 +83,7 @@ class RetryPlan:
             return
         old = self._old_rows(shard)
         for entry in admitted:
-            row = old.get((entry.row_index, entry.sample_index))
-            planned = self._planned(entry, row)
-            if planned is not None and row is not None and row["status"] == "error":
-                self._replaced_errors[shard.index] += 1
-            yield planned
+            yield self._planned(entry, old.get((entry.row_index, entry.sample_index)))
 
     def _old_rows(self, shard: InputShard) -> dict[tuple[int, int], Row]:
         """Output rows of these input rows, by row and sample."""
@@ -110,6 +108,12 @@ class RetryPlan:
         if not anew:
             return None
         return replace(entry, resumed=_snapshot(entry, row)) if isinstance(entry, Request) else entry
+
+
+def _num_errors_among(old: pa.Table, completions: Collection[Completion]) -> int:
+    errors = old.filter(pc.equal(old["status"], "error"))
+    failed = zip(errors["row_index"].to_pylist(), errors["sample_index"].to_pylist(), strict=True)
+    return len(set(failed) & {(done.row_index, done.sample_index) for done in completions})
 
 
 def _num_tokens(row: Row) -> int:
