@@ -19,7 +19,7 @@ if _run_by_dash_m() and not _sys.flags.safe_path:  # before any other import
     # -m puts the working directory first in sys.path: a file random.py there would be imported instead of Python's module.
     _sys.path.append(_sys.path.pop(0))
 
-if _run_by_dash_m() in ("batchspec", "batchspec.run", "batchspec.cli") or _os.path.basename(_sys.argv[0]) == "batchspec":
+if _run_by_dash_m() in ("batchspec", "batchspec.run", "batchspec.cli") or "batchspec" in map(_os.path.basename, _sys.argv[:1]):
     # Python's own default would end the process with the signal, and as process 1 of a container do nothing.
     from batchspec.process.first_signals import handle_first
 

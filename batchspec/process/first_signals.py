@@ -1,6 +1,6 @@
 """What signals do from a program's first line until signals.py is imported, which handles them from then on.
 
-Imports only `signal` and `os`: the modules that signals.py imports take a tenth of a second.
+Imports no module that takes time: those that signals.py imports take a tenth of a second.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import signal
 from collections.abc import Mapping
 from types import FrameType
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT, signal.SIGHUP)
-"""Sent by batch systems before they kill, also for a soft limit of CPU time, by Ctrl-C, and when a terminal closes. SIGHUP that
-nohup ignores stays ignored."""
+"""Sent by batch systems before they kill, also for a soft limit of CPU time, by Ctrl-C, and when a terminal closes."""
 INTERRUPTED = 75
 """The exit code of errors.Interrupted."""
 
@@ -22,10 +25,22 @@ noted: list[str] = []
 
 def handle_first() -> None:
     """A signal ends the process with one line; in a batch job of Slurm it is noted."""
-    handler = _note if in_batch_task() else _leave
-    for number in SIGNALS:
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, handler)
+    for number in signals_to_handle():
+        signal.signal(number, _note if in_batch_task() else _leave)
+
+
+def signals_to_handle() -> list[int]:
+    """SIGNALS without SIGHUP if the process ignores it, as under nohup."""
+    return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def leave(line: str) -> NoReturn:
+    """End the process here, with one line on standard error, and its children with it."""
+    try:  # noqa: SIM105 (importing contextlib takes time)
+        os.write(2, f"batchspec: {line}\n".encode())  # the main thread may hold the lock of sys.stderr
+    except OSError:  # its reader is gone
+        pass
+    os._exit(INTERRUPTED)
 
 
 def in_batch_task(env: Mapping[str, str] = os.environ) -> bool:
@@ -38,8 +53,4 @@ def _note(number: int, _: FrameType | None) -> None:
 
 
 def _leave(number: int, _: FrameType | None) -> None:
-    try:  # noqa: SIM105 (contextlib is not imported yet)
-        os.write(2, f"batchspec: {signal.Signals(number).name}: stopped during start-up; run the same command again\n".encode())
-    except OSError:  # nobody reads it
-        pass
-    os._exit(INTERRUPTED)
+    leave(f"{signal.Signals(number).name}: stopped during start-up; run the same command again")

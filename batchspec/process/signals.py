@@ -13,18 +13,17 @@ it runs a job.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
 from batchspec.errors import Interrupted
-from batchspec.process.first_signals import SIGNALS, noted
+from batchspec.process.first_signals import SIGNALS, leave, noted, signals_to_handle
 
 AGAIN_S = 0.05
 """Seconds until the next attempt to interrupt a job that imports a module."""
@@ -145,9 +144,8 @@ class EndSignals:
         self._handle = handle
         if self._before or threading.current_thread() is not threading.main_thread():
             return
-        for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._handled)
+        for number in signals_to_handle():
+            self._before[number] = signal.signal(number, self._handled)
 
     def _handled(self, number: int, _: FrameType | None) -> None:
         self._handle(number)
@@ -185,10 +183,7 @@ class EndSignals:
         self._leave()
 
     def _leave(self) -> NoReturn:
-        """End the process here. Its children end with it."""
-        with suppress(OSError):  # nobody reads it
-            os.write(2, f"batchspec: {self.line()}\n".encode())  # the main thread may hold the lock of sys.stderr
-        os._exit(Interrupted.exit_code)
+        leave(self.line())
 
 
 program = EndSignals()
