@@ -14,13 +14,13 @@ from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import check_reach
 from batchspec.errors import BatchspecError, ConfigError
 from batchspec.kernels.common.card import Card, assumed, assumed_card
-from batchspec.load.memory import check_memory, expected_drafts, plan_batch
+from batchspec.load.memory import check_memory, forecast_of, plan_batch
 from batchspec.load.short_jobs import drafting_if_it_pays
 from batchspec.model.layers.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec
 from batchspec.packed_batch import PackedBatch
-from batchspec.packing.planner import Demand, Forecast, forecast
+from batchspec.packing.planner import Demand, Forecast
 from batchspec.packing.rates import Rates, device_rates
 from batchspec.packing.replicas import GpuLayout, best, gpu_layouts
 from batchspec.packing.survey import Survey
@@ -49,10 +49,7 @@ def layouts_of(job: Job, survey: Survey, rates: Rates, num_gpus: int) -> list[Gp
         share = replace(demand, num_completions=-(-demand.num_completions // replicas))
         check_memory(part)
         batch = plan_batch(part, share, rates)
-        return batch, forecast(
-            batch, part.spec, rates, share, expected_drafts(part), dtype=job.dtype,
-            correlation=job.config.packing.expert_correlation,
-        )
+        return batch, forecast_of(part, batch, share, rates)
 
     workers = job.config.cluster.workers
     return gpu_layouts(TENSOR_PARALLEL, num_gpus, predict, copies=None if workers == AUTO else workers)
@@ -112,11 +109,7 @@ def _with_shape(job: Job, survey: Survey, demand: Demand, output: FoundOutput | 
     )
     if not demand.num_completions:
         return made
-    ahead = forecast(
-        batch, job.spec, rates, demand, expected_drafts(job), dtype=job.dtype,
-        correlation=job.config.packing.expert_correlation,
-    )
-    return replace(made, rates=rates, batch=batch, forecast=ahead, layouts=found)
+    return replace(made, rates=rates, batch=batch, forecast=forecast_of(job, batch, demand, rates), layouts=found)
 
 
 def first_demand(job: Job, survey: Survey) -> Demand:

@@ -12,7 +12,7 @@ from batchspec.packed_batch import PackedBatch
 from batchspec.packing.device_memory import free_memory, total_memory
 from batchspec.packing.expected_drafts import ExpectedDrafts
 from batchspec.packing.memory import graph_tokens, prefill_graph_bytes
-from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, choose_batch
+from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, Forecast, choose_batch, forecast
 from batchspec.packing.rates import Rates
 from batchspec.prepare import Job, JobModel
 
@@ -73,6 +73,12 @@ def expected_drafts(job: JobModel) -> ExpectedDrafts:
     shape, timed = job.drafter.shape, job.device.type == "cuda" and job.dtype in GRAPH_DTYPES
     chosen = timed and job.config.draft.adaptive is not False
     return ExpectedDrafts(shape.verified_counts if chosen else (shape.num_verified,), job.drafter.assumed_accepted)
+
+
+def forecast_of(job: Job, batch: PackedBatch, demand: Demand, rates: Rates) -> Forecast:
+    """The time that the job takes with this batch, and what it is made of."""
+    correlation = job.config.packing.expert_correlation
+    return forecast(batch, job.spec, rates, demand, expected_drafts(job), dtype=job.dtype, correlation=correlation)
 
 
 def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) -> PackedBatch:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from batchspec.config.draft_auto import without_drafts
-from batchspec.load.memory import expected_drafts, plan_batch
-from batchspec.packing.planner import Demand, forecast
+from batchspec.load.memory import expected_drafts, forecast_of, plan_batch
+from batchspec.packing.planner import Demand
 from batchspec.packing.rates import Rates, device_rates
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_chosen
@@ -15,7 +15,8 @@ PREPARE_S_PER_LAYER = 0.07
 """Seconds per layer in which the rounds of all draft lengths are captured and timed: 2.1 s more than without drafts for the 30
 layers of SmolLM2-135M on an H200, kernels compiled before."""
 LIKELY_GAIN = 0.2
-"""Share of the decoding time that drafts are taken to save at least: what lookup saves depends on texts that nobody knows yet."""
+"""Share of the decoding time that drafts are assumed to save at least: before the job runs nobody knows how much of its texts
+lookup can draft."""
 
 
 def drafting_of(job: Job, survey: Survey) -> Job:
@@ -42,12 +43,10 @@ def drafting_if_it_pays(job: Job, demand: Demand, rates: Rates) -> Job:
         job, config=config, drafter=open_chosen(config, job.spec, ""),
         why_drafter=f"the job is too short for draft={job.config.draft.name}, whose rounds take longer to prepare than they save",
     )
-    plain_s, drafting_s = (_decode_s(one, demand, rates) for one in (plain, job))
-    saved_s = max(LIKELY_GAIN * plain_s, plain_s - drafting_s)
-    return plain if saved_s < PREPARE_S_PER_LAYER * job.spec.num_layers else job
+    prepare_s, plain_s = PREPARE_S_PER_LAYER * job.spec.num_layers, _decode_s(plain, demand, rates)
+    pays = LIKELY_GAIN * plain_s >= prepare_s or plain_s - _decode_s(job, demand, rates) >= prepare_s
+    return job if pays else plain
 
 
 def _decode_s(job: Job, demand: Demand, rates: Rates) -> float:
-    batch = plan_batch(job, demand, rates)
-    correlation = job.config.packing.expert_correlation
-    return forecast(batch, job.spec, rates, demand, expected_drafts(job), dtype=job.dtype, correlation=correlation).decode_s
+    return forecast_of(job, plan_batch(job, demand, rates), demand, rates).decode_s
