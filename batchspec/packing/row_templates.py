@@ -1,7 +1,7 @@
 """input.prompt and input.system as Jinja templates: each row's texts, made of the columns that the templates name.
 
-They are rendered where chat templates are (`text/templates.py`), but what they read must be there: a field that the row lacks and
-a null of which a template would write something are refused (`text/row_values.py`).
+They are rendered where chat templates are (`text/templates.py`), but what they read must be there: a field that the row lacks,
+or a null whose value the template needs, makes an error row (`text/row_values.py`).
 """
 
 from __future__ import annotations

@@ -269,7 +269,8 @@ class DraftLengths:
         above, below = bisect_right(lengths, width.verified), bisect_left(lengths, width.verified) - 1
         deeper = bisect_right(lengths, width.draft_len)
         near = [whole[i] for i in (above, below, deeper, 0) if 0 <= i < len(whole)]
-        near += [one for one in whole if one.draft_len in self._uncounted(num_rows)]
+        uncounted = self._uncounted(num_rows)
+        near += [one for one in whole if one.draft_len in uncounted]
         probes = [one for one in dict.fromkeys(near) if one != width and one in hopeful]
         if self._rounds % PROBE_EVERY == 0 and probes and self._lost_rounds <= PROBE_SHARE * self._rounds:
             return probes[self._rounds // PROBE_EVERY % len(probes)]

@@ -44,5 +44,5 @@ class Pass:
         """What `make` returns for the first layer that asks with this key, such as `Kept.key`."""
         if key not in self._made:
             self._made[key] = make()
-        found: T = self._made[key]  # type: ignore[assignment]  # a key stands for one type
+        found: T = self._made[key]  # type: ignore[assignment]  # each key has one type of value
         return found
