@@ -20,6 +20,7 @@ from batchspec.errors import ConfigError
 from batchspec.job import run_job
 from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.load.short_jobs import drafting_of
+from batchspec.packing.row_templates import RowTemplates
 from batchspec.prepare import choose_device, open_job, open_model, open_output, survey_first
 from batchspec.process.out_of_memory import within_memory
 from batchspec.report.progress_bar import ProgressBar
@@ -79,7 +80,7 @@ def generate(
     elif isinstance(data, JobOutput):
         source = open_output(data, config)
     elif config.input.from_job is None:
-        table = table_of(data, config.input.columns)
+        table = table_of(data, lambda: RowTemplates(config.input).no_rows())
         if not table.num_rows and config.output.dir is None:
             model = open_model(config)
             return empty_frame(model, table, job_without_rows(model).admission)

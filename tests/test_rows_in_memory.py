@@ -77,6 +77,11 @@ def test_an_empty_list_gives_the_columns_of_an_output(keys: dict[str, Any]) -> N
     assert mapped.columns == [name if name != "prompt" else "question" for name in one.columns]
     assert batchspec.generate(TABLE.clear(), overrides=keys).columns == batchspec.generate(TABLE, overrides=keys).columns
     assert pl.concat([one, none]).height == 1
+    templated = {**keys, "input.prompt": "{{ question }}", "input.system": "{{ role }}", "input.chat": True}
+    columns = batchspec.generate([{"question": "a", "role": "b"}], overrides=templated).columns
+    assert batchspec.generate([], overrides=templated).columns == columns
+    with batchspec.Engine(templated) as engine:
+        assert engine.generate([]).columns == columns
 
 
 def test_a_dataset_of_hugging_face_is_a_table_and_map_takes_the_engine(keys: dict[str, Any]) -> None:

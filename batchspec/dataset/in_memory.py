@@ -9,7 +9,6 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from batchspec.dataset.columns import PROMPTS
 from batchspec.dataset.json_text import json_of
 from batchspec.dataset.untyped_columns import Kinds, build
 from batchspec.errors import InputError
@@ -22,11 +21,11 @@ _OF_TABLES = ("__array__", "__arrow_c_stream__", "__arrow_c_array__", "to_polars
 """Methods by which tables and arrays of other libraries are recognised."""
 
 
-def table_of(data: Any, columns: Mapping[str, str | None] | None = None) -> pa.Table:
+def table_of(data: Any, no_rows: Callable[[], pa.Table] = lambda: pa.table({"prompt": pa.array([], pa.string())})) -> pa.Table:
     """A table (polars, pyarrow, pandas, datasets.Dataset, or an object that makes one of them), a list of dictionaries, of texts
     or of chats, or anything that polars.DataFrame accepts.
 
-    columns  input.columns, for the name of the prompt's column of an empty list
+    no_rows  makes the table of an empty list, which may be one of texts, chats or dictionaries
     What an iterator yields is a list; an exception of it reaches the caller as it is.
     A list of dictionaries, and a dictionary of lists, is read as JSON lines are: a column with dictionaries, lists of lists or
     values of several kinds keeps each cell's JSON text, so that no row changes another row's value. A list of strings becomes the
@@ -40,7 +39,7 @@ def table_of(data: Any, columns: Mapping[str, str | None] | None = None) -> pa.T
     if not isinstance(data, list | tuple):
         return _typed(_made_table(data))
     if not data:
-        return _no_rows(columns or {})
+        return no_rows()
     if all(isinstance(row, str | None) for row in data) and any(row is not None for row in data):
         return _of_columns({"prompt": data})
     if all(isinstance(row, Mapping) for row in data):
@@ -72,12 +71,6 @@ def _made_table(data: Any) -> Any:
 
 def _is_chat(row: Any) -> bool:
     return isinstance(row, list | tuple) and all(isinstance(turn, Mapping) for turn in row)
-
-
-def _no_rows(columns: Mapping[str, str | None]) -> pa.Table:
-    """An empty list may be one of texts, chats or dictionaries: its table has the prompt's column alone."""
-    kind = next((kind for kind in PROMPTS if columns.get(kind)), "prompt")
-    return pa.table({columns.get(kind) or kind: pa.array([], pa.list_(pa.int32()) if kind == "prompt_ids" else pa.string())})
 
 
 def _of_mapping(columns: Mapping[str, Any]) -> pa.Table:

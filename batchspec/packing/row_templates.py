@@ -17,7 +17,7 @@ from jinja2.meta import find_referenced_templates
 from jinja2.nodes import Output, Template, TemplateData
 
 from batchspec.config.schema import InputConfig
-from batchspec.dataset.columns import ColumnMap, map_columns
+from batchspec.dataset.columns import PROMPTS, ColumnMap, map_columns
 from batchspec.dataset.json_text import BadJson, BadText
 from batchspec.dataset.messages import USUAL_SYSTEM
 from batchspec.dataset.untyped_columns import value_of
@@ -62,6 +62,16 @@ class RowTemplates:
                 "input.system has marks of Jinja ({{, {%) and reads no column; if it is plain text, put it between {% raw %} and "
                 "{% endraw %}"
             )
+
+    def no_rows(self) -> pa.Table:
+        """A table without rows that has the columns which the templates read, and the prompt's if no template makes it."""
+        reads = dict.fromkeys(name for names in self._templates.reads.values() for name in names if name not in self._functions)
+        columns = {name: pa.array([], pa.string()) for name in reads}
+        if "prompt" not in self.sources:
+            kind = next((kind for kind in PROMPTS if self.input.columns.get(kind)), "prompt")
+            ids_or_text = pa.list_(pa.int32()) if kind == "prompt_ids" else pa.string()
+            columns |= {self.input.columns.get(kind) or kind: pa.array([], ids_or_text)}
+        return pa.table(columns)
 
     def map_columns(
         self, schema: pa.Schema, *, requests: bool = False, named: Mapping[str, str | None] | None = None

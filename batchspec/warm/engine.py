@@ -253,7 +253,7 @@ class Engine:
         """The rows of a call; and input.columns, if it is not the engine's. Raises InputError and ConfigError."""
         config = self._model.config
         if not isinstance(data, JobOutput):
-            return table_of(data, config.input.columns), None
+            return table_of(data, self._opened.admission.templates.no_rows), None
         rows = open_output(data, config)
         self._note(rows.note)
         (shard,) = rows.source.shards(rows.source.num_rows)
