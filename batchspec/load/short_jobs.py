@@ -6,14 +6,15 @@ from dataclasses import replace
 
 from batchspec.config.draft_auto import without_drafts
 from batchspec.load.memory import expected_drafts, forecast_of, plan_batch
-from batchspec.packing.planner import Demand
+from batchspec.packing.planner import Demand, Forecast
 from batchspec.packing.rates import Rates, device_rates
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_chosen
 
-PREPARE_S_PER_LAYER = 0.07
-"""Seconds per layer in which the rounds of all draft lengths are captured and timed: 2.1 s more than without drafts for the 30
-layers of SmolLM2-135M on an H200, kernels compiled before."""
+PREPARE_S_PER_LAYER, PREPARE_ROUNDS = 0.06, 280
+"""Time in which the rounds of all draft lengths are captured and timed: seconds per layer, and a number of full rounds. On an
+H200, kernels compiled before, loading took 2.1 s longer with drafts than without for the 30 layers of SmolLM2-135M, whose rounds
+take 1.5 ms, and 5.7 s for the 36 layers of an 8B, whose rounds take 12 ms."""
 LIKELY_GAIN = 0.2
 """Share of the decoding time that drafts are assumed to save at least: before the job runs nobody knows how much of its texts
 lookup can draft."""
@@ -43,10 +44,11 @@ def drafting_if_it_pays(job: Job, demand: Demand, rates: Rates) -> Job:
         job, config=config, drafter=open_chosen(config, job.spec, ""),
         why_drafter=f"the job is too short for draft={job.config.draft.name}, whose rounds take longer to prepare than they save",
     )
-    prepare_s, plain_s = PREPARE_S_PER_LAYER * job.spec.num_layers, _decode_s(plain, demand, rates)
-    pays = LIKELY_GAIN * plain_s >= prepare_s or plain_s - _decode_s(job, demand, rates) >= prepare_s
+    without = _forecast(plain, demand, rates)
+    prepare_s = PREPARE_S_PER_LAYER * job.spec.num_layers + PREPARE_ROUNDS * without.round_s
+    pays = LIKELY_GAIN * without.decode_s >= prepare_s or without.decode_s - _forecast(job, demand, rates).decode_s >= prepare_s
     return job if pays else plain
 
 
-def _decode_s(job: Job, demand: Demand, rates: Rates) -> float:
-    return forecast_of(job, plan_batch(job, demand, rates), demand, rates).decode_s
+def _forecast(job: Job, demand: Demand, rates: Rates) -> Forecast:
+    return forecast_of(job, plan_batch(job, demand, rates), demand, rates)
