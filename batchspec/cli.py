@@ -105,7 +105,7 @@ def guarded(command: Callable[[], int], *, requeues: bool = False) -> int:
 
 
 def script(run: Callable[[Sequence[str]], Found], explanation: str | None) -> Found:
-    """What the function of a script returns for the words of its command line. The scripts in jobs/ use it.
+    """What the function of a script returns for the words of its command line. The scripts in jobs/examples use it.
 
     --help prints the explanation and ends the process; an error of batchspec, or Ctrl-C, ends it with one line.
     """

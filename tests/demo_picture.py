@@ -1,4 +1,4 @@
-"""README's block of the demo and jobs/report.png, both of one run: `python -m tests.demo_picture` runs the demo and writes them.
+"""README's block of the demo and its report.png, both of one run: `python -m tests.demo_picture` runs the demo and writes them.
 
 The picture holds the block as its PNG text LINES, by which `test_pages.py` compares the two. Chromium must be installed.
 """
@@ -20,7 +20,7 @@ from PIL.PngImagePlugin import PngInfo
 from tests.browser import running_browser
 
 REPOSITORY = Path(__file__).parents[1]
-README, PICTURE = REPOSITORY / "README.md", REPOSITORY / "jobs/report.png"
+README, PICTURE = REPOSITORY / "README.md", REPOSITORY / "jobs/pages/report.png"
 LINES = "lines of the run"
 DESK, PHONE, HEIGHT = 1140, 380, 2440
 """Pixels of the two pictures beside each other."""

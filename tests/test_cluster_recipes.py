@@ -1,4 +1,4 @@
-"""jobs/kubernetes.yml and jobs/skypilot.yml: valid for these systems, and what they do after each exit code is what it means.
+"""The manifests for Kubernetes and SkyPilot: valid for these systems, and what they do after each exit code is what it means.
 
 There is no cluster here: `Controller` follows the rules of a Kubernetes Job for processes on this machine.
 """
@@ -34,10 +34,10 @@ from tests.runs import make_model, make_prompts, start_apart
 pytestmark = pytest.mark.second
 
 JOBS = Path(__file__).parents[1] / "jobs"
-TEXT = (JOBS / "kubernetes.yml").read_text(encoding="utf-8")
+TEXT = (JOBS / "manifests/kubernetes.yml").read_text(encoding="utf-8")
 JOB: dict[str, Any] = yaml.safe_load(TEXT)
 POD: dict[str, Any] = JOB["spec"]["template"]["spec"]
-SKY: dict[str, Any] = yaml.safe_load((JOBS / "skypilot.yml").read_text(encoding="utf-8"))
+SKY: dict[str, Any] = yaml.safe_load((JOBS / "manifests/skypilot.yml").read_text(encoding="utf-8"))
 PYTHON = "/opt/batchspec/bin/python"
 VERSIONS = ("1.29", "1.31", "1.33", "1.37")
 """Of Kubernetes. 1.29 has backoffLimitPerIndex on by default; 1.33 and later have it as stable."""
@@ -164,7 +164,7 @@ def test_a_task_is_restarted_as_often_as_under_slurm() -> None:
 
 
 def test_the_table_of_the_page_is_what_the_manifest_does() -> None:
-    page = (JOBS / "clusters.md").read_text(encoding="utf-8")
+    page = (JOBS / "pages/clusters.md").read_text(encoding="utf-8")
     section = page.split("\n## Kubernetes and SkyPilot\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| ")]
     said = {int(code): row[1] for row in rows for code in re.findall(r"\b\d+\b", row[0])}
@@ -174,7 +174,7 @@ def test_the_table_of_the_page_is_what_the_manifest_does() -> None:
 
 
 def test_the_page_about_resuming_explains_each_exit_code() -> None:
-    page = (JOBS / "resume.md").read_text(encoding="utf-8")
+    page = (JOBS / "pages/resume.md").read_text(encoding="utf-8")
     assert Counter(re.findall(r"^- (\d+): ", page, re.MULTILINE)) == Counter(map(str, exit_codes() | {0}))
 
 
@@ -342,7 +342,7 @@ def test_skypilot_recovers_interrupted_runs_alone() -> None:
 def test_skypilot_takes_the_recipe(tmp_path: Path) -> None:
     """`pip install skypilot` first, 500 MB; it writes to its home folder."""
     sky: Any = pytest.importorskip("sky", reason="SkyPilot is not installed: pip install skypilot")
-    task = sky.Task.from_yaml(str(JOBS / "skypilot.yml"))
+    task = sky.Task.from_yaml(str(JOBS / "manifests/skypilot.yml"))
     (resources,) = task.resources
     assert (resources.use_spot, resources.accelerators) == (True, {"H100": 1})
     assert resources.job_recovery["recover_on_exit_codes"] == [Interrupted.exit_code]

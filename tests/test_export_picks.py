@@ -27,7 +27,7 @@ from tests.test_export import lines, turn
 SAYS: list[list[str | None]] = [["4", "5", "4"], ["7", "7", "7"], ["9", "8", "9"], ["1", None, "2"]]
 """Of each request the answers of its samples; None: an error row."""
 REFERENCE = ["4", "7", "8", "1"]
-PAGE = Path(__file__).parents[1] / "jobs" / "output.md"
+PAGE = Path(__file__).parents[1] / "jobs" / "pages" / "output.md"
 
 
 def job(path: Path) -> Path:
@@ -240,7 +240,7 @@ def test_openai_s_lines_take_a_condition_but_no_score(tmp_path: Path) -> None:
 
 
 def test_the_lines_of_the_page_make_majority_best_of_and_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks under `After the job` of jobs/output.md, run one after another."""
+    """The blocks under `After the job` of jobs/pages/output.md, run one after another."""
     monkeypatch.chdir(tmp_path)
     job(tmp_path / "OUT")
     section = PAGE.read_text(encoding="utf-8").split("\n## After the job\n")[1].split("\n## ")[0]

@@ -117,7 +117,7 @@ def test_int4_weights_are_read_and_then_unpacked_once_for_each_tile_of_tokens_or
     assert 0.2 < round_s(int4, 1, rates=quick) / round_s(bf16, 1, rates=quick) < 0.3
 
 
-# us a layer of an 8B's products with INT4 weights in groups of 128, one H200 (jobs/NOTEBOOK.md)
+# us a layer of an 8B's products with INT4 weights in groups of 128, one H200 (jobs/pages/NOTEBOOK.md)
 @pytest.mark.parametrize(("tokens", "measured_us"), [(1, 47.4), (16, 47.4), (64, 74.0), (128, 121.0), (256, 215.0)])
 def test_the_predicted_time_of_int4_products_is_near_the_measured_one(tokens: int, measured_us: float) -> None:
     rates = replace(QUICK, unpack_s=1.2e13)
@@ -150,7 +150,7 @@ def test_nvfp4_weights_are_read_in_their_bytes_and_take_a_third_longer_than_int4
     assert round_s(experts, 64) < 0.4 * round_s(shape_spec("qwen3-30b-a3b"), 64)
 
 
-# us of a layer's experts, one H200 (jobs/NOTEBOOK.md)
+# us of a layer's experts, one H200 (jobs/pages/NOTEBOOK.md)
 @pytest.mark.parametrize(
     ("name", "tokens", "measured_us"),
     [("20b", 64, 128), ("20b", 256, 185), ("20b", 512, 274), ("120b", 64, 411), ("120b", 256, 492)],

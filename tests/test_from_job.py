@@ -28,7 +28,7 @@ from batchspec.runstate.finished_job import FinishedJob
 from batchspec.runstate.job_state import JobState
 from tests.runs import make_model
 
-PAGE = Path(__file__).parents[1] / "jobs" / "input.md"
+PAGE = Path(__file__).parents[1] / "jobs" / "pages" / "input.md"
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.second
 
 ROOT = Path(__file__).parents[1]
 NOT_PACKED = {"conf/prompts/make_demo.py"}
+MANIFESTS = ("submit.sbatch", "kubernetes.yml", "skypilot.yml")
 SUFFIXES = (".py", ".yaml", ".parquet", ".json", ".txt", ".safetensors")
 
 
@@ -70,10 +71,10 @@ def test_every_source_test_recipe_and_script_is_in_the_source_distribution(sourc
     wanted = {f"{top}/{name}" for top in ("batchspec", "kernels", "conf", "jobs", "tests") for name in files(ROOT / top)}
     wanted |= {f"batchspec/{top}/{name}" for top in ("kernels", "conf") for name in files(ROOT / top)}
     wanted |= {f"{folder}/README.md" for folder in ("batchspec", "conf", "jobs", "kernels")}
-    wanted |= {f"jobs/{path.name}" for path in (ROOT / "jobs").glob("*.md")}
+    wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "jobs").glob("*/*.md")}
     wanted |= {"README.md", "LICENSE", ".ci/run"}
-    wanted |= {"jobs/figures.sh", "jobs/train_head.sh", "jobs/submit.sbatch", "jobs/report.png", "batchspec/py.typed"}
-    wanted |= {"jobs/kubernetes.yml", "jobs/skypilot.yml", "jobs/Dockerfile"}
+    wanted |= {"jobs/benchmarks/figures.sh", "jobs/examples/train_head.sh", "jobs/pages/report.png", "batchspec/py.typed"}
+    wanted |= {f"jobs/manifests/{name}" for name in (*MANIFESTS, "Dockerfile")}
     once = {f"conf/heads/{name}" for name in files(ROOT / "conf/heads")}
     assert {name for name in wanted - once if not (sources / name).is_file()} == set()
     assert not any(path.is_symlink() for path in sources.rglob("*"))
@@ -105,16 +106,16 @@ def test_the_source_distribution_runs_its_tests(sources: Path) -> None:
 def test_every_module_recipe_and_prompt_file_is_in_the_wheel(unpacked: Path) -> None:
     package = unpacked / "batchspec"
     wanted = files(ROOT / "batchspec") | {f"{top}/{name}" for top in ("kernels", "conf") for name in files(ROOT / top)}
-    wanted |= {f"conf/job/{path.name}" for path in (ROOT / "jobs").glob("*.yaml")} | {"py.typed", "conf/job/submit.sbatch"}
-    wanted |= {"conf/job/kubernetes.yml", "conf/job/skypilot.yml"}
+    wanted |= {f"conf/job/{path.name}" for path in (ROOT / "jobs/recipes").glob("*.yaml")}
+    wanted |= {"py.typed", *(f"conf/manifests/{name}" for name in MANIFESTS)}
     assert {name for name in wanted - NOT_PACKED if not (package / name).is_file()} == set()
     assert not (unpacked / "tests").exists()
     assert not (unpacked / "kernels").exists()
 
 
 def test_the_image_holds_what_the_wheel_holds(unpacked: Path, tmp_path: Path) -> None:
-    """Built from what jobs/Dockerfile copies, with the extras that the package has; the recipes run the image's Python."""
-    text = (ROOT / "jobs/Dockerfile").read_text(encoding="utf-8")
+    """Built from what the Dockerfile copies, with the extras that the package has; the recipes run the image's Python."""
+    text = (ROOT / "jobs/manifests/Dockerfile").read_text(encoding="utf-8")
     for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
         *names, into = line.split()
         folder = tmp_path / into.removeprefix("/")
@@ -129,7 +130,7 @@ def test_the_image_holds_what_the_wheel_holds(unpacked: Path, tmp_path: Path) ->
     assert set(given.split(",")) <= extras.keys()
     assert "demo" in given.split(","), "`+job=demo` runs in the image"
     (venv,) = re.findall(r"RUN python -m venv (\S+)", text)
-    assert f"{venv}/bin/python -m batchspec.run" in (ROOT / "jobs/skypilot.yml").read_text(encoding="utf-8")
+    assert f"{venv}/bin/python -m batchspec.run" in (ROOT / "jobs/manifests/skypilot.yml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("words", [["batchspec.run"], ["batchspec.cli", "run"]], ids=["module", "command"])

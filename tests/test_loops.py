@@ -1,4 +1,4 @@
-"""The examples of conversations in jobs/, with a tiny model: what they ask for in each turn, and what they keep."""
+"""The examples of conversations in jobs/examples, with a tiny model: what they ask for in each turn, and what they keep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.runs import make_model
 
 pytestmark = pytest.mark.second
 
-JOBS = Path(__file__).parents[1] / "jobs"
+EXAMPLES = Path(__file__).parents[1] / "jobs" / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, JOBS / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -42,11 +42,11 @@ def test_an_example_explains_itself_and_reports_a_mistake_in_one_line(
     def main(*words: str) -> object:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
         with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(JOBS / f"{name}.py"), run_name="__main__")
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
         return ended.value.code
 
     assert main("--help") is None
-    assert f"python jobs/{name}.py [model.path=MODEL]" in capsys.readouterr().out
+    assert f"python jobs/examples/{name}.py [model.path=MODEL]" in capsys.readouterr().out
     assert main("decode.max_tokens=3") == (
         f"{name}.py: decode.max_tokens is not a key of the configuration; batchspec calls it decode.max_new_tokens"
     )

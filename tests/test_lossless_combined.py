@@ -53,7 +53,7 @@ def text(one: Request, output: list[int]) -> str:
 
 
 def adjusted(logits: Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> Tensor:
-    """Biases, penalties and bad words by their definitions in jobs/input.md."""
+    """Biases, penalties and bad words by their definitions in jobs/pages/input.md."""
     for token, bias in params.logit_bias:
         logits[token] += bias
     for token in {*prompt, *output}:

@@ -21,7 +21,7 @@ from tests import demo_picture
 ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "jobs"
 NAMES = ("README.md", "conf/README.md", "batchspec/README.md", "kernels/README.md")
-PAGES = [*(ROOT / name for name in NAMES), *sorted(JOBS.glob("*.md"))]
+PAGES = [*(ROOT / name for name in NAMES), JOBS / "README.md", *sorted((JOBS / "pages").glob("*.md"))]
 INDEXES = [path for path in (ROOT / "batchspec").glob("*/__init__.py") if ".py" in path.read_text(encoding="utf-8")]
 KEYS = {*keys(), *keys(TrainRun())}
 GROUPS = {key.rpartition(".")[0] for key in KEYS} | {"draft.tree"}
@@ -42,7 +42,7 @@ def anchors(path: Path) -> set[str]:
 
 
 def section_of(page: str, heading: str) -> str:
-    return (JOBS / page).read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return (JOBS / "pages" / page).read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
 def test_the_readme_has_at_most_120_lines() -> None:
@@ -74,11 +74,12 @@ def test_every_key_and_option_that_a_page_names_exists(page: Path) -> None:
     assert {(group, name) for group, name in chosen if name not in known[group]} <= own
 
 
-def test_the_index_of_the_job_pages_names_every_file_beside_it() -> None:
+def test_the_index_of_the_job_pages_names_every_folder_and_file_below_it() -> None:
     index = (JOBS / "README.md").read_text(encoding="utf-8")
-    named = {path.name for path in JOBS.iterdir() if re.search(rf"[`\[]{re.escape(path.name)}[`\]]", index)}
-    present = {path.name for path in JOBS.iterdir() if path.is_file()}
-    assert present - named == {"README.md", "report.png"}
+    folders = {path for path in JOBS.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert {folder.name for folder in folders if f"- `{folder.name}/`" not in index} == set()
+    present = {path.name for folder in folders for path in folder.iterdir() if path.is_file()}
+    assert {name for name in present if not re.search(rf"[`\[]{re.escape(name)}[`\]]", index)} == {"report.png"}
 
 
 def test_readme_shows_the_lines_and_the_picture_of_one_run_of_the_demo() -> None:

@@ -1,4 +1,4 @@
-"""jobs/peers.py, the comparison with vLLM and SGLang: its rows, its arguments, what the engines are given, turns, JSON lines.
+"""peers.py, the comparison with vLLM and SGLang: its rows, its arguments, what the engines are given, turns, JSON lines.
 
 No other engine runs here: a stand-in takes the place of its package.
 """
@@ -23,20 +23,17 @@ from batchspec.bench.arguments import parse as bench_parse
 from batchspec.draft.assistant_spec import read_assistant
 from batchspec.model.families.shapes import SHAPES, config_json, shape_spec
 
-PATH = Path(__file__).parents[1] / "jobs" / "peers.py"
+JOBS = Path(__file__).parents[1] / "jobs"
 
 
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("peers", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def load(*names: str) -> list[Any]:
+    """The modules, which import each other as a script and the files beside it do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(JOBS / "benchmarks")
+        return [importlib.import_module(name) for name in names]
 
 
-peers = load()
-peers_gang, peers_options, shapes = (sys.modules[f"batchspec.conf.job.peer_{name}"] for name in ("gang", "options", "shapes"))
+peers, peers_gang, peers_options, shapes = load("peers", "peer_gang", "peer_options", "peer_shapes")
 FIELDS = {
     "engine", "version", "row", "k", "accept", "decode_tok_s", "prefill_s", "whole_s", "tok_s", "tokens", "turn", "counts",
     "shape", "batch", "prompt", "gen", "routing", "options", "device",
@@ -60,11 +57,14 @@ def test_every_row_is_a_shape_of_bench_or_has_real_weights() -> None:
     assert all(name.endswith(f"-{row.batch}x{row.prompt}") for name, row in peers.ROWS.items() if row.shape)
 
 
-PAGES = list(PATH.parent.glob("*.md"))
+PAGES = list((JOBS / "pages").glob("*.md"))
 
 
 @pytest.mark.parametrize("command", sorted({
-    line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("python jobs/peers.py ")
+    line
+    for page in PAGES
+    for line in page.read_text(encoding="utf-8").splitlines()
+    if line.startswith("python jobs/benchmarks/peers.py ")
 }))
 def test_a_command_on_a_page_can_be_run(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = shlex.join(shlex.split(command, comments=True)[2:])
@@ -72,7 +72,7 @@ def test_a_command_on_a_page_can_be_run(command: str, monkeypatch: pytest.Monkey
 
 
 def test_rows_of_the_readme_are_there() -> None:
-    table = (PATH.parents[1] / "README.md").read_text(encoding="utf-8").split("## Performance")[1].split("## How")[0]
+    table = (JOBS.parent / "README.md").read_text(encoding="utf-8").split("## Performance")[1].split("## How")[0]
     named = {tuple(line.split("|")[1].split(", ")[:2]) for line in table.splitlines() if "EAGLE-3 |" in line}
     assert named
     for model, sizes in named:

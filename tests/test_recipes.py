@@ -1,4 +1,4 @@
-"""The scripts in jobs/: a head made of nothing but a model, and the commands that measure the tables of jobs/NOTEBOOK.md."""
+"""The shell scripts in jobs/: a head made of nothing but a model, and the commands that measure the tables of NOTEBOOK.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.models import make_checkpoint, make_tokenizer
 
 pytestmark = pytest.mark.second
 
-JOBS = Path(__file__).parents[1] / "jobs"
+ROOT = Path(__file__).parents[1]
+SCRIPTS = {path.name: path for path in (ROOT / "jobs").glob("*/*.sh")}
 SECTIONS = [
     "long",
     "short",
@@ -42,8 +43,8 @@ SECTIONS = [
 
 
 def script(name: str, *words: object, **env: object) -> subprocess.CompletedProcess[str]:
-    known = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(JOBS.parent), **{k: str(v) for k, v in env.items()}}
-    return subprocess.run(["bash", JOBS / name, *map(str, words)], env=known, capture_output=True, text=True, timeout=300)
+    known = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in env.items()}}
+    return subprocess.run(["bash", SCRIPTS[name], *map(str, words)], env=known, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture
@@ -210,7 +211,8 @@ def differences(out: Path, jobs: dict[str, list[dict[str, object]]]) -> subproce
     for name, rows in jobs.items():
         (out / name / "data").mkdir(parents=True)
         pl.DataFrame(rows).write_parquet(out / name / "data" / "part-00000.parquet")
-    own = f"source <(sed -n '/^differences()/,/^}}/p' {JOBS / 'figures.sh'}); python={sys.executable} out={out} differences plain"
+    function = f"source <(sed -n '/^differences()/,/^}}/p' {SCRIPTS['figures.sh']})"
+    own = f"{function}; python={sys.executable} out={out} differences plain"
     return subprocess.run(["bash", "-c", own], capture_output=True, text=True, check=False)
 
 

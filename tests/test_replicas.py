@@ -97,7 +97,7 @@ def test_gpt_oss_120b_is_cut_for_few_rows_and_copied_for_many() -> None:
 
 
 def test_that_choice_stands_if_ranks_save_none_of_the_time_that_the_cost_model_leaves_out() -> None:
-    """Rounds and prefill on one H200 take longer than the cost model predicts (jobs/PERFORMANCE.md, NOTEBOOK.md, without drafts).
+    """Rounds and prefill on one H200 take longer than the cost model predicts (PERFORMANCE.md, NOTEBOOK.md, without drafts).
     The rest may be latencies, which two GPUs do not halve."""
     spec, left_out_s, left_out_prefill_s = gpt_oss_120b(), 0.0, 0.0
     for rows, prompt, tokens_s, prefill_s in ((256, 1024, 9883, 4.86), (64, 8192, 2735, 10.42)):

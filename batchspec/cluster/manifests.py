@@ -1,4 +1,4 @@
-"""The recipes jobs/kubernetes.yml and jobs/skypilot.yml, filled in for a job. What only the user knows keeps its `# edit`."""
+"""The files of jobs/manifests for Kubernetes and SkyPilot, filled in for a job. What only the user knows keeps its `# edit`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENVS = {"model.path": "MODEL", "input.path": "INPUT", "output.dir": "OUTPUT"}
 
 def kubernetes(cluster: ClusterConfig, words: Sequence[str], image: str | None = None) -> str:
     """The manifest of an Indexed Job whose tasks run `words`. image: of the container; None: the user edits it."""
-    text = _recipe("kubernetes", words)
+    text = _manifest("kubernetes", words)
     for key in ("completions", "parallelism"):
         text = _replaced(text, rf"{key}: 8 .*", f"{key}: {cluster.tasks}")
     if image is not None:
@@ -42,7 +42,7 @@ def skypilot(cluster: ClusterConfig, words: Sequence[str], image: str | None = N
     """A managed job that runs `words`: one of cluster.tasks, launched one by one. image: as above. Raises ConfigError."""
     if any("\n" in word for word in words):
         raise ConfigError("a value with a line break cannot be written into SkyPilot's file; put it into a recipe or a file")
-    text = _recipe("skypilot", words)
+    text = _manifest("skypilot", words)
     if image is not None:
         text = _replaced(text, r"image_id: .*", f"image_id: {json.dumps(f'docker:{image}')}")
     gpus = [f"accelerators: H100:{cluster.gpus}  # edit: the kind of GPU"] if cluster.gpus else []
@@ -60,9 +60,9 @@ def skypilot(cluster: ClusterConfig, words: Sequence[str], image: str | None = N
     return _replaced(text, r"# edit: more keys\n +/opt/batchspec/bin/python -m batchspec\.run [^|]*\|\|", command)
 
 
-def _recipe(system: str, words: Sequence[str]) -> str:
-    """The recipe, with the command that fills it in instead of its first comment."""
-    file = importlib.resources.files("batchspec.conf") / "job" / f"{system}.yml"
+def _manifest(system: str, words: Sequence[str]) -> str:
+    """The manifest, with the command that fills it in instead of its first comment."""
+    file = importlib.resources.files("batchspec.conf") / "manifests" / f"{system}.yml"
     text = re.sub(r"\A(#.*\n)+", "", file.read_text(encoding="utf-8"))
     command = shlex.join(["batchspec", "submit", "--to", system, *words]).replace("\n", " ")
     return f"# {command}\n{text}"
@@ -70,5 +70,5 @@ def _recipe(system: str, words: Sequence[str]) -> str:
 
 def _replaced(text: str, pattern: str, by: str) -> str:
     found, count = re.subn(pattern, lambda _: by, text)
-    assert count == 1, f"the recipe has {count} places for {by}"
+    assert count == 1, f"the manifest has {count} places for {by}"
     return found

@@ -26,7 +26,8 @@ SCORE, _PLACE = "batchspec.score", "batchspec.place"
 BY_WHERE, NO_SCORE, NO_CHAT = "by --where", "without a score", "without messages"
 NO_PAIR = "of requests without a better and a worse answer"
 _ADVICE = {
-    NO_PAIR: "a request needs answers with different texts and scores, by decode.n; --join adds a judge's scores (jobs/input.md)",
+    NO_PAIR: "a request needs answers with different texts and scores, by decode.n; --join adds a judge's scores "
+    "(jobs/pages/input.md)",
     NO_SCORE: "give one that is a number for some answer",
     BY_WHERE: "give a condition that is true of some",
     NO_CHAT: "a row has messages if its prompt was a chat or text",

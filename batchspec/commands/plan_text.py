@@ -30,7 +30,7 @@ from batchspec.records import Ids
 from batchspec.tuning.cards import KnownCard
 
 COST = "0 to 5 % of decoding in bf16 and 18 % in FP8 (8B) on an H200, long prefill in bf16 not measured"
-"""The cost of decode.deterministic, see jobs/resume.md, "The same tokens in bf16 too"."""
+"""The cost of decode.deterministic, see jobs/pages/resume.md, "The same tokens in bf16 too"."""
 BAR = 40
 
 
@@ -136,7 +136,8 @@ class Plan:
         ]
         if stats.num_weaker:
             schemas = counted(stats.num_weaker, "distinct schema")
-            lazy.append(f"checked      {schemas} obeyed in part; finished answers are checked by the whole (jobs/structured.md)")
+            where = "(jobs/pages/structured.md)"
+            lazy.append(f"checked      {schemas} obeyed in part; finished answers are checked by the whole {where}")
         if not stats.num_compiled:
             return [line.replace("lazy      ", "structured", 1) for line in lazy]
         return [

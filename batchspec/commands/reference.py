@@ -47,7 +47,7 @@ SUBMIT_HELP = """\
 Submit a job as a Slurm array. Takes the arguments of `batchspec run`; the keys of `cluster` describe the array.
 
   --go      run sbatch; without it the command is only printed
-  --to kubernetes|skypilot  print the file of jobs/ for that system, filled in; --image IMAGE is that of the containers
+  --to kubernetes|skypilot  print the file of jobs/manifests for that system, filled in; --image IMAGE is that of the containers
   --unseen  check the configuration alone, for paths that only the nodes of the cluster see"""
 TRAIN_HELP = """\
 Train an EAGLE-3 draft head, or tune the MTP layer of a model's own checkpoint, on the completions of jobs. The same command

@@ -1,7 +1,7 @@
 """`batchspec submit`: run a job as a Slurm array. It checks everything that the run will check - configuration, input, model and
 drafter with the headers of their weights - and prints the sbatch command; --go runs it.
 
-`--to kubernetes` and `--to skypilot` print the recipe of jobs/ for that system, filled in. `--unseen` checks only the
+`--to kubernetes` and `--to skypilot` print the manifest of jobs/manifests for that system, filled in. `--unseen` checks only the
 configuration: for paths that exist only on the nodes of the cluster.
 """
 
@@ -163,7 +163,7 @@ def _local_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def sbatch_line(cluster: ClusterConfig, overrides: Sequence[str]) -> list[str]:
     """The sbatch command of an array whose tasks run `overrides` with this Python."""
-    script = importlib.resources.files("batchspec.conf") / "job" / "submit.sbatch"
+    script = importlib.resources.files("batchspec.conf") / "manifests" / "submit.sbatch"
     memory = None if cluster.memory_gb is None else max(1, int(cluster.memory_gb * 1e9 / 2**20))
     minutes = None if cluster.time_h is None else max(1, round(cluster.time_h * 60))
     options = {

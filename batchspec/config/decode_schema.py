@@ -74,7 +74,7 @@ class DecodeConfig:
     """The allowed answers: every answer is one of these texts. With decode.score=choices: the texts that are scored."""
     grammar: str | None = None
     """Context-free grammar that every answer must be a text of, in Lark's syntax or in GBNF: its text, or the path of a file of
-    it. The host computes the states of a recursive one when rows reach them (jobs/structured.md, "Lazy automata")."""
+    it. The host computes the states of a recursive one when rows reach them (jobs/pages/structured.md, "Lazy automata")."""
     score: str = "none"
     """What is scored instead of decoding an answer. prompts: the tokens of each prompt (`output.prompt_logprobs`). choices: how
     likely the model continues a prompt with each text of decode.choice, or of the column choice (the column `choice_probs`)."""

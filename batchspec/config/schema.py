@@ -126,7 +126,7 @@ class InputConfig:
     """Parquet, Arrow, JSON-lines or CSV file, folder, glob or list of them, local or remote (required). `pkg://demo` is the
     demo's input."""
     from_job: str | None = None
-    """Output folder of a finished job, whose answers are the input in place of input.path (jobs/input.md). null: none."""
+    """Output folder of a finished job, whose answers are the input in place of input.path (jobs/pages/input.md). null: none."""
     from_status: list[str] = field(default_factory=lambda: ["ok", "truncated"])
     """Statuses of the rows that are taken from input.from_job: ok, truncated, invalid, error, skipped. The others are counted."""
     from_where: str | None = None

@@ -82,7 +82,7 @@ class WindowDrafterSpec(Weightless):
 
     runs_target = True
     assumed_accepted = 1.5
-    """A cautious assumption: of three drafts, 2.7 and 2.1 were accepted (jobs/NOTEBOOK.md, "Drafters")."""
+    """A cautious assumption: of three drafts, 2.7 and 2.1 were accepted (jobs/pages/NOTEBOOK.md, "Drafters")."""
 
     def build(self, weights: None, target: Target, *, slots: int) -> WindowDrafter:
         draft = self.config.draft

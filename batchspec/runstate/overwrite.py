@@ -29,7 +29,7 @@ from batchspec.storage.store import Store
 
 CREW = "BATCHSPEC_CREW"
 """Environment variable with the same value in all processes of a command: those that one run starts, and all tasks of a job of
-Kubernetes or SkyPilot, whose files in jobs/ set it."""
+Kubernetes or SkyPilot, whose files in jobs/manifests set it."""
 FOLDER = "_batchspec/overwrite"
 WAIT_S = 150.0
 """If another process of the command takes longer than this to delete the old job, it counts as dead."""

@@ -1,9 +1,9 @@
 """How a dense product with weights of four bits is divided among programs: the rule, and the candidates that the tuner times.
 
 A tile's block_m are tokens, its block_n outputs; a gated product reads as many rows of up as of the gate. The rule follows what
-was measured of the products of an 8B on one H200 (jobs/NOTEBOOK.md): direct tiles (`four_bit_direct.py`) win up to 64 tokens for
-INT4 and always for NVFP4, tiles that pass weights through shared memory (`four_bit_linear.py`) beyond that for INT4. For gated
-products and for 17 to 32 tokens the rule goes by analogy.
+was measured of the products of an 8B on one H200 (jobs/pages/NOTEBOOK.md): direct tiles (`four_bit_direct.py`) win up to 64
+tokens for INT4 and always for NVFP4, tiles that pass weights through shared memory (`four_bit_linear.py`) beyond that for INT4.
+For gated products and for 17 to 32 tokens the rule goes by analogy.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from batchspec.engine.step import RoundShape, RoundWidth
 
 LIKELY_GAIN = 0.05
 """Share of the saved time that counts as gained with each token of a row. The best K is often less than the most drafts, so it is
-small: in a job of an 8B model with rows of two kinds (jobs/NOTEBOOK.md) 0.5 ms a token, of 12 ms that a round could save."""
+small: in a job of an 8B model with rows of two kinds (jobs/pages/NOTEBOOK.md) 0.5 ms per token, of 12 ms that a round could
+save."""
 
 
 class PartialRounds:

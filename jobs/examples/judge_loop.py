@@ -1,6 +1,6 @@
 """A judge loop: the model checks its own answer and corrects it until it is content, three times at most.
 
-    python jobs/judge_loop.py [model.path=MODEL] [any other key of a job]
+    python jobs/examples/judge_loop.py [model.path=MODEL] [any other key of a job]
 
 Answer, verdict and correction are turns of one chat, so that each reuses the K/V of the turns before.
 """

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from batchspec.conf.job.peer_shapes import Row, drafter_of
+from peer_shapes import Row, drafter_of
 
 RATES = (0.6, 0.28, 0.12)
 CHUNK = 16384  # tokens of a prefill step in vLLM and SGLang

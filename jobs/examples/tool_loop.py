@@ -1,6 +1,6 @@
 """A tool loop: the model may ask for a calculation, gets its result, and goes on, four times at most.
 
-    python jobs/tool_loop.py [model.path=MODEL] [any other key of a job]
+    python jobs/examples/tool_loop.py [model.path=MODEL] [any other key of a job]
 
 The protocol is plain text, so that it works with any chat template. A template with tools takes a column `tools`; the calls are
 then in `turn.messages[-1]["tool_calls"]`, and a message {"role": "tool", "tool_call_id": ..., "content": ...} brings each result.

@@ -1,7 +1,7 @@
 """Validate every completion of a job with JSON schemas by the package jsonschema, which batchspec asks only for
 `decode.schema_unsupported=check`.
 
-    python jobs/check_schemas.py OUT [--column schema] [--schema FILE]
+    python jobs/examples/check_schemas.py OUT [--column schema] [--schema FILE]
 
 OUT is the output folder of a job with `input.columns.schema=COLUMN` (and that column in the output, as by default) or with
 `decode.schema=FILE`. Counted are rows by status, and of those with status ok how many are valid. A row with a constraint of its
@@ -14,7 +14,7 @@ Ten thousand rows:
 
     python -m batchspec.run model.path=MODEL input.path=rows.parquet input.columns.schema=schema output.dir=OUT \
         decode=sampled decode.max_new_tokens=1024 input.max_error_fraction=1
-    python jobs/check_schemas.py OUT
+    python jobs/examples/check_schemas.py OUT
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Times vLLM, SGLang or batchspec, the first that this Python has, on the rows of README.md and PERFORMANCE.md.
 
-    python jobs/peers.py out.jsonl 8b-64x8192 --k 0                 # no drafts; --k 2: EAGLE-3 with two; batchspec: --k auto
-    python jobs/peers.py out.jsonl 20b-256x1024 20b-64x8192 --k 2   # rows of one shape share an engine: one start
-    python jobs/peers.py out.jsonl qwen3.5-27b-64x4096 --k 3 --accept .85,.7,.55                    # the model's own MTP layer
-    python jobs/peers.py out.jsonl gsm8k --k 3 --model DIR --head DIR --input gsm8k_test.parquet    # real weights and prompts
+    python jobs/benchmarks/peers.py out.jsonl 8b-64x8192 --k 0  # no drafts; --k 2: EAGLE-3 with two; batchspec: --k auto
+    python jobs/benchmarks/peers.py out.jsonl 20b-256x1024 20b-64x8192 --k 2  # rows of one shape share an engine: one start
+    python jobs/benchmarks/peers.py out.jsonl qwen3.5-27b-64x4096 --k 3 --accept .85,.7,.55  # the model's own MTP layer
+    python jobs/benchmarks/peers.py out.jsonl gsm8k --k 3 --model DIR --head DIR --input gsm8k_test.parquet  # real weights
 
 vLLM and SGLang get dummy weights and random prompts, greedy, without a prefix cache, with CUDA graphs for all rows. Drafts 1, 2
 and 3 are accepted with the probabilities of --accept; SGLang gives all rows of a round one length, with that mean. A turn times
@@ -38,10 +38,10 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # the Python of another engine has no batchspec
-from batchspec.conf.job.peer_gang import Gang
-from batchspec.conf.job.peer_options import CHUNK, RATES, SPREAD, environment, sglang_options, spread_routing, vllm_options
-from batchspec.conf.job.peer_shapes import (
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # the Python of another engine has no batchspec
+from peer_gang import Gang
+from peer_options import CHUNK, RATES, SPREAD, environment, sglang_options, spread_routing, vllm_options
+from peer_shapes import (
     ROWS,
     Row,
     drafter_config,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Measures the tables of jobs/PERFORMANCE.md and jobs/NOTEBOOK.md on this machine's GPU, section by section.
+# Measures the tables of PERFORMANCE.md and NOTEBOOK.md (jobs/pages) on this machine's GPU, section by section.
 #
-#   jobs/figures.sh OUT SECTION...        OUT gets a file of JSON lines a section, profiles and jobs
+#   jobs/benchmarks/figures.sh OUT SECTION...        OUT gets a file of JSON lines a section, profiles and jobs
 #
 # long short small   decode tok/s of dummy shapes            opt     each option of the engine turned off
 # floor              the same at low acceptance rates (HEADS and DATA too, see below)
@@ -10,8 +10,8 @@
 # one_row            gpt-oss-120b, one row: round time by K in parallel and as a chain
 # ranks              2 GPUs: gpt-oss-120b, 64, 256, 512 rows in all: a copy with half of them, one cut over both, what plan takes
 # replicas           38,000 short rows of an 8B on one GPU and on all (ROWS), Parquet to Parquet
-# Of SmolLM2-135M, with HEADS=folder (eagle3/, parallel/: jobs/train_head.sh) and DATA=folder (gsm8k_test, gsm8k_train, specbench
-# .parquet: one user turn per row in the column `prompt`; the last without the questions that are of GSM8K):
+# Of SmolLM2-135M, with HEADS=folder (eagle3/, parallel/: jobs/examples/train_head.sh) and DATA=folder (gsm8k_test, gsm8k_train,
+# specbench .parquet: one user turn per row in the column `prompt`; the last without the questions that are of GSM8K):
 # gsm8k              the test questions, with and without a head    drafters  acceptance of every drafter
 # rows               K = 3..8 at 1, 2, 4, 8 rows                    draws     by temperature, with and without coupled drafts
 # trees              sums against products of probabilities

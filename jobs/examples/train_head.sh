@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A draft head for a chat model from nothing but the model: the model writes questions and texts and answers them, the head learns from that.
 #
-#   jobs/train_head.sh MODEL WORK [train overrides, such as draft=parallel train.steps=4000]
+#   jobs/examples/train_head.sh MODEL WORK [train overrides, such as draft=parallel train.steps=4000]
 #
 # Makes WORK/head (HEAD=NAME: WORK/NAME); the same command resumes it. Files of prompts of your own, one user turn per row in a
 # column `prompt`, are answered too: PROMPTS='a.parquet b.parquet'. The sizes are for a small model on one GPU.

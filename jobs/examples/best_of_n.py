@@ -1,6 +1,6 @@
 """Best of n: several answers to each question, a score for each from a scorer, and the best one of each question.
 
-    python jobs/best_of_n.py [model.path=MODEL] [decode.n=8] [any other key of a job]
+    python jobs/examples/best_of_n.py [model.path=MODEL] [decode.n=8] [any other key of a job]
 
 The scorer here is the same model, asked for a number. A reward model of your own, called in `next_turn`, would return None there
 and keep its score by (turn.completion.row_index, turn.completion.sample_index).
