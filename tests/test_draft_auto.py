@@ -20,9 +20,9 @@ from batchspec.config.checks import check
 from batchspec.config.compose import compose, composed
 from batchspec.config.draft_auto import with_drafter
 from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.drafters import DRAFTERS
 from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.config.train_schema import TrainRun, check_training
-from batchspec.draft.registry import DRAFTERS
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.families.shapes import COMMON, SHAPES
 from batchspec.model.spec import load_spec

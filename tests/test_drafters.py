@@ -19,10 +19,10 @@ from batchspec.config import draft_auto
 from batchspec.config.checks import check
 from batchspec.config.draft_checks import READ_BY
 from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.drafters import DRAFTERS, Entry, named
 from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.config.values import CHOICES
 from batchspec.draft.base import NoFeatures
-from batchspec.draft.registry import DRAFTERS, Entry, named
 from batchspec.draft.shapes import ChainShape, TreeShape
 from batchspec.draft.spec import DrafterSpec, Weightless, open_drafter
 from batchspec.errors import ConfigError

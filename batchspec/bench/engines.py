@@ -21,10 +21,10 @@ from batchspec.automata.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.bench.schemas import compiled, symbols_of
 from batchspec.bench.workloads import Workload, survey_of
 from batchspec.config.draft_schema import DraftConfig, TreeConfig
+from batchspec.config.drafters import DRAFTERS, named
 from batchspec.config.schema import AblationConfig, ModelConfig, RunConfig
 from batchspec.distributed.group import Group
 from batchspec.draft.base import Drafter
-from batchspec.draft.registry import DRAFTERS, named
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec, open_drafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.ranks.lead import Lead

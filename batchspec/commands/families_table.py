@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from batchspec.commands.families import TABLE
-from batchspec.draft.registry import named
+from batchspec.config.drafters import named
 from batchspec.errors import ConfigError
 from batchspec.model.families.base import Family
 from batchspec.model.families.registry import ASSISTANTS, FAMILIES

@@ -4,6 +4,7 @@ schema.py         every key; draft_schema.py, decode_schema.py: those of drafter
 train_schema.py   those of `batchspec train`
 typed.py          Hydra's configuration -> dataclasses; overrides.py: what users write -> what Hydra reads
 checks.py         every check; draft_checks.py: of drafters; values.py: of single values
+drafters.py       the drafters and the keys that each reads
 draft_auto.py     draft=auto -> a drafter, once the model is known
 vllm_names.py     names of keys in other programs
 compose.py        overrides in, checked RunConfig out

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.drafters import DRAFTERS, readers
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import MAX_TREE_NODES, MAX_TREE_PLACES, value_of
-from batchspec.draft.registry import DRAFTERS, readers
 from batchspec.errors import ConfigError
 
 READ_BY = readers()

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.drafters import DRAFTERS
 from batchspec.config.schema import ModelConfig
 from batchspec.config.values import check_choices, check_credentials, check_given, check_ranges, check_saved, value_of
-from batchspec.draft.registry import DRAFTERS
 from batchspec.errors import ConfigError
 
 

@@ -14,8 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from batchspec.config.drafters import DRAFTERS
 from batchspec.console.text import quoted
-from batchspec.draft.registry import DRAFTERS
 from batchspec.errors import ConfigError
 from batchspec.records import MAX_LOGIT_BIAS
 from batchspec.tool_calls.registry import FORMS

@@ -1,4 +1,4 @@
-"""Drafters: what proposes the tokens that a round verifies. registry.py lists them.
+"""Drafters: what proposes the tokens that a round verifies. `config.drafters` lists them.
 
 base.py        the protocol of all drafters
 spec.py        a drafter before there is an engine: keys, checks, bytes, K/V layout, builder

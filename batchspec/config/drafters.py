@@ -1,7 +1,7 @@
-"""The drafters that `draft.name` chooses from. This module does not import torch, so that config checks can use it.
+"""The drafters that `draft.name` chooses from, and the keys that each reads.
 
-A new drafter is `draft/NAME.py`, which defines SPEC (a `spec.DrafterSpec`), `conf/draft/NAME.yaml` and an entry here. auto is no
-drafter: `config/draft_auto.py` replaces it by one.
+A new drafter is `draft/NAME.py`, which defines SPEC (a `DrafterSpec`), `conf/draft/NAME.yaml` and an entry here. auto is no
+drafter: `draft_auto.py` replaces it by one.
 """
 
 from __future__ import annotations
