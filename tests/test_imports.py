@@ -257,7 +257,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "automata": set(),
     "console": set(),
     "storage": set(),
-    "config": {"console.arguments", "dataset.columns", "dataset.input_paths", "tool_calls.registry"},
+    "config": {"console.arguments", "dataset.columns", "dataset.input_paths"},
     "kernels": set(),
     "records": set(),
     "packed_batch": set(),

@@ -23,6 +23,7 @@ import batchspec
 from batchspec import run
 from batchspec.commands import export, plan
 from batchspec.config.overrides import overrides_of
+from batchspec.config.values import CHOICES
 from batchspec.errors import ConfigError
 from batchspec.records import Completion, Thinking
 from batchspec.text.thinking import find_think_tokens
@@ -322,6 +323,10 @@ def damaged(draw: st.DrawFn, name: str) -> str:
         other = draw(st.sampled_from(["", piece + piece]) | st.sampled_from([*_PIECES, *_MARKS]))
         text = text[:begin] + other + text[begin + length :]
     return text
+
+
+def test_every_form_is_a_choice_of_the_key() -> None:
+    assert CHOICES["model.tool_calls"] == ("auto", "none", *FORMS)
 
 
 @pytest.mark.parametrize("name", FORMS)

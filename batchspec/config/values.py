@@ -18,7 +18,6 @@ from batchspec.config.drafters import DRAFTERS
 from batchspec.console.text import quoted
 from batchspec.errors import ConfigError
 from batchspec.records import MAX_LOGIT_BIAS
-from batchspec.tool_calls.registry import FORMS
 
 PATHS = (
     "input.path",
@@ -98,7 +97,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "float32", "bfloat16", "float64"),
     "model.activations": ("auto", "dtype", "fp8"),
     "model.load_format": ("auto", "dummy"),
-    "model.tool_calls": ("auto", "none", *FORMS),
+    "model.tool_calls": (
+        "auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "glm", "glm4", "minimax_m2", "pythonic", "deepseek",
+        "gemma4", "seed_oss", "granite", "phi4",
+    ),
     "cache.dtype": ("auto", "fp8"),
     "cache.scales": ("auto", "checkpoint", "calibrate"),
     "cache.state_dtype": ("auto", "bfloat16"),
