@@ -48,7 +48,9 @@ def run(config: RunConfig) -> int:
     continue is requeued.
     """
     from batchspec.cluster import slurm
+    from batchspec.dataset.input_paths import check_exist  # imports pyarrow: a wrong key is refused without it
 
+    check_exist(config.input.path)
     task = slurm.this_task()
     if task is None:
         program_does("before the job was opened")  # in a sweep, again after each job

@@ -35,8 +35,8 @@ EVERYONE = {
 # Package (or top module) -> what of batchspec it may import, besides itself and what everyone may.
 MAY_IMPORT: dict[str, set[str]] = {
     "run": {
-        "config", "console.arguments", "commands.reference", "job", "cli", "cluster", "runstate.heartbeat_writer",
-        "supervise.watchdog",
+        "config", "console.arguments", "commands.reference", "dataset.input_paths", "job", "cli", "cluster",
+        "runstate.heartbeat_writer", "supervise.watchdog",
     },
     "process": {"kernels.common.compiler_hash"},
     "cli": {"console", "commands"},
@@ -257,7 +257,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "automata": set(),
     "console": set(),
     "storage": set(),
-    "config": {"console.arguments", "dataset.columns", "dataset.input_paths"},
+    "config": {"console.arguments", "dataset.columns"},
     "kernels": set(),
     "records": set(),
     "packed_batch": set(),

@@ -25,7 +25,10 @@ def main(argv: Sequence[str]) -> int:
     overrides = [item for item in words if item not in ("--full", "--json")]
 
     def show(config: RunConfig) -> int:
-        from batchspec.commands.planning import plan, plan_for  # imports torch, so only after the checks of `launch`
+        from batchspec.dataset.input_paths import check_exist  # imports pyarrow: a wrong key is refused without it
+
+        check_exist(config.input.path)
+        from batchspec.commands.planning import plan, plan_for  # imports torch: a missing input is refused without it
 
         made = plan(config, full=full) if card is None else plan_for(card, config, full=full)
         if "--json" in argv:

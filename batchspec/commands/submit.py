@@ -51,6 +51,10 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("submit takes one job; for a sweep: batchspec run -m hydra/launcher=submitit_slurm ...")
 
     def submit(config: RunConfig) -> None:
+        if not options.unseen:
+            from batchspec.dataset.input_paths import check_exist  # imports pyarrow: a wrong key is refused without it
+
+            check_exist(config.input.path)
         cluster = config.cluster
         if config.device == "cpu":
             cluster.gpus = 0
@@ -69,12 +73,12 @@ def main(argv: Sequence[str]) -> int:
             terminal.show(text)
             terminal.notice(f"nothing is submitted yet; edit the lines marked so, in a file, then {LAUNCH[options.to]}")
 
-    return launch(submit, overrides, require=("model.path", "input.path", "output.dir"), reads_input=not options.unseen)
+    return launch(submit, overrides, require=("model.path", "input.path", "output.dir"))
 
 
 def _checked(config: RunConfig) -> Job:
     """The job, with all checks of a run. Raises ConfigError, InputError or CheckpointError."""
-    from batchspec.prepare import open_job  # imports torch, so only after the checks of `launch`
+    from batchspec.prepare import open_job  # imports torch: a missing input is refused without it
     from batchspec.report.push import check_push_key
     from batchspec.runner.checked_run import check_target
 

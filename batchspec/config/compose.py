@@ -92,14 +92,12 @@ def _composed(name: str, overrides: Sequence[str], known: Any) -> DictConfig:
 
 
 def launch(
-    task: Callable[[RunConfig], int | None], overrides: Sequence[str], *, require: Iterable[str], reads_input: bool = True,
-    report: Report | None = None,
+    task: Callable[[RunConfig], int | None], overrides: Sequence[str], *, require: Iterable[str], report: Report | None = None
 ) -> int:
     """Compose the configuration through Hydra's own command line (`--cfg`, `-m`, `--config-dir`), check it and call `task`.
 
-    require      keys that must be set, see `checks.check`
-    reads_input  whether input.path is to be on this machine: it is looked up before `task`, which may import torch
-    report       tells of an error and returns its exit code; None: one line on stderr
+    require  keys that must be set, see `checks.check`
+    report   tells of an error and returns its exit code; None: one line on stderr
     Returns the exit code: that of `task`, or 0 if it returns None.
 
     An error of batchspec or Hydra is one line on stderr; any other exception is a crash and keeps its traceback. In a sweep
@@ -108,7 +106,7 @@ def launch(
     codes, report = [0], report or report_line
 
     def body(cfg: DictConfig) -> None:
-        code = reported(lambda: task(_checked(cfg, require, reads_input=reads_input)), report)
+        code = reported(lambda: task(_checked(cfg, require)), report)
         if HydraConfig.get().mode == RunMode.RUN:
             codes.append(code)
         elif code == Interrupted.exit_code:
@@ -158,13 +156,9 @@ def _check_options(words: Sequence[str]) -> Namespace:
     return options
 
 
-def _checked(cfg: DictConfig, require: Iterable[str], *, reads_input: bool) -> RunConfig:
+def _checked(cfg: DictConfig, require: Iterable[str]) -> RunConfig:
     config = from_hydra(cfg)
     check(config, require=require)
-    if reads_input:
-        from batchspec.dataset import input_paths  # imports pyarrow: a wrong key is refused without it
-
-        input_paths.check_exist(config.input.path)
     return config
 
 
