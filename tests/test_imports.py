@@ -26,8 +26,7 @@ EVERYONE = {
     "config.values",
     "config.checks",
     "process",
-    "console.text",
-    "console.terminal",
+    "console",
     "automata",
     "__version__",
 }
@@ -35,11 +34,11 @@ EVERYONE = {
 # Package (or top module) -> what of batchspec it may import, besides itself and what everyone may.
 MAY_IMPORT: dict[str, set[str]] = {
     "run": {
-        "config", "console.arguments", "commands.reference", "dataset.input_paths", "job", "cli", "cluster",
+        "config", "commands.reference", "dataset.input_paths", "job", "cli", "cluster",
         "runstate.heartbeat_writer", "supervise.watchdog",
     },
     "process": {"kernels.common.compiler_hash"},
-    "cli": {"console", "commands"},
+    "cli": {"commands"},
     "__main__": {"cli"},
     "api": {
         "warm",
@@ -164,7 +163,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "supervise": {"dataset", "engine", "load.loaded_engine", "packing.work_plan", "runstate", "storage"},
     "commands": {
-        "console",
         "cache",
         "cluster.slurm",
         "cluster.devices",
@@ -221,12 +219,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # No entry of another package lists these two: nothing imports what only measures or trains.
     "bench": {
-        "commands.doctor", "console.arguments", "config", "distributed", "draft", "engine", "batch", "kernels", "load",
+        "commands.doctor", "config", "distributed", "draft", "engine", "batch", "kernels", "load",
         "model", "checkpoint", "text",
         "packing", "prepare", "report", "runner", "storage", "structured.compiler", "supervise",
     },
     "heads": {
-        "console", "config", "dataset", "draft", "engine", "batch", "cache", "kernels", "load", "model", "checkpoint",
+        "config", "dataset", "draft", "engine", "batch", "cache", "kernels", "load", "model", "checkpoint",
         "text", "packing",
         "prepare", "report", "runner.identity", "runstate", "storage",
     },
@@ -257,7 +255,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "automata": set(),
     "console": set(),
     "storage": set(),
-    "config": {"console.arguments", "dataset.columns"},
+    "config": {"dataset.columns"},
     "kernels": set(),
     "records": set(),
     "packed_batch": set(),

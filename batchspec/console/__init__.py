@@ -1,4 +1,4 @@
-"""The command line as its user sees it.
+"""The command line as its user sees it. Everyone may import it.
 
 arguments.py   argparse, with errors of one line
 terminal.py    everything that is printed
