@@ -8,7 +8,6 @@ from typing import Any
 
 import polars as pl
 
-from batchspec.config.call_arguments import explains_arguments
 from batchspec.config.checks import AUTO
 from batchspec.config.compose import compose
 from batchspec.config.overrides import Options, overrides_of, recipe_overrides
@@ -32,6 +31,7 @@ from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 from batchspec.supervise.watchdog import Watchdog, limit_s
 from batchspec.warm.call import empty_frame
+from batchspec.warm.call_arguments import explains_arguments
 from batchspec.warm.loading import job_without_rows
 
 _OF_FILES = dict.fromkeys(

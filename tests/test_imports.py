@@ -255,7 +255,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "automata": set(),
     "console": set(),
     "storage": set(),
-    "config": {"dataset.columns"},
+    "config": set(),
     "kernels": set(),
     "records": set(),
     "packed_batch": set(),

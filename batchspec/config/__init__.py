@@ -8,6 +8,6 @@ drafters.py       the drafters and the keys that each reads
 draft_auto.py     draft=auto -> a drafter, once the model is known
 vllm_names.py     names of keys in other programs
 compose.py        overrides in, checked RunConfig out
-unread.py         keys that a call from Python does not read; call_arguments.py: arguments that it does not take
+unread.py         keys that a call from Python does not read
 reference.py      the reference of all keys
 """

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from batchspec.checkpoint.hub import find_model
-from batchspec.config.call_arguments import explains_arguments
 from batchspec.config.overrides import Options, overrides_of
 from batchspec.console import terminal
 from batchspec.dataset.in_memory import table_of
@@ -46,6 +45,7 @@ from batchspec.prepare import JobModel, open_model, open_output
 from batchspec.process.own_process import OwnProcess
 from batchspec.records import Completion
 from batchspec.warm.call import Call, empty_frame
+from batchspec.warm.call_arguments import explains_arguments
 from batchspec.warm.conversations import Conversations, NextTurn, with_turns
 from batchspec.warm.loading import load, open_warm
 from batchspec.warm.options import warm_config
