@@ -47,8 +47,8 @@ def run(config: RunConfig) -> int:
     One process: in this one. Several processes, or a task of Slurm: in child processes; an interrupted Slurm task that can
     continue is requeued.
     """
-    from batchspec.cluster import slurm
     from batchspec.dataset.input_paths import check_exist  # imports pyarrow: a wrong key is refused without it
+    from batchspec.supervise import slurm
 
     check_exist(config.input.path)
     task = slurm.this_task()

@@ -35,7 +35,7 @@ EVERYONE = {
 MAY_IMPORT: dict[str, set[str]] = {
     "run": {
         "config", "commands.reference", "dataset.input_paths", "job", "cli", "cluster",
-        "runstate.heartbeat_writer", "supervise.watchdog",
+        "runstate.heartbeat_writer", "supervise.slurm", "supervise.watchdog",
     },
     "process": {"kernels.common.compiler_hash"},
     "cli": {"commands"},
@@ -135,7 +135,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "supervise.watchdog",
     },
     "runner": {
-        "cluster.slurm",
         "dataset",
         "distributed.group",
         "draft",
@@ -164,7 +163,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "supervise": {"dataset", "engine", "load.loaded_engine", "packing.work_plan", "runstate", "storage"},
     "commands": {
         "cache",
-        "cluster.slurm",
         "cluster.devices",
         "cluster.manifests",
         "config",

@@ -6,7 +6,6 @@ import time
 from collections.abc import Container, Generator, Sequence
 from contextlib import ExitStack, closing
 
-from batchspec.cluster import slurm
 from batchspec.console.text import counted
 from batchspec.errors import CapacityError, InputError, Interrupted, RankLost, WorkerLost
 from batchspec.packing.survey import Survey
@@ -27,6 +26,7 @@ from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_workers import ShardWorkers
 from batchspec.runstate.claims import RENEW_S
 from batchspec.runstate.journal import saved_rows
+from batchspec.supervise import slurm
 from batchspec.supervise.deadline import Deadline
 from batchspec.supervise.leases import ClaimedShards, released_at_end
 from batchspec.supervise.poison_rows import SuspectShards

@@ -1,5 +1,6 @@
 """Interruptions of a run: time limits, hangs, crashes. Changes when a kind of interruption is handled differently.
 
+slurm.py         a task of Slurm: its identity, its time limit, how it requeues itself
 deadline.py      the time limit of the batch system: which rows still begin before it
 watchdog.py      a run that hangs ends itself, in rounds and while it loads
 leave.py         how a process that is one of several ends
