@@ -5,7 +5,7 @@ from __future__ import annotations
 import os as _os
 import sys as _sys
 
-__version__ = "0.2.0"
+from batchspec.version import __version__ as __version__
 
 
 def _run_by_dash_m() -> str:

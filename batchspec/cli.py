@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from batchspec import __version__
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser, asks_for_help
 from batchspec.console.text import MESSAGE_CHARS, one_line
@@ -22,6 +21,7 @@ from batchspec.process.preflight import check_address_space, check_machine
 from batchspec.process.program import begin_program, drop_unwritable
 from batchspec.process.refusals import is_panic, refusal
 from batchspec.process.signals import program, program_does
+from batchspec.version import __version__
 
 Found = TypeVar("Found")
 

@@ -28,7 +28,7 @@ EVERYONE = {
     "process",
     "console",
     "automata",
-    "__version__",
+    "version",
 }
 
 # Package (or top module) -> what of batchspec it may import, besides itself and what everyone may.
@@ -259,6 +259,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "packed_batch": set(),
     "request_stream": set(),
     "errors": set(),
+    "version": set(),
     "conf": set(),
     "__init__": {"api", "dataset.job_rows", "warm.conversations", "warm.engine"},
 }

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from batchspec import __version__
 from batchspec.checkpoint.hub import find_model
 from batchspec.commands.card_text import about, launches, paths
 from batchspec.console import terminal
@@ -29,6 +28,7 @@ from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.packing.device_memory import free_memory
 from batchspec.tuning.cards import KnownCard, check_card, known_card
 from batchspec.tuning.table import Product, save, tune, tuned_products
+from batchspec.version import __version__
 
 
 def main(argv: list[str]) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from batchspec import __version__
 from batchspec.checkpoint.config_values import has_file, read_text
 from batchspec.checkpoint.weight_files import weight_files
 from batchspec.config.schema import CacheConfig, InputConfig
@@ -20,6 +19,7 @@ from batchspec.model.quant.modelopt import CONFIG_FILE
 from batchspec.packing.constraints import KINDS
 from batchspec.prepare import Job
 from batchspec.runstate.manifest import fingerprint
+from batchspec.version import __version__
 
 CONSTRAINTS_VERSION = 2
 """Raised with every change of what is written for a constraint: a job that began with another version is refused."""
