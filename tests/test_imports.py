@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -333,6 +334,22 @@ def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
             assert within(module, ONLY_IN[top]), f"{module} imports {name}"
         if package == "kernels" and top not in sys.stdlib_module_names:
             assert top in ("torch", "triton", "batchspec"), f"{module} imports {name}"
+
+
+ENTRY_POINTS = {"run", "cli", "commands", "cluster"}
+
+
+def test_only_the_entry_points_import_in_a_circle() -> None:
+    """A process of `cluster/worker.py` runs what `run.py` runs."""
+
+    def place(name: str) -> str:
+        package = name.partition(".")[0]
+        return "entry points" if package in ENTRY_POINTS else package
+
+    graph: dict[str, set[str]] = {}
+    for package, allowed in MAY_IMPORT.items():
+        graph.setdefault(place(package), set()).update({*map(place, allowed)} - {place(package)})
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 BY_HEADS_ALONE = "batchspec.kernels.train"
