@@ -163,7 +163,7 @@ def test_the_package_names_what_it_offers_without_importing_it() -> None:
     code = "import sys, batchspec; print(*dir(batchspec), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.BatchspecError)]
-    offered = {*(kind.__name__ for kind in kinds), "Completion", "Engine", "Turn", "generate", "__version__"}
+    offered = {*(kind.__name__ for kind in kinds), "Completion", "Engine", "JobOutput", "Turn", "generate", "__version__"}
     assert done.stdout.split() == [*sorted(offered), "False"]
 
 

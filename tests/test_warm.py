@@ -374,7 +374,7 @@ def test_weights_of_another_model_are_refused_before_anything_changes(
     shared: batchspec.Engine, expected: pl.DataFrame, model: Path, tmp_path: Path
 ) -> None:
     other = make_checkpoint(tmp_path / "theta", "llama", dtype=torch.float64, rope_theta=77.0)
-    with pytest.raises(CheckpointError, match=r"config.json differs from that of model.path=.* in rope"):
+    with pytest.raises(CheckpointError, match=r"config.json differs from that of model.path=.* in layers, rope"):
         shared.load_weights(other)
     tensors = load_file(model / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"1 missing tensors: model\.norm\.weight"):
