@@ -325,6 +325,22 @@ def test_a_file_that_is_too_large_or_may_not_be_read_is_one_line(tmp_path: Path,
         read_json(path)
 
 
+def test_a_key_under_another_name_is_read_checked_and_named_as_in_the_file() -> None:
+    names = {"rms_norm_eps": "norm_eps", "intermediate_size": "block_ff_dim"}
+    values = {"rms_norm_eps": 0.5, "norm_eps": 1e-3, "intermediate_size": 7}
+    config = ConfigReader(values, "config.json").renamed(names)
+    assert (config.number("rms_norm_eps"), config.integer("intermediate_size")) == (1e-3, 7)
+    assert config.unread() == [("rms_norm_eps", 0.5)]
+    assert config.replaced(rms_norm_eps=0.25).number("rms_norm_eps") == 0.25
+    wrong = ConfigReader({"norm_eps": -1, "block_ff_dim": None, "intermediate_size": 7}, "config.json").renamed(names)
+    assert wrong.shown("rms_norm_eps") == "norm_eps=-1"
+    assert ("rms_norm_eps" in wrong, wrong.given("rms_norm_eps"), wrong.given("intermediate_size")) == (True, True, False)
+    with pytest.raises(CheckpointError, match=r"config.json: norm_eps is -1; it must be a number in 1e-20 \.\. 1"):
+        wrong.number("rms_norm_eps")
+    with pytest.raises(CheckpointError, match=r"config.json: block_ff_dim is null; it must be an integer"):
+        wrong.integer("intermediate_size")
+
+
 def test_a_number_without_a_range_cannot_be_read() -> None:
     reader = ConfigReader({"new_key": 3}, "config.json")
     with pytest.raises(KeyError):

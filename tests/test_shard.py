@@ -52,8 +52,16 @@ def spec_of(family: str, **changes: Any) -> ModelSpec:
     return read_spec(tiny_config(family, **{**sizes, **changes}), "config.json")
 
 
+def with_other_names(spec: ModelSpec) -> ModelSpec:
+    """The same model, whose files name the norms of q and k, the last projection of attention and the final norm otherwise."""
+    mixers = [replace(own, out_name="out_proj", qk_norm_names=("q_layernorm", "k_layernorm")) for own in attentions(spec)]
+    layers = tuple(replace(layer, mixer=mixer) for layer, mixer in zip(spec.layers, mixers, strict=True))
+    return replace(spec, layers=layers, final_norm="model.embedding_norm.weight")
+
+
 SPECS: dict[str, ModelSpec] = {
     "llama": tiny_spec(),
+    "norms of all heads, other names": with_other_names(spec_of("olmo2")),
     "biases": tiny_spec(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, tie=True),
     **{family: spec_of(family) for family in ("gemma3_text", "olmo2", "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss")},
     **{family: spec_of(family) for family in ("qwen3_5_text", "qwen3_next", "glm4_moe", *GEMMA4)},

@@ -88,23 +88,24 @@ class ConfigReader:
 
     def __init__(
         self, values: Json, where: str, *, prefix: str = "", integers: Ranges = INTEGERS, asked: set[str] | None = None,
-        also: tuple[str, ...] = (),
+        also: tuple[str, ...] = (), names: Mapping[str, str] | None = None,
     ) -> None:
         """where   the file, for messages; prefix  of its keys, where the object is a part of another one
         integers   the ranges of integers, where a family adds some to INTEGERS
         asked      the keys that were read so far, with prefix; it grows
         also       the prefixes of the objects whose values `over` has added
+        names      keys that this file has under another name -> that name
         """
         self._values, self.where, self._prefix, self._integers = values, where, prefix, integers
         self._asked: set[str] = set() if asked is None else asked
-        self._also = also
+        self._also, self._names = also, names or {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
     def __contains__(self, key: str) -> bool:
         self._get(key)
-        return key in self._values
+        return self._names.get(key, key) in self._values
 
     def given(self, key: str) -> bool:
         return self._get(key) is not None
@@ -125,7 +126,8 @@ class ConfigReader:
 
     def replaced(self, **values: Any) -> ConfigReader:
         """The same with other values of some keys."""
-        return self._with({**self._values, **values})
+        names = {key: name for key, name in self._names.items() if key not in values}
+        return self._with({**self._values, **values}, names=names)
 
     def filled(self, defaults: Json) -> ConfigReader:
         """The same with these values for keys that are not there; one that is there and null stays null."""
@@ -143,13 +145,20 @@ class ConfigReader:
         """The same with the ranges of further keys."""
         return self._with(self._values, integers={**self._integers, **integers})
 
+    def renamed(self, names: Mapping[str, str]) -> ConfigReader:
+        """The same, with keys read under other names where the file has these. names: key -> the other name."""
+        return self._with(self._values, names={key: name for key, name in names.items() if name in self._values})
+
     def _with(self, values: Json, **changes: Any) -> ConfigReader:
-        own = {"prefix": self._prefix, "integers": self._integers, "asked": self._asked, "also": self._also}
+        own = {
+            "prefix": self._prefix, "integers": self._integers, "asked": self._asked, "also": self._also, "names": self._names,
+        }
         return ConfigReader(values, self.where, **{**own, **changes})
 
     def _get(self, key: str) -> Any:
-        self._asked.update(f"{prefix}{key}" for prefix in (self._prefix, *self._also))
-        return self._values.get(key)
+        name = self._names.get(key, key)
+        self._asked.update(f"{prefix}{name}" for prefix in (self._prefix, *self._also))
+        return self._values.get(name)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """An integer; refused if it is missing and has no default."""
@@ -208,7 +217,7 @@ class ConfigReader:
 
     def integer_or_integers(self, key: str) -> tuple[int, ...]:
         """One integer or a list of them; empty if it is missing."""
-        if self.given(key) and not isinstance(self._values[key], list):
+        if self.given(key) and not isinstance(self._get(key), list):
             return (self.integer(key),)
         return self.integers(key) or ()
 
@@ -234,7 +243,8 @@ class ConfigReader:
 
     def shown(self, key: str, *, prefix: bool = True) -> str:
         """key=value, for messages; with the name of the object that it is in, unless prefix is False."""
-        return f"{self._prefix if prefix else ''}{key}={as_json(self._values.get(key))}"
+        name = self._names.get(key, key)
+        return f"{self._prefix if prefix else ''}{name}={as_json(self._values.get(name))}"
 
     def refusal(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {problem}")
@@ -246,7 +256,7 @@ class ConfigReader:
         return int(value)
 
     def _wrong(self, key: str, value: Any, wanted: str) -> CheckpointError:
-        return self.refusal(f"{self._prefix}{key} is {as_json(value)}; it must be {wanted}")
+        return self.refusal(f"{self._prefix}{self._names.get(key, key)} is {as_json(value)}; it must be {wanted}")
 
 
 def _is_number(value: Any, low: float, high: float) -> bool:

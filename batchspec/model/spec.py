@@ -52,6 +52,8 @@ class ModelSpec(CheckpointPart):
     """The rotary embedding of its layers that read all keys, unless they have none; a new draft head has the same."""
     norms: NormForm = PLAIN_NORM
     """form of the final norm"""
+    final_norm: str = FINAL_NORM
+    """Name of its weight."""
     embedding_scale: float | None = None
     """Factor of the embeddings, rounded to the model's dtype; None: 1."""
     logits_scaling: float | None = None
@@ -224,7 +226,7 @@ class ModelSpec(CheckpointPart):
         return mixer is not None and tensor.startswith(mixer.spare)
 
     def slices_beside_blocks(self) -> Slices:
-        found: Slices = {EMBEDDING: (), FINAL_NORM: ()}
+        found: Slices = {EMBEDDING: (), self.final_norm: ()}
         return found if self.tie else found | {OUTPUT: ((self.vocab_part, slice(0, self.hidden_size)),)}
 
     def blocks(self) -> Iterator[tuple[str, BlockSpec]]:
@@ -243,7 +245,7 @@ class ModelSpec(CheckpointPart):
         """As in `CheckpointPart`; lm_head.weight only if it is not tied."""
         matrix = (self.vocab_size, self.hidden_size)
         yield TensorSpec(EMBEDDING, matrix, "weight")
-        yield self.norms.tensor(FINAL_NORM.removesuffix(".weight"), self.hidden_size)
+        yield self.norms.tensor(self.final_norm.removesuffix(".weight"), self.hidden_size)
         if not self.tie:
             yield TensorSpec(OUTPUT, matrix, "weight")
         for prefix, block in self.blocks():
@@ -298,7 +300,7 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
     """The shape of a model from the content of its two files; `where` is for messages. Raises CheckpointError as `load_spec`."""
     own = ConfigReader(values, where)
     family, config = family_of(own)
-    config = config.filled({"rms_norm_eps": 1e-6, **family.defaults}).ranged(family.integers)
+    config = config.filled({"rms_norm_eps": 1e-6, **family.defaults}).ranged(family.integers).renamed(family.renames)
     formats = read_formats(config)
     family.check(config)
     ends = ConfigReader(generation or {}, generation_where).integer_or_integers("eos_token_id")
@@ -318,6 +320,7 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
         rms_eps=config.number("rms_norm_eps"),
         rope=rope,
         norms=family.norms,
+        final_norm=family.final_norm,
         embedding_scale=family.embedding_scale(config),
         layer_inputs=family.layer_inputs(config),
         logit_cap=family.logit_cap(config),

@@ -25,7 +25,7 @@ from batchspec.model.lora_products import AdapterSource, LoraStacks
 from batchspec.model.output_head import Allowed, OutputHead, output_head
 from batchspec.model.quant.base import Weights
 from batchspec.model.rewrite import rewrite
-from batchspec.model.spec import EMBEDDING, FINAL_NORM, MODEL_PREFIX, OUTPUT, ModelSpec, layer_prefix
+from batchspec.model.spec import EMBEDDING, MODEL_PREFIX, OUTPUT, ModelSpec, layer_prefix
 from batchspec.model.vocabulary import gather_logits, greedy_of_ranks
 from batchspec.model.weights import Checkpoint, DummyWeights
 
@@ -50,7 +50,7 @@ class Target:
         self._layers = [layer.build(self._layer_weights(weights, i)) for i, layer in enumerate(spec.layers)]
         own = spec.layer_inputs
         self._layer_inputs = None if own is None else own.build(LayerWeights(weights, spec.formats, MODEL_PREFIX, lora))
-        self._norm = weights.tensor(FINAL_NORM)
+        self._norm = weights.tensor(spec.final_norm)
         head = self._embedding[spec.vocab_part] if spec.tie else weights.tensor(OUTPUT)
         self._head = self._output_head(head)
         mixers = dict.fromkeys(mixer for _, mixer in spec.mixers)
@@ -105,7 +105,7 @@ class Target:
         if self.spec.layer_inputs is not None:
             inputs = self.spec.layer_inputs.build(LayerWeights(weights, self.spec.formats, MODEL_PREFIX, self._lora))
             rewrite(self._layer_inputs, inputs, "the inputs of layers")
-        rewrite(self._norm, weights.tensor(FINAL_NORM), "the final norm")
+        rewrite(self._norm, weights.tensor(self.spec.final_norm), "the final norm")
         head = self._embedding[self.spec.vocab_part] if self.spec.tie else weights.tensor(OUTPUT)
         rewrite(self._head, self._output_head(head), "lm_head")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from batchspec.checkpoint.config_values import ConfigReader, Json, Ranges
@@ -73,6 +73,10 @@ class Family:
     """The rotary embedding of layers with a window, if it differs."""
     norms: NormForm = PLAIN_NORM
     """form of the final norm"""
+    final_norm: str = "model.norm.weight"
+    """Name of its weight."""
+    renames: Mapping[str, str] = field(default_factory=dict)
+    """Usual keys -> the names under which files of this family have them; a file with both is read by the latter."""
     embedding_scale: Callable[[ConfigReader], float | None] = lambda config: None
     logits_scaling: Callable[[ConfigReader], float | None] = lambda config: None
     logit_cap: Callable[[ConfigReader], float | None] = lambda config: None

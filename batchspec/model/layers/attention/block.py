@@ -73,6 +73,10 @@ class AttentionSpec(NormedSpec):
     fused_qkv: bool = False
     """Whether the file holds q, k and v as one projection, `qkv_proj`, their rows one after another."""
     name: str = "self_attn"
+    out_name: str = "o_proj"
+    """Name of the last projection, relative to `name`."""
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    """Names of the norms of q and of k, relative to `name`."""
     norm: str | None = "input_layernorm"
 
     @property
@@ -114,7 +118,7 @@ class AttentionSpec(NormedSpec):
 
     @property
     def out(self) -> ProductSpec:
-        return ProductSpec((Projection(f"{self.name}.o_proj", self.hidden_size, self.inner_size, self.o_bias),))
+        return ProductSpec((Projection(f"{self.name}.{self.out_name}", self.hidden_size, self.inner_size, self.o_bias),))
 
     @property
     def products(self) -> tuple[ProductSpec, ...]:
@@ -122,16 +126,17 @@ class AttentionSpec(NormedSpec):
 
     @property
     def vectors(self) -> tuple[TensorSpec, ...]:
-        norms = (self.norms.tensor(f"{self.name}.{x}_norm", size) for x, size in self._qk_norms.items())
+        norms = (self.norms.tensor(f"{self.name}.{name}", size) for name, size in self._qk_norms.items())
         sinks = (TensorSpec(f"{self.name}.sinks", (self.num_heads,), "bias", wide=True),) if self.sinks else ()
         return *self.stream_norms, *norms, *sinks
 
     @property
     def _qk_norms(self) -> dict[str, int]:
-        """Lengths of the weights of the norms of q and k."""
+        """Names of the norms of q and k, and the lengths of their weights."""
         if self.qk_norm_rows:
-            return {"q": self.inner_size, "k": self.kv_size}
-        return dict.fromkeys("qk" if self.kv_of is None else "q", self.head_dim) if self.qk_norm else {}
+            return dict(zip(self.qk_norm_names, (self.inner_size, self.kv_size), strict=True))
+        names = self.qk_norm_names if self.kv_of is None else self.qk_norm_names[:1]
+        return dict.fromkeys(names, self.head_dim) if self.qk_norm else {}
 
     @property
     def has_qk_norms(self) -> bool:
@@ -172,10 +177,10 @@ class AttentionSpec(NormedSpec):
         of_q, of_kv = Share("columns", (q,)), Share("columns", (kv,))
         of_qkv = Share("columns", (q, shifted(kv, self.q_rows), shifted(kv, self.q_rows + self.kv_size)))
         names = {"q_proj": of_q, "k_proj": of_kv, "v_proj": of_kv, "qkv_proj": of_qkv}
-        names |= {"o_proj": Share("rows", (inner,), shard.rank == 0), "sinks": Share("columns", (heads,))}
+        names |= {self.out_name: Share("rows", (inner,), shard.rank == 0), "sinks": Share("columns", (heads,))}
         if self.qk_norm_rows:
             assert not self.gated
-            names |= {"q_norm": of_q, "k_norm": of_kv}
+            names |= dict(zip(self.qk_norm_names, (of_q, of_kv), strict=True))
         return {f"{self.name}.{name}": share for name, share in names.items()}
 
     @property
@@ -262,8 +267,9 @@ class Attention:
         self._norm = None if spec.norm is None else source.vector(f"{spec.norm}.weight")
         self._post_norm = None if spec.post_norm is None else source.vector(f"{spec.post_norm}.weight")
         self._qkv = source.product(spec.qkv)
-        self._q_norm = source.vector(f"{spec.name}.q_norm.weight") if spec.has_qk_norms else None
-        self._k_norm = source.vector(f"{spec.name}.k_norm.weight") if spec.has_qk_norms and spec.kv_of is None else None
+        of_q, of_k = (f"{spec.name}.{name}.weight" for name in spec.qk_norm_names)
+        self._q_norm = source.vector(of_q) if spec.has_qk_norms else None
+        self._k_norm = source.vector(of_k) if spec.has_qk_norms and spec.kv_of is None else None
         self._sinks = source.vector(f"{spec.name}.sinks") if spec.sinks else None
         self._out = scaled_product(source.product(spec.out), spec.out_scale)
 
