@@ -46,8 +46,8 @@ def in_best_groups(
 @triton.jit
 def choose(
     logits, bias, factors, live, tokens, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    LANES: tl.constexpr, SLOTS: tl.constexpr,
+    SIGMOID: tl.constexpr, NORM: tl.constexpr, SUM_EPS: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
 ):
     """Experts int32, weights fp32 and places of the tokens with indices `tokens`: three blocks [tokens, SLOTS], see `route.py`.
 
@@ -100,7 +100,10 @@ def choose(
         )
         places = tl.sum((before & used[:, None, :]).to(tl.int32), 2)
     if NORM:
-        values = values / tl.sum(tl.where(used, values, 0.0), 1)[:, None]
+        total = tl.sum(tl.where(used, values, 0.0), 1)
+        if SUM_EPS != 0.0:
+            total += SUM_EPS
+        values = values / total[:, None]
     if SCALE != 1.0:
         values = values * SCALE
     if factors is not None:

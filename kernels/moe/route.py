@@ -2,7 +2,8 @@
 
     softmax   experts: the k largest logits. Weights: softmax over all E experts; with norm_topk over the k chosen ones, which
               equals the softmax over all divided by the sum of the k
-    sigmoid   s = 1 / (1 + exp(-logit)). Experts: the k largest s + bias. Weights: s; with norm_topk divided by their sum
+    sigmoid   s = 1 / (1 + exp(-logit)). Experts: the k largest s + bias. Weights: s; with norm_topk divided by their sum, to
+              which some models add sum_eps
     groups    with sigmoid: experts are chosen from the best of G groups of E / G neighbours; the score of a group is the sum of
               its two largest s + bias, and of groups with equal scores the first is better
     scale     a factor of all weights
@@ -58,15 +59,15 @@ def count_pairs(expert_ids, num_pairs, NUM_EXPERTS: tl.constexpr, LANES: tl.cons
 @triton.jit(do_not_specialize=["num_tokens"])
 def route_kernel(
     logits, bias, factors, live, out_ids, out_weights, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    TOKENS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+    SIGMOID: tl.constexpr, NORM: tl.constexpr, SUM_EPS: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):
     """Chooses experts; `list_kernel` makes the lists afterwards."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     await_earlier(PDL)
     ids, weights, slots = choose(
-        logits, bias, factors, live, tokens, num_tokens, stride, NUM_EXPERTS, TOP_K, SIGMOID, NORM, SCALE, GROUPS, TOP_GROUPS,
-        LANES, SLOTS
+        logits, bias, factors, live, tokens, num_tokens, stride, NUM_EXPERTS, TOP_K, SIGMOID, NORM, SUM_EPS, SCALE, GROUPS,
+        TOP_GROUPS, LANES, SLOTS
     )
     pairs = tokens.to(tl.int64)[:, None] * TOP_K + slots
     used = (tokens < num_tokens)[:, None] & (tl.arange(0, SLOTS) < TOP_K)[None, :]
@@ -97,16 +98,17 @@ def list_kernel(
 
 
 def route(
-    logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, scale: float = 1.0,
+    logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, sum_eps: float = 0.0, scale: float = 1.0,
     groups: tuple[int, int] = (1, 1), bias: Tensor | None = None, factors: Tensor | None = None, unit_pairs: int,
-    largest_first: bool = False, live: Tensor | None = None, out_num_read: Tensor | None = None, rows_of: Tensor | None = None,
-    interpret: bool = False,
+    largest_first: bool = False, live: Tensor | None = None, out_num_read: Tensor | None = None,
+    rows_of: Tensor | None = None, interpret: bool = False,
 ) -> Routing:
     """Experts, weights and the work list of T tokens; see the module's docstring.
 
     logits        fp32 or bf16 [T, E], E up to 512 (on a CPU also fp64)  rows may be slices of wider rows
     top_k         number of experts per token, up to 16
     norm_topk     the weights of a token are made to sum to 1
+    sum_eps       added to the sum by which norm_topk divides them; with softmax 0
     scale         factor of the weights
     groups        number of groups of experts, and of the best ones, from which a token's experts are chosen; with softmax (1, 1)
     bias          fp32 [E], added to the sigmoid scores to choose experts, not to the weights; None with softmax
@@ -129,10 +131,10 @@ def route(
             f"which is at most {MAX_EXPERTS}"
         )
     _check_groups(groups, num_experts, top_k, scoring)
+    if scoring == "softmax" and (bias is not None or sum_eps):
+        raise ValueError("route: a bias and sum_eps are for sigmoid scores; softmax takes none")
     if bias is not None:
         check("route: bias", bias, (num_experts,), torch.float32)
-        if scoring != "sigmoid":
-            raise ValueError("route: a bias is for sigmoid scores; softmax takes none")
     if factors is not None:
         check("route: factors", factors, (num_experts,), torch.float32)
     if live is not None:
@@ -143,8 +145,8 @@ def route(
         check("route: rows_of", rows_of, (num_tokens, rows_of.shape[1]), *FLOATS, rows=True)
     if not (logits.is_cuda or interpret):
         found = route_reference(
-            logits, top_k, scoring=scoring, norm_topk=norm_topk, scale=scale, groups=groups, bias=bias, factors=factors,
-            unit_pairs=unit_pairs, largest_first=largest_first, live=live,
+            logits, top_k, scoring=scoring, norm_topk=norm_topk, sum_eps=sum_eps, scale=scale, groups=groups, bias=bias,
+            factors=factors, unit_pairs=unit_pairs, largest_first=largest_first, live=live,
         )
         if out_num_read is not None:
             out_num_read.copy_(num_read(found))
@@ -165,14 +167,15 @@ def route(
     if few:  # an expert has at most FEW_TOKENS pairs, one SIZE_STEP: largest first is by id too
         launch_few(
             logits, rows_of, bias, factors, live, routing, out_num_read, sigmoid=scoring == "sigmoid", norm_topk=norm_topk,
-            scale=scale, groups=groups,
+            sum_eps=sum_eps, scale=scale, groups=groups,
         )
         return routing
     sizes = {"NUM_EXPERTS": num_experts, "LANES": max(16, triton.next_power_of_2(num_experts))}
     route_kernel[(triton.cdiv(num_tokens, TOKENS),)](
         logits, bias, factors, live, routing.expert_ids, routing.weights, num_tokens, logits.stride(0),
-        TOP_K=top_k, SIGMOID=scoring == "sigmoid", NORM=norm_topk, SCALE=scale, GROUPS=groups[0], TOP_GROUPS=groups[1],
-        TOKENS=TOKENS, SLOTS=triton.next_power_of_2(top_k), num_warps=TOKENS, **sizes, **launch_args(logits),
+        TOP_K=top_k, SIGMOID=scoring == "sigmoid", NORM=norm_topk, SUM_EPS=sum_eps, SCALE=scale, GROUPS=groups[0],
+        TOP_GROUPS=groups[1], TOKENS=TOKENS, SLOTS=triton.next_power_of_2(top_k), num_warps=TOKENS, **sizes,
+        **launch_args(logits),
     )
     if num_pairs >= MANY_PAIRS:
         launch_many(routing, num_experts, out_num_read, largest_first=largest_first)
@@ -185,7 +188,7 @@ def route(
 
 
 def route_reference(
-    logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, scale: float = 1.0,
+    logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, sum_eps: float = 0.0, scale: float = 1.0,
     groups: tuple[int, int] = (1, 1), bias: Tensor | None = None, factors: Tensor | None = None, unit_pairs: int,
     largest_first: bool = False, live: Tensor | None = None,
 ) -> Routing:
@@ -202,7 +205,7 @@ def route_reference(
         scores = (wide - wide.max(-1, keepdim=True).values).exp()
     weights = scores.gather(1, ids)
     if norm_topk:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + sum_eps)
     elif scoring == "softmax":
         weights = weights / scores.sum(-1, keepdim=True)
     weights = weights * scale

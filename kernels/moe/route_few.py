@@ -63,9 +63,9 @@ def write_lists(
 def route_few_kernel(
     logits, bias, factors, live, x, out_ids, out_weights, out_pairs, out_places, out_offsets, out_units, out_rows, out_num_read,
     num_tokens, num_units, stride, stride_x, width,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, UNIT_PAIRS: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr, SUM_EPS: tl.constexpr,
+    SCALE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, UNIT_PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+    LANES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """x [num_tokens, width] or None; TOKENS: num_tokens padded to a power of two."""
     PAIRS: tl.constexpr = TOKENS * SLOTS
@@ -76,8 +76,8 @@ def route_few_kernel(
     if x is not None:  # arrives while experts are chosen
         row = tl.load(x + own.to(tl.int64) * stride_x + column, mask=column < tl.where(own < num_tokens, width, 0))
     ids, weights, slots = choose(
-        logits, bias, factors, live, token, num_tokens, stride, NUM_EXPERTS, TOP_K, SIGMOID, NORM, SCALE, GROUPS, TOP_GROUPS,
-        LANES, SLOTS
+        logits, bias, factors, live, token, num_tokens, stride, NUM_EXPERTS, TOP_K, SIGMOID, NORM, SUM_EPS, SCALE, GROUPS,
+        TOP_GROUPS, LANES, SLOTS
     )
     pairs = token[:, None] * TOP_K + slots
     used = (token < num_tokens)[:, None] & (tl.arange(0, SLOTS) < TOP_K)[None, :]
@@ -105,7 +105,7 @@ def route_few_kernel(
 
 def launch_few(
     logits: Tensor, x: Tensor | None, bias: Tensor | None, factors: Tensor | None, live: Tensor | None, routing: Routing,
-    out_num_read: Tensor | None, *, sigmoid: bool, norm_topk: bool, scale: float, groups: tuple[int, int],
+    out_num_read: Tensor | None, *, sigmoid: bool, norm_topk: bool, sum_eps: float, scale: float, groups: tuple[int, int],
 ) -> None:
     """Start the kernel with the arguments of `route`, which has checked them; it fills `routing`, with x also its rows."""
     (num_tokens, num_experts), top_k = logits.shape, routing.expert_ids.shape[1]
@@ -115,8 +115,8 @@ def launch_few(
         routing.places, routing.offsets, routing.units, routing.rows if num_tokens else None, out_num_read, num_tokens,
         len(routing.units),
         logits.stride(0), 0 if x is None else x.stride(0), width,
-        NUM_EXPERTS=num_experts, TOP_K=top_k, SIGMOID=sigmoid, NORM=norm_topk, SCALE=scale, GROUPS=groups[0],
-        TOP_GROUPS=groups[1], UNIT_PAIRS=routing.unit_pairs, TOKENS=tokens,
+        NUM_EXPERTS=num_experts, TOP_K=top_k, SIGMOID=sigmoid, NORM=norm_topk, SUM_EPS=sum_eps, SCALE=scale,
+        GROUPS=groups[0], TOP_GROUPS=groups[1], UNIT_PAIRS=routing.unit_pairs, TOKENS=tokens,
         LANES=max(16, triton.next_power_of_2(num_experts)), SLOTS=triton.next_power_of_2(top_k),
         BLOCK=max(16, triton.next_power_of_2(width)), num_warps=tokens, **launch_args(logits),
     )

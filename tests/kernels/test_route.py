@@ -37,6 +37,18 @@ def test_scorings(scoring: Scoring, norm_topk: bool, tokens: int, interpret: boo
         torch.testing.assert_close(found.weights.sum(1), torch.ones(tokens, device=device))
 
 
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_a_number_may_be_added_to_the_sum_of_sigmoid_weights(tokens: int, interpret: bool, device: torch.device) -> None:
+    """Of small scores it counts."""
+    logits = torch.randn(tokens, 9, device=device) - 12
+    how: dict[str, Any] = {"scoring": "sigmoid", "norm_topk": True, "sum_eps": 1e-6, "scale": 1.5, "unit_pairs": 16}
+    found = route(logits, 3, interpret=interpret, **how)
+    chosen = logits.double().sigmoid().gather(1, found.expert_ids.long())
+    wanted = 1.5 * chosen / (chosen.sum(-1, keepdim=True) + 1e-6)
+    assert float(wanted.sum(-1).max()) < 1.499
+    torch.testing.assert_close(found.weights.double(), wanted, rtol=1e-5, atol=0)
+
+
 def test_softmax_of_the_chosen_is_the_renormalised_softmax_of_all(interpret: bool, device: torch.device) -> None:
     logits = torch.randn(9, 12, device=device)
     routing = route(logits, 4, norm_topk=True, unit_pairs=16, interpret=interpret)
@@ -283,6 +295,8 @@ def test_wrong_arguments_are_refused() -> None:
         route(logits, 2, scoring="sigmoid", norm_topk=True, bias=torch.zeros(7), unit_pairs=8)
     with pytest.raises(ValueError, match="softmax takes none"):
         route(logits, 2, norm_topk=True, bias=torch.zeros(8), unit_pairs=8)
+    with pytest.raises(ValueError, match="softmax takes none"):
+        route(logits, 2, norm_topk=True, sum_eps=1e-6, unit_pairs=8)
 
 
 @pytest.mark.parametrize("tokens", [4, 150])

@@ -13,8 +13,8 @@ for _wide, _t, _e, _warps in ((False, 16, 16, 8), (True, 32, 64, 4)):
          PART_K=32 if _wide else 64, FEW=not _wide, WIDE=_wide, AHEAD=not _wide, INTERPRETED=False)
 for _groups, _best, _factor in ((1, 1, 1.0), (8, 4, 2.5)):
     case(f"route_kernel {_groups} groups", "route", 4, logits=PF32, bias=PF32, factors=None, live=None, out_ids=PI32,
-         out_weights=PF32, num_tokens=I32, stride=I32, NUM_EXPERTS=120, TOP_K=6, SIGMOID=True, NORM=True, SCALE=_factor,
-         GROUPS=_groups, TOP_GROUPS=_best, TOKENS=4, LANES=128, SLOTS=8)
+         out_weights=PF32, num_tokens=I32, stride=I32, NUM_EXPERTS=120, TOP_K=6, SIGMOID=True, NORM=True,
+         SUM_EPS=0.0 if _groups > 1 else 1e-6, SCALE=_factor, GROUPS=_groups, TOP_GROUPS=_best, TOKENS=4, LANES=128, SLOTS=8)
 for _tokens, _rows, _sigmoid in ((1, True, False), (8, False, True)):
     _kind = "*bf16" if _rows else None
     case(f"route_few_kernel {_tokens} tokens, rows {_rows}", "route_few", _tokens, logits=PF32, bias=PF32 if _sigmoid else None,
@@ -22,11 +22,11 @@ for _tokens, _rows, _sigmoid in ((1, True, False), (8, False, True)):
          live="*u8" if _rows else None, x=_kind, out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_places=PI32,
          out_offsets=PI32, out_units=PI32, out_rows=_kind, out_num_read=PI32 if _rows else None, num_tokens=I32,
          num_units=I32, stride=I32, stride_x=I32, width=I32, NUM_EXPERTS=120, TOP_K=6, SIGMOID=_sigmoid, NORM=True,
-         SCALE=2.5 if _sigmoid else 1.0, GROUPS=8 if _sigmoid else 1, TOP_GROUPS=4 if _sigmoid else 1, UNIT_PAIRS=16,
-         TOKENS=_tokens, LANES=128, SLOTS=8, BLOCK=4096)
+         SUM_EPS=1e-6 if _sigmoid else 0.0, SCALE=2.5 if _sigmoid else 1.0, GROUPS=8 if _sigmoid else 1,
+         TOP_GROUPS=4 if _sigmoid else 1, UNIT_PAIRS=16, TOKENS=_tokens, LANES=128, SLOTS=8, BLOCK=4096)
 case("route_kernel with factors", "route", 4, logits=PF32, bias=None, factors=PF32, live="*u8", out_ids=PI32, out_weights=PF32,
-     num_tokens=I32, stride=I32, NUM_EXPERTS=128, TOP_K=8, SIGMOID=False, NORM=True, SCALE=1.0, GROUPS=1, TOP_GROUPS=1, TOKENS=4,
-     LANES=128, SLOTS=8)
+     num_tokens=I32, stride=I32, NUM_EXPERTS=128, TOP_K=8, SIGMOID=False, NORM=True, SUM_EPS=0.0, SCALE=1.0, GROUPS=1,
+     TOP_GROUPS=1, TOKENS=4, LANES=128, SLOTS=8)
 for _pairs, _largest in ((16, False), (48, True)):
     case(f"list_kernel {_pairs} pairs", "route", 8, expert_ids=PI32, out_pairs=PI32, out_places=PI32, out_offsets=PI32,
          out_units=PI32, out_num_read=PI32, num_pairs=I32, num_units=I32,

@@ -55,6 +55,8 @@ class RouterSpec:
     scoring: Scoring = "softmax"
     norm_topk: bool = True
     """The weights of a token's experts are made to sum to 1. With softmax they are then the softmax over the chosen logits."""
+    sum_eps: float = 0.0
+    """Added to the sum by which norm_topk divides the weights."""
     bias: bool = False
     selection_bias: str | None = None
     """Name of a vector [E] that is added to the sigmoid scores when experts are chosen, but not to their weights."""
@@ -226,8 +228,8 @@ class Moe:
         router, num_experts, dtype = self._spec.router, self._spec.experts.num_experts, self._gate_up.weight_dtype
         unit_pairs = expert_unit_pairs(x.shape[0], router.top_k, num_experts, dtype)
         how: dict[str, Any] = {
-            "scoring": router.scoring, "norm_topk": router.norm_topk, "scale": router.scale, "groups": router.groups,
-            "bias": self._selection_bias, "factors": self._factors, "unit_pairs": unit_pairs,
+            "scoring": router.scoring, "norm_topk": router.norm_topk, "sum_eps": router.sum_eps, "scale": router.scale,
+            "groups": router.groups, "bias": self._selection_bias, "factors": self._factors, "unit_pairs": unit_pairs,
             "largest_first": largest_units_first(unit_pairs, dtype), "live": live,
         }
         has_kernels = has_fast_experts(x.device, x.dtype) and num_experts <= MAX_EXPERTS and router.top_k <= MAX_TOP_K
