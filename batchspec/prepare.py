@@ -279,7 +279,8 @@ def with_states(spec: ModelSpec, state_dtype: str, dtype: torch.dtype) -> ModelS
     """The spec with cache.state_dtype. Raises ConfigError if it has no effect on this model in `dtype`."""
     if state_dtype == "auto":
         return spec
-    if not any(state.row for state in spec.layer_states(dtype, 1)):
+    found = spec.with_state_dtype(DTYPES[state_dtype])
+    if found.layer_states(torch.float32, 1) == spec.layer_states(torch.float32, 1):
         raise ConfigError(
             f"cache.state_dtype={state_dtype} applies to recurrent layers, and {spec.family} has none; remove the key"
         )
@@ -288,7 +289,7 @@ def with_states(spec: ModelSpec, state_dtype: str, dtype: torch.dtype) -> ModelS
             f"cache.state_dtype={state_dtype} has no effect in float64, whose states are in float64 too; remove the key, or set "
             "model.dtype"
         )
-    return spec.with_state_dtype(DTYPES[state_dtype])
+    return found
 
 
 def open_adapters(config: RunConfig, spec: ModelSpec) -> tuple[Adapter | None, AdapterSet | None]:
