@@ -1,13 +1,15 @@
-"""Of a target with recurrent layers too, tokens depend on the request alone: not on drafter, K, slots, preemption or order.
+"""With layers that keep row tensors too, tokens depend on the request alone: not on drafter, K, slots, preemption or order.
 
-As in test_lossless.py: the reference decodes each request by itself, each token anew from the first one, in float64. There the
-layers take all tokens in chunks, never one after another, and nothing is kept.
+As in test_lossless.py: the reference decodes each request by itself, each token anew from the first one, in float64. There
+recurrent layers take all tokens in chunks, never one after another, and nothing is kept. This is the contract that each kind of
+layer with row tensors must keep (`batchspec/model/layers/kind.py`); each brings the faults that must break it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,7 +24,9 @@ from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.weights import dummy_head, dummy_spec
+from batchspec.draft.window import WindowDrafter
 from batchspec.engine.slots.expected_pages import ExpectedPages
+from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, make_engine, packed, plain_tokens, request, tiny_target
@@ -36,35 +40,58 @@ pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
 __all__ = ["few_tokens"]
 
 
+class Kind(NamedTuple):
+    """A kind of layer that keeps row tensors."""
+
+    target: Callable[..., Target]
+    """A model with such layers around one that attends, with a window of `window` keys."""
+    faults: Mapping[str, Callable[[pytest.MonkeyPatch], None]]
+    """What may go wrong in what they keep."""
+
+    @property
+    def drafters(self) -> list[str]:
+        refused = self.target(window=None).spec.refuses("self_draft") is not None
+        return ["none", "lookup", "eagle3", "parallel", "hybrid", "pard", "right", "wrong", *([] if refused else ["window"])]
+
+
+KINDS = {"gated delta": Kind(hybrid_target, FAULTS)}
+DRAFTERS = [(kind, name) for kind, own in KINDS.items() for name in own.drafters]
+
+
+def target_of(kind: str, window: int | None = None) -> Target:
+    return KINDS[kind].target(window=window)
+
+
 @cache
-def head() -> Head:
-    spec = dummy_spec(hybrid_target().spec, draft_vocab_size=19, parallel=True)
+def head(kind: str) -> Head:
+    spec = dummy_spec(target_of(kind).spec, draft_vocab_size=19, parallel=True)
     return dummy_head(spec, dtype=torch.float64, device=DEVICE)
 
 
-def drafter_of(name: str, draft_len: int, slots: int, outputs: dict[int, list[int]], window: int | None = None) -> Drafter:
-    target = hybrid_target(window=window)
+def drafter_of(
+    kind: str, name: str, draft_len: int, slots: int, outputs: dict[int, list[int]], window: int | None = None
+) -> Drafter:
+    target = target_of(kind, window)
     match name:
         case "none":
             return NoDrafter()
         case "lookup":
             return lookup(draft_len, 3, 40)
         case "eagle3":
-            return ChainDrafter(head(), target, draft_len, slots=slots)
+            return ChainDrafter(head(kind), target, draft_len, slots=slots)
         case "parallel":
-            return ParallelDrafter(head(), target, draft_len, slots=slots)
+            return ParallelDrafter(head(kind), target, draft_len, slots=slots)
         case "hybrid":
-            chain = ChainDrafter(head(), target, draft_len, slots=slots)
+            chain = ChainDrafter(head(kind), target, draft_len, slots=slots)
             return HybridDrafter(chain, lookup(draft_len, 3, 0), slots=slots, device=DEVICE)
+        case "window":
+            return WindowDrafter(target, draft_len, slots=slots, window=3, sink=1)
         case "pard":
             model = tiny_target(window=3)
             pard = PardModel(PardSpec(model=model.spec, mask_token_id=VOCAB - 1), model)
             return PardDrafter(pard, target.spec, draft_len, slots=slots, parallel=draft_len > 1)
         case _:
             return ForcedDrafter(draft_len, outputs, right=name == "right", fixed_len=draft_len % 2 == 0)
-
-
-DRAFTERS = ("none", "lookup", "eagle3", "parallel", "hybrid", "pard", "right", "wrong")
 
 
 @st.composite
@@ -85,11 +112,11 @@ def requests_of_a_job(draw: st.DrawFn) -> list[Request]:
 
 
 def run(
-    requests: Sequence[Request], batch: PackedBatch, drafter: Drafter, *, trusting: bool = False, window: int | None = None,
-    lengths: int | None = None,
+    kind: str, requests: Sequence[Request], batch: PackedBatch, drafter: Drafter, *, trusting: bool = False,
+    window: int | None = None, lengths: int | None = None,
 ) -> dict[str, Completion]:
     """trusting: rows enter slots as soon as there are pages for their prompts, so that pages run out and rows are preempted."""
-    engine = make_engine(hybrid_target(window=window), drafter, batch, device=DEVICE, decode=decode, lengths=lengths)
+    engine = make_engine(target_of(kind, window), drafter, batch, device=DEVICE, decode=decode, lengths=lengths)
     with pytest.MonkeyPatch.context() as patch:
         if trusting:
             patch.setattr(ExpectedPages, "of_waiting", of_prompt)
@@ -101,18 +128,22 @@ def tokens(done: dict[str, Completion]) -> dict[str, list[int]]:
     return {name: one.token_ids.tolist() for name, one in done.items() if one.token_ids is not None}
 
 
-def expected(requests: Sequence[Request], window: int | None = None) -> dict[str, list[int]]:
-    return {one.request_id: plain_tokens(hybrid_target(window=window), one) for one in requests}
+def expected(kind: str, requests: Sequence[Request], window: int | None = None) -> dict[str, list[int]]:
+    return {one.request_id: plain_tokens(target_of(kind, window), one) for one in requests}
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(requests=requests_of_a_job(), data=st.data())
-def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: list[Request], data: st.DataObject) -> None:
+def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(
+    kind: str, requests: list[Request], data: st.DataObject
+) -> None:
     window = data.draw(st.sampled_from([None, 5]), label="window")
-    wanted = expected(requests, window)
+    wanted = expected(kind, requests, window)
     slots, draft_len = data.draw(st.sampled_from([1, 3, 8]), label="slots"), data.draw(st.integers(1, 6), label="K")
     outputs = {one.seed: wanted[one.request_id] for one in requests}
-    drafter = drafter_of(data.draw(st.sampled_from(DRAFTERS), label="drafter"), draft_len, slots, outputs, window)
+    name = data.draw(st.sampled_from(KINDS[kind].drafters), label="drafter")
+    drafter = drafter_of(kind, name, draft_len, slots, outputs, window)
     longest = max(len(one.prompt_ids) + one.max_new_tokens for one in requests)
     page_size = data.draw(st.sampled_from([2, 4, 8]), label="page_size")
     scarce = 1 + -(-longest // page_size) + data.draw(st.integers(0, 6))
@@ -123,7 +154,7 @@ def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: 
         run_ahead=data.draw(st.integers(0, 3), label="run_ahead"),
     )
     trusting, lengths = data.draw(st.booleans(), label="trusting"), data.draw(LENGTHS, label="lengths")
-    assert tokens(run(requests, batch, drafter, trusting=trusting, window=window, lengths=lengths)) == wanted
+    assert tokens(run(kind, requests, batch, drafter, trusting=trusting, window=window, lengths=lengths)) == wanted
 
 
 def jobs() -> list[Request]:
@@ -135,27 +166,29 @@ def jobs() -> list[Request]:
     ]
 
 
-def drafted(name: str, requests: list[Request], *, pages: int = 900, lengths: int | None = None) -> dict[str, Completion]:
-    outputs = dict(zip((one.seed for one in requests), expected(requests).values(), strict=True))
+def drafted(
+    kind: str, name: str, requests: list[Request], *, pages: int = 900, lengths: int | None = None
+) -> dict[str, Completion]:
+    outputs = dict(zip((one.seed for one in requests), expected(kind, requests).values(), strict=True))
     batch = packed(4, page_size=4, num_pages=pages, max_len=128, draft_len=3, prefill_tokens=64, run_ahead=1)
-    return run(requests, batch, drafter_of(name, 3, 4, outputs), trusting=True, lengths=lengths)
+    return run(kind, requests, batch, drafter_of(kind, name, 3, 4, outputs), trusting=True, lengths=lengths)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_rows_that_are_preempted_go_on_as_if_they_had_not_been(name: str) -> None:
+@pytest.mark.parametrize(("kind", "name"), DRAFTERS)
+def test_rows_that_are_preempted_go_on_as_if_they_had_not_been(kind: str, name: str) -> None:
     """Four rows of 18 pages each have 39 together."""
     rows = [request(i, [(5 * i + j) % VOCAB for j in range(7)], cap=64, predicted=2) for i in range(6)]
-    done = drafted(name, rows, pages=40, lengths=1)
-    assert tokens(done) == expected(rows)
+    done = drafted(kind, name, rows, pages=40, lengths=1)
+    assert tokens(done) == expected(kind, rows)
     assert max(one.stats.num_prefills for one in done.values() if one.stats) > 1, "no row was preempted"
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_what_layers_keep_changes_tokens(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = expected(jobs())
-    assert tokens(drafted("wrong", jobs())) == tokens(drafted("right", jobs())) == wanted
-    FAULTS[fault](monkeypatch)
-    found = [tokens(drafted(name, jobs())) != wanted for name in ("right", "none")]
+@pytest.mark.parametrize(("kind", "fault"), [(kind, fault) for kind, own in KINDS.items() for fault in own.faults])
+def test_a_fault_in_what_layers_keep_changes_tokens(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = expected(kind, jobs())
+    assert tokens(drafted(kind, "wrong", jobs())) == tokens(drafted(kind, "right", jobs())) == wanted
+    KINDS[kind].faults[fault](monkeypatch)
+    found = [tokens(drafted(kind, name, jobs())) != wanted for name in ("right", "none", "wrong")]
     assert any(found), fault
 
 
@@ -167,35 +200,37 @@ def samples() -> list[Request]:
     return found + [request(5 + i, [*prompt[:70], i, 3], cap=9, sampling=hot) for i in range(4)]
 
 
-def sampled(name: str) -> tuple[dict[str, list[int]], int]:
+def sampled(kind: str, name: str) -> tuple[dict[str, list[int]], int]:
     """The tokens, and the number of prompt tokens whose K/V and states were taken over."""
-    outputs = {one.seed: expected(samples())[one.request_id] for one in samples()}
+    outputs = {one.seed: expected(kind, samples())[one.request_id] for one in samples()}
     batch = packed(4, page_size=16, num_pages=90, max_len=200, draft_len=3, prefill_tokens=100)
-    engine = make_engine(hybrid_target(), drafter_of(name, 3, 4, outputs), batch, device=DEVICE, decode=decode)
+    engine = make_engine(target_of(kind), drafter_of(kind, name, 3, 4, outputs), batch, device=DEVICE, decode=decode)
     done = {one.request_id: one for one in engine.run(iter(samples()))}
     return tokens(done), engine.totals.cached_tokens
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_rows_with_a_common_prefix_take_over_its_state(name: str) -> None:
-    found, cached = sampled(name)
-    assert found == expected(samples())
+@pytest.mark.parametrize(("kind", "name"), DRAFTERS)
+def test_rows_with_a_common_prefix_take_over_its_state(kind: str, name: str) -> None:
+    found, cached = sampled(kind, name)
+    assert found == expected(kind, samples())
     # Four samples take over two chunks. The first of the other rows finds no state after one chunk and leaves it for the rest.
     assert cached == 4 * 128 + 3 * 64
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", PREFIX_FAULTS)
-def test_a_fault_in_the_states_of_prefixes_changes_tokens(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_the_states_of_prefixes_changes_tokens(fault: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PREFIX_FAULTS[fault](monkeypatch)
-    assert sampled("none")[0] != expected(samples())
+    assert sampled(kind, "none")[0] != expected(kind, samples())
 
 
-def test_rounds_without_drafts_between_rounds_with_drafts_lose_nothing() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_without_drafts_between_rounds_with_drafts_lose_nothing(kind: str) -> None:
     """Lookup drafts for some rows of a round and none for others, and rounds without any draft follow each other."""
     rows = [request(i, [3, 4, 5, 6] * (3 + i), cap=30) for i in range(3)] + [request(3 + i, [9 + i], cap=30) for i in range(3)]
     batch = packed(4, page_size=4, num_pages=400, max_len=96, draft_len=4, prefill_tokens=64)
-    done = run(rows, batch, lookup(4, 3, 0))
-    assert tokens(done) == expected(rows)
+    done = run(kind, rows, batch, lookup(4, 3, 0))
+    assert tokens(done) == expected(kind, rows)
     stats = [one.stats for one in done.values() if one.stats]
     assert any(one.num_drafted == 0 or one.drafted_at[0] < one.num_rounds for one in stats)
     assert any(one.num_accepted for one in stats)

@@ -7,9 +7,10 @@
     row tensors  one entry a slot, of a fixed size. A prefill pass writes the entries of its rows, a round those of its rows, and
                  compaction moves them with the row. An entry means nothing once its row has left the slot. A drafter's are
                  written after acceptance (`KVCache.enter`); of a row with a cached prefix, by the prefill of what follows it.
-                 Those of a target's layer lag: a round does not know which of its tokens will be accepted, so it keeps their
-                 inputs, and the next round adds those that were (`KVCache.num_folded`). A row with a cached prefix begins
-                 with a copy of the state at its end (`prefix_states.py`).
+                 A target's round does not know which of its tokens will be accepted. So a state, to which all tokens are
+                 added, lags: a round keeps the inputs of its tokens, and the next one adds those that were accepted
+                 (`KVCache.num_folded`). An entry with a place for each position does not: the next round overwrites what was
+                 rejected. A row with a cached prefix begins with a copy of the entry at its end (`prefix_states.py`).
 """
 
 from __future__ import annotations

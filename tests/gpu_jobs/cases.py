@@ -124,10 +124,6 @@ ON_CPU = (
 )
 
 
-REFUSED = ("window", "tree")
-"""Drafters of a model with recurrent layers that are refused."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """A job: model, rows and the keys that determine the tokens."""
@@ -277,7 +273,7 @@ def _drafter(rng: Random, group: Group) -> Keys:
         names.remove("pard")
     names += ["tree"] * 2 if exact else []
     names += ["mtp"] * 4 if model.has_mtp or model.assistant is not None else []
-    name = rng.choice([name for name in names if not model.is_recurrent or name not in REFUSED])
+    name = rng.choice([name for name in names if name not in model.refused])
     keys: Keys = {"draft": name}
     if name == "none":
         return keys

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from batchspec.checkpoint.packaged import smollm2_folder
+from batchspec.model.layers.kind import Use
 from batchspec.model.spec import load_spec
 from tests import upcycle
 from tests.assistants import make_assistant
@@ -128,8 +129,10 @@ FORMATS = ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel"
 """What tests.upcycle makes, of SmolLM2 (`smol:NAME`) or of the tiny Llama (`tiny:NAME`)."""
 ADAPTED = ("smol", "llama", "odd", "mistral", "qwen3", "olmo2", "qwen3_5", "exaone4", "granite", "gemma4", "gemma4_inputs")
 PROJECTIONS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
-OF_RECURRENT = ["in_proj_qkv", "in_proj_z", "out_proj", "gate_proj"]
-"""More projections that adapters of a model with recurrent layers change."""
+MORE_PROJECTIONS = {"qwen3_5": ["in_proj_qkv", "in_proj_z", "out_proj", "gate_proj"]}
+"""That adapters of these models change too."""
+USES: dict[str, Use] = {"window": "self_draft", "tree": "tree"}
+"""Drafters that a kind of layer may refuse."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +151,8 @@ class Model:
     """What drafts with draft=mtp, for a model that such assistants are made for."""
     vocab: int
     is_smol: bool
-    is_recurrent: bool
+    refused: tuple[str, ...]
+    """Drafters that it refuses."""
     has_mtp: bool
 
 
@@ -166,17 +170,18 @@ def make_model(name: str, folder: Path) -> Model:
     parallel = _once(folder, f"{_plain(name)}-parallel", lambda to: _head(base, to, parallel=True))
     head = SHIPPED_HEAD if is_smol else str(_once(folder, f"{_plain(name)}-head", lambda to: _head(base, to, parallel=False)))
     spec = load_spec(base)
-    small = _once(folder, "llama", lambda to: _tiny("llama", to)) if spec.prefill_multiple is not None else base
+    small = base if spec.refuses("drafter") is None else _once(folder, "llama", lambda to: _tiny("llama", to))
     adapters: list[str] = []
     for seed in range(3) if name in ADAPTED else ():
-        adapters.append(str(_once(folder, f"{key}-adapter{seed}", partial(_adapter, base, seed=seed))))
+        adapters.append(str(_once(folder, f"{key}-adapter{seed}", partial(_adapter, base, name, seed=seed))))
     assistant = None
     if name.startswith("gemma4"):
         assistant = str(_once(folder, f"{key}-assistant", lambda to: make_assistant(to, own, text={"hidden_size": 48})))
     return Model(
         name=name, folder=own, other=_once(folder, f"{key}-other", lambda to: _changed(own, to)), head=head,
         parallel_head=str(parallel), small=str(small), adapters=tuple(adapters), assistant=assistant,
-        vocab=spec.vocab_size, is_smol=is_smol, is_recurrent=spec.prefill_multiple is not None, has_mtp=spec.mtp is not None,
+        vocab=spec.vocab_size, is_smol=is_smol, has_mtp=spec.mtp is not None,
+        refused=tuple(drafter for drafter, use in USES.items() if spec.refuses(use) is not None),
     )
 
 
@@ -227,8 +232,8 @@ def _head(model: Path, folder: Path, *, parallel: bool) -> None:
     write_head(folder, design, random_tensors(design))
 
 
-def _adapter(model: Path, folder: Path, *, seed: int) -> None:
-    projections = PROJECTIONS[seed:] + (OF_RECURRENT[seed:] if load_spec(model).prefill_multiple is not None else [])
+def _adapter(model: Path, name: str, folder: Path, *, seed: int) -> None:
+    projections = PROJECTIONS[seed:] + MORE_PROJECTIONS.get(name, [])[seed:]
     make_adapter(folder, model, projections, seed=seed, r=8, lora_alpha=4)
 
 
