@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -22,8 +24,9 @@ from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import Segment
 from batchspec.kernels.gated_delta.chunk_products import CHUNK
 from batchspec.model.layers.attention.kv_layout import KVLayout
-from batchspec.model.layers.gated_delta.block import RECURRENT_CHUNK
-from tests.engines import packed, request
+from batchspec.model.layers.gated_delta.block import RECURRENT_CHUNK, GatedDeltaSpec
+from tests.engines import packed, request, tiny_spec
+from tests.recurrent import hybrid_spec
 
 LAYOUT = KVLayout(dtype=torch.float32, fp8=False, num_kv_heads=1, head_dim=2, page_size=4, ordered=False)
 CPU = torch.device("cpu")
@@ -66,6 +69,13 @@ def test_tokens_that_a_row_generated_go_in_passes_of_their_own(rows: list[tuple[
         assert [at for one in own for at in range(one.begin, one.end)] == list(range(prompt + output)), "in order, once each"
         assert all(one.begin >= prompt if one.generated else one.end <= prompt for one in own)
         assert [one.last for one in own] == [False] * (len(own) - 1) + [True]
+
+
+def test_a_model_whose_layers_keep_row_tensors_has_such_passes_wherever_they_may_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hybrid_spec().prefill_multiple == RECURRENT_CHUNK
+    kept = GatedDeltaSpec.kept
+    monkeypatch.setattr(GatedDeltaSpec, "kept", lambda spec, run: replace(kept(spec, run), chunk=None))
+    assert (hybrid_spec().prefill_multiple, tiny_spec().prefill_multiple) == (1, None)
 
 
 class Simulated:

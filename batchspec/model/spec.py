@@ -118,8 +118,8 @@ class ModelSpec(CheckpointPart):
 
     @property
     def prefill_multiple(self) -> int | None:
-        """Passes cut prompts at multiples of so many tokens; None: anywhere."""
-        chunks = [state.chunk for state in self._states if state.chunk is not None]
+        """Passes cut prompts at multiples of so many tokens; None: anywhere, and no layer keeps row tensors."""
+        chunks = [state.chunk or 1 for state in self._states if state.row or state.chunk is not None]
         return math.lcm(*chunks) if chunks else None
 
     def sharing_cost(self, dtype: torch.dtype, *, page_size: int, max_q: int) -> SharingCost:
