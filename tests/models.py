@@ -72,10 +72,12 @@ def _vary(model: torch.nn.Module) -> None:
 
 
 def needed(family: str, num_layers: int) -> dict[str, Any]:
-    """Keys without which the config.json of a family is that of a model that is refused, as Granite's, with Mamba and experts, or
-    of one with large tables, as Gemma 4's."""
+    """Keys without which the config.json of a family is refused (Granite's has Mamba and experts, that of LFM2 with experts names
+    no kinds of layers), or is that of a model with large tables (Gemma 4's)."""
     if family.startswith("gemma4"):
         return {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0}
+    if family == "lfm2_moe":
+        return {"layer_types": ["full_attention"] * num_layers}
     if family != "granitemoehybrid":
         return {}
     return {"layer_types": ["full_attention"] * num_layers, "num_local_experts": 0, "mamba_n_heads": 4}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,14 +29,17 @@ from batchspec.engine.step import RoundShape, Segment
 from batchspec.kernels.common.dry_run import dry_run, is_dry
 from batchspec.kernels.gated_delta import chunk_products, convolve, delta_chunks, delta_steps, gated_norm
 from batchspec.kernels.gemm import four_bit_tiles
+from batchspec.kernels.short_conv import short_conv
 from batchspec.model.layers.base import NormForm
 from batchspec.model.quant import plain
+from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from tests.engines import make_engine, packed
 from tests.int4_layouts import of_gptq
 from tests.moe_models import Strong, tiny_spec
 from tests.nvfp4_layouts import MODELOPT
 from tests.recurrent import LoudNoise, hybrid_spec, mtp_of
+from tests.short_convs import conv_spec
 from tests.stand_in_gpu import stand_in_gpu
 from tests.test_expert_kernels import CASES, CPU, VOCAB, made
 
@@ -156,18 +160,22 @@ def test_all_variants_of_kernels_are_compiled_ahead_and_nothing_else_happens(
     assert any(not torch.equal(value, state(engine)[key]) for key, value in before.items()), "real runs write"
 
 
-DELTA = {
-    name: kernel.kwargs["do_not_specialize"] or ()
-    for module in (chunk_products, convolve, delta_chunks, delta_steps, gated_norm)
-    for name, kernel in vars(module).items() if name.endswith("_kernel")
+def kernels_of(*modules: ModuleType) -> dict[str, Sequence[str]]:
+    """Their kernels -> the arguments that Triton does not specialise for."""
+    named = [(name, kernel) for module in modules for name, kernel in vars(module).items() if name.endswith("_kernel")]
+    return {name: kernel.kwargs["do_not_specialize"] or () for name, kernel in named}
+
+
+KEEP_ROW_TENSORS: dict[str, tuple[Callable[[], ModelSpec], dict[str, Sequence[str]]]] = {
+    "gated delta": (hybrid_spec, kernels_of(chunk_products, convolve, delta_chunks, delta_steps, gated_norm)),
+    "short convolution": (conv_spec, kernels_of(short_conv)),
 }
-"""Kernels of recurrent layers -> their arguments that Triton does not specialise for."""
+"""Kinds of layers that keep row tensors: a model with such layers, and their kernels."""
 
 
-def of_recurrence(variants: set[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
-    return {
-        (name, *((key, value) for key, value in given if key not in DELTA[name])) for name, *given in variants if name in DELTA
-    }
+def variants_of(kernels: Mapping[str, Sequence[str]], variants: set[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
+    own = [(name, given) for name, *given in variants if name in kernels]
+    return {(name, *((key, value) for key, value in given if key not in kernels[name])) for name, given in own}
 
 
 def known_rows(count: int, begin: int, end: int, *, generated: bool = False) -> list[Segment]:
@@ -188,13 +196,14 @@ PASSES = {
 
 @pytest.mark.second
 @pytest.mark.parametrize("drafter", ["none", "lookup"])
-def test_rows_with_states_enter_and_resume_without_another_variant_of_a_kernel(
-    drafter: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", KEEP_ROW_TENSORS)
+def test_rows_with_row_tensors_enter_and_resume_without_another_variant_of_a_kernel(
+    kind: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks, in steps, and in rounds of each K."""
+    spec, kernels = KEEP_ROW_TENSORS[kind][0](), KEEP_ROW_TENSORS[kind][1]
     monkeypatch.setattr(plain, "_can_pack", lambda weight: False)
     with stand_in_gpu(F32):
-        spec = hybrid_spec()
         target = Target(spec, LoudNoise(spec, dtype=F32, device=CPU), CPU)
         batch = packed(18, draft_len=3, prefill_tokens=128, max_len=140)
         engine = make_engine(target, drafter_of(drafter, target), batch, device=CPU)
@@ -208,14 +217,14 @@ def test_rows_with_states_enter_and_resume_without_another_variant_of_a_kernel(
         assert ended == [None] * len(ended)
         after = state(engine)
         assert all(torch.equal(after[key], value) for key, value in before.items())
-        compiled, names = of_recurrence(ahead), {name for name, *_ in of_recurrence(ahead)}
-        assert names == DELTA.keys()
+        compiled = variants_of(kernels, ahead)
+        assert {name for name, *_ in compiled} == kernels.keys()
         for name, segments in PASSES.items():
             with recorded() as launched:
                 prefill_chunk(executor.round, executor.rows, segments, GREEDY)
-            assert of_recurrence(launched), name
-            assert of_recurrence(launched) <= compiled, name
+            assert variants_of(kernels, launched), name
+            assert variants_of(kernels, launched) <= compiled, name
         with recorded() as launched:
             for shape in shapes:
                 executor.graphs._run(shape)
-        assert of_recurrence(launched) <= compiled
+        assert variants_of(kernels, launched) <= compiled

@@ -33,6 +33,10 @@ RECURRENT: dict[str, Any] = {
     "partial_rotary_factor": 0.5,
 }
 SHARED = {"num_experts": 11, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24}
+CONV: dict[str, Any] = {
+    "norm_eps": 1e-2, "tie_embedding": False, "conv_L_cache": 4, "conv_bias": True,
+    "layer_types": ["conv", "full_attention", "conv"],
+}
 RECURRENT_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 FACTORS = {"embedding_multiplier": 2.5, "residual_multiplier": 0.6, "attention_multiplier": 0.3, "logits_scaling": 1.5}
@@ -86,6 +90,13 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": {**RECURRENT, **SHARED, "mlp_only_layers": [1], "decoder_sparse_step": 1, "norm_topk_prob": True},
     "qwen3_5_text": RECURRENT,
+    "lfm2_moe": {
+        **CONV, "num_experts": 9, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "num_dense_layers": 1,
+        "norm_topk_prob": True, "use_expert_bias": True, "routed_scaling_factor": 1.5,
+    },
+    "lfm2": {
+        **CONV, "block_ff_dim": 50, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.3, "block_auto_adjust_ff_dim": True,
+    },
     "qwen3_5_moe_text": {**RECURRENT, **SHARED},
 }
 VALUES: list[dict[str, Any]] = [
@@ -104,7 +115,7 @@ VALUES: list[dict[str, Any]] = [
 REFUSED: dict[str, set[str]] = {
     "layer_types": {
         "llama", "qwen3_moe", "minimax_m2", "olmo2", "glm4", "glm4_moe", "mixtral", "phi3", "seed_oss", "granite",
-        "granitemoehybrid", "ministral3", *RECURRENT_FAMILIES,
+        "granitemoehybrid", "ministral3", "lfm2", "lfm2_moe", *RECURRENT_FAMILIES,
     },
     "sliding_window": {"gpt_oss", "gemma3_text", "olmo3", *GEMMA4},
     "rope_parameters": {"gemma3_text", "olmo3", *GEMMA4},
@@ -113,9 +124,10 @@ REFUSED: dict[str, set[str]] = {
     "decoder_sparse_step": {"qwen3_5_moe_text"},
     "num_experts_per_tok": set(FAMILIES) - {
         "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "glm4_moe", "granitemoehybrid",
+        "lfm2_moe",
     },
     "no n_group": {"glm4_moe"},
-    "no layer_types": {"granitemoehybrid"},
+    "no layer_types": {"granitemoehybrid", "lfm2_moe"},
     "no num_local_experts": {"granitemoehybrid"},
     "no head_dim": {"phi3"},
 }

@@ -52,6 +52,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 3, "topk_group": 2,
         "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True,
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_bias": True},
+    "lfm2_moe": {
+        "layer_types": ["full_attention", "conv"], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "num_dense_layers": 1, "routed_scaling_factor": 1.7,
+    },
     "gemma4_text": {
         **LAYER_INPUTS, "global_head_dim": 32, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB,
         "sliding_window": 4,

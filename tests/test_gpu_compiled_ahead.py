@@ -35,12 +35,20 @@ HYBRID = {
     "shared_expert_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 1024,
     "max_position_embeddings": 4096, "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "dtype": "bfloat16",
 }
+CONVS = {
+    "model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausalLM"], "hidden_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512, "moe_intermediate_size": 128, "num_experts": 8,
+    "num_experts_per_tok": 2, "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "vocab_size": 1024, "max_position_embeddings": 4096, "dtype": "bfloat16",
+}
+KINDS = {"hybrid": HYBRID, "convolutions": CONVS}
 compiled = []
 
 def on_compile(**event):
     compiled.append(event["repr"])
 
-spec = read_spec(HYBRID, "hybrid").on(GPU, BF16) if sys.argv[1] == "hybrid" else spec_of(sys.argv[1])
+form = sys.argv[1]
+spec = read_spec(KINDS[form], form).on(GPU, BF16) if form in KINDS else spec_of(form)
 target = Target(spec, DummyWeights(spec, dtype=BF16, device=GPU), GPU)
 match sys.argv[2]:
     case "lookup":
@@ -67,7 +75,7 @@ print("compiled late:", *compiled[ahead:], sep="\\n")
 @pytest.mark.parametrize(
     ("form", "drafter"),
     [*((form, drafter) for form in ("bf16", "fp8 blocks", "mxfp4") for drafter in ("none", "lookup")),
-     ("hybrid", "none"), ("hybrid", "mtp")],
+     ("hybrid", "none"), ("hybrid", "mtp"), ("convolutions", "none"), ("convolutions", "lookup")],
 )
 def test_nothing_is_compiled_after_an_engine_was_prepared(form: str, drafter: str) -> None:
     """In a process of its own, because an earlier test may have compiled what is missing."""

@@ -1,4 +1,4 @@
-"""A target with recurrent layers on a GPU, in graphs, against rows alone on the CPU; and the bits of its kernels."""
+"""Targets whose layers keep row tensors on a GPU, in graphs, against rows alone on the CPU; and the bits of their kernels."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from batchspec.draft.mtp import MtpDrafter
 from batchspec.draft.mtp_head import MtpShape, dummy_mtp
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
+from batchspec.draft.window import WindowDrafter
 from batchspec.kernels.gated_delta.delta_steps import delta_steps
 from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState
 from batchspec.model.layers.gated_delta.block import GatedDeltaSpec
 from batchspec.model.layers.layer import LayerSpec
+from batchspec.model.layers.short_conv.block import ShortConvSpec
 from batchspec.model.target import Target
 from tests.engines import make_engine, request
 from tests.recurrent import mtp_of
@@ -41,6 +43,18 @@ def hybrid_target(kind: str) -> Target:
         conv_width=4,
     )
     last = replace(first, num_value_heads=2, value_dim=32, interleaved=True)
+    spec = replace(plain, layers=(LayerSpec(first, attends.mlps), attends, LayerSpec(last, attends.mlps)))
+    device = torch.device(kind)
+    return Target(spec, _Noise(spec, device, torch.float32), device)
+
+
+@cache
+def conv_target(kind: str) -> Target:
+    """Three layers, the first and the last one short convolutions."""
+    plain = windowed_target(kind, (None,)).spec
+    attends, size = plain.layers[0], plain.hidden_size
+    first = ShortConvSpec(hidden_size=size, inner_size=size, eps=plain.rms_eps, width=3)
+    last = replace(first, width=4, bias=True)
     spec = replace(plain, layers=(LayerSpec(first, attends.mlps), attends, LayerSpec(last, attends.mlps)))
     device = torch.device(kind)
     return Target(spec, _Noise(spec, device, torch.float32), device)
@@ -77,7 +91,26 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, pages
     assert tokens(done) == alone(asked, hybrid_target("cpu"))
 
 
-def test_rows_with_a_common_prefix_take_over_its_state() -> None:
+@pytest.mark.parametrize("pages", [400, 40], ids=["enough pages", "preempted"])
+@pytest.mark.parametrize("name", ["none", "lookup", "eagle3", "window"])
+def test_graphs_with_short_convolutions_give_the_tokens_of_one_row_at_a_time_on_the_cpu(
+    name: str, pages: int, tmp_path: Path
+) -> None:
+    asked, slots, target = requests(40), 8, conv_target("cuda")
+    drafters: dict[str, Callable[[], Drafter]] = {
+        "none": NoDrafter,
+        "lookup": partial(LookupDrafter, 4, min_ngram=1, max_ngram=3),
+        "eagle3": partial(eagle, tmp_path, "cuda", 3, slots, own=target, num_layers=3),
+        "window": partial(WindowDrafter, target, 4, slots=slots, window=9, sink=1),
+    }
+    engine, done = run(target, drafters[name](), shape(slots, num_pages=pages), asked)
+    assert engine.executor.graphs.num_captured > 0
+    assert engine.totals.preempted == 0 or pages < 400
+    assert tokens(done) == alone(asked, conv_target("cpu"))
+
+
+@pytest.mark.parametrize("target", [hybrid_target, conv_target], ids=["gated delta", "short convolutions"])
+def test_rows_with_a_common_prefix_take_over_its_state(target: Callable[[str], Target]) -> None:
     rng = np.random.default_rng(5)
     beginnings = [rng.integers(0, VOCAB, 132).tolist() for _ in range(3)]
     asked = [
@@ -85,8 +118,8 @@ def test_rows_with_a_common_prefix_take_over_its_state() -> None:
         for i in range(40)
     ]
     drafter = LookupDrafter(3, min_ngram=1, max_ngram=3)
-    engine = make_engine(hybrid_target("cuda"), drafter, shape(8), device=GPU)
-    assert tokens(list(engine.run(iter(asked)))) == alone(asked, hybrid_target("cpu"))
+    engine = make_engine(target("cuda"), drafter, shape(8), device=GPU)
+    assert tokens(list(engine.run(iter(asked)))) == alone(asked, target("cpu"))
     assert engine.totals.cached_tokens > 20 * 128
 
 

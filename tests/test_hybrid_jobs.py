@@ -1,4 +1,4 @@
-"""Whole jobs of models with recurrent layers: features in combination, kills, retries, conversations, scores, refusals.
+"""Whole jobs of models whose layers keep row tensors: features in combination, kills, retries, conversations, scores, refusals.
 
 The rows of every job are those of a run without drafts and with one slot, which has no row preempted.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ from tests.test_target import oracle
 pytestmark = pytest.mark.second
 
 ROWS, CAP, THINK = 12, 24, 5
-MODELS = ("qwen3_5", "qwen3_next")
+HYBRIDS, CONVS = ("qwen3_5", "qwen3_next"), ("lfm2_moe",)
+MODELS = (*HYBRIDS, *CONVS)
 Keys = dict[str, Any]
 
 
@@ -267,17 +269,23 @@ def test_scores_of_choices_are_those_of_transformers(model: Model) -> None:
 # --- what is refused
 
 
+_RECURRENT, _CONV = "has recurrent layers", "has short convolutions"
+
+
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("models", "drafter", "said"),
     [
-        ({"draft": "window"}, "draft=window: {family} has recurrent layers, which keep one state of a row: only chains can be"),
-        ({"draft": "tree", "draft.path": "{head}"}, "draft=tree: {family} has recurrent layers, which keep one state of a row"),
-        ({"draft": "pard", "draft.path": "{path}"}, "{family} has recurrent layers; PARD drafts with attention alone"),
+        (HYBRIDS, "window", f"draft=window: {{family}} {_RECURRENT}, which keep one state of a row: only chains can be"),
+        (HYBRIDS, "tree", f"draft=tree: {{family}} {_RECURRENT}, which keep one state of a row: only chains can be"),
+        (HYBRIDS, "pard", f"{{family}} {_RECURRENT}; PARD drafts with attention alone"),
+        (CONVS, "tree", f"draft=tree: {{family}} {_CONV}, which read the tokens before in one order: only chains can be"),
+        (CONVS, "pard", f"{{family}} {_CONV}, whose inputs a drafter does not keep; PARD drafts with attention alone"),
     ],
 )
-def test_drafters_that_cannot_be_are_refused_by_name(keys: Keys, said: str, model: Model) -> None:
-    names = {"family": load_spec(model.folder).family, "head": model.head, "path": model.folder}
-    given = {name: value.format(**names) for name, value in keys.items()}
-    with pytest.raises(ConfigError) as caught:
-        batchspec.Engine(overrides_of({**keys_of(model), **given}))
-    assert said.format(**names) in str(caught.value)
+def test_drafters_that_cannot_be_are_refused_by_name(models: Sequence[str], drafter: str, said: str, folder: Path) -> None:
+    for model in (make_model(name, folder) for name in models):
+        paths = {"tree": {"draft.path": model.head}, "pard": {"draft.path": str(model.folder)}}
+        with pytest.raises(ConfigError) as caught:
+            batchspec.Engine(overrides_of({**keys_of(model), "draft": drafter, **paths.get(drafter, {})}))
+        assert said.format(family=load_spec(model.folder).family) in str(caught.value)
+        assert "\n" not in str(caught.value)

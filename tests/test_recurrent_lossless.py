@@ -31,8 +31,10 @@ from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, make_engine, packed, plain_tokens, request, tiny_target
 from tests.gpu_jobs.entry_points import nothing, of_prompt
+from tests.padded_prefill import padded_passes
 from tests.recurrent import FAULTS, PREFIX_FAULTS, hybrid_target
 from tests.row_lengths import LENGTHS
+from tests.short_convs import CONV_FAULTS, conv_target
 from tests.test_lossless import SAMPLINGS, few_tokens, lookup
 
 pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
@@ -54,7 +56,7 @@ class Kind(NamedTuple):
         return ["none", "lookup", "eagle3", "parallel", "hybrid", "pard", "right", "wrong", *([] if refused else ["window"])]
 
 
-KINDS = {"gated delta": Kind(hybrid_target, FAULTS)}
+KINDS = {"gated delta": Kind(hybrid_target, FAULTS), "short convolution": Kind(conv_target, CONV_FAULTS)}
 DRAFTERS = [(kind, name) for kind, own in KINDS.items() for name in own.drafters]
 
 
@@ -190,6 +192,14 @@ def test_a_fault_in_what_layers_keep_changes_tokens(kind: str, fault: str, monke
     KINDS[kind].faults[fault](monkeypatch)
     found = [tokens(drafted(kind, name, jobs())) != wanted for name in ("right", "none", "wrong")]
     assert any(found), fault
+
+
+@pytest.mark.parametrize("name", ["right", "wrong", "window"])
+def test_passes_of_prompts_may_be_padded_for_short_convolutions(name: str) -> None:
+    wanted = expected("short convolution", jobs())
+    with padded_passes() as shapes:
+        assert tokens(drafted("short convolution", name, jobs())) == wanted
+    assert shapes
 
 
 def samples() -> list[Request]:

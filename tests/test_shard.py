@@ -25,6 +25,7 @@ from tests.int4_layouts import of_awq, of_compressed_tensors, of_gptq
 from tests.models import make_checkpoint
 from tests.moe_models import tiny_config
 from tests.nvfp4_layouts import FP8_AND_NVFP4
+from tests.short_convs import conv_spec
 from tests.test_dense_families import OWN, TINY
 
 FP8_BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -66,6 +67,7 @@ SPECS: dict[str, ModelSpec] = {
     **{family: spec_of(family) for family in ("gemma3_text", "olmo2", "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss")},
     **{family: spec_of(family) for family in ("qwen3_5_text", "qwen3_next", "glm4_moe", *GEMMA4)},
     **{family: spec_of(family) for family in ("olmo3", "exaone4", "granitemoehybrid", "ministral3")},
+    "short convolutions": conv_spec(channels=8),
     "gpt_oss mxfp4": spec_of("gpt_oss", intermediate_size=128, quantization_config={"quant_method": "mxfp4"}),
     "minimax_m2 fp8": spec_of("minimax_m2", **WIDE, quantization_config=FP8_BLOCK),
     "glm4_moe fp8": spec_of("glm4_moe", **WIDE_QWEN, quantization_config=FP8_BLOCK),

@@ -75,6 +75,7 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "attention_multiplier": (1e-6, 1e6),
     "logits_scaling": (1e-6, 1e6),
     "llama_4_scaling_beta": (0.0, 1e3),
+    "block_ffn_dim_multiplier": (1e-3, 1e3),
 }
 """key -> lowest and highest value, in a list of each; all values are finite."""
 

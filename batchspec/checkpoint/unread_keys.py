@@ -48,6 +48,9 @@ _OF_FAMILIES = frozenset({
     "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand", "mamba_chunk_size",
     "mamba_conv_bias", "mamba_proj_bias", "time_step_limit",  # Granite 4 without Mamba layers
     "normalization_function", "init_method",
+    "block_dim", "block_norm_eps", "conv_dim", "conv_dim_out", "num_heads",  # LFM2, which has the same under other names
+    "block_use_swiglu", "use_pos_enc", "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init",
+    "conv_use_xavier_init",
     "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",  # layers whose tensors are not read (`wrapped.py`)
     "mtp_transformer_layers", "num_mtp_modules", "use_mtp", "num_nextn_predict_layers",  # layers that are in no file, or refused
 })

@@ -87,6 +87,10 @@ ON_GPU = (
     Setting(model="gemma4_moe", fp8_kv=True),
     Setting(model="gemma4_inputs", fp8_kv=True),
     Setting(model="gemma4_inputs", dtype="float64", adapters=True),
+    Setting(model="lfm2"),
+    Setting(model="lfm2", dtype="float64", fp8_kv=True, adapters=True),
+    Setting(model="lfm2_moe"),
+    Setting(model="lfm2", adapter=True),
 )
 ON_CPU = (
     Setting(model="llama", dtype="float64", adapters=True),
@@ -121,6 +125,8 @@ ON_CPU = (
     Setting(model="gemma4", dtype="float64"),
     Setting(model="gemma4_moe", dtype="float64", fp8_kv=True),
     Setting(model="gemma4_inputs", dtype="float64", fp8_kv=True, adapters=True),
+    Setting(model="lfm2", dtype="float64", adapters=True),
+    Setting(model="lfm2_moe", dtype="float64", fp8_kv=True),
 )
 
 

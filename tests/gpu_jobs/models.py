@@ -123,13 +123,25 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 48,
         },
     ),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"], "num_hidden_layers": 4, "conv_bias": True}),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv"], "num_experts": 8, "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64, "num_dense_layers": 1,
+        },
+    ),
 }
 """Tiny random models: family and keys of config.json."""
 FORMATS = ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss", "gpt_oss_mxfp4")
 """What tests.upcycle makes, of SmolLM2 (`smol:NAME`) or of the tiny Llama (`tiny:NAME`)."""
-ADAPTED = ("smol", "llama", "odd", "mistral", "qwen3", "olmo2", "qwen3_5", "exaone4", "granite", "gemma4", "gemma4_inputs")
+ADAPTED = (
+    "smol", "llama", "odd", "mistral", "qwen3", "olmo2", "qwen3_5", "exaone4", "granite", "gemma4", "gemma4_inputs", "lfm2",
+)
 PROJECTIONS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
-MORE_PROJECTIONS = {"qwen3_5": ["in_proj_qkv", "in_proj_z", "out_proj", "gate_proj"]}
+MORE_PROJECTIONS = {
+    "qwen3_5": ["in_proj_qkv", "in_proj_z", "out_proj", "gate_proj"], "lfm2": ["in_proj", "out_proj", "w1", "w3", "w2"],
+}
 """That adapters of these models change too."""
 USES: dict[str, Use] = {"window": "self_draft", "tree": "tree"}
 """Drafters that a kind of layer may refuse."""

@@ -30,6 +30,7 @@ from tests.kernels.compile_cases import (
     norm_rope,
     rounds,
     sampling,
+    short_conv,
     train,
     tree,
 )
@@ -38,7 +39,10 @@ from tests.kernels.unpacking import assert_unpacks_to_the_bit
 from tests.tiers import TURN, TURNS_OF_A_HALF
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = (attention, distributed, drafting, gated_delta, gemm, kv_cache, lora, moe, norm_rope, rounds, sampling, train, tree)
+PACKAGES = (
+    attention, distributed, drafting, gated_delta, gemm, kv_cache, lora, moe, norm_rope, rounds, sampling, short_conv, train,
+    tree,
+)
 CASES: dict[str, Case] = {name: case for package in PACKAGES for name, case in package.CASES.items()}
 SELDOM = {name for package in PACKAGES for name in package.CASES.seldom}
 """Variants whose branches other variants reach: each value of each constant that a kernel branches on is compiled every time."""

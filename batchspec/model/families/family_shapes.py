@@ -38,6 +38,22 @@ _GRANITE: dict[str, Any] = {
     "num_hidden_layers": 40, "num_key_value_heads": 8, "rope_theta": 10000000.0, "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22, "tie_word_embeddings": True,
 }
+_LFM2: dict[str, Any] = {
+    "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "rms_norm_eps": None, "norm_eps": 1e-5,
+    "tie_word_embeddings": None, "tie_embedding": True, "hidden_size": 2048, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 65536,
+    "max_position_embeddings": 128000, "rope_theta": 1000000.0, "conv_L_cache": 3, "conv_bias": False, "eos_token_id": 7,
+}
+_LFM2_1_2B: dict[str, Any] = _LFM2 | {
+    "num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "block_ff_dim": 12288, "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
+}
+_LFM2_8B: dict[str, Any] = _LFM2 | {
+    "model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausalLM"], "num_hidden_layers": 24, "intermediate_size": 7168,
+    "moe_intermediate_size": 1792, "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True,
+    "use_expert_bias": True, "routed_scaling_factor": 1.0,
+    "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+}
 
 FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": {
@@ -129,4 +145,6 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 102400,
         "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 1000000.0, "rope_scaling": _LLAMA3_ROPE,
     },
+    "lfm2-1.2b": _LFM2_1_2B,
+    "lfm2-8b-a1b": _LFM2_8B,
 }

@@ -15,6 +15,8 @@ from batchspec.model.families.glm4 import GLM4
 from batchspec.model.families.glm4_moe import GLM4_MOE
 from batchspec.model.families.gpt_oss import GPT_OSS
 from batchspec.model.families.granite import GRANITE, GRANITE_HYBRID
+from batchspec.model.families.lfm2 import LFM2
+from batchspec.model.families.lfm2_moe import LFM2_MOE
 from batchspec.model.families.llama import LLAMA
 from batchspec.model.families.minimax_m2 import MINIMAX_M2
 from batchspec.model.families.mistral import MINISTRAL3, MISTRAL
@@ -57,6 +59,8 @@ FAMILIES: dict[str, Family] = {
         GRANITE,
         GRANITE_HYBRID,
         EXAONE4,
+        LFM2,
+        LFM2_MOE,
     )
 }
 
@@ -71,7 +75,6 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "mamba", "mamba2", "falcon_mamba", "falcon_h1", "bamba", "jamba", "zamba", "zamba2", "nemotron_h", "nemotron_h_omni",
     ),
     "Kimi delta attention": ("kimi_linear", "bailing_hybrid", "glm5_next"),
-    "short convolutions": ("lfm2", "lfm2_moe", "lfm3"),
     "attention in chunks": ("llama4", "llama4_text"),
     "normed embeddings, norms of q and k without weights, and gates with projections of their own, which no other family has": (
         "muse_glimmer", "muse_glimmer_text",

@@ -1,0 +1,1 @@
+"""Layers with short convolutions (LFM2)."""

@@ -1,0 +1,193 @@
+"""The middle of a short convolution layer: a gated input, a causal convolution of each of C channels, and a second gate.
+
+    u[t] = b[t] * x[t]                                             b | c | x are the columns of `inputs`
+    y[t] = c[t] * (bias + sum over w of weight[:, w] * u[t - (W-1) + w])
+
+u before a row's first flat token is what `ring` keeps of its earlier positions, and 0 before position 0. The ring of a slot holds
+u of position p at p % P. A round writes u of its K + 1 positions, of which the next round may reject some. That one begins after
+the accepted positions, overwrites the rejected ones, and reads the W - 1 before its first, which with P >= K + W are still there:
+nothing is undone.
+
+u is rounded to the model's dtype, in which the ring keeps it, so no bit depends on where passes and rounds end. The rest is
+computed in fp32 (fp64 for fp64) and rounded once. The first program of a row is the only one that reads the row's ring, and it
+writes the ring afterwards, so one launch serves rows of any length. So W is at most the number of tokens of a program.
+Bound by memory (bytes: 4 * T * C * itemsize), by launch latency at decode sizes.
+Source: models/lfm2 of transformers 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.common.checks import FLOATS, check
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+
+TOKENS, LANES = 16, 128  # of one program; with fewer tokens a pass would compute their sums by other instructions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvRows:
+    """The flat tokens of a pass. Row r has tokens cu_seqlens[r] .. cu_seqlens[r+1]-1, at consecutive positions; from
+    cu_seqlens[R] on there is padding."""
+
+    cu_seqlens: Tensor
+    """int32 [R+1]"""
+    positions: Tensor
+    """int64 [T]"""
+    slots: Tensor
+    """int32 [R] the slot of each row; no slot twice among rows that are not dead"""
+    live: Tensor
+    """int32 [R]; 0 is a dead row, whose ring is neither read nor written, as that of a row without tokens"""
+    max_tokens: int
+    """No row has more tokens than this (host bound)."""
+
+
+@triton.jit
+def gated_input(inputs, token, exists, channel, stride, CHANNELS: tl.constexpr, ACC: tl.constexpr):
+    """u of these tokens and channels, rounded as the ring keeps it; 0 for tokens that do not exist."""
+    place = inputs + token[:, None] * stride + channel[None, :]
+    mask = exists[:, None] & (channel < CHANNELS)[None, :]
+    b = tl.load(place, mask=mask, other=0.0).to(ACC)
+    x = tl.load(place + 2 * CHANNELS, mask=mask, other=0.0).to(ACC)
+    return (b * x).to(inputs.dtype.element_ty)
+
+
+@triton.jit
+def short_conv_kernel(
+    inputs, weight, bias, ring, cu_seqlens, positions, slots, live, out, inputs_stride, ring_stride,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr, TOKENS: tl.constexpr, PLACES: tl.constexpr,
+    LANES: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
+):
+    """Program (channels, row, tokens of the row)."""
+    channel = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    within = channel < CHANNELS
+    row, tile = tl.program_id(1), tl.program_id(2)
+    await_earlier(PDL)
+    begin = tl.load(cu_seqlens + row).to(tl.int64)
+    count = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
+    count = tl.where(tl.load(live + row) != 0, count, 0)
+    if tile * TOKENS < count:
+        first = tl.load(positions + begin)
+        own_ring = ring + tl.load(slots + row).to(tl.int64) * ring_stride + channel[None, :]
+        index = tile * TOKENS + tl.arange(0, TOKENS)
+        exists = index < count
+        acc = tl.zeros([TOKENS, LANES], ACC)
+        if bias is not None:
+            acc += tl.load(bias + channel, mask=within, other=0.0).to(ACC)[None, :]
+        for back in tl.static_range(TAPS - 1, -1, -1):
+            at = index - back
+            u = gated_input(inputs, begin + at, exists & (at >= 0), channel, inputs_stride, CHANNELS, ACC).to(ACC)
+            if back > 0:
+                older = exists & (at < 0) & (first + at >= 0)
+                place = (first + at + RING) % RING * CHANNELS
+                u += tl.load(own_ring + place[:, None], mask=older[:, None] & within[None, :], other=0.0).to(ACC)
+            acc += u * tl.load(weight + channel * TAPS + (TAPS - 1 - back), mask=within, other=0.0).to(ACC)[None, :]
+        exists_here = exists[:, None] & within[None, :]
+        c = inputs + (begin + index)[:, None] * inputs_stride + CHANNELS + channel[None, :]
+        y = acc * tl.load(c, mask=exists_here, other=0.0).to(ACC)
+        place = out + (begin + index)[:, None] * CHANNELS + channel[None, :]
+        tl.store(place, y.to(out.dtype.element_ty), mask=exists_here)
+        if tile == 0:
+            newest = count - 1 - tl.arange(0, PLACES)
+            keeps = newest >= tl.maximum(count - RING, 0)
+            kept = gated_input(inputs, begin + newest, keeps, channel, inputs_stride, CHANNELS, ACC)
+            tl.debug_barrier()  # other threads of the program have read their part of the ring
+            places = (first + newest) % RING * CHANNELS
+            tl.store(own_ring + places[:, None], kept, mask=keeps[:, None] & within[None, :])
+
+
+def short_conv(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: ConvRows, *, interpret: bool = False
+) -> Tensor:
+    """y [T, C]; see the module's docstring.
+
+    inputs  [T, 3 C] any float dtype  rows may be slices of wider ones
+    weight  [C, W] of the same dtype, W up to 16; the last tap is that of the token itself
+    bias    [C] of the same dtype, or None
+    ring    [slots, P, C] of the same dtype, each slot contiguous; P >= W
+
+    Returns a new tensor, undefined for padding and dead rows, whose rings are not written. Does not synchronise on a GPU. Raises
+    ValueError for other shapes, dtypes or strides.
+    """
+    (num_tokens, dtype), (channels, taps) = (len(inputs), inputs.dtype), weight.shape
+    num_rows, (_, places, _) = rows.slots.numel(), ring.shape
+    check("short_conv: inputs", inputs, (num_tokens, 3 * channels), *FLOATS, rows=True)
+    check("short_conv: weight", weight, (channels, taps), dtype)
+    if bias is not None:
+        check("short_conv: bias", bias, (channels,), dtype)
+    check("short_conv: ring[0]", ring[0], (places, channels), dtype)
+    check("short_conv: cu_seqlens", rows.cu_seqlens, (num_rows + 1,), torch.int32)
+    check("short_conv: positions", rows.positions, (num_tokens,), torch.int64)
+    check("short_conv: slots", rows.slots, (num_rows,), torch.int32)
+    check("short_conv: live", rows.live, (num_rows,), torch.int32)
+    if not taps <= min(places, TOKENS):
+        raise ValueError(
+            f"short_conv: {taps} taps and rings of {places} positions; must be at most {TOKENS} taps, and as many positions"
+        )
+    if not (inputs.is_cuda or interpret):
+        return short_conv_reference(inputs, weight, bias, ring, rows)
+    out = inputs.new_empty(num_tokens, channels)
+    if num_tokens:
+        grid = (triton.cdiv(channels, LANES), num_rows, triton.cdiv(rows.max_tokens, TOKENS))
+        short_conv_kernel[grid](
+            inputs, weight, bias, ring, rows.cu_seqlens, rows.positions, rows.slots, rows.live, out, inputs.stride(0),
+            ring.stride(0), CHANNELS=channels, TAPS=taps, RING=places, TOKENS=TOKENS, PLACES=triton.next_power_of_2(places),
+            LANES=LANES, ACC=tl.float64 if dtype == torch.float64 else tl.float32, num_warps=4, **launch_args(inputs),
+        )
+    return out
+
+
+def short_conv_reference(inputs: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: ConvRows) -> Tensor:
+    """The same in plain torch, row by row; zeros for padding and dead rows."""
+    (channels, taps), places = weight.shape, ring.shape[1]
+    acc = torch.promote_types(inputs.dtype, torch.float32)
+    b, c, x = inputs.split(channels, 1)
+    u, out = b * x, torch.zeros_like(b)
+    bounds, live = pairwise(rows.cu_seqlens.tolist()), rows.live.tolist()
+    for slot, (begin, end), lives in zip(rows.slots.tolist(), bounds, live, strict=True):
+        if not lives or end == begin:
+            continue
+        first = int(rows.positions[begin])
+        before = torch.arange(first - taps + 1, first, device=ring.device)
+        kept = ring[slot, before % places].where(before[:, None] >= 0, 0.0)
+        near = torch.cat((kept, u[begin:end])).to(acc)
+        summed = near.new_zeros(channels) if bias is None else bias.to(acc)
+        for tap in range(taps):
+            summed = summed + near[tap : tap + end - begin] * weight[:, tap].to(acc)
+        out[begin:end] = (summed * c[begin:end].to(acc)).to(out.dtype)
+        newest = slice(max(begin, end - places), end)
+        ring[slot, rows.positions[newest] % places] = u[newest]
+    return out
+
+
+def main() -> None:
+    bench = Bench("short_conv")
+    channels, taps, ring_places = 2048, 3, 6
+    made = partial(torch.randn, dtype=torch.bfloat16, device=bench.device)
+    for count, each in ((64, 4), (512, 4), (16, 1024)) if bench.on_gpu else ((16, 4),):
+        weight, ring = made(channels, taps), made(count, ring_places, channels)
+        ints = torch.arange(count + 1, dtype=torch.int32, device=bench.device)
+        rows = ConvRows(
+            cu_seqlens=ints * each, positions=torch.arange(100, 100 + each, device=bench.device).repeat(count), slots=ints[:-1],
+            live=torch.ones_like(ints[:-1]), max_tokens=each,
+        )
+        inputs = [made(count * each, 3 * channels) for _ in range(bench.num_copies)]
+        bench.row(
+            f"R={count} tokens={each} C={channels} bfloat16",
+            [partial(short_conv, own, weight, None, ring, rows) for own in inputs],
+            [partial(short_conv_reference, own, weight, None, ring, rows) for own in inputs],
+            num_bytes=inputs[0].nbytes * 4 // 3,
+        )
+
+
+if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.timing import Bench
+
+    main()

@@ -1,0 +1,15 @@
+"""The variants in which the engine launches the kernel of `kernels/short_conv`: LFM2."""
+
+from __future__ import annotations
+
+from tests.kernels.compile_cases.cases import I32, PI32, PI64, Cases
+
+CASES = Cases("short_conv")
+
+for _dtype, _bias in (("bf16", False), ("bf16", True), ("fp32", False)):
+    _values = f"*{_dtype}"
+    CASES.add(
+        f"short_conv_kernel {_dtype}, bias {_bias}", "short_conv", 4, inputs=_values, weight=_values,
+        bias=_values if _bias else None, ring=_values, cu_seqlens=PI32, positions=PI64, slots=PI32, live=PI32, out=_values,
+        inputs_stride=I32, ring_stride=I32, CHANNELS=2048, TAPS=3, RING=6, TOKENS=16, PLACES=8, LANES=128, ACC="fp32",
+    )

@@ -1,0 +1,151 @@
+"""short_conv: a convolution between two gates whose window crosses passes and rounds, and what it keeps of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchspec.kernels.short_conv.short_conv import TOKENS, ConvRows, short_conv
+
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+NAN = float("nan")
+CHANNELS, TAPS, RING = 150, 3, 6  # more channels than one program has
+
+
+class Row(NamedTuple):
+    """`num_tokens` tokens from position `begin` on, of the row in `slot`."""
+
+    slot: int
+    begin: int
+    num_tokens: int
+    live: bool = True
+
+
+def rows_of(rows: Sequence[Row], device: torch.device, *, padding: int = 0) -> ConvRows:
+    counts = [row.num_tokens for row in rows]
+    positions = [row.begin + at for row in rows for at in range(row.num_tokens)]
+    return ConvRows(
+        cu_seqlens=torch.tensor([0, *counts], device=device).cumsum(0).int(),
+        positions=torch.tensor(positions + padding * [0], dtype=torch.int64, device=device),
+        slots=torch.tensor([row.slot for row in rows], dtype=torch.int32, device=device),
+        live=torch.tensor([int(row.live) for row in rows], dtype=torch.int32, device=device), max_tokens=max(counts),
+    )
+
+
+class Layer(NamedTuple):
+    """A layer's weights."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def run(self, inputs: Sequence[Tensor], ring: Tensor, rows: Sequence[Row], *, interpret: bool, padding: int = 0) -> Tensor:
+        """inputs: of each row, [tokens, 3 C]. They are laid out as a slice of wider rows, and padding is NaN."""
+        flat = F.pad(torch.cat(list(inputs)), (0, 5, 0, padding), value=NAN)[:, :-5]
+        return short_conv(flat, self.weight, self.bias, ring, rows_of(rows, flat.device, padding=padding), interpret=interpret)
+
+    def expected(self, inputs: Tensor) -> Tensor:
+        """In fp64, of a row from position 0 on. Inputs of the convolution are rounded as the ring keeps them."""
+        b, c, x = inputs.chunk(3, 1)
+        u = F.pad((b * x).double().mT[None], (len(self.weight[0]) - 1, 0))
+        bias = None if self.bias is None else self.bias.double()
+        return c.double() * F.conv1d(u, self.weight.double()[:, None], bias, groups=len(self.weight))[0].mT
+
+
+def layer_of(device: torch.device, dtype: torch.dtype = torch.float32, *, taps: int = TAPS, bias: bool = False) -> Layer:
+    weight = torch.randn(CHANNELS, taps, device=device).to(dtype)
+    return Layer(weight, torch.randn(CHANNELS, device=device).to(dtype) if bias else None)
+
+
+def inputs_of(num_tokens: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(num_tokens, 3 * CHANNELS, device=device).to(dtype)
+
+
+def garbage(slots: int, device: torch.device, dtype: torch.dtype = torch.float32, places: int = RING) -> Tensor:
+    """Rings of NaN, as parts of a larger tensor."""
+    return torch.full((slots, places * CHANNELS + 7), NAN, dtype=dtype, device=device)[:, :-7].view(slots, places, CHANNELS)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("taps", "bias"), [(3, False), (4, True), (1, True)])
+def test_rows_from_position_0_over_slots_with_garbage(
+    taps: int, bias: bool, dtype: torch.dtype, interpret: bool, device: torch.device
+) -> None:
+    layer, rows = layer_of(device, dtype, taps=taps, bias=bias), [Row(2, 0, 2 * TOKENS + 3), Row(0, 0, 1), Row(3, 0, 5)]
+    inputs, ring = [inputs_of(row.num_tokens, device, dtype) for row in rows], garbage(4, device, dtype)
+    found = layer.run(inputs, ring, rows, interpret=interpret, padding=3)
+    begin = 0
+    for row, own in zip(rows, inputs, strict=True):
+        made = found[begin : begin + row.num_tokens].double()
+        torch.testing.assert_close(made, layer.expected(own), rtol=TOLERANCE[dtype], atol=8 * TOLERANCE[dtype])
+        begin += row.num_tokens
+        newest = torch.arange(max(0, row.num_tokens - RING), row.num_tokens, device=device)
+        b, _, x = own[newest].chunk(3, 1)
+        cut = 2**-7 if dtype == torch.bfloat16 else 0  # Triton's interpreter does not round to bf16, it cuts
+        torch.testing.assert_close(ring[row.slot, newest % RING], b * x, rtol=cut, atol=0)
+    assert ring[1].isnan().all()
+
+
+@pytest.mark.parametrize("cuts", [(1, 2, 3, 7, 8), (5, 30), (17, 34), (20,)])
+def test_a_prefill_in_parts_has_the_bits_of_one_pass(cuts: tuple[int, ...], interpret: bool, device: torch.device) -> None:
+    """Parts shorter and longer than the ring and than what one program computes; another row of the pass has another length."""
+    layer, length = layer_of(device), 2 * TOKENS + 9
+    inputs, other = inputs_of(length, device), inputs_of(21, device)
+    whole = layer.run([inputs], garbage(1, device), [Row(0, 0, length)], interpret=interpret)
+    ring = garbage(2, device)
+    for begin, end in zip((0, *cuts), (*cuts, length), strict=True):
+        rows = [Row(1, 0, 21), Row(0, begin, end - begin)]
+        found = layer.run([other, inputs[begin:end]], ring, rows, interpret=interpret)
+        assert torch.equal(found[21:], whole[begin:end])
+
+
+@given(st.data())
+@settings(max_examples=12, deadline=None)
+def test_rounds_have_the_bits_of_one_pass_whatever_was_accepted(
+    interpret: bool, device: torch.device, data: st.DataObject
+) -> None:
+    """In the smallest ring for so many drafts and taps."""
+    num_drafts, taps = data.draw(st.integers(0, 3), label="K"), data.draw(st.integers(1, 4), label="W")
+    accepted = data.draw(st.lists(st.integers(0, num_drafts), min_size=1, max_size=6), label="accepted")
+    begin = prompt = data.draw(st.integers(0, 11), label="prompt")
+    layer, inputs = layer_of(device, taps=taps), inputs_of(prompt + 28, device)
+    whole = layer.run([inputs], garbage(1, device, places=taps), [Row(0, 0, prompt + 28)], interpret=interpret)
+    ring = garbage(2, device, places=num_drafts + taps)
+    if prompt:
+        layer.run([inputs[:prompt]], ring, [Row(1, 0, prompt)], interpret=interpret)
+    for length in accepted:
+        drafted = inputs_of(num_drafts + 1, device)
+        drafted[: length + 1] = inputs[begin : begin + length + 1]
+        found = layer.run([drafted], ring, [Row(1, begin, num_drafts + 1)], interpret=interpret)
+        assert torch.equal(found[: length + 1], whole[begin : begin + length + 1])
+        begin += length + 1
+
+
+def test_dead_rows_and_padding_write_nothing(interpret: bool, device: torch.device) -> None:
+    layer, ring = layer_of(device), garbage(4, device)
+    rows = [Row(0, 6, 2, live=False), Row(1, 0, 0), Row(2, 0, 2), Row(3, 5, 1, live=False)]
+    inputs = [inputs_of(row.num_tokens, device) for row in rows]
+    found = layer.run(inputs, ring, rows, interpret=interpret, padding=4)
+    torch.testing.assert_close(found[2:4].double(), layer.expected(inputs[2]), rtol=2e-6, atol=2e-5)
+    assert ring[[0, 1, 3]].isnan().all()
+
+
+def test_wrong_shapes_and_rings_that_are_too_short_are_refused(device: torch.device) -> None:
+    layer, rows = layer_of(device), rows_of([Row(0, 0, 2)], device)
+    inputs, ring = inputs_of(2, device), garbage(1, device)
+    for own, weight, kept, name in (
+        (inputs[:, 1:], layer.weight, ring, "inputs"),
+        (inputs, layer.weight.half(), ring, "weight"),
+        (inputs, layer.weight, ring[..., 1:], r"ring\[0\]"),
+    ):
+        with pytest.raises(ValueError, match=rf"short_conv: {name} is"):
+            short_conv(own, weight, None, kept, rows)
+    for taps, places in ((3, 2), (17, 20)):
+        with pytest.raises(ValueError, match=f"{taps} taps and rings of {places} positions; must be at most 16 taps"):
+            short_conv(inputs, layer_of(device, taps=taps).weight, None, garbage(1, device, places=places), rows)
