@@ -116,9 +116,9 @@ def known_requests() -> list[Request]:
     return [request(10 + i, [i, i + 1, 3], cap=24) for i in range(3)]
 
 
-def synthetic(max_len: int) -> RoundOptions:
+def synthetic(draft_len: int) -> RoundOptions:
     """About half of the drafts are accepted, so that rounds accept 0 .. K of them and rows differ from what the head drafts."""
-    return RoundOptions(synthetic=(tuple(0.8 ** (j + 1) for j in range(max_len)),))
+    return RoundOptions(synthetic=(tuple(0.8 ** (j + 1) for j in range(draft_len)),))
 
 
 def drawn_batch(

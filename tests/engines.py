@@ -237,8 +237,8 @@ class ForcedDrafter(NoFeatures):
 
     name = "forced"
 
-    def __init__(self, max_len: int, outputs: dict[int, list[int]], *, right: bool, fixed_len: bool) -> None:
-        self.max_len, self.outputs, self.right, self.fixed_len = max_len, outputs, right, fixed_len
+    def __init__(self, draft_len: int, outputs: dict[int, list[int]], *, right: bool, fixed_len: bool) -> None:
+        self.draft_len, self.outputs, self.right, self.fixed_len = draft_len, outputs, right, fixed_len
 
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         width = draft_ids.shape[1]

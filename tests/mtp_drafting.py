@@ -73,9 +73,9 @@ class Recorded(Recording, MtpDrafter):
 
 
 def drafter_of(
-    model: Model, max_len: int, *, slots: int, vocabulary: FrequentTokens | None = None, **options: Any
+    model: Model, draft_len: int, *, slots: int, vocabulary: FrequentTokens | None = None, **options: Any
 ) -> Recorded:
-    return Recorded(replace(model.weights, vocabulary=vocabulary), model.target, max_len, slots=slots, **options)
+    return Recorded(replace(model.weights, vocabulary=vocabulary), model.target, draft_len, slots=slots, **options)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def draw_lengths(engine: Engine, seed: int) -> list[UnreadLaunch]:
         return launches
 
     def width_of_next() -> RoundWidth:
-        draft_len = noise.randint(0, engine.drafter.max_len)
+        draft_len = noise.randint(0, engine.drafter.draft_len)
         return RoundWidth(draft_len, noise.choice([None, noise.uniform(0, draft_len)]) if draft_len else None)
 
     following = [width_of_next()]

@@ -409,11 +409,11 @@ def test_the_drafter_is_told_one_round_ahead() -> None:
 
 
 @given(st.integers(1, 64), st.lists(st.booleans(), min_size=40, max_size=200), st.integers(0, 9))
-def test_rounds_over_fewer_rows_choose_among_fewer_lengths(max_len: int, full: list[bool], seed: int) -> None:
+def test_rounds_over_fewer_rows_choose_among_fewer_lengths(draft_len: int, full: list[bool], seed: int) -> None:
     """Rows come and go: every round has a length that was timed for its number of rows."""
-    lengths, rng = DraftLengths(max_len), np.random.default_rng(seed)
+    lengths, rng = DraftLengths(draft_len), np.random.default_rng(seed)
     few = choices_of(lengths.choices, all_slots=False)
-    assert {0, max_len} <= set(few) <= set(choices_of(lengths.choices, all_slots=True)) == set(lengths.choices)
+    assert {0, draft_len} <= set(few) <= set(choices_of(lengths.choices, all_slots=True)) == set(lengths.choices)
     for rows, known in ((ROWS, lengths.choices), (ROWS // 2, few)):
         for k in known:
             lengths.set_base(rows, k, 1 + 0.1 * k * rng.random())
@@ -425,13 +425,13 @@ def test_rounds_over_fewer_rows_choose_among_fewer_lengths(max_len: int, full: l
 
 
 @given(st.integers(1, 64))
-def test_long_drafts_are_tried_in_steps(max_len: int) -> None:
+def test_long_drafts_are_tried_in_steps(draft_len: int) -> None:
     """A graph for every length of a long lookup would be captured for nothing."""
-    lengths = candidates(max_len)
+    lengths = candidates(draft_len)
     assert lengths[0] == 0
-    assert lengths[-1] == max_len
+    assert lengths[-1] == draft_len
     assert list(lengths) == sorted(set(lengths))
-    assert set(range(min(max_len, 4) + 1)) <= set(lengths)
+    assert set(range(min(draft_len, 4) + 1)) <= set(lengths)
     assert all(later <= 1.5 * earlier for earlier, later in itertools.pairwise(lengths) if earlier >= 4)
 
 

@@ -135,7 +135,7 @@ def test_all_variants_of_kernels_are_compiled_ahead_and_nothing_else_happens(
         options = RoundOptions(row_lengths=True)
         engine = make_engine(target, drafter_of(drafter, target), batch, device=CPU, options=options)
         executor = engine.executor
-        longest = executor.drafter.max_len
+        longest = executor.drafter.draft_len
         shapes = [RoundShape(num_rows, k, mode) for num_rows in (1, 2) for k in {0, longest}]
         shapes += [RoundShape(2, longest, mode, mean_len=0.5)] if longest else []
         executor.rows.live.zero_()
@@ -208,7 +208,7 @@ def test_rows_with_row_tensors_enter_and_resume_without_another_variant_of_a_ker
         batch = packed(18, draft_len=3, prefill_tokens=128, max_len=140)
         engine = make_engine(target, drafter_of(drafter, target), batch, device=CPU)
         executor = engine.executor
-        shapes = [RoundShape(rows, k, GREEDY) for rows in (1, 16, 18) for k in {0, executor.drafter.max_len}]
+        shapes = [RoundShape(rows, k, GREEDY) for rows in (1, 16, 18) for k in {0, executor.drafter.draft_len}]
         executor.rows.live.zero_()
         executor.rows.provide(GREEDY)
         before = state(engine)

@@ -129,7 +129,7 @@ def proposals_of(
     """
     drafter = case.drafter
     batch = packed(
-        SLOTS, num_pages=16, max_len=40, draft_len=drafter.max_len, prefill_tokens=CHUNK, run_ahead=1,
+        SLOTS, num_pages=16, max_len=40, draft_len=drafter.draft_len, prefill_tokens=CHUNK, run_ahead=1,
         row_buckets=(1, 2, 3, 4),
     )
     engine = make_engine(case.target, drafter, batch, device=DEVICE, lengths=4)
@@ -148,7 +148,7 @@ def proposals_of(
             preempted
             and (any(step.moves for step in steps) or not sampled)
             and any(refill.tokens for step in steps for refill in step.refills)
-            and {len(one.drafts) for one in found} >= set(range(1, drafter.max_len + 1))
+            and {len(one.drafts) for one in found} >= set(range(1, drafter.draft_len + 1))
             and enough(found)
         ):
             return found

@@ -148,9 +148,9 @@ def test_a_run_that_is_stopped_resumes_with_the_same_tokens() -> None:
     found: dict[str, list[int]] = {}
     left = {one.request_id: one for one in requests()}
     for slots, drafter in ((4, NoDrafter()), (3, LookupDrafter(3, min_ngram=1, max_ngram=3))):
-        batch = shape(slots, prefill_tokens=100, draft_len=drafter.max_len)
+        batch = shape(slots, prefill_tokens=100, draft_len=drafter.draft_len)
         engine = make_engine(target(), drafter, batch, device=DEVICE, decode=decode, lengths=3)
-        if not drafter.max_len:
+        if not drafter.draft_len:
 
             def stop(totals: EngineTotals, engine: Engine = engine) -> None:
                 if totals.rounds >= 2:
@@ -162,7 +162,7 @@ def test_a_run_that_is_stopped_resumes_with_the_same_tokens() -> None:
             found[one.request_id] = one.token_ids.tolist()
             del left[one.request_id]
         unfinished = engine.unfinished()
-        assert bool(unfinished) == (not drafter.max_len)
+        assert bool(unfinished) == (not drafter.draft_len)
         for snapshot in unfinished:
             left[f"r{snapshot.row_index}"] = replace(left[f"r{snapshot.row_index}"], resumed=snapshot)
     assert found == {name: tokens for name, (tokens, _) in alone().items()}

@@ -51,7 +51,7 @@ def test_a_spec_predicts_the_properties_of_its_drafter_before_weights_are_read(n
     spec = open_drafter(config, target.spec)
     drafter = spec.build(spec.load(dtype=target.dtype, device=DEVICE), target, slots=2)
     assert drafter.shape == spec.shape
-    assert drafter.max_len == spec.shape.draft_len
+    assert drafter.draft_len == spec.shape.draft_len
     layers = spec.layer_states(target.dtype, 4)
     assert layers == drafter.layer_states(4)
     assert (spec.weight_bytes(dtype=target.dtype, device=target.device) > 0) == bool(layers)
@@ -94,8 +94,8 @@ class RepeatDrafter(NoFeatures):
     name = "repeat"
     fixed_len = True
 
-    def __init__(self, max_len: int) -> None:
-        self.max_len = max_len
+    def __init__(self, draft_len: int) -> None:
+        self.draft_len = draft_len
 
     def propose(self, rows: DeviceBatch, draft_ids: torch.Tensor, draft_len: torch.Tensor, cache: KVCache) -> None:
         newest = rows.tokens.gather(1, (rows.num_tokens.long() - 1).clamp(min=0).unsqueeze(1))

@@ -61,9 +61,9 @@ class Recorded(Recording, ChainDrafter):
 
 
 def make_drafter(
-    folder: Path, design: Design, tensors: Tensors, max_len: int, *, slots: int, layout: str = "flat", **options: Any
+    folder: Path, design: Design, tensors: Tensors, draft_len: int, *, slots: int, layout: str = "flat", **options: Any
 ) -> Recorded:
-    return Recorded(written_head(folder, design, tensors, layout=layout), TARGET(), max_len, slots=slots, **options)
+    return Recorded(written_head(folder, design, tensors, layout=layout), TARGET(), draft_len, slots=slots, **options)
 
 
 def check_drafts(drafter: Recorded, design: Design, tensors: Tensors, *, window: int | None = None, sink: int = 0) -> None:
@@ -94,12 +94,12 @@ DESIGNS: dict[str, dict[str, Any]] = {
 def test_drafts_are_those_of_the_definition(name: str, general: bool, tmp_path: Path) -> None:
     design = tiny_design(TARGET().spec, **DESIGNS[name])
     tensors = random_tensors(design, seed=7)
-    max_len = 3 + len(name) % 3
+    draft_len = 3 + len(name) % 3
     layout = ("flat", "speculators", "additional")[len(name) % 3]
     slow = {"dead_positions": False, "uniform_slots": False, "argmax": False} if general else {}
-    drafter = make_drafter(tmp_path, design, tensors, max_len, slots=3, layout=layout, **slow)
-    batch = packed(3, draft_len=max_len, prefill_tokens=7, num_pages=60, max_len=40)
-    _, done, _ = run(mixed_requests(), batch, drafter, options=synthetic(max_len))
+    drafter = make_drafter(tmp_path, design, tensors, draft_len, slots=3, layout=layout, **slow)
+    batch = packed(3, draft_len=draft_len, prefill_tokens=7, num_pages=60, max_len=40)
+    _, done, _ = run(mixed_requests(), batch, drafter, options=synthetic(draft_len))
     assert sum(c.stats.num_accepted for c in done.values() if c.stats) > 5
     check_drafts(drafter, design, tensors)
 
@@ -156,11 +156,11 @@ def design_and_tensors(kind: str) -> tuple[Design, Tensors]:
 
 def check_any_packing(data: st.DataObject, folder: Path) -> None:
     design, tensors = design_and_tensors(data.draw(st.sampled_from(["random", "distilled"]), label="head"))
-    max_len, slots = data.draw(st.integers(1, 5), label="K"), data.draw(st.sampled_from([1, 2, 4]), label="slots")
+    draft_len, slots = data.draw(st.integers(1, 5), label="K"), data.draw(st.sampled_from([1, 2, 4]), label="slots")
     flags: dict[str, Any] = {name: data.draw(st.booleans(), label=name) for name in ("dead_positions", "uniform_slots", "argmax")}
-    drafter = make_drafter(folder, design, tensors, max_len, slots=slots, **flags)
+    drafter = make_drafter(folder, design, tensors, draft_len, slots=slots, **flags)
     requests = mixed_requests(4, cap=data.draw(st.integers(5, 20), label="cap")) + known_requests()[:2]
-    batch = drawn_batch(data, requests, slots, draft_len=max_len)
+    batch = drawn_batch(data, requests, slots, draft_len=draft_len)
     options = RoundOptions(uniform_slots=data.draw(st.booleans(), label="uniform layout"))
     lengths = data.draw(LENGTHS, label="lengths")
     tokens, _, _ = run(requests, batch, drafter, short_cap=data.draw(st.sampled_from([2, 512])), options=options, lengths=lengths)

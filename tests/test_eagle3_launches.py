@@ -134,7 +134,7 @@ class WatchedTree(Watched, TreeDrafter):
 
 def launches(
     folder: Path,
-    max_len: int,
+    draft_len: int,
     design: dict[str, Any],
     *,
     prepare_next: bool = True,
@@ -146,8 +146,8 @@ def launches(
     own = tiny_design(target.spec, **design)
     checkpoint = write_head(folder, own, random_tensors(own), layout="speculators")
     loaded = load_head(checkpoint, target.spec, dtype=target.dtype, device=DEVICE, aux_layers="input")
-    watched = drafter(loaded, target, max_len, slots=2, **options)
-    engine = make_engine(target, watched, packed(2, draft_len=max_len), device=DEVICE, options=RoundOptions())
+    watched = drafter(loaded, target, draft_len, slots=2, **options)
+    engine = make_engine(target, watched, packed(2, draft_len=draft_len), device=DEVICE, options=RoundOptions())
     if not prepare_next:
         run_round = engine.executor.round.run
         engine.executor.round.run = lambda rows, mode, *_: run_round(rows, mode, 0, prepare_next=False)  # type: ignore[method-assign]
@@ -213,11 +213,11 @@ def test_the_general_paths_stay_general(option: str, part: str, operations: set[
     assert all(operations <= set(of_torch) for of_torch in found)
 
 
-@pytest.mark.parametrize("max_len", [1, 5])
+@pytest.mark.parametrize("draft_len", [1, 5])
 @pytest.mark.parametrize("name", DESIGNS)
-def test_parallel_drafts_take_one_forward_whatever_their_number(name: str, max_len: int, tmp_path: Path) -> None:
+def test_parallel_drafts_take_one_forward_whatever_their_number(name: str, draft_len: int, tmp_path: Path) -> None:
     num_layers = DESIGNS[name].get("layers", 1)
-    found = launches(tmp_path, max_len, {**DESIGNS[name], "mask_id": 3}, drafter=WatchedParallel)
+    found = launches(tmp_path, draft_len, {**DESIGNS[name], "mask_id": 3}, drafter=WatchedParallel)
     assert {part for part, _, _ in found} == {"propose", "catch_up"}
     for part, of_torch, own in found:
         if part == "propose":

@@ -89,7 +89,7 @@ def target(kind: str, window: int | None = None, num_layers: int = 2) -> Target:
 
 
 def eagle(
-    folder: Path, kind: str, max_len: int, slots: int, *, rows: list[list[int]] | None = None, num_layers: int = 2,
+    folder: Path, kind: str, draft_len: int, slots: int, *, rows: list[list[int]] | None = None, num_layers: int = 2,
     tree: TreeShape | None = None, own: Target | None = None, **options: Any,
 ) -> Drafter:
     """A head of `own`, by default the target without windows."""
@@ -100,14 +100,14 @@ def eagle(
     head = load_head(write_head(folder, design, tensors), own.spec, dtype=own.dtype, device=own.device, aux_layers="input")
     if tree is not None:
         return TreeDrafter(head, own, tree, slots=slots, **options)
-    return ChainDrafter(head, own, max_len, slots=slots, **options)
+    return ChainDrafter(head, own, draft_len, slots=slots, **options)
 
 
-def pard(max_len: int, slots: int, *, parallel: bool) -> Drafter:
+def pard(draft_len: int, slots: int, *, parallel: bool) -> Drafter:
     """Other layers of the same noise draft."""
     model = target("cuda", 9, num_layers=3)
     drafter = PardModel(PardSpec(model=model.spec, mask_token_id=VOCAB - 1), model)
-    return PardDrafter(drafter, target("cuda").spec, max_len, slots=slots, parallel=parallel)
+    return PardDrafter(drafter, target("cuda").spec, draft_len, slots=slots, parallel=parallel)
 
 
 def requests(
@@ -158,15 +158,15 @@ def shape(slots: int, **changes: object) -> PackedBatch:
     return packed(slots, row_buckets=tuple(sorted({1, 2, 4, slots})), **values)
 
 
-def lookup(max_len: int) -> LookupDrafter:
+def lookup(draft_len: int) -> LookupDrafter:
     corpus = Corpus(2000, lengths=(1, 2, 3), device=torch.device("cuda"))
-    return LookupDrafter(max_len, min_ngram=1, max_ngram=3, corpus=corpus)
+    return LookupDrafter(draft_len, min_ngram=1, max_ngram=3, corpus=corpus)
 
 
-def hybrid(folder: Path, max_len: int, slots: int) -> HybridDrafter:
-    head = eagle(folder, "cuda", max_len - 2, slots)
+def hybrid(folder: Path, draft_len: int, slots: int) -> HybridDrafter:
+    head = eagle(folder, "cuda", draft_len - 2, slots)
     assert isinstance(head, ChainDrafter)
-    return HybridDrafter(head, lookup(max_len), slots=slots, device=torch.device("cuda"))
+    return HybridDrafter(head, lookup(draft_len), slots=slots, device=torch.device("cuda"))
 
 
 @pytest.mark.parametrize("name", [*PLAIN, "pard", "pard chain", "eagle3", "eagle3 general", "hybrid", "tree", "large tree"])

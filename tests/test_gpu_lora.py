@@ -59,7 +59,7 @@ def test_captured_rounds_of_mixed_adapters_have_the_tokens_of_the_cpu(kind: str)
     own, cpu = target("cuda"), target("cpu")
     batch = packed(8, row_buckets=(1, 2, 4, 8), num_pages=300, page_size=16, max_len=MAX_LEN, prefill_tokens=128, run_ahead=2)
     made = drafter(own, 8)
-    engine, done = run(own, made, replace(batch, draft_len=made.max_len), asked)
+    engine, done = run(own, made, replace(batch, draft_len=made.draft_len), asked)
     assert engine.executor.graphs.num_captured
     alone = replace(batch, num_slots=1, row_buckets=(1,), run_ahead=0, draft_len=0)
     _, expected = run(cpu, NoDrafter(), alone, asked)

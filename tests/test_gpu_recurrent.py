@@ -60,16 +60,16 @@ def conv_target(kind: str) -> Target:
     return Target(spec, _Noise(spec, device, torch.float32), device)
 
 
-def pard(max_len: int, slots: int) -> Drafter:
+def pard(draft_len: int, slots: int) -> Drafter:
     model = windowed_target("cuda", (9, None))
     drafter = PardModel(PardSpec(model=model.spec, mask_token_id=VOCAB - 1), model)
-    return PardDrafter(drafter, hybrid_target("cuda").spec, max_len, slots=slots, parallel=True)
+    return PardDrafter(drafter, hybrid_target("cuda").spec, draft_len, slots=slots, parallel=True)
 
 
-def mtp(max_len: int, slots: int, vocabulary: FrequentTokens | None = None) -> Drafter:
+def mtp(draft_len: int, slots: int, vocabulary: FrequentTokens | None = None) -> Drafter:
     target = hybrid_target("cuda")
     weights = dummy_mtp(MtpShape.of(target.spec, mtp_of(target.spec)), dtype=torch.float32, device=GPU)
-    return MtpDrafter(replace(weights, vocabulary=vocabulary), target, max_len, slots=slots)
+    return MtpDrafter(replace(weights, vocabulary=vocabulary), target, draft_len, slots=slots)
 
 
 @pytest.mark.parametrize("pages", [400, 40], ids=["enough pages", "preempted"])

@@ -33,9 +33,9 @@ def head() -> Head:
     return dummy_head(replace(spec, aux_layer_ids=(0, 1, 2)), dtype=torch.float64, device=DEVICE)
 
 
-def hybrid(kind: type[ChainDrafter] | type[ParallelDrafter], *, head_len: int = 2, max_len: int = 5) -> HybridDrafter:
+def hybrid(kind: type[ChainDrafter] | type[ParallelDrafter], *, head_len: int = 2, draft_len: int = 5) -> HybridDrafter:
     own = kind(head(), tiny_target(), head_len, slots=SLOTS)
-    return HybridDrafter(own, LookupDrafter(max_len, min_ngram=1, max_ngram=3), slots=SLOTS, device=DEVICE)
+    return HybridDrafter(own, LookupDrafter(draft_len, min_ngram=1, max_ngram=3), slots=SLOTS, device=DEVICE)
 
 
 def favour(drafter: HybridDrafter, lookup: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_what_was_learnt_of_both_is_kept_for_rows_that_follow() -> None:
 @pytest.mark.parametrize("copies_are_right", [True, False])
 def test_places_go_to_the_rows_whose_source_proved_right(copies_are_right: bool) -> None:
     """Two rows with the head's drafts and two with the lookup's, in the same positions; one of both is always right."""
-    drafter = hybrid(ChainDrafter, head_len=3, max_len=3)
+    drafter = hybrid(ChainDrafter, head_len=3, draft_len=3)
     chances = DraftChances(drafter, SLOTS, DEVICE)
     live, bins = torch.ones(SLOTS, dtype=torch.int32), len(drafter.head.prior_chances)
     is_copied = torch.tensor([False, True, False, True])
@@ -140,8 +140,8 @@ def test_rows_with_draft_lengths_of_their_own_have_the_tokens_of_no_drafts(
 
 
 def test_more_drafts_than_the_head_gives_come_from_the_lookup_alone() -> None:
-    drafter = hybrid(ChainDrafter, head_len=1, max_len=6)
-    assert drafter.max_len == 6
+    drafter = hybrid(ChainDrafter, head_len=1, draft_len=6)
+    assert drafter.draft_len == 6
     requests = [request(0, [1, 2] * 8, cap=60)]
     engine = run(drafter, requests, packed(1, draft_len=6))
     assert engine.totals.accepted > 0

@@ -87,7 +87,7 @@ class Recorded:
 
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> Any:
         parents = super().propose(rows, draft_ids, draft_len, cache)  # type: ignore[misc]
-        is_tree = draft_ids.shape[1] > self.max_len  # type: ignore[attr-defined]
+        is_tree = draft_ids.shape[1] > self.draft_len  # type: ignore[attr-defined]
         for slot in rows.live.nonzero().flatten().tolist():
             tokens, drafts = rows.tokens[slot, : int(rows.num_tokens[slot])].tolist(), draft_ids[slot].tolist()
             self.seen.append((tokens, drafts if is_tree else drafts[: int(draft_len[slot])]))
@@ -213,7 +213,7 @@ def test_drafts_and_tokens_are_those_of_an_engine_that_keeps_every_page(
         drafter: Any = make_drafter(name, target, tmp_path / str(keeps_all), 3)
         if keeps_all:
             monkeypatch.setattr(KVGroups, "of", lambda windows, drafts, max_len: KVGroups.single(len(windows)))
-        poisoned[:] = [make_engine(target, drafter, batch, device=DEVICE, options=synthetic(drafter.max_len))]
+        poisoned[:] = [make_engine(target, drafter, batch, device=DEVICE, options=synthetic(drafter.draft_len))]
         found.append(run(poisoned[0], requests))
         seen.append(drafter.seen)
         assert keeps_all == (poisoned[0].executor.cache.groups.windows == (None,))

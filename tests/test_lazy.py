@@ -83,7 +83,7 @@ def run(
         num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, lazy_words=lazy_words, lazy_masks_bytes=4 * lazy_masks
     )
     engine = make_engine(
-        tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.max_len, **shape}), device=DEVICE,
+        tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.draft_len, **shape}), device=DEVICE,
         vocabulary=VOCABULARY, automata_capacity=room, expanding=expanding or ExpandLate(0, most_polls=0),
         logprobs=logprobs, lengths=lengths,
     )
@@ -97,7 +97,7 @@ def engine_of(
 ) -> Engine:
     drafter = drafter or ALL["none"]()
     return make_engine(
-        tiny_target(window=5), drafter, packed(SLOTS, draft_len=drafter.max_len, **shape), device=DEVICE,
+        tiny_target(window=5), drafter, packed(SLOTS, draft_len=drafter.draft_len, **shape), device=DEVICE,
         vocabulary=VOCABULARY, expanding=expanding, lengths=lengths, automata_capacity=AutomataCapacity(
             num_tokens=VOCAB, table_words=1 << 14, masks_bytes=1 << 12, lazy_words=1 << 14,
         ),
@@ -675,7 +675,7 @@ def test_little_room_is_enough_and_is_never_exceeded(monkeypatch: pytest.MonkeyP
 def test_rows_that_wait_go_on_with_the_drafts_that_were_prepared_for_them(name: str) -> None:
     """A round in which a row takes no part leaves what the drafter keeps of it as it is, and renews that of the others."""
     drafter = ALL[name]()
-    engine = make_engine(tiny_target(), drafter, packed(2, draft_len=drafter.max_len), device=DEVICE)
+    engine = make_engine(tiny_target(), drafter, packed(2, draft_len=drafter.draft_len), device=DEVICE)
     executor, mode = engine.executor, SamplingMode(waits=True)
     requests = [request(i, [3 + i, 5, 7], cap=20) for i in range(2)]
     executor.rows.begin([0, 1], requests, [()] * 2)
@@ -683,7 +683,7 @@ def test_rows_that_wait_go_on_with_the_drafts_that_were_prepared_for_them(name: 
     prefill_chunk(executor.round, executor.rows, [Segment(slot, 0, 3, True) for slot in range(2)], mode).activate(executor.rows)
     executor.rows.live[1] = 0
     before = [tensor.clone() for tensor in executor.cache.draft_rows]
-    executor.round.run(executor.rows, mode, drafter.max_len)
+    executor.round.run(executor.rows, mode, drafter.draft_len)
     hidden, hidden_before = executor.cache.draft_rows[1], before[1]
     assert all(torch.equal(tensor[1], old[1]) for tensor, old in zip(executor.cache.draft_rows, before, strict=True))
     assert not torch.equal(hidden[0], hidden_before[0])

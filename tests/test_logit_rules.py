@@ -112,7 +112,7 @@ def register(monkeypatch: pytest.MonkeyPatch, apply: Callable[..., None], *, rea
 
 
 def run(drafter: Drafter, requests: Sequence[Request]) -> dict[int, Completion]:
-    engine = make_engine(TARGET(), drafter, packed(SLOTS, draft_len=drafter.max_len), device=DEVICE)
+    engine = make_engine(TARGET(), drafter, packed(SLOTS, draft_len=drafter.draft_len), device=DEVICE)
     return {done.row_index: done for done in engine.run(iter(requests))}
 
 
@@ -224,7 +224,7 @@ def test_where_a_rule_leaves_one_token_every_draft_is_accepted(
     register(monkeypatch, partial(forbid_by_the_token_before, modulus=VOCAB), reads_drafts=True)
     drafter, rounds = FORCED[name](), 3
     # The prefill emits the first token, each round its drafts and the bonus token.
-    cap = 1 + rounds * (drafter.max_len + 1)
+    cap = 1 + rounds * (drafter.draft_len + 1)
     requests = [request(i, [i, 5, 2 + i], cap=cap, sampling=sampling, min_new_tokens=1) for i in range(3)]
     done = run(drafter, requests)
     for row, found in tokens(done).items():

@@ -136,7 +136,7 @@ def check(requests: list[Request], kind: str, data: st.DataObject) -> None:
         page_size=page_size,
         num_pages=data.draw(st.sampled_from([scarce, 400]), label="pages"),
         max_len=longest,
-        draft_len=drafter.max_len,
+        draft_len=drafter.draft_len,
         prefill_tokens=data.draw(st.sampled_from([1, 7, 64]), label="prefill_tokens"),
         run_ahead=data.draw(st.integers(0, 2), label="run_ahead"),
     )

@@ -124,7 +124,7 @@ def run(
         rows = engine.executor.rows
         assert not rows.live[engine.slots.free()].any(), "a slot without a row is live on the device"
         # Its newest token is below its limit, and drafts follow: whatever it emits before this round, no row may read more keys.
-        most = int(((rows.limit - 1 + drafter.max_len) * rows.live).max())
+        most = int(((rows.limit - 1 + drafter.draft_len) * rows.live).max())
         assert scheduled.shape.max_kv is None or most <= scheduled.shape.max_kv, "a row may grow beyond what attention plans for"
         launch(scheduled)
 
@@ -258,7 +258,7 @@ def check_lossless(requests: list[Request], data: st.DataObject) -> None:
         page_size=page_size,
         num_pages=data.draw(st.sampled_from([scarce, 400]), label="pages"),
         max_len=longest + data.draw(st.integers(0, 5)),
-        draft_len=drafter.max_len,
+        draft_len=drafter.draft_len,
         prefill_tokens=data.draw(st.sampled_from([1, 7, 64]), label="prefill_tokens"),
         run_ahead=data.draw(st.integers(0, 3), label="run_ahead"),
         longest_row=data.draw(st.none() | st.integers(2, longest), label="longest_row"),

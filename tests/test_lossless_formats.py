@@ -149,7 +149,7 @@ def test_tokens_are_those_of_plain_decoding(name: str, kind: str, setting: Setti
     longest = max(len(one.prompt_ids) + one.max_new_tokens for one in requests)
     ahead = drafter.shape.kv_per_round if isinstance(drafter, TreeDrafter) else 0
     batch = packed(
-        SLOTS, max_len=longest, page_size=PAGE_SIZE, draft_len=drafter.max_len, prefill_tokens=16, run_ahead=1,
+        SLOTS, max_len=longest, page_size=PAGE_SIZE, draft_len=drafter.draft_len, prefill_tokens=16, run_ahead=1,
         num_pages=1 + longest + 2 * ahead if setting.scarce_pages else 400,
     )
     monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 2)
@@ -167,11 +167,11 @@ def test_tokens_are_those_of_plain_decoding(name: str, kind: str, setting: Setti
 
 def choose_any_width(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The width of each round, which measured times decide on a GPU, is any that has a graph there; of four rows, too."""
-    if not engine.drafter.max_len:
+    if not engine.drafter.draft_len:
         return
     round_, clock = engine.executor.round, random.Random(1)
     turns = cycle(clock.sample(round_.draft_lens, len(round_.draft_lens)))
-    lengths = DraftLengths(engine.drafter.max_len, round_.draft_lens, row_lengths=round_.chances is not None)
+    lengths = DraftLengths(engine.drafter.draft_len, round_.draft_lens, row_lengths=round_.chances is not None)
     widths = lengths.widths(LEAST_ROWS)
     for num_rows in engine.batch.row_buckets:
         for width in widths:

@@ -67,25 +67,25 @@ GENERAL: dict[str, Any] = {"dead_positions": False, "uniform_slots": False, "arg
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_drafts_are_those_of_the_definition(name: str, general: bool, model_of: ModelOf) -> None:
     """Of rows whose drafts are accepted at random, so that rounds accept 0 .. K of them."""
-    model, max_len = model_of(name), 2 + list(LAYOUTS).index(name) % 4
-    drafter = drafter_of(model, max_len, slots=3, **(GENERAL if general else {}))
-    ran = run(model.target, mixed_requests(), wide_batch(3, max_len), drafter, options=synthetic(max_len))
+    model, draft_len = model_of(name), 2 + list(LAYOUTS).index(name) % 4
+    drafter = drafter_of(model, draft_len, slots=3, **(GENERAL if general else {}))
+    ran = run(model.target, mixed_requests(), wide_batch(3, draft_len), drafter, options=synthetic(draft_len))
     assert sum(one.stats.num_accepted for one in ran.done.values() if one.stats) > 20
     assert wrong_drafts(model, drafter.seen) == []
     assert num_drafted(drafter.seen) > 70
     assert len({token for _, drafts in drafter.seen for token in drafts}) > VOCAB // 3, "too few different drafts"
 
 
-@pytest.mark.parametrize("max_len", range(1, 9))
+@pytest.mark.parametrize("draft_len", range(1, 9))
 @pytest.mark.parametrize("name", ["dense", "next"])
-def test_chains_of_any_length_are_those_of_the_definition(name: str, max_len: int, model_of: ModelOf) -> None:
+def test_chains_of_any_length_are_those_of_the_definition(name: str, draft_len: int, model_of: ModelOf) -> None:
     """The tokens are the model's own."""
     model = model_of(name)
-    drafter = drafter_of(model, max_len, slots=3)
+    drafter = drafter_of(model, draft_len, slots=3)
     requests = mixed_requests()
-    ran = run(model.target, requests, wide_batch(3, max_len), drafter)
+    ran = run(model.target, requests, wide_batch(3, draft_len), drafter)
     assert wrong_drafts(model, drafter.seen) == []
-    assert max(len(drafts) for _, drafts in drafter.seen) == max_len
+    assert max(len(drafts) for _, drafts in drafter.seen) == draft_len
     assert ran.tokens == run(model.target, requests, wide_batch(3, 0), NoDrafter()).tokens
 
 
@@ -265,15 +265,16 @@ def drawn_batch(data: st.DataObject, slots: int, draft_len: int, longest: int) -
 
 def check_any_packing(model_of: ModelOf, data: st.DataObject) -> None:
     model = model_of(data.draw(st.sampled_from(list(LAYOUTS)), label="model"))
-    slots, max_len = data.draw(st.sampled_from([1, 2, 4]), label="slots"), data.draw(st.integers(1, 8), label="K")
+    slots, draft_len = data.draw(st.sampled_from([1, 2, 4]), label="slots"), data.draw(st.integers(1, 8), label="K")
     flags: dict[str, Any] = {name: data.draw(st.booleans(), label=name) for name in GENERAL}
-    drafter = drafter_of(model, max_len, slots=slots, **flags)
+    drafter = drafter_of(model, draft_len, slots=slots, **flags)
     requests = mixed_requests(data.draw(st.integers(2, 8), label="rows"), cap=data.draw(st.integers(8, 24), label="cap"))
     longest = max(len(one.prompt_ids) + one.max_new_tokens for one in requests)
     options = RoundOptions(
-        uniform_slots=data.draw(st.booleans(), label="uniform layout"), synthetic=(tuple(0.8 ** (j + 1) for j in range(max_len)),)
+        uniform_slots=data.draw(st.booleans(), label="uniform layout"),
+        synthetic=(tuple(0.8 ** (j + 1) for j in range(draft_len)),),
     )
-    batch = drawn_batch(data, slots, max_len, longest)
+    batch = drawn_batch(data, slots, draft_len, longest)
     with trusting():
         run(model.target, requests, batch, drafter, options=options, lengths=data.draw(LENGTHS, label="lengths"))
     assert wrong_drafts(model, drafter.seen) == []

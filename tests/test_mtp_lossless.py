@@ -61,8 +61,8 @@ class Pair:
     target: Target
     weights: Mtp
 
-    def drafter(self, max_len: int, slots: int, **options: Any) -> MtpDrafter:
-        return MtpDrafter(self.weights, self.target, max_len, slots=slots, **options)
+    def drafter(self, draft_len: int, slots: int, **options: Any) -> MtpDrafter:
+        return MtpDrafter(self.weights, self.target, draft_len, slots=slots, **options)
 
 
 def loaded(folder: Path, ranks: Collectives | None = None) -> Pair:
@@ -258,7 +258,7 @@ def test_in_bf16_with_sums_in_one_order_tokens_and_logprobs_have_the_bits_of_the
         target = Target.load(tmp_path, spec, dtype=torch.bfloat16, device=DEVICE)
         weights = drafter_spec(tmp_path, spec).load(dtype=torch.bfloat16, device=DEVICE)
         for slots, drafter in ((1, NoDrafter()), (3, MtpDrafter(weights, target, 3, slots=3))):
-            batch = wide_batch(slots, drafter.max_len, page_size=16, num_pages=60, prefill_tokens=CHUNK * (1 + 3 // slots))
+            batch = wide_batch(slots, drafter.draft_len, page_size=16, num_pages=60, prefill_tokens=CHUNK * (1 + 3 // slots))
             ran = run(target, requests, batch, drafter, logprobs=1, lengths=2)
             found.append((ran.tokens, {name: bits_of(one) for name, one in ran.done.items()}))
     assert found[0] == found[1]

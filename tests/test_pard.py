@@ -61,8 +61,8 @@ class Recorded(Recording, PardDrafter):
     pass
 
 
-def drafter_of(folder: Path, max_len: int, *, slots: int, parallel: bool = True) -> Recorded:
-    return Recorded(load(folder), tiny_target().spec, max_len, slots=slots, parallel=parallel)
+def drafter_of(folder: Path, draft_len: int, *, slots: int, parallel: bool = True) -> Recorded:
+    return Recorded(load(folder), tiny_target().spec, draft_len, slots=slots, parallel=parallel)
 
 
 @cache

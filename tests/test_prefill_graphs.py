@@ -457,7 +457,7 @@ def test_no_pass_is_padded_before_passes_were_timed_nor_without_being_asked_for(
 
 def shapes_of(drafter: Drafter | None = None, *, target: Target | None = None, **options: Any) -> PassShapes:
     own = drafter or NoDrafter()
-    engine = make_engine(target or tiny_target(), own, packed(32, draft_len=own.max_len), device=DEVICE, **options)
+    engine = make_engine(target or tiny_target(), own, packed(32, draft_len=own.draft_len), device=DEVICE, **options)
     return PassShapes(engine.executor.round, num_slots=24, max_tokens=4096)
 
 

@@ -48,7 +48,7 @@ def recorded(one: Scenario, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, 
     engine = make_engine(tiny_target(window=5), decode=decode, **one.parts())
     executor = engine.executor
     clock = random.Random(1)
-    if engine.drafter.max_len:
+    if engine.drafter.draft_len:
         monkeypatch.setattr(draft_lengths, "LEAST_ROWS", 1)
         engine.planner._lengths = any_times(engine, clock)
         monkeypatch.setattr(RoundClock, "add", lambda *_: RoundTime(clock.uniform(0.1, 20.0), 0))
@@ -68,7 +68,7 @@ def recorded(one: Scenario, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, 
 def any_times(engine: Engine, clock: random.Random) -> DraftLengths:
     """What chooses the widths of rounds by times that `clock` makes up, those that verify a part being quicker."""
     round_ = engine.executor.round
-    lengths = DraftLengths(engine.drafter.max_len, choices=round_.draft_lens, row_lengths=round_.chances is not None)
+    lengths = DraftLengths(engine.drafter.draft_len, choices=round_.draft_lens, row_lengths=round_.chances is not None)
     for num_rows in engine.batch.row_buckets:
         for width in lengths.widths(num_rows):
             for prepare_next in (False, True):

@@ -84,7 +84,7 @@ class StandInGraphs:
 
 def planner(
     batch: PackedBatch,
-    max_len: int,
+    draft_len: int,
     *,
     draft_lens: tuple[int, ...] = (0, 1),
     adaptive: bool = True,
@@ -103,7 +103,7 @@ def planner(
     row_lengths  rounds may verify a part of their drafts
     """
     layers, draft_layers = ([SimpleNamespace(pages=True, window=window) for window in own] for own in kv_windows)
-    drafter = SimpleNamespace(max_len=max_len, layer_states=lambda page_size: draft_layers)
+    drafter = SimpleNamespace(draft_len=draft_len, layer_states=lambda page_size: draft_layers)
     spec = SimpleNamespace(layer_states=lambda dtype, page_size: layers, experts=None)
     executor: Any = SimpleNamespace(
         _prefill_pass=lambda *_: None,
@@ -261,7 +261,7 @@ def test_ranks_prepare_no_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
-    ("adaptive", "max_len", "kinds"),
+    ("adaptive", "draft_len", "kinds"),
     [
         (True, 3, {(0, False), (0, True), (3, True)}),
         (False, 3, {(3, True)}),
@@ -269,12 +269,12 @@ def test_ranks_prepare_no_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_just_the_graphs_that_the_job_may_launch_are_prepared(
-    adaptive: bool, max_len: int, kinds: set[tuple[int, bool]], shared: bool, monkeypatch: pytest.MonkeyPatch
+    adaptive: bool, draft_len: int, kinds: set[tuple[int, bool]], shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tree is verified as a whole or not at all."""
     monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     base = dict.fromkeys(kinds, 1.0)
-    one: Any = planner(packed(4), max_len, draft_lens=(0, max_len), adaptive=adaptive, base=base)
+    one: Any = planner(packed(4), draft_len, draft_lens=(0, draft_len), adaptive=adaptive, base=base)
     one.prepare(MODE, shared=shared)
     wanted = [
         RoundShape(num_rows, k, MODE, common, prepare_next)

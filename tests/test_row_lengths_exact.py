@@ -144,7 +144,7 @@ RULES: dict[str, Rule] = {
 class Prophet(NoFeatures):
     """Drafts what the target will choose, or in three of ten places anything."""
 
-    name, fixed_len, max_len = "prophet", False, K
+    name, fixed_len, draft_len = "prophet", False, K
 
     def __init__(self, truth: Tensor | None) -> None:
         """truth: int [R, tokens] of each row; None: it only knows token 0."""

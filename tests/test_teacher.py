@@ -218,7 +218,7 @@ def test_the_replay_is_a_walk_with_the_drafts_of_the_definition() -> None:
             count = next((i for i, (a, b) in enumerate(zip(drafts, ids[newest + 1 :], strict=False)) if a != b), len(drafts))
             rounds, newest = rounds + 1, newest + count + 1
             kept[:count] += 1
-    found = acceptance(network, teacher, rows, max_len=3, batch_tokens=40, cast=nullcontext())
+    found = acceptance(network, teacher, rows, draft_len=3, batch_tokens=40, cast=nullcontext())
     assert found.rounds == rounds
     assert found.accepted == tuple(kept)
     assert kept[2] > 0

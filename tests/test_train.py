@@ -97,9 +97,9 @@ def test_a_trained_head_is_accepted_in_the_engine_where_a_random_one_is_not(made
 def test_the_replay_counts_the_rounds_that_the_engine_runs(made: Path, tmp_path: Path, words: list[str]) -> None:
     """A half-trained head, so that rounds keep 0 .. K drafts."""
     assert train(made, tmp_path / "head", "train.steps=45", "train.lr=1e-2", "train.held_out=0", *words) == 0
-    max_len = 4
+    draft_len = 4
     frame = job(
-        made / "model", tmp_path / "o", words[0], f"draft.path={tmp_path / 'head'}", f"draft.num_speculative_tokens={max_len}"
+        made / "model", tmp_path / "o", words[0], f"draft.path={tmp_path / 'head'}", f"draft.num_speculative_tokens={draft_len}"
     )
     counts = frame["spec_decode"].struct.unnest()
     spec = load_spec(made / "model")
@@ -109,7 +109,7 @@ def test_the_replay_counts_the_rounds_that_the_engine_runs(made: Path, tmp_path:
     network, _ = published_network(tmp_path / "head", target, aux_layers="auto", mask_id=None, seed=0)
     rows = read_rows(open_source(InputConfig(path=str(made / "out"))), vocab_size=spec.vocab_size, max_len=64)
     teacher = Teacher(target, head.spec.aux_layer_ids, torch.arange(spec.vocab_size), torch.float32)
-    found = acceptance(network, teacher, rows, max_len=max_len, batch_tokens=100, cast=nullcontext())
+    found = acceptance(network, teacher, rows, draft_len=draft_len, batch_tokens=100, cast=nullcontext())
     assert found.rounds == counts["num_spec_steps"].sum()
     assert found.tokens == sum(len(ids) - 1 for ids in frame["token_ids"])
     assert 0.1 < found.by_position[0] < 0.95

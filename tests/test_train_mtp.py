@@ -122,7 +122,7 @@ def replayed(folder: Path, *, draft_len: int) -> Acceptance:
         read_weights(network, spec.mtp, weights)
     rows = read_rows(open_source(InputConfig(path=str(folder / "out"))), vocab_size=spec.vocab_size, max_len=64)
     teacher = Teacher(target, (), None, torch.float32)
-    return acceptance(network, teacher, rows, max_len=draft_len, batch_tokens=100, cast=nullcontext())
+    return acceptance(network, teacher, rows, draft_len=draft_len, batch_tokens=100, cast=nullcontext())
 
 
 def test_the_loss_falls_and_acceptance_on_held_out_rows_is_measured(made: Path, tmp_path: Path) -> None:

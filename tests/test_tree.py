@@ -406,7 +406,7 @@ def test_one_branch_is_a_chain_and_more_are_a_tree_of_the_nodes_asked_for(tmp_pa
         drafter = spec.build(head, TARGET(), slots=2)
         assert type(drafter) is (ChainDrafter if tree.topk == 1 else TreeDrafter)
         assert drafter.shape == spec.shape
-        shapes.append((drafter.max_len, spec.shape.num_verified, spec.shape))
+        shapes.append((drafter.draft_len, spec.shape.num_verified, spec.shape))
     assert shapes[0] == (4, 4, ChainShape(4))
     assert shapes[1] == (4, 30, TreeShape(topk=3, depth=4, nodes=30))
     assert shapes[2] == (6, 60, TreeShape(topk=10, depth=6, nodes=60))

@@ -76,7 +76,7 @@ def drafts_of(folder: Path, tokens: list[int], count: int, window: int, sink: in
 def run(target: Target, drafter: WindowDrafter, **shape: Any) -> list[Completion]:
     rng = np.random.default_rng(0)
     asked = [request(i, rng.integers(3, 97, 3 + 7 * i).tolist(), cap=9) for i in range(4)]
-    engine = make_engine(target, drafter, packed(2, page_size=4, draft_len=drafter.max_len, **shape), device=CPU)
+    engine = make_engine(target, drafter, packed(2, page_size=4, draft_len=drafter.draft_len, **shape), device=CPU)
     return list(engine.run(iter(asked)))
 
 

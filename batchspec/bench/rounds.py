@@ -75,7 +75,7 @@ def time_rounds(
 def _time(bench: Bench, variant: VariantSpec, record: Record) -> dict[str, Any]:
     args = bench.args
     engine = bench.engine(variant, buckets=(args.batch,)).engine
-    draft_len, rows = engine.drafter.max_len if variant.draft_len else 0, engine.executor.rows
+    draft_len, rows = engine.drafter.draft_len if variant.draft_len else 0, engine.executor.rows
     shape = RoundShape(args.batch, draft_len, SamplingMode(constrained=variant.schemas > 0), prepare_next=draft_len > 0)
     if args.adapters:
         rows.adapter.copy_(1 + torch.arange(len(rows.adapter), device=rows.adapter.device) % args.adapters)

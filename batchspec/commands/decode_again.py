@@ -151,7 +151,7 @@ def load_plain(job: Job) -> LoadedEngine[Engine]:
     """The engine of a job without a drafter."""
     with within_memory("the model was loaded", ADVICE), ProgressBar(0) as progress:
         loaded = LoadedEngine.load(job, survey_first(job), progress)
-    assert loaded.engine.drafter.max_len == 0
+    assert loaded.engine.drafter.draft_len == 0
     return loaded
 
 

@@ -49,8 +49,8 @@ class AssistantDrafter(DrafterBase):
     fixed_len = True
     prior_chances = PROBABILITIES
 
-    def __init__(self, assistant: Assistant, target: Target, max_len: int, *, slots: int, argmax: bool = True) -> None:
-        self.max_len = max_len
+    def __init__(self, assistant: Assistant, target: Target, draft_len: int, *, slots: int, argmax: bool = True) -> None:
+        self.draft_len = draft_len
         self.aux_layer_ids: tuple[int, ...] = (target.spec.num_layers,)
         self._target, self._net = target, BoundAssistant(assistant, target, argmax=argmax)
         self._attentions = [layer.attention for layer in assistant.spec.layers]

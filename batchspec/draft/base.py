@@ -29,7 +29,7 @@ class DrafterUpdate:
 
 
 class Drafter(Protocol):
-    """Proposes up to `max_len` tokens a row and round; the round verifies whatever it proposes, so any proposal is lossless.
+    """Proposes up to `draft_len` tokens a row and round; the round verifies whatever it proposes, so any proposal is lossless.
 
     A round calls `propose` first and `catch_up` last, inside the captured graph on a GPU: both work on device tensors, write to
     the buffers they are given and never read back to the host. `prefill` runs after every prefill pass, when the tokens that the
@@ -37,17 +37,17 @@ class Drafter(Protocol):
     """
 
     name: str
-    max_len: int
-    """K; for a tree its depth."""
+    draft_len: int
+    """K: the longest path that it drafts; for a tree its depth."""
     fixed_len: bool
-    """Whether every live row always gets max_len proposals, so that a round may use the uniform layout."""
+    """Whether every live row always gets draft_len proposals, so that a round may use the uniform layout."""
     aux_layer_ids: tuple[int, ...]
     """Boundaries 0..L of the target whose residual stream it reads (0 is the embedding, i is what enters layer i)."""
     mode: SamplingMode | None
     """How the rows of the current pass or round are sampled, set before its calls, if drafts are to use the noise of the
     target's draws; None: drafts are argmaxes."""
     confidence: Tensor | None
-    """int32 [slots, max_len] where `propose` writes how sure it is of each draft of a chain, as an index of `prior_chances`.
+    """int32 [slots, draft_len] where `propose` writes how sure it is of each draft of a chain, as an index of `prior_chances`.
     How often drafts of each index are accepted is measured, by position in the round. None: the confidence is not used."""
     prior_chances: tuple[float, ...]
     """Chance that a draft of each confidence is accepted, as long as nothing was measured. Their number is a power of two."""
@@ -75,9 +75,9 @@ class Drafter(Protocol):
         """
 
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> Tensor | None:
-        """Write proposals for the first R slots, which are `rows`; a round may ask for fewer than max_len.
+        """Write proposals for the first R slots, which are `rows`; a round may ask for fewer than `self.draft_len`.
 
-        draft_ids  out int32 [R, K], 1 <= K <= max_len; of a tree [R, N], nodes 1..N of each row, a parent before its children
+        draft_ids  out int32 [R, K], 1 <= K <= self.draft_len; of a tree [R, N], nodes 1..N of a row, parents first
         draft_len  out int32 [R] number of proposed tokens of a chain, 0..K; for a tree the longest path
         Returns the parents of a tree, int32 [R, N+1]: the node above each, -1 for the root, node 0; None for a chain.
 
@@ -124,11 +124,11 @@ class DrafterBase:
     mode: SamplingMode | None = None
     confidence: Tensor | None = None
     prior_chances: tuple[float, ...] = (0.7,) * CONFIDENCE_BINS
-    max_len: int
+    draft_len: int
 
     @property
     def shape(self) -> ChainShape | TreeShape:
-        return ChainShape(self.max_len)
+        return ChainShape(self.draft_len)
 
     @property
     def prefill_by_bounds(self) -> bool:

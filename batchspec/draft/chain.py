@@ -46,12 +46,12 @@ class ChainDrafter(HeadReader):
     name = "eagle3"
 
     def __init__(
-        self, head: DraftWeights, target: Target, max_len: int, *, slots: int, uniform_slots: bool = True,
+        self, head: DraftWeights, target: Target, draft_len: int, *, slots: int, uniform_slots: bool = True,
         **reading: Unpack[Reading],
     ) -> None:
         """uniform_slots=False: each draft step computes its own slot mapping, by the ragged path (ablation)."""
-        super().__init__(head, target, max_len, **reading)
-        device, steps = target.device, max(0, max_len - 1)
+        super().__init__(head, target, draft_len, **reading)
+        device, steps = target.device, max(0, draft_len - 1)
         self._uniform = uniform_slots
         zeros = partial(zeros_on, device)
         self._cu_seqlens_q = torch.arange(slots + 1, dtype=torch.int32, device=device)

@@ -95,12 +95,12 @@ class Eagle3DrafterSpec(DrafterSpec[Head]):
         return build_chain(self.config, weights, target, shape.draft_len, slots=slots)
 
 
-def build_chain(config: RunConfig, head: Head, target: Target, max_len: int, *, slots: int) -> ChainDrafter | ParallelDrafter:
-    """A drafter of up to `max_len` tokens: all at once if head and config allow it, else one after another."""
+def build_chain(config: RunConfig, head: Head, target: Target, draft_len: int, *, slots: int) -> ChainDrafter | ParallelDrafter:
+    """A drafter of up to `draft_len` tokens: all at once if head and config allow it, else one after another."""
     argmax, uniform_slots = config.ablation.argmax, config.ablation.uniform_slots
     if chain_kind(config, head.spec) is ParallelDrafter:
-        return ParallelDrafter(head, target, max_len, slots=slots, argmax=argmax, **reading(config))
-    return ChainDrafter(head, target, max_len, slots=slots, argmax=argmax, uniform_slots=uniform_slots, **reading(config))
+        return ParallelDrafter(head, target, draft_len, slots=slots, argmax=argmax, **reading(config))
+    return ChainDrafter(head, target, draft_len, slots=slots, argmax=argmax, uniform_slots=uniform_slots, **reading(config))
 
 
 def chain_kind(config: RunConfig, head: HeadSpec) -> type[ChainDrafter] | type[ParallelDrafter]:

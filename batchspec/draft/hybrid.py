@@ -47,14 +47,14 @@ class HybridDrafter:
     fixed_len = False
 
     def __init__(self, head: ChainDrafter | ParallelDrafter, lookup: LookupDrafter, *, slots: int, device: torch.device) -> None:
-        """max_len is the larger of the two; a round with fewer drafts asks both for as many."""
+        """draft_len is the larger of the two; a round with fewer drafts asks both for as many."""
         self.head, self.lookup = head, lookup
         self.prior_chances = (*head.prior_chances, *lookup.prior_chances)
         self._confidence: Tensor | None = None
-        self.max_len = width = max(head.max_len, lookup.max_len)
+        self.draft_len = width = max(head.draft_len, lookup.draft_len)
         self.aux_layer_ids = head.aux_layer_ids
         zeros = partial(zeros_on, device)
-        self._head_ids, self._lookup_ids = zeros(slots, head.max_len), zeros(slots, width)
+        self._head_ids, self._lookup_ids = zeros(slots, head.draft_len), zeros(slots, width)
         self._head_len, self._lookup_len, self._match_len, self._picked = (zeros(slots) for _ in range(4))
         self._head_prior, self._lookup_prior = (torch.tensor(prior, device=device) for prior in (HEAD_PRIOR, LOOKUP_PRIOR))
         kinds = 2 * lookup.max_ngram + 1
@@ -64,7 +64,7 @@ class HybridDrafter:
 
     @property
     def shape(self) -> ChainShape:
-        return ChainShape(self.max_len)
+        return ChainShape(self.draft_len)
 
     @property
     def prefill_by_bounds(self) -> bool:
@@ -86,7 +86,7 @@ class HybridDrafter:
     def confidence(self, confidence: Tensor | None) -> None:
         """The head writes its own to a buffer, and `propose` that of the chosen drafts."""
         self._confidence = confidence
-        self.head.confidence = None if confidence is None else torch.zeros_like(confidence[:, : self.head.max_len])
+        self.head.confidence = None if confidence is None else torch.zeros_like(confidence[:, : self.head.draft_len])
 
     def layer_states(self, page_size: int) -> tuple[LayerState, ...]:
         return self.head.layer_states(page_size)

@@ -37,9 +37,9 @@ class LookupDrafter(NoFeatures):
     name = "lookup"
     fixed_len = False
 
-    def __init__(self, max_len: int, *, min_ngram: int, max_ngram: int, corpus: Corpus | None = None) -> None:
+    def __init__(self, draft_len: int, *, min_ngram: int, max_ngram: int, corpus: Corpus | None = None) -> None:
         """corpus: an index of n-grams of min_ngram to max_ngram tokens; None: only the row's own tokens are searched"""
-        self.max_len = max_len
+        self.draft_len = draft_len
         self.min_ngram = min_ngram
         self.max_ngram = max_ngram
         self.corpus = corpus

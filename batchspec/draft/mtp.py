@@ -40,8 +40,8 @@ class MtpDrafter(ChainDrafter):
     name = "mtp"
     head: MtpHead
 
-    def __init__(self, mtp: Mtp, target: Target, max_len: int, *, slots: int, **options: Any) -> None:
-        super().__init__(mtp, target, max_len, slots=slots, **options)
+    def __init__(self, mtp: Mtp, target: Target, draft_len: int, *, slots: int, **options: Any) -> None:
+        super().__init__(mtp, target, draft_len, slots=slots, **options)
         self._vocabulary = mtp.vocabulary
 
     def learn(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:

@@ -16,7 +16,7 @@ class NoDrafter(NoFeatures):
     """A round verifies the newest token alone."""
 
     name = "none"
-    max_len = 0
+    draft_len = 0
     fixed_len = True
 
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:

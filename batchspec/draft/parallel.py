@@ -42,10 +42,10 @@ class ParallelDrafter(HeadReader):
 
     name = "parallel"
 
-    def __init__(self, head: Head, target: Target, max_len: int, *, slots: int, **reading: Unpack[Reading]) -> None:
+    def __init__(self, head: Head, target: Target, draft_len: int, *, slots: int, **reading: Unpack[Reading]) -> None:
         """head: one with a mask token; raises ValueError otherwise."""
-        super().__init__(head, target, max_len, **reading)
-        spec, device, places = head.spec, target.device, slots * max_len
+        super().__init__(head, target, draft_len, **reading)
+        spec, device, places = head.spec, target.device, slots * draft_len
         if spec.mask_token_id is None:
             raise ValueError("ParallelDrafter: the head has no mask token; give one that was trained for parallel drafting")
         self._mask_id, self._mask_hidden = spec.mask_token_id, self._feature_of(head)
@@ -53,7 +53,7 @@ class ParallelDrafter(HeadReader):
         self._fed = zeros(places, spec.hidden_size, dtype=target.dtype)
         self._ids, self._kv_len = zeros(places), zeros(slots)
         self._positions, self._slots = zeros(places, dtype=torch.int64), zeros(places, dtype=torch.int64)
-        self._layout = UniformLayout(slots, range(1, max_len + 1), device)
+        self._layout = UniformLayout(slots, range(1, draft_len + 1), device)
 
     @torch.inference_mode()
     def _feature_of(self, head: Head) -> Tensor:

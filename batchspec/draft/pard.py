@@ -92,19 +92,19 @@ class PardDrafter(DrafterBase):
     prior_chances = PROBABILITIES
     aux_layer_ids: tuple[int, ...] = ()
 
-    def __init__(self, drafter: PardModel, target: ModelSpec, max_len: int, *, slots: int, parallel: bool) -> None:
+    def __init__(self, drafter: PardModel, target: ModelSpec, draft_len: int, *, slots: int, parallel: bool) -> None:
         """parallel: draft all tokens at once, which raises ValueError for a model without a mask token; False: draft a chain"""
         mask_id, model = drafter.spec.mask_token_id, drafter.model
         if parallel and mask_id is None:
             raise ValueError("PardDrafter: the model has no mask token; give one that was trained for it, or parallel=False")
         device = model.device
-        self.max_len = max_len
+        self.draft_len = draft_len
         self._model, self._vocab = model, min(model.spec.vocab_size, target.vocab_size)
-        self._chain = None if parallel else WindowDrafter(model, max_len, slots=slots, window=None, vocab=self._vocab)
-        widths = range(1, max_len + 1) if parallel else ()
+        self._chain = None if parallel else WindowDrafter(model, draft_len, slots=slots, window=None, vocab=self._vocab)
+        widths = range(1, draft_len + 1) if parallel else ()
         self._layout = UniformLayout(slots, widths, device)
         self._ids = [torch.full((slots, k), mask_id or 0, dtype=torch.int32, device=device) for k in widths]
-        self._positions, self._slots = torch.zeros(2, slots * max_len, dtype=torch.int64, device=device)
+        self._positions, self._slots = torch.zeros(2, slots * draft_len, dtype=torch.int64, device=device)
         self._kv_len, self._room = torch.zeros(2, slots, dtype=torch.int32, device=device)
 
     @property

@@ -44,12 +44,12 @@ class HeadReader(DrafterBase):
     prior_chances = PROBABILITIES
 
     def __init__(
-        self, head: DraftWeights, target: Target, max_len: int, *, window: int | None = None, sink: int = 0, fp8_kv: bool = False,
-        dead_positions: bool = True, argmax: bool = True,
+        self, head: DraftWeights, target: Target, draft_len: int, *, window: int | None = None, sink: int = 0,
+        fp8_kv: bool = False, dead_positions: bool = True, argmax: bool = True,
     ) -> None:
         """See `Reading`."""
         spec = head.spec
-        self.max_len = max_len
+        self.draft_len = draft_len
         self.aux_layer_ids = spec.aux_layer_ids
         self.head = head.bind(target, argmax=argmax)
         self._spec, self._dtype = spec, target.dtype

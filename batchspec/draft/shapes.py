@@ -118,10 +118,10 @@ class TreeShape:
         return f"trees of {self.nodes} nodes, {self.depth} levels"
 
 
-def candidates(max_len: int) -> tuple[int, ...]:
-    """Draft lengths of chains that are worth a graph: 0 to 4, then each half as large again as the one before, and max_len."""
+def candidates(draft_len: int) -> tuple[int, ...]:
+    """Draft lengths of chains that are worth a graph: 0 to 4, then each half as large again as the one before, and draft_len."""
     steps = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-    return (*(k for k in steps if k < max_len), max_len)
+    return (*(k for k in steps if k < draft_len), draft_len)
 
 
 def num_grown(topk: int, depth: int) -> int:

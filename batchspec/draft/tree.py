@@ -40,7 +40,7 @@ from batchspec.model.target import Target
 class TreeDrafter(ChainDrafter):
     """Keeps for each slot the head's output at its last verified position, from which the root's children are drafted.
 
-    max_len is the depth. Nothing is read back to the host and no shape depends on data: a round with it can be captured.
+    draft_len is the depth. Nothing is read back to the host and no shape depends on data: a round with it can be captured.
     """
 
     name = "tree"
@@ -88,7 +88,7 @@ class TreeDrafter(ChainDrafter):
     @torch.inference_mode()
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> Tensor:
         """Nodes 1..N of each row's tree; siblings are adjacent, the most likely first. draft_len is the depth."""
-        num_rows, branches, depth = draft_ids.shape[0], self._shape.topk, self.max_len
+        num_rows, branches, depth = draft_ids.shape[0], self._shape.topk, self.draft_len
         torch.mul(rows.live, depth, out=draft_len)
         root, levels = self._root, self._levels(rows, cache)
         frontier = Frontier(
@@ -121,7 +121,7 @@ class TreeDrafter(ChainDrafter):
 
     def _levels(self, rows: DeviceBatch, cache: KVCache) -> list[FlatBatch]:
         """The batch of each level that goes through the head, topk nodes a row; tokens and masks are filled in later."""
-        num_rows, branches, steps = rows.live.shape[0], self._shape.topk, self.max_len - 1
+        num_rows, branches, steps = rows.live.shape[0], self._shape.topk, self.draft_len - 1
         if not steps:
             return []
         count = num_rows * self._shape.num_drafted

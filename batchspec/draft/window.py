@@ -33,7 +33,7 @@ class WindowDrafter(NoFeatures):
     prior_chances = PROBABILITIES
 
     def __init__(
-        self, target: Target, max_len: int, *, slots: int, window: int | None, sink: int = 0, vocab: int | None = None
+        self, target: Target, draft_len: int, *, slots: int, window: int | None, sink: int = 0, vocab: int | None = None
     ) -> None:
         """
         window  number of newest keys that a draft reads, its own included; None: all
@@ -41,11 +41,11 @@ class WindowDrafter(NoFeatures):
         vocab   number of token ids to draft from, the lowest; None: all
         """
         device = target.device
-        self.max_len = max_len
+        self.draft_len = draft_len
         self._target, self._window, self._sink, self._vocab = target, window, sink, vocab
-        self._ids = torch.zeros(slots, max_len + 1, dtype=torch.int32, device=device)
+        self._ids = torch.zeros(slots, draft_len + 1, dtype=torch.int32, device=device)
         self._lens, self._kv_len = torch.zeros(2, slots, dtype=torch.int32, device=device)
-        self._positions, self._slots = torch.zeros(2, max_len * slots, dtype=torch.int64, device=device)
+        self._positions, self._slots = torch.zeros(2, draft_len * slots, dtype=torch.int64, device=device)
         self._layout = UniformLayout(slots, (1,), device)
 
     @torch.inference_mode()

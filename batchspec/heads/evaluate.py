@@ -49,24 +49,24 @@ def acceptance(
     teacher: Teacher,
     rows: Sequence[Row],
     *,
-    max_len: int,
+    draft_len: int,
     batch_tokens: int,
     cast: AbstractContextManager[object],
 ) -> Acceptance:
-    """Replay `rows` with K = max_len and greedy drafts. For rows sampled at T > 0 this underestimates a job's acceptance: there,
-    drafts are drawn with the noise of the target's draw and are accepted more often."""
+    """Replay `rows` with K = draft_len and greedy drafts. For rows sampled at T > 0 this underestimates a job's acceptance:
+    there, drafts are drawn with the noise of the target's draw and are accepted more often."""
     kept, counted = array("i"), array("i")
     for batch in _batches(rows, batch_tokens):
         data = teacher.training_batch(batch, probs=False)
         with cast:
-            steps = network(data.embedded, data.features, max_len)
+            steps = network(data.embedded, data.features, draft_len)
             likeliest = torch.stack([_likeliest(hidden, network.output_matrix) for hidden in steps], -1)
         drafts = teacher.draft_vocab_ids[likeliest].cpu().numpy()
         for row, ids in zip(batch, drafts, strict=True):
-            for one, count in _replay(row, ids, max_len):
+            for one, count in _replay(row, ids, draft_len):
                 kept.append(one)
                 counted.append(count)
-    depth = np.arange(max_len)
+    depth = np.arange(draft_len)
     accepted, drafted = ((np.array(found)[:, None] > depth).sum(0).tolist() for found in (kept, counted))
     return Acceptance(rounds=len(kept), tokens=sum(kept) + len(kept), accepted=tuple(accepted), drafted=tuple(drafted))
 
@@ -78,17 +78,17 @@ def _likeliest(hidden: Tensor, output_matrix: Tensor) -> Tensor:
     return torch.cat([(part @ head).argmax(-1) for part in parts]).view(hidden.shape[:2])
 
 
-def _replay(row: Row, drafts: Numbers, max_len: int) -> Iterator[tuple[int, int]]:
+def _replay(row: Row, drafts: Numbers, draft_len: int) -> Iterator[tuple[int, int]]:
     """(drafts accepted, drafts made) of each round. As in the engine, the last token of a row is never drafted.
 
     drafts  int64 [L, K] at position t the draft of tokens t+2 .. t+1+K
     """
     newest, last = row.prompt_len, len(row.ids) - 1
-    following = np.lib.stride_tricks.sliding_window_view(np.pad(row.ids, (0, max_len), constant_values=-1), max_len)[2:]
+    following = np.lib.stride_tricks.sliding_window_view(np.pad(row.ids, (0, draft_len), constant_values=-1), draft_len)[2:]
     right = drafts[: len(following)] == following
-    run = np.where(right.all(1), max_len, right.argmin(1)).tolist()
+    run = np.where(right.all(1), draft_len, right.argmin(1)).tolist()
     while newest < last:
-        count = min(max_len, last - newest - 1)
+        count = min(draft_len, last - newest - 1)
         kept = min(run[newest - 1], count)
         yield kept, count
         newest += kept + 1

@@ -104,7 +104,7 @@ class Course:
         if not self.held_out:
             return None
         found = acceptance(
-            self.network, self.teacher, self.held_out, max_len=self.draft_len, batch_tokens=self.config.batch_tokens,
+            self.network, self.teacher, self.held_out, draft_len=self.draft_len, batch_tokens=self.config.batch_tokens,
             cast=self._cast(),
         )
         positions = [round(x, 4) for x in found.by_position]

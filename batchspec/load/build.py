@@ -100,7 +100,7 @@ def load_engine(
     )
     if config.decode.score == "none":  # else nothing is decoded, and there are no rounds
         chosen = f" (draft=auto: {job.why_drafter})" if job.why_drafter else ""
-        progress.phase(f"draft={drafter.name}{chosen}: {round_of(drafter.max_len)}")
+        progress.phase(f"draft={drafter.name}{chosen}: {round_of(drafter.draft_len)}")
     if lead is not None:
         lead.send(Build(batch, vocabulary_of(job)))
     engine = build_engine(

@@ -88,10 +88,10 @@ class EngineRun:
         are preempted, or have ended and wait for their completion. A dict, because it keeps their order."""
         self._ended: list[Ended] = []
         """Those that have ended."""
-        self.slots = SlotTable(batch.num_slots, batch.max_len, drafter.max_len, num_groups=groups.num_groups)
+        self.slots = SlotTable(batch.num_slots, batch.max_len, drafter.draft_len, num_groups=groups.num_groups)
         self.features = RunFeatures(features.begin(self.slots, self.pools))
         self._waiting = WaitingRequests(
-            requests, partial(_arrive, self.features, drafter.max_len, self.taken, self._ended), self.features.ready,
+            requests, partial(_arrive, self.features, drafter.draft_len, self.taken, self._ended), self.features.ready,
             most_prefetched=batch.num_slots // 2,
         )
         self._allocator = allocator_kind(

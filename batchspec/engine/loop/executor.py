@@ -64,7 +64,7 @@ class Executor:
         features        asked for what they need on the device; None: there are none
         prefill_graphs  run short prefill passes as CUDA graphs if that pays
         """
-        assert batch.decodes or drafter.max_len == 0, "nothing is decoded that could be drafted"
+        assert batch.decodes or drafter.draft_len == 0, "nothing is decoded that could be drafted"
         features = features or Features()
         spec = target.spec
         self.target, self.drafter, self.batch = target, drafter, batch

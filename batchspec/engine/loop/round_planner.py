@@ -54,7 +54,7 @@ class RoundPlanner:
         expert_correlation  share of tokens that choose experts independently, used until rounds have been counted
         """
         self._executor, self._batch = executor, batch
-        self._max_len = executor.drafter.max_len
+        self._draft_len = executor.drafter.draft_len
         page_size, target = executor.batch.page_size, executor.target
         states = (*target.spec.layer_states(target.dtype, page_size), *executor.drafter.layer_states(page_size))
         self._windows = Counter(windows_read(states))
@@ -68,7 +68,7 @@ class RoundPlanner:
         self._partial: PartialRounds | None = None
         if adaptive and executor.graphs.captures and executor.round.draft_lens:
             self._lengths = DraftLengths(
-                self._max_len, executor.round.draft_lens, self.experts, executor.round.nodes,
+                self._draft_len, executor.round.draft_lens, self.experts, executor.round.nodes,
                 row_lengths=executor.round.chances is not None,
             )
         self._timer = RoundTimer(executor, self._lengths, self.experts)
@@ -104,7 +104,7 @@ class RoundPlanner:
         most_pages = (batch.longest_prompt or batch.max_len) // batch.page_size
         shared = shared and self._executor.sharing.may_pay(batch.num_slots, most_pages)
         variants = [*shapes, *(replace(shape, shared=True) for shape in shapes if shared)]
-        plain, partial = RoundShape(batch.num_slots, self._max_len, mode, max_kv=self.usual_kv), self._partial
+        plain, partial = RoundShape(batch.num_slots, self._draft_len, mode, max_kv=self.usual_kv), self._partial
         started = time.perf_counter()
         ahead = self._executor.compile_ahead(mode, [*variants, *(partial.shapes(plain, batch.row_buckets) if partial else ())])
         began = time.perf_counter()
@@ -183,7 +183,7 @@ class RoundPlanner:
 
         num_tokens, owners  int64 [slots] of the `SlotTable`
         """
-        width, prepare_next, context_tokens = RoundWidth(self._max_len), True, 0
+        width, prepare_next, context_tokens = RoundWidth(self._draft_len), True, 0
         live_rows = int((owners[:num_rows] >= 0).sum())
         if self._lengths is not None:
             context_tokens = self._context_tokens(num_tokens[owners >= 0])

@@ -116,7 +116,7 @@ class PrefillGraphs:
             return 0
         drafter = self._round.drafter
         uses = expected_uses(
-            expected, self._shapes, mode, cost, num_slots=self._rows.live.shape[0], draft_len=drafter.max_len, round_s=round_s,
+            expected, self._shapes, mode, cost, num_slots=self._rows.live.shape[0], draft_len=drafter.draft_len, round_s=round_s,
             page_size=self._round.cache.page_size,
         )
         most = min(int(PREPARED_SHARE * PREFILL_GRAPHS) - len(self._graphs), int(PREPARE_S / (2 * cost.least)))

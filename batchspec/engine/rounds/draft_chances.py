@@ -38,14 +38,14 @@ class DraftChances:
 
     def __init__(self, drafter: Drafter, slots: int, device: torch.device) -> None:
         """The drafter writes its confidence here from now on."""
-        shape = (drafter.max_len, len(drafter.prior_chances))
+        shape = (drafter.draft_len, len(drafter.prior_chances))
         self._prior = torch.tensor(drafter.prior_chances, dtype=torch.float32, device=device)
         self.tried, self.accepted = torch.empty(2, *shape, dtype=torch.float32, device=device)
         """fp32 [P, B] drafts verified after accepted ones, and those of them that were accepted; old ones count less."""
         self._costs = torch.empty(shape, dtype=torch.int32, device=device)
         self.forget()
         self._totals = torch.zeros(3, *shape, dtype=torch.float64, device=device)
-        self.confidence = torch.zeros(slots, drafter.max_len, dtype=torch.int32, device=device)
+        self.confidence = torch.zeros(slots, drafter.draft_len, dtype=torch.int32, device=device)
         """int32 [slots, P] confidence in each draft of the present round."""
         drafter.confidence = self.confidence
 

@@ -74,30 +74,30 @@ class DraftLengths:
     """Measured times and acceptance of rounds by their width, and the choice that follows from them."""
 
     def __init__(
-        self, max_len: int, choices: tuple[int, ...] | None = None, experts: ExpertReads | None = None,
+        self, draft_len: int, choices: tuple[int, ...] | None = None, experts: ExpertReads | None = None,
         num_nodes: int | None = None, *, row_lengths: bool = False,
     ) -> None:
         """
-        choices    draft lengths that may be chosen, ascending from 0 to max_len, instead of `candidates`
+        choices    draft lengths that may be chosen, ascending from 0 to draft_len, instead of `candidates`
         num_nodes  of a tree: nodes that a round with drafts verifies besides a row's newest token; None: a chain's draft tokens
         row_lengths  rounds may verify a part of their drafts, and report the survival of all
         """
-        self.max_len, self.choices = max_len, choices or candidates(max_len)
+        self.draft_len, self.choices = draft_len, choices or candidates(draft_len)
         self.times = RoundTimes(experts, num_nodes)
-        self._survival = Survival(max_len) if row_lengths else None
+        self._survival = Survival(draft_len) if row_lengths else None
         self._whole = [RoundWidth(draft_len) for draft_len in self.choices]
         self.partial = partial_widths(self.choices) if row_lengths else []
         """Widths of rounds that verify a part of their drafts, by ascending means."""
         self._rounds, self._lost_rounds = 0, 0.0
-        self._current = RoundWidth(max_len)
+        self._current = RoundWidth(draft_len)
         self._next: RoundWidth | None = None
         self.forget()
 
     def forget(self) -> None:
         """Discard the measured acceptance; times stay."""
         self._num_probed = Counter[tuple[int, int]]()
-        self._tried = [PRIOR_ROWS] * self.max_len
-        self._kept = [PRIOR_RATE * PRIOR_ROWS] * self.max_len
+        self._tried = [PRIOR_ROWS] * self.draft_len
+        self._kept = [PRIOR_RATE * PRIOR_ROWS] * self.draft_len
         if self._survival is not None:
             self._survival.forget()
 

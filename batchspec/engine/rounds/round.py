@@ -44,9 +44,9 @@ class Round:
         fewer positions."""
         self.chances: DraftChances | None = None
         """Set if rows may verify different numbers of drafts."""
-        if options.row_lengths and drafter.max_len and isinstance(drafter.shape, ChainShape):
+        if options.row_lengths and drafter.draft_len and isinstance(drafter.shape, ChainShape):
             self.chances = DraftChances(drafter, batch.num_slots, device)
-        self.max_emitted = drafter.max_len + 1
+        self.max_emitted = drafter.draft_len + 1
         """Maximum number of tokens that a round emits for a row: K + 1."""
         self.kv_per_round = drafter.shape.kv_per_round
         """Number of K/V positions that a round writes, from a row's newest token on."""
@@ -57,11 +57,11 @@ class Round:
         self.nodes: int | None = None
         """Number of nodes that a round with drafts verifies, for trees; None for chains."""
         self._accepted_len = torch.zeros(batch.num_slots, dtype=torch.int32, device=device)
-        self.inputs = VerifyInputs(batch.num_slots, drafter.max_len, cache.page_size, device)
+        self.inputs = VerifyInputs(batch.num_slots, drafter.draft_len, cache.page_size, device)
         self.simulated = None
         """Set if acceptance is made up."""
         if options.synthetic is not None:
-            self.simulated = SimulatedAcceptance(options.synthetic, drafter.max_len, device)
+            self.simulated = SimulatedAcceptance(options.synthetic, drafter.draft_len, device)
 
     def run(
         self,

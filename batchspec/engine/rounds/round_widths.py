@@ -11,7 +11,7 @@ MEAN_LENS = (0.5, 1.0, 1.5, 2.0, 4.0, 8.0)
 number, costs of drafts and of positions), where a part pays, the best of these widths was 0.3 % slower than the best of all K and
 means of 1/2 to 12."""
 OVERDRAFT = 3
-"""Rows draft so many times as many tokens as are verified on average, or max_len, so that some can have more than others."""
+"""Rows draft so many times as many tokens as are verified on average, or draft_len, so that some can have more than others."""
 
 
 def partial_widths(draft_lens: Sequence[int]) -> list[RoundWidth]:

@@ -26,16 +26,16 @@ ROW_STEP, TOKEN_STEP, PLACE_STEP = 31765, 40503, 25717
 class SimulatedAcceptance:
     """Rates of every kind of row, for every draft length."""
 
-    def __init__(self, kinds: Sequence[Sequence[float]], max_len: int, device: torch.device) -> None:
+    def __init__(self, kinds: Sequence[Sequence[float]], draft_len: int, device: torch.device) -> None:
         """kinds: of each kind the unconditional rates by position; missing ones are 0"""
         self._rates = [
-            torch.tensor([conditional_rates(rates, draft_len) for rates in kinds], dtype=torch.float32, device=device)
-            for draft_len in range(max_len + 1)
+            torch.tensor([conditional_rates(rates, length) for rates in kinds], dtype=torch.float32, device=device)
+            for length in range(draft_len + 1)
         ]
-        self._logits = self._rates[max_len].logit(eps=1e-3)
+        self._logits = self._rates[draft_len].logit(eps=1e-3)
         draws = torch.randn(NUM_DRAWS, generator=torch.Generator().manual_seed(0))  # on the CPU: the same on every rank
         self._noise = (NOISE * draws).to(device)
-        self._places = PLACE_STEP * torch.arange(max_len, device=device)
+        self._places = PLACE_STEP * torch.arange(draft_len, device=device)
 
     def rates(self, draft_len: int) -> Tensor | None:
         """float32 [N, K] rates at which each draft is accepted if all before it were; None for K = 0."""

@@ -25,15 +25,15 @@ PROBABILITY: NDArray[np.float64] = np.exp2(-np.arange(LEVELS) / PER_HALF)
 class Survival:
     """Counts of drafts by position and level of survival."""
 
-    def __init__(self, max_len: int) -> None:
-        self._max_len = max_len
+    def __init__(self, draft_len: int) -> None:
+        self._draft_len = draft_len
         self.forget()
 
     def forget(self) -> None:
         """Discard all counts."""
-        self._counts = np.zeros((self._max_len, LEVELS))
-        self._rows = np.zeros(self._max_len)
-        self._weight = np.ones(self._max_len)  # of the counts of each position, when new ones come
+        self._counts = np.zeros((self._draft_len, LEVELS))
+        self._rows = np.zeros(self._draft_len)
+        self._weight = np.ones(self._draft_len)  # of the counts of each position, when new ones come
         self._since_renewed = 0
         self._sums: list[tuple[list[float], list[float]]] = []
 

@@ -112,10 +112,10 @@ class TreeRound(Round):
         positions, slots, ancestors = (x[:count] for x in (self._node_positions, self._node_slots, self._ancestors))
         kv_len = self._node_kv_len[:num_rows]
         prepare_tree_inputs(
-            parents, rows.num_tokens, rows.live, page_table, page_size=page_size, max_depth=self.drafter.max_len,
+            parents, rows.num_tokens, rows.live, page_table, page_size=page_size, max_depth=self.drafter.draft_len,
             out_positions=positions, out_slot_mapping=slots, out_ancestors=ancestors, out_kv_len=kv_len,
         )
-        tree = TreeTail(ancestors=ancestors, start=rows.num_tokens - 1, max_depth=self.drafter.max_len)
+        tree = TreeTail(ancestors=ancestors, start=rows.num_tokens - 1, max_depth=self.drafter.draft_len)
         max_kv = page_table.shape[1] * page_size
         batch = self._node_layout.batch(ids, positions, slots, kv_len, page_table, max_kv, tree)
         return batch.add_groups(more_tables, page_size)
@@ -137,7 +137,7 @@ class TreeRound(Round):
     def _above(self, ids: Tensor, parents: Tensor) -> Tensor:
         """int32 [T, D] tokens of levels 1..D on the path from the root to each node, the node included; arbitrary below its
         depth."""
-        (num_rows, width), depth = ids.shape, self.drafter.max_len
+        (num_rows, width), depth = ids.shape, self.drafter.draft_len
         node = torch.arange(width, device=ids.device).expand(num_rows, -1)
         upwards = []
         for _ in range(depth):
