@@ -139,16 +139,16 @@ def test_free_slots_wait_until_they_have_idled_as_long_as_a_short_pass_takes(pro
         assert refill(allocator) == []
 
 
-@pytest.mark.parametrize(("prompt", "waits", "rounds"), [(5, False, 4), (6, False, 16), (5, True, 16)])
+@pytest.mark.parametrize(("prompt", "may_hold", "rounds"), [(5, False, 4), (6, False, 16), (5, True, 16)])
 def test_slots_wait_for_the_time_of_a_replay_only_where_the_next_pass_can_be_replayed(
-    prompt: int, waits: bool, rounds: int
+    prompt: int, may_hold: bool, rounds: int
 ) -> None:
     """2 s to launch, half a second to replay, for rows of up to 5 tokens that need not wait in their slots; a round takes 1 s,
     and one of eight slots is free."""
     pools = pools_of(200)
     asked = [progress(request(i, [1] * prompt, cap=4)) for i in range(20)]
     for own in asked[8:]:
-        own.mode = replace(own.mode, waits=waits)
+        own.mode = replace(own.mode, may_hold=may_hold)
     cost = PrefillCost(least=2.0, token=0.0, replay=0.5, most_replayed=5)
     allocator = SlotAllocator(shape(8, 200), pools, waiting(asked), prefill_cost=cost)
     allocator.release(refill(allocator)[3])

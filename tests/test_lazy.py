@@ -34,7 +34,7 @@ from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import RoundShape, ScheduledStep, Segment
-from batchspec.kernels.rounds.accept import WAITING
+from batchspec.kernels.rounds.accept import HELD
 from batchspec.records import Completion, Repetition, Request, SamplingParams, Snapshot, Thinking
 from batchspec.structured import expand_process, lazy_dfa
 from batchspec.structured.channels import state_after_header
@@ -215,7 +215,7 @@ def test_rounds_learn_that_drafts_before_a_wait_were_right(monkeypatch: pytest.M
     assert known.accepted == known.drafts > 30
     assert sum(int(log.after_draft.sum()) for log in heard) > 10
     for log in heard:
-        chose_last = (log.num_kept > 0) & ~log.after_draft & np.isin(log.finish, (0, WAITING))
+        chose_last = (log.num_kept > 0) & ~log.after_draft & np.isin(log.finish, (0, HELD))
         assert (log.accepted_len == log.draft_len)[chose_last].all()
 
 
@@ -676,7 +676,7 @@ def test_rows_that_wait_go_on_with_the_drafts_that_were_prepared_for_them(name: 
     """A round in which a row takes no part leaves what the drafter keeps of it as it is, and renews that of the others."""
     drafter = ALL[name]()
     engine = make_engine(tiny_target(), drafter, packed(2, draft_len=drafter.draft_len), device=DEVICE)
-    executor, mode = engine.executor, SamplingMode(waits=True)
+    executor, mode = engine.executor, SamplingMode(may_hold=True)
     requests = [request(i, [3 + i, 5, 7], cap=20) for i in range(2)]
     executor.rows.begin([0, 1], requests, [()] * 2)
     executor.rows.grant([(slot, 0, (range(1 + 8 * slot, 9 + 8 * slot),)) for slot in range(2)])

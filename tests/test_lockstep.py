@@ -40,7 +40,7 @@ from batchspec.engine.rounds.vocabulary_of_ranks import checksums
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.step import RoundWidth, ScheduledStep
 from batchspec.errors import DivergedError, RankLost
-from batchspec.kernels.rounds.accept import WAIT
+from batchspec.kernels.rounds.accept import UNDECIDED
 from batchspec.kernels.sampling.argmax import NO_TOKEN
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
@@ -293,8 +293,8 @@ def test_a_step_may_have_any_number_of_results(left: bool, handle: int, monkeypa
 
 def test_ranks_that_differ_are_not_mistaken_for_rows_that_wait_or_fail() -> None:
     """Else `accept` lets a row with such a choice wait, round after round, and no rank says why."""
-    assert len({NO_TOKEN, WAIT, DIVERGED}) == 3
-    assert max(NO_TOKEN, WAIT, DIVERGED) < 0
+    assert len({NO_TOKEN, UNDECIDED, DIVERGED}) == 3
+    assert max(NO_TOKEN, UNDECIDED, DIVERGED) < 0
 
 
 def a_wrong_token(engine: Engine) -> None:

@@ -524,7 +524,7 @@ def test_passes_that_no_graph_can_hold_or_that_padding_makes_slower_stay_plain()
     pass_, shapes = rows_of((0, 30), (0, 40)), shapes_of()  # 70 tokens, padded to 96
     assert shapes.of(pass_, GREEDY, ALWAYS) is not None
     assert shapes.of(pass_, SamplingMode(constrained=True), ALWAYS) is not None
-    assert shapes.of(pass_, SamplingMode(constrained=True, waits=True), ALWAYS) is None
+    assert shapes.of(pass_, SamplingMode(constrained=True, may_hold=True), ALWAYS) is None
     assert shapes.of(rows_of((0, SHORT)), GREEDY, ALWAYS) is not None
     assert shapes.of(rows_of((SHORT, SHORT + 1)), GREEDY, ALWAYS) is None
     assert shapes.of(rows_of(*[(0, 1366)] * 3), GREEDY, ALWAYS) is None  # 4,098 tokens

@@ -86,13 +86,13 @@ def test_as_many_rounds_as_the_device_needs_are_launched_before_a_refill(nums_le
     assert [unread for _, unread in found[: len(counts)]] == [2 + count for count in counts]
 
 
-@pytest.mark.parametrize("change", ["no row decodes", "rows may wait", "no graphs"])
+@pytest.mark.parametrize("change", ["no row decodes", "rows may be held", "no graphs"])
 def test_no_extra_round_precedes_refills_without_rounds_beside_rows_that_may_wait_or_without_graphs(change: str) -> None:
     for changed in (False, True):
         scheduler = object.__new__(Scheduler)
         now = change if changed else ""
         executor: Any = SimpleNamespace(num_left_at_refill=None if now == "no graphs" else 0)
-        slots: Any = SimpleNamespace(num_decoding=now != "no row decodes", mode=SamplingMode(waits=now == "rows may wait"))
+        slots: Any = SimpleNamespace(num_decoding=now != "no row decodes", mode=SamplingMode(may_hold=now == "rows may be held"))
         scheduler._executor, scheduler.slots = executor, slots
         scheduler._rounds_before_refill = 0
         scheduler._learn_from_refill()

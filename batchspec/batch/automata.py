@@ -13,7 +13,7 @@ from torch import Tensor
 from batchspec.automata.token_automaton import DEAD, FORCED, MASK, NEXT, NUM_SYMBOLS, TokenAutomaton, TokenSymbols
 from batchspec.kernels.sampling.advance_states import advance_states
 from batchspec.kernels.sampling.constrain import constrain_drafts, constrain_logits, mask_rows
-from batchspec.kernels.sampling.waiting import mark_waiting, park_waiting
+from batchspec.kernels.sampling.undecided import hold_undecided, mark_undecided
 from batchspec.records import Ids
 
 TABLE_WORDS = 16 << 20
@@ -143,19 +143,19 @@ class Automata:
         if len(mask_ids):
             self.masks[mask_ids.long()] = masks.view(len(mask_ids), -1)
 
-    def mark_waiting(
+    def mark_undecided(
         self, target_ids: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, *, drafts: Tensor | None,
         num_drafted: Tensor | None, draft_rows: Tensor | None,
     ) -> None:
-        """See `mark_waiting`."""
-        mark_waiting(
+        """See `mark_undecided`."""
+        mark_undecided(
             target_ids, row_ids, states, classes, self.tables, self.symbols, self.starts, drafts=drafts, num_drafted=num_drafted,
             draft_rows=draft_rows,
         )
 
-    def park(self, states: Tensor, live: Tensor, log: Tensor) -> None:
-        """See `park_waiting`."""
-        park_waiting(states, self.tables, live=live, log=log)
+    def hold_undecided(self, states: Tensor, live: Tensor, log: Tensor) -> None:
+        """See `hold_undecided`."""
+        hold_undecided(states, self.tables, live=live, log=log)
 
     def constrain(
         self, logits: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, *, drafts: Tensor | None,

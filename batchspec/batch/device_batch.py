@@ -204,14 +204,13 @@ class DeviceBatch:
         assert self.automata is not None
         self.automata.advance(self.automaton_state, self.automaton_classes, log, live)
 
-    def park(self, live: Tensor, log: Tensor) -> None:
-        """Stop rows whose lazy automaton is in a state without a mask: live int32 [R] becomes 0, and `finish` in the log
-        WAITING."""
+    def hold_undecided(self, live: Tensor, log: Tensor) -> None:
+        """Hold rows whose lazy automaton is in a state without a mask: live int32 [R] becomes 0, and `finish` in the log HELD."""
         assert self.automata is not None
-        self.automata.park(self.automaton_state, live, log)
+        self.automata.hold_undecided(self.automaton_state, live, log)
 
     def resume(self, slots: Sequence[int]) -> None:
-        """Let rows continue that were stopped and kept their slots."""
+        """Rows that were held decode again."""
         self.live[upload(slots, torch.int64, self.live.device)] = 1
 
     def _mark_seen(self, slots: Sequence[int], requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
@@ -235,7 +234,7 @@ class DeviceBatch:
             table[at_slot, at_column] = group_ids
 
     def kill(self, slots: Sequence[int]) -> None:
-        """The host ends rows (stop string, preemption): dead from the next round on."""
+        """The host ends or holds rows (stop string, preemption): dead from the next round on."""
         self._end(upload(slots, torch.int64, self.live.device))
 
     def move(self, moves: Sequence[tuple[int, int]], more: Sequence[Tensor] = ()) -> None:

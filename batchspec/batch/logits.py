@@ -69,9 +69,9 @@ class LogitRule:
     """Brings the rows' state up to date with the tokens of a log int32 [R, L], as of `accept`; live int32 [R] is 0 for rows
     that ended with them. It may fail a row: it changes both."""
     mark_undecided: Callable[[Tensor, LogitRows, DeviceBatch], None] | None = None
-    """Replaces choices int32 [T] by WAIT where the device lacks what the rule needs for them (`SamplingMode.waits`)."""
-    park: Callable[[DeviceBatch, Tensor, Tensor], None] | None = None
-    """Stops rows that lack it after their newest token: live int32 [R] becomes 0, and `finish` in the log WAITING."""
+    """Replaces choices int32 [T] by UNDECIDED where the device lacks what the rule needs for them (`SamplingMode.may_hold`)."""
+    hold_undecided: Callable[[DeviceBatch, Tensor, Tensor], None] | None = None
+    """Holds rows that lack it after their newest token: live int32 [R] becomes 0, and `finish` in the log HELD."""
     leaves: str = ""
     """Which tokens it leaves, as the end of "a token that ...": for the error of a row without any. Empty: it leaves some."""
 
@@ -116,7 +116,7 @@ def masks_alone(mode: SamplingMode) -> LogitRule | None:
     """The rule that turns greedy choices of the target into choices among the tokens of its masks; None: logits must be
     changed."""
     wanted = [rule for rule in RULES if rule.wanted(mode)]
-    if len(wanted) != 1 or wanted[0].masks is None or mode.random or mode.waits:
+    if len(wanted) != 1 or wanted[0].masks is None or mode.random or mode.may_hold:
         return None
     return wanted[0]
 
@@ -138,17 +138,17 @@ def commit_rules(rows: DeviceBatch, log: Tensor, live: Tensor, mode: SamplingMod
 
 
 def mark_undecided(target_ids: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> None:
-    """Replace choices int32 [T] that cannot be made yet by WAIT."""
-    for rule in RULES if mode.waits else ():
+    """Replace choices int32 [T] that cannot be made yet by UNDECIDED."""
+    for rule in RULES if mode.may_hold else ():
         if rule.mark_undecided is not None and rule.wanted(mode):
             rule.mark_undecided(target_ids, at, rows)
 
 
-def park(rows: DeviceBatch, live: Tensor, log: Tensor, mode: SamplingMode) -> None:
-    """Stop the rows that cannot go on yet: live int32 [R] becomes 0, and `finish` in log int32 [R, L] WAITING."""
-    for rule in RULES if mode.waits else ():
-        if rule.park is not None and rule.wanted(mode):
-            rule.park(rows, live, log)
+def hold_undecided(rows: DeviceBatch, live: Tensor, log: Tensor, mode: SamplingMode) -> None:
+    """Hold the rows that cannot go on yet: live int32 [R] becomes 0, and `finish` in log int32 [R, L] HELD."""
+    for rule in RULES if mode.may_hold else ():
+        if rule.hold_undecided is not None and rule.wanted(mode):
+            rule.hold_undecided(rows, live, log)
 
 
 def tokens_left(mode: SamplingMode) -> str:
@@ -258,10 +258,10 @@ def allowed_by_automata(at: LogitRows, rows: DeviceBatch) -> tuple[Tensor, Tenso
     )
 
 
-def mark_waiting(target_ids: Tensor, at: LogitRows, rows: DeviceBatch) -> None:
-    """Replace choices [T] by WAIT where the device lacks the mask of a lazy automaton's state, without which they were made."""
+def undecided_by_automata(target_ids: Tensor, at: LogitRows, rows: DeviceBatch) -> None:
+    """Replace choices [T] by UNDECIDED where the device lacks the mask of a lazy automaton's state: they were made without it."""
     assert rows.automata is not None
-    rows.automata.mark_waiting(
+    rows.automata.mark_undecided(
         target_ids, at.row_ids, rows.automaton_state, rows.automaton_classes, drafts=at.drafts,
         num_drafted=at.num_drafted, draft_rows=at.draft_rows,
     )
@@ -293,8 +293,8 @@ RULES: list[LogitRule] = [
         masks=allowed_by_automata,
         check_drafts=lambda rows, draft_ids, draft_len: rows.constrain_drafts(draft_ids, draft_len),
         commit=lambda rows, log, live: rows.advance_automata(log, live),
-        mark_undecided=mark_waiting,
-        park=lambda rows, live, log: rows.park(live, log),
+        mark_undecided=undecided_by_automata,
+        hold_undecided=lambda rows, live, log: rows.hold_undecided(live, log),
         leaves="its schema, regex, choice or grammar allows (or another token was drawn)",
     ),
 ]

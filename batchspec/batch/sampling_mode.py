@@ -20,11 +20,11 @@ class SamplingMode:
     bad_words: bool = False
     min_tokens: bool = False
     constrained: bool = False
-    waits: bool = False
-    """Whether a row may have to wait in its slot, until the host brings what its next token needs."""
+    may_hold: bool = False
+    """Whether a row may have to be held in its slot, until the host brings what its next token needs."""
 
     @classmethod
-    def of(cls, p: SamplingParams, min_new_tokens: int, *, constrained: bool = False, waits: bool = False) -> SamplingMode:
+    def of(cls, p: SamplingParams, min_new_tokens: int, *, constrained: bool = False, may_hold: bool = False) -> SamplingMode:
         """What one request needs."""
         return _mode(
             random=p.temperature > 0,
@@ -34,7 +34,7 @@ class SamplingMode:
             bad_words=bool(p.bad_words),
             min_tokens=min_new_tokens > 0,
             constrained=constrained,
-            waits=waits,
+            may_hold=may_hold,
         )
 
     @classmethod

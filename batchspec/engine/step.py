@@ -139,7 +139,7 @@ class ScheduledStep:
     finished: tuple[tuple[Ids, Ids], ...] = ()
     """Prompt and output of rows that ended since the last step: the drafter may learn from them."""
     killed: tuple[int, ...] = ()
-    """Slots whose rows the host has ended or stopped."""
+    """Slots whose rows the host has ended or holds."""
     moves: tuple[tuple[int, int], ...] = ()
     """Compaction: (source, destination) slots."""
     refills: tuple[Refill, ...] = ()
@@ -147,7 +147,7 @@ class ScheduledStep:
     commands: RowCommands = NO_COMMANDS
     """What features of rows ask for, of these requests and of others."""
     resumed: tuple[int, ...] = ()
-    """Slots of rows that were stopped and decode again from the next round on."""
+    """Slots of rows that were held and decode again from the next round on."""
     prefill: Prefill | None = None
     grants: tuple[PageGrant, ...] = ()
     round: ScheduledRound | None = None

@@ -218,5 +218,5 @@ def usual_mode(job: Job) -> SamplingMode:
     settings, constraints = job.admission.settings, job.admission.constraints
     params = settings.sampling(settings.values({}), {})
     constrained = asked_by(job.config, job.columns) is not None
-    waits = constraints is not None and constraints.of_job_waits
-    return SamplingMode.of(params, job.config.decode.min_new_tokens, constrained=constrained, waits=waits)
+    may_hold = constraints is not None and constraints.of_job_may_hold
+    return SamplingMode.of(params, job.config.decode.min_new_tokens, constrained=constrained, may_hold=may_hold)

@@ -68,11 +68,11 @@ class Constraints:
         self.of_job = job_constraint(decode)
         self.compiler = _compiler(tokenizer, vocab_size, think, end_ids, call_marks, checks=decode.schema_unsupported == "check")
         self.checker = AnswerChecker()
-        self.of_job_waits = False
+        self.of_job_may_hold = False
         """Whether the job's own constraint became a lazy automaton."""
         if self.of_job is not None:
             try:
-                self.of_job_waits = isinstance(self.compiler.compile(*self.of_job), LazyAutomaton)
+                self.of_job_may_hold = isinstance(self.compiler.compile(*self.of_job), LazyAutomaton)
             except BadConstraint as error:
                 raise ConfigError(f"decode.{self.of_job[0]}: {error}") from None
 

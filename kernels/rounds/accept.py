@@ -5,9 +5,9 @@ y_j is the target's own choice after the last committed token and j draft tokens
     a = length of the longest prefix with draft_ids[j] == y_j     emitted = y_0 .. y_a     kept = emitted up to its first stop id
 
 A choice of NO_TOKEN (logits that are not finite) accepts no draft token and is never kept: the row ends there, FAILED, with the
-tokens before it. A choice of WAIT (its mask is not known yet) ends the round for the row: the last accepted draft token counts
-as the token after the others, and a row without one takes no part in the round. The log says so (WAITING_AFTER_DRAFT), for those
-who count right drafts.
+tokens before it. A choice of UNDECIDED (its mask is not known yet) ends the round for the row: the last accepted draft token
+counts as the token after the others, and a row without one takes no part in the round. The log says so (HELD_AFTER_DRAFT), for
+those who count right drafts.
 
 Lossless if y is a draw from the target's distribution that depends only on prefix and position, whatever the drafter (Leviathan
 et al. 2023, arXiv 2211.17192; coupled noise instead of rejection). With `rates`, acceptance is simulated for benchmarks: draft
@@ -32,11 +32,11 @@ from batchspec.kernels.sampling.counter_rng import position_words, uniform, unif
 MAX_DRAFT_LEN = 64
 STOPPED, FULL, FAILED = 1, 2, 3
 """How a row ends: with a stop id, at its limit, or because the target's logits are not finite."""
-WAITING = 4
-"""The row has not ended; it waits for the host (`sampling/waiting.py`)."""
-WAITING_AFTER_DRAFT = 5
+HELD = 4
+"""The row has not ended; it is held until the host resumes it (`sampling/undecided.py`)."""
+HELD_AFTER_DRAFT = 5
 """The same, and its newest token is a draft that the target chose too: one more than `accepted_len` says were right."""
-WAIT = -2
+UNDECIDED = -2
 """The token id of a choice that cannot be made yet."""
 
 
@@ -44,7 +44,7 @@ WAIT = -2
 def accept_kernel(
     draft_ids, draft_len, target_ids, cu_seqlens_q, stop_ids, limit, rates, keys,
     tokens, num_tokens, live, finish, out_accepted_len, out_log, draft_stride, token_stride, max_tokens,
-    num_kinds, K: tl.constexpr, NUM_STOPS: tl.constexpr, LANES: tl.constexpr, STOP_LANES: tl.constexpr, WAIT_ID: tl.constexpr,
+    num_kinds, K: tl.constexpr, NUM_STOPS: tl.constexpr, LANES: tl.constexpr, STOP_LANES: tl.constexpr, UNDECIDED: tl.constexpr,
     AFTER_DRAFT: tl.constexpr, PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -65,8 +65,8 @@ def accept_kernel(
     else:
         agrees = (drafts == emitted) & (emitted >= 0)
     accepted = tl.min(tl.where(agrees & (lane < length), LANES, lane), 0)
-    waits = tl.max(((lane == accepted) & has_choice & (emitted == WAIT_ID)).to(tl.int32), 0)
-    accepted -= waits
+    undecided = tl.max(((lane == accepted) & has_choice & (emitted == UNDECIDED)).to(tl.int32), 0)
+    accepted -= undecided
     if rates is not None:
         emitted = tl.where(lane < accepted, drafts, emitted)
 
@@ -95,7 +95,7 @@ def accept_kernel(
     tl.store(log, logged)
     tl.store(log + 1, length)
     tl.store(log + 2, tl.where(alive, kept, 0))
-    tl.store(log + 3, tl.where(alive, tl.where((waits > 0) & (kept > 0) & (ending == 0), AFTER_DRAFT, ending), 0))
+    tl.store(log + 3, tl.where(alive, tl.where((undecided > 0) & (kept > 0) & (ending == 0), AFTER_DRAFT, ending), 0))
     tl.store(log + 4 + lane, tl.where(lane <= logged, emitted, -1), mask=lane <= K)
 
 
@@ -122,7 +122,7 @@ def accept(
     draft_ids         int32 [R, K]     proposals, K <= 64; rows may be slices of wider ones
     draft_len         int32 [R]        how many of them count, 0..K
     target_ids        int32 [T]        y: those of row r are target_ids[cu_seqlens_q[r] + j], j = 0..draft_len[r]; NO_TOKEN: none,
-                                       WAIT: not yet
+                                       UNDECIDED: not yet
     cu_seqlens_q      int32 [R+1]
     stop_ids          int32 [R, N]     -1: unused
     limit             int32 [R]        a row with this many tokens ends; draft lengths are capped so that it is not exceeded
@@ -135,7 +135,7 @@ def accept(
     out_accepted_len  int32 [R]        a; 0 for dead rows
     out_log           int32 [R, K+5]   a, draft_len, kept, finish, the emitted tokens, then -1; dead rows: -1, 0, 0, 0, -1 ...;
                                        the same for live rows that take no part, except draft_len. Here finish is
-                                       WAITING_AFTER_DRAFT if the round ended before a WAIT and the row did not end
+                                       HELD_AFTER_DRAFT if the round ended before an UNDECIDED and the row did not end
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
@@ -172,7 +172,7 @@ def accept(
             tokens, num_tokens, live, finish, out_accepted_len, out_log,
             draft_ids.stride(0), tokens.stride(0), tokens.shape[1], 1 if rates is None else rates.shape[0],
             K=width, NUM_STOPS=num_stops, LANES=max(2, triton.next_power_of_2(width + 1)),
-            STOP_LANES=max(2, triton.next_power_of_2(num_stops)), WAIT_ID=WAIT, AFTER_DRAFT=WAITING_AFTER_DRAFT, num_warps=1,
+            STOP_LANES=max(2, triton.next_power_of_2(num_stops)), UNDECIDED=UNDECIDED, AFTER_DRAFT=HELD_AFTER_DRAFT, num_warps=1,
             **launch_args(draft_ids),
         )
 
@@ -206,8 +206,8 @@ def accept_reference(
     else:
         agrees = uniform_reference(keys[:, None], num_tokens[:, None] + lane[:width]) < rates[keys % rates.shape[0]]
     accepted = (agrees & (lane[:width] < draft_len[:, None])).cumprod(1).sum(1)
-    waits = emitted.gather(1, accepted[:, None])[:, 0] == WAIT
-    accepted -= waits.long()
+    undecided = emitted.gather(1, accepted[:, None])[:, 0] == UNDECIDED
+    accepted -= undecided.long()
     if rates is not None:
         emitted[:, :width] = torch.where(lane[:width] < accepted[:, None], draft_ids, emitted[:, :width])
 
@@ -232,7 +232,7 @@ def accept_reference(
     out_log[:, 0] = torch.where(alive, accepted, -1)
     out_log[:, 1] = torch.where(alive, draft_len, 0)
     out_log[:, 2] = torch.where(alive, kept, 0)
-    out_log[:, 3] = torch.where(alive, torch.where(waits & (kept > 0) & (ending == 0), WAITING_AFTER_DRAFT, ending), 0)
+    out_log[:, 3] = torch.where(alive, torch.where(undecided & (kept > 0) & (ending == 0), HELD_AFTER_DRAFT, ending), 0)
     out_log[:, 4:] = torch.where(alive[:, None] & (lane <= accepted[:, None]), emitted, -1)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.rounds.accept import WAITING_AFTER_DRAFT
+from batchspec.kernels.rounds.accept import HELD_AFTER_DRAFT
 from batchspec.kernels.rounds.allocate_drafts import LEVELS, PER_HALF
 
 ROWS = 128
@@ -106,7 +106,7 @@ def learn_acceptance(
         learn_acceptance_kernel[(width,)](
             confidence, log, prior, tried, accepted, costs, totals, num_rows, costs.numel(), confidence.stride(0), log.stride(0),
             weight, 1 / half_life, BINS=bins, ROWS=ROWS, LEVELS=LEVELS, PER_HALF=PER_HALF,
-            AFTER_DRAFT=WAITING_AFTER_DRAFT, num_warps=4, **launch_args(confidence),
+            AFTER_DRAFT=HELD_AFTER_DRAFT, num_warps=4, **launch_args(confidence),
         )
 
 
@@ -116,7 +116,7 @@ def learn_acceptance_reference(
 ) -> None:
     """The same in plain torch."""
     width, bins = confidence.shape[1], costs.shape[1]
-    right = log[:, :1] + (log[:, 3:4] == WAITING_AFTER_DRAFT)
+    right = log[:, :1] + (log[:, 3:4] == HELD_AFTER_DRAFT)
     decided = torch.minimum(log[:, 1:2], log[:, 2:3])
     position = torch.arange(width, device=log.device)
     counts = (right >= position) & (position < decided)

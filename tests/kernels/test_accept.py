@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.rounds.accept import FAILED, MAX_DRAFT_LEN, WAIT, WAITING_AFTER_DRAFT, accept
+from batchspec.kernels.rounds.accept import FAILED, HELD_AFTER_DRAFT, MAX_DRAFT_LEN, UNDECIDED, accept
 from batchspec.kernels.sampling.argmax import NO_TOKEN
 from batchspec.kernels.sampling.counter_rng import uniform_reference
 
@@ -101,8 +101,8 @@ def by_hand(row: Row, width: int, rates: list[float] | None = None) -> tuple[lis
             break
         emitted.append(draft)
         accepted += 1
-    waits = row.targets[accepted] == WAIT
-    if waits:  # the last draft is the round's last token
+    undecided = row.targets[accepted] == UNDECIDED
+    if undecided:  # the last draft is the round's last token
         accepted -= 1
         if accepted < 0:
             return [-1, len(row.drafts), 0, 0] + [-1] * (width + 1), row
@@ -114,7 +114,7 @@ def by_hand(row: Row, width: int, rates: list[float] | None = None) -> tuple[lis
     tokens = row.tokens + emitted[:kept]
     stopped = kept and emitted[kept - 1] in row.stop_ids
     finish = 1 if stopped else 3 if kept == failed < len(emitted) else 2 if len(tokens) >= row.limit else 0
-    noted = WAITING_AFTER_DRAFT if waits and kept and not finish else finish
+    noted = HELD_AFTER_DRAFT if undecided and kept and not finish else finish
     log = [accepted, len(row.drafts), kept, noted, *emitted] + [-1] * (width + 1 - len(emitted))
     return log, Row(row.drafts, row.targets, tokens, row.stop_ids, row.limit, int(finish == 0), finish, row.key)
 
@@ -170,14 +170,14 @@ def test_made_up_acceptance_fails_where_the_target_has_no_choice_before_a_stop(i
 
 
 def test_a_choice_that_must_wait_leaves_the_draft_before_as_the_last_token(interpret: bool, device: torch.device) -> None:
-    log, after = one(Row([10, 11, 12], [10, 11, WAIT, 12]), interpret, device)
-    assert log == [1, 3, 2, WAITING_AFTER_DRAFT, 10, 11, -1, -1, -1]
+    log, after = one(Row([10, 11, 12], [10, 11, UNDECIDED, 12]), interpret, device)
+    assert log == [1, 3, 2, HELD_AFTER_DRAFT, 10, 11, -1, -1, -1]
     assert (after.tokens, after.live, after.finish) == ([1, 2, 3, 10, 11], 1, 0)
-    log, after = one(Row([10], [10, WAIT]), interpret, device)
-    assert log[:5] == [0, 1, 1, WAITING_AFTER_DRAFT, 10]
-    log, after = one(Row([10, 11], [50, WAIT, WAIT]), interpret, device)
+    log, after = one(Row([10], [10, UNDECIDED]), interpret, device)
+    assert log[:5] == [0, 1, 1, HELD_AFTER_DRAFT, 10]
+    log, after = one(Row([10, 11], [50, UNDECIDED, UNDECIDED]), interpret, device)
     assert log[:5] == [0, 2, 1, 0, 50]
-    logs, (after,), accepted = run([Row([10], [WAIT, 11])], interpret, device)
+    logs, (after,), accepted = run([Row([10], [UNDECIDED, 11])], interpret, device)
     assert (logs[0], accepted) == ([-1, 1, 0, 0, -1, -1, -1, -1, -1], [0])
     assert (after.tokens, after.live, after.finish) == ([1, 2, 3], 1, 0)
 
@@ -282,7 +282,7 @@ def test_rates_are_conditional_on_what_was_accepted_before(interpreted: int, int
 
 @st.composite
 def random_rows(draw: st.DrawFn, width: int, *, may_wait: bool = False) -> list[Row]:
-    rows, rare = [], [3, NO_TOKEN, *[WAIT] * may_wait]
+    rows, rare = [], [3, NO_TOKEN, *[UNDECIDED] * may_wait]
     for key in range(draw(st.integers(1, 4))):
         drafts = draw(st.lists(st.integers(0, 3), max_size=width))
         targets = [draw(st.sampled_from([token] * 6 + rare)) for token in drafts] + [draw(st.sampled_from([0, 1, 2, *rare]))]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.rounds.accept import FAILED, STOPPED, WAITING, WAITING_AFTER_DRAFT
+from batchspec.kernels.rounds.accept import FAILED, HELD, HELD_AFTER_DRAFT, STOPPED
 from batchspec.kernels.rounds.allocate_drafts import PER_HALF
 from batchspec.kernels.rounds.learn_acceptance import learn_acceptance
 
@@ -48,7 +48,7 @@ def test_a_draft_counts_if_those_before_it_were_accepted(device: torch.device, i
 
 def test_the_last_draft_before_a_row_waits_was_accepted(device: torch.device, interpret: bool) -> None:
     """Its token is the round's last one; the draft after it met no choice of the target."""
-    found = learnt([[1, 2, 3], [1, 2, 3]], [(1, 3, 2, WAITING_AFTER_DRAFT), (1, 3, 2, WAITING)], device, interpret)
+    found = learnt([[1, 2, 3], [1, 2, 3]], [(1, 3, 2, HELD_AFTER_DRAFT), (1, 3, 2, HELD)], device, interpret)
     tried, accepted = torch.zeros(4, BINS), torch.zeros(4, BINS)
     tried[0, 1], accepted[0, 1] = 2, 2
     tried[1, 2], accepted[1, 2] = 2, 1

@@ -27,7 +27,7 @@ from batchspec.records import Completion
 class Constraints(RowFeature):
     """What finite and lazy constraints have in common."""
 
-    waits = False
+    may_hold = False
     """Whether rows may have to wait in their slots."""
 
     def __init__(self, check: LastCheck) -> None:
@@ -39,7 +39,7 @@ class Constraints(RowFeature):
         assert request.constraint is None or request.automaton is not None, f"{request.request_id!r}: nothing was compiled"
         if not self.follows(state):
             return False
-        state.mode = SamplingMode.of(request.sampling, request.min_new_tokens, constrained=True, waits=self.waits)
+        state.mode = SamplingMode.of(request.sampling, request.min_new_tokens, constrained=True, may_hold=self.may_hold)
         return True
 
     def follows(self, state: RequestState) -> bool:

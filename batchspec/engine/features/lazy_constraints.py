@@ -1,9 +1,9 @@
-"""Rows that follow lazy automata: which states they need, which are being computed, which rows wait. Host bookkeeping only.
+"""Rows that follow lazy automata: which states they need, which are being computed, which rows are held. Host bookkeeping only.
 
-A row that reaches a state without a mask on the device stops there by itself (`kernels/sampling/waiting.py`). The host reads
-that, asks `Expanding` for the state, uploads it and lets the row go on. States stay on the device for rows that come later.
-When the tables are full, all rows are stopped and all states are forgotten: the rows wait, and their states are asked for
-again. The oldest row gets its state first, so that there is progress.
+The device holds a row that reaches a state without a mask (`kernels/sampling/undecided.py`). The host reads that, asks
+`Expanding` for the state, uploads it and resumes the row. States stay on the device for rows that come later. When the tables are
+full, all rows are held and all states are forgotten; then their states are asked for again. The oldest row gets its state first,
+so that there is progress.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class _Row:
     """Number of output tokens that were sent with an ask."""
     asked: _Key | None = None
     began_at: int = -1
-    """Number of its tokens when it entered its slot or went on there last; -1 before."""
+    """Number of its tokens when it entered its slot or was resumed there last; -1 before."""
 
 
 class LazyConstraints(Constraints):
     """All rows of a run that follow lazy automata."""
 
-    waits = True
+    may_hold = True
 
     def __init__(self, check: LastCheck, expanding: Expanding, symbols: TokenSymbols, places: LazyPlaces) -> None:
         """places: has the states that earlier runs of the engine found; those of this run are added."""
@@ -60,8 +60,8 @@ class LazyConstraints(Constraints):
         self._explaining: dict[RequestState, Future[Answer]] = {}
         """Rows that failed in the rounds, and the states that they failed in."""
         self._failed: list[RequestState] = []
-        self._stopped: set[RequestState] = set()
-        """Rows that were stopped and have not asked for their states since: they come before rows that enter."""
+        self._held: set[RequestState] = set()
+        """Rows that are held and have not asked for their states since: they come before rows that enter."""
         self.full = False
         """The tables have no room for the next state."""
         self._patience = PATIENCE
@@ -97,8 +97,8 @@ class LazyConstraints(Constraints):
         would begin.
         """
         row = self._row(state)
-        self._stopped.discard(state)
-        if state.slot < 0 and self._stopped:
+        self._held.discard(state)
+        if state.slot < 0 and self._held:
             return False
         if state.slot >= 0 and row.began_at == len(state.tokens):
             said = f"the device has lost the state of its automaton, {CAUSE}"
@@ -131,7 +131,7 @@ class LazyConstraints(Constraints):
 
     def leave(self, state: RequestState) -> None:
         self._rows.pop(state, None)
-        self._stopped.discard(state)
+        self._held.discard(state)
 
     def take_commands(self) -> RowCommands:
         return replace(super().take_commands(), states=self._places.take_uploads())
@@ -141,10 +141,10 @@ class LazyConstraints(Constraints):
 
     def poll(self) -> Iterable[RequestState]:
         # Before new answers are taken: requests whose states were placed when the tables became full have entered by now.
-        stopped = self.forget() if self._must_forget() else []
+        held = self.forget() if self._must_forget() else []
         self._collect()
         failed, self._failed = self._failed, []
-        return [*failed, *(state for state in stopped if state not in failed)]
+        return [*failed, *(state for state in held if state not in failed)]
 
     def _must_forget(self) -> bool:
         """Whether all states must be forgotten now. Rows that can go on do so for a while first."""
@@ -192,7 +192,7 @@ class LazyConstraints(Constraints):
                 row.asked = None
 
     def forget(self) -> list[RequestState]:
-        """Forget all states. Returns the rows in slots, which must be stopped: their states are asked for when all their tokens
+        """Forget all states. Returns the rows in slots, which must be held: their states are asked for when all their tokens
         are known, the oldest row's first."""
         self._places.forget()
         self._asked.clear()
@@ -200,8 +200,8 @@ class LazyConstraints(Constraints):
         for row in self._rows.values():
             assert row.state.request.automaton is not None
             row.at, row.num_walked, row.asked, row.began_at = row.state.request.automaton_state, 0, None, -1
-        self._stopped = {row.state for row in self._rows.values() if row.state.slot >= 0}
-        return list(self._stopped)
+        self._held = {row.state for row in self._rows.values() if row.state.slot >= 0}
+        return list(self._held)
 
     def _row(self, state: RequestState) -> _Row:
         row = self._rows.get(state)

@@ -26,7 +26,7 @@ from batchspec.engine.slots.run_features import RunFeatures
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.slots.waiting import WaitingRequests
 from batchspec.engine.step import ScheduledStep
-from batchspec.kernels.rounds.accept import WAITING
+from batchspec.kernels.rounds.accept import HELD
 from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, PackedBatch
 from batchspec.records import Ids, Request, Snapshot
 from batchspec.request_stream import RequestStream
@@ -140,9 +140,9 @@ class EngineRun:
                 ended.setdefault(slot, 0)
         found = [(self.slots.at(slot), finish) for slot, finish in sorted(ended.items())]
         for state, finish in found:
-            if finish == WAITING and state.finish_reason is None:
+            if finish == HELD and state.finish_reason is None:
                 self.scheduler.hold(state)
-        return [(state, finish) for state, finish in found if finish != WAITING or state.finish_reason is not None]
+        return [(state, finish) for state, finish in found if finish != HELD or state.finish_reason is not None]
 
     def _examine(self, state: RequestState) -> None:
         """Let the features examine a row, whose tokens are flushed. If they have replaced some, prefill it with the new ones."""
@@ -164,7 +164,7 @@ class EngineRun:
         queries only.
         """
         slot = state.slot
-        self.scheduler.release(state, on_device=finish not in (0, WAITING))
+        self.scheduler.release(state, on_device=finish not in (0, HELD))
         if state.finish_reason is None:
             state.set_finish_reason(finish)
         if state.finish_reason == "error":

@@ -173,7 +173,7 @@ class Scheduler:
     def _learn_from_refill(self) -> None:
         """Choose how many rounds are launched before the next refill, by what the device had left to do when this one was
         launched. None where there are no rounds, and where rows may have to wait."""
-        applies = self.slots.num_decoding and not self.slots.mode.waits
+        applies = self.slots.num_decoding and not self.slots.mode.may_hold
         num_left = self._executor.num_left_at_refill if applies else None
         self._rounds_before_refill = rounds_before_refill(self._rounds_before_refill, num_left)
 

@@ -18,12 +18,12 @@ class PrefillCost:
     most_replayed: int = 0
     """Maximum number of tokens of a row in a pass that is replayed."""
 
-    def is_replayed(self, row_tokens: int, *, waits: bool = False) -> bool:
+    def is_replayed(self, row_tokens: int, *, may_hold: bool = False) -> bool:
         """Whether a pass of few rows of `row_tokens` tokens is replayed.
 
-        waits  its rows may have to wait in their slots (`SamplingMode.waits`): such a pass is never a graph
+        may_hold  its rows may be held in their slots (`SamplingMode.may_hold`): such a pass is never a graph
         """
-        return self.replay is not None and self.replay < self.least and row_tokens <= self.most_replayed and not waits
+        return self.replay is not None and self.replay < self.least and row_tokens <= self.most_replayed and not may_hold
 
     def pays_padding(self, num_tokens: int, padded_tokens: int) -> bool:
         """Whether a pass of `num_tokens` takes no longer if it is padded to `padded_tokens` and replayed from a graph.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch, HostLayout
-from batchspec.batch.logits import LogitRows, park
+from batchspec.batch.logits import LogitRows, hold_undecided
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.upload import upload
 from batchspec.engine.prefill.cost import PrefillCost
@@ -87,7 +87,7 @@ def prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment],
             torch.cumsum(mask, 0, dtype=torch.int32, out=cu_seqlens_q[1:])
             logit_rows = LogitRows(slots.int(), batch.kv_len[segment].long())
             result = emit(round_, rows, hidden[segment], logit_rows, cu_seqlens_q, mask, mode)
-            park(rows, mask, result.log, mode)
+            hold_undecided(rows, mask, result.log, mode)
         prefill_drafter(round_, rows, batch, slot_ids, aux_hidden_states, mode)
         return Prefilled(result, mask)
 

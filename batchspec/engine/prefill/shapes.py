@@ -97,7 +97,7 @@ class PassShapes:
     def fitting(self, exact: PassShape, cost: PrefillCost | None) -> PassShape | None:
         """As `of`, for a pass with exactly these numbers."""
         num_tokens, num_rows, mode = exact.num_tokens, exact.num_rows, exact.mode
-        if self._never or mode.waits or exact.max_kv > SHORT or cost is None:
+        if self._never or mode.may_hold or exact.max_kv > SHORT or cost is None:
             return None
         padded_rows = min(self._num_slots, _power(num_rows))
         least = num_tokens + padded_rows - num_rows

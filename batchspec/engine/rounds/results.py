@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from batchspec.engine.rounds.records import RoundResult
-from batchspec.kernels.rounds.accept import WAITING, WAITING_AFTER_DRAFT
+from batchspec.kernels.rounds.accept import HELD, HELD_AFTER_DRAFT
 
 Moment = float | torch.cuda.Event
 """Seconds of the host's clock, or an event of the device."""
@@ -25,8 +25,8 @@ class RoundLog:
     accepted_len  int32 [n] draft tokens that the row accepted
     draft_len     int32 [n] draft tokens that were verified
     num_kept      int32 [n] committed tokens: accepted_len + 1, less those after a stop id or a failure
-    finish        int32 [n] 0 running, else STOPPED, FULL, FAILED or WAITING of `kernels/rounds/accept.py`
-    after_draft   bool [n] the row waits, and its last token equals the next draft, which accepted_len does not count
+    finish        int32 [n] 0 running, else STOPPED, FULL, FAILED or HELD of `kernels/rounds/accept.py`
+    after_draft   bool [n] the row is held, and its last token equals the next draft, which accepted_len does not count
     tokens        int32 [n, S] the emitted tokens, -1 after them
     """
 
@@ -42,7 +42,7 @@ class RoundLog:
         """log int32 [n, 4+S], columns as in `accept`."""
         finish = log[:, 3]
         return RoundLog(
-            log[:, 0], log[:, 1], log[:, 2], np.minimum(finish, WAITING), finish == WAITING_AFTER_DRAFT, log[:, 4:]
+            log[:, 0], log[:, 1], log[:, 2], np.minimum(finish, HELD), finish == HELD_AFTER_DRAFT, log[:, 4:]
         )
 
     def __getitem__(self, lines: NDArray[np.bool_]) -> RoundLog:

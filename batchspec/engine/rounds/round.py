@@ -15,7 +15,7 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
-from batchspec.batch.logits import LogitRows, adjusts_drafts, check_drafts, commit_rules, park
+from batchspec.batch.logits import LogitRows, adjusts_drafts, check_drafts, commit_rules, hold_undecided
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
@@ -79,7 +79,7 @@ class Round:
         num_positions  how many positions are verified, of all rows together: the newest token of each row, and the drafts that
                        are most likely to be accepted. None: all drafts. Only with `chances`
         """
-        with self._keeping_waiting_rows(rows, mode):
+        with self._keeping_held_rows(rows, mode):
             drafts = self._draft(rows, mode, draft_len)
             verified = self._verify(rows, mode, drafts, num_positions, shared)
             if verified is None:
@@ -89,7 +89,7 @@ class Round:
                 self._catch_up(rows, verified, prepare_next)
         if self.chances is not None and draft_len:
             self.chances.learn(result.log)
-        park(rows, rows.live, result.log, mode)
+        hold_undecided(rows, rows.live, result.log, mode)
         return result
 
     def _draft(self, rows: DeviceBatch, mode: SamplingMode, draft_len: int) -> Drafts:
@@ -171,10 +171,10 @@ class Round:
         return inputs.ragged(rows, draft_len, num_positions) if batch is None else batch, levels
 
     @contextmanager
-    def _keeping_waiting_rows(self, rows: DeviceBatch, mode: SamplingMode) -> Iterator[None]:
-        """The round within this block changes nothing that the drafter keeps of rows that take no part: waiting rows go on with
-        it. Drafting and catching up work in the entries of all rows."""
-        if not mode.waits:
+    def _keeping_held_rows(self, rows: DeviceBatch, mode: SamplingMode) -> Iterator[None]:
+        """The round within this block changes nothing that the drafter keeps of rows that take no part: held rows are resumed
+        with it. Drafting and catching up work in the entries of all rows."""
+        if not mode.may_hold:
             yield
             return
         took_part, num_rows = rows.live != 0, rows.live.shape[0]

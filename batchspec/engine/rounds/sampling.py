@@ -24,7 +24,7 @@ Greedy = Callable[[Tensor], Tensor]
 
 
 def choose(logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode, *, greedy: Greedy | None = None) -> Tensor:
-    """The target's choice of each row of logits, int32 [T], NO_TOKEN where there is none, WAIT where it cannot be made yet.
+    """The target's choice of each row of logits, int32 [T], NO_TOKEN where there is none, UNDECIDED where it cannot be made yet.
 
     Changes `logits` [T, V] where a rule of `batch/logits.py` asks for it. Does not synchronise on a GPU.
 

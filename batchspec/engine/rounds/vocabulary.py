@@ -11,18 +11,18 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.logits import LogitRows, adjusts, masks_alone
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.rounds.sampling import choose, greedy_sample
-from batchspec.kernels.rounds.accept import WAIT
+from batchspec.kernels.rounds.accept import UNDECIDED
 from batchspec.kernels.sampling.argmax import NO_TOKEN
 from batchspec.kernels.sampling.log_normaliser import log_normaliser
 from batchspec.model.target import Target
 
-DIVERGED = min(NO_TOKEN, WAIT) - 1
+DIVERGED = min(NO_TOKEN, UNDECIDED) - 1
 """In place of a token, also in a log, if ranks have different hidden states: as with NO_TOKEN, nothing is emitted and the row
 ends. The leader that reads it ends the run with DivergedError."""
 
 
 class Vocabulary:
-    """Chooses tokens int32 [T], NO_TOKEN where there is none and WAIT where a choice cannot be made yet."""
+    """Chooses tokens int32 [T], NO_TOKEN where there is none and UNDECIDED where a choice cannot be made yet."""
 
     def __init__(self, target: Target) -> None:
         self.target = target

@@ -130,8 +130,8 @@ class SlotAllocator:
             return num_free > 0
         if not num_free or (state := self._waiting.peek()) is None:
             return False
-        waits = state.mode.waits
-        return self._idle_slots.refill_is_due(num_free, state.num_tokens, waits=waits, round_s=round_s, refill_s=refill_s)
+        may_hold = state.mode.may_hold
+        return self._idle_slots.refill_is_due(num_free, state.num_tokens, may_hold=may_hold, round_s=round_s, refill_s=refill_s)
 
     def grow(self, ahead: int, grants: list[PageGrant]) -> bool:
         """Grant pages, oldest row first, to every row that has too few for its tokens and `ahead` more, or for its limit; add

@@ -22,17 +22,17 @@ class IdleSlots:
         """The free slots are refilled now."""
         self._idle = 0.0
 
-    def refill_is_due(self, num_free: int, row_tokens: int, *, waits: bool, round_s: float, refill_s: float | None) -> bool:
+    def refill_is_due(self, num_free: int, row_tokens: int, *, may_hold: bool, round_s: float, refill_s: float | None) -> bool:
         """Add a round in which `num_free` slots are idle. Returns whether idle slots have cost as much as a refill by now.
 
         row_tokens  number of tokens of the request that waits longest
-        waits       its row may have to wait in its slot (`SamplingMode.waits`)
+        may_hold    its row may be held in its slot (`SamplingMode.may_hold`)
         round_s     seconds that a round over all slots takes at present, in the unit of the prefill cost
         refill_s    fixed seconds of a refill whose pass is replayed (`RefillTimes`); None: not measured
         """
         self._idle += round_s * num_free / self._num_slots
         cost = self._cost
-        if cost.replay is not None and cost.is_replayed(row_tokens, waits=waits):
+        if cost.replay is not None and cost.is_replayed(row_tokens, may_hold=may_hold):
             return self._idle >= (cost.replay if refill_s is None else refill_s)
         return self._idle >= cost.least - cost.token * num_free * row_tokens
 

@@ -26,10 +26,9 @@ from batchspec.records import Completion
 class RowFeature:
     """A feature in one run of the engine. Only `arrive` must be defined; the other methods are called for its rows alone.
 
-    A row **waits** while one of its features is not `ready`: for a slot, in its slot after it was stopped there, or, when it has
-    ended, for its completion. Meanwhile other rows go ahead. The device stops a row with WAITING at a token whose mask
-    it does not have yet; the scheduler **holds** it in its slot until it is ready. `poll` stops rows that must wait before they
-    reach such a token.
+    A row waits while one of its features is not `ready`: for a slot, or, when it has ended, for its completion. Meanwhile other
+    rows go ahead. A row that must wait in its slot is **held** there: the device holds one at a token whose mask it does not have
+    yet, `poll` holds those that must wait before they reach such a token, and the scheduler **resumes** each when it is ready.
     """
 
     continues = True
@@ -66,7 +65,7 @@ class RowFeature:
         them. Returns the next watch; None: the row need not be examined again."""
 
     def poll(self) -> Iterable[RequestState]:
-        """Take what has come from outside. Returns the rows that this failed, and rows in slots that must stop until they are
+        """Take what has come from outside. Returns the rows that this failed, and rows in slots that must be held until they are
         `ready` again. Called before every step."""
         return ()
 

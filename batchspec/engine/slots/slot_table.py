@@ -12,7 +12,7 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.rounds.results import RoundLog, Slots
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.watch import NEVER, NO_TOKEN
-from batchspec.kernels.rounds.accept import WAITING
+from batchspec.kernels.rounds.accept import HELD
 
 FREE = -1
 """Owner of a slot without a request."""
@@ -138,7 +138,7 @@ class SlotTable:
         due = self.num_tokens[slots] >= at
         if (watches_token := token != NO_TOKEN).any():
             due |= (log.tokens == token[:, None]).any(1)
-        due |= ((at < NEVER) | watches_token) & (log.finish != 0) & (log.finish != WAITING)
+        due |= ((at < NEVER) | watches_token) & (log.finish != 0) & (log.finish != HELD)
         found: Slots = slots[due]
         return found
 

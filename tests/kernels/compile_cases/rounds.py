@@ -34,7 +34,7 @@ for _rates in (None, PF32):
         case(f"accept_kernel K={_k}, rates {_rates}", "accept", 1, draft_ids=PI32, draft_len=PI32, target_ids=PI32,
              cu_seqlens_q=PI32, stop_ids=PI32, limit=PI32, rates=_rates, keys=PI64, tokens=PI32, num_tokens=PI32, live=PI32,
              finish=PI32, out_accepted_len=PI32, out_log=PI32, draft_stride=I32, token_stride=I32, max_tokens=I32,
-             num_kinds=I32, K=_k, NUM_STOPS=3, LANES=max(2, 2 * _k), STOP_LANES=4, WAIT_ID=-2, AFTER_DRAFT=5)
+             num_kinds=I32, K=_k, NUM_STOPS=3, LANES=max(2, 2 * _k), STOP_LANES=4, UNDECIDED=-2, AFTER_DRAFT=5)
 for _rows in (64, 512):
     case(f"prepare_ragged_inputs_kernel {_rows} rows", "prepare_ragged_inputs", 4, tokens=PI32, num_tokens=PI32, live=PI32,
          draft_ids=PI32, draft_len=PI32, page_table=PI32, out_ids=PI32, out_row_ids=PI32, out_positions=PI64,

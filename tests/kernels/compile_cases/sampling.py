@@ -35,11 +35,11 @@ case("constrain_drafts_kernel", "constrain", 1, draft_ids=PI32, draft_len=PI32, 
 case("advance_states_kernel", "advance_states", 1, states=PI32, classes=PI32, log=PI32, live=PI32, tables=PI32, masks=PI32,
      symbols=PI32, starts=PI32, mask_stride=I32, num_tokens=I32, width=I32, STOPPED=1, FAILED=3)
 for _drafts in (None, PI32):
-    case(f"mark_waiting_kernel drafts {_drafts}", "waiting", 1, target_ids=PI32, row_ids=PI32, states=PI32, classes=PI32,
+    case(f"mark_undecided_kernel drafts {_drafts}", "undecided", 1, target_ids=PI32, row_ids=PI32, states=PI32, classes=PI32,
          drafts=_drafts, num_drafted=_drafts and PI64, draft_rows=None, tables=PI32, symbols=PI32, starts=PI32,
-         draft_stride=I32, num_tokens=I32, width=I32, WAIT=-2, NOT_EXPANDED=-3)
-case("park_waiting_kernel", "waiting", 4, states=PI32, tables=PI32, live=PI32, log=PI32, log_stride=I32, LANES=128,
-     num_rows=I32, WAITING=4, AFTER_DRAFT=5, NOT_EXPANDED=-3)
+         draft_stride=I32, num_tokens=I32, width=I32, UNDECIDED=-2, NOT_EXPANDED=-3)
+case("hold_undecided_kernel", "undecided", 4, states=PI32, tables=PI32, live=PI32, log=PI32, log_stride=I32, LANES=128,
+     num_rows=I32, HELD=4, AFTER_DRAFT=5, NOT_EXPANDED=-3)
 for _stages in (1, 4):
     case(f"cutoff_kernel {_stages} stages", "cutoff", 32, logits=PF32, row_ids=PI32, temperature=PF32, top_k=PI32, top_p=PF32,
          min_p=PF32, listed=PF32, out_cutoff=PF32, stride_row=I32, vocab=I32, MAX_PASSES=10, STAGES=_stages, DEPTH=8,
