@@ -1,4 +1,4 @@
-"""What `tests.english_hybrid check` compares, on the text of a hybrid with a trained MTP layer.
+"""What `tests.english_recurrent check` compares, on the text of a recurrent model with a trained MTP layer.
 
 jobs, killed  tokens of whole jobs, bit for bit, with decode.deterministic: no drafts, lookup, MTP, other slots, after SIGKILL
 transformers  greedy tokens in fp32 against transformers' own forward and `generate`

@@ -1,4 +1,4 @@
-"""A hybrid checkpoint with an MTP layer whose drafts are all right, by construction and not by training.
+"""A recurrent checkpoint with an MTP layer whose drafts are all right, by construction and not by training.
 
 Every token is the successor of the one LAG tokens before it, whatever the prompt. The model finds that one by the convolution of
 its recurrent layer, the MTP layer by attention to two distances. A token t is written as two digits, t mod 5 and t mod 6, and the

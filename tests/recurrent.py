@@ -31,7 +31,7 @@ LOUD = 20.0
 """Factor of the noise in the weights: what a layer adds to the stream is as large as the stream."""
 
 
-def hybrid_spec(window: int | None = None, **changes: Any) -> ModelSpec:
+def recurrent_spec(window: int | None = None, **changes: Any) -> ModelSpec:
     """Recurrent layers around one that attends; the last one has the columns of Qwen3-Next. Sizes that are no powers of two."""
     plain = tiny_spec(window, **changes)
     attends = plain.layers[0]
@@ -59,8 +59,8 @@ class LoudNoise(DummyWeights):
 
 
 @cache
-def hybrid_target(dtype: torch.dtype = torch.float64, window: int | None = None) -> Target:
-    spec = hybrid_spec(window)
+def recurrent_target(dtype: torch.dtype = torch.float64, window: int | None = None) -> Target:
+    spec = recurrent_spec(window)
     return Target(spec, LoudNoise(spec, dtype=dtype, device=DEVICE), DEVICE)
 
 

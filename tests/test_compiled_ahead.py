@@ -38,7 +38,7 @@ from tests.engines import make_engine, packed
 from tests.int4_layouts import of_gptq
 from tests.moe_models import Strong, tiny_spec
 from tests.nvfp4_layouts import MODELOPT
-from tests.recurrent import LoudNoise, hybrid_spec, mtp_of
+from tests.recurrent import LoudNoise, recurrent_spec, mtp_of
 from tests.short_convs import conv_spec
 from tests.stand_in_gpu import stand_in_gpu
 from tests.test_expert_kernels import CASES, CPU, VOCAB, made
@@ -167,7 +167,7 @@ def kernels_of(*modules: ModuleType) -> dict[str, Sequence[str]]:
 
 
 KEEP_ROW_TENSORS: dict[str, tuple[Callable[[], ModelSpec], dict[str, Sequence[str]]]] = {
-    "gated delta": (hybrid_spec, kernels_of(chunk_products, convolve, delta_chunks, delta_steps, gated_norm)),
+    "gated delta": (recurrent_spec, kernels_of(chunk_products, convolve, delta_chunks, delta_steps, gated_norm)),
     "short convolution": (conv_spec, kernels_of(short_conv)),
 }
 """Kinds of layers that keep row tensors: a model with such layers, and their kernels."""

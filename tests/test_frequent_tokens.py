@@ -18,7 +18,7 @@ from batchspec.draft.mtp import MtpDrafter
 from batchspec.draft.mtp_head import Mtp, MtpShape, dummy_mtp
 from batchspec.model.target import Target
 from tests.engines import DEVICE, VOCAB, make_engine, packed, request
-from tests.recurrent import LoudNoise, hybrid_spec, mtp_of
+from tests.recurrent import LoudNoise, mtp_of, recurrent_spec
 
 COUNT = 12
 
@@ -59,8 +59,8 @@ def test_tokens_outside_the_vocabulary_are_not_counted() -> None:
 # --- in a drafter
 
 
-def hybrid_with_mtp() -> Target:
-    spec = hybrid_spec()
+def recurrent_with_mtp() -> Target:
+    spec = recurrent_spec()
     spec = replace(spec, mtp=mtp_of(spec))
     return Target(spec, LoudNoise(spec, dtype=torch.float64, device=DEVICE), DEVICE)
 
@@ -72,7 +72,7 @@ def drafter(target: Target, vocabulary: FrequentTokens | None) -> MtpDrafter:
 
 
 def test_only_tokens_of_the_vocabulary_are_drafted_and_outputs_are_the_same() -> None:
-    target, outputs, drafted = hybrid_with_mtp(), [], []
+    target, outputs, drafted = recurrent_with_mtp(), [], []
     for vocabulary in (None, FrequentTokens(COUNT, [range(VOCAB)])):
         own = drafter(target, vocabulary)
         found: set[int] = set()
@@ -93,7 +93,7 @@ def test_only_tokens_of_the_vocabulary_are_drafted_and_outputs_are_the_same() ->
 
 
 def test_an_update_changes_what_is_drafted_in_place() -> None:
-    vocabulary, target = FrequentTokens(COUNT, [range(VOCAB)]), hybrid_with_mtp()
+    vocabulary, target = FrequentTokens(COUNT, [range(VOCAB)]), recurrent_with_mtp()
     hidden = torch.randn(9, target.spec.hidden_size, dtype=torch.float64, device=DEVICE)
     own = drafter(target, vocabulary)
     table = own.head.output.map_ids

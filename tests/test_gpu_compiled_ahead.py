@@ -28,7 +28,7 @@ from tests.engines import make_engine
 from tests.engines import packed, request
 from tests.test_gpu_experts import BF16, GPU, spec_of
 
-HYBRID = {
+RECURRENT = {
     "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "hidden_size": 256, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 64, "linear_value_head_dim": 64, "moe_intermediate_size": 128,
@@ -41,7 +41,7 @@ CONVS = {
     "num_experts_per_tok": 2, "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv", "conv"],
     "vocab_size": 1024, "max_position_embeddings": 4096, "dtype": "bfloat16",
 }
-KINDS = {"hybrid": HYBRID, "convolutions": CONVS}
+KINDS = {"recurrent": RECURRENT, "convolutions": CONVS}
 compiled = []
 
 def on_compile(**event):
@@ -75,7 +75,7 @@ print("compiled late:", *compiled[ahead:], sep="\\n")
 @pytest.mark.parametrize(
     ("form", "drafter"),
     [*((form, drafter) for form in ("bf16", "fp8 blocks", "mxfp4") for drafter in ("none", "lookup")),
-     ("hybrid", "none"), ("hybrid", "mtp"), ("convolutions", "none"), ("convolutions", "lookup")],
+     ("recurrent", "none"), ("recurrent", "mtp"), ("convolutions", "none"), ("convolutions", "lookup")],
 )
 def test_nothing_is_compiled_after_an_engine_was_prepared(form: str, drafter: str) -> None:
     """In a process of its own, because an earlier test may have compiled what is missing."""

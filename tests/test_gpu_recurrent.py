@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 @cache
-def hybrid_target(kind: str) -> Target:
+def recurrent_target(kind: str) -> Target:
     """Three layers, the last one recurrent with the columns of Qwen3-Next."""
     plain = windowed_target(kind, (None,)).spec
     attends = plain.layers[0]
@@ -63,11 +63,11 @@ def conv_target(kind: str) -> Target:
 def pard(draft_len: int, slots: int) -> Drafter:
     model = windowed_target("cuda", (9, None))
     drafter = PardModel(PardSpec(model=model.spec, mask_token_id=VOCAB - 1), model)
-    return PardDrafter(drafter, hybrid_target("cuda").spec, draft_len, slots=slots, parallel=True)
+    return PardDrafter(drafter, recurrent_target("cuda").spec, draft_len, slots=slots, parallel=True)
 
 
 def mtp(draft_len: int, slots: int, vocabulary: FrequentTokens | None = None) -> Drafter:
-    target = hybrid_target("cuda")
+    target = recurrent_target("cuda")
     weights = dummy_mtp(MtpShape.of(target.spec, mtp_of(target.spec)), dtype=torch.float32, device=GPU)
     return MtpDrafter(replace(weights, vocabulary=vocabulary), target, draft_len, slots=slots)
 
@@ -80,15 +80,15 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, pages
         "none": NoDrafter,
         "lookup": partial(LookupDrafter, 4, min_ngram=1, max_ngram=3),
         "lookup with a corpus": partial(lookup, 4),
-        "eagle3": partial(eagle, tmp_path, "cuda", 3, slots, own=hybrid_target("cuda"), num_layers=3),
+        "eagle3": partial(eagle, tmp_path, "cuda", 3, slots, own=recurrent_target("cuda"), num_layers=3),
         "mtp": partial(mtp, 3, slots),
         "mtp, few tokens": partial(mtp, 3, slots, FrequentTokens(16, [range(VOCAB)])),
         "pard": partial(pard, 4, slots),
     }
-    engine, done = run(hybrid_target("cuda"), drafters[name](), shape(slots, num_pages=pages), asked)
+    engine, done = run(recurrent_target("cuda"), drafters[name](), shape(slots, num_pages=pages), asked)
     assert engine.executor.graphs.num_captured > 0
     assert engine.totals.preempted == 0 or pages < 400
-    assert tokens(done) == alone(asked, hybrid_target("cpu"))
+    assert tokens(done) == alone(asked, recurrent_target("cpu"))
 
 
 @pytest.mark.parametrize("pages", [400, 40], ids=["enough pages", "preempted"])
@@ -109,7 +109,7 @@ def test_graphs_with_short_convolutions_give_the_tokens_of_one_row_at_a_time_on_
     assert tokens(done) == alone(asked, conv_target("cpu"))
 
 
-@pytest.mark.parametrize("target", [hybrid_target, conv_target], ids=["gated delta", "short convolutions"])
+@pytest.mark.parametrize("target", [recurrent_target, conv_target], ids=["gated delta", "short convolutions"])
 def test_rows_with_a_common_prefix_take_over_its_state(target: Callable[[str], Target]) -> None:
     rng = np.random.default_rng(5)
     beginnings = [rng.integers(0, VOCAB, 132).tolist() for _ in range(3)]

@@ -15,11 +15,11 @@ from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.packing.cost import kv_read_bytes, num_multiplied
 from tests.engines import DEVICE, VOCAB, make_engine, packed, request, tiny_spec
-from tests.recurrent import hybrid_spec
+from tests.recurrent import recurrent_spec
 from tests.test_target import Runner, prompts
 
 CPU = torch.device("cpu")
-MODELS = {"window": tiny_spec(window=5), "states": hybrid_spec()}
+MODELS = {"window": tiny_spec(window=5), "states": recurrent_spec()}
 
 
 def divided(spec: ModelSpec) -> ModelSpec:

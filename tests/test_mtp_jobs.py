@@ -13,7 +13,7 @@ from batchspec import run
 from tests.gpu_jobs.compare import Rows, differences
 from tests.gpu_jobs.models import Model
 from tests.runs import run_apart, signalled_after_commits
-from tests.test_hybrid_jobs import Keys, command, folder, job, model, plain, written
+from tests.test_recurrent_jobs import Keys, command, folder, job, model, plain, written
 
 pytestmark = pytest.mark.second
 

@@ -41,7 +41,7 @@ from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, make_engine, packed, plain_tokens, request, tiny_target
 from tests.kernels.covering import covering
 from tests.models import make_checkpoint, make_tokenizer
-from tests.recurrent import LoudNoise, hybrid_target
+from tests.recurrent import LoudNoise, recurrent_target
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 BAD = 4
@@ -51,7 +51,7 @@ SLOTS = 3
 
 def healthy_target(recurrent: bool) -> Target:
     """The tiny target of the other tests."""
-    return hybrid_target(window=5) if recurrent else tiny_target(window=5)
+    return recurrent_target(window=5) if recurrent else tiny_target(window=5)
 
 
 @cache

@@ -32,7 +32,7 @@ from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, make_engine, packed, plain_tokens, request, tiny_target
 from tests.gpu_jobs.entry_points import nothing, of_prompt
 from tests.padded_prefill import padded_passes
-from tests.recurrent import FAULTS, PREFIX_FAULTS, hybrid_target
+from tests.recurrent import FAULTS, PREFIX_FAULTS, recurrent_target
 from tests.row_lengths import LENGTHS
 from tests.short_convs import CONV_FAULTS, conv_target
 from tests.test_lossless import SAMPLINGS, few_tokens, lookup
@@ -56,7 +56,7 @@ class Kind(NamedTuple):
         return ["none", "lookup", "eagle3", "parallel", "hybrid", "pard", "right", "wrong", *([] if refused else ["window"])]
 
 
-KINDS = {"gated delta": Kind(hybrid_target, FAULTS), "short convolution": Kind(conv_target, CONV_FAULTS)}
+KINDS = {"gated delta": Kind(recurrent_target, FAULTS), "short convolution": Kind(conv_target, CONV_FAULTS)}
 DRAFTERS = [(kind, name) for kind, own in KINDS.items() for name in own.drafters]
 
 

@@ -26,7 +26,7 @@ from batchspec.kernels.gated_delta.chunk_products import CHUNK
 from batchspec.model.layers.attention.kv_layout import KVLayout
 from batchspec.model.layers.gated_delta.block import RECURRENT_CHUNK, GatedDeltaSpec
 from tests.engines import packed, request, tiny_spec
-from tests.recurrent import hybrid_spec
+from tests.recurrent import recurrent_spec
 
 LAYOUT = KVLayout(dtype=torch.float32, fp8=False, num_kv_heads=1, head_dim=2, page_size=4, ordered=False)
 CPU = torch.device("cpu")
@@ -72,10 +72,10 @@ def test_tokens_that_a_row_generated_go_in_passes_of_their_own(rows: list[tuple[
 
 
 def test_a_model_whose_layers_keep_row_tensors_has_such_passes_wherever_they_may_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hybrid_spec().prefill_multiple == RECURRENT_CHUNK
+    assert recurrent_spec().prefill_multiple == RECURRENT_CHUNK
     kept = GatedDeltaSpec.kept
     monkeypatch.setattr(GatedDeltaSpec, "kept", lambda spec, run: replace(kept(spec, run), chunk=None))
-    assert (hybrid_spec().prefill_multiple, tiny_spec().prefill_multiple) == (1, None)
+    assert (recurrent_spec().prefill_multiple, tiny_spec().prefill_multiple) == (1, None)
 
 
 class Simulated:

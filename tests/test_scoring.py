@@ -27,7 +27,7 @@ from batchspec.records import Choice, Completion, Request
 from batchspec.request_stream import ListedRequests
 from tests.engines import DEVICE, VOCAB, full_logits, make_engine, packed, request, tiny_spec, tiny_target
 from tests.ranks import on_ranks, part_of, whole_of
-from tests.recurrent import hybrid_target
+from tests.recurrent import recurrent_target
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -76,8 +76,8 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "all keys": tiny_target,
     "some windows": partial(tiny_target, window=5),
     "windows alone": cache(lambda: whole_of(tiny_spec(windows=(5, 9)))),
-    "recurrent layers": hybrid_target,
-    "recurrent layers and windows": partial(hybrid_target, window=5),
+    "recurrent layers": recurrent_target,
+    "recurrent layers and windows": partial(recurrent_target, window=5),
 }
 SHARED_AT = {"all keys": 16, "some windows": 16, "recurrent layers": RECURRENT_CHUNK}
 """Where a shared prefix may end, in tokens. Models without a layer that reads all keys share none."""

@@ -23,7 +23,7 @@ from batchspec.prepare import Job, open_job
 from batchspec.runner.identity import job_fingerprint
 from batchspec.runner.job_run import open_run
 from tests.models import make_checkpoint, make_tokenizer
-from tests.test_hybrid_families import SHAPE
+from tests.test_recurrent_families import SHAPE
 
 STATES = 2 * 6 * 14 * 10
 """Numbers in the states of a row: two recurrent layers, value heads, their size, that of a key head."""
@@ -32,7 +32,7 @@ STATES = 2 * 6 * 14 * 10
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {**SHAPE, "num_hidden_layers": 3, "full_attention_interval": 3, "num_attention_heads": 6, "num_key_value_heads": 3}
-    return make_tokenizer(make_checkpoint(tmp_path_factory.mktemp("hybrid"), "qwen3_5_text", **config))
+    return make_tokenizer(make_checkpoint(tmp_path_factory.mktemp("recurrent"), "qwen3_5_text", **config))
 
 
 @pytest.fixture(scope="module")

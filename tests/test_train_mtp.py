@@ -1,4 +1,4 @@
-"""`batchspec train draft=mtp`: MTP layers of tiny hybrid models, through the command line and in jobs."""
+"""`batchspec train draft=mtp`: MTP layers of tiny recurrent models, through the command line and in jobs."""
 
 from __future__ import annotations
 

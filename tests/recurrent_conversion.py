@@ -45,8 +45,8 @@ class Sizes:
     """[KV heads D, H] what is added to k_proj, so that all keys are about equally long."""
 
 
-def hybrid_config(llama: Mapping[str, Any], every: int = EVERY) -> dict[str, Any]:
-    """The config.json of the hybrid; its first and last layers are recurrent ones and one that attends."""
+def recurrent_config(llama: Mapping[str, Any], every: int = EVERY) -> dict[str, Any]:
+    """The config.json of the recurrent model; its first and last layers are recurrent ones and one that attends."""
     heads, layers = llama["num_attention_heads"], llama["num_hidden_layers"]
     dim = llama.get("head_dim") or llama["hidden_size"] // heads
     theta = (llama.get("rope_parameters") or llama).get("rope_theta", 10_000.0)
@@ -132,7 +132,7 @@ def _unasked(queries: Tensor) -> Tensor:
 
 
 def converted(dense: Mapping[str, Tensor], config: Mapping[str, Any], sizes: list[Sizes], *, seed: int = 0) -> Tensors:
-    """The fp32 tensors of the hybrid, without its MTP layer. dense: of the Llama; config: `hybrid_config`."""
+    """The fp32 tensors of the recurrent model, without its MTP layer. dense: of the Llama; config: `recurrent_config`."""
     made = Tensors()
     rng = torch.Generator().manual_seed(seed)
     for name, tensor in dense.items():

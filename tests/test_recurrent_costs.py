@@ -19,8 +19,8 @@ from batchspec.packing.cost import prefill_seconds, round_seconds
 from batchspec.packing.kv_memory import KVMemory, kv_bytes, row_tensor_bytes
 from batchspec.packing.planner import MORE_ROWS, Demand, choose_batch, forecast, held_back_bytes
 from tests.stand_ins import H200
-from tests.test_hybrid_families import TEXT_35B
 from tests.test_planner import always
+from tests.test_recurrent_families import TEXT_35B
 
 GPU, BF16 = torch.device("cuda"), torch.bfloat16
 SPEC = read_spec(TEXT_35B, "config.json")

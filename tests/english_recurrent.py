@@ -1,14 +1,14 @@
 """A developer's tool: makes a small Qwen3.5 that writes English, with an MTP layer, and checks batchspec on its text.
 
-    python -m tests.english_hybrid make OUT gsm8k_train.parquet --minutes 3
-    python -m tests.english_hybrid check OUT gsm8k_test.parquet
+    python -m tests.english_recurrent make OUT gsm8k_train.parquet --minutes 3
+    python -m tests.english_recurrent check OUT gsm8k_test.parquet
 
 `make` needs a few minutes of a GPU:
 
 OUT/answers   SmolLM2-135M's own answers to the questions, sampled
-OUT/model     the hybrid: SmolLM2 with gated delta rule layers instead of two of three attention layers, distilled from it on
-              these answers (`tests.hybrid_conversion`, `tests.hybrid_distillation`), and its MTP layer
-OUT/greedy    the hybrid's own greedy answers, from which the MTP layer learns
+OUT/model     SmolLM2 with gated delta rule layers instead of two of three attention layers, distilled from it on
+              these answers (`tests.recurrent_conversion`, `tests.recurrent_distillation`), and its MTP layer
+OUT/greedy    its own greedy answers, from which the MTP layer learns
 OUT/mtp       that layer alone, by `batchspec train draft=mtp`
 
 `check` runs whole jobs and compares them (`tests.english_checks`). Both go on after an error of one step, print it, and end with
@@ -37,8 +37,8 @@ from safetensors.torch import load_file, save_file
 from batchspec.checkpoint.files import LocalFiles, weight_names
 from batchspec.checkpoint.hub import resolve_model
 from tests.english_checks import Checks
-from tests.hybrid_conversion import converted, hybrid_config, measured
-from tests.hybrid_distillation import Distillation, Plan, padded, read_texts
+from tests.recurrent_conversion import converted, measured, recurrent_config
+from tests.recurrent_distillation import Distillation, Plan, padded, read_texts
 from tests.upcycle import write_model
 
 ROOT = Path(__file__).parents[1]
@@ -138,7 +138,7 @@ class Making:
         teacher = auto.from_pretrained(source, dtype=dtype, attn_implementation="sdpa").to(device).eval()
         plan = Plan(seconds=60 * self._args.minutes, tokens=self._args.batch_tokens, held_out=self._args.held_out)
         trained, held_out = read_texts(self._out / "answers", plan.max_len)
-        config = hybrid_config(json.loads((source / "config.json").read_text()), self._args.every)
+        config = recurrent_config(json.loads((source / "config.json").read_text()), self._args.every)
         dense = {name: tensor for file in weight_names(LocalFiles(source)) for name, tensor in load_file(source / file).items()}
         tensors = converted(dense, config, measured(teacher, *padded(trained[:CALIBRATED], device)))
         begun = self._out / "begun"

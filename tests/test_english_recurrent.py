@@ -1,4 +1,4 @@
-"""The tool that makes a hybrid which writes English, on a tiny Llama."""
+"""The tool that makes a recurrent model which writes English, on a tiny Llama."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from batchspec.model.layers.gated_delta.block import GatedDeltaSpec
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from tests.english_checks import forced_drafts, replayed
-from tests.hybrid_conversion import converted, convolution, delta_rule, hybrid_config, measured
-from tests.hybrid_distillation import Distillation, Plan, batches, padded
 from tests.models import make_checkpoint
 from tests.mtp_checkpoints import make_mtp_model
 from tests.mtp_definition import read_mtp, reference_drafts, target_hidden
+from tests.recurrent_conversion import converted, convolution, delta_rule, measured, recurrent_config
+from tests.recurrent_distillation import Distillation, Plan, batches, padded
 from tests.upcycle import write_model
 
 LAYERS = 4
@@ -42,17 +42,17 @@ def texts(count: int) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders `llama` and `hybrid`."""
+    """Folders `llama` and `recurrent`."""
     folder = tmp_path_factory.mktemp("made")
     source = make_checkpoint(folder / "llama", "llama", num_hidden_layers=LAYERS, initializer_range=0.1, tie_word_embeddings=True)
-    config = hybrid_config(json.loads((source / "config.json").read_text()))
+    config = recurrent_config(json.loads((source / "config.json").read_text()))
     tensors = converted(load_file(source / "model.safetensors"), config, measured(model_of(source), *padded(texts(8), CPU)))
-    write_model(source, folder / "hybrid", tensors, config)
+    write_model(source, folder / "recurrent", tensors, config)
     return folder
 
 
 def test_batchspec_and_transformers_compute_the_same_with_a_converted_model(made: Path) -> None:
-    model, folder = model_of(made / "hybrid"), made / "hybrid"
+    model, folder = model_of(made / "recurrent"), made / "recurrent"
     spec = load_spec(folder)
     assert [isinstance(layer.mixer, GatedDeltaSpec) for layer in spec.layers] == [True, True, False, True]
     ids = torch.from_numpy(np.random.default_rng(1).integers(3, 320, 150))
@@ -64,9 +64,9 @@ def test_batchspec_and_transformers_compute_the_same_with_a_converted_model(made
 
 def test_layers_begin_near_those_of_the_llama(made: Path) -> None:
     """Attention has other norms; its values, gates and sizes are the old ones."""
-    llama, hybrid = model_of(made / "llama"), model_of(made / "hybrid")
+    llama, recurrent = model_of(made / "llama"), model_of(made / "recurrent")
     x = torch.randn(1, 1, 64)
-    old, new = llama.model.layers[2].self_attn, hybrid.model.layers[2].self_attn
+    old, new = llama.model.layers[2].self_attn, recurrent.model.layers[2].self_attn
     rotations = llama.model.rotary_emb(x, torch.zeros(1, 1, dtype=torch.int64))
     with torch.no_grad():  # a single token attends to itself alone, whatever q and k are
         wanted = old(x, position_embeddings=rotations, attention_mask=None)[0]
@@ -97,8 +97,8 @@ def test_the_quick_convolution_is_that_of_transformers() -> None:
     torch.testing.assert_close(convolution(x, weight), causal_conv1d_fn(x, weight, None, activation="silu"))
 
 
-def test_a_hybrid_comes_nearer_to_the_llama(made: Path) -> None:
-    teacher, student = model_of(made / "llama"), model_of(made / "hybrid")
+def test_a_recurrent_model_comes_nearer_to_the_llama(made: Path) -> None:
+    teacher, student = model_of(made / "llama"), model_of(made / "recurrent")
     plan = Plan(steps=10, tokens=512, lr=1e-2, held_out=2)
     found = Distillation(teacher, student, plan, texts(16), texts(2)).run()
     first, *_, last = found["curve"]

@@ -1,7 +1,7 @@
-"""Distils a Llama into a hybrid of `tests.hybrid_conversion` for some minutes: both are transformers' own models.
+"""Distils a Llama into a recurrent model of `tests.recurrent_conversion` for some minutes: both are transformers' own models.
 
 At first each mixer learns alone: it reads what the Llama's layer reads, and its output should be that of the Llama's attention.
-Then all weights but the embedding learn together: KL(Llama || hybrid) of the next token, and for a while the distance of the
+Then all weights but the embedding learn together: KL(Llama || recurrent) of the next token, and for a while the distance of the
 hidden states after each layer. The clock ends it.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from batchspec.heads.data import Numbers
-from tests.hybrid_conversion import convolution, delta_rule
+from tests.recurrent_conversion import convolution, delta_rule
 
 ALIGNED, NEARER = 0.3, 0.65
 """The shares of the time after which all weights learn together, and after which hidden states are no longer compared."""
@@ -127,7 +127,7 @@ class Optimisers:
 
 
 class Distillation:
-    """teacher: a Llama of transformers; student: the hybrid, fp32 weights; both on one device."""
+    """teacher: a Llama of transformers; student: the recurrent model, fp32 weights; both on one device."""
 
     def __init__(self, teacher: Any, student: Any, plan: Plan, trained: list[Numbers], held_out: list[Numbers]) -> None:
         self.teacher, self.student, self.plan = teacher.eval().requires_grad_(False), student, plan
@@ -219,7 +219,7 @@ class Distillation:
         return loss
 
     def _divergence(self, hidden: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """KL(Llama || hybrid) [n] and whether the likeliest tokens are equal [n], of states [n, H] after the final norms."""
+        """KL(Llama || recurrent) [n] and whether the likeliest tokens are equal [n], of states [n, H] after the final norms."""
 
         def part(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
             own, right = F.linear(x, self._output.to(x.dtype)).float(), F.linear(y, self._output.to(y.dtype)).float()
