@@ -542,11 +542,11 @@ def test_a_row_that_fails_while_it_has_no_slot_has_ended_too(monkeypatch: pytest
     launch, preempted = Scheduler._round, list[int]()
 
     def after_preempting(scheduler: Scheduler, *, reads: bool = True) -> Iterator[ScheduledStep]:
-        for held in [] if scheduler.unread or preempted else list(scheduler._held):
+        for held in [] if scheduler.unread or preempted else list(scheduler.slots.held):
             scheduler.slots.flush(held)
             if len(held.tokens) == kept:
                 preempted.append(held.request.row_index)
-                scheduler.preempt(held)
+                scheduler._allocator.preempt(held)
         yield from launch(scheduler, reads=reads)
 
     monkeypatch.setattr(Scheduler, "_round", after_preempting)

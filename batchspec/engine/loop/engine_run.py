@@ -141,7 +141,7 @@ class EngineRun:
         found = [(self.slots.at(slot), finish) for slot, finish in sorted(ended.items())]
         for state, finish in found:
             if finish == HELD and state.finish_reason is None:
-                self.scheduler.hold(state)
+                self.slots.hold(state, on_device=True)
         return [(state, finish) for state, finish in found if finish != HELD or state.finish_reason is not None]
 
     def _examine(self, state: RequestState) -> None:
@@ -151,7 +151,7 @@ class EngineRun:
         if state.watch != before:
             self.slots.watch(state)
         if state.replaced and state.finish_reason is None:
-            self.scheduler.preempt(state)
+            self._allocator.preempt(state)
         state.replaced = False
 
     def end_request(self, state: RequestState, finish: int, now: float) -> None:
@@ -164,7 +164,7 @@ class EngineRun:
         queries only.
         """
         slot = state.slot
-        self.scheduler.release(state, on_device=finish not in (0, HELD))
+        self._allocator.release(state, on_device=finish not in (0, HELD))
         if state.finish_reason is None:
             state.set_finish_reason(finish)
         if state.finish_reason == "error":

@@ -5,7 +5,7 @@ Clocks, free memory and what the host has read are consulted only here; the deci
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.loop.refills import prefill_of, refill_of
@@ -26,7 +26,7 @@ class Scheduler:
 
     Launching rounds before earlier results are read is safe because the device ends rows at stop ids and limits by itself; a
     result belongs to the row that owned the slot at launch; pages reach as far as all launched rounds can write; and the next
-    owner of a page writes it after the rounds of its last owner, in their stream or in one that waits for it.
+    owner of a page writes it after the rounds of its last owner, in stream order.
     """
 
     def __init__(
@@ -50,10 +50,6 @@ class Scheduler:
         self.unread = UnreadLaunches(self.slots)
         self._rounds_before_refill = 0
         """Number of further rounds that are launched before the next refill is prepared."""
-        self._killed: list[int] = []
-        self._held: dict[RequestState, int] = {}
-        """Rows in slots that wait, and the number of results after which all their tokens are known."""
-        self._resumed: list[int] = []
         self._stopped: list[tuple[RequestState, int]] = []
         self.finished = finished
         self.num_rows = self.batch.num_slots
@@ -77,28 +73,23 @@ class Scheduler:
                 yield self._make_step(num_reads=num_unread - 1 if num_unread > 1 else num_unread)
 
     def _poll(self) -> Iterator[ScheduledStep]:
-        """Stop the rows that features must stop, and let those continue that wait no longer, the oldest first."""
-        self._stop(self._features.poll())
-        for state in sorted(self._held, key=lambda state: state.order):
-            if self.unread.num_read < self._held[state]:
+        """End the rows that features have failed, hold others, and resume those that are ready, the oldest first."""
+        for state in self._features.poll():
+            if state.finish_reason is None:
+                self.slots.hold(state, on_device=False, num_results=self.unread.num_launched)
+            else:
+                self._end_failed(state)
+        resumed: list[int] = []
+        for state in sorted(self.slots.held, key=lambda state: state.order):
+            if self.unread.num_read < self.slots.held[state]:
                 continue
-            self.slots.flush(state)  # of the rounds that had been launched when it was stopped
+            self.slots.flush(state)  # of the rounds that had been launched when it was held
             if self._features.ready(state):
                 self._features.enter(state)
                 self.slots.resume(state)
-                self._resumed.append(state.slot)
-                del self._held[state]
-        if self._resumed:  # at once: another step may move rows
-            yield self._make_step()
-
-    def _stop(self, states: Iterable[RequestState]) -> None:
-        """End rows that have failed, and hold others, which are in slots."""
-        for state in states:
-            if state.finish_reason is None:
-                self._killed.append(state.slot)
-                self.hold(state, num_results=self.unread.num_launched)
-            else:
-                self._end_failed(state)
+                resumed.append(state.slot)
+        if resumed:  # at once: another step may move rows
+            yield self._make_step(resumed=tuple(resumed))
 
     def _end_failed(self, state: RequestState) -> None:
         """End a row that has failed. Its features examine its newest tokens first: if these end it, it ends with their reason.
@@ -111,19 +102,13 @@ class Scheduler:
             state.fail(error)
         self._stopped.append((state, state.slot))
         if state.slot >= 0:
-            self.release(state, on_device=False)
+            self._allocator.release(state)
 
     def take_stopped(self) -> list[tuple[RequestState, int]]:
         """Rows that features have failed since the last call, or that had ended before they did, and the slots that they had; -1
         for none."""
         stopped, self._stopped = self._stopped, []
         return stopped
-
-    def hold(self, state: RequestState, *, num_results: int = 0) -> None:
-        """The row stays in its slot and waits until it is `ready`, once so many results of the run have been read. The device has
-        stopped it, or will with the next step."""
-        self.slots.hold(state)
-        self._held[state] = max(num_results, self._held.get(state, 0))
 
     def drain(self) -> ScheduledStep:
         """The step that ends a run that was stopped: it reads all launched work and launches nothing."""
@@ -138,19 +123,6 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether all launched work has been read, and every row that has failed was taken."""
         return not (self.unread or self._stopped)
-
-    def release(self, state: RequestState, *, on_device: bool) -> None:
-        """Take the request out of its slot. on_device: the device has ended its row already."""
-        if not on_device:
-            self._killed.append(state.slot)
-        self._held.pop(state, None)
-        self._allocator.release(state)
-
-    def preempt(self, state: RequestState) -> None:
-        """Take the request out of its slot; it waits to be prefilled again with all its tokens."""
-        self._killed.append(state.slot)
-        self._held.pop(state, None)
-        self._allocator.preempt(state)
 
     def _refill(self) -> Iterator[ScheduledStep]:
         """Refill free slots."""
@@ -209,10 +181,10 @@ class Scheduler:
             if self.unread:  # unread results may free pages, and the tokens of a preempted row must all be known
                 yield self._make_step(num_reads=1)
             else:
-                self.preempt(self._allocator.youngest())
+                self._allocator.preempt(self._allocator.youngest())
                 self._totals.preempted += 1
-        if not self.slots.num_decoding:  # all of them ended, or were stopped, in the results that were read
-            if grants:  # rows that were stopped keep their slots and pages
+        if not self.slots.num_decoding:  # all of them ended, or are held, by the results that were read
+            if grants:  # held rows keep their slots and pages
                 yield self._make_step(grants=tuple(grants))
             return
         yield self._make_step(reads_due=reads, grants=tuple(grants), round_=self._schedule_round())
@@ -246,9 +218,9 @@ class Scheduler:
         )
 
     def _make_step(
-        self, *, moves: tuple[tuple[int, int], ...] = (), refills: tuple[Refill, ...] = (), prefill: Prefill | None = None,
-        grants: tuple[PageGrant, ...] = (), round_: ScheduledRound | None = None, num_reads: int = 0, read_all: bool = False,
-        reads_due: bool = True,
+        self, *, moves: tuple[tuple[int, int], ...] = (), refills: tuple[Refill, ...] = (), resumed: tuple[int, ...] = (),
+        prefill: Prefill | None = None, grants: tuple[PageGrant, ...] = (), round_: ScheduledRound | None = None,
+        num_reads: int = 0, read_all: bool = False, reads_due: bool = True,
     ) -> ScheduledStep:
         """A step with the changes since the last one; notes what it launches. Arguments are fields of `ScheduledStep`, but:
 
@@ -261,12 +233,10 @@ class Scheduler:
             num_reads = len(self.unread)
         elif reads_due and round_ is not None:
             num_reads = max(0, len(self.unread) - self.batch.run_ahead)
-        killed, self._killed = tuple(self._killed), []
-        resumed, self._resumed = tuple(self._resumed), []
         finished = tuple(self.finished)
         self.finished.clear()
         return ScheduledStep(
-            finished=finished, killed=killed, moves=moves, refills=refills,
+            finished=finished, killed=self.slots.take_killed(), moves=moves, refills=refills,
             commands=self._features.take_commands(), resumed=resumed, prefill=prefill, grants=grants,
             round=round_, num_reads=num_reads,
         )

@@ -222,14 +222,17 @@ class SlotAllocator:
         """The request that entered its slot last."""
         return max(self.slots.live, key=lambda state: state.order)
 
-    def release(self, state: RequestState) -> None:
-        """The request leaves its slot. Steps that are scheduled from now on may use its slot and pages."""
+    def release(self, state: RequestState, *, on_device: bool = False) -> None:
+        """The request leaves its slot. Steps that are scheduled from now on may use its slot and pages.
+
+        on_device  the device has ended its row already
+        """
         self._features.leave(state)
-        self.slots.clear(state)
+        self.slots.clear(state, on_device=on_device)
         self.pools.release(state.pages)
 
     def preempt(self, state: RequestState) -> None:
-        """Take slot and pages away; the request gets a slot again before any new one."""
+        """Take slot and pages away; the request is prefilled again with all its tokens, before any new one."""
         self.release(state)
         self._waiting.put_first(state)
 

@@ -65,6 +65,9 @@ class SlotTable:
             self.owner, self.num_tokens, self.num_columns, self.num_held, self.num_prefilled, self.num_rounds, self.prompt_len,
             self.max_tokens, self.predicted_tokens, self.decodes, self.watch_at, self.watch_token, self._tokens, self._counts,
         )
+        self.held: dict[RequestState, int] = {}
+        """Requests that are held, and the number of results of the run after which all their tokens are known."""
+        self._killed: list[int] = []
         self._modes: Counter[SamplingMode] = Counter()
         self.num_live = 0
         """Number of requests in slots."""
@@ -150,15 +153,25 @@ class SlotTable:
         weights: NDArray[np.float64] = (rounds + PRIOR_ROUNDS) / (emitted + PRIOR_ROUNDS * mean_speed)
         return weights / (weights.mean() if len(slots) else 1.0)
 
-    def hold(self, state: RequestState) -> None:
-        """The request stays in its slot and does not decode until `resume`."""
+    def hold(self, state: RequestState, *, on_device: bool, num_results: int = 0) -> None:
+        """The request stays in its slot and does not decode until `resume`, which may follow once so many results of the run have
+        been read. on_device: the device holds its row already."""
         self.flush(state)
         self.decodes[state.slot] = False
+        self.held[state] = max(num_results, self.held.get(state, 0))
+        if not on_device:
+            self._killed.append(state.slot)
 
     def resume(self, state: RequestState) -> None:
         """The request, whose tokens are flushed, decodes again."""
         assert not self._num_buffered[state.slot], state.request.request_id
         self.decodes[state.slot] = True
+        del self.held[state]
+
+    def take_killed(self) -> tuple[int, ...]:
+        """Slots whose rows the host has ended or holds since the last call, and which the device would go on with."""
+        killed, self._killed = tuple(self._killed), []
+        return killed
 
     def note_pages(self, state: RequestState) -> None:
         """Update the page counts of a request that has got pages or given some back."""
@@ -169,9 +182,12 @@ class SlotTable:
         self.num_columns[slots] += counts
         self.num_held[slots] += counts[:, None]
 
-    def clear(self, state: RequestState) -> None:
-        """Flush the request and take it out of its slot."""
+    def clear(self, state: RequestState, *, on_device: bool = False) -> None:
+        """Flush the request and take it out of its slot. on_device: the device has ended its row already."""
         self.flush(state)
+        self.held.pop(state, None)
+        if not on_device:
+            self._killed.append(state.slot)
         self._modes[state.mode] -= 1
         self.requests[state.slot] = None
         self.num_live -= 1
