@@ -32,7 +32,7 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.spec import open_drafter
 from batchspec.engine.features import RowFeatures
 from batchspec.engine.loop.engine import Engine
-from batchspec.engine.loop.engine_run import Ended
+from batchspec.engine.loop.engine_run import EngineRun
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.loop.round_planner import RoundPlanner
 from batchspec.engine.prefill.cost import PrefillCost
@@ -41,6 +41,7 @@ from batchspec.engine.prefill.runner import PrefillRunner
 from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.records import RoundOptions, RoundResult
 from batchspec.engine.rounds.results import Moment, PendingResult
+from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import Prefill, RoundShape, ScheduledStep, Segment
 from batchspec.kernels.rounds.accept import FULL
 from batchspec.model.families.shapes import COMMON
@@ -49,6 +50,7 @@ from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.planner import GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, row_buckets
 from batchspec.records import Completion, Request, SamplingParams
+from batchspec.request_stream import RequestStream
 
 MAX_NEW_TOKENS = 512
 SYSTEM_TOKENS = 24
@@ -141,20 +143,27 @@ class StandInEngine(Engine):
             prefill_tokens=GPU_PREFILL,
             run_ahead=GPU_RUN_AHEAD,
         )
-        super().__init__(target, drafter, batch, device=device, features=RowFeatures(defers_text=True, decode=no_text))
         self.watch = Stopwatch()
+        super().__init__(target, drafter, batch, device=device, features=RowFeatures(defers_text=True, decode=no_text))
         self.executor: Executor = StandInExecutor(self.watch, target, drafter, batch, device)
         self.planner = RoundPlanner(self.executor, batch, adaptive=True)
 
-    def _process(self) -> None:
-        super()._process()
-        self.watch.lap("process")
+    def _begin(self, requests: RequestStream) -> EngineRun:
+        run = super()._begin(requests)
+        process, take = run._process, run.ends.take
 
-    def _completed(self, ended: Ended) -> Completion:
-        self.watch.lap("schedule")
-        done = super()._completed(ended)
-        self.watch.lap("process")
-        return done
+        def timed_process() -> None:
+            process()
+            self.watch.lap("process")
+
+        def timed_take() -> list[tuple[RequestState, Completion]]:
+            self.watch.lap("schedule")
+            done = take()
+            self.watch.lap("process")
+            return done
+
+        run._process, run.ends.take = timed_process, timed_take  # type: ignore[method-assign]
+        return run
 
 
 class StandInExecutor(Executor):

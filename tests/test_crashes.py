@@ -23,6 +23,7 @@ import torch
 from batchspec import run
 from batchspec.config.schema import PackingConfig
 from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.engine_run import EngineRun
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.loop.scheduler import Scheduler
 from batchspec.engine.rounds.round import Round
@@ -355,14 +356,14 @@ def test_a_tree_still_has_its_pages_in_the_smaller_batch(
     model = make_tokenizer(make_checkpoint(tmp_path / "model", "llama", dtype=torch.float64))
     design = tiny_design(load_spec(model), draft_vocab=64)
     write_head(tmp_path / "head", design, random_tensors(design))
-    process, left = Engine._process, iter(range(3))
+    process, left = EngineRun._process, iter(range(3))
 
-    def short(engine: Engine) -> None:
+    def short(one: EngineRun) -> None:
         if next(left, 0) == 2:
             raise MemoryError
-        process(engine)
+        process(one)
 
-    monkeypatch.setattr(Engine, "_process", short)
+    monkeypatch.setattr(EngineRun, "_process", short)
     data = make_prompts(tmp_path / "prompts.parquet", 3)
     words = arguments(model, data, tmp_path / "out", "packing.max_num_seqs=1", "draft=tree", f"draft.path={tmp_path / 'head'}")
     assert run.main(words) == 0

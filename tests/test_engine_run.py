@@ -18,6 +18,7 @@ from batchspec.engine.features.lazy_constraints import LazyConstraints
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.slots import expected_pages
+from batchspec.engine.slots.row_ends import RowEnds
 from batchspec.records import Completion, Request
 from tests.automata import VOCABULARY
 from tests.engines import DEVICE, VOCAB, make_engine, packed, tiny_target
@@ -29,7 +30,7 @@ from tests.test_logit_rules import ALL
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 PLACES: tuple[tuple[Any, str], ...] = (
-    (Engine, "_completed"),
+    (RowEnds, "_completion"),
     (Executor, "execute"),
     (Executor, "read"),
     (DeviceBatch, "begin"),

@@ -25,9 +25,9 @@ from batchspec.engine.features.lazy_places import LazyPlaces
 from batchspec.engine.features.stop_strings import StopStrings
 from batchspec.engine.features.texts import Texts
 from batchspec.engine.loop.engine import Engine
-from batchspec.engine.loop.engine_run import Ended, EngineRun
 from batchspec.engine.slots.completion import completion_of
 from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.row_ends import RowEnds
 from batchspec.kernels.rounds.accept import FULL, STOPPED
 from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, Snapshot, Thinking
 from batchspec.structured.expander import Expander
@@ -186,8 +186,8 @@ def test_a_text_that_ends_too_early_is_an_error_row(name: str, monkeypatch: pyte
 
 def test_a_row_that_ends_at_no_stop_id_is_an_error_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device says that a row has ended at a stop id, and it has not."""
-    end = EngineRun.end_request
-    monkeypatch.setattr(EngineRun, "end_request", lambda self, state, finish, now: end(self, state, 1, now))
+    end = RowEnds.end
+    monkeypatch.setattr(RowEnds, "end", lambda self, state, finish, now: end(self, state, 1, now))
     req = constrained(request(0, [5, 9], cap=4), "[a-d]{9,11}")
     out = run_finite([req], ALL["none"]())[0]
     assert out.error is not None
@@ -313,15 +313,15 @@ def test_rows_that_have_ended_are_not_decoded_anew_when_memory_runs_out(how: str
     engine = engine_of(NeverChecked(0) if how == "not checked" else ExpandLate(0))
     with monkeypatch.context() as patch:
         if how == "not checked":
-            take_ended = EngineRun.take_ended
+            take = RowEnds.take
 
-            def run_out(own: EngineRun, *, stopping: bool) -> list[Ended]:
-                found = take_ended(own, stopping=stopping)
+            def run_out(own: RowEnds) -> list[tuple[RequestState, Completion]]:
+                found = take(own)
                 if len(lazy_of(engine)._check._asked) == 2:
                     raise MemoryError
                 return found
 
-            patch.setattr(EngineRun, "take_ended", run_out)
+            patch.setattr(RowEnds, "take", run_out)
         else:
             patch.setattr("batchspec.engine.loop.engine.completion_of", lambda *_, **__: [][0])
         with suppress(MemoryError, IndexError):

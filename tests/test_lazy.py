@@ -25,6 +25,7 @@ from batchspec.draft.base import Drafter
 from batchspec.engine.features.lazy_constraints import LazyConstraints
 from batchspec.engine.features.lazy_places import LazyPlaces
 from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.engine_run import EngineRun
 from batchspec.engine.loop.scheduler import Scheduler
 from batchspec.engine.prefill.passes import prefill_chunk
 from batchspec.engine.rounds.graphs import Graphs
@@ -33,6 +34,7 @@ from batchspec.engine.rounds.results import PendingResult, RoundLog
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.row_ends import RowEnds
 from batchspec.engine.step import RoundShape, ScheduledStep, Segment
 from batchspec.kernels.rounds.accept import HELD
 from batchspec.records import Completion, Repetition, Request, SamplingParams, Snapshot, Thinking
@@ -400,11 +402,11 @@ def test_wherever_a_run_fails_the_next_ones_go_on_from_its_tokens(name: str, dat
     job = data.draw(jobs())
     left, done = {req.row_index: req for req, _ in job}, dict[int, Completion]()
     for turn in range(8):
-        where = data.draw(st.sampled_from(["executor.execute", "_process", "_completed"]))
+        where = data.draw(st.sampled_from(["execute", "_process", "_completion"]))
         after = data.draw(st.integers(0, 25)) if turn < 7 else 10**6
         engine = engine_of(ExpandLate(turn), drafter=ALL[name](), num_pages=data.draw(st.sampled_from([400, 24])))
-        owner, method = (engine.executor, "execute") if where == "executor.execute" else (engine, where)
-        turns, works = iter(range(after)), getattr(owner, method)
+        owner = {"execute": engine.executor, "_process": EngineRun, "_completion": RowEnds}[where]
+        turns, works = iter(range(after)), getattr(owner, where)
 
         def fails(*args: Any, turns: Iterator[int] = turns, works: Any = works) -> Any:
             if next(turns, None) is None:
@@ -413,7 +415,7 @@ def test_wherever_a_run_fails_the_next_ones_go_on_from_its_tokens(name: str, dat
 
         with pytest.MonkeyPatch.context() as patch, suppress(OutOfMemory):
             patch.setattr(expected_pages, "SHORT_CAP_TOKENS", 0)
-            patch.setattr(owner, method, fails)
+            patch.setattr(owner, where, fails)
             for out in engine.run(iter(list(left.values()))):
                 done[out.row_index] = out
                 del left[out.row_index]

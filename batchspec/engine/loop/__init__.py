@@ -1,6 +1,6 @@
 """The loop: schedule, execute, process.
 
-  engine.py         the loop; engine_run.py: the state of one run
+  engine.py         the loop; engine_run.py: one run, its state and its steps
   scheduler.py      decides every step; refills.py: what the requests that enter slots bring to a step
   executor.py       does what a step says, and owns the device's state
   follower.py       the loop of the other ranks of a group: they execute what the first one sends

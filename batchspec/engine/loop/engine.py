@@ -1,22 +1,22 @@
 """The engine: requests stream through a static batch and come out as completions.
 
-A step is three verbs: `schedule` decides, `execute` launches, `process` reads the results that are due. The host launches rounds
-before it has read the results of earlier ones (`run_ahead`); `Scheduler` explains why that is safe.
+A step (`EngineRun.step`) is three verbs: schedule, execute, and process the results that are due. The host launches rounds before
+it has read the results of earlier ones (`run_ahead`); `Scheduler` explains why that is safe.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import PagePools
 from batchspec.draft.base import Drafter
-from batchspec.engine.loop.engine_run import Ended, EngineRun
+from batchspec.engine.loop.engine_run import EngineRun
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.loop.round_planner import RoundPlanner
 from batchspec.engine.loop.scheduler import Scheduler
@@ -142,14 +142,12 @@ class Engine:
         run = self._begin(stream_of(requests))
         with older_objects_frozen(), closing(run):
             while run is self._current:  # until another run has begun, which replaces this one
-                ended = self._run_step()
-                done = [self._completed(one) for one in ended]
+                done = run.step(stopping=self._stopping, on_round=self.on_round)
                 is_over = run.is_over(stopping=self._stopping)
                 if is_over and not run.slots.num_live and self.keeps_prefixes:  # no row owns a page: the next run may have them
                     self._kept_pools = run.pools
                 yield done
-                for one in ended:  # only now does the caller have its completion: before, `unfinished` counts it
-                    del run.taken[one.state]
+                run.handed_out()
                 if is_over:
                     return
         raise EngineInUse(
@@ -172,19 +170,13 @@ class Engine:
         kept, self._kept_pools = self._kept_pools, None
         self._current = EngineRun(
             requests, batch=self.batch, executor=self.executor, planner=self.planner, totals=self.totals, features=self.features,
-            allocator_kind=self._allocator_kind, finished=self._finished, pools=kept, prefill_cost=self._prefill_cost,
+            allocator_kind=self._allocator_kind, finished=self._finished, lead=self.lead, pools=kept,
+            prefill_cost=self._prefill_cost,
+            complete=partial(
+                completion_of, drafter=self.drafter.name, eos_ids=self._eos_ids, nodes=self.executor.round.nodes
+            ),
         )
         return self._current
-
-    def _run_step(self) -> list[Ended]:
-        """Schedule, execute, process. Returns the requests that have ended and wait for nothing."""
-        step = self._current.next_step(stopping=self._stopping)
-        if self.lead is not None:
-            self.lead.send_step(step)
-        self.executor.execute(step)
-        for _ in range(step.num_reads):
-            self._process()
-        return self._current.take_ended(stopping=self._stopping)
 
     def stop(self) -> None:
         """End the present `run`, or the next one, at its next step, and every later one: launched work is read, nothing more is
@@ -223,40 +215,3 @@ class Engine:
         if self.lead is not None:
             self.lead.confirm()
         return self._current.unfinished()
-
-    def _process(self) -> None:
-        """Read the oldest result; the requests that ended in it leave their slots."""
-        launch, result = self.scheduler.unread.take_oldest(), self.executor.read()
-        if self.lead is not None:
-            self.lead.read(result)
-        slots, log = result.rows_of(launch.owners, self.slots.owner)
-        self.totals.add(result, log)
-        if not launch.is_prefill:
-            verified, full = self.planner.positions(launch, result)
-            self.totals.positions += verified
-            self.totals.full_positions += full
-        if not self.batch.decodes:
-            self.totals.tokens += launch.num_prefilled
-        self.totals.live_rows = self.slots.num_live
-        weights = self.slots.token_weights(slots) if self.planner.counts_acceptance(launch) else None
-        self.planner.learn(launch, result, log, weights)
-        if self.planner.experts is not None:
-            self.totals.expert_correlation = self.planner.experts.correlation
-        now = time.perf_counter()
-        for state, finish in self._current.process(launch, result, slots, log, now):
-            if self.lead is not None:  # all ranks must agree on what was read
-                self.lead.confirm()
-            self._current.end_request(state, finish, now)
-        if self.on_round is not None:
-            self.on_round(self.totals)
-        self._current.take_ahead()
-
-    def _completed(self, ended: Ended) -> Completion:
-        done = completion_of(
-            ended.state, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=ended.slot, now=ended.now,
-            nodes=self.executor.round.nodes,
-        )
-        done = self._current.features.finish(ended.state, done)
-        if done.prompt_ids is not None and done.token_ids is not None:  # no error
-            self._finished.append((done.prompt_ids, done.token_ids))
-        return done

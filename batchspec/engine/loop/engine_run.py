@@ -8,7 +8,7 @@ rows, the planner's clock and the leader's digest.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
 from batchspec.cache.page_tables import PagePools
@@ -17,18 +17,19 @@ from batchspec.engine.loop.round_planner import RoundPlanner
 from batchspec.engine.loop.scheduler import Scheduler
 from batchspec.engine.loop.totals import EngineTotals, add_result
 from batchspec.engine.prefill.cost import PrefillCost
+from batchspec.engine.ranks.lead import Lead
 from batchspec.engine.rounds.results import PendingResult, RoundLog, Slots
 from batchspec.engine.slots.allocator import SlotAllocator
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.row_ends import Ended, RowEnds
 from batchspec.engine.slots.row_feature import Features
 from batchspec.engine.slots.run_features import RunFeatures
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.slots.waiting import WaitingRequests
-from batchspec.engine.step import ScheduledStep
 from batchspec.kernels.rounds.accept import HELD
 from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, PackedBatch
-from batchspec.records import Ids, Request, Snapshot
+from batchspec.records import Completion, Ids, Request, Snapshot
 from batchspec.request_stream import RequestStream
 
 PREFETCHED_PER_ROUND = 8
@@ -37,23 +38,15 @@ REST_S = 0.05
 """Longest time, in seconds, that the host waits for what features wait for when it has nothing else to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A request that has ended: the slot that it had, -1 for none, and the host's clock in seconds."""
-
-    state: RequestState
-    slot: int
-    now: float
-
-
 class EngineRun:
-    """All host state of one run.
+    """All host state of one run, and its steps.
 
     pools      pages, and the prefixes that can be found; the allocator grants them
     taken      requests whose completions the caller does not have yet
     slots      the requests in slots; the allocator fills them, results add tokens
     features   what rows of this run may ask for
     scheduler  decides the steps; it has the launches whose results are not read
+    ends       ends rows, and makes their completions
     """
 
     def __init__(
@@ -67,14 +60,19 @@ class EngineRun:
         features: Features,
         allocator_kind: type[SlotAllocator],
         finished: list[tuple[Ids, Ids]],
+        complete: Callable[..., Completion],
+        lead: Lead | None = None,
         pools: PagePools | None = None,
         prefill_cost: PrefillCost | None = None,
     ) -> None:
         """
         finished      prompt and output of rows that the drafter has not learned from yet
+        complete      as in `RowEnds`
+        lead          set if this process leads several ranks that compute the target together
         pools         of an earlier run, whose prefixes can be found; None: new ones
         prefill_cost  None: `PrefillCost.default`
         """
+        self._executor, self._planner, self._totals, self._lead = executor, planner, totals, lead
         groups, round_, drafter = executor.cache.groups, executor.round, executor.drafter
         self.pools = pools or PagePools(
             groups,
@@ -86,12 +84,13 @@ class EngineRun:
         self.taken: dict[RequestState, None] = {}
         """Requests that were taken from the stream and whose completions the caller does not have yet: they wait, are in a slot,
         are preempted, or have ended and wait for their completion. A dict, because it keeps their order."""
-        self._ended: list[Ended] = []
-        """Those that have ended."""
+        self._handed_out: list[RequestState] = []
+        """Those whose completions the last step has returned."""
+        ended: list[Ended] = []
         self.slots = SlotTable(batch.num_slots, batch.max_len, drafter.draft_len, num_groups=groups.num_groups)
         self.features = RunFeatures(features.begin(self.slots, self.pools))
         self._waiting = WaitingRequests(
-            requests, partial(_arrive, self.features, drafter.draft_len, self.taken, self._ended), self.features.ready,
+            requests, partial(_arrive, self.features, drafter.draft_len, self.taken, ended), self.features.ready,
             most_prefetched=batch.num_slots // 2,
         )
         self._allocator = allocator_kind(
@@ -103,30 +102,85 @@ class EngineRun:
             num_lookahead_slots=round_.num_lookahead_slots,
             prefill_cost=prefill_cost,
         )
-        self.scheduler = Scheduler(self._allocator, planner, executor, totals, features=self.features, finished=finished)
+        self.ends = RowEnds(self._allocator, self.features, ended=ended, finished=finished, complete=complete)
+        self.scheduler = Scheduler(
+            self._allocator, self.ends, planner, executor, totals, features=self.features, finished=finished
+        )
         self._steps = self.scheduler.schedule()
 
-    def next_step(self, *, stopping: bool) -> ScheduledStep:
-        """stopping: the step only reads results that are outstanding; it launches nothing."""
-        return self.scheduler.drain() if stopping else next(self._steps)
+    def step(self, *, stopping: bool, on_round: Callable[[EngineTotals], None] | None = None) -> list[Completion]:
+        """Schedule, execute, process. Returns the completions of the requests that have ended and wait for nothing. If nothing
+        else is left to do, waits for a while.
+
+        stopping  the step only reads results that are outstanding; it launches nothing
+        on_round  called after each processed result
+        """
+        step = self.scheduler.drain() if stopping else next(self._steps)
+        if self._lead is not None:
+            self._lead.send_step(step)
+        self._executor.execute(step)
+        for _ in range(step.num_reads):
+            self._process()
+            if on_round is not None:
+                on_round(self._totals)
+            self.take_ahead()
+        done = self.ends.take()
+        if not (done or self.scheduler.unread) and (stopping or not self.slots.num_decoding):
+            self.features.wait(REST_S)
+        self._handed_out = [state for state, _ in done]
+        return [completion for _, completion in done]
+
+    def handed_out(self) -> None:
+        """The caller has the completions of the last step. Before, `unfinished` counts their requests."""
+        for state in self._handed_out:
+            del self.taken[state]
+        self._handed_out = []
 
     def take_ahead(self) -> None:
         """Prefetch some requests, if their stream gives them without waiting, and prepare those that the next refills need, so
         that a refill takes the host less time. Call it after each result, while the device computes."""
         self._allocator.take_ahead(PREFETCHED_PER_ROUND)
 
-    def process(
-        self, launch: UnreadLaunch, result: PendingResult, slots: Slots, log: RoundLog, now: float
-    ) -> list[tuple[RequestState, int]]:
-        """Add a result that was read.
-
-        log  line i is that of the row in slots[i]
-        now  seconds of the host's clock
-        Returns the arguments of `end_request` for each request that ended: its state, and the device's reason, 0 if a feature
-        ended it.
-        """
+    def _process(self) -> None:
+        """Read the oldest result, add it to its rows, and end those that have ended in it."""
+        launch, result = self.scheduler.unread.take_oldest(), self._executor.read()
+        if self._lead is not None:
+            self._lead.read(result)
+        slots, log = result.rows_of(launch.owners, self.slots.owner)
+        self._learn(launch, result, slots, log)
+        now = time.perf_counter()
         self.features.read(launch, result, slots, log)
         add_result(self.slots, result, slots, log, now)
+        for slot, finish in self._ended_in(slots, log):
+            state = self.slots.at(slot)
+            if finish == HELD and state.finish_reason is None:
+                self.slots.hold(state, on_device=True)
+                continue
+            if self._lead is not None:  # all ranks must agree on what was read
+                self._lead.confirm()
+            self.ends.end(state, finish, now)
+
+    def _learn(self, launch: UnreadLaunch, result: PendingResult, slots: Slots, log: RoundLog) -> None:
+        """Add a result to what outlives the run: the totals, and what the planner measures."""
+        totals, planner = self._totals, self._planner
+        totals.add(result, log)
+        if not launch.is_prefill:
+            verified, full = planner.positions(launch, result)
+            totals.positions += verified
+            totals.full_positions += full
+        if not self._allocator.batch.decodes:
+            totals.tokens += launch.num_prefilled
+        totals.live_rows = self.slots.num_live
+        planner.learn(launch, result, log, self.slots.token_weights(slots) if planner.counts_acceptance(launch) else None)
+        if planner.experts is not None:
+            totals.expert_correlation = planner.experts.correlation
+
+    def _ended_in(self, slots: Slots, log: RoundLog) -> list[tuple[int, int]]:
+        """Let features examine the rows that are due after a result; line i of `log` is that of the row in slots[i].
+
+        Returns the slots of rows that the device has ended or holds, each with its reason, and of rows that features have ended,
+        with 0.
+        """
         on_device = log.finish != 0
         ended: dict[int, int] = dict(zip(slots[on_device].tolist(), log.finish[on_device].tolist(), strict=True))
         due = self.slots.due(slots, log).tolist()
@@ -138,11 +192,7 @@ class EngineRun:
                 ended.pop(slot, None)
             elif state.finish_reason is not None:
                 ended.setdefault(slot, 0)
-        found = [(self.slots.at(slot), finish) for slot, finish in sorted(ended.items())]
-        for state, finish in found:
-            if finish == HELD and state.finish_reason is None:
-                self.slots.hold(state, on_device=True)
-        return [(state, finish) for state, finish in found if finish != HELD or state.finish_reason is not None]
+        return sorted(ended.items())
 
     def _examine(self, state: RequestState) -> None:
         """Let the features examine a row, whose tokens are flushed. If they have replaced some, prefill it with the new ones."""
@@ -154,43 +204,16 @@ class EngineRun:
             self._allocator.preempt(state)
         state.replaced = False
 
-    def end_request(self, state: RequestState, finish: int, now: float) -> None:
-        """Take a request that has ended out of its slot.
-
-        finish  the device's reason; 0 if a feature ended it
-        now     seconds of the host's clock
-        If it ended with an error, later rows share no page of its prompt: an infinite key in one of them may be the cause.
-        Pages of the whole prefix are forgotten, even if other rows read them without an error: an infinite key breaks some
-        queries only.
-        """
-        slot = state.slot
-        self._allocator.release(state, on_device=finish not in (0, HELD))
-        if state.finish_reason is None:
-            state.set_finish_reason(finish)
-        if state.finish_reason == "error":
-            self.pools.forget_prefix(state.prefix_hashes or ())
-        self._ended.append(Ended(state, slot, now))
-
-    def take_ended(self, *, stopping: bool) -> list[Ended]:
-        """The requests that have ended and wait for nothing, once each. If nothing else is left to do, waits for a while."""
-        now, done, waiting = time.perf_counter(), list[Ended](), list[Ended]()
-        self._ended += [Ended(state, slot, now) for state, slot in self.scheduler.take_stopped()]
-        for one in self._ended:
-            (done if self.features.ready(one.state) else waiting).append(one)
-        self._ended[:] = waiting
-        if not done and self.scheduler.idle and (stopping or not self.slots.num_decoding):
-            self.features.wait(REST_S)
-        return done
-
     def close(self) -> None:
         """Drop the stream of requests: the engine keeps this object until its next run begins."""
         self._waiting.close()
 
     def is_over(self, *, stopping: bool) -> bool:
         """Whether nothing is left to do."""
-        if self._ended or not self.scheduler.idle:
+        if self.ends.outstanding or self.scheduler.unread:
             return False
-        return stopping or (not self.slots.num_live and self._allocator.exhausted and not self._ended)
+        # `exhausted` takes requests from the stream: of these some may have ended already.
+        return stopping or (not self.slots.num_live and self._allocator.exhausted and not self.ends.outstanding)
 
     def unfinished(self) -> list[Snapshot]:
         """Snapshots of all requests that another run may continue: they have tokens, and the caller has no completion of them.

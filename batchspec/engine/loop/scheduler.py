@@ -16,6 +16,7 @@ from batchspec.engine.slots.launch import UnreadLaunches
 from batchspec.engine.slots.prefix_groups import PrefixGroups
 from batchspec.engine.slots.refill_policy import rounds_before_refill
 from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.row_ends import RowEnds
 from batchspec.engine.slots.run_features import RunFeatures
 from batchspec.engine.step import PageGrant, Prefill, Refill, RoundShape, ScheduledRound, ScheduledStep
 from batchspec.records import Ids
@@ -32,6 +33,7 @@ class Scheduler:
     def __init__(
         self,
         allocator: SlotAllocator,
+        ends: RowEnds,
         planner: RoundPlanner,
         executor: Executor,
         totals: EngineTotals,
@@ -40,17 +42,17 @@ class Scheduler:
         finished: list[tuple[Ids, Ids]],
     ) -> None:
         """
+        ends          ends the rows that features fail
         executor      asked for shapes, whether passes are done and what its drafter has ready; never for data on the device
         features      of the run's rows
         finished      prompt and output of rows that ended, to be put into the next step; may hold rows of an earlier run
         """
         self.slots, self.batch, self._features = allocator.slots, allocator.batch, features
-        self._allocator, self._planner, self._executor, self._totals = allocator, planner, executor, totals
+        self._allocator, self._ends, self._planner, self._executor, self._totals = allocator, ends, planner, executor, totals
         self._prefix_groups = PrefixGroups(self.batch.num_slots, executor.sharing.pays)
         self.unread = UnreadLaunches(self.slots)
         self._rounds_before_refill = 0
         """Number of further rounds that are launched before the next refill is prepared."""
-        self._stopped: list[tuple[RequestState, int]] = []
         self.finished = finished
         self.num_rows = self.batch.num_slots
         """Row bucket of the next round."""
@@ -78,7 +80,7 @@ class Scheduler:
             if state.finish_reason is None:
                 self.slots.hold(state, on_device=False, num_results=self.unread.num_launched)
             else:
-                self._end_failed(state)
+                self._ends.fail(state)
         resumed: list[int] = []
         for state in sorted(self.slots.held, key=lambda state: state.order):
             if self.unread.num_read < self.slots.held[state]:
@@ -91,25 +93,6 @@ class Scheduler:
         if resumed:  # at once: another step may move rows
             yield self._make_step(resumed=tuple(resumed))
 
-    def _end_failed(self, state: RequestState) -> None:
-        """End a row that has failed. Its features examine its newest tokens first: if these end it, it ends with their reason.
-        Otherwise the lengths of rounds would decide which comes first."""
-        error, state.finish_reason, state.error = state.error, None, None
-        if state.slot >= 0:
-            self.slots.flush(state)
-        self._features.examine(state)
-        if state.finish_reason is None:
-            state.fail(error)
-        self._stopped.append((state, state.slot))
-        if state.slot >= 0:
-            self._allocator.release(state)
-
-    def take_stopped(self) -> list[tuple[RequestState, int]]:
-        """Rows that features have failed since the last call, or that had ended before they did, and the slots that they had; -1
-        for none."""
-        stopped, self._stopped = self._stopped, []
-        return stopped
-
     def drain(self) -> ScheduledStep:
         """The step that ends a run that was stopped: it reads all launched work and launches nothing."""
         return self._make_step(read_all=True)
@@ -118,11 +101,6 @@ class Scheduler:
     def shares_prefixes(self) -> bool:
         """Whether the newest round read its rows' shared prefixes once."""
         return self._prefix_groups.any
-
-    @property
-    def idle(self) -> bool:
-        """Whether all launched work has been read, and every row that has failed was taken."""
-        return not (self.unread or self._stopped)
 
     def _refill(self) -> Iterator[ScheduledStep]:
         """Refill free slots."""

@@ -1,9 +1,10 @@
-"""Requests on the host, from their arrival until they have ended.
+"""Requests on the host, from their arrival to their completion.
 
-  request_state.py    one request: tokens so far, statistics, pages; completion.py: its completion
+  request_state.py    one request: tokens so far, statistics, pages
   slot_table.py       the requests in slots, one array a field
   allocator.py        which request gets which slot and pages; static_batching.py: no refills (ablation)
   waiting.py          requests between their stream and a slot
+  row_ends.py         how a row ends, from its slot to its completion; completion.py: the completion
   refill_policy.py    when free slots are refilled
   expected_pages.py   pages that requests will need in the end
   prefix_groups.py    rows whose first pages are the same
