@@ -4,7 +4,8 @@ read    open_job            every check of input and model; nothing is written b
         checked_run         what the output folder holds of this job, and what this run does      runner/checked_run.py
 admit   survey_first        the first rows become requests; the others do while rows are decoded  prepare.py
 plan    heartbeat.begin     the first file in the output folder                                   runstate/heartbeat_writer.py
-        run.read_saved      what earlier runs left: rows, K/V scales, sums of the weights         runner/job_run.py
+        run.job_to_load     the job with what earlier runs kept: K/V scales, sums of the weights  runner/job_run.py
+        drafting_of         no drafts in a job that is too short for them                         load/short_jobs.py
         EngineWithFallback  a `LoadedEngine`, and a smaller one once memory runs out              runner/oom_fallback.py
         run.begin           the manifest: from here on the folder is a job                        runner/job_run.py
 decode  ShardRunner.run     claim shards, admit and decode their rows, commit each shard once     runner/run_shards.py
@@ -26,6 +27,7 @@ from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import TooManyErrors
 from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.load.memory import check_memory
+from batchspec.load.short_jobs import drafting_of
 from batchspec.prepare import open_job, survey_first
 from batchspec.process.signals import EndSignals
 from batchspec.report.progress_bar import ProgressBar
@@ -34,7 +36,7 @@ from batchspec.report.start_up import StartUp
 from batchspec.report.summary import DECODED, SCORED, RunSummary
 from batchspec.runner.checked_run import checked_run
 from batchspec.runner.conclude import conclude
-from batchspec.runner.job_run import JobRun
+from batchspec.runner.job_run import FoundRun
 from batchspec.runner.oom_fallback import EngineWithFallback, LoadEngine
 from batchspec.runner.run_shards import ShardRunner
 from batchspec.runner.shard_workers import workers_of
@@ -77,15 +79,15 @@ def _run(
         except TooManyErrors:
             if run.folder.missing():
                 raise  # if it came after the last shard, the job is complete: write card and report first
-    left = run.left_to_others()
-    terminal.say(f"{run.folder.path}: {left or run.outcome()}")
-    if not left:
+    end = run.end()
+    terminal.say(f"{end.folder.path}: {end.outcome()}")
+    if not end.left:
         watchdog.close()
-        conclude(run.job, run.folder, signals, again=not run.found_complete)
+        conclude(end.job, end.folder, signals, again=not end.was_complete)
 
 
 def decode_missing(
-    run: JobRun, signals: EndSignals, load: LoadEngine = LoadedEngine.load, start_up: StartUp | None = None,
+    run: FoundRun, signals: EndSignals, load: LoadEngine = LoadedEngine.load, start_up: StartUp | None = None,
     watchdog: Watchdog | None = None, heartbeat: HeartbeatWriter | None = None,
 ) -> None:
     """Admit, plan and decode: commit every shard that is not finished and that no other run works on; print and log the speed.
@@ -106,24 +108,23 @@ def decode_missing(
         survey = survey_first(run.job)
         start_up.done("survey")
         surveyed_s = start_up.reached_s
-        run.read_saved()
-        run.choose_drafter(survey)
-        expected, done = survey.num_outputs(run.job.source.num_rows), run.num_done(survey)
+        job = drafting_of(run.job_to_load(), survey)
+        expected, done = survey.num_outputs(job.source.num_rows), run.num_done(survey)
         with (
             ProgressBar(expected, done=done, start_up=start_up) as progress,
-            closing(workers_of(run.job, run.folder.attempt)) as work,
+            closing(workers_of(job, run.folder.attempt)) as work,
         ):
             signals.interrupt("while the model was loaded")
-            engines = EngineWithFallback(run.job, survey, progress, load)
+            engines = EngineWithFallback(job, survey, progress, load)
             start_up.done("engine")
             start_up_s = start_up.reached_s - surveyed_s
-            run.begin(engines, progress)
+            begun = run.begin(job, engines, progress)
             heartbeat.begin(progress.facts, slots=engines.current.batch.num_slots)
-            ShardRunner(run, work, engines, survey, progress, watchdog or Watchdog(0.0), signals).run()
+            ShardRunner(begun, work, engines, survey, progress, watchdog or Watchdog(0.0), signals).run()
         seconds = time.perf_counter() - began - start_up_s
         engine = engines.current
         report_speed(
-            run.folder, engine.totals, start_up, seconds=seconds, start_up_s=start_up_s, drafter=run.job.config.draft.name,
+            run.folder, engine.totals, start_up, seconds=seconds, start_up_s=start_up_s, drafter=job.config.draft.name,
             decodes=engine.batch.decodes, calibration=engine.calibration(),
         )
 

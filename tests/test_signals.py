@@ -19,7 +19,7 @@ from batchspec.errors import Interrupted, TooManyErrors
 from batchspec.process.first_signals import SIGNALS
 from batchspec.process.signals import EndSignals
 from batchspec.runner import checked_run, conclude
-from batchspec.runner.job_run import JobRun
+from batchspec.runner.job_run import FoundRun
 from batchspec.runner.oom_fallback import EngineWithFallback
 from batchspec.runstate.output_folder import OutputFolder
 from tests.runs import make_model, make_prompts, put, run_apart
@@ -159,7 +159,7 @@ CHECKED, LOADED = "while the job was checked", "while the model was loaded"
     ("owner", "name", "stage"),
     [
         (job, "open_job", CHECKED), (checked_run, "open_run", CHECKED), (job, "survey_first", CHECKED),
-        (EngineWithFallback, "_make", LOADED), (JobRun, "begin", LOADED),
+        (EngineWithFallback, "_make", LOADED), (FoundRun, "begin", LOADED),
     ],
 )
 def test_a_signal_before_the_first_row_ends_the_run_with_75_and_the_stage(

@@ -13,7 +13,7 @@ from batchspec.report.stats import job_stats
 from batchspec.report.status import StatusReader
 from batchspec.runner.checked_run import check_target, checked_run
 from batchspec.runner.conclude import check_all_errors
-from batchspec.runner.job_run import JobRun
+from batchspec.runner.job_run import FoundRun
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.output_folder import OutputFolder
 
@@ -23,7 +23,7 @@ class FoundOutput:
     """The output folder as a run would find it."""
 
     path: str
-    run: JobRun | None = None
+    run: FoundRun | None = None
     """None: a run would not come so far."""
     error: BatchspecError | None = None
     """With which a run would end there."""
@@ -41,7 +41,7 @@ class FoundOutput:
         if run.begins_job:
             return ""
         if self.is_complete:
-            return f"{self.path}: {run.outcome()}"
+            return f"{self.path}: {run.end().outcome()}"
         folder, change, layout = run.folder, run.change, run.job.layout
         if isinstance(change, Generation):
             return f"{self.path}: {len(change.shards):,} of {counted(folder.num_shards, 'shard')} have rows to compute again"
@@ -64,7 +64,7 @@ class FoundOutput:
             "completions": run.num_done(survey),
         }
 
-    def _state(self, run: JobRun) -> str:
+    def _state(self, run: FoundRun) -> str:
         if run.begins_job or self.is_complete:
             return "complete" if self.is_complete else "not begun"
         now = StatusReader(OutputFolder(self.path)).read().state
@@ -88,7 +88,7 @@ def found_output(job: Job, *, lacks_gpu: bool) -> FoundOutput | None:
         if run.found_complete:
             check_all_errors(run.job, job_stats(run.folder.path))
         else:
-            run.read_saved()
+            run.job_to_load()
     except BatchspecError as error:
         return FoundOutput(path=path, run=run, error=error)
     return FoundOutput(path=run.folder.path, run=run)

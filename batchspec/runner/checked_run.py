@@ -6,11 +6,11 @@ from batchspec.prepare import Job
 from batchspec.report.answers import check_answers_file
 from batchspec.report.push import check_target_key
 from batchspec.runner.identity import job_fingerprint
-from batchspec.runner.job_run import JobRun, open_run
+from batchspec.runner.job_run import FoundRun, open_run
 from batchspec.runstate.output_folder import OutputFolder
 
 
-def checked_run(job: Job, attempt: str | None = None) -> JobRun:
+def checked_run(job: Job, attempt: str | None = None) -> FoundRun:
     """The run that this command asks for, after every check of what it will write. Writes nothing.
 
     attempt  the run's id; None: a new one

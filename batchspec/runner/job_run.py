@@ -4,13 +4,12 @@ retried, extended or complete is decided here alone, and every run takes the sam
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from batchspec.config.schema import RunConfig
 from batchspec.console.text import counted
 from batchspec.errors import TooManyErrors
-from batchspec.load.short_jobs import drafting_of
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job
 from batchspec.report.progress_bar import ProgressBar
@@ -29,7 +28,7 @@ from batchspec.runstate.journal import Journaled, saved_rows
 from batchspec.runstate.output_folder import OutputFolder
 
 
-def open_run(job: Job, attempt: str | None = None) -> JobRun:
+def open_run(job: Job, attempt: str | None = None) -> FoundRun:
     """The run that this command asks for. The output folder is absent or that of this job. Writes nothing.
 
     attempt  the run's id; None: a new one
@@ -48,7 +47,7 @@ def open_run(job: Job, attempt: str | None = None) -> JobRun:
         may_differ=EXTENSION_MAY_CHANGE if job.config.resume.extend else RETRY_MAY_CHANGE[job.config.resume.retry],
         advice=lambda manifest: advice(job, manifest) or retry_advice(job, folder),
     )
-    return JobRun(job, folder, new_retry(job, folder) or new_extension(job, folder))
+    return FoundRun(job, folder, new_retry(job, folder) or new_extension(job, folder))
 
 
 def check_errors(job: Job, num_errors: int, *, all_failed: bool = False) -> None:
@@ -70,24 +69,22 @@ def check_errors(job: Job, num_errors: int, *, all_failed: bool = False) -> None
         )
 
 
-class JobRun:
-    """One run of a job.
+class FoundRun:
+    """One run of a job, as it finds the output folder. `begin` makes it a `BegunRun`, unless no row is left to compute.
 
-    job         with the shards of the folder, those that an extension adds included, and with what `read_saved` reads
+    job         with the shards of the folder, those that an extension adds included
     folder      the output folder
     change      the retry or the extension that this run begins; None: it begins none
     begins_job  whether no earlier run did
-    saved       rows that earlier runs saved of shards that are not committed, once `read_saved` was called
-    num_errors  committed input rows with at least one error completion, likewise; 0 in a retry
     """
 
     def __init__(self, job: Job, folder: OutputFolder, change: Change | None) -> None:
-        self.job, self.folder, self.change = job, folder, change
+        self.folder, self.change = folder, change
         self.begins_job = folder.begins_job(job.config.output.overwrite)
-        self.saved, self.num_errors = Journaled(), 0
-        if not self.begins_job:
-            manifest = folder.manifest if change is None else change.of(folder.manifest)
-            self.job = replace(job, layout=manifest.layout)
+        manifest = None if self.begins_job else folder.manifest
+        if manifest is not None and change is not None:
+            manifest = change.of(manifest)
+        self.job = job if manifest is None else replace(job, layout=manifest.layout)
 
     @cached_property
     def finished(self) -> set[int]:
@@ -107,37 +104,41 @@ class JobRun:
         """Whether rows that the output has are computed anew: this run begins a retry, or goes on with one."""
         return isinstance(self.change, Generation) or (not self.begins_job and bool(self.folder.to_retry()))
 
-    def read_saved(self) -> None:
-        """Read what earlier runs left: rows, and for `job` the K/V scales and the sums of the weights that they kept.
+    @cached_property
+    def num_errors(self) -> int:
+        """Committed input rows with at least one error completion; 0 in a retry."""
+        return 0 if self.is_retry or not self.finished else job_stats(self.folder.path).error_rows
 
-        Raises OutputError if scales or sums are damaged, or lost although there are rows, and TooManyErrors.
+    @cached_property
+    def saved(self) -> Journaled:
+        """Rows that earlier runs saved of shards that are not committed. A retry has a journal of its own."""
+        if self.begins_job or self.found_complete or isinstance(self.change, Generation):
+            return Journaled()
+        return self.folder.journal().read(self.finished)
+
+    def job_to_load(self) -> Job:
+        """The job with what earlier runs kept for it: K/V scales and sums of the weights.
+
+        Raises OutputError if these are damaged, or lost although there are rows, and TooManyErrors.
         """
-        if not self.is_retry and self.finished:
-            self.num_errors = job_stats(self.folder.path).error_rows
-        if not self.begins_job:
-            self.job = with_saved_scales(self.job, self.folder)
-        if not (self.begins_job or isinstance(self.change, Generation)):  # a retry has a journal of its own
-            self.saved = self.folder.journal().read(self.finished)
-        has_rows = self.is_retry or bool(self.finished or self.saved.num_rows)
-        self.job = with_kept_sums(self.job, self.folder, is_new=self.begins_job, has_rows=has_rows)
-        check_errors(self.job, self.num_errors)
-
-    def choose_drafter(self, survey: Survey) -> None:
-        """Do without drafts in a job that is too short for them, if draft=auto chooses the drafter."""
-        self.job = drafting_of(self.job, survey)
+        num_errors, has_rows = self.num_errors, bool(self.saved.num_rows or self.finished) or self.is_retry
+        job = self.job if self.begins_job else with_saved_scales(self.job, self.folder)
+        job = with_kept_sums(job, self.folder, is_new=self.begins_job, has_rows=has_rows)
+        check_errors(job, num_errors)
+        return job
 
     def num_done(self, survey: Survey) -> int:
         """Expected number of output rows that are finished."""
         return survey.num_outputs(self.job.layout.num_rows_of(self.finished)) + len(self.saved.completions)
 
-    def begin(self, engines: EngineWithFallback, progress: ProgressBar) -> None:
+    def begin(self, job: Job, engines: EngineWithFallback, progress: ProgressBar) -> BegunRun:
         """Make the folder a job, or join the job in it: no check refuses it from here on. Tells what earlier runs have done.
 
+        job  as it was loaded into `engines`
         Raises as `OutputFolder.create`; OutputError if another run has begun another change meanwhile, or was first with other
         weights or scales.
         """
         self.begin_change()
-        job, found = self.job, bool(self.finished or self.saved.num_rows)
         self.folder.create(
             fingerprint=job_fingerprint(job),
             config=asdict(job.config),
@@ -152,9 +153,10 @@ class JobRun:
         shards = self.folder.num_shards
         if self.is_retry:
             progress.phase(f"{len(self.folder.missing())} of {shards} shards are written anew; the other rows stay")
-        elif found:
+        elif self.finished or self.saved.num_rows:
             done = f"{len(self.finished)} of {shards} shards are committed already"
             progress.phase(f"{done}, {saved_rows(self.saved)}; the rest is computed")
+        return BegunRun(job=job, folder=self.folder, plan=self._plan(), saved=self.saved, num_errors=self.num_errors)
 
     def begin_change(self) -> None:
         """Record the retry or the extension that this run begins, if any. An extension may add no row: the command has another
@@ -165,33 +167,61 @@ class JobRun:
         elif self.change is not None:
             self.folder.extend(self.change)
 
-    def plan(self) -> ComputeAll | RetryPlan:
-        """Which rows of a shard are computed; `begin` must have been called."""
+    def _plan(self) -> ComputeAll | RetryPlan:
         if not self.is_retry:
             return ComputeAll()
         generation = self.folder.generation
         assert generation is not None
         return RetryPlan(self.folder, generation)
 
-    def left_to_others(self) -> str:
-        """When this run has nothing more to compute: which rows other runs still do, for a message; empty if all rows of the job
-        are committed. Rows that another command has added meanwhile are then rows of `job`.
-        """
-        if self.found_complete:
-            return ""
-        if missing := self.folder.missing():
-            return f"this run's part is done; other runs work on {len(missing)} of {self.folder.num_shards} shards"
-        if self.folder.is_extended():
-            self.folder = OutputFolder(self.folder.path)
-            if self.folder.missing():
-                return "this run's rows are done; another command added rows since, and its runs go on with them"
-            self.job = replace(self.job, layout=self.folder.manifest.layout)
-        return ""
+    def end(self) -> RunEnd:
+        """What is left of the job now that this run has nothing more to compute."""
+        job, folder, left = self.job, self.folder, ""
+        if not self.found_complete:
+            if missing := folder.missing():
+                left = f"this run's part is done; other runs work on {len(missing)} of {folder.num_shards} shards"
+            elif folder.is_extended():
+                folder = OutputFolder(folder.path)
+                if folder.missing():
+                    left = "this run's rows are done; another command added rows since, and its runs go on with them"
+                else:
+                    job = replace(job, layout=folder.manifest.layout)
+        return RunEnd(job=job, folder=folder, left=left, was_complete=self.found_complete)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BegunRun:
+    """A run that computes rows: its folder is a job."""
+
+    job: Job
+    """As it was loaded."""
+    folder: OutputFolder
+    plan: ComputeAll | RetryPlan
+    """Which rows of a shard are computed."""
+    saved: Journaled
+    """Rows that earlier runs saved of shards that are not committed."""
+    num_errors: int
+    """Committed input rows with at least one error completion; 0 in a retry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """What a run leaves of its job."""
+
+    job: Job
+    """With the rows that another command has added meanwhile, if they are committed."""
+    folder: OutputFolder
+    left: str
+    """Which rows other runs still do, for a message; empty if all rows of the job are committed."""
+    was_complete: bool
+    """Whether the run had no row to compute."""
 
     def outcome(self) -> str:
-        """The job's size, and whether this run found it complete, for a message at its end."""
+        """Which rows are left, or the job's size and whether this run found it complete, for a message."""
+        if self.left:
+            return self.left
         size = f"{counted(self.job.layout.num_rows, 'row')} in {counted(self.folder.num_shards, 'shard')}"
-        if not self.found_complete:
+        if not self.was_complete:
             return f"done, {size}"
         return f"already complete: {size}{_nothing_more(self.job.config, goes_on=not self.folder.is_concluded())}"
 

@@ -19,7 +19,7 @@ from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.timeline import Timeline
 from batchspec.runner.commit_shards import ShardCommitter
 from batchspec.runner.decode_shards import decode_shards
-from batchspec.runner.job_run import JobRun, check_errors
+from batchspec.runner.job_run import BegunRun, check_errors
 from batchspec.runner.oom_fallback import EngineWithFallback
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.shard_work import ShardWork
@@ -36,7 +36,7 @@ from batchspec.supervise.watchdog import Watchdog
 class ShardRunner:
     """One run while it works.
 
-    run       its `begin` was called
+    run       has rows to compute
     work      admits rows and makes tables
     engines   the run's engine, and a smaller one once memory runs out
     watchdog  of this process; it expects loading at first
@@ -44,10 +44,10 @@ class ShardRunner:
     """
 
     def __init__(
-        self, run: JobRun, work: ShardWork | ShardWorkers, engines: EngineWithFallback, survey: Survey,
+        self, run: BegunRun, work: ShardWork | ShardWorkers, engines: EngineWithFallback, survey: Survey,
         progress: ProgressBar, watchdog: Watchdog, signals: EndSignals,
     ) -> None:
-        self.job, self.folder, self.work_plan = run.job, run.folder, run.plan()
+        self.job, self.folder, self.work_plan = run.job, run.folder, run.plan
         self.work, self.engines, self.progress, self._signals = work, engines, progress, signals
         self._committer = ShardCommitter(self.folder, work, self.work_plan.take_old_shard, self.job.source.check)
         self.num_errors, self._journaled, self._mean_output = run.num_errors, run.saved, survey.mean_output
