@@ -38,7 +38,7 @@ from tests.engines import make_engine, packed
 from tests.int4_layouts import of_gptq
 from tests.moe_models import Strong, tiny_spec
 from tests.nvfp4_layouts import MODELOPT
-from tests.recurrent import LoudNoise, recurrent_spec, mtp_of
+from tests.recurrent import LoudNoise, mtp_of, recurrent_spec
 from tests.short_convs import conv_spec
 from tests.stand_in_gpu import stand_in_gpu
 from tests.test_expert_kernels import CASES, CPU, VOCAB, made
