@@ -56,8 +56,8 @@ def computed(target: Target, ids: Tensor, cuts: list[int], *, others: int = 0) -
     length, rows, device = len(ids), 1 + others, target.device
     pages = -(-length // 16)
     cache = KVCache.allocate(
-        target.spec.layer_states(target.dtype, 16), groups=KVGroups.single(target.spec.num_layers), num_pages=(rows * pages + 1,),
-        device=device, scales=target.kv_scales,
+        target.spec.layer_states(target.dtype, 16), groups=KVGroups.single(target.spec.num_layers), page_size=16,
+        num_pages=(rows * pages + 1,), device=device, scales=target.kv_scales,
     )
     table = torch.arange(1, rows * pages + 1, dtype=torch.int32, device=device).view(rows, pages)
     tokens = torch.stack([ids.roll(row * 7) for row in range(rows)])

@@ -82,8 +82,8 @@ def test_a_head_s_own_layers_may_be_in_e4m3_alone() -> None:
     for layout in (plain, replace(plain, fp8=True)):
         scales = [torch.full((2, 2), 0.5)] if layout.fp8 else None
         cache = KVCache.allocate(
-            [LayerState(layout)], [LayerState(replace(plain, fp8=True))] * 2, groups=KVGroups.single(1), num_pages=(3,),
-            device=torch.device("cpu"), scales=scales,
+            [LayerState(layout)], [LayerState(replace(plain, fp8=True))] * 2, groups=KVGroups.single(1), page_size=4,
+            num_pages=(3,), device=torch.device("cpu"), scales=scales,
         )
         target, *heads = (LayerKV.of(own) for own in cache.layers)
         assert target.pages.dtype is layout.stored

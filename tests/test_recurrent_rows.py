@@ -206,7 +206,7 @@ def flat(known: Tokens, kv_len: list[int], q_len: list[int], slots: list[int] | 
 
 def cache() -> KVCache:
     layers = (LayerState(LAYOUT), LayerState(None, row=(RowTensor((3,), torch.float32),)))
-    return KVCache.allocate(layers, groups=KVGroups.single(1), num_pages=(5,), num_slots=6, device=CPU)
+    return KVCache.allocate(layers, groups=KVGroups.single(1), page_size=4, num_pages=(5,), num_slots=6, device=CPU)
 
 
 def test_a_prefill_pass_folds_all_of_its_rows_tokens_and_a_round_those_before_its_own() -> None:
@@ -226,7 +226,9 @@ def test_a_prefill_pass_folds_all_of_its_rows_tokens_and_a_round_those_before_it
 def test_compaction_moves_all_that_layers_keep_and_a_model_without_recurrence_keeps_no_count() -> None:
     kept = cache()
     assert [tuple(tensor.shape) for tensor in kept.row_tensors] == [(6, 64), (6, 1)], "all layers' in one tensor, aligned"
-    plain = KVCache.allocate((LayerState(LAYOUT),), groups=KVGroups.single(1), num_pages=(5,), device=CPU)
+    plain = KVCache.allocate(
+        (LayerState(LAYOUT),), groups=KVGroups.single(1), page_size=4, num_pages=(5,), device=CPU
+    )
     assert plain.row_tensors == ()
     plain.fold(flat("prompt", [7], [7], [0]))
     assert plain.num_folded is None

@@ -195,7 +195,9 @@ def decoded(asked: Request, *, truth: Tensor | None = None, rule: Rule | None = 
     target: Any = MarkovTarget()
     drafter, spec = Prophet(truth), tiny_spec()
     layers = spec.layer_states(torch.float64, batch.page_size)
-    cache = KVCache.allocate(layers, groups=KVGroups.single(len(layers)), num_pages=(2,), device=DEVICE)
+    cache = KVCache.allocate(
+        layers, groups=KVGroups.single(len(layers)), page_size=batch.page_size, num_pages=(2,), device=DEVICE
+    )
     one = Round(target, drafter, cache, batch, RoundOptions(row_lengths=True), DEVICE)
     if rule is not None:
         follow(one, rows, rule)

@@ -67,6 +67,7 @@ class Runner:
         cache = KVCache.allocate(
             spec.layer_states(target.dtype, PAGE_SIZE, draft_len=7),
             groups=KVGroups.single(spec.num_paged_layers),
+            page_size=PAGE_SIZE,
             num_pages=(num_rows * per_row + 1,),
             num_slots=num_rows,
             device=CPU,

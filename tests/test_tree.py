@@ -240,7 +240,8 @@ def kv_from_the_start(ids: tuple[int, ...]) -> Tensor:
     """K/V [layers, 2, len(ids), heads, D] of the target over these tokens, in one pass."""
     spec, count = TARGET().spec, len(ids)
     groups = KVGroups.single(spec.num_layers)
-    cache = KVCache.allocate(spec.layer_states(torch.float64, count), groups=groups, num_pages=(2,), device=DEVICE)
+    layers = spec.layer_states(torch.float64, count)
+    cache = KVCache.allocate(layers, groups=groups, page_size=count, num_pages=(2,), device=DEVICE)
     positions = torch.arange(count, device=DEVICE)
 
     def ints(values: object) -> Tensor:

@@ -46,7 +46,7 @@ class KVGroups:
         target = [reach(window) for window in windows]
         drafts = [reach(window) for window in draft_windows]
         widest_draft = None if None in drafts else max((window for window in drafts if window is not None), default=0)
-        found = sorted({*target}, key=_width, reverse=True)
+        found = sorted({*target} or {None}, key=_width, reverse=True)  # rows have a page table even if no layer keeps pages
         if _width(widest_draft) > _width(found[0]):
             found.insert(0, widest_draft)
         covering = [group for group, window in enumerate(found) if _width(window) >= _width(widest_draft)]

@@ -65,6 +65,7 @@ class KVCache:
         draft_layers: Sequence[LayerState] = (),
         *,
         groups: KVGroups,
+        page_size: int,
         num_pages: Sequence[int],
         num_slots: int = 1,
         num_states: int = 0,
@@ -74,14 +75,15 @@ class KVCache:
         """Zeroed pages and row tensors.
 
         layers, draft_layers  of the target and of the drafter, whose scales are 1
+        page_size  of all layers, in tokens
         num_pages  of each group
         num_states  entries of the target's row tensors beyond those of the slots, for states of prefixes
         scales     of each of the target's layers that keep pages, if their formats have scales
         """
         formats = [layer.pages for layer in layers if layer.pages is not None]
         draft_formats = [layer.pages for layer in draft_layers if layer.pages is not None]
-        page_size = formats[0].page_size
-        assert {own.page_size for own in (*formats, *draft_formats)} == {page_size}  # a row has as many pages in all layers
+        # A row has as many pages in all layers.
+        assert all(own.page_size == page_size for own in (*formats, *draft_formats)), page_size
         kinds = list(zip(groups.target_layers, formats, strict=True))
         memory = {kind: kind[1].allocate(count, num_pages[kind[0]], device) for kind, count in Counter(kinds).items()}
         pages = {kind: iter(own) for kind, own in memory.items()}

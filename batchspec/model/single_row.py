@@ -25,7 +25,7 @@ def forward_row(target: Target, ids: list[int], *, fp8: bool, kv_only: bool = Fa
     layers = replace(spec, fp8_kv=fp8).layer_states(target.dtype, page_size)
     scales = target.kv_scales if fp8 else None
     groups = KVGroups.single(spec.num_paged_layers)
-    cache = KVCache.allocate(layers, groups=groups, num_pages=(2,), device=device, scales=scales)
+    cache = KVCache.allocate(layers, groups=groups, page_size=page_size, num_pages=(2,), device=device, scales=scales)
 
     def ints(values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)

@@ -86,7 +86,8 @@ class KVMemory:
         """Number of pages of each group, its scratch page included: as many as `slots` rows of maximum length need, or as fit
         into `budget` bytes.
 
-        If memory is short, each group gets the pages that one row needs, and an equal share of what it needs in addition.
+        If memory is short, each group gets the pages that one row needs, and an equal share of what it needs in addition. Pages
+        that no layer keeps take no memory.
         """
         least = self.row_pages + 1
         wanted = [
@@ -95,7 +96,7 @@ class KVMemory:
         ]
         extra = sum(size * (count - least) for size, count in zip(self.page_bytes, wanted, strict=True))
         spare = max(0, min(extra, budget - slots * self.slot_bytes - self.prefix_bytes - least * sum(self.page_bytes)))
-        return tuple(least + ((count - least) * spare // extra if extra else 0) for count in wanted)
+        return tuple(least + ((count - least) * spare // extra if extra else count - least) for count in wanted)
 
     def _held(self, group: int, num_tokens: float) -> int:
         return self.groups.max_columns(group, int(-(-num_tokens // 1)), self.page_size, self.lookahead)

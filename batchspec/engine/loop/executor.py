@@ -77,6 +77,7 @@ class Executor:
             layers,
             draft_layers,
             groups=groups,
+            page_size=batch.page_size,
             num_pages=batch.group_pages(groups.num_groups),
             num_slots=batch.num_slots,
             num_states=PREFIX_STATES,

@@ -207,7 +207,7 @@ class RoundPlanner:
         for window, num_layers in self._windows.items():
             keys = num_tokens if window is None else np.minimum(num_tokens, most_keys(window, self._batch.draft_len + 1))
             total += num_layers * int(keys.sum())
-        return total // self._windows.total()
+        return total // max(1, self._windows.total())
 
     def counts_acceptance(self, launch: UnreadLaunch) -> bool:
         """Whether `learn` counts what the rows of this round accept. Rows that verified fewer drafts than others say nothing of

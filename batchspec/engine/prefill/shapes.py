@@ -69,7 +69,7 @@ class PassShapes:
         """max_tokens: of the largest shape."""
         self._num_slots, self._max_tokens = num_slots, max_tokens
         self._layouts = {kv.layout for kv in round_.cache.layers}
-        self._on_gpu = round_.cache.layers[0].pages.is_cuda
+        self._on_gpu = round_.target.device.type == "cuda"
         # Never padded: passes of several ranks, which exchange in buffers of the largest pass; passes of layers whose launches
         # depend on the rows; deterministic passes, because products may depend on the padded number of tokens.
         self._never = (

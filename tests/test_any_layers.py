@@ -1,0 +1,58 @@
+"""Models of any layers: none need attend, keep pages or have an MLP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from batchspec.cache.groups import KVGroups
+from batchspec.draft.base import Drafter
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.none import NoDrafter
+from batchspec.model.layers.gated_delta.block import GatedDeltaSpec
+from batchspec.model.spec import ModelSpec
+from batchspec.model.target import Target
+from batchspec.packing.kv_memory import KVMemory
+from batchspec.records import SamplingParams
+from tests.engines import DEVICE, VOCAB, decode, make_engine, packed, plain_tokens, request
+from tests.recurrent import LoudNoise, hybrid_spec
+
+
+def recurrent_spec() -> ModelSpec:
+    """The recurrent layers of `hybrid_spec` alone: nothing attends, and nothing is kept in pages."""
+    spec = hybrid_spec()
+    return replace(spec, layers=tuple(layer for layer in spec.layers if isinstance(layer.mixer, GatedDeltaSpec)))
+
+
+@cache
+def recurrent_target() -> Target:
+    spec = recurrent_spec()
+    return Target(spec, LoudNoise(spec, dtype=torch.float64, device=DEVICE), DEVICE)
+
+
+@pytest.mark.parametrize("drafter", [NoDrafter(), LookupDrafter(3, min_ngram=1, max_ngram=3)], ids=["none", "lookup"])
+def test_a_model_that_keeps_no_pages_decodes_each_row_as_by_itself(drafter: Drafter) -> None:
+    """More rows than slots; the last ones begin as the first one does, with two chunks."""
+    long, hot = [(3 * i * i + i) % VOCAB for i in range(130)], SamplingParams(temperature=1.0)
+    rows = [request(i, [i, 4, 9, 4, 9][: i + 1], cap=8) for i in range(3)]
+    rows += [request(3 + i, [*long, i], cap=5, sampling=hot) for i in range(3)]
+    target, batch = recurrent_target(), packed(2, page_size=4, max_len=160, draft_len=drafter.max_len)
+    engine = make_engine(target, drafter, batch, device=DEVICE, decode=decode)
+    done = {one.request_id: one.token_ids for one in engine.run(iter(rows))}
+    assert {name: None if ids is None else ids.tolist() for name, ids in done.items()} == {
+        one.request_id: plain_tokens(target, one) for one in rows
+    }
+    assert engine.totals.cached_tokens > 0
+
+
+def test_rows_without_pages_have_page_tables_that_take_no_memory() -> None:
+    groups = KVGroups.of([], [7], 100)
+    assert (groups.windows, groups.target_layers, groups.draft_group) == ((None,), (), 0)
+    memory = KVMemory.of(
+        recurrent_spec(), torch.bfloat16, (), page_size=4, max_len=100, max_tokens=100, lookahead=0, pass_tokens=64
+    )
+    assert (memory.page_bytes, memory.num_pages(0, 8)) == ((0,), (1 + 8 * 25,))
+    assert memory.rows(memory.prefix_bytes + 5 * memory.slot_bytes, 100) == 5
