@@ -12,7 +12,10 @@ from batchspec.cache.groups import KVGroups
 from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
+from batchspec.draft.weights import default_aux_layers, dummy_spec
+from batchspec.errors import ConfigError
 from batchspec.model.layers.gated_delta.block import GatedDeltaSpec
+from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.packing.kv_memory import KVMemory
@@ -56,3 +59,11 @@ def test_rows_without_pages_have_page_tables_that_take_no_memory() -> None:
     )
     assert (memory.page_bytes, memory.num_pages(0, 8)) == ((0,), (1 + 8 * 25,))
     assert memory.rows(memory.prefix_bytes + 5 * memory.slot_bytes, 100) == 5
+
+
+def test_a_new_draft_head_is_like_the_first_attention_and_the_first_mlp() -> None:
+    spec = hybrid_spec()
+    apart = tuple(part for layer in spec.layers for part in (LayerSpec(layer.mixer, ()), LayerSpec(None, layer.mlps)))
+    assert dummy_spec(replace(spec, layers=apart)) == replace(dummy_spec(spec), aux_layer_ids=default_aux_layers(6))
+    with pytest.raises(ConfigError, match=r"draft heads: llama has no layer of attention with K/V heads, .*; use a head that"):
+        dummy_spec(recurrent_spec())

@@ -160,8 +160,8 @@ class ModelSpec(CheckpointPart):
 
     @property
     def intermediate_size(self) -> int:
-        """Number of values between the two products of the first layer's MLP; a new draft head has as many."""
-        return self.layers[0].mlp.inner_size
+        """Number of values between the two products of the first MLP; a new draft head has as many."""
+        return next(layer.mlp.inner_size for layer in self.layers if layer.mlps)
 
     def on(self, device: torch.device, dtype: torch.dtype, activations: str = "auto") -> ModelSpec:
         """The spec for computing in `dtype` on this device: see `Formats.on`."""

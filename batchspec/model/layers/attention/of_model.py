@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from batchspec.errors import ConfigError
 from batchspec.model.layers.attention.block import AttentionSpec
 from batchspec.model.layers.layer import LayerSpec
 
 
 class Layered(Protocol):
     """The shape of a model."""
+
+    @property
+    def family(self) -> str: ...
 
     @property
     def layers(self) -> Sequence[LayerSpec]: ...
@@ -27,5 +31,11 @@ def keepers_of(spec: Layered) -> dict[int, AttentionSpec]:
 
 
 def first_attention(spec: Layered) -> AttentionSpec:
-    """That of the first layer that attends: a new draft head has as many heads of as many numbers."""
-    return next(iter(attentions_of(spec).values()))
+    """That of the first layer that attends: a new draft head has as many heads of as many numbers. Raises ConfigError for a model
+    without one."""
+    for own in attentions_of(spec).values():
+        return own
+    raise ConfigError(
+        f"draft heads: {spec.family} has no layer of attention with K/V heads, whose shape a new head would have; use a head "
+        "that was made for the model, or draft=lookup"
+    )
