@@ -7,7 +7,7 @@ Figures are written by `repr`, so that a change of the order of sums, or of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from itertools import product
 
@@ -32,12 +32,15 @@ def variants(name: str) -> Iterator[tuple[str, ModelSpec]]:
     """The model as it is, and as jobs change it."""
     spec = shape_spec(name)
     yield name, spec
-    yield f"{name}, e4m3 K/V", spec.with_fp8_kv()
-    yield f"{name}, bf16 states", spec.with_state_dtype(DTYPE)
-    try:
-        yield f"{name}, rank 1 of 2", spec.sharded(Shard(1, 2))
-    except BatchspecError as error:
-        print(f"{name}, rank 1 of 2: {error}")
+    changes: dict[str, Callable[[], ModelSpec]] = {
+        "e4m3 K/V": spec.with_fp8_kv, "bf16 states": lambda: spec.with_state_dtype(DTYPE),
+        "rank 1 of 2": lambda: spec.sharded(Shard(1, 2)),
+    }
+    for change, changed in changes.items():
+        try:
+            yield f"{name}, {change}", changed()
+        except BatchspecError as error:
+            print(f"{name}, {change}: {error}")
 
 
 def memory(spec: ModelSpec) -> Iterator[tuple[str, object]]:

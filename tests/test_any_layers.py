@@ -67,3 +67,9 @@ def test_a_new_draft_head_is_like_the_first_attention_and_the_first_mlp() -> Non
     assert dummy_spec(replace(spec, layers=apart)) == replace(dummy_spec(spec), aux_layer_ids=default_aux_layers(6))
     with pytest.raises(ConfigError, match=r"draft heads: llama has no layer of attention with K/V heads, .*; use a head that"):
         dummy_spec(recurrent_spec())
+
+
+def test_k_and_v_are_stored_in_e4m3_only_if_layers_keep_nothing_else_in_pages() -> None:
+    assert hybrid_spec().with_fp8_kv().with_fp8_kv().fp8_kv
+    with pytest.raises(ConfigError, match="FP8 K/V: layers of llama keep no K and V in pages; use cache"):
+        recurrent_spec().with_fp8_kv()

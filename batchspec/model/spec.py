@@ -17,7 +17,7 @@ from batchspec.checkpoint.generation_config import read_generation
 from batchspec.checkpoint.unread_keys import unread_keys
 from batchspec.checkpoint.wrapped import of_text
 from batchspec.console.text import quoted
-from batchspec.errors import CheckpointError
+from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
 from batchspec.model.families.registry import family_of
 from batchspec.model.layers.attention.rope_config import RopeSpec
@@ -190,8 +190,16 @@ class ModelSpec(CheckpointPart):
         return replace(self, formats=self.formats.with_fp8_activations())
 
     def with_fp8_kv(self) -> ModelSpec:
-        """The spec with K and V stored as e4m3, which needs a scale for each head: see `Target.kv_scales`."""
-        return replace(self, fp8_kv=True, whole=None if self.whole is None else self.whole.with_fp8_kv())
+        """The spec with K and V stored as e4m3, which needs a scale for each head: see `Target.kv_scales`. Raises ConfigError
+        unless K and V are all that layers keep in pages."""
+        found = replace(self, fp8_kv=True, whole=None if self.whole is None else self.whole.with_fp8_kv())
+        before, after = (spec.page_formats(torch.bfloat16, 1) for spec in (replace(self, fp8_kv=False), found))
+        if not after or any(own == other for own, other in zip(before, after, strict=True)):
+            raise ConfigError(
+                f"FP8 K/V: layers of {self.family} keep {'something else than' if after else 'no'} K and V in pages; use "
+                "cache.dtype=auto"
+            )
+        return found
 
     def with_state_dtype(self, dtype: torch.dtype) -> ModelSpec:
         """The spec with the states of rows stored in `dtype`."""
