@@ -15,12 +15,14 @@ from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import default_aux_layers, dummy_spec
 from batchspec.errors import ConfigError
 from batchspec.model.layers.gated_delta.block import GatedDeltaSpec
+from batchspec.model.layers.kind import Use
 from batchspec.model.layers.layer import LayerSpec
+from batchspec.model.lora_shape import LoraShape
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.packing.kv_memory import KVMemory
 from batchspec.records import SamplingParams
-from tests.engines import DEVICE, VOCAB, decode, make_engine, packed, plain_tokens, request
+from tests.engines import DEVICE, VOCAB, decode, make_engine, packed, plain_tokens, request, tiny_spec
 from tests.recurrent import LoudNoise, hybrid_spec
 
 
@@ -73,3 +75,15 @@ def test_k_and_v_are_stored_in_e4m3_only_if_layers_keep_nothing_else_in_pages() 
     assert hybrid_spec().with_fp8_kv().with_fp8_kv().fp8_kv
     with pytest.raises(ConfigError, match="FP8 K/V: layers of llama keep no K and V in pages; use cache"):
         recurrent_spec().with_fp8_kv()
+
+
+def test_what_one_kind_of_layer_refuses_the_model_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: dict[Use, str] = {"gpu": "has no kernels", "adapters": "has no products"}
+    monkeypatch.setattr(GatedDeltaSpec, "refuses", lambda spec, use: refused.get(use))
+    spec, adapters = hybrid_spec(), LoraShape(1, ())
+    assert spec.on(torch.device("cpu"), torch.float32) == spec.with_lora(None) == spec
+    with pytest.raises(ConfigError, match="llama has no kernels; set device"):
+        spec.on(torch.device("cuda"), torch.float32)
+    with pytest.raises(ConfigError, match="LoRA adapters that are not merged: llama has no products; use"):
+        spec.with_lora(adapters)
+    assert tiny_spec().with_lora(adapters).lora == adapters

@@ -22,7 +22,7 @@ _NOTES = (
     f"drafters: all are {', '.join(name for name in named() if name != 'mtp')} and trees of eagle3; mtp is the layer of the "
     "checkpoint or the model's assistant (draft.path); window and trees need layers that all attend",
     "GPUs: how many can compute one copy of the model of this size in bf16 together (cluster.tensor_parallel); other weights may "
-    "allow fewer, see `batchspec plan`",
+    "allow fewer, see `batchspec plan`; none: it runs on a CPU alone",
     "a first job: batchspec run model.path=MODEL input.path=PROMPTS output.dir=OUT; its speed, with random weights: "
     "batchspec bench OUT.jsonl NAME --shape SHAPE",
 )
@@ -60,7 +60,7 @@ def row_of(family: Family) -> Row:
     return Row(
         models=family.models, model_type=family.name, weights=", ".join(weights_of(spec)),
         drafters=f"{drafters}, mtp" if spec.mtp is not None or has_assistant else drafters,
-        gpus=", ".join(map(str, ranks_of(spec))), model=family.example, shape=shape,
+        gpus=", ".join(map(str, ranks_of(spec))) if spec.refuses("gpu") is None else "none", model=family.example, shape=shape,
     )
 
 

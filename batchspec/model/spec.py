@@ -164,7 +164,9 @@ class ModelSpec(CheckpointPart):
         return next(layer.mlp.inner_size for layer in self.layers if layer.mlps)
 
     def on(self, device: torch.device, dtype: torch.dtype, activations: str = "auto") -> ModelSpec:
-        """The spec for computing in `dtype` on this device: see `Formats.on`."""
+        """The spec for computing in `dtype` on this device: see `Formats.on`. Raises ConfigError if a layer refuses it."""
+        if device.type == "cuda" and (why := self.refuses("gpu")) is not None:
+            raise ConfigError(f"{self.family} {why}; set device=cpu")
         return replace(self, formats=self.formats.on(device, dtype, activations))
 
     def sharded(self, shard: Shard) -> ModelSpec:
@@ -211,7 +213,10 @@ class ModelSpec(CheckpointPart):
         return replace(self, formats=self.formats.in_one_order())
 
     def with_lora(self, shape: LoraShape | None) -> ModelSpec:
-        """The spec with adapters of this shape; None: unchanged."""
+        """The spec with adapters of this shape, which are not merged; None: unchanged. Raises ConfigError if a layer cannot have
+        them."""
+        if shape is not None and (why := self.refuses("adapters")) is not None:
+            raise ConfigError(f"LoRA adapters that are not merged: {self.family} {why}; use model.adapter with weights in bf16")
         return replace(self, lora=shape, whole=None if self.whole is None else self.whole.with_lora(shape))
 
     @property

@@ -226,13 +226,13 @@ class GatedDeltaSpec(NormedSpec):
         }
         return {f"{self.name}.{name}": share for name, share in names.items()}
 
-    def refuses(self, use: Use) -> str:
-        if use not in ("tree", "self_draft"):
-            return "has recurrent layers"
-        return (
+    def refuses(self, use: Use) -> str | None:
+        only_chains = (
             "has recurrent layers, which keep one state of a row: only chains can be verified, and the model itself cannot draft "
             "them"
         )
+        reasons: dict[Use, str] = dict.fromkeys(("tree", "self_draft"), only_chains)
+        return (reasons | dict.fromkeys(("drafter", "padded_prefill"), "has recurrent layers")).get(use)
 
     @classmethod
     def about(cls, layers: Sequence[GatedDeltaSpec], run: Computing) -> About:
