@@ -140,8 +140,10 @@ def test_what_glm_does_not_have_is_refused(changes: dict[str, Any], named: str) 
     assert named in str(refused.value)
 
 
-def test_more_than_one_mtp_layer_is_none_that_drafts_can_come_from() -> None:
-    assert read_spec({**GLM_4_5_AIR, "num_nextn_predict_layers": 2}, "config.json").mtp is None
+def test_more_than_one_mtp_layer_is_none_that_drafts_can_come_from_and_none_is_read() -> None:
+    spec = read_spec({**GLM_4_5_AIR, "num_nextn_predict_layers": 2}, "config.json")
+    assert spec.mtp is None
+    assert [spec.ignores(f"model.layers.{layer}.eh_proj.weight") for layer in (45, 46, 47, 48)] == [False, True, True, False]
 
 
 @pytest.mark.parametrize(

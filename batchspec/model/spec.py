@@ -86,6 +86,8 @@ class ModelSpec(CheckpointPart):
     """The part that this describes: `layers` are those of one rank, all other fields the model's."""
     whole: ModelSpec | None = None
     """The complete model if this is one rank's part of it; None: this is the complete model."""
+    late_layers: int = 0
+    """How many layers files may have after the last one. They are read only as `mtp`."""
     mtp: MtpSpec | None = None
     """The layer of the checkpoint that predicts one token further, complete even if this is a part; None: it has none that
     drafts can come from."""
@@ -231,10 +233,12 @@ class ModelSpec(CheckpointPart):
         return {OUTPUT: EMBEDDING} if self.tie else {}
 
     def ignores(self, name: str) -> bool:
-        """A file may hold more of some layers than they have: see `MixerSpec.spare`."""
+        """A file may hold more layers than the model has, and more of some than they have: see `MixerSpec.spare`."""
         layer, _, tensor = name.removeprefix(f"{MODEL_PREFIX}layers.").partition(".")
-        if not (layer.isdecimal() and int(layer) < self.num_layers):
+        if not layer.isdecimal() or int(layer) >= self.num_layers + self.late_layers:
             return False
+        if int(layer) >= self.num_layers:
+            return True
         mixer = self.layers[int(layer)].mixer
         return mixer is not None and tensor.startswith(mixer.spare)
 
@@ -340,6 +344,7 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
         logits_scaling=family.logits_scaling(config),
         tie=config.flag("tie_word_embeddings"),
         formats=formats,
+        late_layers=family.late_layers(config),
         mtp=None if mtp is None else replace(mtp, formats=formats),
         eos_ids=tuple(dict.fromkeys(ends)),
         max_len=rope.longest(config.integer("max_position_embeddings")),
