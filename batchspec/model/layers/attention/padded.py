@@ -52,7 +52,7 @@ class TorchPlan:
             if end > begin and kv_len > 0
         ]
         rows = [row for row in rows if row.num_pages > 0]  # the window of a draft far past the row's end holds no key
-        sees = _Sight(batch, self._window, self._sink, kv.layout.dtype)
+        sees = Sight(batch, self._window, self._sink, kv.layout.dtype)
         self._parts = [_LongRow(row, batch, kv, sees) for row in rows if row.num_q > _SHORT]
         short = sorted((row for row in rows if row.num_q <= _SHORT), key=lambda row: (-row.num_pages, row.index))
         for group in _similar(short):
@@ -84,7 +84,7 @@ def _similar(rows: list[_Row]) -> list[list[_Row]]:
     return groups
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
     """Attention of q [..., Q, D] over k, v [..., keys, D]; mask [..., Q, keys] of 0 and -inf, None: causal;
     sinks [..., 1 or Q, 1] or None.
 
@@ -119,7 +119,7 @@ def _by_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
 class _LongRow:
     """One row of a prefill: scaled_dot_product_attention over its gathered keys."""
 
-    def __init__(self, row: _Row, batch: FlatBatch, kv: LayerKV, sees: _Sight) -> None:
+    def __init__(self, row: _Row, batch: FlatBatch, kv: LayerKV, sees: Sight) -> None:
         self._place = slice(row.begin, row.begin + row.num_q)
         pages = batch.page_table[row.index, row.first_page : row.first_page + row.num_pages].long()
         self._pages = torch.cat((pages, pages + kv.pages.shape[1]))
@@ -142,14 +142,14 @@ class _LongRow:
         if kv.pages.is_cuda:  # with a mask, torch 2.11's memory-efficient kernel reads out of bounds at a stride of 0
             k, v = k.contiguous(), v.contiguous()
         sinks = None if sink_logits is None else sink_logits.view(kv_heads, -1, 1, 1)
-        o = _attend(q, k, v, self._mask, scale, sinks)
+        o = masked_attention(q, k, v, self._mask, scale, sinks)
         out[self._place] = o.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 class _ShortRows:
     """Rows of a round, padded to the same number of queries and pages; query heads that share K/V count as further queries."""
 
-    def __init__(self, rows: list[_Row], batch: FlatBatch, kv: LayerKV, heads_per_kv: int, sees: _Sight) -> None:
+    def __init__(self, rows: list[_Row], batch: FlatBatch, kv: LayerKV, heads_per_kv: int, sees: Sight) -> None:
         device, page_size = kv.pages.device, kv.layout.page_size
         self._num_rows, self._num_q = len(rows), max(row.num_q for row in rows)
         begin, num_q, kv_len, first, num_pages, index = (
@@ -183,7 +183,7 @@ class _ShortRows:
         shape = (self._num_rows, self._num_q, kv_heads, num_heads // kv_heads, head_dim)
         folded = padded.view(shape).transpose(1, 2).flatten(2, 3)
         sinks = None if sink_logits is None else sink_logits.view(kv_heads, -1, 1).repeat(1, self._num_q, 1)
-        o = _attend(folded, gathered[0], gathered[1], self._mask, scale, sinks)
+        o = masked_attention(folded, gathered[0], gathered[1], self._mask, scale, sinks)
         o = o.view(self._num_rows, kv_heads, self._num_q, -1, head_dim).transpose(1, 2)
         if self._q_ids is None or self._kept is None:
             out.view(shape).copy_(o)
@@ -191,7 +191,7 @@ class _ShortRows:
             out[self._q_ids[self._kept]] = o.reshape(-1, num_heads, head_dim)[self._kept]
 
 
-class _Sight:
+class Sight:
     """Which keys the queries of a batch attend to."""
 
     def __init__(self, batch: FlatBatch, window: int | None, sink: int, dtype: torch.dtype) -> None:
