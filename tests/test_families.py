@@ -47,6 +47,7 @@ def test_the_table_has_a_line_of_each_family(capsys: Any) -> None:
         ("lfm2", ("bf16, FP8, INT4, NVFP4", "no trees", "1, 2, 4, 8")),
         ("phi3", ("bf16, FP8, INT4, NVFP4", "all", "1, 2")),
         ("glm4_moe", ("bf16, FP8, INT4, NVFP4", "all, mtp", "1, 2, 4, 8")),
+        ("glm4_moe_lite", ("bf16, FP8, INT4, NVFP4", "no trees", "none")),
         ("gemma4_text", ("bf16, FP8, INT4, NVFP4", "all, mtp", "1, 2, 4, 8")),
         ("gemma4_unified_text", ("bf16, FP8, INT4, NVFP4", "all, mtp", "1, 2, 4, 8")),
     ],
@@ -75,7 +76,7 @@ NUMBERS = {
     "qwen2.5-7b": 7.62, "qwen3-8b": 8.19, "mistral-small-24b": 23.57, "ministral3-8b": 8.49, "mixtral-8x7b": 46.7,
     "gemma3-27b": 27.0, "phi4-14b": 14.66, "olmo2-7b": 7.3, "olmo3-32b": 32.23, "glm4-32b": 32.57, "glm-4.5-air": 106.9,
     "glm-4.5-air-fp8": 106.9, "glm-4.6-fp8": 352.8, "seed-oss-36b": 36.15, "smollm3-3b": 3.08, "granite3-8b": 8.17,
-    "granite4-micro": 3.4, "exaone4-32b": 32.0, "lfm2-1.2b": 1.17, "lfm2-8b-a1b": 8.34,
+    "granite4-micro": 3.4, "exaone4-32b": 32.0, "glm-4.7-flash": 29.94, "lfm2-1.2b": 1.17, "lfm2-8b-a1b": 8.34,
 }
 """Thousand millions of weights of the published models, without layers for images and MTP."""
 

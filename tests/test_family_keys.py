@@ -73,6 +73,12 @@ OWN: dict[str, dict[str, Any]] = {
         "topk_group": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 2, "norm_topk_prob": False, "use_qk_norm": True,
         "partial_rotary_factor": 1.0,
     },
+    "glm4_moe_lite": {
+        "num_key_value_heads": 32, "head_dim": 6, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6, "v_head_dim": 14, "rope_interleave": False, "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "n_routed_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2, "n_group": 4,
+        "topk_group": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": False, "first_k_dense_replace": 0,
+    },
     "olmo3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     "exaone4": {"sliding_window": 7, "sliding_window_pattern": 2},
     "seed_oss": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
@@ -114,8 +120,8 @@ VALUES: list[dict[str, Any]] = [
 ]
 REFUSED: dict[str, set[str]] = {
     "layer_types": {
-        "llama", "qwen3_moe", "minimax_m2", "olmo2", "glm4", "glm4_moe", "mixtral", "phi3", "seed_oss", "granite",
-        "granitemoehybrid", "ministral3", "lfm2", "lfm2_moe", *RECURRENT_FAMILIES,
+        "llama", "qwen3_moe", "minimax_m2", "olmo2", "glm4", "glm4_moe", "glm4_moe_lite", "mixtral", "phi3", "seed_oss",
+        "granite", "granitemoehybrid", "ministral3", "lfm2", "lfm2_moe", *RECURRENT_FAMILIES,
     },
     "sliding_window": {"gpt_oss", "gemma3_text", "olmo3", *GEMMA4},
     "rope_parameters": {"gemma3_text", "olmo3", *GEMMA4},
@@ -123,10 +129,13 @@ REFUSED: dict[str, set[str]] = {
     "rope_scaling": {"phi3", *GEMMA4},
     "decoder_sparse_step": {"qwen3_5_moe_text"},
     "num_experts_per_tok": set(FAMILIES) - {
-        "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "glm4_moe", "granitemoehybrid",
-        "lfm2_moe",
+        "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "glm4_moe", "glm4_moe_lite",
+        "granitemoehybrid", "lfm2_moe",
     },
-    "no n_group": {"glm4_moe"},
+    "no n_group": {"glm4_moe", "glm4_moe_lite"},
+    "num_key_value_heads": {"glm4_moe_lite"},
+    "no qk_rope_head_dim": {"glm4_moe_lite"},
+    "no mlp_layer_types": {"glm4_moe_lite"},
     "no layer_types": {"granitemoehybrid", "lfm2_moe"},
     "no num_local_experts": {"granitemoehybrid"},
     "no head_dim": {"phi3"},

@@ -82,10 +82,11 @@ def test_keys_of_published_files_are_known(name: str) -> None:
 def test_all_keys_that_transformers_saves_are_known(family: str) -> None:
     from transformers import AutoConfig
 
-    own = {key: value for key, value in LLAMA.items() if key != "model_type"} | needed(family, LLAMA["num_hidden_layers"])
+    more = needed(family, LLAMA["num_hidden_layers"])
+    own = {key: value for key, value in LLAMA.items() if key != "model_type"} | more
     values = AutoConfig.for_model(family, **own).to_dict()
     windows = ("gpt_oss", "gemma3_text", "olmo3", "exaone4", "gemma4_text", "gemma4_unified_text")
-    values |= {"num_key_value_heads": 2, "sliding_window": 64 if family in windows else None}
+    values |= {"num_key_value_heads": 2, "sliding_window": 64 if family in windows else None, **more}
     if "linear_num_key_heads" in values:
         values["layer_types"] = ["linear_attention", "full_attention"]
     assert read_spec(values, "config.json").unread == ()

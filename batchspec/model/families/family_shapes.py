@@ -20,6 +20,15 @@ _GLM_4_6: dict[str, Any] = _GLM_4_5_AIR | {
     "n_routed_experts": 160, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "use_qk_norm": True,
     "max_position_embeddings": 202752,
 }
+_GLM_4_7_FLASH: dict[str, Any] = {
+    "model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"], "hidden_size": 2048, "intermediate_size": 10240,
+    "moe_intermediate_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 20, "num_key_value_heads": 20,
+    "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+    "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4, "first_k_dense_replace": 1, "n_group": 1,
+    "topk_group": 1, "topk_method": "noaux_tc", "routed_scaling_factor": 1.8, "norm_topk_prob": True, "attention_bias": False,
+    "rope_theta": 1000000.0, "partial_rotary_factor": 1.0, "num_nextn_predict_layers": 1, "max_position_embeddings": 202752,
+    "vocab_size": 154880,
+}
 _FP8_TOKENS: dict[str, Any] = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "float"}
 _FP8_ROWS: dict[str, Any] = {
     "quantization_config": {
@@ -118,6 +127,7 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     },
     "glm-4.5-air": _GLM_4_5_AIR,
     "glm-4.5-air-fp8": _GLM_4_5_AIR | _FP8_ROWS,
+    "glm-4.7-flash": _GLM_4_7_FLASH,
     "glm-4.6-fp8": _GLM_4_6 | _FP8_ROWS,
     "seed-oss-36b": {
         "model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"], "hidden_size": 5120, "intermediate_size": 27648,

@@ -17,14 +17,14 @@ from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
 from batchspec.model.layers.mlp.moe import MoeSpec, RouterSpec, SharedExpert
 from batchspec.model.mtp import JoinSpec, MtpSpec
 
-_INTEGERS: Ranges = {
+INTEGERS: Ranges = {
     "n_routed_experts": (1, 2**16), "num_local_experts": (1, 2**16), "num_experts_per_tok": (1, 2**16),
     "moe_intermediate_size": (1, 2**24), "n_shared_experts": (1, 4096), "first_k_dense_replace": (0, 4096), "n_group": (1, 4096),
     "topk_group": (1, 4096), "num_nextn_predict_layers": (0, 4096),
 }
 
 
-def _experts(config: ConfigReader) -> MoeSpec:
+def read_experts(config: ConfigReader) -> MoeSpec:
     hidden_size, size, eps = config.integer("hidden_size"), config.integer("moe_intermediate_size"), config.number("rms_norm_eps")
     num_experts, top_k = read_num_experts(config, "n_routed_experts")
     shared_size = size * config.integer("n_shared_experts")
@@ -54,7 +54,7 @@ def _groups(config: ConfigReader, num_experts: int, top_k: int) -> tuple[int, in
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     attentions = read_attentions(config, qkv_bias=config.flag("attention_bias"), qk_norm=config.flag("use_qk_norm"))
-    experts, mlp, dense = _experts(config), read_mlp(config), config.integer("first_k_dense_replace")
+    experts, mlp, dense = read_experts(config), read_mlp(config), config.integer("first_k_dense_replace")
     return tuple(LayerSpec(attention, (experts if i >= dense else mlp,)) for i, attention in enumerate(attentions))
 
 
@@ -72,12 +72,12 @@ def _mtp(config: ConfigReader, layers: Sequence[LayerSpec]) -> MtpSpec | None:
         hidden_norm="hnorm", out_norm="shared_head.norm",
     )
     return MtpSpec(
-        join=join, layer=LayerSpec(layers[-1].mixer, (_experts(config),)), prefix=prefix, layer_prefix=prefix,
+        join=join, layer=LayerSpec(layers[-1].mixer, (read_experts(config),)), prefix=prefix, layer_prefix=prefix,
         copies_of_model=("embed_tokens", "shared_head.head"),
     )
 
 
-def _refuses(config: ConfigReader) -> list[str]:
+def refuses_other_routers(config: ConfigReader) -> list[str]:
     """Experts are chosen by sigmoid, whatever the key says."""
     found = [config.shown("scoring_func")] if config.text("scoring_func", "sigmoid") != "sigmoid" else []
     return found + refuses_windows(config)
@@ -94,10 +94,10 @@ GLM4_MOE = Family(
         "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
         "topk_group": 1, "routed_scaling_factor": 1.0,
     },
-    integers=_INTEGERS,
+    integers=INTEGERS,
     rope=partial_rope,
     mtp=_mtp,
     late_layers=late_layers,
-    computes=frozenset({*_INTEGERS, "use_qk_norm", "partial_rotary_factor", "routed_scaling_factor", "scoring_func"}),
-    refuses=_refuses,
+    computes=frozenset({*INTEGERS, "use_qk_norm", "partial_rotary_factor", "routed_scaling_factor", "scoring_func"}),
+    refuses=refuses_other_routers,
 )

@@ -13,6 +13,7 @@ from batchspec.model.families.gemma3_text import GEMMA3_TEXT
 from batchspec.model.families.gemma4 import GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
 from batchspec.model.families.glm4 import GLM4
 from batchspec.model.families.glm4_moe import GLM4_MOE
+from batchspec.model.families.glm4_moe_lite import GLM4_MOE_LITE
 from batchspec.model.families.gpt_oss import GPT_OSS
 from batchspec.model.families.granite import GRANITE, GRANITE_HYBRID
 from batchspec.model.families.lfm2 import LFM2
@@ -54,6 +55,7 @@ FAMILIES: dict[str, Family] = {
         OLMO3,
         GLM4,
         GLM4_MOE,
+        GLM4_MOE_LITE,
         SEED_OSS,
         SMOLLM3,
         GRANITE,
@@ -66,9 +68,9 @@ FAMILIES: dict[str, Family] = {
 
 
 NEEDED: dict[str, tuple[str, ...]] = {
-    "multi-head latent attention (MLA)": (
-        "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm4_moe_lite", "glm_moe_dsa", "mistral4",
-        "mistral_large4", "minicpm3", "longcat_flash",
+    "multi-head latent attention (MLA), which is built for glm4_moe_lite alone": (
+        "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm_moe_dsa", "mistral4", "mistral_large4",
+        "minicpm3", "longcat_flash",
     ),
     "compressed sparse attention": ("deepseek_v4",),
     "Mamba layers": (

@@ -10,6 +10,7 @@ scaled.py            a factor of what a block adds
 Mixers:
 attention/           softmax attention over pages of K and V
 gated_delta/         the gated delta rule, which keeps a state of a row
+latent/              latent attention, which keeps one vector per token
 short_conv/          short convolutions, which keep the newest inputs of a row
 MLPs:
 mlp/                 dense, and experts

@@ -1,0 +1,281 @@
+"""Multi-head latent attention (MLA): the keys and values of all heads are products of one latent per token.
+
+    x = norm(stream)
+    q = q_b(norm(q_a(x)))                     NH heads of N numbers without a rotation and P with one; q_proj(x) without q_a
+    c, k = kv_a(x);  c = norm(c)              R and P numbers, the same for all heads; k and the P numbers of q are rotated
+    keys, values = kv_b(c)                    N and V numbers for each head, whose key ends with k
+    stream += o_proj(softmax(scale q keys') values)
+
+Pages hold c and k. `attend.py` computes the last two lines.
+Source: transformers, models/glm4_moe_lite; DeepSeek-AI 2024, DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from batchspec.cache.kept import Kept
+from batchspec.cache.layer_state import LayerState
+from batchspec.console.text import bytes_text
+from batchspec.kernels.lora.lora_tokens import LoraTokens
+from batchspec.model.fused import rms_norm
+from batchspec.model.layers.attention.rope import Rope, rope_frequencies, rope_of
+from batchspec.model.layers.attention.rope_config import RopeSpec
+from batchspec.model.layers.attention.rope_write import rotate
+from batchspec.model.layers.base import (
+    Gemm,
+    NormedSpec,
+    ProductSpec,
+    Projection,
+    Shard,
+    Share,
+    TensorSpec,
+    scaled,
+    whole_shares,
+)
+from batchspec.model.layers.forward import BlockSource, Stream
+from batchspec.model.layers.kind import About, Computing, Inputs, Use, Work
+from batchspec.model.layers.latent.attend import HeadSizes, LatentPlan
+from batchspec.model.layers.latent.pages import LatentLayout, LatentPages
+from batchspec.model.layers.passes import Pass
+
+REFUSED: Mapping[Use, str] = {
+    "tree": "has latent attention, which verifies chains of drafts only",
+    "gpu": "has latent attention, for which there are no GPU kernels yet",
+    "adapters": "has latent attention, which multiplies by kv_b_proj what depends on no single row",
+    "padded_prefill": "has latent attention",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec(NormedSpec):
+    """See the module's docstring."""
+
+    num_heads: int
+    """NH"""
+    sizes: HeadSizes
+    query_rank: int | None
+    """Number of outputs of q_a; None: there is none."""
+    scale: float
+    """Factor of the scores."""
+    rope: RopeSpec
+    inner_eps: float
+    """epsilon of the norms of what q_a and kv_a compute"""
+    bias: bool = False
+    """Of q_a, kv_a and o_proj."""
+    name: str = "self_attn"
+    norm: str | None = "input_layernorm"
+
+    @property
+    def vector_size(self) -> int:
+        """R + P, what is kept of a token."""
+        return self.sizes.latent_dim + self.sizes.rope_dim
+
+    @property
+    def query_dim(self) -> int:
+        """N + P"""
+        return self.sizes.key_dim + self.sizes.rope_dim
+
+    @property
+    def inner_size(self) -> int:
+        return self.num_heads * self.sizes.value_dim
+
+    @property
+    def queries(self) -> tuple[ProductSpec, ...]:
+        """q_a and q_b, or q_proj."""
+        rows = self.num_heads * self.query_dim
+        if self.query_rank is None:
+            return (self._product("q_proj", rows, self.hidden_size),)
+        first = self._product("q_a_proj", self.query_rank, self.hidden_size, bias=self.bias)
+        return first, self._product("q_b_proj", rows, self.query_rank)
+
+    @property
+    def kv_a(self) -> ProductSpec:
+        return self._product("kv_a_proj_with_mqa", self.vector_size, self.hidden_size, bias=self.bias)
+
+    @property
+    def kv_b(self) -> ProductSpec:
+        return self._product(
+            "kv_b_proj", self.num_heads * (self.sizes.key_dim + self.sizes.value_dim), self.sizes.latent_dim
+        )
+
+    @property
+    def out(self) -> ProductSpec:
+        return self._product("o_proj", self.hidden_size, self.inner_size, bias=self.bias)
+
+    def _product(self, name: str, rows: int, k: int, *, bias: bool = False) -> ProductSpec:
+        return ProductSpec((Projection(f"{self.name}.{name}", rows, k, bias),))
+
+    @property
+    def products(self) -> tuple[ProductSpec, ...]:
+        return *self.queries, self.kv_a, self.kv_b, self.out
+
+    @property
+    def vectors(self) -> tuple[TensorSpec, ...]:
+        sizes = {"q_a_layernorm": self.query_rank, "kv_a_layernorm": self.sizes.latent_dim}
+        inner = (self.norms.tensor(f"{self.name}.{name}", size) for name, size in sizes.items() if size is not None)
+        return *self.stream_norms, *inner
+
+    @property
+    def activation_size(self) -> int:
+        """Values of q_a, q and kv_a before and after norms and rotation; q and the result in the absorbed form, or keys and
+        values of a token; the result."""
+        absorbed = self.num_heads * (self.vector_size + self.sizes.latent_dim)
+        kept = 2 * ((self.query_rank or 0) + self.num_heads * self.query_dim + self.vector_size)
+        return kept + max(absorbed, self.kv_b.rows + self.num_heads * self.query_dim) + self.inner_size
+
+    @property
+    def num_partials(self) -> int:
+        return 0
+
+    @property
+    def num_rank_sums(self) -> int:
+        return 0
+
+    def gemms(self, tokens: float) -> tuple[Gemm, ...]:
+        """kv_b counts as a product of each token: both forms of `attend.py` multiply by it once for a token of their pass."""
+        into = (Gemm(product=own, ops=("linear",)) for own in (*self.queries, self.kv_a))
+        return *into, Gemm(product=self.kv_b, ops=()), self.gemm_of_output(self.out)
+
+    def layout(self, run: Computing) -> LatentLayout:
+        return LatentLayout(dtype=run.dtype, size=self.vector_size, page_size=run.page_size)
+
+    def kept(self, run: Computing) -> LayerState:
+        return LayerState(self.layout(run), shares=("latent attention", self.rope))
+
+    def round_work(self, run: Computing, context: float, tokens: float) -> Work:
+        """In the absorbed form."""
+        flop = 2.0 * self.num_heads * (self.vector_size + self.sizes.latent_dim) * context
+        return Work(page_bytes=context * self.layout(run).token_bytes, flop=flop)
+
+    def prompt_work(self, run: Computing, prompt: float, *, ends_only: bool) -> Work:
+        """In the expanded form. A token attends to half of the prompt on average."""
+        return Work(flop=2.0 * self.num_heads * (self.query_dim + self.sizes.value_dim) * (1 if ends_only else prompt / 2))
+
+    def sharing_cost(self, run: Computing, max_q: int) -> None:
+        """Shared prefixes are read once per row."""
+        return None
+
+    def refuses(self, use: Use) -> str | None:
+        return REFUSED.get(use)
+
+    @classmethod
+    def about(cls, layers: Sequence[LatentSpec], run: Computing) -> About:
+        token_bytes = sum(own.layout(run).token_bytes for own in layers)
+        return About(
+            model=((
+                "latents",
+                f"{len(layers)} of the layers keep {bytes_text(token_bytes)} per token, one vector of all heads, whole on each "
+                "rank; in plain PyTorch, on a CPU",
+            ),)
+        )
+
+    @property
+    def spare(self) -> tuple[str, ...]:
+        return ()
+
+    def heads_of(self, shard: Shard) -> slice:
+        """The heads of a rank; all ranks have equally many."""
+        return shard.of("num_attention_heads", self.num_heads)
+
+    def sharded(self, shard: Shard, unit: int) -> LatentSpec:
+        own = self.heads_of(shard)
+        return replace(self, num_heads=own.stop - own.start)
+
+    def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
+        """Every rank has all of q_a and kv_a, and keeps whole vectors."""
+        heads, sizes = self.heads_of(shard), self.sizes
+        q = Share("columns", (scaled(heads, self.query_dim),))
+        names = {
+            "q_proj": q, "q_b_proj": q, "kv_b_proj": Share("columns", (scaled(heads, sizes.key_dim + sizes.value_dim),)),
+            "o_proj": Share("rows", (scaled(heads, sizes.value_dim),), shard.rank == 0),
+        }
+        return whole_shares((*self.queries, self.kv_a)) | {f"{self.name}.{name}": share for name, share in names.items()}
+
+    def tables(self) -> Mapping[Hashable, Tensor]:
+        """The frequencies of its rotation."""
+        return {(self.rope, self.sizes.rope_dim): rope_frequencies(self.rope, self.sizes.rope_dim)}
+
+    def inputs(self, pass_: Pass, kept: Kept) -> Inputs:
+        pages = LatentPages.of(kept.pages)
+        rope, slots, plan = pass_.once(kept.key, lambda: self._prepared(pass_, kept))
+        return Inputs(
+            LatentStore(rope=rope, slot_mapping=slots, pages=pages, lora=pass_.lora),
+            LatentAttend(plan=plan, pages=pages, lora=pass_.lora),
+        )
+
+    def _prepared(self, pass_: Pass, kept: Kept) -> tuple[Rope, Tensor, LatentPlan]:
+        batch, layout = pass_.of_group(kept.group), LatentPages.of(kept.pages).layout
+        rope = rope_of(batch.positions, pass_.tables[self.rope, self.sizes.rope_dim], self.rope, pass_.dtype)
+        return rope, batch.slot_mapping, LatentPlan(batch, layout, window=pass_.window, sink=pass_.sink)
+
+    def build(self, source: BlockSource) -> LatentAttention:
+        return LatentAttention(self, source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentStore:
+    """Where a layer keeps the vectors of a pass's tokens."""
+
+    rope: Rope
+    slot_mapping: Tensor
+    """int64 [T]"""
+    pages: LatentPages
+    lora: LoraTokens | None = None
+
+    def rotated(self, heads: Tensor) -> Tensor:
+        """[T, heads, P]"""
+        assert self.rope.angles is not None
+        return rotate(heads, *self.rope.angles, interleaved=self.rope.interleaved)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttend:
+    """What the queries of a pass read."""
+
+    plan: LatentPlan
+    pages: LatentPages
+    lora: LoraTokens | None = None
+
+
+class LatentAttention:
+    """Latent attention of a layer in two parts, up to q and from q on: a `Mixer`."""
+
+    def __init__(self, spec: LatentSpec, source: BlockSource) -> None:
+        self.spec = spec
+        self._norm = source.vector(f"{spec.norm}.weight")
+        self._queries = [source.product(own) for own in spec.queries]
+        self._q_norm = None if spec.query_rank is None else source.vector(f"{spec.name}.q_a_layernorm.weight")
+        self._kv_a = source.product(spec.kv_a)
+        self._kv_norm = source.vector(f"{spec.name}.kv_a_layernorm.weight")
+        # Multiplied from both sides: its product with the unit matrix is the matrix, in whatever format the file has it.
+        unit = torch.eye(spec.sizes.latent_dim, dtype=self._norm.dtype, device=self._norm.device)
+        columns: Tensor = source.product(spec.kv_b)(unit, None)
+        self._kv_b = columns.t().contiguous().view(spec.num_heads, -1, spec.sizes.latent_dim)
+        self._out = source.product(spec.out)
+
+    def norms_in_product(self, stream: Stream) -> bool:
+        return False  # two products read the normed stream
+
+    def begin(self, stream: Stream, store: LatentStore, out_aux: Tensor | None = None) -> Tensor:
+        """q [T, NH, N + P]; the vectors of the tokens are stored."""
+        spec, sizes = self.spec, self.spec.sizes
+        x = stream.normed(self._norm, spec.eps, out_aux=out_aux)
+        latents, k = self._kv_a(x, store.lora).split((sizes.latent_dim, sizes.rope_dim), 1)
+        latents = rms_norm(latents, self._kv_norm, spec.inner_eps)
+        store.pages.write(torch.cat((latents, store.rotated(k[:, None])[:, 0]), 1), store.slot_mapping)
+        q, *more = self._queries
+        heads = q(x, store.lora)
+        for q_b in more:
+            assert self._q_norm is not None
+            heads = q_b(rms_norm(heads, self._q_norm, spec.inner_eps), store.lora)
+        heads = heads.view(len(x), -1, spec.query_dim)
+        return torch.cat((heads[..., : sizes.key_dim], store.rotated(heads[..., sizes.key_dim :])), -1)
+
+    def finish(self, begun: Tensor, stream: Stream, attend: LatentAttend, *, add_in_product: bool) -> None:
+        attended = attend.plan.attend(begun, attend.pages, self._kv_b, self.spec.sizes, self.spec.scale)
+        stream.add_product(self._out, attended.flatten(1), attend.lora, in_product=add_in_product)
