@@ -117,7 +117,7 @@ def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: 
     scarce = 1 + -(-longest // page_size) + data.draw(st.integers(0, 6))
     batch = packed(
         slots, row_buckets=tuple(bucket for bucket in (1, 2, 3, 8) if bucket <= slots), page_size=page_size,
-        num_pages=data.draw(st.sampled_from([scarce, 900]), label="pages"), max_len=longest, draft_len=drafter.max_len,
+        num_pages=data.draw(st.sampled_from([scarce, 900]), label="pages"), max_len=longest, draft_len=drafter.draft_len,
         prefill_tokens=data.draw(st.sampled_from([5, 16, 300]), label="prefill_tokens"),
         run_ahead=data.draw(st.integers(0, 3), label="run_ahead"),
     )

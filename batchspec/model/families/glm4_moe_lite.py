@@ -35,7 +35,7 @@ def _scale(config: ConfigReader, rope: RopeSpec, query_dim: int) -> float:
     """1 / sqrt(N + P), and with a longer context mscale_all_dim's factor twice, as DeepSeek defines it."""
     grows = 0.0 if rope.type == "default" else rope_part(config).number("mscale_all_dim", 0.0)
     longer = 0.1 * grows * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
-    return query_dim**-0.5 * longer * longer
+    return longer * longer / math.sqrt(query_dim)
 
 
 def _latent(config: ConfigReader) -> LatentSpec:

@@ -95,8 +95,8 @@ def absorbed(q: Tensor, vectors: Tensor, mask: Tensor, kv_b: Tensor, sizes: Head
     latents, rotated = _finite_latents(vectors, sizes)
     queries = torch.einsum("qhn,hnr->hqr", q[..., : sizes.key_dim], kv_b[:, : sizes.key_dim])
     queries = torch.cat((queries, q[..., sizes.key_dim :].transpose(0, 1)), -1)
-    keys, values = torch.cat((latents, rotated), -1), latents
-    found = masked_attention(queries, *(own.expand(len(kv_b), -1, -1) for own in (keys, values)), mask, scale, None)
+    keys, values = (own.expand(len(kv_b), -1, -1) for own in (torch.cat((latents, rotated), -1), latents))
+    found = masked_attention(queries, keys, values, mask, scale, None)
     return torch.einsum("hqr,hvr->qhv", found, kv_b[:, sizes.key_dim :])
 
 
