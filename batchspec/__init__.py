@@ -38,7 +38,7 @@ __all__ = [
 
 if _typing.TYPE_CHECKING:
     from batchspec.api import generate as generate
-    from batchspec.dataset.job_rows import JobOutput as JobOutput
+    from batchspec.data.dataset.job_rows import JobOutput as JobOutput
     from batchspec.errors import (
         BatchspecError as BatchspecError,
     )
@@ -87,7 +87,7 @@ if _typing.TYPE_CHECKING:
 else:
     _MODULES = {
         "generate": "api", "Engine": "warm.engine", "Turn": "warm.conversations", "Completion": "records",
-        "JobOutput": "dataset.job_rows",
+        "JobOutput": "data.dataset.job_rows",
     }
 
     def __getattr__(name):

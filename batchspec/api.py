@@ -12,9 +12,11 @@ from batchspec.config.checks import AUTO
 from batchspec.config.compose import compose
 from batchspec.config.overrides import Options, overrides_of, recipe_overrides
 from batchspec.config.unread import refuse_unread
-from batchspec.dataset.in_memory import table_of
-from batchspec.dataset.job_rows import JobOutput, JobRows
-from batchspec.dataset.reader import Source, table_source
+from batchspec.data.dataset.in_memory import table_of
+from batchspec.data.dataset.job_rows import JobOutput, JobRows
+from batchspec.data.dataset.reader import Source, table_source
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.scan import scanning
 from batchspec.errors import ConfigError
 from batchspec.job import run_job
 from batchspec.load.loaded_engine import LoadedEngine
@@ -27,8 +29,6 @@ from batchspec.runner.decode_shards import decode_shards
 from batchspec.runner.job_run import check_errors
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.shard_work import ShardWork
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.scan import scanning
 from batchspec.supervise.watchdog import Watchdog, limit_s
 from batchspec.warm.call import empty_frame
 from batchspec.warm.call_arguments import explains_arguments

@@ -1,15 +1,15 @@
 """run_job: read -> admit -> plan -> decode -> write. The module to read first.
 
-read    open_job            every check of input and model; nothing is written before all pass    prepare.py
-        checked_run         what the output folder holds of this job, and what this run does      runner/checked_run.py
-admit   survey_first        the first rows become requests; the others do while rows are decoded  prepare.py
-plan    heartbeat.begin     the first file in the output folder                                   runstate/heartbeat_writer.py
-        run.job_to_load     the job with what earlier runs kept: K/V scales, sums of the weights  runner/job_run.py
-        drafting_of         no drafts in a job that is too short for them                         load/short_jobs.py
-        EngineWithFallback  a `LoadedEngine`, and a smaller one once memory runs out              runner/oom_fallback.py
-        run.begin           the manifest: from here on the folder is a job                        runner/job_run.py
-decode  ShardRunner.run     claim shards, admit and decode their rows, commit each shard once     runner/run_shards.py
-write   conclude            the card and the report, once no shard is missing; the push to a hub  runner/conclude.py
+read    open_job            every check of input and model; nothing is written before all pass   prepare.py
+        checked_run         what the output folder holds of this job, and what this run does     runner/checked_run.py
+admit   survey_first        the first rows become requests; the others do while rows are decoded prepare.py
+plan    heartbeat.begin     the first file in the output folder                                  data/runstate/heartbeat_writer.py
+        run.job_to_load     the job with what earlier runs kept: K/V scales, sums of the weights runner/job_run.py
+        drafting_of         no drafts in a job that is too short for them                        load/short_jobs.py
+        EngineWithFallback  a `LoadedEngine`, and a smaller one once memory runs out             runner/oom_fallback.py
+        run.begin           the manifest: from here on the folder is a job                       runner/job_run.py
+decode  ShardRunner.run     claim shards, admit and decode their rows, commit each shard once    runner/run_shards.py
+write   conclude            the card and the report, once no shard is missing; the push to a hub runner/conclude.py
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from contextlib import closing
 
 from batchspec.config.schema import RunConfig
 from batchspec.console import terminal
-from batchspec.dataset.job_rows import JobRows
-from batchspec.dataset.reader import Source
+from batchspec.data.dataset.job_rows import JobRows
+from batchspec.data.dataset.reader import Source
+from batchspec.data.runstate.heartbeat_writer import HeartbeatWriter
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.distributed.group import Group
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import TooManyErrors
@@ -40,8 +42,6 @@ from batchspec.runner.job_run import FoundRun
 from batchspec.runner.oom_fallback import EngineWithFallback, LoadEngine
 from batchspec.runner.run_shards import ShardRunner
 from batchspec.runner.shard_workers import workers_of
-from batchspec.runstate.heartbeat_writer import HeartbeatWriter
-from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise.watchdog import Watchdog
 
 

@@ -16,14 +16,16 @@ from batchspec.checkpoint.weight_sums import SumsOfJob
 from batchspec.config.checks import AUTO
 from batchspec.config.draft_auto import with_drafter
 from batchspec.config.schema import InputConfig, RunConfig
-from batchspec.dataset.columns import ColumnMap
-from batchspec.dataset.files import MemoryFile
-from batchspec.dataset.input_paths import check_not_into
-from batchspec.dataset.job_rows import JobOutput, JobRows, open_job_files, rows_of_job
-from batchspec.dataset.reader import Source, open_source
-from batchspec.dataset.row_ids import NUMBER_THEM, OF_SAMPLES, check_ids
-from batchspec.dataset.schema import columns_read, output_schema
-from batchspec.dataset.shard_layout import ShardLayout
+from batchspec.data.dataset.columns import ColumnMap
+from batchspec.data.dataset.files import MemoryFile
+from batchspec.data.dataset.input_paths import check_not_into
+from batchspec.data.dataset.job_rows import JobOutput, JobRows, open_job_files, rows_of_job
+from batchspec.data.dataset.reader import Source, open_source
+from batchspec.data.dataset.row_ids import NUMBER_THEM, OF_SAMPLES, check_ids
+from batchspec.data.dataset.schema import columns_read, output_schema
+from batchspec.data.dataset.shard_layout import ShardLayout
+from batchspec.data.runstate.finished_job import FinishedJob
+from batchspec.data.runstate.manifest import default_shard_rows
 from batchspec.distributed.group import Group
 from batchspec.draft.spec import DrafterSpec, open_drafter
 from batchspec.errors import CheckpointError, ConfigError
@@ -55,8 +57,6 @@ from batchspec.packing.unused import (
 from batchspec.process.load_progress import count_step
 from batchspec.process.out_of_memory import admitting_rows
 from batchspec.records import Completion, Request
-from batchspec.runstate.finished_job import FinishedJob
-from batchspec.runstate.manifest import default_shard_rows
 from batchspec.text.tokenizer import Tokenizer
 from batchspec.tuning.cards import check_card
 

@@ -20,9 +20,9 @@ from batchspec.process.signals import program_does
 
 if TYPE_CHECKING:
     from batchspec.config.schema import RunConfig
+    from batchspec.data.runstate.heartbeat_writer import HeartbeatWriter
     from batchspec.distributed.channel import Channel
     from batchspec.distributed.group import Group
-    from batchspec.runstate.heartbeat_writer import HeartbeatWriter
     from batchspec.supervise.watchdog import Watchdog
 
 
@@ -47,7 +47,7 @@ def run(config: RunConfig) -> int:
     One process: in this one. Several processes, or a task of Slurm: in child processes; an interrupted Slurm task that can
     continue is requeued.
     """
-    from batchspec.dataset.input_paths import check_exist  # imports pyarrow: a wrong key is refused without it
+    from batchspec.data.dataset.input_paths import check_exist  # imports pyarrow: a wrong key is refused without it
     from batchspec.supervise import slurm
 
     check_exist(config.input.path)
@@ -68,7 +68,7 @@ def run(config: RunConfig) -> int:
         return 0
     code = workers.supervise(config, devices)
     if task is not None and code == Interrupted.exit_code:
-        from batchspec.runstate.heartbeat_writer import mark_requeued
+        from batchspec.data.runstate.heartbeat_writer import mark_requeued
 
         assert config.output.dir is not None
         tell = partial(mark_requeued, config.output.dir)
@@ -86,7 +86,7 @@ def run_here(
     parent    channel on which the parent of a process without a group reads its liveness counter; None: no parent watches it
     Raises as `run_job` does.
     """
-    from batchspec.runstate.heartbeat_writer import starting
+    from batchspec.data.runstate.heartbeat_writer import starting
 
     assert config.output.dir is not None
     with starting(config.output.dir) as heartbeat:

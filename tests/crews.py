@@ -13,8 +13,8 @@ from typing import Any
 
 import polars as pl
 
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.runner import commit_shards
-from batchspec.runstate.output_folder import OutputFolder
 from tests.runs import make_model, put
 
 

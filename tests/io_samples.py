@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 
 from batchspec.config.schema import InputConfig, OutputConfig
-from batchspec.dataset.columns import ColumnMap, map_columns
-from batchspec.dataset.reader import InputShard, table_source
-from batchspec.dataset.writer import build_table
+from batchspec.data.dataset.columns import ColumnMap, map_columns
+from batchspec.data.dataset.reader import InputShard, table_source
+from batchspec.data.dataset.writer import build_table
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.records import Completion, RowError, RowStats
-from batchspec.runstate.output_folder import OutputFolder
 
 
 def stats(accepted: list[int], drafted: list[int] | None = None, *, k: int = 3, **changes: Any) -> RowStats:

@@ -27,6 +27,8 @@ import pyarrow.parquet as pq
 
 from batchspec.config.compose import compose
 from batchspec.config.schema import TEMPLATE_DATE
+from batchspec.data.runstate.journal import Journal
+from batchspec.data.storage.local_store import LocalStore
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.engine_run import PREFETCHED_PER_ROUND
 from batchspec.engine.loop.totals import EngineTotals
@@ -43,8 +45,6 @@ from batchspec.report.progress_bar import ProgressBar
 from batchspec.request_stream import ListedRequests, RequestStream, stream_of, take_ready
 from batchspec.runner.decode_shards import JOURNAL_S
 from batchspec.runner.job_run import open_run
-from batchspec.runstate.journal import Journal
-from batchspec.storage.local_store import LocalStore
 from batchspec.text.chat_templates import ChatTemplates
 from batchspec.text.tokenizer import Tokenizer
 

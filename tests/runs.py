@@ -31,11 +31,11 @@ from omegaconf import DictConfig
 
 from batchspec import run
 from batchspec.batch.automata import AutomataCapacity
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.distributed import rank_processes
 from batchspec.packing import rates
 from batchspec.report.page import can_draw
 from batchspec.runner import commit_shards, conclude
-from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise import poison_rows
 from batchspec.text import chat_templates, templates
 from batchspec.text.templates import Templates

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.config.schema import RunConfig
-from batchspec.dataset.columns import map_columns
-from batchspec.dataset.reader import table_source
+from batchspec.data.dataset.columns import map_columns
+from batchspec.data.dataset.reader import table_source
 from batchspec.errors import CapacityError, ConfigError, RendererKilled, TokenizerFails
 from batchspec.packing.admit import Admission, hash64
 from batchspec.packing.cells import BadRow

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.config.schema import InputConfig
-from batchspec.dataset.arrow_file import ArrowFile
-from batchspec.dataset.reader import Source, open_source
-from batchspec.dataset.writer import plain_table
+from batchspec.data.dataset.arrow_file import ArrowFile
+from batchspec.data.dataset.reader import Source, open_source
+from batchspec.data.dataset.writer import plain_table
+from batchspec.data.storage.places import LocalPlace
 from batchspec.errors import InputError
-from batchspec.storage.places import LocalPlace
 
 Row = dict[str, Any]
 

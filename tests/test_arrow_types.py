@@ -15,11 +15,11 @@ import pytest
 
 from batchspec import cli, run
 from batchspec.config.schema import OutputConfig
-from batchspec.dataset.columns import map_columns
-from batchspec.dataset.in_memory import table_of
-from batchspec.dataset.schema import output_schema
+from batchspec.data.dataset.columns import map_columns
+from batchspec.data.dataset.in_memory import table_of
+from batchspec.data.dataset.schema import output_schema
+from batchspec.data.storage.local_store import LocalStore
 from batchspec.errors import InputError
-from batchspec.storage.local_store import LocalStore
 from tests.runs import make_model
 
 WIDE = Decimal("1" * 50)

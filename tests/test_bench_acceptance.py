@@ -16,7 +16,7 @@ from batchspec.bench.acceptance import rates_of_rows, read_accept
 from batchspec.bench.arguments import parse
 from batchspec.bench.engines import Bench, variant_specs
 from batchspec.bench.workloads import make_workload
-from batchspec.dataset.schema import SPEC_DECODE
+from batchspec.data.dataset.schema import SPEC_DECODE
 from batchspec.errors import ConfigError
 from batchspec.model.families.shapes import COMMON
 from tests.test_bench import TINY

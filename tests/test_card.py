@@ -21,8 +21,8 @@ from batchspec.config.compose import compose
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.schema import InputConfig, ModelConfig, OutputConfig, RunConfig
 from batchspec.config.typed import from_json, to_json
-from batchspec.dataset.columns import map_columns
-from batchspec.dataset.schema import output_schema
+from batchspec.data.dataset.columns import map_columns
+from batchspec.data.dataset.schema import output_schema
 from batchspec.report.card import _without_local_paths, _yaml
 from batchspec.report.columns import COPIED, meaning
 from tests.int4_layouts import make, of_gptq

@@ -18,14 +18,14 @@ import pytest
 
 from batchspec import run
 from batchspec.config.schema import InputConfig
-from batchspec.dataset import files
-from batchspec.dataset.reader import InputShard, Source, open_source, table_source
-from batchspec.dataset.shard_layout import ShardLayout
+from batchspec.data.dataset import files
+from batchspec.data.dataset.reader import InputShard, Source, open_source, table_source
+from batchspec.data.dataset.shard_layout import ShardLayout
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.storage.places import LocalPlace
 from batchspec.errors import InputError
 from batchspec.records import Completion
 from batchspec.runner.shard_work import ShardWork
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage.places import LocalPlace
 from tests.runs import make_model, run_apart
 from tests.s3_lab import BUCKET, running_lab
 

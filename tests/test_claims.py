@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchspec.data.runstate import claims as module
+from batchspec.data.runstate.claims import FOLDER, RENEW_S, STALE_S, Claims, _started, owner_is_gone, this_process
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.storage.local_store import LocalStore
 from batchspec.errors import StorageError
-from batchspec.runstate import claims as module
-from batchspec.runstate.claims import FOLDER, RENEW_S, STALE_S, Claims, _started, owner_is_gone, this_process
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage.local_store import LocalStore
 from tests.io_samples import new_folder, tables
 
 T = TypeVar("T")

@@ -15,12 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from batchspec.dataset.reader import InputShard
+from batchspec.data.dataset.reader import InputShard
+from batchspec.data.runstate.output_folder import CheckInput, OutputFolder
+from batchspec.data.runstate.shard_writer import PendingFile
 from batchspec.packing.work_plan import COPIES, TOKEN_BYTES, DecodedShard
 from batchspec.runner.commit_shards import MOST_WAITING, SMALL_BYTES, WAITING, ShardCommitter
 from batchspec.runner.shard_work import ShardWork
-from batchspec.runstate.output_folder import CheckInput, OutputFolder
-from batchspec.runstate.shard_writer import PendingFile
 from tests.io_samples import completion, dataset, shards_of
 
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from batchspec.config.schema import InputConfig
 from batchspec.console.text import VALUE_CHARS, cut
-from batchspec.dataset.common_schema import common_schema, files_of_dataset
-from batchspec.dataset.files import MemoryFile
-from batchspec.dataset.reader import Source, open_source
-from batchspec.dataset.wider_type import wider
+from batchspec.data.dataset.common_schema import common_schema, files_of_dataset
+from batchspec.data.dataset.files import MemoryFile
+from batchspec.data.dataset.reader import Source, open_source
+from batchspec.data.dataset.wider_type import wider
 from batchspec.errors import InputError
 
 SCALARS = [

@@ -11,8 +11,8 @@ import pytest
 
 from batchspec.commands import compact as compact_module
 from batchspec.commands.compact import main
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.runstate.output_folder import OutputFolder
 from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of
 
 ROWS = 11

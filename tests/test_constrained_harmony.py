@@ -15,8 +15,8 @@ import pytest
 
 from batchspec import run
 from batchspec.automata.token_automaton import DEAD, TokenAutomaton
-from batchspec.dataset.columns import map_columns
-from batchspec.dataset.reader import table_source
+from batchspec.data.dataset.columns import map_columns
+from batchspec.data.dataset.reader import table_source
 from batchspec.engine.features.thinking import split_thoughts
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import first_state

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import batchspec
 from batchspec.automata.token_automaton import BREAKS_AFTER_THOUGHT, OTHER, TokenSymbols
-from batchspec.dataset.columns import map_columns
-from batchspec.dataset.reader import table_source
+from batchspec.data.dataset.columns import map_columns
+from batchspec.data.dataset.reader import table_source
 from batchspec.kernels.rounds.accept import FULL, STOPPED
 from batchspec.packing.admit import Admission
 from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, RowError, RowStats, Thinking

@@ -20,8 +20,8 @@ from batchspec import run
 from batchspec.commands import plan
 from batchspec.config.checks import check
 from batchspec.config.schema import RunConfig
-from batchspec.dataset.columns import map_columns
-from batchspec.dataset.reader import table_source
+from batchspec.data.dataset.columns import map_columns
+from batchspec.data.dataset.reader import table_source
 from batchspec.errors import ConfigError
 from batchspec.packing.admit import Admission
 from batchspec.records import Completion, Request

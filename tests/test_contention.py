@@ -15,7 +15,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from batchspec.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.output_folder import OutputFolder
 from tests.kill_lab import SHARDS, Conduct, KillLab, Row, check_visible, ended, polled, until_stopped, written
 
 pytestmark = pytest.mark.second

@@ -22,6 +22,10 @@ import torch
 
 from batchspec import run
 from batchspec.config.schema import PackingConfig
+from batchspec.data.runstate.attempts import Attempts
+from batchspec.data.runstate.claims import Claims
+from batchspec.data.runstate.journal import Journal
+from batchspec.data.storage.local_store import LocalStore
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.engine_run import EngineRun
 from batchspec.engine.loop.executor import Executor
@@ -32,10 +36,6 @@ from batchspec.errors import Interrupted
 from batchspec.model.spec import load_spec
 from batchspec.packed_batch import PackedBatch
 from batchspec.runner.oom_fallback import smaller
-from batchspec.runstate.attempts import Attempts
-from batchspec.runstate.claims import Claims
-from batchspec.runstate.journal import Journal
-from batchspec.storage.local_store import LocalStore
 from batchspec.supervise import poison_rows
 from batchspec.supervise.leases import released_at_end
 from tests.heads import random_tensors, tiny_design, write_head

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchspec.config.schema import InputConfig
-from batchspec.dataset.reader import open_source
+from batchspec.data.dataset.reader import open_source
 from batchspec.errors import ConfigError, InputError
 
 

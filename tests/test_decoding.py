@@ -14,11 +14,11 @@ import torch
 
 from batchspec import run
 from batchspec.config.schema import InputConfig
-from batchspec.dataset import writer
-from batchspec.dataset.decoding import Decoding, decoding_of
-from batchspec.dataset.files import reading
-from batchspec.dataset.reader import Source, open_source
-from batchspec.dataset.writer import plain_table, write_parquet
+from batchspec.data.dataset import writer
+from batchspec.data.dataset.decoding import Decoding, decoding_of
+from batchspec.data.dataset.files import reading
+from batchspec.data.dataset.reader import Source, open_source
+from batchspec.data.dataset.writer import plain_table, write_parquet
 from batchspec.errors import CapacityError
 from tests.models import make_checkpoint, make_tokenizer
 
@@ -143,7 +143,7 @@ def test_a_dictionary_is_found_although_the_first_rows_have_no_value(tmp_path: P
 
 @pytest.mark.parametrize("name", ["lists", "maps", "structs", "extensions", "a.b"])
 def test_a_dictionary_is_found_in_columns_of_all_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("batchspec.dataset.decoding.MOST_BYTES", 256 << 10)
+    monkeypatch.setattr("batchspec.data.dataset.decoding.MOST_BYTES", 256 << 10)
     texts = [f'"{i % 700} {"y" * 200}"' for i in range(20_000)]
     column = {
         "lists": lambda: pa.array([*[None] * 99, *([[text]] for text in texts)], pa.large_list(pa.list_(TEXT))),

@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchspec.config.compose import compose
-from batchspec.dataset.columns import map_columns
-from batchspec.dataset.reader import open_source
-from batchspec.dataset.row_ids import check_ids
+from batchspec.data.dataset.columns import map_columns
+from batchspec.data.dataset.reader import open_source
+from batchspec.data.dataset.row_ids import check_ids
 from batchspec.packing.admit import Admission
 from batchspec.records import Completion
 from tests.stand_ins import ByteTokenizer, small_spec

@@ -19,10 +19,10 @@ import batchspec
 from batchspec.config.compose import compose
 from batchspec.config.overrides import overrides_of
 from batchspec.console.text import ERROR_CHARS, as_json, error_line, quoted
-from batchspec.dataset.in_memory import table_of
-from batchspec.dataset.json_text import members
-from batchspec.dataset.messages import read_chat
-from batchspec.dataset.openai_requests import parse_request
+from batchspec.data.dataset.in_memory import table_of
+from batchspec.data.dataset.json_text import members
+from batchspec.data.dataset.messages import read_chat
+from batchspec.data.dataset.openai_requests import parse_request
 from batchspec.errors import BatchspecError, CheckpointError, OneLine
 from batchspec.model.adapter_config import read_adapter_config
 from batchspec.model.spec import load_spec

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from batchspec.commands.export import main
 from batchspec.config.schema import InputConfig, OutputConfig
-from batchspec.dataset.columns import map_columns
-from batchspec.dataset.openai_keys import TURN_KEYS
-from batchspec.dataset.openai_requests import filled, parse_request, request_row, request_schema
-from batchspec.dataset.openai_values import BadRequest
-from batchspec.dataset.reader import table_source
-from batchspec.dataset.writer import build_table
+from batchspec.data.dataset.columns import map_columns
+from batchspec.data.dataset.openai_keys import TURN_KEYS
+from batchspec.data.dataset.openai_requests import filled, parse_request, request_row, request_schema
+from batchspec.data.dataset.openai_values import BadRequest
+from batchspec.data.dataset.reader import table_source
+from batchspec.data.dataset.writer import build_table
 from batchspec.errors import ConfigError, InputError, OutputError
 from batchspec.packing.constraints import row_constraint
 from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of

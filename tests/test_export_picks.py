@@ -16,9 +16,9 @@ import pytest
 from batchspec import cli
 from batchspec.commands.export import main
 from batchspec.config.schema import InputConfig, OutputConfig
-from batchspec.dataset.columns import map_columns
-from batchspec.dataset.reader import table_source
-from batchspec.dataset.writer import build_table
+from batchspec.data.dataset.columns import map_columns
+from batchspec.data.dataset.reader import table_source
+from batchspec.data.dataset.writer import build_table
 from batchspec.errors import BatchspecError, ConfigError, InputError, OutputError
 from batchspec.records import Completion
 from tests.io_samples import completion, failed, new_folder

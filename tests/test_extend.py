@@ -17,6 +17,8 @@ from batchspec import job, run
 from batchspec.commands import compact, export, plan, status, verify
 from batchspec.commands import inspect as inspecting
 from batchspec.config.compose import compose
+from batchspec.data.runstate.generations import Generation
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.engine.loop.engine import Engine
 from batchspec.errors import StorageError
 from batchspec.prepare import Job, open_job
@@ -26,8 +28,6 @@ from batchspec.report.status import StatusReader
 from batchspec.request_stream import RequestStream
 from batchspec.runner.new_extension import new_extension
 from batchspec.runner.new_retry import new_retry
-from batchspec.runstate.generations import Generation
-from batchspec.runstate.output_folder import OutputFolder
 from tests.runs import make_model
 from tests.streams import all_of
 
@@ -319,7 +319,7 @@ def test_a_file_keeps_its_digest_however_many_files_there_are(
     folder: Path, tmp_path: Path, wanted: pl.DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The digest of a large Parquet file is of fewer bytes where there are more files."""
-    from batchspec.dataset import files, reader
+    from batchspec.data.dataset import files, reader
 
     monkeypatch.setattr(reader, "DIGEST_BYTES", 1200)
     monkeypatch.setattr(files, "SMALLEST_BLOCK", 8)

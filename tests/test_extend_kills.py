@@ -13,8 +13,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.report.status import StatusReader
-from batchspec.runstate.output_folder import OutputFolder
 from tests.kill_lab import (
     CALLS,
     Conduct,

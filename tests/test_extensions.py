@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from batchspec.dataset.reader import InputFile
+from batchspec.data.dataset.reader import InputFile
+from batchspec.data.runstate import job_state
+from batchspec.data.runstate.extensions import Extension, shard_rows_of
+from batchspec.data.runstate.generations import Generation
+from batchspec.data.runstate.manifest import Manifest, compared_facts, default_shard_rows
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import OutputError
-from batchspec.runstate import job_state
-from batchspec.runstate.extensions import Extension, shard_rows_of
-from batchspec.runstate.generations import Generation
-from batchspec.runstate.manifest import Manifest, compared_facts, default_shard_rows
-from batchspec.runstate.output_folder import OutputFolder
 from tests.io_samples import new_folder, tables
 from tests.s3_lab import BUCKET, Lab, running_lab
 

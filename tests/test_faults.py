@@ -15,8 +15,8 @@ import polars as pl
 import pytest
 
 from batchspec import run
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage import retry
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.storage import retry
 from tests.runs import make_model, make_prompts, run_apart
 from tests.s3_lab import BUCKET, SECRET, running_lab, running_proxy
 

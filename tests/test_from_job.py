@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 import batchspec
 from batchspec import cli
 from batchspec.config.schema import InputConfig
-from batchspec.dataset.columns import ColumnMap
-from batchspec.dataset.files import MemoryFile
-from batchspec.dataset.job_file import prefix_of
-from batchspec.dataset.job_rows import JobRows, rows_of_job
-from batchspec.dataset.reader import place_in_file
-from batchspec.dataset.row_ids import OF_SAMPLES, check_ids
+from batchspec.data.dataset.columns import ColumnMap
+from batchspec.data.dataset.files import MemoryFile
+from batchspec.data.dataset.job_file import prefix_of
+from batchspec.data.dataset.job_rows import JobRows, rows_of_job
+from batchspec.data.dataset.reader import place_in_file
+from batchspec.data.dataset.row_ids import OF_SAMPLES, check_ids
+from batchspec.data.runstate.extensions import Extension
+from batchspec.data.runstate.finished_job import FinishedJob
+from batchspec.data.runstate.job_state import JobState
 from batchspec.errors import ConfigError, InputError
-from batchspec.runstate.extensions import Extension
-from batchspec.runstate.finished_job import FinishedJob
-from batchspec.runstate.job_state import JobState
 from tests.runs import make_model
 
 PAGE = Path(__file__).parents[1] / "jobs" / "pages" / "input.md"

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from batchspec import run
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.data.runstate.heartbeats import BEAT_S, HeartbeatFiles
+from batchspec.data.storage.open_store import open_store
 from batchspec.distributed import group
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.loop.engine import Engine
@@ -32,8 +34,6 @@ from batchspec.process import load_progress
 from batchspec.process.load_progress import RESIDENT_BYTES, WINDOW_S, WRITTEN_BYTES, Activity, steps_of_download
 from batchspec.report import progress_bar
 from batchspec.report.progress_bar import TICK_S, ProgressBar
-from batchspec.runstate.heartbeats import BEAT_S, HeartbeatFiles
-from batchspec.storage.open_store import open_store
 from batchspec.supervise import watchdog
 from batchspec.supervise.watchdog import LOAD_FACTOR, Watchdog
 from tests.crews import make_job, tokens

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from batchspec.config.schema import InputConfig
-from batchspec.dataset.hub_splits import files_of_split
-from batchspec.dataset.reader import open_source
+from batchspec.data.dataset.hub_splits import files_of_split
+from batchspec.data.dataset.reader import open_source
 from batchspec.errors import BatchspecError, ConfigError, InputError
 from tests.hub_lab import Hub, running_hub
 from tests.test_remote_input import set_endpoint, set_times, table

@@ -35,8 +35,8 @@ EVERYONE = {
 # Package (or top module) -> what of batchspec it may import, besides itself and what everyone may.
 MAY_IMPORT: dict[str, set[str]] = {
     "run": {
-        "config", "commands.reference", "dataset.input_paths", "job", "cli", "cluster",
-        "runstate.heartbeat_writer", "supervise.slurm", "supervise.watchdog",
+        "config", "commands.reference", "data.dataset.input_paths", "job", "cli", "cluster",
+        "data.runstate.heartbeat_writer", "supervise.slurm", "supervise.watchdog",
     },
     "process": {"kernels.common.compiler_hash"},
     "cli": {"commands"},
@@ -48,9 +48,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "load",
         "prepare",
         "runner",
-        "dataset",
-        "runstate",
-        "storage",
+        "data.dataset",
+        "data.runstate",
+        "data.storage",
         "packing",
         "model",
         "checkpoint",
@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cli",
         "cluster.devices",
         "config",
-        "dataset",
+        "data.dataset",
         "distributed",
         "engine",
         "model",
@@ -84,10 +84,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "load",
         "prepare",
         "runner",
-        "dataset",
+        "data.dataset",
         "distributed.group",
         "engine.loop.totals",
-        "runstate",
+        "data.runstate",
         "report",
         "supervise.watchdog",
     },
@@ -112,15 +112,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "prepare": {
         "config.draft_auto",
-        "dataset",
+        "data.dataset",
         "distributed.group",
         "draft.spec",
         "model",
         "checkpoint",
         "text",
         "packing",
-        "runstate.finished_job",
-        "runstate.manifest",
+        "data.runstate.finished_job",
+        "data.runstate.manifest",
         "kernels.common.card",
         "tuning.cards",
     },
@@ -130,13 +130,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "distributed",
         "run",
         "runner.rank",
-        "runstate",
-        "storage",
+        "data.runstate",
+        "data.storage",
         "supervise.leave",
         "supervise.watchdog",
     },
     "runner": {
-        "dataset",
+        "data.dataset",
         "distributed.group",
         "draft",
         "engine",
@@ -155,19 +155,19 @@ MAY_IMPORT: dict[str, set[str]] = {
         "load",
         "prepare",
         "report",
-        "runstate",
-        "storage",
+        "data.runstate",
+        "data.storage",
         "structured.checked_text",
         "supervise",
         "tuning.table",
     },
-    "supervise": {"dataset", "engine", "load.loaded_engine", "packing.work_plan", "runstate", "storage"},
+    "supervise": {"data.dataset", "engine", "load.loaded_engine", "packing.work_plan", "data.runstate", "data.storage"},
     "commands": {
         "cache",
         "cluster.devices",
         "cluster.manifests",
         "config",
-        "dataset",
+        "data.dataset",
         "distributed",
         "draft",
         "engine",
@@ -182,8 +182,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "prepare",
         "report",
         "runner",
-        "runstate",
-        "storage",
+        "data.runstate",
+        "data.storage",
         "structured.compiler",
         "supervise",
         "tuning",
@@ -191,7 +191,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "packing": {
         "tool_calls",
         "config.vllm_names",
-        "dataset",
+        "data.dataset",
         "checkpoint.config_values",
         "model.dtype",
         "checkpoint.generation_config",
@@ -211,7 +211,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cache.groups",
         "cache.layer_state",
         "cache.pages",
-        "runstate.journal",
+        "data.runstate.journal",
         "tuning.cards",
         "tuning.exchange",
         "kernels.common.card",
@@ -220,12 +220,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": {
         "commands.doctor", "config", "distributed", "draft", "engine", "batch", "kernels", "load",
         "model", "checkpoint", "text",
-        "packing", "prepare", "report", "runner", "storage", "structured.compiler", "supervise",
+        "packing", "prepare", "report", "runner", "data.storage", "structured.compiler", "supervise",
     },
     "heads": {
-        "config", "dataset", "draft", "engine", "batch", "cache", "kernels", "load", "model", "checkpoint",
+        "config", "data.dataset", "draft", "engine", "batch", "cache", "kernels", "load", "model", "checkpoint",
         "text", "packing",
-        "prepare", "report", "runner.identity", "runstate", "storage",
+        "prepare", "report", "runner.identity", "data.runstate", "data.storage",
     },
     "engine": {
         "draft",
@@ -240,45 +240,59 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "draft": {"model", "checkpoint", "cache", "batch", "distributed.collectives", "tuning", "kernels"},
     "model": {"checkpoint", "cache", "batch", "distributed", "tuning", "kernels"},
-    "text": {"checkpoint", "dataset.messages", "tool_calls.probe"},
+    "text": {"checkpoint", "data.dataset.messages", "tool_calls.probe"},
     "checkpoint": set(),
     "cache": {"batch", "tuning", "kernels"},
     "tuning": {"kernels"},
     "batch": {"kernels"},
     "distributed": {"tuning", "kernels"},
-    "report": {"dataset.input_paths", "dataset.openai_responses", "runstate", "storage"},
-    "runstate": {"dataset", "storage"},
-    "dataset": {"storage"},
+    "report": {"data.dataset.input_paths", "data.dataset.openai_responses", "data.runstate", "data.storage"},
+    "data.runstate": {"data.dataset", "data.storage"},
+    "data.dataset": {"data.storage"},
     "structured": {"tool_calls.form", "tool_calls.marks"},
-    "tool_calls": {"dataset.json_text"},
+    "tool_calls": {"data.dataset.json_text"},
     "automata": set(),
     "console": set(),
-    "storage": set(),
+    "data.storage": set(),
     "config": set(),
     "kernels": set(),
     "records": set(),
     "packed_batch": set(),
     "request_stream": set(),
     "errors": set(),
+    "data": set(),
     "version": set(),
     "conf": set(),
-    "__init__": {"api", "dataset.job_rows", "warm.conversations", "warm.engine"},
+    "__init__": {"api", "data.dataset.job_rows", "warm.conversations", "warm.engine"},
 }
 
 # Third party -> the packages and modules that may import it.
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "hydra": ("run", "config"),
     "omegaconf": ("config.compose", "config.typed"),
-    "yaml": ("config.compose", "config.reference", "dataset.hub_splits", "report"),
+    "yaml": ("config.compose", "config.reference", "data.dataset.hub_splits", "report"),
     "flashinfer": ("model.layers.attention.flash",),
     "matplotlib": ("report.pictures",),
     "msgspec": (
-        "records", "dataset", "runstate", "storage", "report", "distributed.wire", "engine.ranks.messages", "warm.messages",
+        "records", "data.dataset", "data.runstate", "data.storage", "report", "distributed.wire", "engine.ranks.messages",
+        "warm.messages",
     ),
-    "pyarrow": ("dataset", "storage", "runstate", "report", "packing", "api", "commands", "runner", "warm", "bench", "heads"),
-    "polars": ("dataset", "runstate", "report", "packing", "api", "commands", "runner", "warm", "bench", "heads"),
+    "pyarrow": (
+        "data.dataset", "data.storage", "data.runstate", "report", "packing", "api", "commands", "runner", "warm", "bench",
+        "heads",
+    ),
+    "polars": ("data.dataset", "data.runstate", "report", "packing", "api", "commands", "runner", "warm", "bench", "heads"),
     "triton": ("kernels",),
 }
+
+WINGS = {"data"}
+"""Folders of packages: each of these has an entry of its own."""
+
+
+def package_of(module: str) -> str:
+    """dataset.reader -> dataset, and of a wing data.dataset.reader -> data.dataset."""
+    first, *rest = module.split(".")
+    return ".".join([first, *rest[: first in WINGS]])
 
 
 def sources() -> list[Path]:
@@ -292,7 +306,7 @@ def _through_link(path: Path) -> bool:
 
 
 def module_of(path: Path) -> str:
-    """batchspec/dataset/reader.py -> dataset.reader, kernels/gemm/linear.py -> kernels.gemm.linear."""
+    """batchspec/data/dataset/reader.py -> dataset.reader, kernels/gemm/linear.py -> kernels.gemm.linear."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts[1:] if parts[0] == "batchspec" else parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
@@ -324,7 +338,7 @@ def within(name: str, allowed: set[str] | tuple[str, ...]) -> bool:
 @pytest.mark.parametrize("path", sources(), ids=module_of)
 def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
     module = module_of(path)
-    package = module.split(".")[0]
+    package = package_of(module)
     for name in imports(path):
         top, _, inner = name.partition(".")
         if top == "batchspec":
@@ -343,7 +357,7 @@ def test_only_the_entry_points_import_in_a_circle() -> None:
     """A process of `cluster/worker.py` runs what `run.py` runs."""
 
     def place(name: str) -> str:
-        package = name.partition(".")[0]
+        package = package_of(name)
         return "entry points" if package in ENTRY_POINTS else package
 
     graph: dict[str, set[str]] = {}
@@ -447,7 +461,7 @@ def names(tree: ast.AST) -> set[str]:
 
 def test_records_and_io_can_be_read_without_torch() -> None:
     modules = [module_of(path) for path in sources()]
-    light = ("dataset", "storage", "runstate", "records", "packed_batch", "errors", "config")
+    light = ("data.dataset", "data.storage", "data.runstate", "records", "packed_batch", "errors", "config")
     names = [f"batchspec.{module}" for module in modules if within(module, light)]
     assert len(names) >= 6
     code = f"import importlib, sys; [importlib.import_module(name) for name in {names}]; assert 'torch' not in sys.modules"

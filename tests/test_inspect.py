@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchspec.commands.inspect import main
-from batchspec.dataset.reader import InputFile
+from batchspec.data.dataset.reader import InputFile
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import OutputError
-from batchspec.runstate.output_folder import OutputFolder
 from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of, stats
 
 

@@ -25,6 +25,10 @@ import batchspec
 from batchspec import prepare, run
 from batchspec.commands import plan, verify
 from batchspec.commands.decode_again import Difference, summary
+from batchspec.data.runstate import claims
+from batchspec.data.runstate.journal import Journal
+from batchspec.data.runstate.manifest import MANIFEST
+from batchspec.data.storage.local_store import LocalStore
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.engine.rounds.records import RoundResult
@@ -34,10 +38,6 @@ from batchspec.records import Snapshot
 from batchspec.report.stats import job_stats
 from batchspec.runner import decode_shards
 from batchspec.runner.run_monitor import RunMonitor
-from batchspec.runstate import claims
-from batchspec.runstate.journal import Journal
-from batchspec.runstate.manifest import MANIFEST
-from batchspec.storage.local_store import LocalStore
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import run_apart, signalled_after_commits, start_apart
 

@@ -11,8 +11,8 @@ import polars as pl
 import pytest
 
 import batchspec
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.packing.ordered_requests import WINDOW_SHARDS
-from batchspec.runstate.output_folder import OutputFolder
 from tests.job_layer import SHARD_ROWS, run_job
 
 PACKAGE = str(Path(batchspec.__file__).parent)

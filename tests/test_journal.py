@@ -19,14 +19,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from typing_extensions import TypeAliasType
 
+from batchspec.data.runstate import journal_rows
+from batchspec.data.runstate.journal import FOLDER, Journal, Journaled, saved_rows
+from batchspec.data.runstate.journal_rows import fits
+from batchspec.data.storage import local_store
+from batchspec.data.storage.local_store import LocalStore
 from batchspec.errors import StorageError
 from batchspec.process.local_files import open_regular
 from batchspec.records import Completion, RowError, RowStats, Snapshot
-from batchspec.runstate import journal_rows
-from batchspec.runstate.journal import FOLDER, Journal, Journaled, saved_rows
-from batchspec.runstate.journal_rows import fits
-from batchspec.storage import local_store
-from batchspec.storage.local_store import LocalStore
 
 STATS = RowStats(
     drafter="lookup", draft_len=2, num_prefills=1, num_rounds=2, num_drafted=3, num_accepted=1, num_discarded=0,

@@ -19,6 +19,8 @@ from batchspec.cache.pages import KVCache
 from batchspec.commands import verify
 from batchspec.commands.verify_kv import compare_kv, divergence
 from batchspec.config.compose import compose
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.run_folder import KV_SCALES
 from batchspec.errors import CheckpointError, ConfigError, OutputError
 from batchspec.kernels.common.card import assumed
 from batchspec.model.kv_calibration import MARGIN, MAX_TOKENS, calibrate, calibration_prompts
@@ -29,8 +31,6 @@ from batchspec.model.target import Target
 from batchspec.packing.cost import kv_read_bytes
 from batchspec.packing.kv_memory import KVMemory
 from batchspec.prepare import open_job
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.run_folder import KV_SCALES
 from batchspec.text.tokenizer import Tokenizer
 from batchspec.tuning.cards import known_card
 from tests.attentions import attentions

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from batchspec.dataset.reader import InputShard
-from batchspec.runstate.attempts import Attempts
-from batchspec.runstate.claims import Claims
-from batchspec.runstate.journal import Journal, Journaled
-from batchspec.storage.local_store import LocalStore
+from batchspec.data.dataset.reader import InputShard
+from batchspec.data.runstate.attempts import Attempts
+from batchspec.data.runstate.claims import Claims
+from batchspec.data.runstate.journal import Journal, Journaled
+from batchspec.data.storage.local_store import LocalStore
 from batchspec.supervise.deadline import Deadline
 from batchspec.supervise.leases import ClaimedShards
 from tests.io_samples import dataset, shards_of

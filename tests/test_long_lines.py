@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from batchspec import cli
 from batchspec.config.schema import InputConfig
-from batchspec.dataset import files, lines
-from batchspec.dataset.reader import Source, open_source
+from batchspec.data.dataset import files, lines
+from batchspec.data.dataset.reader import Source, open_source
 from batchspec.errors import InputError
 
 LIMIT = 100

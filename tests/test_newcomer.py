@@ -24,13 +24,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.config.schema import InputConfig, OutputConfig, RunConfig
-from batchspec.dataset.columns import map_columns
-from batchspec.dataset.in_memory import table_of
-from batchspec.dataset.json_text import MAX_DEPTH
-from batchspec.dataset.reader import Source, open_source, table_source
-from batchspec.dataset.row_ids import check_ids, request_ids
-from batchspec.dataset.schema import MESSAGES, TOOL_MESSAGES, output_schema
-from batchspec.dataset.writer import build_table
+from batchspec.data.dataset.columns import map_columns
+from batchspec.data.dataset.in_memory import table_of
+from batchspec.data.dataset.json_text import MAX_DEPTH
+from batchspec.data.dataset.reader import Source, open_source, table_source
+from batchspec.data.dataset.row_ids import check_ids, request_ids
+from batchspec.data.dataset.schema import MESSAGES, TOOL_MESSAGES, output_schema
+from batchspec.data.dataset.writer import build_table
 from batchspec.errors import InputError
 from batchspec.packing.admit import Admission
 from batchspec.records import Completion, Request
@@ -504,7 +504,7 @@ def test_compressed_files_are_read_in_parts_and_in_any_order(tmp_path: Path, mon
     data = plain(tmp_path / "a.jsonl")
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(data[:500]) + gzip.compress(data[500:]))
     (tmp_path / "c.jsonl.zst").write_bytes(pa.compress(data, "zstd", asbytes=True))
-    monkeypatch.setattr("batchspec.dataset.files.BATCH_BYTES", 64)
+    monkeypatch.setattr("batchspec.data.dataset.files.BATCH_BYTES", 64)
     for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst"):
         source = open_source(InputConfig(path=str(tmp_path / name)))
         assert source.num_rows == 50
@@ -523,7 +523,7 @@ def test_csv_is_text_with_numbers_where_numbers_are_wanted(tmp_path: Path, monke
         rows.writerows([["001", 'Say\n"it", twice', "3", "0.5", ""], ["002", "Say", "", "", "x"]])
         rows.writerows([["003", "Say", "many", "", "x"], ["004", "Say"], ["005", "", "", "", ""]])
     for block_bytes in (1, 1 << 20):
-        monkeypatch.setattr("batchspec.dataset.files.BATCH_BYTES", block_bytes)
+        monkeypatch.setattr("batchspec.data.dataset.files.BATCH_BYTES", block_bytes)
         read = Read(tmp_path / "in.csv")
         assert read.ids == ["001", "002", "003", "in.csv:6", "005"]
         first, second = (item for item in read.made if isinstance(item, Request))
@@ -670,7 +670,7 @@ def test_many_columns_take_time_and_memory_by_their_number(tmp_path: Path) -> No
 
 
 def test_keys_that_hold_data_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchspec.dataset.untyped_columns.MAX_COLUMNS", 10)
+    monkeypatch.setattr("batchspec.data.dataset.untyped_columns.MAX_COLUMNS", 10)
     with pytest.raises(InputError, match="more than 10 different keys"):
         Read(lines(tmp_path / "in.jsonl", *({"prompt": "x", f"k{i}": i} for i in range(20))))
 

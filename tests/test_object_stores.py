@@ -12,12 +12,12 @@ from typing import Any
 import polars as pl
 import pytest
 
+from batchspec.data.storage import retry
+from batchspec.data.storage.object_store import ObjectStore
+from batchspec.data.storage.open_store import open_store
+from batchspec.data.storage.store import Tail
 from batchspec.errors import OutputError
 from batchspec.report.stats import job_stats
-from batchspec.storage import retry
-from batchspec.storage.object_store import ObjectStore
-from batchspec.storage.open_store import open_store
-from batchspec.storage.store import Tail
 from tests.cloud_lab import CloudLab, running_azure, running_gcs
 from tests.cloud_lab import Faults as CloudFaults
 from tests.io_samples import new_folder, tables

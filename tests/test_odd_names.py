@@ -20,8 +20,8 @@ import pytest
 
 from batchspec import cli, run
 from batchspec.config.schema import InputConfig
-from batchspec.dataset.reader import open_source
-from batchspec.runstate.output_folder import OutputFolder
+from batchspec.data.dataset.reader import open_source
+from batchspec.data.runstate.output_folder import OutputFolder
 from tests.cloud_lab import CloudLab, running_gcs
 from tests.hub_lab import REPO, running_hub
 from tests.runs import make_model, make_prompts

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from batchspec import cli, run
 from batchspec.commands import export, plan
 from batchspec.config.schema import InputConfig
-from batchspec.dataset.columns import map_columns
-from batchspec.dataset.reader import open_source, place_in_file
-from batchspec.dataset.row_ids import check_ids, request_ids
+from batchspec.data.dataset.columns import map_columns
+from batchspec.data.dataset.reader import open_source, place_in_file
+from batchspec.data.dataset.row_ids import check_ids, request_ids
 from batchspec.text.token_texts import TokenTexts
 from batchspec.text.tokenizer import Tokenizer
 from tests.models import make_checkpoint, make_tokenizer
@@ -357,8 +357,8 @@ def test_id_line_and_message_of_a_row_are_those_of_one_line(
     lines = [LINE_KINDS[kind](k) for k, kind in enumerate(kinds, 1)]
     text = "".join((line if isinstance(line, str) else json.dumps(line)) + end for line in lines)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("batchspec.dataset.files.BATCH_BYTES", batch_bytes)
-        patch.setattr("batchspec.dataset.lines.MAX_LINE_BYTES", 400)
+        patch.setattr("batchspec.data.dataset.files.BATCH_BYTES", batch_bytes)
+        patch.setattr("batchspec.data.dataset.lines.MAX_LINE_BYTES", 400)
         (Path(folder) / "in.jsonl").write_bytes(b"\xef\xbb\xbf" * bom + text.encode())
         source = open_source(InputConfig(path=folder))
         columns = map_columns(source.schema, {})

@@ -15,6 +15,7 @@ import torch
 import batchspec
 from batchspec import run
 from batchspec.commands import plan, verify
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.prefill.runner import PrefillRunner
 from batchspec.engine.rounds.round import Round
@@ -26,7 +27,6 @@ from batchspec.runner import shard_workers
 from batchspec.runner.oom_fallback import EngineWithFallback
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_worker import COMMAND
-from batchspec.runstate.output_folder import OutputFolder
 from batchspec.text.tokenizer import Tokenizer
 from tests.runs import make_model, make_prompts
 

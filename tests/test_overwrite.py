@@ -17,13 +17,13 @@ import polars as pl
 import pytest
 
 from batchspec import run
+from batchspec.data.runstate.claims import FOLDER, STALE_S, Claims
+from batchspec.data.runstate.generations import Generation
+from batchspec.data.runstate.manifest import MANIFEST
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.overwrite import CREW, this_command
+from batchspec.data.storage.local_store import LocalStore
 from batchspec.errors import OutputError, StorageError
-from batchspec.runstate.claims import FOLDER, STALE_S, Claims
-from batchspec.runstate.generations import Generation
-from batchspec.runstate.manifest import MANIFEST
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.overwrite import CREW, this_command
-from batchspec.storage.local_store import LocalStore
 from tests.io_samples import completion, new_folder, tables
 from tests.runs import make_model, make_prompts, start_apart
 from tests.s3_lab import BUCKET, Lab, running_lab

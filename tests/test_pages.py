@@ -14,15 +14,17 @@ from batchspec.config.reference import options
 from batchspec.config.schema import OutputConfig
 from batchspec.config.train_schema import TrainRun
 from batchspec.config.typed import keys
-from batchspec.dataset.columns import TYPES, map_columns
-from batchspec.dataset.schema import output_schema
+from batchspec.data.dataset.columns import TYPES, map_columns
+from batchspec.data.dataset.schema import output_schema
 from tests import demo_picture
 
 ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "jobs"
 NAMES = ("README.md", "conf/README.md", "batchspec/README.md", "kernels/README.md")
 PAGES = [*(ROOT / name for name in NAMES), JOBS / "README.md", *sorted((JOBS / "pages").glob("*.md"))]
-INDEXES = [path for path in (ROOT / "batchspec").glob("*/__init__.py") if ".py" in path.read_text(encoding="utf-8")]
+FOLDERS = ("*", "data/*")
+PACKAGES = [path for folder in FOLDERS for path in (ROOT / "batchspec").glob(f"{folder}/__init__.py")]
+INDEXES = [path for path in PACKAGES if ".py" in path.read_text(encoding="utf-8")]
 KEYS = {*keys(), *keys(TrainRun())}
 GROUPS = {key.rpartition(".")[0] for key in KEYS} | {"draft.tree"}
 KEY = re.compile(

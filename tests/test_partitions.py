@@ -15,8 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchspec.config.schema import InputConfig
-from batchspec.dataset.partitions import NULL
-from batchspec.dataset.reader import Source, open_source
+from batchspec.data.dataset.partitions import NULL
+from batchspec.data.dataset.reader import Source, open_source
 from batchspec.errors import InputError
 
 VALUES = [

@@ -22,6 +22,7 @@ from batchspec.commands.plan_text import Plan, histogram
 from batchspec.commands.planning import plan
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.schema import RunConfig
+from batchspec.data.storage.local_store import LocalStore
 from batchspec.errors import BatchspecError, CapacityError, ConfigError, InputError, StorageError
 from batchspec.kernels.common import card
 from batchspec.load import memory
@@ -29,7 +30,6 @@ from batchspec.model.families.shapes import COMMON, SHAPES
 from batchspec.model.spec import read_spec
 from batchspec.packing.memory import prefill_graph_bytes, reserve_bytes
 from batchspec.packing.model_notes import model_notes, sampling_advice
-from batchspec.storage.local_store import LocalStore
 from batchspec.tuning.cards import known_card
 from tests.models import write_weights
 from tests.stand_ins import H200, ByteTokenizer

@@ -19,10 +19,10 @@ from batchspec import run
 from batchspec.cli import main as cli
 from batchspec.commands import push as command
 from batchspec.config.compose import compose
-from batchspec.dataset.reader import open_source
+from batchspec.data.dataset.reader import open_source
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.storage import hub_push, retry
 from batchspec.errors import ConfigError, InputError, OutputError, StorageError
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage import hub_push, retry
 from tests.models import make_checkpoint, make_tokenizer
 from tests.push_lab import CUT, CUT_AFTER, SILENT, TOKEN, PushHub, running_push_hub
 from tests.test_remote_input import set_endpoint, set_times

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.config.schema import InputConfig
-from batchspec.dataset.columns import ColumnMap, map_columns
-from batchspec.dataset.input_paths import check_apart
-from batchspec.dataset.reader import Source, derived_ids, open_source, place_in_file, table_source
-from batchspec.dataset.row_ids import check_ids, request_ids
-from batchspec.dataset.untyped_columns import as_text
+from batchspec.data.dataset.columns import ColumnMap, map_columns
+from batchspec.data.dataset.input_paths import check_apart
+from batchspec.data.dataset.reader import Source, derived_ids, open_source, place_in_file, table_source
+from batchspec.data.dataset.row_ids import check_ids, request_ids
+from batchspec.data.dataset.untyped_columns import as_text
 from batchspec.errors import ConfigError, InputError
 
 
@@ -84,8 +84,8 @@ def test_messages_name_the_line_of_a_text_file_as_an_editor_counts_and_the_row_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_bytes: int
 ) -> None:
     """Blank lines, a header, and cells with line breaks are lines too."""
-    monkeypatch.setattr("batchspec.dataset.files.BATCH_BYTES", batch_bytes)
-    monkeypatch.setattr("batchspec.dataset.lines.MAX_LINE_BYTES", 40)
+    monkeypatch.setattr("batchspec.data.dataset.files.BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr("batchspec.data.dataset.lines.MAX_LINE_BYTES", 40)
     (tmp_path / "a.jsonl").write_text('{"prompt": "1"}\n\n\n{"prompt": "4"}\nno json\n' + " " * 50 + '\n\n{"prompt": "8"}')
     (tmp_path / "b.jsonl").write_text('\n{"prompt": "2"}\n')
     (tmp_path / "c.csv").write_text('prompt\n2\n"3\n\n5"\n6\n\n8\n9,9\n' + "x" * 50 + "\n11\n")
@@ -115,7 +115,7 @@ def test_json_lines_hold_whole_and_other_numbers_and_dates_stay_text(tmp_path: P
 
 
 def test_json_lines_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchspec.dataset.files.BATCH_BYTES", 64)
+    monkeypatch.setattr("batchspec.data.dataset.files.BATCH_BYTES", 64)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(50)))
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "say 50", "late": 1}))
     source = source_of(str(tmp_path))
@@ -133,7 +133,7 @@ def test_lines_that_are_bad_cost_their_rows_and_keep_what_can_be_read(tmp_path: 
     lines[39] = '{"id": "q39", "prompt": ["say 39"]}'
     (tmp_path / "in.jsonl").write_text("\n\n".join(lines))
     for block_bytes in (100, 1 << 20):
-        monkeypatch.setattr("batchspec.dataset.files.BATCH_BYTES", block_bytes)
+        monkeypatch.setattr("batchspec.data.dataset.files.BATCH_BYTES", block_bytes)
         source = source_of(str(tmp_path))
         columns = map_columns(source.schema, {})
         check_ids(source, columns)
@@ -247,7 +247,7 @@ def test_row_groups_of_skipped_shards_are_not_read(tmp_path: Path) -> None:
 MEASURE = """
 import resource, sys
 from batchspec.config.schema import InputConfig
-from batchspec.dataset.reader import open_source
+from batchspec.data.dataset.reader import open_source
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 rows = sum(shard.table.num_rows for shard in open_source(InputConfig(path=sys.argv[1])).shards(256))
 print(rows, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
@@ -341,7 +341,7 @@ def test_duplicates_are_found_exactly_when_a_set_finds_them(ids: list[str], chun
 def test_meeting_hashes_are_compared_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
 
-    monkeypatch.setattr("batchspec.dataset.row_ids._hash", lambda array: np.zeros(len(array), np.uint64))
+    monkeypatch.setattr("batchspec.data.dataset.row_ids._hash", lambda array: np.zeros(len(array), np.uint64))
     source = table_source(numbered(0, 50))
     check_ids(source, id_columns(source))
 

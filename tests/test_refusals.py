@@ -24,7 +24,10 @@ from batchspec.checkpoint.packaged import smollm2_folder
 from batchspec.cli import guarded
 from batchspec.config.compose import compose, reported
 from batchspec.console.terminal import StatusLine
-from batchspec.dataset.files import reading
+from batchspec.data.dataset.files import reading
+from batchspec.data.runstate.scan import scanning
+from batchspec.data.storage import local_store
+from batchspec.data.storage.store import storing
 from batchspec.errors import CapacityError, CheckpointError, ConfigError, InputError, Interrupted, StorageError
 from batchspec.packing.cells import BadRow
 from batchspec.packing.device_memory import total_memory
@@ -33,9 +36,6 @@ from batchspec.process import preflight
 from batchspec.process.child_process import start_module
 from batchspec.process.local_files import unusable_name
 from batchspec.process.machine import num_cpus, user_cache
-from batchspec.runstate.scan import scanning
-from batchspec.storage import local_store
-from batchspec.storage.store import storing
 
 ROOT = Path(__file__).parents[1]
 AGAIN = "Resource temporarily unavailable"

@@ -17,10 +17,10 @@ import pytest
 from batchspec.config.checks import URLS
 from batchspec.config.schema import InputConfig, RunConfig
 from batchspec.config.values import check_credentials
-from batchspec.dataset.reader import Source, open_source
+from batchspec.data.dataset.reader import Source, open_source
+from batchspec.data.storage import retry
+from batchspec.data.storage.cloud_client import ANSWERED, Bucket, Passing
 from batchspec.errors import BatchspecError, ConfigError, InputError, StorageError
-from batchspec.storage import retry
-from batchspec.storage.cloud_client import ANSWERED, Bucket, Passing
 from tests.cloud_lab import ACCOUNT_KEY, BUCKET, TOKEN, CloudLab, Faults, running_azure, running_gcs
 from tests.hub_lab import TOKEN as HUB_TOKEN
 from tests.hub_lab import Hub, running_hub

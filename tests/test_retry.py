@@ -25,7 +25,10 @@ from polars.testing import assert_frame_equal
 from batchspec import run
 from batchspec.commands import plan, verify
 from batchspec.config.compose import compose
-from batchspec.dataset.reader import InputShard
+from batchspec.data.dataset.reader import InputShard
+from batchspec.data.runstate.generations import Generation, Generations, folder_of
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.storage.open_store import open_store
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.slots.request_state import RequestState
@@ -37,9 +40,6 @@ from batchspec.report.status import StatusReader
 from batchspec.request_stream import RequestStream
 from batchspec.runner.new_retry import new_retry
 from batchspec.runner.retry_plan import RetryPlan
-from batchspec.runstate.generations import Generation, Generations, folder_of
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage.open_store import open_store
 from tests.models import make_checkpoint, make_thinking_tokenizer
 from tests.runs import run_apart
 from tests.s3_lab import BUCKET, Lab, running_lab

@@ -17,10 +17,10 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from batchspec import cli, run
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.overwrite import CREW
 from batchspec.errors import StorageError
 from batchspec.runner import conclude
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.overwrite import CREW
 from tests.runs import make_model, make_prompts
 from tests.test_cluster_recipes import POD, PYTHON, SKY
 from tests.test_retry import failing_q8

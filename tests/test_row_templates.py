@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import batchspec
 from batchspec import cli
 from batchspec.config.schema import InputConfig, RunConfig
-from batchspec.dataset.reader import open_source, table_source
+from batchspec.data.dataset.reader import open_source, table_source
 from batchspec.errors import ConfigError, InputError
 from batchspec.packing.admit import Admission
 from batchspec.packing.row_templates import RowTemplates

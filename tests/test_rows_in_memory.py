@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import batchspec
-from batchspec.dataset.in_memory import table_of
+from batchspec.data.dataset.in_memory import table_of
 from batchspec.errors import InputError
 from tests.models import CHAT_TEMPLATE, make_checkpoint, make_tokenizer
 

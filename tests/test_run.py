@@ -17,8 +17,8 @@ from batchspec import run
 from batchspec.config.compose import _sweep_folder, compose
 from batchspec.config.reference import options
 from batchspec.config.schema import RunConfig
+from batchspec.data.runstate.heartbeat_writer import HeartbeatWriter
 from batchspec.errors import BatchspecError, ConfigError, InputError, Interrupted, StorageError
-from batchspec.runstate.heartbeat_writer import HeartbeatWriter
 from batchspec.supervise.watchdog import Watchdog
 
 GIVEN = ["model.path=m", "input.path=i.parquet", "output.dir=o"]
@@ -46,7 +46,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Jobs]:
     module = ModuleType("batchspec.job")
     module.run_job = made.run_job  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "batchspec.job", module)
-    monkeypatch.setattr("batchspec.dataset.input_paths.check_exist", lambda path: None)  # the inputs are names only
+    monkeypatch.setattr("batchspec.data.dataset.input_paths.check_exist", lambda path: None)  # the inputs are names only
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)  # or the one that was looked up before

@@ -15,15 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchspec.config.schema import InputConfig
-from batchspec.dataset.reader import Source, open_source
+from batchspec.data.dataset.reader import Source, open_source
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.storage import retry
+from batchspec.data.storage.open_store import open_store
+from batchspec.data.storage.s3_client import filesystem
+from batchspec.data.storage.s3_store import S3Store
+from batchspec.data.storage.store import STALE_S
 from batchspec.errors import ConfigError, InputError, OutputError, StorageError
 from batchspec.report.stats import job_stats
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage import retry
-from batchspec.storage.open_store import open_store
-from batchspec.storage.s3_client import filesystem
-from batchspec.storage.s3_store import S3Store
-from batchspec.storage.store import STALE_S
 from tests.io_samples import new_folder, tables
 from tests.s3_lab import BUCKET, KEY_ID, SECRET, Faults, Lab, Proxy, running_lab, running_proxy
 
@@ -189,7 +189,7 @@ def test_a_missing_bucket_whose_region_is_requested_is_named(monkeypatch: pytest
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
-    monkeypatch.setattr("batchspec.storage.s3_client.pafs.resolve_s3_region", resolve)
+    monkeypatch.setattr("batchspec.data.storage.s3_client.pafs.resolve_s3_region", resolve)
     said = "Bucket '{bucket}' not found"
     with pytest.raises(InputError, match="s3://elsewhere: there is no bucket elsewhere; make it or name another"):
         filesystem("elsewhere")

@@ -18,7 +18,7 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
-from batchspec.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.output_folder import OutputFolder
 from tests.kill_lab import (
     SHARDS,
     Conduct,

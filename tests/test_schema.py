@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchspec.config.schema import OutputConfig
-from batchspec.dataset.columns import map_columns
-from batchspec.dataset.schema import output_schema
+from batchspec.data.dataset.columns import map_columns
+from batchspec.data.dataset.schema import output_schema
 from batchspec.errors import ConfigError, InputError
 
 ALWAYS = [

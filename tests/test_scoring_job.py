@@ -16,10 +16,10 @@ import batchspec
 from batchspec import run
 from batchspec.cli import main as cli
 from batchspec.config.compose import compose
+from batchspec.data.runstate.journal import Journal
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.engine.features.scoring import PromptScores
 from batchspec.errors import ConfigError, InputError, StorageError
-from batchspec.runstate.journal import Journal
-from batchspec.runstate.output_folder import OutputFolder
 from tests.models import CHAT_TEMPLATE, make_checkpoint, make_tokenizer
 
 LOGPROBS = pl.List(pl.Float32)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.dataset.shard_layout import ShardLayout
+from batchspec.data.dataset.shard_layout import ShardLayout
 
 STEPS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 7)), min_size=1, max_size=5)
 """(rows that are added, rows a shard)"""

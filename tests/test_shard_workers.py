@@ -23,8 +23,10 @@ from hypothesis import strategies as st
 
 from batchspec import run
 from batchspec.config.schema import RunConfig
-from batchspec.dataset.columns import map_columns
-from batchspec.dataset.reader import InputShard, table_source
+from batchspec.data.dataset.columns import map_columns
+from batchspec.data.dataset.reader import InputShard, table_source
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.shard_writer import UnpublishedFile
 from batchspec.errors import CapacityError, InputError, Interrupted, StorageError, WorkerLost
 from batchspec.packing.admit import Admission
 from batchspec.packing.work_plan import AdmittedShards
@@ -34,8 +36,6 @@ from batchspec.runner import shard_workers
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_worker import PART_ROWS, from_bytes, to_bytes
 from batchspec.runner.shard_workers import ShardWorkers
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.shard_writer import UnpublishedFile
 from batchspec.text.tokenizer import Tokenizer
 from tests.killing_tokenizer import KillingTokenizer
 from tests.models import make_checkpoint, make_tokenizer

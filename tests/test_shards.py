@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.dataset.reader import InputFile
-from batchspec.dataset.writer import write_parquet
+from batchspec.data.dataset.reader import InputFile
+from batchspec.data.dataset.writer import write_parquet
+from batchspec.data.runstate.manifest import default_shard_rows, differences, files_that_differ, fingerprint
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.runstate.manifest import default_shard_rows, differences, files_that_differ, fingerprint
-from batchspec.runstate.output_folder import OutputFolder
 from tests.io_samples import built, completion, dataset, new_folder, shards_of, tables
 
 
@@ -232,7 +232,7 @@ def test_a_file_that_reads_back_with_other_rows_is_not_published(
     def forgetful(table: pa.Table, path: Path, metadata: dict[str, str]) -> None:
         write_parquet(other(table), path, metadata)
 
-    monkeypatch.setattr("batchspec.runstate.shard_writer.write_parquet", forgetful)
+    monkeypatch.setattr("batchspec.data.runstate.shard_writer.write_parquet", forgetful)
     folder = new_folder(tmp_path, 6, 2)
     with pytest.raises(StorageError, match="reads back with other rows"):
         folder.commit(0, tables()[0])
@@ -271,7 +271,7 @@ def test_a_disk_that_keeps_other_bytes_is_found_before_publishing(
         data[place] ^= 0x55
         path.write_bytes(data)
 
-    monkeypatch.setattr("batchspec.runstate.shard_writer.write_parquet", rotten)
+    monkeypatch.setattr("batchspec.data.runstate.shard_writer.write_parquet", rotten)
     folder = new_folder(tmp_path, 6, 2)
     with pytest.raises(StorageError, match="reads back"):
         folder.commit(0, tables()[0])

@@ -15,13 +15,13 @@ import pytest
 
 from batchspec import cli, job, run
 from batchspec.commands import stats
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import Interrupted, TooManyErrors
 from batchspec.process.first_signals import SIGNALS
 from batchspec.process.signals import EndSignals
 from batchspec.runner import checked_run, conclude
 from batchspec.runner.job_run import FoundRun
 from batchspec.runner.oom_fallback import EngineWithFallback
-from batchspec.runstate.output_folder import OutputFolder
 from tests.runs import make_model, make_prompts, put, run_apart
 
 ROOT = Path(__file__).parents[1]

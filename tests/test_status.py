@@ -25,16 +25,16 @@ from batchspec import run
 from batchspec.commands import stats as stats_command
 from batchspec.commands import status as command
 from batchspec.commands.status import render
+from batchspec.data.runstate import heartbeat_writer
+from batchspec.data.runstate import heartbeats as heartbeats_module
+from batchspec.data.runstate.claims import this_process
+from batchspec.data.runstate.heartbeat_writer import HeartbeatWriter, mark_requeued, starting
+from batchspec.data.runstate.heartbeats import FOLDER, RunHeartbeat
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.engine.rounds.records import RoundResult
 from batchspec.engine.rounds.round import Round
 from batchspec.errors import ConfigError, Interrupted, OutputError, StorageError
 from batchspec.report.status import JobStatus, StatusReader
-from batchspec.runstate import heartbeat_writer
-from batchspec.runstate import heartbeats as heartbeats_module
-from batchspec.runstate.claims import this_process
-from batchspec.runstate.heartbeat_writer import HeartbeatWriter, mark_requeued, starting
-from batchspec.runstate.heartbeats import FOLDER, RunHeartbeat
-from batchspec.runstate.output_folder import OutputFolder
 from tests.io_samples import built, dataset, new_folder, shards_of
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import put, start_apart

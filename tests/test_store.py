@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from batchspec.data.storage.local_store import LocalStore
+from batchspec.data.storage.s3_store import S3Store
+from batchspec.data.storage.store import STALE_S, Store, Tail
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.storage.local_store import LocalStore
-from batchspec.storage.s3_store import S3Store
-from batchspec.storage.store import STALE_S, Store, Tail
 
 METHODS = ["link", "rename"]
 

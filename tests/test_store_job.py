@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from batchspec import cli, run
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage import retry
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.storage import retry
 from tests import cloud_lab, s3_lab
 from tests.cloud_lab import CloudLab, running_azure, running_gcs
 from tests.forked import run_python

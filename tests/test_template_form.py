@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.dataset.messages import BadChat, read_chat
+from batchspec.data.dataset.messages import BadChat, read_chat
 from batchspec.text.template_process import environment
 from batchspec.text.tokenizer import Tokenizer
 from tests.models import make_tokenizer

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from batchspec import cli, run
 from batchspec.console import terminal
 from batchspec.console.text import counted, for_markdown, for_terminal, one_line
-from batchspec.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.output_folder import OutputFolder
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import drawing, run_apart
 from tests.test_imports import module_of, sources

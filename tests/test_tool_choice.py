@@ -21,8 +21,8 @@ import batchspec
 from batchspec import run
 from batchspec.automata.lazy_automaton import LazyAutomaton, Recheck
 from batchspec.automata.token_automaton import MARKS
-from batchspec.dataset.columns import map_columns
-from batchspec.dataset.reader import table_source
+from batchspec.data.dataset.columns import map_columns
+from batchspec.data.dataset.reader import table_source
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import Constraints, first_state
 from batchspec.records import Completion, Request

@@ -17,7 +17,7 @@ import torch
 
 from batchspec import cli, run
 from batchspec.config.schema import InputConfig
-from batchspec.dataset.reader import open_source
+from batchspec.data.dataset.reader import open_source
 from batchspec.draft.weights import load_head
 from batchspec.errors import BatchspecError, ConfigError, InputError, Interrupted, OutputError, StorageError
 from batchspec.heads.data import read_rows

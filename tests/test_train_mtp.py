@@ -16,7 +16,7 @@ from torch import Tensor
 
 from batchspec import cli, run
 from batchspec.config.schema import InputConfig
-from batchspec.dataset.reader import open_source
+from batchspec.data.dataset.reader import open_source
 from batchspec.errors import BatchspecError, CheckpointError, ConfigError, OutputError
 from batchspec.heads.data import read_rows
 from batchspec.heads.evaluate import Acceptance, acceptance

@@ -20,10 +20,10 @@ from jsonschema.validators import Draft202012Validator, validator_for
 import batchspec
 from batchspec import run
 from batchspec.commands import plan, stats
-from batchspec.dataset.openai_responses import response_line
+from batchspec.data.dataset.openai_responses import response_line
+from batchspec.data.runstate.journal_rows import fits, from_json, to_json
 from batchspec.process.refusals import is_panic
 from batchspec.records import Completion
-from batchspec.runstate.journal_rows import fits, from_json, to_json
 from batchspec.structured.answer_checker import AnswerChecker
 from batchspec.structured.json_schema.leaves import BadSchema
 from batchspec.structured.json_schema.schema import schema_rules

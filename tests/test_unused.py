@@ -15,7 +15,7 @@ import batchspec
 from batchspec import cli
 from batchspec.config.compose import compose
 from batchspec.config.unread import refuse_unread
-from batchspec.dataset.reader import table_source
+from batchspec.data.dataset.reader import table_source
 from batchspec.errors import ConfigError, InputError
 from batchspec.prepare import Job, open_job
 from batchspec.warm.engine import Engine

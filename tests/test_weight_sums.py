@@ -22,6 +22,9 @@ from batchspec.checkpoint.files import LocalFiles, stored_tensors
 from batchspec.checkpoint.weight_files import weight_files
 from batchspec.checkpoint.weight_sums import Summing, SumsOfJob, WeightSums, group_of
 from batchspec.commands import verify
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.run_folder import WEIGHTS
+from batchspec.data.storage.local_store import LocalStore
 from batchspec.engine.loop.engine import Engine as BatchEngine
 from batchspec.errors import CheckpointError, OutputError
 from batchspec.model.layers.base import Shard
@@ -29,9 +32,6 @@ from batchspec.model.shard import part_of
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import Checkpoint
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.run_folder import WEIGHTS
-from batchspec.storage.local_store import LocalStore
 from tests.models import make_checkpoint, make_tokenizer
 from tests.test_crashes import short_of_memory
 from tests.test_job import arguments, prompts, tokens
@@ -291,7 +291,7 @@ def test_of_two_runs_that_begin_together_with_other_weights_the_second_is_refuse
         (tmp_path / "out" / WEIGHTS).write_bytes(theirs)  # by a run that looked for the file before this one put its own
 
     monkeypatch.setattr(OutputFolder, "_put_own", raced)
-    monkeypatch.setattr("batchspec.runstate.run_folder.time.sleep", settle)
+    monkeypatch.setattr("batchspec.data.runstate.run_folder.time.sleep", settle)
     if method == "rename":
         monkeypatch.setattr(LocalStore, "probe", lambda store: setattr(store, "method", "rename"))
     assert run.main(command) == OutputError.exit_code

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec.config.schema import InputConfig, OutputConfig
-from batchspec.dataset.columns import map_columns
-from batchspec.dataset.reader import table_source
-from batchspec.dataset.valid_text import valid_text
-from batchspec.dataset.writer import build_table, write_parquet
+from batchspec.data.dataset.columns import map_columns
+from batchspec.data.dataset.reader import table_source
+from batchspec.data.dataset.valid_text import valid_text
+from batchspec.data.dataset.writer import build_table, write_parquet
 from tests.io_samples import built, completion, dataset, failed, shards_of, stats
 
 
@@ -148,8 +148,8 @@ def test_a_file_round_trips_with_its_metadata(tmp_path: Path) -> None:
 
 
 def test_row_groups_are_capped_by_rows_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchspec.dataset.writer.GROUP_BYTES", 5000)
-    monkeypatch.setattr("batchspec.dataset.writer.GROUP_ROWS", 40)
+    monkeypatch.setattr("batchspec.data.dataset.writer.GROUP_BYTES", 5000)
+    monkeypatch.setattr("batchspec.data.dataset.writer.GROUP_ROWS", 40)
     table = pa.table({"x": ["a"] * 100 + ["b" * 3000] * 4})
     write_parquet(table, tmp_path / "x.parquet", {})
     file = pq.ParquetFile(tmp_path / "x.parquet")

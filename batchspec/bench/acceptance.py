@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from batchspec.data.storage.exact_files import parquet_file
+from batchspec.data.storage.local_tree import files_below
 from batchspec.errors import ConfigError
 from batchspec.process.local_files import fault_of
-from batchspec.storage.exact_files import parquet_file
-from batchspec.storage.local_tree import files_below
 
 Kinds = list[list[float]]
 """Of each kind of row, or of each row, the share of rounds that accept at least so many drafts: 1, 2, .. K."""

@@ -13,13 +13,13 @@ from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
 from batchspec.console import terminal
 from batchspec.console.terminal import PREFIX, notice
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.overwrite import CREW
 from batchspec.distributed.rank_ends import ending
 from batchspec.distributed.rank_processes import Hang, Hanging, RankProcess, RankProcesses, RankProgram, environment_of
 from batchspec.distributed.seat import new_group
 from batchspec.errors import Interrupted
 from batchspec.process.threads import start_thread
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.overwrite import CREW
 from batchspec.supervise.watchdog import limit_s
 
 PROGRAM = ("-m", "batchspec.cluster.worker")

@@ -10,8 +10,8 @@ import uuid
 from collections.abc import Sequence
 
 from batchspec.config.schema import ClusterConfig
+from batchspec.data.runstate.overwrite import CREW
 from batchspec.errors import ConfigError
-from batchspec.runstate.overwrite import CREW
 
 SYSTEMS = ("slurm", "kubernetes", "skypilot")
 OF_SLURM = ("time_h", "partition", "account", "log", "sbatch", "signal_s", "max_restarts")

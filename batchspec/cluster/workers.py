@@ -18,10 +18,10 @@ from contextlib import closing, contextmanager
 from batchspec.cluster.crew import Crew
 from batchspec.config.schema import RunConfig
 from batchspec.console.terminal import notice
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.distributed.rank_processes import RankProcess, RankProcesses
 from batchspec.errors import BatchspecError, ConfigError, DivergedError, Interrupted, StorageError, TooManyErrors
 from batchspec.process.signals import EndSignals
-from batchspec.runstate.output_folder import OutputFolder
 
 POLL_S = 0.1
 SAVING = 0.75

@@ -21,13 +21,13 @@ import pyarrow.parquet as pq
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.console.text import counted
+from batchspec.data.runstate.footers import part_name
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.shard_writer import RowId, row_ids
+from batchspec.data.storage.exact_files import exact_path, parquet_file
+from batchspec.data.storage.store import LONGEST_NAME, storing
 from batchspec.errors import OutputError, StorageError
 from batchspec.process.local_files import unusable_name
-from batchspec.runstate.footers import part_name
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.shard_writer import RowId, row_ids
-from batchspec.storage.exact_files import exact_path, parquet_file
-from batchspec.storage.store import LONGEST_NAME, storing
 
 FILE_MB = 500
 GROUP_BYTES = 128 << 20

@@ -20,6 +20,8 @@ from batchspec.cache.page_tables import RowPages
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import CacheConfig
 from batchspec.config.typed import from_dict
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.scan import scanning
 from batchspec.engine.features import RowFeatures
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.prefill.passes import flat_batch
@@ -38,8 +40,6 @@ from batchspec.runner.identity import job_fingerprint
 from batchspec.runner.kv_scales import with_saved_scales
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.weight_sums import with_kept_sums
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.scan import scanning
 
 ADVICE = "decode on another device (--device cpu) or free memory"
 """Where memory runs out."""

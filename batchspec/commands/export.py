@@ -44,18 +44,18 @@ from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.console.target_file import target_file
 from batchspec.console.text import counted, for_shell, listed
-from batchspec.dataset.formats import UTF8_BOM
-from batchspec.dataset.lines import LongLine, lines_of
-from batchspec.dataset.openai_requests import Line, defaults_note, filled, parse_request, request_row, request_schema
-from batchspec.dataset.openai_values import BadRequest
+from batchspec.data.dataset.formats import UTF8_BOM
+from batchspec.data.dataset.lines import LongLine, lines_of
+from batchspec.data.dataset.openai_requests import Line, defaults_note, filled, parse_request, request_row, request_schema
+from batchspec.data.dataset.openai_values import BadRequest
+from batchspec.data.runstate.manifest import fingerprint
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.scan import scanning
+from batchspec.data.storage.new_file import new_file, write_lines
 from batchspec.errors import BatchspecError, CheckpointError, ConfigError, InputError, OutputError
 from batchspec.process.local_files import fault_of, open_regular
 from batchspec.records import STATUSES, TokenText
 from batchspec.report.answers import NO_TOKEN_IDS, check_not_in_data, rows_of, write_answers
-from batchspec.runstate.manifest import fingerprint
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.scan import scanning
-from batchspec.storage.new_file import new_file, write_lines
 from batchspec.text.token_texts import TokenTexts
 from batchspec.text.tokenizer import Tokenizer
 

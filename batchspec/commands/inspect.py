@@ -12,12 +12,12 @@ import pyarrow as pa
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.console.text import listed, one_line, quoted
-from batchspec.dataset.reader import locate
+from batchspec.data.dataset.reader import locate
+from batchspec.data.runstate.footers import part_name
+from batchspec.data.runstate.manifest import Manifest
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.scan import scanning
 from batchspec.errors import OutputError
-from batchspec.runstate.footers import part_name
-from batchspec.runstate.manifest import Manifest
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.scan import scanning
 
 Row = Mapping[str, Any]
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import polars as pl
 
-from batchspec.dataset.row_expressions import RowExpression, said_of
+from batchspec.data.dataset.row_expressions import RowExpression, said_of
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.scan import scanning
 from batchspec.errors import InputError
 from batchspec.process.local_files import fault_of
 from batchspec.records import ANSWERED
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.scan import scanning
 
 KEY = ["row_index", "sample_index"]
 ROW_ID = ["request_id", "sample_index"]

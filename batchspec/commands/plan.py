@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     overrides = [item for item in words if item not in ("--full", "--json")]
 
     def show(config: RunConfig) -> int:
-        from batchspec.dataset.input_paths import check_exist  # imports pyarrow: a wrong key is refused without it
+        from batchspec.data.dataset.input_paths import check_exist  # imports pyarrow: a wrong key is refused without it
 
         check_exist(config.input.path)
         from batchspec.commands.planning import plan, plan_for  # imports torch: a missing input is refused without it

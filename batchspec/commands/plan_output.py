@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchspec.console.text import counted
+from batchspec.data.runstate.generations import Generation
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import BatchspecError
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job
@@ -14,8 +16,6 @@ from batchspec.report.status import StatusReader
 from batchspec.runner.checked_run import check_target, checked_run
 from batchspec.runner.conclude import check_all_errors
 from batchspec.runner.job_run import FoundRun
-from batchspec.runstate.generations import Generation
-from batchspec.runstate.output_folder import OutputFolder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

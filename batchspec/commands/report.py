@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.report.page import write_report
-from batchspec.runstate.output_folder import OutputFolder
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,10 +13,10 @@ from tqdm import tqdm
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.console.text import MESSAGE_CHARS, counted, for_shell, one_line
+from batchspec.data.runstate.heartbeats import BEAT_S
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import OutputError
 from batchspec.report.status import JobStatus, RunStatus, StatusReader
-from batchspec.runstate.heartbeats import BEAT_S
-from batchspec.runstate.output_folder import OutputFolder
 
 MAX_LIVING = 40
 MAX_ENDED = 8

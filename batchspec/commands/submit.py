@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
     def submit(config: RunConfig) -> None:
         if not options.unseen:
-            from batchspec.dataset.input_paths import check_exist  # imports pyarrow: a wrong key is refused without it
+            from batchspec.data.dataset.input_paths import check_exist  # imports pyarrow: a wrong key is refused without it
 
             check_exist(config.input.path)
         cluster = config.cluster
@@ -90,7 +90,7 @@ def _checked(config: RunConfig) -> Job:
 
 def idle_note(config: RunConfig, job: Job) -> str:
     """One line if the job has fewer shards to compute than the tasks have processes; else empty."""
-    from batchspec.runstate.output_folder import OutputFolder
+    from batchspec.data.runstate.output_folder import OutputFolder
 
     assert config.output.dir is not None
     cluster, output = config.cluster, OutputFolder(config.output.dir)

@@ -15,7 +15,7 @@ import polars as pl
 import pyarrow as pa
 
 from batchspec.commands.picked_rows import SCORE
-from batchspec.dataset.messages import THINKING_FIELD
+from batchspec.data.dataset.messages import THINKING_FIELD
 from batchspec.errors import ConfigError
 
 Line = Mapping[str, Any]

@@ -25,9 +25,9 @@ from batchspec.commands.verify_logprobs import ROUNDING, Gap, gap_of, written_lo
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.console.text import MESSAGE_CHARS, counted, for_shell, one_line
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import OutputError, StorageError
 from batchspec.model.dtype import dtype_name
-from batchspec.runstate.output_folder import OutputFolder
 
 
 def main(argv: list[str]) -> int:

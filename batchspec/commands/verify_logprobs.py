@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import polars as pl
 
 from batchspec.commands.decode_again import Again
-from batchspec.dataset.writer import logprob_cells, top_logprob_cells
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.scan import scanning
+from batchspec.data.dataset.writer import logprob_cells, top_logprob_cells
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.scan import scanning
 
 ROUNDING = {"float64": 1e-4, "float32": 1e-2, "bfloat16": 1.0}
 """By data type: a larger difference, in nats, is not rounding, which gives about a tenth of it."""

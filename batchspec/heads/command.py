@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from batchspec.config.compose import composed
 from batchspec.config.train_schema import TrainRun, check_training
-from batchspec.dataset.input_paths import check_exist
+from batchspec.data.dataset.input_paths import check_exist
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from batchspec.dataset.reader import Source
+from batchspec.data.dataset.reader import Source
 from batchspec.draft.frequent_tokens import most_frequent
 from batchspec.errors import InputError
 from batchspec.records import ANSWERED, Ids

@@ -31,7 +31,7 @@ from batchspec.config.schema import InputConfig
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.console.target_file import target_file
-from batchspec.dataset.reader import open_source
+from batchspec.data.dataset.reader import open_source
 from batchspec.errors import CheckpointError, ConfigError, InputError, OutputError
 from batchspec.process.local_files import fault_of, open_regular
 from batchspec.text.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from batchspec.checkpoint.hub import find_model
 from batchspec.config.schema import InputConfig
 from batchspec.config.train_schema import TrainRun
 from batchspec.console import terminal
-from batchspec.dataset.reader import Source, open_source
+from batchspec.data.dataset.reader import Source, open_source
 from batchspec.heads.data import Row, course, read_rows, split_rows
 from batchspec.heads.draft_network import DraftNetwork
 from batchspec.heads.eagle import EagleHead, ParallelHead

@@ -40,12 +40,12 @@ import pyarrow as pa
 
 from batchspec.config.schema import OutputConfig, RunConfig
 from batchspec.console.text import quoted
-from batchspec.dataset.columns import TYPES, ColumnMap
-from batchspec.dataset.messages import USUAL_SYSTEM, BadChat, with_user_turn
-from batchspec.dataset.reader import InputShard, Source, SourceFacts, place_in_file
-from batchspec.dataset.row_ids import request_ids
-from batchspec.dataset.schema import output_schema
-from batchspec.dataset.untyped_columns import json_kinds
+from batchspec.data.dataset.columns import TYPES, ColumnMap
+from batchspec.data.dataset.messages import USUAL_SYSTEM, BadChat, with_user_turn
+from batchspec.data.dataset.reader import InputShard, Source, SourceFacts, place_in_file
+from batchspec.data.dataset.row_ids import request_ids
+from batchspec.data.dataset.schema import output_schema
+from batchspec.data.dataset.untyped_columns import json_kinds
 from batchspec.errors import CapacityError, ConfigError, TokenizerFails
 from batchspec.packing.cells import BadRow, plain_cell, prompt_cell, row_values, synthetic_len_cell
 from batchspec.packing.choices import Choices

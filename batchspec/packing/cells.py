@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 
 from batchspec.config.values import logit_bias
-from batchspec.dataset.json_text import BadJson, BadText, called, parse
-from batchspec.dataset.messages import BadChat, messages_of, without_nulls
-from batchspec.dataset.untyped_columns import is_csv, json_kinds, value_of
+from batchspec.data.dataset.json_text import BadJson, BadText, called, parse
+from batchspec.data.dataset.messages import BadChat, messages_of, without_nulls
+from batchspec.data.dataset.untyped_columns import is_csv, json_kinds, value_of
 from batchspec.errors import OneLine
 from batchspec.records import Ids
 

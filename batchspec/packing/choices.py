@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchspec.config.checks import check_choices_to_score
 from batchspec.config.schema import RunConfig
-from batchspec.dataset.columns import ColumnMap
+from batchspec.data.dataset.columns import ColumnMap
 from batchspec.errors import ConfigError
 from batchspec.packing.cells import BadRow
 from batchspec.packing.constraints import choice_cell

@@ -27,8 +27,8 @@ from batchspec.automata.token_automaton import (
 )
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.schema import RunConfig
-from batchspec.dataset.columns import ColumnMap
-from batchspec.dataset.json_text import BadJson, parse
+from batchspec.data.dataset.columns import ColumnMap
+from batchspec.data.dataset.json_text import BadJson, parse
 from batchspec.errors import ConfigError
 from batchspec.packing.cells import BadRow, json_cell
 from batchspec.process.local_files import fault_of, open_regular

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from batchspec.dataset.reader import InputShard
+from batchspec.data.dataset.reader import InputShard
+from batchspec.data.runstate.journal import Journaled
 from batchspec.packing.equal_rows import EqualRows
 from batchspec.packing.open_shards import OpenShards
 from batchspec.packing.ordered_requests import OrderedRequests
@@ -13,7 +14,6 @@ from batchspec.packing.ready_requests import ReadyRequests, RequestCompiler
 from batchspec.packing.work_plan import AdmitShards, DecodedShard, PlanRows, all_rows
 from batchspec.records import Completion, Request
 from batchspec.request_stream import RequestStream
-from batchspec.runstate.journal import Journaled
 
 AHEAD = 64
 """Maximum number of requests, or the number of slots if larger, that wait for their automata at a time."""

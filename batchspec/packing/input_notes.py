@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.schema import RunConfig
 from batchspec.config.vllm_names import NAMES, OF_REQUESTS
-from batchspec.dataset.columns import NAMED_ONLY, PROMPTS, TYPES, ColumnMap, is_list
-from batchspec.dataset.openai_requests import defaults_note
-from batchspec.dataset.reader import Source
+from batchspec.data.dataset.columns import NAMED_ONLY, PROMPTS, TYPES, ColumnMap, is_list
+from batchspec.data.dataset.openai_requests import defaults_note
+from batchspec.data.dataset.reader import Source
 from batchspec.records import LEAST_TEMPERATURE
 from batchspec.tool_calls.registry import FORMS
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from batchspec.dataset.reader import InputShard
+from batchspec.data.dataset.reader import InputShard
+from batchspec.data.runstate.journal import Journaled
 from batchspec.packing.work_plan import AdmittedShard, DecodedShard, PlanRows
 from batchspec.records import Completion, Request
-from batchspec.runstate.journal import Journaled
 
 
 @dataclass(slots=True)

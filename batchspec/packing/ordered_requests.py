@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from batchspec.dataset.reader import InputShard
+from batchspec.data.dataset.reader import InputShard
 from batchspec.packing.order import order_requests
 from batchspec.packing.work_plan import AdmitShards, AdmittedShard, AdmittedShards
 from batchspec.records import Request

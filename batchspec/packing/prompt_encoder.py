@@ -11,9 +11,9 @@ import pyarrow as pa
 
 from batchspec.config.schema import TEMPLATE_DATE, InputConfig
 from batchspec.console.text import quoted
-from batchspec.dataset.columns import ColumnMap
-from batchspec.dataset.messages import FINAL, USUAL_SYSTEM, BadChat, read_chat
-from batchspec.dataset.openai_keys import OF_TEMPLATE, TEMPLATE_KWARGS
+from batchspec.data.dataset.columns import ColumnMap
+from batchspec.data.dataset.messages import FINAL, USUAL_SYSTEM, BadChat, read_chat
+from batchspec.data.dataset.openai_keys import OF_TEMPLATE, TEMPLATE_KWARGS
 from batchspec.errors import CapacityError, ConfigError, RendererKilled, TokenizerFails
 from batchspec.packing.cells import NOT_WHOLE, BadRow, json_cell
 from batchspec.process.refusals import refusal

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from batchspec.config.schema import RunConfig
-from batchspec.dataset.columns import ColumnMap
+from batchspec.data.dataset.columns import ColumnMap
 from batchspec.errors import ConfigError
 from batchspec.packing.cells import BadRow
 from batchspec.packing.constraints import COLUMNS, Constraint, Constraints, asked_by, check_constraints

@@ -9,8 +9,8 @@ import pyarrow.compute as pc
 
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import violation
-from batchspec.dataset.columns import ColumnMap
-from batchspec.dataset.reader import Source
+from batchspec.data.dataset.columns import ColumnMap
+from batchspec.data.dataset.reader import Source
 
 
 def with_logprobs_of_rows(config: RunConfig, columns: ColumnMap, source: Source) -> tuple[RunConfig, bool]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import violation
-from batchspec.dataset.columns import ColumnMap
+from batchspec.data.dataset.columns import ColumnMap
 from batchspec.errors import ConfigError
 from batchspec.packing.cells import BadRow, bias_cell, checked_biases, number_cell
 from batchspec.records import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_STOP_IDS, Ids, Repetition, SamplingParams, Thinking

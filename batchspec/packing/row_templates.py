@@ -17,10 +17,10 @@ from jinja2.meta import find_referenced_templates
 from jinja2.nodes import Output, Template, TemplateData
 
 from batchspec.config.schema import InputConfig
-from batchspec.dataset.columns import PROMPTS, ColumnMap, map_columns
-from batchspec.dataset.json_text import BadJson, BadText
-from batchspec.dataset.messages import USUAL_SYSTEM
-from batchspec.dataset.untyped_columns import value_of
+from batchspec.data.dataset.columns import PROMPTS, ColumnMap, map_columns
+from batchspec.data.dataset.json_text import BadJson, BadText
+from batchspec.data.dataset.messages import USUAL_SYSTEM
+from batchspec.data.dataset.untyped_columns import value_of
 from batchspec.errors import ConfigError, RendererKilled
 from batchspec.packing.cells import BadRow
 from batchspec.process.local_files import fault_of, open_regular
@@ -76,7 +76,7 @@ class RowTemplates:
     def map_columns(
         self, schema: pa.Schema, *, requests: bool = False, named: Mapping[str, str | None] | None = None
     ) -> ColumnMap:
-        """As `map_columns` of dataset/columns.py, with the columns that the templates read.
+        """As `map_columns` of data/dataset/columns.py, with the columns that the templates read.
 
         requests  whether the rows are OpenAI's batch requests
         named     input.columns of these rows; None: the job's

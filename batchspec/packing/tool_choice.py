@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from batchspec.dataset.json_text import BadJson, parse
+from batchspec.data.dataset.json_text import BadJson, parse
 from batchspec.packing.cells import BadRow, json_cell
 from batchspec.packing.constraints import COLUMNS, FORCED_CALL, Constraint
 from batchspec.tool_calls.marks import HARMONY

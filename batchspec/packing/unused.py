@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import value_of
-from batchspec.dataset.columns import ColumnMap
-from batchspec.dataset.reader import Source
+from batchspec.data.dataset.columns import ColumnMap
+from batchspec.data.dataset.reader import Source
 from batchspec.errors import ConfigError, InputError
 from batchspec.packing.input_notes import has_value
 from batchspec.records import LEAST_TEMPERATURE

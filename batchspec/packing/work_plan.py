@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from batchspec.dataset.reader import InputShard
+from batchspec.data.dataset.reader import InputShard
 from batchspec.records import Completion, Request
 
 PlanRows = Callable[[InputShard, Iterator[Request | Completion]], Iterator[Request | Completion | None]]

@@ -9,9 +9,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from batchspec.data.runstate.manifest import Manifest
 from batchspec.report.status import RunStatus
 from batchspec.report.timeline import Course
-from batchspec.runstate.manifest import Manifest
 
 SAMPLING = (
     "temperature",

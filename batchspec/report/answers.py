@@ -11,14 +11,14 @@ from typing import Any
 import polars as pl
 
 from batchspec.config.schema import RunConfig
-from batchspec.dataset.input_paths import check_apart, entries_of
-from batchspec.dataset.openai_responses import NAMES, OPTIONAL, response_line
+from batchspec.data.dataset.input_paths import check_apart, entries_of
+from batchspec.data.dataset.openai_responses import NAMES, OPTIONAL, response_line
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.scan import scanning
+from batchspec.data.storage.new_file import write_lines
 from batchspec.errors import OutputError
 from batchspec.process.local_files import unusable_name
 from batchspec.records import TokenText
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.scan import scanning
-from batchspec.storage.new_file import write_lines
 
 Row = Mapping[str, Any]
 NO_TOKEN_IDS = "the job has no column token_ids; output.token_ids=true writes it"

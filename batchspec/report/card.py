@@ -10,10 +10,10 @@ from typing import Any
 
 from batchspec.config.values import literal
 from batchspec.console.text import for_markdown, for_terminal, one_line
+from batchspec.data.runstate.manifest import Manifest
 from batchspec.report.about import input_rows, is_local, last_part, sampling
 from batchspec.report.columns import meaning
 from batchspec.report.stats import JobStats
-from batchspec.runstate.manifest import Manifest
 
 CARD = """---
 configs:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import polars as pl
 
 from batchspec.console.text import MESSAGE_CHARS
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.scan import scanning
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.scan import scanning
 
 NUM_SHOWN = 5
 READ_ROWS = 32768

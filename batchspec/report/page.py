@@ -6,6 +6,8 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 
 from batchspec.console.text import MESSAGE_CHARS, for_shell, for_terminal
+from batchspec.data.runstate.manifest import Manifest
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import ConfigError
 from batchspec.report import html
 from batchspec.report.about import input_rows, last_part, sampling, when
@@ -18,8 +20,6 @@ from batchspec.report.style import STYLE
 from batchspec.report.summary import DECODED
 from batchspec.report.texts import Shown
 from batchspec.report.timeline import Course, course, parse_run
-from batchspec.runstate.manifest import Manifest
-from batchspec.runstate.output_folder import OutputFolder
 
 MAX_RUNS = 40
 MAX_CODES = 12

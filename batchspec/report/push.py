@@ -1,4 +1,4 @@
-"""Pushes the rows and the card of a job to the Hugging Face hub, as a dataset (`storage/hub_push.py` sends the files)."""
+"""Pushes the rows and the card of a job to the Hugging Face hub, as a dataset (`data/storage/hub_push.py` sends the files)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from functools import partial
 
 from batchspec.config.schema import OutputConfig
 from batchspec.console.text import counted, for_shell, for_terminal
+from batchspec.data.runstate.footers import DamagedFooter, part_name, read_footer
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.storage.hub_push import Present, Pushed, PushedFile, check_push, check_target, push
+from batchspec.data.storage.store import Tail
 from batchspec.errors import OutputError
 from batchspec.report.card import dataset_card
 from batchspec.report.stats import job_stats
-from batchspec.runstate.footers import DamagedFooter, part_name, read_footer
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage.hub_push import Present, Pushed, PushedFile, check_push, check_target, push
-from batchspec.storage.store import Tail
 
 _PART = re.compile(r"data/part-(\d{5,18})\.parquet")
 _TAG = b"\n- batchspec\n"

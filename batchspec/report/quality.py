@@ -9,9 +9,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.records import ANSWERED
 from batchspec.report.texts import Shown, shown_columns, with_texts
-from batchspec.runstate.output_folder import OutputFolder
 
 SEED = 0
 """Of the random samples: the same committed rows give the same samples."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import polars as pl
 
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.scan import scanning
 from batchspec.errors import OutputError
 from batchspec.records import ANSWERED
 from batchspec.report.acceptance import Acceptance, AcceptanceTally, Extreme, Position
@@ -21,8 +23,6 @@ from batchspec.report.quality import Quality, QualityTally, quality_columns
 from batchspec.report.start_up import start_up_of
 from batchspec.report.summary import Calibration, Speed, calibration_of, speed_of
 from batchspec.report.texts import SHOWN_COLUMNS
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.scan import scanning
 
 USAGE = {
     "prompt_tokens": "prompt_tokens",

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from batchspec.runstate.claims import owner_is_gone, this_process
-from batchspec.runstate.heartbeats import HeartbeatFiles, RunHeartbeat
-from batchspec.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.claims import owner_is_gone, this_process
+from batchspec.data.runstate.heartbeats import HeartbeatFiles, RunHeartbeat
+from batchspec.data.runstate.output_folder import OutputFolder
 
 STUCK_S = 120.0
 """A run that has rows but no result (`RunHeartbeat.quiet_s`) for this time is stuck."""

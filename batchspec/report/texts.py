@@ -8,8 +8,8 @@ from typing import Any
 
 import polars as pl
 
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.scan import scanning
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.scan import scanning
 
 TEXT_CHARS = 600
 ROW_KEY = ("request_id", "row_index", "sample_index")

@@ -18,8 +18,8 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from batchspec.data.runstate.in_thread import in_thread
 from batchspec.errors import StorageError
-from batchspec.runstate.in_thread import in_thread
 
 Floats = NDArray[np.float64]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.prepare import Job
 from batchspec.report.answers import check_answers_file
 from batchspec.report.push import check_target_key
 from batchspec.runner.identity import job_fingerprint
 from batchspec.runner.job_run import FoundRun, open_run
-from batchspec.runstate.output_folder import OutputFolder
 
 
 def checked_run(job: Job, attempt: str | None = None) -> FoundRun:

@@ -10,12 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchspec.data.runstate.output_folder import CheckInput, OutputFolder
 from batchspec.packing.work_plan import DecodedShard
 from batchspec.records import Completion
 from batchspec.runner.retry_plan import OldShard
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_workers import ShardWorkers
-from batchspec.runstate.output_folder import CheckInput, OutputFolder
 
 WAITING, MOST_WAITING = 2, 32
 """Maximum number of shards that are being committed or wait for it, for large and for small shards; decoding waits at the limit.

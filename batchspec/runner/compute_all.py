@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from batchspec.dataset.reader import InputShard
+from batchspec.data.dataset.reader import InputShard
 from batchspec.packing.work_plan import DecodedShard, all_rows
 from batchspec.records import Completion, Request
 

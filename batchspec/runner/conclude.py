@@ -10,6 +10,8 @@ from pathlib import Path
 from batchspec.config.schema import OutputConfig
 from batchspec.console import terminal
 from batchspec.console.text import counted, for_shell
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.storage.hub_push import Pushed
 from batchspec.errors import Interrupted, StorageError
 from batchspec.prepare import Job
 from batchspec.process.signals import EndSignals
@@ -19,8 +21,6 @@ from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
 from batchspec.report.push import push_command, push_output
 from batchspec.report.stats import JobStats, job_stats
 from batchspec.runner.job_run import check_errors
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage.hub_push import Pushed
 
 
 def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator
 from contextlib import closing
 
-from batchspec.dataset.reader import InputShard
+from batchspec.data.dataset.reader import InputShard
+from batchspec.data.runstate.journal import Journal, Journaled
 from batchspec.engine.loop.engine import Engine
 from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.packing.feed import Feed
@@ -13,7 +14,6 @@ from batchspec.packing.work_plan import DecodedShard, PlanRows, all_rows
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_workers import ShardWorkers
-from batchspec.runstate.journal import Journal, Journaled
 
 JOURNAL_S = 60.0
 """Seconds between two segments of the journal: a killed run loses at most the rows that finished in this time, and in the time

@@ -12,13 +12,13 @@ import torch
 from batchspec.checkpoint.config_values import has_file, read_text
 from batchspec.checkpoint.weight_files import weight_files
 from batchspec.config.schema import CacheConfig, InputConfig
+from batchspec.data.runstate.manifest import fingerprint
 from batchspec.model.deterministic import ORDER_VERSION
 from batchspec.model.dtype import dtype_name
 from batchspec.model.kv_calibration import CALIBRATION
 from batchspec.model.quant.modelopt import CONFIG_FILE
 from batchspec.packing.constraints import KINDS
 from batchspec.prepare import Job
-from batchspec.runstate.manifest import fingerprint
 from batchspec.version import __version__
 
 CONSTRAINTS_VERSION = 2

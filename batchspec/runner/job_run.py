@@ -9,6 +9,10 @@ from functools import cached_property
 
 from batchspec.config.schema import RunConfig
 from batchspec.console.text import counted
+from batchspec.data.runstate.extensions import EXTENSION_MAY_CHANGE
+from batchspec.data.runstate.generations import Change, Generation
+from batchspec.data.runstate.journal import Journaled, saved_rows
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import TooManyErrors
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job
@@ -22,10 +26,6 @@ from batchspec.runner.new_retry import RETRY_MAY_CHANGE, new_retry, retry_advice
 from batchspec.runner.oom_fallback import EngineWithFallback
 from batchspec.runner.retry_plan import RetryPlan
 from batchspec.runner.weight_sums import keep_sums, with_kept_sums
-from batchspec.runstate.extensions import EXTENSION_MAY_CHANGE
-from batchspec.runstate.generations import Change, Generation
-from batchspec.runstate.journal import Journaled, saved_rows
-from batchspec.runstate.output_folder import OutputFolder
 
 
 def open_run(job: Job, attempt: str | None = None) -> FoundRun:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from batchspec.console.text import counted
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.run_folder import KV_SCALES
 from batchspec.errors import OutputError
 from batchspec.model.layers.attention.kv_scales import KVScales, checkpoint_scales
 from batchspec.model.spec import ModelSpec
 from batchspec.prepare import Job
 from batchspec.runner.oom_fallback import EngineWithFallback
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.run_folder import KV_SCALES
 
 
 def with_saved_scales(job: Job, output: OutputFolder) -> Job:

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 
 from batchspec.console.text import counted
+from batchspec.data.runstate.extensions import EXTENSION_MAY_CHANGE, Extension, obstacle, shard_rows_of
+from batchspec.data.runstate.manifest import Manifest, compared_facts, differing
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import OutputError
 from batchspec.prepare import Job
 from batchspec.runner.identity import job_fingerprint
-from batchspec.runstate.extensions import EXTENSION_MAY_CHANGE, Extension, obstacle, shard_rows_of
-from batchspec.runstate.manifest import Manifest, compared_facts, differing
-from batchspec.runstate.output_folder import OutputFolder
 
 
 def new_extension(job: Job, output: OutputFolder) -> Extension | None:

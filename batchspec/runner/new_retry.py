@@ -9,14 +9,14 @@ from dataclasses import asdict, replace
 import polars as pl
 
 from batchspec.console.text import counted
+from batchspec.data.runstate.extensions import Extension
+from batchspec.data.runstate.generations import Change, Generation
+from batchspec.data.runstate.manifest import differing
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.scan import scanning
 from batchspec.errors import OutputError
 from batchspec.prepare import Job
 from batchspec.runner.new_extension import check_unchanged, facts_of_job
-from batchspec.runstate.extensions import Extension
-from batchspec.runstate.generations import Change, Generation
-from batchspec.runstate.manifest import differing
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.scan import scanning
 
 CAP, DETECTION = "decode.max_new_tokens", "decode.repetition_detection"
 RETRY_MAY_CHANGE = {"length": (CAP,), "repetition": (DETECTION,), "error": (), "none": ()}

@@ -19,12 +19,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchspec.dataset.reader import InputShard
+from batchspec.data.dataset.reader import InputShard
+from batchspec.data.runstate.generations import Generation
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.engine.features.thinking import num_closing_tokens
 from batchspec.packing.work_plan import DecodedShard
 from batchspec.records import Completion, Request, Snapshot
-from batchspec.runstate.generations import Generation
-from batchspec.runstate.output_folder import OutputFolder
 
 READ = (
     "row_index", "sample_index", "status", "finish_reason", "error", "usage", "token_ids", "prompt_ids", "logprobs",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from batchspec.data.runstate.claims import Claims
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.packing.feed import Feed
 from batchspec.packing.work_plan import DecodedShard
@@ -12,7 +13,6 @@ from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.start_up import LAST
 from batchspec.report.timeline import Timeline
 from batchspec.request_stream import RequestStream, WrappedStream
-from batchspec.runstate.claims import Claims
 from batchspec.supervise.deadline import Deadline
 
 PRIOR_ROWS = 8

@@ -7,6 +7,8 @@ from collections.abc import Container, Generator, Sequence
 from contextlib import ExitStack, closing
 
 from batchspec.console.text import counted
+from batchspec.data.runstate.claims import RENEW_S
+from batchspec.data.runstate.journal import saved_rows
 from batchspec.errors import CapacityError, InputError, Interrupted, RankLost, WorkerLost
 from batchspec.packing.survey import Survey
 from batchspec.packing.work_plan import DecodedShard
@@ -24,8 +26,6 @@ from batchspec.runner.oom_fallback import EngineWithFallback
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_workers import ShardWorkers
-from batchspec.runstate.claims import RENEW_S
-from batchspec.runstate.journal import saved_rows
 from batchspec.supervise import slurm
 from batchspec.supervise.deadline import Deadline
 from batchspec.supervise.leases import ClaimedShards, released_at_end

@@ -13,13 +13,13 @@ import polars as pl
 import pyarrow as pa
 
 from batchspec.config.schema import InputConfig, OutputConfig
-from batchspec.dataset.columns import ColumnMap
-from batchspec.dataset.reader import InputShard
-from batchspec.dataset.writer import build_table, plain_table
+from batchspec.data.dataset.columns import ColumnMap
+from batchspec.data.dataset.reader import InputShard
+from batchspec.data.dataset.writer import build_table, plain_table
+from batchspec.data.runstate.shard_writer import PendingFile, UnpublishedFile, WrittenFile
 from batchspec.packing.admit import Admission
 from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
 from batchspec.records import Completion
-from batchspec.runstate.shard_writer import PendingFile, UnpublishedFile, WrittenFile
 from batchspec.structured.checked_text import checked_text
 
 if TYPE_CHECKING:

@@ -23,11 +23,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from batchspec.dataset.reader import InputShard
+from batchspec.data.dataset.reader import InputShard
+from batchspec.data.runstate.shard_writer import UnpublishedFile, WrittenFile
 from batchspec.packing.predict import LengthPredictor
 from batchspec.records import Completion, Request, SamplingParams
 from batchspec.runner.shard_work import ShardWork
-from batchspec.runstate.shard_writer import UnpublishedFile, WrittenFile
 
 COMMAND = "from batchspec.runner.shard_worker import main; main()"
 LENGTH_BYTES = 8

@@ -18,7 +18,8 @@ from typing import Any, cast
 
 import pyarrow as pa
 
-from batchspec.dataset.reader import InputShard
+from batchspec.data.dataset.reader import InputShard
+from batchspec.data.runstate.shard_writer import PendingFile, UnpublishedFile, WrittenFile
 from batchspec.errors import CapacityError, WorkerLost
 from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
 from batchspec.prepare import Job
@@ -29,7 +30,6 @@ from batchspec.records import Completion
 from batchspec.runner import shard_worker
 from batchspec.runner.shard_work import PendingTable, ShardWork
 from batchspec.runner.shard_worker import COMMAND, from_bytes, receive, send, to_bytes
-from batchspec.runstate.shard_writer import PendingFile, UnpublishedFile, WrittenFile
 
 AHEAD = 2
 """Number of shards read ahead for each worker: one that it works on and one that waits."""

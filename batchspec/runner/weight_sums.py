@@ -11,12 +11,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from batchspec.checkpoint.weight_sums import SumsOfJob, WeightSums
+from batchspec.data.runstate.claims import this_process
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.data.runstate.run_folder import WEIGHTS
 from batchspec.errors import OutputError
 from batchspec.prepare import Job
 from batchspec.runner.oom_fallback import EngineWithFallback
-from batchspec.runstate.claims import this_process
-from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.run_folder import WEIGHTS
 
 
 def with_kept_sums(job: Job, output: OutputFolder, *, is_new: bool = False, has_rows: bool = True) -> Job:

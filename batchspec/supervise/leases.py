@@ -1,6 +1,6 @@
 """Taking and releasing a run's claims on shards. A claim that its run did not release makes its shard suspect.
 
-Claims are leases: see runstate/claims.py. For suspect shards see poison_rows.py.
+Claims are leases: see data/runstate/claims.py. For suspect shards see poison_rows.py.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from batchspec.dataset.reader import InputShard
+from batchspec.data.dataset.reader import InputShard
+from batchspec.data.runstate.attempts import Attempts
+from batchspec.data.runstate.claims import Claims
+from batchspec.data.runstate.journal import Journal, Journaled
 from batchspec.errors import BatchspecError, DivergedError, RankLost, StorageError, WorkerLost
-from batchspec.runstate.attempts import Attempts
-from batchspec.runstate.claims import Claims
-from batchspec.runstate.journal import Journal, Journaled
 from batchspec.supervise.deadline import Deadline
 
 

@@ -2,8 +2,8 @@
 
 A crashed run leaves no evidence of which row crashed it, so every shard that it held is suspect, with all in-flight rows. Suspect
 shards are computed after all others: first in batch retries, then, in isolated retries, one by one, each row that was in flight
-when a batch retry crashed. Each retry is recorded before it begins (runstate/attempts.py), so that the next run knows what this
-one was doing. Only crashes of isolated retries count against a row: a crash of another row never makes it an error row.
+when a batch retry crashed. Each retry is recorded before it begins (data/runstate/attempts.py), so that the next run knows what
+this one was doing. Only crashes of isolated retries count against a row: a crash of another row never makes it an error row.
 
 A kill from outside looks like a crash. Two rules distinguish them. An isolated row is saved at checkpoints and continues from the
 last one (`checkpoint`): between kills at random moments it makes progress, while a poison row never gets beyond one position. And
@@ -47,15 +47,15 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from batchspec.console.text import quoted
-from batchspec.dataset.reader import InputShard, place_in_file
-from batchspec.dataset.row_ids import request_ids
+from batchspec.data.dataset.reader import InputShard, place_in_file
+from batchspec.data.dataset.row_ids import request_ids
+from batchspec.data.runstate.attempts import Attempts
+from batchspec.data.runstate.journal import Journal, Journaled
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.load.loaded_engine import LoadedEngine, OnRound
 from batchspec.packing.work_plan import DecodedShard, WorkPlan
 from batchspec.records import Completion, Request, RowError
-from batchspec.runstate.attempts import Attempts
-from batchspec.runstate.journal import Journal, Journaled
 
 COOLDOWN_S = 10.0
 """Much longer than most rows take between two checkpoints, and short compared with the start of a run."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from batchspec.checkpoint.config_values import Json, has_file, read_json, read_text, shown
 from batchspec.checkpoint.files import LocalFiles
-from batchspec.dataset.messages import text_of
+from batchspec.data.dataset.messages import text_of
 from batchspec.errors import CheckpointError
 from batchspec.text.dropped_parts import DroppedParts
 from batchspec.text.template_form import USER, Message, TemplateForm, assistant, find_form

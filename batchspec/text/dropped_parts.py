@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from batchspec.dataset.messages import THOUGHT_FIELDS
+from batchspec.data.dataset.messages import THOUGHT_FIELDS
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], str | None]
 """Renders a chat as the one that is checked is rendered; None if the template refuses it."""

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from batchspec.dataset.messages import THOUGHT_FIELDS, text_of
+from batchspec.data.dataset.messages import THOUGHT_FIELDS, text_of
 from batchspec.tool_calls.probe import ARGUMENTS, CALL_ID, FUNCTION, TOOLS, probe_call
 
 Message = Mapping[str, Any]

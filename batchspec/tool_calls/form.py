@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn, Protocol
 
-from batchspec.dataset.json_text import BadJson, members, parse
+from batchspec.data.dataset.json_text import BadJson, members, parse
 
 _SPACE = re.compile(r"\s*")
 _NUMBER = re.compile(r"(-?(?:0|[1-9]\d*))(\.\d+)?([eE][+-]?\d+)?")

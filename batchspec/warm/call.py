@@ -10,8 +10,8 @@ from contextlib import closing
 import polars as pl
 import pyarrow as pa
 
-from batchspec.dataset.reader import InputShard, table_source
-from batchspec.dataset.row_ids import NUMBER_THEM, OF_SAMPLES, check_ids
+from batchspec.data.dataset.reader import InputShard, table_source
+from batchspec.data.dataset.row_ids import NUMBER_THEM, OF_SAMPLES, check_ids
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CapacityError, EngineInUse, InputError
 from batchspec.load.loaded_engine import Decoder, LoadedEngine

@@ -15,7 +15,7 @@ from batchspec.config.schema import RunConfig
 from batchspec.config.typed import keys, suggest
 from batchspec.config.vllm_names import NAMES, REMARKS
 from batchspec.console.text import error_line
-from batchspec.dataset.columns import TYPES
+from batchspec.data.dataset.columns import TYPES
 from batchspec.errors import ConfigError, InputError
 
 Given = ParamSpec("Given")

@@ -19,10 +19,10 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 
-from batchspec.dataset.columns import PROMPTS, ColumnMap
-from batchspec.dataset.messages import USUAL_SYSTEM, BadChat, Message, read_chat, text_of
-from batchspec.dataset.reader import InputShard
-from batchspec.dataset.untyped_columns import value_of
+from batchspec.data.dataset.columns import PROMPTS, ColumnMap
+from batchspec.data.dataset.messages import USUAL_SYSTEM, BadChat, Message, read_chat, text_of
+from batchspec.data.dataset.reader import InputShard
+from batchspec.data.dataset.untyped_columns import value_of
 from batchspec.errors import ConfigError
 from batchspec.load.loaded_engine import Decoder, LoadedEngine
 from batchspec.packing.admit import hash64

@@ -25,8 +25,8 @@ from torch import Tensor
 from batchspec.checkpoint.hub import find_model
 from batchspec.config.overrides import Options, overrides_of
 from batchspec.console import terminal
-from batchspec.dataset.in_memory import table_of
-from batchspec.dataset.job_rows import JobOutput
+from batchspec.data.dataset.in_memory import table_of
+from batchspec.data.dataset.job_rows import JobOutput
 from batchspec.engine.loop.engine import Engine as BatchEngine
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CheckpointError, ConfigError, EngineInUse

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from batchspec.dataset.columns import ColumnMap
-from batchspec.dataset.reader import table_source
+from batchspec.data.dataset.columns import ColumnMap
+from batchspec.data.dataset.reader import table_source
 from batchspec.engine.loop.engine import Engine
 from batchspec.errors import CapacityError
 from batchspec.load.loaded_engine import LoadedEngine
