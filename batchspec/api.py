@@ -18,18 +18,18 @@ from batchspec.data.dataset.reader import Source, table_source
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.data.runstate.scan import scanning
 from batchspec.errors import ConfigError
-from batchspec.job import run_job
-from batchspec.load.loaded_engine import LoadedEngine
-from batchspec.load.short_jobs import drafting_of
+from batchspec.job.load.loaded_engine import LoadedEngine
+from batchspec.job.load.short_jobs import drafting_of
+from batchspec.job.prepare import choose_device, open_job, open_model, open_output, survey_first
+from batchspec.job.report.progress_bar import ProgressBar
+from batchspec.job.run_job import run_job
+from batchspec.job.runner.decode_shards import decode_shards
+from batchspec.job.runner.job_run import check_errors
+from batchspec.job.runner.run_monitor import RunMonitor
+from batchspec.job.runner.shard_work import ShardWork
+from batchspec.job.supervise.watchdog import Watchdog, limit_s
 from batchspec.packing.row_templates import RowTemplates
-from batchspec.prepare import choose_device, open_job, open_model, open_output, survey_first
 from batchspec.process.out_of_memory import within_memory
-from batchspec.report.progress_bar import ProgressBar
-from batchspec.runner.decode_shards import decode_shards
-from batchspec.runner.job_run import check_errors
-from batchspec.runner.run_monitor import RunMonitor
-from batchspec.runner.shard_work import ShardWork
-from batchspec.supervise.watchdog import Watchdog, limit_s
 from batchspec.warm.call import empty_frame
 from batchspec.warm.call_arguments import explains_arguments
 from batchspec.warm.loading import job_without_rows

@@ -81,11 +81,11 @@ class Interrupted(BatchspecError):
 
 
 class RankLost(Interrupted):
-    """Unlike after a signal, the run's work may have caused it: it counts as a crash (`supervise/leases.py`)."""
+    """Unlike after a signal, the run's work may have caused it: it counts as a crash (`job/supervise/leases.py`)."""
 
 
 class WorkerLost(Interrupted):
-    """Counts as a crash like RankLost: the next run finds the row that kills a process (`supervise/poison_rows.py`)."""
+    """Counts as a crash like RankLost: the next run finds the row that kills a process (`job/supervise/poison_rows.py`)."""
 
 
 class RendererKilled(OneLine, ValueError):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from batchspec.data.runstate.heartbeat_writer import HeartbeatWriter
     from batchspec.distributed.channel import Channel
     from batchspec.distributed.group import Group
-    from batchspec.supervise.watchdog import Watchdog
+    from batchspec.job.supervise.watchdog import Watchdog
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def run(config: RunConfig) -> int:
     continue is requeued.
     """
     from batchspec.data.dataset.input_paths import check_exist  # imports pyarrow: a wrong key is refused without it
-    from batchspec.supervise import slurm
+    from batchspec.job.supervise import slurm
 
     check_exist(config.input.path)
     task = slurm.this_task()
@@ -101,8 +101,8 @@ def _run_here(
     with no_garbage_collection():
         import torch
 
-        from batchspec.job import run_job
-        from batchspec.supervise.watchdog import Watchdog, limit_s
+        from batchspec.job.run_job import run_job
+        from batchspec.job.supervise.watchdog import Watchdog, limit_s
     if parent is not None:  # not earlier: importing torch may hold the GIL for longer than the watchdog's limit
         parent.start_liveness_thread()
     if config.device != "cpu":

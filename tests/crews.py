@@ -14,7 +14,7 @@ from typing import Any
 import polars as pl
 
 from batchspec.data.runstate.output_folder import OutputFolder
-from batchspec.runner import commit_shards
+from batchspec.job.runner import commit_shards
 from tests.runs import make_model, put
 
 

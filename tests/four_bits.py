@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from batchspec import run
 from batchspec.checkpoint.files import LocalFiles, weight_names
 from batchspec.checkpoint.hub import resolve_model
+from batchspec.job.report.stats import job_stats
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.weights import judge_model
-from batchspec.report.stats import job_stats
 from tests.four_bit_models import FOUR_BITS, packed
 from tests.upcycle import compare, write_model
 

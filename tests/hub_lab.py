@@ -37,7 +37,7 @@ for words in json.loads(sys.argv[1]):
 _REFUSED = """
 import json, sys
 from batchspec.errors import BatchspecError
-from batchspec.prepare import open_job
+from batchspec.job.prepare import open_job
 from batchspec.config.typed import from_dict
 for name, values in json.loads(sys.argv[1]).items():
     try:

@@ -32,19 +32,19 @@ from batchspec.data.storage.local_store import LocalStore
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.engine_run import PREFETCHED_PER_ROUND
 from batchspec.engine.loop.totals import EngineTotals
-from batchspec.job import decode_missing
-from batchspec.load.loaded_engine import LoadedEngine
+from batchspec.job.load.loaded_engine import LoadedEngine
+from batchspec.job.prepare import Job, open_job
+from batchspec.job.report.progress_bar import ProgressBar
+from batchspec.job.run_job import decode_missing
+from batchspec.job.runner.decode_shards import JOURNAL_S
+from batchspec.job.runner.job_run import open_run
 from batchspec.model.families.shapes import COMMON, SHAPES
 from batchspec.packing.ordered_requests import WINDOW_SHARDS
 from batchspec.packing.survey import Survey
-from batchspec.prepare import Job, open_job
 from batchspec.process.garbage import older_objects_frozen
 from batchspec.process.signals import EndSignals
 from batchspec.records import Completion, Request, RowStats, Snapshot
-from batchspec.report.progress_bar import ProgressBar
 from batchspec.request_stream import ListedRequests, RequestStream, stream_of, take_ready
-from batchspec.runner.decode_shards import JOURNAL_S
-from batchspec.runner.job_run import open_run
 from batchspec.text.chat_templates import ChatTemplates
 from batchspec.text.tokenizer import Tokenizer
 

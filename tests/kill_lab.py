@@ -24,16 +24,16 @@ import polars as pl
 import pyarrow.parquet as pq
 import torch
 
-from batchspec import job
 from batchspec.config.compose import compose
 from batchspec.config.schema import RunConfig
 from batchspec.data.runstate import claims, job_state
 from batchspec.data.runstate.claims import Claims
 from batchspec.data.storage.open_store import open_store
 from batchspec.errors import BatchspecError
-from batchspec.load import build
-from batchspec.runner import conclude, decode_shards, run_shards
-from batchspec.supervise import poison_rows
+from batchspec.job import run_job as job
+from batchspec.job.load import build
+from batchspec.job.runner import conclude, decode_shards, run_shards
+from batchspec.job.supervise import poison_rows
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import put
 from tests.stand_ins import H200

@@ -30,9 +30,9 @@ from batchspec.cluster import worker
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.step import ScheduledStep
+from batchspec.job.runner import follower
+from batchspec.job.supervise.leave import leave
 from batchspec.model.weights import Checkpoint
-from batchspec.runner import follower
-from batchspec.supervise.leave import leave
 from batchspec.warm import rank_process
 from tests.runs import put
 

@@ -33,10 +33,10 @@ from batchspec import run
 from batchspec.batch.automata import AutomataCapacity
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.distributed import rank_processes
+from batchspec.job.report.page import can_draw
+from batchspec.job.runner import commit_shards, conclude
+from batchspec.job.supervise import poison_rows
 from batchspec.packing import rates
-from batchspec.report.page import can_draw
-from batchspec.runner import commit_shards, conclude
-from batchspec.supervise import poison_rows
 from batchspec.text import chat_templates, templates
 from batchspec.text.templates import Templates
 from tests.models import make_checkpoint, make_tokenizer
@@ -179,7 +179,7 @@ def _child(arguments: list[str], log: Path, patch: Patch, environ: dict[str, str
 def fork_context() -> ForkServerContext:
     """Its processes are forked from a server that has imported what a run needs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.runs", "batchspec.job"])
+    context.set_forkserver_preload(["tests.runs", "batchspec.job.run_job"])
     return context
 
 

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.cli import main as cli
+from batchspec.job.report import stats as stats_module
+from batchspec.job.report.calls import ToolCalls
+from batchspec.job.report.json_answers import MAX_VALUES, Field, JsonTally
+from batchspec.job.report.labels import Label
+from batchspec.job.report.stats import JobStats, job_stats
+from batchspec.job.report.summary import DECODED, SCORED, speed_of
 from batchspec.records import Completion
-from batchspec.report import stats as stats_module
-from batchspec.report.calls import ToolCalls
-from batchspec.report.json_answers import MAX_VALUES, Field, JsonTally
-from batchspec.report.labels import Label
-from batchspec.report.stats import JobStats, job_stats
-from batchspec.report.summary import DECODED, SCORED, speed_of
 from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of
 
 
@@ -75,7 +75,7 @@ def test_labels_do_not_depend_on_how_much_is_read_at_once(tmp_path: Path, monkey
 
 
 def test_of_more_labels_than_are_counted_the_others_are_one_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchspec.report.labels.MAX_LABELS", 2)
+    monkeypatch.setattr("batchspec.job.report.labels.MAX_LABELS", 2)
     found = job(tmp_path, [scored(i, **{f"ending {i % 3}": 0.8, "x": 0.2}) for i in range(6)], score="choices").labels
     assert found is not None
     assert ([(one.label, one.rows) for one in found.labels], found.other_rows) == ([("ending 0", 2), ("ending 1", 2)], 2)

@@ -13,7 +13,7 @@ import batchspec
 from batchspec import run
 from batchspec.config.compose import compose
 from batchspec.errors import ConfigError
-from batchspec.prepare import open_job
+from batchspec.job.prepare import open_job
 from batchspec.records import MAX_BAD_WORD, MAX_BAD_WORDS
 from batchspec.text.tokenizer import Tokenizer
 from tests.runs import make_model

@@ -27,12 +27,12 @@ from batchspec.draft import pard
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.prefill.graphs import PrefillGraphs
 from batchspec.errors import ConfigError, InputError
+from batchspec.job.prepare import open_job, survey_first
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.families.shapes import COMMON, SHAPES
 from batchspec.model.lora_products import LoraStacks
 from batchspec.packed_batch import ExpectedRows, PackedBatch
 from batchspec.packing.survey import Survey
-from batchspec.prepare import open_job, survey_first
 from batchspec.records import Completion, Request, RowError
 from batchspec.request_stream import RequestStream
 from tests.assistants import make_assistant, make_target

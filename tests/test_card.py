@@ -23,8 +23,8 @@ from batchspec.config.schema import InputConfig, ModelConfig, OutputConfig, RunC
 from batchspec.config.typed import from_json, to_json
 from batchspec.data.dataset.columns import map_columns
 from batchspec.data.dataset.schema import output_schema
-from batchspec.report.card import _without_local_paths, _yaml
-from batchspec.report.columns import COPIED, meaning
+from batchspec.job.report.card import _without_local_paths, _yaml
+from batchspec.job.report.columns import COPIED, meaning
 from tests.int4_layouts import make, of_gptq
 from tests.models import make_checkpoint, make_tokenizer
 

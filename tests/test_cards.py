@@ -13,12 +13,12 @@ import torch
 from batchspec import cli
 from batchspec.commands.plan import taken
 from batchspec.errors import ConfigError
+from batchspec.job.prepare import choose_device
 from batchspec.kernels.common import card
 from batchspec.kernels.common.card import assumed
 from batchspec.model.families.shapes import COMMON, SHAPES
 from batchspec.packing import rates
 from batchspec.packing.rates import card_rates, device_rates
-from batchspec.prepare import choose_device
 from batchspec.tuning.cards import KnownCard, check_card, entry_of, known_card, known_cards
 
 GPU, BF16 = torch.device("cuda"), torch.bfloat16

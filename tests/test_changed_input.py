@@ -24,8 +24,8 @@ from batchspec.data.dataset.shard_layout import ShardLayout
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.data.storage.places import LocalPlace
 from batchspec.errors import InputError
+from batchspec.job.runner.shard_work import ShardWork
 from batchspec.records import Completion
-from batchspec.runner.shard_work import ShardWork
 from tests.runs import make_model, run_apart
 from tests.s3_lab import BUCKET, running_lab
 
@@ -238,7 +238,7 @@ class Forgetful:
 @pytest.mark.parametrize("keeps", [0, 3])
 def test_shards_that_no_pass_gives_end_the_run(model: Path, tmp_path: Path, keeps: int) -> None:
     from batchspec.config.compose import compose
-    from batchspec.job import run_job
+    from batchspec.job.run_job import run_job
 
     config = compose(arguments(model, "unused", tmp_path / "out"))
     source = Forgetful(table_source(pa.Table.from_pylist(rows())), keeps)

@@ -16,7 +16,7 @@ from batchspec.data.storage import retry
 from batchspec.data.storage.cloud_store import CloudStore
 from batchspec.data.storage.open_store import open_store
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.report.stats import job_stats
+from batchspec.job.report.stats import job_stats
 from tests.cloud_lab import ACCOUNT_KEY, BUCKET, TOKEN, CloudLab, Faults, running_azure, running_gcs
 from tests.io_samples import new_folder, tables
 from tests.s3_lab import Proxy, running_proxy

@@ -18,9 +18,9 @@ import pytest
 from batchspec.data.dataset.reader import InputShard
 from batchspec.data.runstate.output_folder import CheckInput, OutputFolder
 from batchspec.data.runstate.shard_writer import PendingFile
+from batchspec.job.runner.commit_shards import MOST_WAITING, SMALL_BYTES, WAITING, ShardCommitter
+from batchspec.job.runner.shard_work import ShardWork
 from batchspec.packing.work_plan import COPIES, TOKEN_BYTES, DecodedShard
-from batchspec.runner.commit_shards import MOST_WAITING, SMALL_BYTES, WAITING, ShardCommitter
-from batchspec.runner.shard_work import ShardWork
 from tests.io_samples import completion, dataset, shards_of
 
 

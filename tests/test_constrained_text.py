@@ -18,10 +18,10 @@ import batchspec
 from batchspec.automata.token_automaton import BREAKS_AFTER_THOUGHT, OTHER, TokenSymbols
 from batchspec.data.dataset.columns import map_columns
 from batchspec.data.dataset.reader import table_source
+from batchspec.job.runner.shard_work import ShardWork
 from batchspec.kernels.rounds.accept import FULL, STOPPED
 from batchspec.packing.admit import Admission
 from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, RowError, RowStats, Thinking
-from batchspec.runner.shard_work import ShardWork
 from batchspec.structured.checked_text import checked_text
 from batchspec.structured.json_schema.schema import schema_rules
 from batchspec.text.tokenizer import Tokenizer

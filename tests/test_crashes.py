@@ -33,11 +33,11 @@ from batchspec.engine.loop.scheduler import Scheduler
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.step import ScheduledRound, ScheduledStep
 from batchspec.errors import Interrupted
+from batchspec.job.runner.oom_fallback import smaller
+from batchspec.job.supervise import poison_rows
+from batchspec.job.supervise.leases import released_at_end
 from batchspec.model.spec import load_spec
 from batchspec.packed_batch import PackedBatch
-from batchspec.runner.oom_fallback import smaller
-from batchspec.supervise import poison_rows
-from batchspec.supervise.leases import released_at_end
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import Patch, make_model, make_prompts, run_apart

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from batchspec.job.runner.run_monitor import RequestsInTime
+from batchspec.job.supervise.deadline import PREFILLS, Deadline
 from batchspec.request_stream import ListedRequests
-from batchspec.runner.run_monitor import RequestsInTime
-from batchspec.supervise.deadline import PREFILLS, Deadline
 from tests.streams import all_of
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from batchspec import prepare, run
+from batchspec import run
 from batchspec.bench.arguments import parse
 from batchspec.commands import decode_again, plan_text
 from batchspec.commands import planning as plan_command
@@ -17,11 +17,12 @@ from batchspec.config.checks import check
 from batchspec.config.compose import compose
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
+from batchspec.job import prepare
+from batchspec.job.load import memory
 from batchspec.kernels.common import card
 from batchspec.kernels.gemm.fp8_tiles import Fp8Tile
 from batchspec.kernels.gemm.ordered_tiles import MIN_SEGMENT, SEGMENT_UNIT, ordered_tile, segments_of
 from batchspec.kernels.gemm.tiles import Tile
-from batchspec.load import memory
 from batchspec.model import deterministic
 from batchspec.model.deterministic import in_one_order
 from batchspec.model.families.shapes import COMMON, SHAPES

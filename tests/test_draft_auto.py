@@ -25,9 +25,9 @@ from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.config.train_schema import TrainRun, check_training
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import CheckpointError, ConfigError
+from batchspec.job.prepare import open_model
 from batchspec.model.families.shapes import COMMON, SHAPES
 from batchspec.model.spec import load_spec
-from batchspec.prepare import open_model
 from batchspec.warm.engine import Engine
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import make_prompts, run_apart, signalled_after_commits

@@ -26,7 +26,7 @@ from batchspec.draft.base import NoFeatures
 from batchspec.draft.shapes import ChainShape, TreeShape
 from batchspec.draft.spec import DrafterSpec, Weightless, open_drafter
 from batchspec.errors import ConfigError
-from batchspec.job import run_job
+from batchspec.job.run_job import run_job
 from batchspec.model.target import Target
 from tests.engines import DEVICE, tiny_target
 from tests.runs import make_model

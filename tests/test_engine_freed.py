@@ -21,9 +21,9 @@ from batchspec.draft.none import NoDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import StorageError
+from batchspec.job.runner.run_monitor import RunMonitor
 from batchspec.process.garbage import OF_PYTHON, RARE, imports_frozen, older_objects_frozen
 from batchspec.records import Request
-from batchspec.runner.run_monitor import RunMonitor
 from tests.engines import DEVICE, make_engine, packed, request, tiny_target
 from tests.runs import make_model, make_prompts
 

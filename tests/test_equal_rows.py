@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from batchspec import run
 from batchspec.commands.stats import render
 from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.job.report.stats import job_stats
 from batchspec.packing.equal_rows import EqualRows, answer_key
 from batchspec.records import Completion, Request, SamplingParams
-from batchspec.report.stats import job_stats
 from batchspec.request_stream import ListedRequests
 from tests.models import make_checkpoint, make_tokenizer
 from tests.test_planner import request

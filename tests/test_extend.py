@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchspec import job, run
+from batchspec import run
 from batchspec.commands import compact, export, plan, status, verify
 from batchspec.commands import inspect as inspecting
 from batchspec.config.compose import compose
@@ -21,13 +21,14 @@ from batchspec.data.runstate.generations import Generation
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.engine.loop.engine import Engine
 from batchspec.errors import StorageError
-from batchspec.prepare import Job, open_job
+from batchspec.job import run_job as job
+from batchspec.job.prepare import Job, open_job
+from batchspec.job.report.stats import job_stats
+from batchspec.job.report.status import StatusReader
+from batchspec.job.runner.new_extension import new_extension
+from batchspec.job.runner.new_retry import new_retry
 from batchspec.records import Completion, RowError
-from batchspec.report.stats import job_stats
-from batchspec.report.status import StatusReader
 from batchspec.request_stream import RequestStream
-from batchspec.runner.new_extension import new_extension
-from batchspec.runner.new_retry import new_retry
 from tests.runs import make_model
 from tests.streams import all_of
 
@@ -361,7 +362,7 @@ def test_tool_calls_that_first_come_in_a_new_file_are_refused_by_the_columns_nam
 def test_a_change_that_another_run_begins_between_the_checks_is_not_undone(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mine: str
 ) -> None:
-    out, cap, where = tmp_path / "out", "decode.max_new_tokens=16", "batchspec.runner.job_run.new_retry"
+    out, cap, where = tmp_path / "out", "decode.max_new_tokens=16", "batchspec.job.runner.job_run.new_retry"
     assert run.main(arguments(folder, out, "input.limit=5")) == 0
     both = {"extend": ["resume=extend"], "length": ["input.limit=5", "resume=length", cap]}
     other = both["length" if mine == "extend" else "extend"]

@@ -14,7 +14,7 @@ import polars as pl
 import pytest
 
 from batchspec.data.runstate.output_folder import OutputFolder
-from batchspec.report.status import StatusReader
+from batchspec.job.report.status import StatusReader
 from tests.kill_lab import (
     CALLS,
     Conduct,

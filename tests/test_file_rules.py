@@ -16,7 +16,7 @@ OPENS: dict[str, str] = {
     "process.local_files": "opens regular files alone",
     "process.program": "/dev/null",
     "data.runstate.claims": "/proc",
-    "report.start_up": "/proc",
+    "job.report.start_up": "/proc",
     "process.load_progress": "/proc",
     "process.bytecode": "the package's own list of modules",
     "commands.families": "the package's own table",

@@ -16,6 +16,8 @@ from torch import Tensor
 from batchspec.checkpoint.files import LocalFiles
 from batchspec.config.compose import compose
 from batchspec.errors import CheckpointError, ConfigError
+from batchspec.job.prepare import Job, open_job
+from batchspec.job.runner.identity import job_fingerprint
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
 from batchspec.model.decoder import LayerWeights
 from batchspec.model.layers.base import ProductSpec, Projection, Shard
@@ -28,8 +30,6 @@ from batchspec.model.shard import part_of, slices_of
 from batchspec.model.spec import load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
-from batchspec.prepare import Job, open_job
-from batchspec.runner.identity import job_fingerprint
 from tests.gemma4_models import DENSE, LAYER_INPUTS
 from tests.models import make_checkpoint, make_tokenizer
 from tests.moe_models import Strong, tiny_spec

@@ -266,7 +266,7 @@ def test_what_the_leader_refuses_ends_the_group(command: list[str], tmp_path: Pa
 def test_a_leader_whose_main_thread_waits_for_a_lost_rank_saves_its_work_and_ends() -> None:
     """As on a GPU, where the host waits for a kernel that waits for the other GPU."""
     done = run_python(["-c", """import time
-from batchspec.supervise import watchdog
+from batchspec.job.supervise import watchdog
 watchdog.LOST_S = 0.2
 dog = watchdog.Watchdog(1000.0, lost=lambda: True)
 dog.save = lambda: "of the other shards 3 completions are saved"

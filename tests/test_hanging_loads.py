@@ -29,13 +29,13 @@ from batchspec.draft.none import NoDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.records import RoundResult
 from batchspec.engine.step import RoundShape
+from batchspec.job.report import progress_bar
+from batchspec.job.report.progress_bar import TICK_S, ProgressBar
+from batchspec.job.supervise import watchdog
+from batchspec.job.supervise.watchdog import LOAD_FACTOR, Watchdog
 from batchspec.model.weights import Checkpoint
 from batchspec.process import load_progress
 from batchspec.process.load_progress import RESIDENT_BYTES, WINDOW_S, WRITTEN_BYTES, Activity, steps_of_download
-from batchspec.report import progress_bar
-from batchspec.report.progress_bar import TICK_S, ProgressBar
-from batchspec.supervise import watchdog
-from batchspec.supervise.watchdog import LOAD_FACTOR, Watchdog
 from tests.crews import make_job, tokens
 from tests.engines import DEVICE, make_engine, packed, tiny_target
 from tests.forked import run_python
@@ -226,7 +226,7 @@ def test_a_load_that_hangs_while_it_holds_the_gil_ends_without_a_parent(limit_s:
     """The watchdog's thread does not run either, in the second case from its start: before its first check, which is later than
     the end of the process here."""
     done = run_python(["-c", f"""import re, time
-from batchspec.supervise import watchdog
+from batchspec.job.supervise import watchdog
 watchdog.SAVE_S = 0.5
 watchdog.LOAD_FACTOR, watchdog.NUM_CHECKS = (3.0, 20) if {limit_s} < 1 else (0.05, 1)
 dog = watchdog.Watchdog({limit_s})

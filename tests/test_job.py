@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import batchspec
-from batchspec import prepare, run
+from batchspec import run
 from batchspec.commands import plan, verify
 from batchspec.commands.decode_again import Difference, summary
 from batchspec.data.runstate import claims
@@ -34,10 +34,11 @@ from batchspec.engine.loop.totals import EngineTotals
 from batchspec.engine.rounds.records import RoundResult
 from batchspec.engine.rounds.round import Round
 from batchspec.errors import ConfigError, OutputError
+from batchspec.job import prepare
+from batchspec.job.report.stats import job_stats
+from batchspec.job.runner import decode_shards
+from batchspec.job.runner.run_monitor import RunMonitor
 from batchspec.records import Snapshot
-from batchspec.report.stats import job_stats
-from batchspec.runner import decode_shards
-from batchspec.runner.run_monitor import RunMonitor
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import run_apart, signalled_after_commits, start_apart
 

@@ -22,8 +22,8 @@ from batchspec.config.schema import InputConfig, ModelConfig, RunConfig
 from batchspec.console.text import ERROR_CHARS
 from batchspec.draft.weights import read_head_spec
 from batchspec.errors import CheckpointError, ConfigError
+from batchspec.job.prepare import open_job
 from batchspec.model.weights import judge_model
-from batchspec.prepare import open_job
 from tests.eagle_reference import Design
 from tests.heads import random_tensors, write_head
 from tests.hub_lab import Hub, running_hub

@@ -22,6 +22,7 @@ from batchspec.config.compose import compose
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.data.runstate.run_folder import KV_SCALES
 from batchspec.errors import CheckpointError, ConfigError, OutputError
+from batchspec.job.prepare import open_job
 from batchspec.kernels.common.card import assumed
 from batchspec.model.kv_calibration import MARGIN, MAX_TOKENS, calibrate, calibration_prompts
 from batchspec.model.layers.attention.kv_layout import KVLayout, LayerKV
@@ -30,7 +31,6 @@ from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.packing.cost import kv_read_bytes
 from batchspec.packing.kv_memory import KVMemory
-from batchspec.prepare import open_job
 from batchspec.text.tokenizer import Tokenizer
 from batchspec.tuning.cards import known_card
 from tests.attentions import attentions

@@ -11,8 +11,8 @@ from batchspec.data.runstate.attempts import Attempts
 from batchspec.data.runstate.claims import Claims
 from batchspec.data.runstate.journal import Journal, Journaled
 from batchspec.data.storage.local_store import LocalStore
-from batchspec.supervise.deadline import Deadline
-from batchspec.supervise.leases import ClaimedShards
+from batchspec.job.supervise.deadline import Deadline
+from batchspec.job.supervise.leases import ClaimedShards
 from tests.io_samples import dataset, shards_of
 
 SHARDS, _ = shards_of(dataset(5), 1)

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from batchspec.errors import CheckpointError, ConfigError
+from batchspec.job.prepare import with_states
 from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
 from batchspec.model.layers.short_conv.block import ShortConvSpec
 from batchspec.model.spec import load_spec, read_spec
 from batchspec.model.weights import expected_shapes
-from batchspec.prepare import with_states
 from tests.models import make_checkpoint
 from tests.test_config_values import ODD_NUMBERS, ODD_VALUES, ours
 from tests.test_target import Runner, assert_like_transformers, load, oracle, prompts

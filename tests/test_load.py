@@ -13,9 +13,9 @@ import torch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.config.compose import compose
 from batchspec.engine.loop.engine import Engine
-from batchspec.load.build import prepare_engine, usual_mode
+from batchspec.job.load.build import prepare_engine, usual_mode
+from batchspec.job.prepare import open_job
 from batchspec.packing.survey import Survey
-from batchspec.prepare import open_job
 from batchspec.records import Request
 from tests.engines import request
 from tests.runs import make_model

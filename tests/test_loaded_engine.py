@@ -10,7 +10,7 @@ import pytest
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
-from batchspec.load.loaded_engine import LoadedEngine
+from batchspec.job.load.loaded_engine import LoadedEngine
 from batchspec.records import Completion, Request
 from tests.engines import DEVICE, make_engine, packed, request, tiny_target
 from tests.moe_models import ids_of

@@ -24,13 +24,13 @@ from batchspec.commands.decode_again import other_cache
 from batchspec.config.compose import compose
 from batchspec.config.schema import CacheConfig
 from batchspec.errors import CheckpointError, ConfigError
+from batchspec.job.prepare import open_job
 from batchspec.model.layers.base import Shard
 from batchspec.model.lora import FILE, AdaptedWeights, adapted, open_adapter
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import EMBEDDING, load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import Checkpoint, taken
-from batchspec.prepare import open_job
 from tests.models import make_checkpoint, make_tokenizer
 from tests.ranks import bits, on_ranks
 from tests.runs import make_jobs_quick, make_prompts

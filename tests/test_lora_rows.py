@@ -27,6 +27,7 @@ from batchspec.config.compose import compose
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.engine.slots import expected_pages
 from batchspec.errors import CheckpointError, ConfigError
+from batchspec.job.prepare import open_model
 from batchspec.kernels.benchmarks.lora_bench import SHAPES
 from batchspec.kernels.lora.lora_shrink import RANKS, num_splits
 from batchspec.kernels.lora.lora_tokens import block_of, max_tiles
@@ -41,7 +42,6 @@ from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.packing.cost import read_bytes, round_seconds
 from batchspec.packing.memory import reserve_bytes
-from batchspec.prepare import open_model
 from tests.gemma4_models import DENSE, LAYER_INPUTS
 from tests.models import make_checkpoint, make_tokenizer
 from tests.ranks import on_ranks

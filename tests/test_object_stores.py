@@ -17,7 +17,7 @@ from batchspec.data.storage.object_store import ObjectStore
 from batchspec.data.storage.open_store import open_store
 from batchspec.data.storage.store import Tail
 from batchspec.errors import OutputError
-from batchspec.report.stats import job_stats
+from batchspec.job.report.stats import job_stats
 from tests.cloud_lab import CloudLab, running_azure, running_gcs
 from tests.cloud_lab import Faults as CloudFaults
 from tests.io_samples import new_folder, tables

@@ -20,13 +20,13 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.prefill.runner import PrefillRunner
 from batchspec.engine.rounds.round import Round
 from batchspec.errors import CapacityError
-from batchspec.load import loaded_engine
-from batchspec.load.build import load_engine
+from batchspec.job.load import loaded_engine
+from batchspec.job.load.build import load_engine
+from batchspec.job.runner import shard_workers
+from batchspec.job.runner.oom_fallback import EngineWithFallback
+from batchspec.job.runner.shard_work import ShardWork
+from batchspec.job.runner.shard_worker import COMMAND
 from batchspec.packing.admit import Admission
-from batchspec.runner import shard_workers
-from batchspec.runner.oom_fallback import EngineWithFallback
-from batchspec.runner.shard_work import ShardWork
-from batchspec.runner.shard_worker import COMMAND
 from batchspec.text.tokenizer import Tokenizer
 from tests.runs import make_model, make_prompts
 
@@ -125,7 +125,7 @@ def test_the_larger_engine_is_gone_when_the_smaller_one_is_loaded(
         engines.append(weakref.ref(engine))
         return engine
 
-    monkeypatch.setattr("batchspec.load.loaded_engine.load_engine", loads)
+    monkeypatch.setattr("batchspec.job.load.loaded_engine.load_engine", loads)
     assert run.main(arguments(model, tmp_path / "out")) == 0
     assert alive == [0, 0]
 
@@ -178,7 +178,7 @@ def test_memory_that_runs_out_in_a_worker_process_loses_no_row(
     marks = tmp_path / "marks"
     marks.mkdir()
     fault = (
-        f"import pathlib\nfrom batchspec.runner import shard_worker\nmarks, task = pathlib.Path({str(marks)!r}), {task!r}\n"
+        f"import pathlib\nfrom batchspec.job.runner import shard_worker\nmarks, task = pathlib.Path({str(marks)!r}), {task!r}\n"
         "inner = getattr(shard_worker, task)\n"
         "def failing(*rest):\n"
         f"    if {always} or not list(marks.iterdir()):\n"

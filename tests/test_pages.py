@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "jobs"
 NAMES = ("README.md", "conf/README.md", "batchspec/README.md", "kernels/README.md")
 PAGES = [*(ROOT / name for name in NAMES), JOBS / "README.md", *sorted((JOBS / "pages").glob("*.md"))]
-FOLDERS = ("*", "data/*")
+FOLDERS = ("*", "data/*", "job/*")
 PACKAGES = [path for folder in FOLDERS for path in (ROOT / "batchspec").glob(f"{folder}/__init__.py")]
 INDEXES = [path for path in PACKAGES if ".py" in path.read_text(encoding="utf-8")]
 KEYS = {*keys(), *keys(TrainRun())}

@@ -31,11 +31,11 @@ from batchspec.distributed.group import check_reach
 from batchspec.distributed.peer import Lane, PeerCollectives
 from batchspec.distributed.seat import Seat
 from batchspec.errors import ConfigError, RankLost
+from batchspec.job.supervise import watchdog
 from batchspec.kernels.distributed.peer_memory import PeerMemory, buffer_bytes, peer_memory
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form
 from batchspec.model.layers.base import Shard
 from batchspec.packing.memory import reserve_bytes
-from batchspec.supervise import watchdog
 from batchspec.tuning import exchange
 from tests.engines import tiny_spec
 from tests.ranks import Table, ThreadCollectives, bits, on_ranks, start_ranks

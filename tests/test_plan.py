@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from batchspec import prepare
 from batchspec.checkpoint.generation_config import read_generation
 from batchspec.commands import plan as command
 from batchspec.commands import plan_text, planning
@@ -24,8 +23,9 @@ from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.schema import RunConfig
 from batchspec.data.storage.local_store import LocalStore
 from batchspec.errors import BatchspecError, CapacityError, ConfigError, InputError, StorageError
+from batchspec.job import prepare
+from batchspec.job.load import memory
 from batchspec.kernels.common import card
-from batchspec.load import memory
 from batchspec.model.families.shapes import COMMON, SHAPES
 from batchspec.model.spec import read_spec
 from batchspec.packing.memory import prefill_graph_bytes, reserve_bytes

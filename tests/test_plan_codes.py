@@ -16,8 +16,8 @@ from batchspec.commands import planning
 from batchspec.config.schema import OutputConfig
 from batchspec.data.storage.local_store import LocalStore
 from batchspec.errors import OutputError, StorageError
-from batchspec.load import memory
-from batchspec.runner import checked_run
+from batchspec.job.load import memory
+from batchspec.job.runner import checked_run
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import make_jobs_quick
 

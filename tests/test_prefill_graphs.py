@@ -38,8 +38,8 @@ from batchspec.engine.prefill.passes import Prefilled, chunks, prefill_chunk
 from batchspec.engine.prefill.shapes import PassShape, PassShapes
 from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.step import Segment
+from batchspec.job.load.build import build_engine
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.load.build import build_engine
 from batchspec.model.layers.attention.flash import SHORT
 from batchspec.model.lora_products import LoraStacks
 from batchspec.model.target import Target

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from batchspec.report import progress_bar as progress_module
-from batchspec.report.progress_bar import ProgressBar
+from batchspec.job.report import progress_bar as progress_module
+from batchspec.job.report.progress_bar import ProgressBar
 
 
 class Clock:

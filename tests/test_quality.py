@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from batchspec import run
 from batchspec.commands.stats import main
+from batchspec.job.report import quality
+from batchspec.job.report import stats as stats_module
+from batchspec.job.report.quality import LOOP_CHARS, LOOP_COPIES, ends_in_a_loop
+from batchspec.job.report.stats import job_stats
 from batchspec.records import Completion
-from batchspec.report import quality
-from batchspec.report import stats as stats_module
-from batchspec.report.quality import LOOP_CHARS, LOOP_COPIES, ends_in_a_loop
-from batchspec.report.stats import job_stats
 from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of
 from tests.models import make_checkpoint, make_tokenizer
 

@@ -10,7 +10,6 @@ import polars as pl
 import pytest
 import torch
 
-from batchspec import prepare
 from batchspec.bench import command as bench
 from batchspec.bench.arguments import parse
 from batchspec.bench.engines import Bench, variant_specs
@@ -19,8 +18,9 @@ from batchspec.bench.workloads import make_workload
 from batchspec.commands import plan_text, planning
 from batchspec.config.compose import compose
 from batchspec.errors import ConfigError
+from batchspec.job import prepare
+from batchspec.job.load import memory
 from batchspec.kernels.common import card
-from batchspec.load import memory
 from batchspec.model.families.shapes import COMMON, SHAPES, shape_spec
 from batchspec.model.layers.gated_delta.block import A_LOGS, DT_BIASES
 from batchspec.model.products import products

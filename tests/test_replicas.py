@@ -23,6 +23,7 @@ from batchspec.config.schema import PackingConfig, RunConfig
 from batchspec.config.typed import to_json
 from batchspec.draft.formats import HeadSpec
 from batchspec.errors import CapacityError, ConfigError
+from batchspec.job.prepare import open_model
 from batchspec.model.families.shapes import shape_spec
 from batchspec.model.layers.base import WHOLE, Shard
 from batchspec.model.spec import ModelSpec, load_spec
@@ -32,7 +33,6 @@ from batchspec.packing.exchange import exchange_seconds, sum_seconds
 from batchspec.packing.expected_drafts import ExpectedDrafts
 from batchspec.packing.planner import Demand, Forecast, choose_batch, forecast
 from batchspec.packing.replicas import GpuLayout, best, gpu_layouts
-from batchspec.prepare import open_model
 from batchspec.process.child_process import python_command
 from batchspec.tuning import exchange as tuning
 from tests.attentions import attentions

@@ -15,12 +15,12 @@ from batchspec import run
 from batchspec.commands.report import main
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import ConfigError, OutputError
+from batchspec.job.report import error_rows, page
+from batchspec.job.report.error_rows import first_errors
+from batchspec.job.report.stats import job_stats
+from batchspec.job.report.texts import cut
+from batchspec.job.runner import conclude
 from batchspec.records import Completion, RowError
-from batchspec.report import error_rows, page
-from batchspec.report.error_rows import first_errors
-from batchspec.report.stats import job_stats
-from batchspec.report.texts import cut
-from batchspec.runner import conclude
 from tests.browser import running_browser
 from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of, stats
 from tests.models import make_checkpoint, make_tokenizer

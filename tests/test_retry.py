@@ -34,12 +34,12 @@ from batchspec.engine.rounds.round import Round
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.run_features import RunFeatures
 from batchspec.errors import OutputError
-from batchspec.prepare import open_job
+from batchspec.job.prepare import open_job
+from batchspec.job.report.status import StatusReader
+from batchspec.job.runner.new_retry import new_retry
+from batchspec.job.runner.retry_plan import RetryPlan
 from batchspec.records import Completion, Request, RowError
-from batchspec.report.status import StatusReader
 from batchspec.request_stream import RequestStream
-from batchspec.runner.new_retry import new_retry
-from batchspec.runner.retry_plan import RetryPlan
 from tests.models import make_checkpoint, make_thinking_tokenizer
 from tests.runs import run_apart
 from tests.s3_lab import BUCKET, Lab, running_lab

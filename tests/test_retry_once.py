@@ -20,7 +20,7 @@ from batchspec import cli, run
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.data.runstate.overwrite import CREW
 from batchspec.errors import StorageError
-from batchspec.runner import conclude
+from batchspec.job.runner import conclude
 from tests.runs import make_model, make_prompts
 from tests.test_cluster_recipes import POD, PYTHON, SKY
 from tests.test_retry import failing_q8
@@ -144,8 +144,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pushed.append(repo)
         return SimpleNamespace(line=lambda: f"pushed to {repo}")
 
-    monkeypatch.setattr("batchspec.job.check_push_key", lambda *_: None)
-    monkeypatch.setattr("batchspec.runner.checked_run.check_target_key", lambda *_: None)
+    monkeypatch.setattr("batchspec.job.run_job.check_push_key", lambda *_: None)
+    monkeypatch.setattr("batchspec.job.runner.checked_run.check_target_key", lambda *_: None)
     monkeypatch.setattr(conclude, "push_output", push)
     monkeypatch.setattr(conclude, "can_draw", lambda: True)
     monkeypatch.setattr(conclude, "write_report", lambda output, stats: output.put_report(f"{stats.completions} rows"))

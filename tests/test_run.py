@@ -19,13 +19,13 @@ from batchspec.config.reference import options
 from batchspec.config.schema import RunConfig
 from batchspec.data.runstate.heartbeat_writer import HeartbeatWriter
 from batchspec.errors import BatchspecError, ConfigError, InputError, Interrupted, StorageError
-from batchspec.supervise.watchdog import Watchdog
+from batchspec.job.supervise.watchdog import Watchdog
 
 GIVEN = ["model.path=m", "input.path=i.parquet", "output.dir=o"]
 
 
 class Jobs:
-    """In place of batchspec.job: keeps the configurations it is run with."""
+    """In place of batchspec.job.run_job: keeps the configurations it is run with."""
 
     def __init__(self) -> None:
         self.ran: list[RunConfig] = []
@@ -43,9 +43,9 @@ class Jobs:
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Jobs]:
     made = Jobs()
-    module = ModuleType("batchspec.job")
+    module = ModuleType("batchspec.job.run_job")
     module.run_job = made.run_job  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "batchspec.job", module)
+    monkeypatch.setitem(sys.modules, "batchspec.job.run_job", module)
     monkeypatch.setattr("batchspec.data.dataset.input_paths.check_exist", lambda path: None)  # the inputs are names only
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))

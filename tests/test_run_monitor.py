@@ -10,9 +10,9 @@ import pytest
 
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.engine.rounds.results import RoundLog
+from batchspec.job.report.progress_bar import ProgressBar
+from batchspec.job.runner.run_monitor import RunMonitor
 from batchspec.records import Completion
-from batchspec.report.progress_bar import ProgressBar
-from batchspec.runner.run_monitor import RunMonitor
 
 
 def done(num_tokens: int) -> Completion:

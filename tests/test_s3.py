@@ -23,7 +23,7 @@ from batchspec.data.storage.s3_client import filesystem
 from batchspec.data.storage.s3_store import S3Store
 from batchspec.data.storage.store import STALE_S
 from batchspec.errors import ConfigError, InputError, OutputError, StorageError
-from batchspec.report.stats import job_stats
+from batchspec.job.report.stats import job_stats
 from tests.io_samples import new_folder, tables
 from tests.s3_lab import BUCKET, KEY_ID, SECRET, Faults, Lab, Proxy, running_lab, running_proxy
 

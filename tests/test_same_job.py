@@ -23,13 +23,13 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.scheduler import Scheduler
 from batchspec.engine.step import ScheduledRound
 from batchspec.errors import OutputError
+from batchspec.job.prepare import open_job
+from batchspec.job.runner.commit_shards import PendingCommit, ShardCommitter
+from batchspec.job.runner.identity import job_fingerprint
+from batchspec.job.runner.job_run import open_run
 from batchspec.kernels.attention.ordered_step import PART, block_of
 from batchspec.model.deterministic import ORDER_VERSION
 from batchspec.packing.work_plan import DecodedShard
-from batchspec.prepare import open_job
-from batchspec.runner.commit_shards import PendingCommit, ShardCommitter
-from batchspec.runner.identity import job_fingerprint
-from batchspec.runner.job_run import open_run
 from tests.models import CHAT_TEMPLATE, make_checkpoint, make_thinking_tokenizer, make_tokenizer
 from tests.slurm_lab import wait_for
 from tests.test_job import arguments, prompts

@@ -28,14 +28,14 @@ from batchspec.data.dataset.reader import InputShard, table_source
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.data.runstate.shard_writer import UnpublishedFile
 from batchspec.errors import CapacityError, InputError, Interrupted, StorageError, WorkerLost
+from batchspec.job.runner import shard_workers
+from batchspec.job.runner.shard_work import ShardWork
+from batchspec.job.runner.shard_worker import PART_ROWS, from_bytes, to_bytes
+from batchspec.job.runner.shard_workers import ShardWorkers
 from batchspec.packing.admit import Admission
 from batchspec.packing.work_plan import AdmittedShards
 from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.records import Completion, Request, RowStats
-from batchspec.runner import shard_workers
-from batchspec.runner.shard_work import ShardWork
-from batchspec.runner.shard_worker import PART_ROWS, from_bytes, to_bytes
-from batchspec.runner.shard_workers import ShardWorkers
 from batchspec.text.tokenizer import Tokenizer
 from tests.killing_tokenizer import KillingTokenizer
 from tests.models import make_checkpoint, make_tokenizer

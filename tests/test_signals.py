@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 
-from batchspec import cli, job, run
+from batchspec import cli, run
 from batchspec.commands import stats
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import Interrupted, TooManyErrors
+from batchspec.job import run_job as job
+from batchspec.job.runner import checked_run, conclude
+from batchspec.job.runner.job_run import FoundRun
+from batchspec.job.runner.oom_fallback import EngineWithFallback
 from batchspec.process.first_signals import SIGNALS
 from batchspec.process.signals import EndSignals
-from batchspec.runner import checked_run, conclude
-from batchspec.runner.job_run import FoundRun
-from batchspec.runner.oom_fallback import EngineWithFallback
 from tests.runs import make_model, make_prompts, put, run_apart
 
 ROOT = Path(__file__).parents[1]
@@ -114,8 +115,8 @@ def test_a_report_of_a_part_of_the_rows_does_not_outlive_them(
 def test_a_signal_while_the_rows_are_pushed_tells_that_they_are_not(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("batchspec.job.check_push_key", lambda *_: None)
-    monkeypatch.setattr("batchspec.runner.checked_run.check_target_key", lambda *_: None)
+    monkeypatch.setattr("batchspec.job.run_job.check_push_key", lambda *_: None)
+    monkeypatch.setattr("batchspec.job.runner.checked_run.check_target_key", lambda *_: None)
     monkeypatch.setattr(conclude, "push_output", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     assert run.main([*command, "output.push_to_hub=org/answers"]) == 75
     assert capsys.readouterr().err.splitlines()[-1] == (

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from batchspec import run
-from batchspec.supervise import slurm
-from batchspec.supervise.slurm import Task, parse_time, requeue, this_task
+from batchspec.job.supervise import slurm
+from batchspec.job.supervise.slurm import Task, parse_time, requeue, this_task
 from tests.forked import run_python
 from tests.models import make_checkpoint, make_tokenizer
 from tests.slurm_lab import Lab, lacking, running_slurm, wait_for

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from batchspec import run
+from batchspec.job.report.start_up import StartUp, process_age_s
 from batchspec.packing.survey import PREFIX_TOKENS, Survey
 from batchspec.records import Request, SamplingParams
-from batchspec.report.start_up import StartUp, process_age_s
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import make_prompts
 

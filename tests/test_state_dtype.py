@@ -16,12 +16,12 @@ from batchspec.commands.decode_again import other_cache
 from batchspec.commands.planning import plan
 from batchspec.config.compose import compose
 from batchspec.errors import ConfigError, OutputError
+from batchspec.job.prepare import Job, open_job
+from batchspec.job.runner.identity import job_fingerprint
+from batchspec.job.runner.job_run import open_run
 from batchspec.model.layers.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec
-from batchspec.prepare import Job, open_job
-from batchspec.runner.identity import job_fingerprint
-from batchspec.runner.job_run import open_run
 from tests.models import make_checkpoint, make_tokenizer
 from tests.test_recurrent_families import SHAPE
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from batchspec.commands.stats import main
 from batchspec.errors import OutputError
+from batchspec.job.report import stats as stats_module
+from batchspec.job.report.card import dataset_card
+from batchspec.job.report.stats import job_stats
+from batchspec.job.report.summary import Calibration
 from batchspec.records import Completion, RowStats
-from batchspec.report import stats as stats_module
-from batchspec.report.card import dataset_card
-from batchspec.report.stats import job_stats
-from batchspec.report.summary import Calibration
 from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of, stats
 
 

@@ -20,7 +20,6 @@ import polars as pl
 import pytest
 import torch
 
-from batchspec import job as job_module
 from batchspec import run
 from batchspec.commands import stats as stats_command
 from batchspec.commands import status as command
@@ -34,7 +33,8 @@ from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.engine.rounds.records import RoundResult
 from batchspec.engine.rounds.round import Round
 from batchspec.errors import ConfigError, Interrupted, OutputError, StorageError
-from batchspec.report.status import JobStatus, StatusReader
+from batchspec.job import run_job as job_module
+from batchspec.job.report.status import JobStatus, StatusReader
 from tests.io_samples import built, dataset, new_folder, shards_of
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import put, start_apart

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec.errors import StorageError
-from batchspec.report.timeline import DETAIL, Run, Timeline, course, parse_run
+from batchspec.job.report.timeline import DETAIL, Run, Timeline, course, parse_run
 
 
 @dataclass

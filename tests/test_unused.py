@@ -17,7 +17,7 @@ from batchspec.config.compose import compose
 from batchspec.config.unread import refuse_unread
 from batchspec.data.dataset.reader import table_source
 from batchspec.errors import ConfigError, InputError
-from batchspec.prepare import Job, open_job
+from batchspec.job.prepare import Job, open_job
 from batchspec.warm.engine import Engine
 from batchspec.warm.options import warm_config
 from tests.models import CHAT_TEMPLATE, make_checkpoint, make_thinking_tokenizer, make_tokenizer

@@ -28,7 +28,7 @@ from batchspec.distributed.rank_ends import culprit
 from batchspec.distributed.rank_processes import RankProcesses
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import BatchspecError, CapacityError, CheckpointError, ConfigError, DivergedError, EngineInUse, RankLost
-from batchspec.load.loaded_engine import LoadedEngine
+from batchspec.job.load.loaded_engine import LoadedEngine
 from batchspec.records import Completion
 from batchspec.request_stream import RequestStream
 from batchspec.warm import ranks as ranks_module

@@ -23,7 +23,7 @@ from torch import Tensor
 from batchspec import run
 from batchspec.cache.groups import KVGroups
 from batchspec.engine.slots import expected_pages
-from batchspec.load import memory
+from batchspec.job.load import memory
 from batchspec.model.spec import load_spec
 from batchspec.packing import planner
 from batchspec.packing.predict import LengthPredictor

@@ -45,10 +45,10 @@ from batchspec.checkpoint.files import LocalFiles, weight_names
 from batchspec.checkpoint.hub import resolve_model
 from batchspec.heads.data import Row
 from batchspec.heads.teacher import Teacher
+from batchspec.job.prepare import choose_device
 from batchspec.model.dtype import DTYPES
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
-from batchspec.prepare import choose_device
 from tests.four_bit_models import FOUR_BITS, PROJECTIONS, packed
 from tests.nvfp4_layouts import E2M1
 

@@ -14,9 +14,9 @@ from batchspec.config.checks import MAX_ADAPTERS
 from batchspec.config.values import violation
 from batchspec.console.arguments import ArgumentParser
 from batchspec.errors import ConfigError
+from batchspec.job.prepare import choose_device
 from batchspec.model.families.shapes import SHAPES
 from batchspec.model.lora_shape import MAX_RANK
-from batchspec.prepare import choose_device
 
 
 def parse(argv: list[str], description: str | None = None) -> argparse.Namespace:

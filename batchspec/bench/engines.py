@@ -1,8 +1,8 @@
 """The variants in which `batchspec bench` runs a workload: drafter, draft length, temperature and options, as a job's config.
 
 Drafters and engines are made and prepared as a job makes them (`draft/spec.py`, `build_engine` and `prepare_engine` of
-`load/build.py`), and fed by `LoadedEngine.run`. Only the shape of the batch comes from the arguments and not from the planner, so
-that no row waits for memory if there is enough.
+`job/load/build.py`), and fed by `LoadedEngine.run`. Only the shape of the batch comes from the arguments and not from the
+planner, so that no row waits for memory if there is enough.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec, open_drafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.ranks.lead import Lead
 from batchspec.errors import ConfigError
-from batchspec.load.build import build_engine
-from batchspec.load.loaded_engine import LoadedEngine
-from batchspec.load.memory import free_after_loading
+from batchspec.job.load.build import build_engine
+from batchspec.job.load.loaded_engine import LoadedEngine
+from batchspec.job.load.memory import free_after_loading
 from batchspec.model.families.shapes import DRAFT_VOCAB
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.kv_memory import KVMemory, kv_bytes

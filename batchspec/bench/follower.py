@@ -25,9 +25,9 @@ from batchspec.distributed.seat import Seat
 from batchspec.engine.loop.follower import follow
 from batchspec.engine.ranks.messages import Load, decode
 from batchspec.errors import BatchspecError, RankLost
+from batchspec.job.runner.follower import compute_as_leader
+from batchspec.job.supervise.leave import leave
 from batchspec.process.child_process import act_when_parent_ends
-from batchspec.runner.follower import compute_as_leader
-from batchspec.supervise.leave import leave
 
 
 def main() -> int:

@@ -17,8 +17,8 @@ from typing import NoReturn
 
 from batchspec.console import terminal
 from batchspec.errors import Interrupted
+from batchspec.job.report.start_up import age_clock
 from batchspec.process.threads import start_thread
-from batchspec.report.start_up import age_clock
 
 REPEAT_S = 30.0
 """Seconds after which a phase that still lasts is reported again."""

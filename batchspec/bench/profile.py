@@ -18,7 +18,7 @@ import torch
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import ConfigError
-from batchspec.load.loaded_engine import LoadedEngine
+from batchspec.job.load.loaded_engine import LoadedEngine
 from batchspec.records import Request
 
 SKIP_ROUNDS = 8

@@ -22,8 +22,8 @@ from batchspec.distributed.rank_ends import culprit, ending
 from batchspec.distributed.rank_processes import RankProcesses, RankProgram
 from batchspec.distributed.seat import Seat, new_group
 from batchspec.errors import ConfigError, Interrupted, RankLost
+from batchspec.job.supervise.leave import leave
 from batchspec.process.threads import start_thread
-from batchspec.supervise.leave import leave
 
 PROGRAM = ("-m", "batchspec.bench.follower")
 EXCHANGE_S = 1800.0

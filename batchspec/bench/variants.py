@@ -20,8 +20,8 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.engine.ranks.messages import End
 from batchspec.errors import InputError
-from batchspec.load.build import prepare_engine
-from batchspec.load.loaded_engine import LoadedEngine
+from batchspec.job.load.build import prepare_engine
+from batchspec.job.load.loaded_engine import LoadedEngine
 from batchspec.packing.kv_memory import kv_bytes
 from batchspec.packing.order import order_requests
 from batchspec.records import Completion, Request, RowStats, SamplingParams

@@ -17,7 +17,8 @@ from batchspec.config.typed import from_dict
 from batchspec.distributed.group import Group
 from batchspec.engine.ranks.lead import Lead
 from batchspec.errors import ConfigError
-from batchspec.load.build import load_message
+from batchspec.job.load.build import load_message
+from batchspec.job.prepare import open_job, part_of_group, with_states
 from batchspec.model.deterministic import in_one_order
 from batchspec.model.dtype import resolve_dtype
 from batchspec.model.families.shapes import config_json, shape_spec
@@ -26,7 +27,6 @@ from batchspec.model.lora_products import DummyAdapters
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.packing.survey import Survey
-from batchspec.prepare import open_job, part_of_group, with_states
 from batchspec.records import Ids, Request, SamplingParams
 from batchspec.text.tokenizer import Tokenizer
 

@@ -19,8 +19,8 @@ from batchspec.distributed.rank_ends import ending
 from batchspec.distributed.rank_processes import Hang, Hanging, RankProcess, RankProcesses, RankProgram, environment_of
 from batchspec.distributed.seat import new_group
 from batchspec.errors import Interrupted
+from batchspec.job.supervise.watchdog import limit_s
 from batchspec.process.threads import start_thread
-from batchspec.supervise.watchdog import limit_s
 
 PROGRAM = ("-m", "batchspec.cluster.worker")
 LEADER_END_S = 30.0

@@ -17,11 +17,11 @@ from batchspec.config.compose import reported
 from batchspec.config.typed import from_json
 from batchspec.distributed.seat import Seat
 from batchspec.errors import Interrupted, RankLost
+from batchspec.job.runner.rank import run_rank, take_seat
+from batchspec.job.supervise.leave import leave
 from batchspec.process.first_signals import SIGNALS
 from batchspec.process.program import begin_program
 from batchspec.run import run_here
-from batchspec.runner.rank import run_rank, take_seat
-from batchspec.supervise.leave import leave
 
 if TYPE_CHECKING:
     from batchspec.config.schema import RunConfig

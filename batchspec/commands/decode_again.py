@@ -28,18 +28,18 @@ from batchspec.engine.prefill.passes import flat_batch
 from batchspec.engine.rounds.sampling import cutoffs
 from batchspec.engine.step import Segment
 from batchspec.errors import CheckpointError, OutputError
+from batchspec.job.load.loaded_engine import LoadedEngine
+from batchspec.job.prepare import Job, open_job, survey_first
+from batchspec.job.report.progress_bar import ProgressBar
+from batchspec.job.runner.identity import job_fingerprint
+from batchspec.job.runner.kv_scales import with_saved_scales
+from batchspec.job.runner.run_monitor import RunMonitor
+from batchspec.job.runner.weight_sums import with_kept_sums
 from batchspec.kernels.sampling.sample import gumbel_reference
-from batchspec.load.loaded_engine import LoadedEngine
 from batchspec.model.layers.attention.kv_scales import checkpoint_scales
 from batchspec.packing.planner import PAGE_SIZE
-from batchspec.prepare import Job, open_job, survey_first
 from batchspec.process.out_of_memory import within_memory
 from batchspec.records import Completion, Ids, Request
-from batchspec.report.progress_bar import ProgressBar
-from batchspec.runner.identity import job_fingerprint
-from batchspec.runner.kv_scales import with_saved_scales
-from batchspec.runner.run_monitor import RunMonitor
-from batchspec.runner.weight_sums import with_kept_sums
 
 ADVICE = "decode on another device (--device cpu) or free memory"
 """Where memory runs out."""

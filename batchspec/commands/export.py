@@ -53,9 +53,9 @@ from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.data.runstate.scan import scanning
 from batchspec.data.storage.new_file import new_file, write_lines
 from batchspec.errors import BatchspecError, CheckpointError, ConfigError, InputError, OutputError
+from batchspec.job.report.answers import NO_TOKEN_IDS, check_not_in_data, rows_of, write_answers
 from batchspec.process.local_files import fault_of, open_regular
 from batchspec.records import STATUSES, TokenText
-from batchspec.report.answers import NO_TOKEN_IDS, check_not_in_data, rows_of, write_answers
 from batchspec.text.token_texts import TokenTexts
 from batchspec.text.tokenizer import Tokenizer
 

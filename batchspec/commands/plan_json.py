@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchspec.commands.plan_text import Plan
-from batchspec.load.memory import weight_bytes
+from batchspec.job.load.memory import weight_bytes
 from batchspec.model.dtype import dtype_name
 
 

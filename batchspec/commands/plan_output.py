@@ -9,13 +9,13 @@ from batchspec.console.text import counted
 from batchspec.data.runstate.generations import Generation
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import BatchspecError
+from batchspec.job.prepare import Job
+from batchspec.job.report.stats import job_stats
+from batchspec.job.report.status import StatusReader
+from batchspec.job.runner.checked_run import check_target, checked_run
+from batchspec.job.runner.conclude import check_all_errors
+from batchspec.job.runner.job_run import FoundRun
 from batchspec.packing.survey import Survey
-from batchspec.prepare import Job
-from batchspec.report.stats import job_stats
-from batchspec.report.status import StatusReader
-from batchspec.runner.checked_run import check_target, checked_run
-from batchspec.runner.conclude import check_all_errors
-from batchspec.runner.job_run import FoundRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

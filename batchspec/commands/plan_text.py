@@ -12,8 +12,9 @@ from batchspec.commands.card_text import about, fp8_weights, launches, paths
 from batchspec.commands.plan_output import FoundOutput
 from batchspec.console.text import MESSAGE_CHARS, bytes_text, counted, one_line
 from batchspec.errors import TooManyErrors
+from batchspec.job.load.memory import automata_bytes, padded_prefill_bytes
+from batchspec.job.prepare import Job, notes
 from batchspec.kernels.common.card import assumed
-from batchspec.load.memory import automata_bytes, padded_prefill_bytes
 from batchspec.model.dtype import dtype_name
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.packed_batch import PackedBatch
@@ -25,7 +26,6 @@ from batchspec.packing.predict import SHORT_TOKENS
 from batchspec.packing.rates import Rates
 from batchspec.packing.replicas import GpuLayout, best
 from batchspec.packing.survey import Survey
-from batchspec.prepare import Job, notes
 from batchspec.records import Ids
 from batchspec.tuning.cards import KnownCard
 

@@ -13,9 +13,11 @@ from batchspec.config.checks import AUTO, TENSOR_PARALLEL, check_ranks
 from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import check_reach
 from batchspec.errors import BatchspecError, ConfigError
+from batchspec.job.load.memory import check_memory, forecast_of, plan_batch
+from batchspec.job.load.short_jobs import drafting_if_it_pays
+from batchspec.job.prepare import SURVEY_ROWS, Job, open_job, survey_first
+from batchspec.job.report.push import check_push_key
 from batchspec.kernels.common.card import Card, assumed, assumed_card
-from batchspec.load.memory import check_memory, forecast_of, plan_batch
-from batchspec.load.short_jobs import drafting_if_it_pays
 from batchspec.model.layers.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec
@@ -24,9 +26,7 @@ from batchspec.packing.planner import Demand, Forecast
 from batchspec.packing.rates import Rates, device_rates
 from batchspec.packing.replicas import GpuLayout, best, gpu_layouts
 from batchspec.packing.survey import Survey
-from batchspec.prepare import SURVEY_ROWS, Job, open_job, survey_first
 from batchspec.process.out_of_memory import admitting_rows
-from batchspec.report.push import check_push_key
 from batchspec.text.tokenizer import Tokenizer
 from batchspec.tuning.cards import check_card, known_card
 from batchspec.tuning.cpu_threads import limit_threads

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.data.runstate.output_folder import OutputFolder
-from batchspec.report.push import push_output
+from batchspec.job.report.push import push_output
 
 
 def main(argv: Sequence[str] | None = None) -> int:

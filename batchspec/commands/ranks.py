@@ -12,9 +12,9 @@ from batchspec.commands.planning import layouts_of
 from batchspec.config.compose import reported
 from batchspec.config.typed import from_json
 from batchspec.console.terminal import show_line
+from batchspec.job.prepare import open_job, survey_first
 from batchspec.packing.rates import device_rates
 from batchspec.packing.replicas import best
-from batchspec.prepare import open_job, survey_first
 
 
 def main(text: str, num_gpus: int) -> int:

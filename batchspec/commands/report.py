@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.data.runstate.output_folder import OutputFolder
-from batchspec.report.page import write_report
+from batchspec.job.report.page import write_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:

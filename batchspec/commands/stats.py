@@ -8,12 +8,12 @@ from dataclasses import asdict
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.console.text import MESSAGE_CHARS, listed, one_line
-from batchspec.report.acceptance import Acceptance, Extreme
-from batchspec.report.calls import ToolCalls
-from batchspec.report.json_answers import JsonAnswers
-from batchspec.report.labels import Labels
-from batchspec.report.stats import JobStats, job_stats
-from batchspec.report.texts import Shown
+from batchspec.job.report.acceptance import Acceptance, Extreme
+from batchspec.job.report.calls import ToolCalls
+from batchspec.job.report.json_answers import JsonAnswers
+from batchspec.job.report.labels import Labels
+from batchspec.job.report.stats import JobStats, job_stats
+from batchspec.job.report.texts import Shown
 
 MAX_GROUPS, MAX_FIELDS, MAX_RUNS, SAMPLE_CHARS = 20, 40, 6, 100
 

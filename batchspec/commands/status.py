@@ -16,7 +16,7 @@ from batchspec.console.text import MESSAGE_CHARS, counted, for_shell, one_line
 from batchspec.data.runstate.heartbeats import BEAT_S
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import OutputError
-from batchspec.report.status import JobStatus, RunStatus, StatusReader
+from batchspec.job.report.status import JobStatus, RunStatus, StatusReader
 
 MAX_LIVING = 40
 MAX_ENDED = 8

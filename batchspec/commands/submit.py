@@ -29,7 +29,7 @@ from batchspec.console.text import counted, for_shell
 from batchspec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from batchspec.prepare import Job
+    from batchspec.job.prepare import Job
 
 TIMEOUT_S = 60.0
 LAUNCH = {
@@ -78,9 +78,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _checked(config: RunConfig) -> Job:
     """The job, with all checks of a run. Raises ConfigError, InputError or CheckpointError."""
-    from batchspec.prepare import open_job  # imports torch: a missing input is refused without it
-    from batchspec.report.push import check_push_key
-    from batchspec.runner.checked_run import check_target
+    from batchspec.job.prepare import open_job  # imports torch: a missing input is refused without it
+    from batchspec.job.report.push import check_push_key
+    from batchspec.job.runner.checked_run import check_target
 
     check_push_key(config.output)
     job = open_job(config, fetch=False, on_this_machine=False)

@@ -16,11 +16,11 @@ import torch
 from batchspec.commands.decode_again import Difference, decode_again, job_of, load_plain, summary, written_tokens
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import OutputError
+from batchspec.job.runner.kv_scales import saved_scales
 from batchspec.model.dtype import dtype_name
 from batchspec.model.kv_calibration import give_scales
 from batchspec.model.single_row import forward_row
 from batchspec.model.target import Target
-from batchspec.runner.kv_scales import saved_scales
 
 POSITIONS = 256
 """Number of positions whose logits are in memory at once."""

@@ -1,8 +1,8 @@
 """draft=auto becomes a drafter, and K its usual number, once the model is known (`prepare.open_model`); a short job does
-without it (`load/short_jobs.py`).
+without it (`job/load/short_jobs.py`).
 
-Each rank of those that compute one model together chooses for itself. All ranks read the same files, which `runner/follower.py`
-checks, and so choose the same drafter.
+Each rank of those that compute one model together chooses for itself. All ranks read the same files, which
+`job/runner/follower.py` checks, and so choose the same drafter.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class Channel:
         return int(self._line(rank)[_LIVENESS])
 
     def tell_load_progress(self, number: int) -> None:
-        """Tell how many times this rank has found progress of its loading (`supervise/watchdog.py`)."""
+        """Tell how many times this rank has found progress of its loading (`job/supervise/watchdog.py`)."""
         self._line(self.rank)[_LOAD_PROGRESS] = number
 
     def load_progress(self) -> list[int]:

@@ -26,12 +26,12 @@ from batchspec.draft.head import Head
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import load_head, read_head_spec
 from batchspec.errors import CheckpointError, InputError
-from batchspec.load.build import build_engine
-from batchspec.load.loaded_engine import LoadedEngine
+from batchspec.job.load.build import build_engine
+from batchspec.job.load.loaded_engine import LoadedEngine
+from batchspec.job.prepare import Job, open_job
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
-from batchspec.prepare import Job, open_job
 from batchspec.records import Completion, Request, SamplingParams
 
 DRAFT_LEN = 3

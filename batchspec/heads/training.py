@@ -26,13 +26,13 @@ from batchspec.heads.mtp import MtpLayer
 from batchspec.heads.save import WEIGHTS
 from batchspec.heads.teacher import Teacher
 from batchspec.heads.trained_drafter import TrainedDrafter
+from batchspec.job.prepare import choose_device
+from batchspec.job.runner.identity import weight_parts
 from batchspec.model.dtype import resolve_dtype
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
-from batchspec.prepare import choose_device
 from batchspec.process.signals import EndSignals
-from batchspec.runner.identity import weight_parts
 
 KINDS: dict[str, type[TrainedDrafter]] = {"eagle3": EagleHead, "parallel": ParallelHead, "mtp": MtpLayer}
 """By what `draft=` calls them."""

@@ -89,7 +89,7 @@ class Admission:
     constraints  compiler to share with another admission of the same configuration and model; None: make one
     templates    those that mapped the columns; None: make them
     logprobs_of_all  as for `RowSettings`
-    It can be pickled: worker processes admit too (runner/shard_workers.py).
+    It can be pickled: worker processes admit too (job/runner/shard_workers.py).
     Raises ConfigError when the configuration does not fit the model or the tokenizer.
     """
 

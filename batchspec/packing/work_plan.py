@@ -1,7 +1,7 @@
 """The plan of what a run does with each output row of a shard. Decoding and isolated retries execute it.
 
-A new or resumed job computes every row (runner/compute_all.py). A retry computes some rows anew and carries the others over
-(runner/retry_plan.py).
+A new or resumed job computes every row (job/runner/compute_all.py). A retry computes some rows anew and carries the others over
+(job/runner/retry_plan.py).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ LONGEST_S = 20
 WITNESS = "torch"
 """If this package, the largest, has bytecode, the installed packages are taken to have it."""
 ENTRANCES = (
-    "batchspec.run", "batchspec.config.compose", "batchspec.cluster.workers", "batchspec.cluster.devices", "batchspec.job"
+    "batchspec.run", "batchspec.config.compose", "batchspec.cluster.workers", "batchspec.cluster.devices", "batchspec.job.run_job"
 )
 """The modules that a run imports before its job begins, with all that they import."""
 LIST = Path(__file__).with_name("imported.txt")

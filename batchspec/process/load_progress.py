@@ -1,7 +1,7 @@
 """Whether loading a model makes progress: steps that this process counts, and the activity of any process, which /proc shows.
 
 Loading takes a second or a day, depending on disks, networks and compilers. So its duration has no limit; only the time without
-progress has one (`supervise/watchdog.py`). CPU time is not progress: a thread that polls a GPU uses it too.
+progress has one (`job/supervise/watchdog.py`). CPU time is not progress: a thread that polls a GPU uses it too.
 """
 
 from __future__ import annotations

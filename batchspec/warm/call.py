@@ -14,14 +14,14 @@ from batchspec.data.dataset.reader import InputShard, table_source
 from batchspec.data.dataset.row_ids import NUMBER_THEM, OF_SAMPLES, check_ids
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CapacityError, EngineInUse, InputError
-from batchspec.load.loaded_engine import Decoder, LoadedEngine
+from batchspec.job.load.loaded_engine import Decoder, LoadedEngine
+from batchspec.job.prepare import Job, JobModel, job_of
+from batchspec.job.runner.shard_work import ShardWork
 from batchspec.packing.admit import Admission
 from batchspec.packing.feed import Feed
-from batchspec.prepare import Job, JobModel, job_of
 from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.records import Completion, Request
 from batchspec.request_stream import RequestStream, WrappedStream
-from batchspec.runner.shard_work import ShardWork
 from batchspec.warm.stream import Stream
 
 

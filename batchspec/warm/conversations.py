@@ -24,7 +24,7 @@ from batchspec.data.dataset.messages import USUAL_SYSTEM, BadChat, Message, read
 from batchspec.data.dataset.reader import InputShard
 from batchspec.data.dataset.untyped_columns import value_of
 from batchspec.errors import ConfigError
-from batchspec.load.loaded_engine import Decoder, LoadedEngine
+from batchspec.job.load.loaded_engine import Decoder, LoadedEngine
 from batchspec.packing.admit import hash64
 from batchspec.packing.cells import BadRow
 from batchspec.records import Completion, Request

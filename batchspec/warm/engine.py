@@ -30,7 +30,8 @@ from batchspec.data.dataset.job_rows import JobOutput
 from batchspec.engine.loop.engine import Engine as BatchEngine
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CheckpointError, ConfigError, EngineInUse
-from batchspec.load.loaded_engine import LoadedEngine
+from batchspec.job.load.loaded_engine import LoadedEngine
+from batchspec.job.prepare import JobModel, open_model, open_output
 from batchspec.model.dtype import dtype_name
 from batchspec.model.given import GivenWeights
 from batchspec.model.kv_calibration import give_scales
@@ -41,7 +42,6 @@ from batchspec.model.weights import Checkpoint, judge_model
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.input_notes import dropped_note, input_notes
 from batchspec.packing.unused import check_samples
-from batchspec.prepare import JobModel, open_model, open_output
 from batchspec.process.own_process import OwnProcess
 from batchspec.records import Completion
 from batchspec.warm.call import Call, empty_frame

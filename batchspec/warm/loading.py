@@ -10,11 +10,11 @@ from batchspec.data.dataset.columns import ColumnMap
 from batchspec.data.dataset.reader import table_source
 from batchspec.engine.loop.engine import Engine
 from batchspec.errors import CapacityError
-from batchspec.load.loaded_engine import LoadedEngine
+from batchspec.job.load.loaded_engine import LoadedEngine
+from batchspec.job.prepare import Job, JobModel, fetch_weights, job_of, open_tokenizer
 from batchspec.packing.planner import GPU_SLOTS, Demand
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.unused import check_keys_of_engine
-from batchspec.prepare import Job, JobModel, fetch_weights, job_of, open_tokenizer
 from batchspec.process.out_of_memory import OutOfMemoryGuard
 
 PROMPT_TOKENS = 1024

@@ -2,7 +2,7 @@
 
 `ranks.py` starts it. SEAT is the process's place in the group (`distributed/seat.py`). Rank 0 leads: PIPE is the file descriptor
 of its end of the pipe to the engine, on which it answers the messages of `messages.py`. The other ranks execute what rank 0 sends
-(`runner/follower.py`). All ranks end at once when the engine's process ends: nothing is saved.
+(`job/runner/follower.py`). All ranks end at once when the engine's process ends: nothing is saved.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.engine.ranks.messages import Calibrate, NewWeights
 from batchspec.errors import BatchspecError, CapacityError
-from batchspec.load.build import rewrite_weights, vocabulary_of
-from batchspec.load.loaded_engine import LoadedEngine
+from batchspec.job.load.build import rewrite_weights, vocabulary_of
+from batchspec.job.load.loaded_engine import LoadedEngine
+from batchspec.job.prepare import open_model
+from batchspec.job.runner.rank import run_rank, take_seat
+from batchspec.job.supervise.leave import leave
+from batchspec.job.supervise.watchdog import Watchdog
 from batchspec.model.kv_calibration import give_scales
-from batchspec.prepare import open_model
 from batchspec.process.out_of_memory import OutOfMemoryGuard
 from batchspec.records import Request
-from batchspec.runner.rank import run_rank, take_seat
-from batchspec.supervise.leave import leave
-from batchspec.supervise.watchdog import Watchdog
 from batchspec.warm.loading import load, open_warm
 from batchspec.warm.messages import (
     FROM_LEADER,

@@ -26,11 +26,11 @@ from batchspec.distributed.rank_processes import END_S, RankProcesses, RankProgr
 from batchspec.distributed.seat import new_group
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import BatchspecError, EngineInUse, RankLost
+from batchspec.job.supervise.watchdog import limit_s
 from batchspec.packed_batch import PackedBatch
 from batchspec.process.own_process import OwnProcess, finalize_here
 from batchspec.records import Completion, Request
 from batchspec.request_stream import RequestStream, take_ready
-from batchspec.supervise.watchdog import limit_s
 from batchspec.warm.messages import (
     FROM_LEADER,
     TO_LEADER,

@@ -13,7 +13,7 @@ import safetensors.torch
 from torch import Tensor
 
 from batchspec.errors import ConfigError
-from batchspec.prepare import JobModel
+from batchspec.job.prepare import JobModel
 
 MEMORY = Path("/dev/shm")
 PART_BYTES = 1 << 31

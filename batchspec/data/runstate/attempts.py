@@ -10,7 +10,7 @@ _batchspec/attempts/rows-<attempt>.json         what run <attempt> computes of a
 
 A run records nothing for shards that are not suspect: its claims show which shards it held. A record counts only if its run is
 known to have crashed while it held the shard, so records of living runs do not count. The rules are in
-`supervise/poison_rows.py`.
+`job/supervise/poison_rows.py`.
 """
 
 from __future__ import annotations

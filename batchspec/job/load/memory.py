@@ -1,0 +1,102 @@
+"""Memory of a job on its device: what the weights and other buffers take, what is free, and the shape of the batch that fits."""
+
+from __future__ import annotations
+
+import torch
+
+from batchspec.batch.automata import AutomataCapacity
+from batchspec.distributed.group import Group
+from batchspec.engine.rounds.graphs import GRAPH_DTYPES
+from batchspec.errors import CapacityError
+from batchspec.job.prepare import Job, JobModel
+from batchspec.packed_batch import PackedBatch
+from batchspec.packing.device_memory import free_memory, total_memory
+from batchspec.packing.expected_drafts import ExpectedDrafts
+from batchspec.packing.memory import graph_tokens, prefill_graph_bytes
+from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, Forecast, choose_batch, forecast
+from batchspec.packing.rates import Rates
+
+
+def check_memory(job: JobModel) -> None:
+    """Raises CapacityError for weights that exceed the device's whole memory."""
+    weights = weight_bytes(job)
+    on_gpu, memory = job.device.type == "cuda", total_memory(job.device)
+    if weights > memory:
+        raise CapacityError(
+            f"model.path={job.config.model.path}: the weights take {weights / 1e9:,.1f} GB as {job.dtype}, "
+            f"and this {'GPU' if on_gpu else 'machine'} has {memory / 1e9:,.1f} GB of memory; "
+            "use a smaller model, another model.dtype or more GPUs for it (cluster.tensor_parallel)"
+        )
+
+
+def weight_bytes(job: JobModel) -> int:
+    """Bytes of the weights of target and drafter in the device's memory."""
+    return job.spec.weight_bytes(job.dtype) + job.drafter.weight_bytes(dtype=job.dtype, device=job.device)
+
+
+def automata_bytes(job: Job) -> int:
+    """Bytes of the device's tables and masks of automata; 0 in a job without structured output."""
+    return 0 if job.admission.constraints is None else AutomataCapacity(num_tokens=job.spec.vocab_size).nbytes
+
+
+def padded_prefill_bytes(job: JobModel) -> int:
+    """Bytes of the CUDA graphs of prefill passes (ablation.prefill_graphs); 0 in a job without them."""
+    ablation, spec = job.config.ablation, job.spec
+    graphed = ablation.prefill_graphs and not spec.ordered and spec.whole is None
+    if job.device.type != "cuda" or not graphed or job.config.decode.score != "none":  # no pass is a graph
+        return 0
+    tokens = job.config.packing.max_num_batched_tokens or GPU_PREFILL
+    return prefill_graph_bytes(job.spec, dtype=job.dtype, tokens=graph_tokens(job.spec, tokens))
+
+
+def free_bytes(job: JobModel, *, loaded: bool = False) -> int:
+    """Bytes of memory for K/V pages and everything else except the weights; in a group those of the rank with the least.
+
+    loaded  the weights, including the drafter's, are in memory already
+    """
+    if loaded:
+        return free_after_loading(job.device, job.group)
+    own = free_memory(job.device, weights=weight_bytes(job))
+    return own if job.group is None else job.group.least(own)
+
+
+def free_after_loading(device: torch.device, group: Group | None) -> int:
+    """Bytes of memory that are free now; in a group those of the rank with the least."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # memory that loading used and released counts as free
+    own = free_memory(device)
+    return own if group is None else group.least(own)
+
+
+def expected_drafts(job: JobModel) -> ExpectedDrafts:
+    """What the job's rounds verify and accept. They choose by times, and only rounds in CUDA graphs are timed."""
+    shape, timed = job.drafter.shape, job.device.type == "cuda" and job.dtype in GRAPH_DTYPES
+    chosen = timed and job.config.draft.adaptive is not False
+    return ExpectedDrafts(shape.verified_counts if chosen else (shape.num_verified,), job.drafter.assumed_accepted)
+
+
+def forecast_of(job: Job, batch: PackedBatch, demand: Demand, rates: Rates) -> Forecast:
+    """The time that the job takes with this batch, and what it is made of."""
+    correlation = job.config.packing.expert_correlation
+    return forecast(batch, job.spec, rates, demand, expected_drafts(job), dtype=job.dtype, correlation=correlation)
+
+
+def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) -> PackedBatch:
+    """The shape of the batch on this machine. Raises CapacityError if not even one row fits.
+
+    loaded  the weights, including the drafter's, are in memory already
+    """
+    shape, taken = job.drafter.shape, job.drafter.corpus_bytes() + automata_bytes(job) + padded_prefill_bytes(job)
+    return choose_batch(
+        job.config.packing,
+        job.spec,
+        rates,
+        demand,
+        device=job.device,
+        dtype=job.dtype,
+        drafts=expected_drafts(job),
+        num_lookahead_slots=shape.num_lookahead_slots,
+        draft_layers=job.drafter.layer_states(job.dtype, PAGE_SIZE),
+        free_bytes=max(0, free_bytes(job, loaded=loaded) - taken),
+        decodes=job.config.decode.score == "none",
+    )
