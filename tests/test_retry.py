@@ -34,10 +34,12 @@ from batchspec.engine.rounds.round import Round
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.run_features import RunFeatures
 from batchspec.errors import OutputError
-from batchspec.job.prepare import open_job
+from batchspec.job.prepare import Job, open_job, survey_first
 from batchspec.job.report.status import StatusReader
+from batchspec.job.run_job import run_job
 from batchspec.job.runner.new_retry import new_retry
 from batchspec.job.runner.retry_plan import RetryPlan
+from batchspec.packing.survey import Survey
 from batchspec.records import Completion, Request, RowError
 from batchspec.request_stream import RequestStream
 from tests.models import make_checkpoint, make_thinking_tokenizer
@@ -490,6 +492,27 @@ def test_rows_with_a_temporary_error_are_computed_again(
         assert run.main(arguments(folder, out, CAPS[0], "resume=error", again)) == 0
         assert "already complete: 14 rows in 7 shards; nothing left for resume=error\n" in capsys.readouterr().err
     assert len(ran) == 1
+
+
+def test_a_run_in_whose_start_up_the_job_ended_and_was_retried_computes_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        failing_q8(patch)
+        assert run.main(arguments(folder, out, CAPS[0])) == 0
+    (out / "data/part-00005.parquet").unlink()
+
+    def survey_late(job: Job) -> Survey:
+        monkeypatch.undo()
+        run_job(compose(arguments(folder, out, CAPS[0])))
+        run_job(compose(arguments(folder, out, CAPS[0], "resume=error")))
+        return survey_first(job)
+
+    monkeypatch.setattr("batchspec.job.run_job.survey_first", survey_late)
+    assert run.main(arguments(folder, out, CAPS[0])) == 2
+    assert "a retry of it began while this run loaded; run the same command again" in capsys.readouterr().err
+    assert run.main(arguments(folder, out, CAPS[0])) == 0
 
 
 def test_an_error_that_is_planned_twice_is_replaced_once(

@@ -74,11 +74,7 @@ def _run(
     if run.found_complete:
         run.begin_change()
     else:
-        try:
-            decode_missing(run, signals, start_up=start_up, watchdog=watchdog, heartbeat=heartbeat)
-        except TooManyErrors:
-            if run.folder.missing():
-                raise  # if it came after the last shard, the job is complete: write card and report first
+        decode_missing(run, signals, start_up=start_up, watchdog=watchdog, heartbeat=heartbeat)
     end = run.end()
     terminal.say(f"{end.folder.path}: {end.outcome()}")
     if not end.left:
@@ -98,7 +94,7 @@ def decode_missing(
     start_up   the phases of the run so far
     watchdog   watches this process; None: nothing ends a run that hangs
     heartbeat  of this run since its start; None: it begins here
-    Raises what `ShardRunner.run` raises.
+    Raises what `ShardRunner.run` raises; TooManyErrors only if shards are missing.
     """
     start_up = start_up or StartUp()
     check_memory(run.job)  # before the first file is written
@@ -120,7 +116,11 @@ def decode_missing(
             start_up_s = start_up.reached_s - surveyed_s
             begun = run.begin(job, engines, progress)
             heartbeat.begin(progress.facts, slots=engines.current.batch.num_slots)
-            ShardRunner(begun, work, engines, survey, progress, watchdog or Watchdog(0.0), signals).run()
+            try:
+                ShardRunner(begun, work, engines, survey, progress, watchdog or Watchdog(0.0), signals).run()
+            except TooManyErrors:
+                if run.folder.missing():
+                    raise  # otherwise the job is complete: `conclude` writes card and report, and raises it again
         seconds = time.perf_counter() - began - start_up_s
         engine = engines.current
         report_speed(

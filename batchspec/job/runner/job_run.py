@@ -13,7 +13,7 @@ from batchspec.data.runstate.extensions import EXTENSION_MAY_CHANGE
 from batchspec.data.runstate.generations import Change, Generation
 from batchspec.data.runstate.journal import Journaled, saved_rows
 from batchspec.data.runstate.output_folder import OutputFolder
-from batchspec.errors import TooManyErrors
+from batchspec.errors import OutputError, TooManyErrors
 from batchspec.job.prepare import Job
 from batchspec.job.report.progress_bar import ProgressBar
 from batchspec.job.report.stats import job_stats
@@ -85,6 +85,8 @@ class FoundRun:
         if manifest is not None and change is not None:
             manifest = change.of(manifest)
         self.job = job if manifest is None else replace(job, layout=manifest.layout)
+        begun = change if isinstance(change, Generation) else None if self.begins_job else folder.generation
+        self._retry = _number_of(begun)
 
     @cached_property
     def finished(self) -> set[int]:
@@ -121,7 +123,8 @@ class FoundRun:
 
         Raises OutputError if these are damaged, or lost although there are rows, and TooManyErrors.
         """
-        num_errors, has_rows = self.num_errors, bool(self.saved.num_rows or self.finished) or self.is_retry
+        num_errors = self.num_errors
+        has_rows = self.is_retry or bool(self.finished) or self.saved.num_rows > 0
         job = self.job if self.begins_job else with_saved_scales(self.job, self.folder)
         job = with_kept_sums(job, self.folder, is_new=self.begins_job, has_rows=has_rows)
         check_errors(job, num_errors)
@@ -135,8 +138,8 @@ class FoundRun:
         """Make the folder a job, or join the job in it: no check refuses it from here on. Tells what earlier runs have done.
 
         job  as it was loaded into `engines`
-        Raises as `OutputFolder.create`; OutputError if another run has begun another change meanwhile, or was first with other
-        weights or scales.
+        Raises as `OutputFolder.create`; OutputError if another run has begun a retry or another change meanwhile, or was first
+        with other weights or scales.
         """
         self.begin_change()
         self.folder.create(
@@ -148,6 +151,11 @@ class FoundRun:
             files=job.source.files,
             overwrite=job.config.output.overwrite,
         )
+        if _number_of(self.folder.generation) != self._retry:
+            raise OutputError(
+                f"the job in {self.folder.path} was complete and a retry of it began while this run loaded; run the same command "
+                "again"
+            )
         keep_scales(job, self.folder, engines)
         keep_sums(job, self.folder, engines)
         shards = self.folder.num_shards
@@ -187,6 +195,10 @@ class FoundRun:
                 else:
                     job = replace(job, layout=folder.manifest.layout)
         return RunEnd(job=job, folder=folder, left=left, was_complete=self.found_complete)
+
+
+def _number_of(retry: Generation | None) -> int:
+    return 0 if retry is None else retry.number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
