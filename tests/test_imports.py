@@ -1,4 +1,4 @@
-"""Who may import whom (README, "How it is built"), read from the source: imports under TYPE_CHECKING are free."""
+"""Who may import whom (batchspec/README.md, "Layers"), read from the source: imports under TYPE_CHECKING are free."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ def _through_link(path: Path) -> bool:
 
 
 def module_of(path: Path) -> str:
-    """batchspec/data/dataset/reader.py -> dataset.reader, kernels/gemm/linear.py -> kernels.gemm.linear."""
+    """batchspec/data/dataset/reader.py -> data.dataset.reader, kernels/gemm/linear.py -> kernels.gemm.linear."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts[1:] if parts[0] == "batchspec" else parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)

@@ -51,7 +51,7 @@ class LayerState:
     chunk: int | None = None
     """Number of tokens at whose multiples a prefill may end inside a prompt; None: anywhere."""
     shares: Hashable = None
-    """Layers for which this, the page format and the K/V group are equal share what a pass prepares for them."""
+    """A key: what a pass prepares is made once for all layers with an equal key, page format and K/V group."""
 
     @property
     def page_bytes(self) -> int:

@@ -20,7 +20,7 @@ from batchspec.model.spec import ModelSpec
 RANKS = (1, 2, 4, 8)
 _NOTES = (
     f"drafters: all are {', '.join(name for name in named() if name != 'mtp')} and trees of eagle3; mtp is the layer of the "
-    "checkpoint or the model's assistant (draft.path); window and trees need layers that all attend",
+    "checkpoint or the model's assistant (draft.path); no window, no trees: its layers cannot",
     "GPUs: how many can compute one copy of the model of this size in bf16 together (cluster.tensor_parallel); other weights may "
     "allow fewer, see `batchspec plan`; none: it runs on a CPU alone",
     "a first job: batchspec run model.path=MODEL input.path=PROMPTS output.dir=OUT; its speed, with random weights: "

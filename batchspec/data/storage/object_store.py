@@ -60,7 +60,7 @@ class ObjectStore(ABC):
 
     max_put_bytes = 5 << 30
     absent_condition, version_condition = "If-None-Match", "If-Match"
-    """Headers with the condition of a PUT."""
+    """Headers with the condition of a PUT, as messages name them."""
     keep_them = "Amazon S3 and MinIO do"
 
     def __init__(self, where: str, bucket: str, prefix: str) -> None:

@@ -12,11 +12,16 @@ longest and decide when the job ends. The width with the most tokens a second fo
 much, which end soon in any case.
 
 Acceptance beyond the current K and the times of other K are not observed, so some rounds are probes, which verify all their
-drafts: one round in PROBE_EVERY takes the K next above or next below what a row verifies now on average, the K next above what is
-drafted, K = 0, or the least K of a round of the second kind whose drafts were never counted, in turn. While these K are new, one
-round in PROBE_EVERY_AT_FIRST does: the one that promises most comes first. A K that could not pay even if all its drafts were
-accepted is not probed. A probe costs the tokens lost relative to the current width; after the warm-up, probes run only while
-their cumulative cost is below PROBE_SHARE of all rounds.
+drafts. One round in PROBE_EVERY takes, in turn,
+
+    the K next above, or next below, what a row verifies now on average
+    the K next above what is drafted now
+    K = 0
+    the least K of a round that verifies a part of its drafts, while drafts of this K were never counted
+
+While these K are new, one round in PROBE_EVERY_AT_FIRST does: the one that promises most comes first. A K that could not pay even
+if all its drafts were accepted is not probed. A probe costs the tokens lost relative to the current width; after the warm-up,
+probes run only while their cumulative cost is below PROBE_SHARE of all rounds.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ ASSISTANTS: dict[str, Wrapper] = {
     "gemma4_assistant": Wrapper("Gemma4AssistantForCausalLM", "gemma4_text"),
     "gemma4_unified_assistant": Wrapper("Gemma4UnifiedAssistantForCausalLM", "gemma4_unified_text"),
 }
-"""Models that draft for another one and read its K and V (`model/assistant.py`); `text_config` has the keys of their layers."""
+"""Models that draft for another one and read its K and V (`draft/assistant.py`); `text_config` has the keys of their layers."""
 _OF_THE_MODEL = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
 """Keys at the top level that apply to the language model, and override those of the same name in text_config."""
 _OF_IMAGES = (
