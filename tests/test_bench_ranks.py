@@ -166,7 +166,8 @@ def test_of_the_shapes_these_alone_cannot_be_cut(tmp_path: Path) -> None:
     for name, shape in SHAPES.items():
         few: dict[str, Any] = {"num_hidden_layers": 2}
         few |= {"full_attention_interval": 2} if "full_attention_interval" in shape else {}
-        few |= {"layer_types": shape["layer_types"][:2]} if "layer_types" in shape else {}
+        few |= {"layer_types": shape["layer_types"][1:3]} if "layer_types" in shape else {}
+        few |= {"full_attn_idxs": [1]} if "full_attn_idxs" in shape else {}
         few |= SHARING_KV if "num_kv_shared_layers" in shape else {}
         (tmp_path / "config.json").write_text(json.dumps({**COMMON, **shape, **few}))
         spec = shape_spec(str(tmp_path / "config.json"))
@@ -181,6 +182,7 @@ def test_of_the_shapes_these_alone_cannot_be_cut(tmp_path: Path) -> None:
         **{("smol135m", ranks): odd.format(3, ranks) for ranks in (2, 4, 8)},
         **{("phi4-14b", ranks): odd.format(10, ranks) for ranks in (4, 8)},
         ("qwen2.5-7b", 8): "num_attention_heads 28 cannot be cut into 8 equal parts",
+        ("glm-4.7-flash", 8): "num_attention_heads 20 cannot be cut into 8 equal parts",
         ("qwen3-30b-a3b-fp8", 8): "the size of an expert 768 cannot be cut into 8 parts in blocks of 128",
         ("qwen3-30b-a3b-int4", 8): "the size of an expert 768 cannot be cut into 8 parts in blocks of 128",
         ("qwen3.5-35b-a3b-fp8", 8): "the size of an expert 512 cannot be cut into 8 parts in blocks of 128",

@@ -37,7 +37,7 @@ OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 9}, "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
     "glm4": {"partial_rotary_factor": 0.5},
     "exaone4": {"sliding_window": 5, "sliding_window_pattern": 2},
-    "granitemoehybrid": needed("granitemoehybrid", 3),
+    "granitemoehybrid": needed("granitemoehybrid", 3), "lfm2_moe": needed("lfm2_moe", 3),
     "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.4}},
     "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
     "glm4_moe_lite": {

@@ -210,6 +210,7 @@ def test_the_tensors_of_a_published_model(name: str) -> None:
         ({"conv_L_cache": 0}, "conv_L_cache is 0; it must be an integer in 1 .. 16"),
         ({"sliding_window": 5}, "sliding_window=5 in a lfm2"),
         ({"num_experts": 4}, "num_experts=4"),
+        ({"model_type": "lfm3"}, 'model_type="lfm3" is not supported: it needs one gate per attention head; supported are'),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(changes: dict[str, Any], named: str) -> None:

@@ -11,13 +11,13 @@ import pytest
 
 from batchspec import run
 from tests.gpu_jobs.compare import Rows, differences
-from tests.gpu_jobs.models import Model
+from tests.gpu_jobs.models import Model, make_model
 from tests.runs import run_apart, signalled_after_commits
-from tests.test_recurrent_jobs import Keys, command, folder, job, model, plain, written
+from tests.test_recurrent_jobs import HYBRIDS, Keys, command, folder, job, plain, written
 
 pytestmark = pytest.mark.second
 
-__all__ = ["folder", "job", "model", "plain"]
+__all__ = ["folder", "job", "plain"]
 
 MTP: Keys = {"draft": "mtp", "packing.max_num_seqs": 3}
 WAYS: dict[str, Keys] = {
@@ -33,6 +33,12 @@ WAYS: dict[str, Keys] = {
     },
     "deterministic": {"decode.deterministic": True},
 }
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def model(request: pytest.FixtureRequest, folder: Path) -> Model:
+    """Those that have an MTP layer."""
+    return make_model(request.param, folder)
 
 
 def drafted(out: Path) -> int:

@@ -85,7 +85,7 @@ class EngineRun:
         """Requests that were taken from the stream and whose completions the caller does not have yet: they wait, are in a slot,
         are preempted, or have ended and wait for their completion. A dict, because it keeps their order."""
         self._handed_out: list[RequestState] = []
-        """Those whose completions the last step has returned."""
+        """Requests whose completions the last step has returned; the caller may not have taken them yet."""
         ended: list[Ended] = []
         self.slots = SlotTable(batch.num_slots, batch.max_len, drafter.draft_len, num_groups=groups.num_groups)
         self.features = RunFeatures(features.begin(self.slots, self.pools))

@@ -65,7 +65,6 @@ class Executor:
         prefill_graphs  run short prefill passes as CUDA graphs if that pays
         """
         assert batch.decodes or drafter.draft_len == 0, "nothing is decoded that could be drafted"
-        assert drafter.draft_len <= batch.draft_len, f"K={drafter.draft_len}: the batch has room for {batch.draft_len} drafts"
         features = features or Features()
         spec = target.spec
         self.target, self.drafter, self.batch = target, drafter, batch

@@ -31,9 +31,10 @@ class RowEnds:
         complete: Callable[..., Completion],
     ) -> None:
         """
-        ended     requests that have ended and have no completion; those that had ended when they came are added from outside
-        finished  prompt and output of each row that ended without an error are added, for the drafter to learn from
-        complete  `completion_of` with its arguments that are the same for all rows
+        ended     requests that have ended and have no completion. `_arrive` of engine_run.py adds those that end before they
+                  enter a slot
+        finished  gets prompt and output of each row that ended without an error, for the drafter to learn from
+        complete  makes the completion of a request: `completion_of`, with the arguments that are the same for all requests bound
         """
         self._allocator, self._features, self._ended = allocator, features, ended
         self._finished, self._complete = finished, complete
@@ -43,9 +44,9 @@ class RowEnds:
 
         finish  the device's reason; 0 if a feature ended it
         now     seconds of the host's clock
-        If it ended with an error, later rows share no page of its prompt: an infinite key in one of them may be the cause.
-        Pages of the whole prefix are forgotten, even if other rows read them without an error: an infinite key breaks some
-        queries only.
+        If it ended with an error, later rows share no page of its prompt: an infinite key in one of these pages may be the cause.
+        All pages of its prefix are forgotten, even those that other rows read without an error: a query to which the infinite
+        key is masked, or gets no weight, has finite results.
         """
         slot = state.slot
         self._allocator.release(state, on_device=finish not in (0, HELD))

@@ -169,7 +169,7 @@ class SlotTable:
         del self.held[state]
 
     def take_killed(self) -> tuple[int, ...]:
-        """Slots whose rows the host has ended or holds since the last call, and which the device would go on with."""
+        """Slots whose rows the host has ended, or has begun to hold, since the last call: the device must stop to decode them."""
         killed, self._killed = tuple(self._killed), []
         return killed
 

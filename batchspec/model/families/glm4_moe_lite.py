@@ -57,7 +57,9 @@ def _latent(config: ConfigReader) -> LatentSpec:
 def _mlp_types(config: ConfigReader) -> tuple[str, ...]:
     """Whether each layer has experts."""
     num_layers = config.integer("num_hidden_layers")
-    found = config.texts("mlp_layer_types") or (_DENSE, *[_SPARSE] * (num_layers - 1))
+    found = config.texts("mlp_layer_types")
+    if found is None:
+        found = (_DENSE, *[_SPARSE] * (num_layers - 1))
     unknown = sorted(set(found) - {_DENSE, _SPARSE})
     if unknown or len(found) != num_layers:
         problem = f"{as_json(unknown)} not supported" if unknown else f"{len(found)} for {num_layers} layers"

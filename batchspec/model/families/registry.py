@@ -78,6 +78,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     ),
     "Kimi delta attention": ("kimi_linear", "bailing_hybrid", "glm5_next"),
     "attention in chunks": ("llama4", "llama4_text"),
+    "one gate per attention head": ("lfm3",),
     "normed embeddings, norms of q and k without weights, and gates with projections of their own, which no other family has": (
         "muse_glimmer", "muse_glimmer_text",
     ),

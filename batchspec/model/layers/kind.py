@@ -83,8 +83,8 @@ class Inputs(NamedTuple):
 
 
 class Mixer(Protocol):
-    """A block that computes with a row's earlier tokens: attention, which reads their K and V, or a recurrence, which keeps a
-    state of them. In two parts, because a pass may need the second part for some of its tokens only."""
+    """A block that computes with a row's earlier tokens, from what is kept of them: K and V, latent vectors, a state, or the
+    newest inputs. In two parts, because a pass may need the second part for some of its tokens only."""
 
     def norms_in_product(self, stream: Stream) -> bool:
         """Whether its first product takes the un-normed stream for as many tokens; then the block before it adds in place."""

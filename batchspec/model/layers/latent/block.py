@@ -46,7 +46,7 @@ from batchspec.model.layers.passes import Pass
 REFUSED: Mapping[Use, str] = {
     "tree": "has latent attention, which verifies chains of drafts only",
     "gpu": "has latent attention, for which there are no GPU kernels yet",
-    "adapters": "has latent attention, which multiplies by kv_b_proj what depends on no single row",
+    "adapters": "has latent attention, whose kv_b_proj has no adapters of single rows",
     "padded_prefill": "has latent attention",
 }
 
