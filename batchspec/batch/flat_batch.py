@@ -73,6 +73,13 @@ class FlatBatch:
     more_groups: tuple[GroupPages, ...] = ()
     """For K/V groups 1, 2, ...; page_table and slot_mapping are those of group 0, which has the widest window."""
 
+    def slot_ids(self) -> Tensor:
+        """int32 [R] the slot of each row."""
+        slots = self.slots
+        if slots is None:
+            slots = torch.arange(self.kv_len.shape[0], device=self.kv_len.device)
+        return slots.int()
+
     @property
     def commits(self) -> bool:
         """Whether all of its tokens are known to be the row's."""

@@ -282,12 +282,9 @@ class DeltaStore:
 
 
 def _rows_of(batch: FlatBatch) -> DeltaBatch:
-    slots = batch.slots
-    if slots is None:
-        slots = torch.arange(batch.kv_len.shape[0], device=batch.kv_len.device)
     return DeltaBatch(
-        cu_seqlens=batch.cu_seqlens_q, positions=batch.positions, row_ids=batch.row_ids, slots=slots.int(), live=batch.kv_len,
-        max_tokens=batch.max_q,
+        cu_seqlens=batch.cu_seqlens_q, positions=batch.positions, row_ids=batch.row_ids, slots=batch.slot_ids(),
+        live=batch.kv_len, max_tokens=batch.max_q,
     )
 
 

@@ -13,7 +13,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-import torch
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch
@@ -159,11 +158,9 @@ class ConvStore:
 
 
 def _rows_of(batch: FlatBatch) -> ConvRows:
-    slots = batch.slots
-    if slots is None:
-        slots = torch.arange(batch.kv_len.shape[0], device=batch.kv_len.device)
     return ConvRows(
-        cu_seqlens=batch.cu_seqlens_q, positions=batch.positions, slots=slots.int(), live=batch.kv_len, max_tokens=batch.max_q
+        cu_seqlens=batch.cu_seqlens_q, positions=batch.positions, slots=batch.slot_ids(), live=batch.kv_len,
+        max_tokens=batch.max_q,
     )
 
 
