@@ -27,7 +27,7 @@ JOBS = Path(__file__).parents[1] / "jobs"
 
 
 def load(*names: str) -> list[Any]:
-    """The modules, which import each other as a script and the files beside it do."""
+    """The modules of jobs/benchmarks. They import each other by their bare names, as a script imports files of its folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(JOBS / "benchmarks")
         return [importlib.import_module(name) for name in names]

@@ -109,7 +109,7 @@ class JobState:
         and as `check_own`.
         """
         self._store.probe_replace()
-        written_by = self._number
+        written_by = self.retry_number
         begun = self._begin(generation)
         if not isinstance(begun, Generation) or begun.identity != generation.identity:
             raise OutputError(f"{self.path}: another run began another change; run the command with {begun} to its end first")
@@ -132,7 +132,7 @@ class JobState:
         return begun
 
     @property
-    def _number(self) -> int:
+    def retry_number(self) -> int:
         """The retry that this run's files belong to; 0: none."""
         return 0 if self.generation is None else self.generation.number
 

@@ -73,8 +73,8 @@ class OutputFolder(RunFolder):
 
     def unpublished(self, index: int, metadata: Mapping[str, str] | None = None) -> UnpublishedFile:
         """This run's file of a shard, under its temporary name."""
-        path = self._store.scratch() / f"{unfinished(self._number)}{index:05d}.parquet.{self.attempt}"
-        facts = {**(metadata or {}), **identity(self.manifest, self._number, index, self.attempt)}
+        path = self._store.scratch() / f"{unfinished(self.retry_number)}{index:05d}.parquet.{self.attempt}"
+        facts = {**(metadata or {}), **identity(self.manifest, self.retry_number, index, self.attempt)}
         return UnpublishedFile(path=path, rows=self.rows_of(index), metadata=facts)
 
     def publish(self, index: int, file: PendingFile, check: CheckInput = lambda first, end: None) -> bool:
@@ -99,7 +99,7 @@ class OutputFolder(RunFolder):
                 if self._published(index, made, version):
                     return True
                 present = self.files.read(index)
-                if present is not None and not self.files.is_foreign(present) and present.generation >= self._number:
+                if present is not None and not self.files.is_foreign(present) and present.generation >= self.retry_number:
                     return False
                 version = None if present is None else present.version
         raise StorageError(f"publishing {self.path}/{name} failed: runs of another job keep publishing it; end them")

@@ -85,8 +85,8 @@ class FoundRun:
         if manifest is not None and change is not None:
             manifest = change.of(manifest)
         self.job = job if manifest is None else replace(job, layout=manifest.layout)
-        begun = change if isinstance(change, Generation) else None if self.begins_job else folder.generation
-        self._retry = _number_of(begun)
+        found = 0 if self.begins_job else folder.retry_number
+        self._retry_number = change.number if isinstance(change, Generation) else found
 
     @cached_property
     def finished(self) -> set[int]:
@@ -151,7 +151,7 @@ class FoundRun:
             files=job.source.files,
             overwrite=job.config.output.overwrite,
         )
-        if _number_of(self.folder.generation) != self._retry:
+        if self.folder.retry_number != self._retry_number:
             raise OutputError(
                 f"the job in {self.folder.path} was complete and a retry of it began while this run loaded; run the same command "
                 "again"
@@ -195,10 +195,6 @@ class FoundRun:
                 else:
                     job = replace(job, layout=folder.manifest.layout)
         return RunEnd(job=job, folder=folder, left=left, was_complete=self.found_complete)
-
-
-def _number_of(retry: Generation | None) -> int:
-    return 0 if retry is None else retry.number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,11 +34,11 @@ class HeadSizes:
 
     @property
     def made(self) -> int:
-        """Operations, two of which count as one, that make a key and a value of a latent."""
+        """Number of multiplications that make a key and a value from a latent."""
         return (self.key_dim + self.value_dim) * self.latent_dim
 
     def absorbs(self, num_queries: int, num_keys: int) -> bool:
-        """Whether the absorbed form has fewer operations."""
+        """Whether the absorbed form has fewer multiplications."""
         pairs = num_queries * num_keys
         expanded = num_keys * self.made + pairs * (self.key_dim + self.rope_dim + self.value_dim)
         return num_queries * self.made + pairs * (2 * self.latent_dim + self.rope_dim) < expanded
