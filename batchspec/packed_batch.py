@@ -36,8 +36,8 @@ class PackedBatch:
     """Tokens in a page."""
     max_len: int
     """Maximum prompt + output length of a row, in tokens."""
-    draft_len: int
-    """K: maximum number of draft tokens of a row in a round; for a tree its number of nodes."""
+    num_verified: int
+    """Maximum number of draft tokens of a row that a round verifies: K, or the number of a tree's nodes."""
     prefill_tokens: int
     """Maximum number of tokens in one prefill pass."""
     run_ahead: int

@@ -135,7 +135,7 @@ def drawn_batch(
         page_size=page_size,
         num_pages=data.draw(st.sampled_from([scarce, 300]), label="pages"),
         max_len=longest,
-        draft_len=draft_len,
+        num_verified=draft_len,
         prefill_tokens=data.draw(st.sampled_from([1, 5, 64]), label="prefill_tokens"),
         run_ahead=data.draw(st.integers(0, 2), label="run_ahead"),
     )

@@ -120,7 +120,7 @@ def packed(slots: int = 4, **changes: object) -> PackedBatch:
         num_pages=400,
         page_size=4,
         max_len=96,
-        draft_len=4,
+        num_verified=4,
         prefill_tokens=64,
         run_ahead=0,
     )

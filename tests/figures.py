@@ -47,7 +47,7 @@ def memory(spec: ModelSpec) -> Iterator[tuple[str, object]]:
     for max_len, draft_len in product(LENGTHS, (0, 4)):
         kept = KVMemory.of(
             spec, DTYPE, (), page_size=16, max_len=max_len, max_tokens=max_len, lookahead=2 * draft_len + 2, pass_tokens=8192,
-            draft_len=draft_len,
+            num_verified=draft_len,
         )
         where = f"memory of {max_len} tokens, K = {draft_len}"
         yield from ((f"{where}: {field.name}", getattr(kept, field.name)) for field in fields(kept))

@@ -139,7 +139,7 @@ class StandInEngine(Engine):
             num_pages=POOLS * num_slots * -(-max_len // PAGE_SIZE),
             page_size=PAGE_SIZE,
             max_len=max_len,
-            draft_len=K,
+            num_verified=K,
             prefill_tokens=GPU_PREFILL,
             run_ahead=GPU_RUN_AHEAD,
         )

@@ -108,7 +108,7 @@ def run(target: Target, requests: Sequence[Request], batch: PackedBatch, drafter
 
 def wide_batch(slots: int, draft_len: int, **changes: Any) -> PackedBatch:
     """Prompts of more than a chunk in several passes, and pages for all rows."""
-    usual: dict[str, Any] = {"page_size": 4, "num_pages": 400, "max_len": 240, "prefill_tokens": CHUNK, "draft_len": draft_len}
+    usual: dict[str, Any] = {"page_size": 4, "num_pages": 400, "max_len": 240, "prefill_tokens": CHUNK, "num_verified": draft_len}
     return packed(slots, **{**usual, **changes})
 
 

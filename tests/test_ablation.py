@@ -23,7 +23,7 @@ def test_an_ablation_changes_no_token(name: str) -> None:
     for argmax, uniform_slots in ((True, True), (False, True), (True, False), (False, False)):
         drafter = DRAFTERS[name]()
         options = RoundOptions(argmax=argmax, uniform_slots=uniform_slots)
-        batch = packed(SLOTS, draft_len=drafter.draft_len)
+        batch = packed(SLOTS, num_verified=drafter.draft_len)
         engine = make_engine(tiny_target(window=5), drafter, batch, device=DEVICE, options=options)
         penalised = SamplingParams(repetition_penalty=1.2)
         requests = (request(i, [i, 5], cap=8, sampling=penalised if i == 2 else None) for i in range(4))
@@ -37,7 +37,7 @@ def test_an_ablation_changes_no_token(name: str) -> None:
 @pytest.mark.parametrize("name", ["none", "eagle3", "tree"])
 def test_an_engine_without_ablations_has_the_fast_paths(name: str) -> None:
     drafter = DRAFTERS[name]()
-    round_ = make_engine(tiny_target(), drafter, packed(SLOTS, draft_len=drafter.draft_len), device=DEVICE).executor.round
+    round_ = make_engine(tiny_target(), drafter, packed(SLOTS, num_verified=drafter.draft_len), device=DEVICE).executor.round
     assert round_.is_uniform
     assert type(round_.vocabulary) is Vocabulary
 
@@ -52,7 +52,7 @@ def test_ranks_without_argmax_choose_the_tokens_of_one_process_with_it(
 
     def tokens(target: Target, *, argmax: bool) -> dict[int, list[int]]:
         own, kind = drafter(name, target), RoundOptions(argmax=argmax)
-        engine = make_engine(target, own, packed(3, draft_len=7), device=DEVICE, options=kind, logprobs=logprobs)
+        engine = make_engine(target, own, packed(3, num_verified=7), device=DEVICE, options=kind, logprobs=logprobs)
         return {done.row_index: expected_ids(done) for done in engine.run(request(i, [i, 5], cap=8) for i in range(4))}
 
     expected = tokens(whole_of(spec, Loud), argmax=True)

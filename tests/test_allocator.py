@@ -42,7 +42,7 @@ def shape(slots: int, pages: int, page_size: int = 4, max_len: int = 64) -> Pack
         num_pages=pages,
         page_size=page_size,
         max_len=max_len,
-        draft_len=0,
+        num_verified=0,
         prefill_tokens=64,
         run_ahead=0,
     )

@@ -44,7 +44,7 @@ def test_a_model_that_keeps_no_pages_decodes_each_row_as_by_itself(drafter: Draf
     long, hot = [(3 * i * i + i) % VOCAB for i in range(130)], SamplingParams(temperature=1.0)
     rows = [request(i, [i, 4, 9, 4, 9][: i + 1], cap=8) for i in range(3)]
     rows += [request(3 + i, [*long, i], cap=5, sampling=hot) for i in range(3)]
-    target, batch = pageless_target(), packed(2, page_size=4, max_len=160, draft_len=drafter.draft_len)
+    target, batch = pageless_target(), packed(2, page_size=4, max_len=160, num_verified=drafter.draft_len)
     engine = make_engine(target, drafter, batch, device=DEVICE, decode=decode)
     done = {one.request_id: one.token_ids for one in engine.run(iter(rows))}
     assert {name: None if ids is None else ids.tolist() for name, ids in done.items()} == {

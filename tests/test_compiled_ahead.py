@@ -131,7 +131,7 @@ def test_all_variants_of_kernels_are_compiled_ahead_and_nothing_else_happens(
     monkeypatch.setattr(four_bit_tiles, "MOST_TOKENS", 16)  # prefill dequantises
     with stand_in_gpu(dtype):
         target = made(tiny_spec(family, **changes, num_hidden_layers=4).on(CPU, dtype), dtype, Strong)
-        batch = packed(2, draft_len=3, prefill_tokens=18, max_len=20)
+        batch = packed(2, num_verified=3, prefill_tokens=18, max_len=20)
         options = RoundOptions(row_lengths=True)
         engine = make_engine(target, drafter_of(drafter, target), batch, device=CPU, options=options)
         executor = engine.executor
@@ -205,7 +205,7 @@ def test_rows_with_row_tensors_enter_and_resume_without_another_variant_of_a_ker
     monkeypatch.setattr(plain, "_can_pack", lambda weight: False)
     with stand_in_gpu(F32):
         target = Target(spec, LoudNoise(spec, dtype=F32, device=CPU), CPU)
-        batch = packed(18, draft_len=3, prefill_tokens=128, max_len=140)
+        batch = packed(18, num_verified=3, prefill_tokens=128, max_len=140)
         engine = make_engine(target, drafter_of(drafter, target), batch, device=CPU)
         executor = engine.executor
         shapes = [RoundShape(rows, k, GREEDY) for rows in (1, 16, 18) for k in {0, executor.drafter.draft_len}]

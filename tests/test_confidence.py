@@ -129,7 +129,7 @@ def proposals_of(
     """
     drafter = case.drafter
     batch = packed(
-        SLOTS, num_pages=16, max_len=40, draft_len=drafter.draft_len, prefill_tokens=CHUNK, run_ahead=1,
+        SLOTS, num_pages=16, max_len=40, num_verified=drafter.draft_len, prefill_tokens=CHUNK, run_ahead=1,
         row_buckets=(1, 2, 3, 4),
     )
     engine = make_engine(case.target, drafter, batch, device=DEVICE, lengths=4)
@@ -377,7 +377,7 @@ def test_a_hybrid_says_which_of_both_drafted_and_how_sure_that_one_is(name: str,
 
 def test_the_confidence_of_a_lookup_is_the_length_of_its_match() -> None:
     """It keeps nothing of a row."""
-    engine = make_engine(TARGET(), lookup(K, 3, 0), packed(SLOTS, draft_len=K), device=DEVICE, lengths=4)
+    engine = make_engine(TARGET(), lookup(K, 3, 0), packed(SLOTS, num_verified=K), device=DEVICE, lengths=4)
     found = note_proposals(engine)
     asked = [request(i, [i, 4, 5, 6] * (1 + i), cap=20, sampling=SamplingParams(temperature=i % 2)) for i in range(6)]
     assert len(list(engine.run(iter(asked)))) == len(asked)

@@ -53,7 +53,7 @@ def run(requests: Sequence[Request], drafter: Drafter, *, short_cap: int = 512, 
     room = shape.pop("room", None) or AutomataCapacity(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14)
     logprobs, lengths = shape.pop("logprobs", None), shape.pop("lengths", None)
     engine = make_engine(
-        tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.draft_len, **shape}), device=DEVICE,
+        tiny_target(window=5), drafter, packed(SLOTS, **{"num_verified": drafter.draft_len, **shape}), device=DEVICE,
         vocabulary=VOCABULARY, automata_capacity=room, logprobs=logprobs, lengths=lengths,
     )
     with pytest.MonkeyPatch.context() as patch:

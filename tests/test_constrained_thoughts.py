@@ -91,7 +91,7 @@ def test_no_row_that_was_produced_rightly_is_refused(name: str, job: list[tuple[
     for _ in range(4):
         drafter = ALL[name]()
         batch = packed(
-            4, draft_len=drafter.draft_len, run_ahead=data.draw(st.integers(0, 2)), max_len=40,
+            4, num_verified=drafter.draft_len, run_ahead=data.draw(st.integers(0, 2)), max_len=40,
             num_pages=data.draw(st.sampled_from([24, 400]), label="pages"), prefill_tokens=data.draw(st.sampled_from([3, 64])),
         )
         late = ExpandLate(data.draw(st.integers(0, 9)), lost=data.draw(st.sampled_from([0.0, 0.2])), thinks=True)

@@ -173,7 +173,7 @@ def test_a_row_is_drafted_from_one_that_ended_before() -> None:
     rates = []
     for corpus in (None, make(200)):
         drafter = LookupDrafter(6, min_ngram=2, max_ngram=3, corpus=corpus)
-        engine = make_engine(tiny_target(), drafter, packed(1, draft_len=6), device=DEVICE)
+        engine = make_engine(tiny_target(), drafter, packed(1, num_verified=6), device=DEVICE)
         done = list(engine.run(iter(prompts)))
         assert done[0].token_ids is not None
         assert done[0].token_ids.tolist() == done[1].token_ids.tolist()  # type: ignore[union-attr]

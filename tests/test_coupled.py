@@ -66,7 +66,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 def run(
     drafter: Drafter, requests: list[Request], *, coupled: bool = True, lengths: int | None = None
 ) -> dict[str, Completion]:
-    options, batch = RoundOptions(coupled=coupled), packed(SLOTS, draft_len=drafter.draft_len)
+    options, batch = RoundOptions(coupled=coupled), packed(SLOTS, num_verified=drafter.draft_len)
     engine = make_engine(tiny_target(), drafter, batch, device=DEVICE, options=options, lengths=lengths)
     return {done.request_id: done for done in engine.run(iter(requests))}
 
@@ -123,7 +123,7 @@ def mixed_tokens(drafter: Drafter) -> dict[str, list[int]]:
         SamplingParams(temperature=1.0, min_p=0.1), SamplingParams(), SamplingParams(temperature=0.8, repetition_penalty=1.3),
     ]
     requests = [request(i, [i % 7, 2, i % 3], cap=5 + i, sampling=samplings[i % 6]) for i in range(24)]
-    engine = make_engine(tiny_target(), drafter, packed(SLOTS, draft_len=drafter.draft_len), device=DEVICE, lengths=2)
+    engine = make_engine(tiny_target(), drafter, packed(SLOTS, num_verified=drafter.draft_len), device=DEVICE, lengths=2)
     return tokens({done.request_id: done for done in engine.run(iter(requests))})
 
 

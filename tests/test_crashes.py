@@ -392,7 +392,7 @@ def test_memory_that_runs_out_twice_ends_the_run_with_what_is_done_kept(
 
 def test_a_smaller_batch_still_holds_a_row_of_the_greatest_length() -> None:
     batch = PackedBatch(
-        num_slots=4, row_buckets=(4,), num_pages=100, page_size=16, max_len=290, draft_len=0, prefill_tokens=2048, run_ahead=0
+        num_slots=4, row_buckets=(4,), num_pages=100, page_size=16, max_len=290, num_verified=0, prefill_tokens=2048, run_ahead=0
     )
     for num_pages, lookahead, left in ((100, 0, 75), (20, 0, 20), (24, 63, 24)):  # the nodes of a tree lie after the last token
         packing = smaller(PackingConfig(memory_gb=1.0), replace(batch, num_pages=num_pages), lookahead)

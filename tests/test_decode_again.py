@@ -25,7 +25,7 @@ SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.9))
 
 
 def an_engine(**more: object) -> Engine:
-    batch = packed(1, page_size=PAGE_SIZE, draft_len=0)
+    batch = packed(1, page_size=PAGE_SIZE, num_verified=0)
     room = AutomataCapacity(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, lazy_words=1 << 14, lazy_masks_bytes=256)
     return make_engine(
         tiny_target(), NoDrafter(), batch, device=DEVICE, vocabulary=VOCABULARY, automata_capacity=room,

@@ -412,7 +412,7 @@ def test_drafts_of_any_kind_change_no_token(family: str) -> None:
     ]
     found, accepted = [], 0
     for drafter in drafters:
-        engine = make_engine(target, drafter, packed(3, draft_len=4), device=DEVICE)
+        engine = make_engine(target, drafter, packed(3, num_verified=4), device=DEVICE)
         asked = [request(i, [i, 2, 3, i, 2, 7, i], cap=20, sampling=SamplingParams(temperature=i % 2)) for i in range(4)]
         done = list(engine.run(iter(asked)))
         found.append({completion.request_id: ids_of(completion) for completion in done})

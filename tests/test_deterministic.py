@@ -124,7 +124,7 @@ SLOW = (("lookup", 4), ("chain", 1), ("parallel", 2), ("window", 3))
 )
 def test_tokens_and_logprobs_are_those_of_the_row_alone_with_any_drafter(name: str, draft_len: int) -> None:
     """And however many drafts a round verifies."""
-    batch = shape(4, prefill_tokens=48, draft_len=draft_len)
+    batch = shape(4, prefill_tokens=48, num_verified=draft_len)
     found, done = run(requests(), batch, drafter_of(name, 4, draft_len), target(), lengths=2)
     assert found == alone()
     if draft_len > 1:
@@ -137,7 +137,7 @@ def test_preemption_changes_no_bit(name: str, draft_len: int) -> None:
     of pages."""
     rng = np.random.default_rng(4)
     asked = [request(i, rng.integers(0, 61, 66).tolist(), cap=24, predicted=3) for i in range(2)]
-    batch = shape(2, prefill_tokens=256, page_size=4, num_pages=43, draft_len=draft_len)
+    batch = shape(2, prefill_tokens=256, page_size=4, num_pages=43, num_verified=draft_len)
     found, done = run(asked, batch, drafter_of(name, 2, draft_len), target(), lengths=2)
     assert sum(one.stats.num_prefills for one in done if one.stats is not None) > len(done)
     assert found == run(asked, shape(1, prefill_tokens=256), NoDrafter(), target())[0]
@@ -148,7 +148,7 @@ def test_a_run_that_is_stopped_resumes_with_the_same_tokens() -> None:
     found: dict[str, list[int]] = {}
     left = {one.request_id: one for one in requests()}
     for slots, drafter in ((4, NoDrafter()), (3, LookupDrafter(3, min_ngram=1, max_ngram=3))):
-        batch = shape(slots, prefill_tokens=100, draft_len=drafter.draft_len)
+        batch = shape(slots, prefill_tokens=100, num_verified=drafter.draft_len)
         engine = make_engine(target(), drafter, batch, device=DEVICE, decode=decode, lengths=3)
         if not drafter.draft_len:
 
@@ -172,4 +172,4 @@ def test_a_run_that_is_stopped_resumes_with_the_same_tokens() -> None:
 @pytest.mark.parametrize("slots", [1, 4])
 def test_layers_with_windows_have_one_order_too(slots: int) -> None:
     drafter = LookupDrafter(3, min_ngram=1, max_ngram=3)
-    assert run(requests(), shape(slots, prefill_tokens=70, draft_len=3), drafter, target(20))[0] == alone(20)
+    assert run(requests(), shape(slots, prefill_tokens=70, num_verified=3), drafter, target(20))[0] == alone(20)

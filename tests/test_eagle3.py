@@ -98,7 +98,7 @@ def test_drafts_are_those_of_the_definition(name: str, general: bool, tmp_path: 
     layout = ("flat", "speculators", "additional")[len(name) % 3]
     slow = {"dead_positions": False, "uniform_slots": False, "argmax": False} if general else {}
     drafter = make_drafter(tmp_path, design, tensors, draft_len, slots=3, layout=layout, **slow)
-    batch = packed(3, draft_len=draft_len, prefill_tokens=7, num_pages=60, max_len=40)
+    batch = packed(3, num_verified=draft_len, prefill_tokens=7, num_pages=60, max_len=40)
     _, done, _ = run(mixed_requests(), batch, drafter, options=synthetic(draft_len))
     assert sum(c.stats.num_accepted for c in done.values() if c.stats) > 5
     check_drafts(drafter, design, tensors)
@@ -140,7 +140,7 @@ def test_a_window_and_a_sink_narrow_what_the_head_reads(window: int, sink: int, 
     design = tiny_design(TARGET().spec)
     tensors = random_tensors(design, seed=1)
     drafter = make_drafter(tmp_path, design, tensors, 3, slots=2, window=window, sink=sink)
-    run(mixed_requests(), packed(2, draft_len=3, max_len=40), drafter, options=synthetic(3))
+    run(mixed_requests(), packed(2, num_verified=3, max_len=40), drafter, options=synthetic(3))
     check_drafts(drafter, design, tensors, window=window, sink=sink)
 
 
@@ -187,7 +187,7 @@ def test_preempted_rows_keep_their_drafts(tmp_path: Path) -> None:
     design, tensors = design_and_tensors("random")
     requests = [request(i, [i, 5, 7], cap=60, predicted=4) for i in range(4)]
     drafter = make_drafter(tmp_path, design, tensors, 3, slots=4)
-    tokens, _, engine = run(requests, packed(4, num_pages=32, max_len=63, draft_len=3), drafter, short_cap=2)
+    tokens, _, engine = run(requests, packed(4, num_pages=32, max_len=63, num_verified=3), drafter, short_cap=2)
     assert engine.totals.preempted > 0
     assert tokens == expected_tokens(requests)
     check_drafts(drafter, design, tensors)
@@ -200,7 +200,7 @@ def test_rounds_of_any_draft_length_leave_the_next_one_its_state(tmp_path: Path,
     lengths, run_round = cycle((3, 0, 1, 0, 0, 2)), Round.run
     monkeypatch.setattr(Round, "run", lambda self, rows, mode, _, *more: run_round(self, rows, mode, next(lengths), *more))
     requests = mixed_requests()
-    tokens, _, _ = run(requests, packed(3, draft_len=3), drafter)
+    tokens, _, _ = run(requests, packed(3, num_verified=3), drafter)
     assert tokens == expected_tokens(requests)
     assert {len(drafts) for _, drafts in drafter.seen} >= {1, 2, 3}
     check_drafts(drafter, design, tensors)
@@ -234,7 +234,7 @@ def test_rounds_that_only_keep_kv_warm_leave_the_later_ones_their_drafts(
         leads: list[bool] = []
         with monkeypatch.context() as patch:
             patch.setattr(Round, "run", in_turn((3, 0, 0, 0, 2, 0, 1, 0, 0), leads, always=always))
-            tokens, _, _ = run(mixed_requests(cap=24), packed(3, draft_len=3, max_len=60), drafter, options=synthetic(3))
+            tokens, _, _ = run(mixed_requests(cap=24), packed(3, num_verified=3, max_len=60), drafter, options=synthetic(3))
         assert set(leads) == ({True} if always else {True, False})
         check_drafts(drafter, design, tensors)
         found.append((tokens, drafter.seen, torch.stack(drafter.carried)))
@@ -247,14 +247,14 @@ def test_a_random_head_changes_no_sampled_token(tmp_path: Path) -> None:
     design, tensors = design_and_tensors("random")
     sampling = SamplingParams(temperature=0.9, top_k=9)
     requests = [request(i, [i, 3], cap=20, sampling=sampling) for i in range(5)]
-    tokens, _, _ = run(requests, packed(2, draft_len=4), make_drafter(tmp_path, design, tensors, 4, slots=2))
+    tokens, _, _ = run(requests, packed(2, num_verified=4), make_drafter(tmp_path, design, tensors, 4, slots=2))
     assert tokens == expected_tokens(requests)
 
 
 def test_a_distilled_head_is_accepted(tmp_path: Path) -> None:
     design, tensors = design_and_tensors("distilled")
     requests = known_requests()
-    tokens, done, _ = run(requests, packed(4, draft_len=3), make_drafter(tmp_path, design, tensors, 3, slots=4))
+    tokens, done, _ = run(requests, packed(4, num_verified=3), make_drafter(tmp_path, design, tensors, 3, slots=4))
     assert tokens == expected_tokens(requests)
     stats = [c.stats for c in done.values() if c.stats]
     assert 1 + sum(s.num_accepted for s in stats) / sum(s.num_rounds for s in stats) > 2.5
@@ -266,7 +266,7 @@ def test_pruned_and_whole_catch_up_carry_the_same_state(name: str, tmp_path: Pat
     tensors, states = random_tensors(design), []
     for dead_positions in (True, False):
         drafter = make_drafter(tmp_path, design, tensors, 3, slots=3, dead_positions=dead_positions)
-        run(mixed_requests(), packed(3, draft_len=3, prefill_tokens=9), drafter, options=synthetic(3))
+        run(mixed_requests(), packed(3, num_verified=3, prefill_tokens=9), drafter, options=synthetic(3))
         states.append((drafter.seen, torch.stack(drafter.carried)))
     assert states[0][0] == states[1][0]
     torch.testing.assert_close(states[0][1], states[1][1], atol=1e-11, rtol=1e-11)
@@ -277,7 +277,7 @@ def test_drafts_near_the_end_of_the_page_table_write_nothing_but_scratch(tmp_pat
     design, tensors = design_and_tensors("random")
     drafter = make_drafter(tmp_path, design, tensors, 5, slots=2)
     requests = [request(i, [i, 2, 3], cap=13) for i in range(2)]
-    tokens, _, _ = run(requests, packed(2, draft_len=5, max_len=16, num_pages=9), drafter, options=synthetic(5))
+    tokens, _, _ = run(requests, packed(2, num_verified=5, max_len=16, num_pages=9), drafter, options=synthetic(5))
     assert all(len(output) == 13 for output in tokens.values())
     check_drafts(drafter, design, tensors)
 
@@ -286,7 +286,7 @@ def test_a_head_trained_on_short_contexts_drafts_at_later_positions(tmp_path: Pa
     """max_position_embeddings of the head is 8 in every test here: later positions are computed like any other."""
     design, tensors = design_and_tensors("random")
     drafter = make_drafter(tmp_path, design, tensors, 2, slots=1)
-    run([request(0, list(range(20)), cap=30)], packed(1, draft_len=2), drafter)
+    run([request(0, list(range(20)), cap=30)], packed(1, num_verified=2), drafter)
     assert max(len(prefix) for prefix, _ in drafter.seen) > 40
     check_drafts(drafter, design, tensors)
 

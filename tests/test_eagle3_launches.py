@@ -147,7 +147,7 @@ def launches(
     checkpoint = write_head(folder, own, random_tensors(own), layout="speculators")
     loaded = load_head(checkpoint, target.spec, dtype=target.dtype, device=DEVICE, aux_layers="input")
     watched = drafter(loaded, target, draft_len, slots=2, **options)
-    engine = make_engine(target, watched, packed(2, draft_len=draft_len), device=DEVICE, options=RoundOptions())
+    engine = make_engine(target, watched, packed(2, num_verified=draft_len), device=DEVICE, options=RoundOptions())
     if not prepare_next:
         run_round = engine.executor.round.run
         engine.executor.round.run = lambda rows, mode, *_: run_round(rows, mode, 0, prepare_next=False)  # type: ignore[method-assign]

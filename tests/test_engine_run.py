@@ -88,7 +88,7 @@ def test_nothing_of_a_run_that_ended_early_is_found_in_the_next(name: str, data:
     room = data.draw(st.sampled_from([{"lazy_words": 1 << 14}, {"lazy_words": 1500, "lazy_masks_bytes": 20}]))
     engine = make_engine(
         tiny_target(window=5), drafter, packed(
-            SLOTS, draft_len=drafter.draft_len, num_pages=data.draw(st.sampled_from([400, 24])),
+            SLOTS, num_verified=drafter.draft_len, num_pages=data.draw(st.sampled_from([400, 24])),
             run_ahead=data.draw(st.sampled_from([0, 2])), prefill_tokens=data.draw(st.sampled_from([5, 64])),
         ),
         device=DEVICE, vocabulary=VOCABULARY, expanding=ExpandLate(data.draw(st.integers(0, 9))),

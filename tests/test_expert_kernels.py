@@ -302,7 +302,7 @@ def test_an_engine_emits_the_same_tokens_with_and_without_drafts() -> None:
     with kernels(torch.float32):
         target = made(tiny_spec(family, **changes, num_hidden_layers=1).on(CPU, torch.float32), torch.float32)
         for drafter in (NoDrafter(), LookupDrafter(2, min_ngram=1, max_ngram=2)):
-            engine = make_engine(target, drafter, packed(2, draft_len=2), device=CPU)
+            engine = make_engine(target, drafter, packed(2, num_verified=2), device=CPU)
             done = engine.run(request(i, [i, 2, 3, i, 2], cap=6) for i in range(2))
             found.append({one.request_id: ids_of(one) for one in done})
     assert found[0] == found[1]

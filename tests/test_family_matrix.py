@@ -112,7 +112,7 @@ def drafter_of(kind: str, target: Target) -> Drafter:
 
 def tokens(target: Target, requests: list[Request], drafter: Drafter, slots: int) -> dict[str, list[int]]:
     room = AutomataCapacity(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14)
-    batch = packed(slots, draft_len=drafter.draft_len)
+    batch = packed(slots, num_verified=drafter.draft_len)
     return run(target, requests, batch, drafter, vocabulary=VOCABULARY, automata_capacity=room).tokens
 
 

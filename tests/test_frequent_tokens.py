@@ -83,7 +83,7 @@ def test_only_tokens_of_the_vocabulary_are_drafted_and_outputs_are_the_same() ->
             found.update(draft_ids[rows.live != 0].flatten().tolist())
 
         own.propose = noting  # type: ignore[method-assign]
-        engine = make_engine(target, own, packed(2, draft_len=3, prefill_tokens=64, max_len=90), device=DEVICE)
+        engine = make_engine(target, own, packed(2, num_verified=3, prefill_tokens=64, max_len=90), device=DEVICE)
         rows = [request(i, [3 + i, 1, 2] * (4 + i), cap=30) for i in range(5)]
         outputs.append({done.request_id: np.array(done.token_ids).tolist() for done in engine.run(iter(rows))})
         drafted.append(found)

@@ -309,7 +309,7 @@ def test_no_drafter_number_of_slots_or_preemption_changes_a_token_or_a_logprob()
         elif name == "chain":
             drafter = ChainDrafter(head, own, draft_len, slots=slots)
         batch = packed(
-            slots, page_size=16, max_len=1600, num_pages=pages, draft_len=draft_len, prefill_tokens=prefill_tokens,
+            slots, page_size=16, max_len=1600, num_pages=pages, num_verified=draft_len, prefill_tokens=prefill_tokens,
             row_buckets=(1, slots) if slots > 1 else (1,),
         )
         engine = make_engine(own, drafter, batch, device=own.device, logprobs=0)

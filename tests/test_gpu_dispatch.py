@@ -149,7 +149,7 @@ def test_rows_that_the_first_product_quantises_are_those_that_the_second_one_rea
 
 def decoded(target: Target, drafter: Drafter) -> dict[str, tuple[list[int], int]]:
     """Tokens and number of accepted drafts of each row. More rows than slots: some wait, some rounds have dead rows."""
-    engine = make_engine(target, drafter, packed(2, draft_len=max(1, drafter.draft_len), prefill_tokens=24), device=CPU)
+    engine = make_engine(target, drafter, packed(2, num_verified=max(1, drafter.draft_len), prefill_tokens=24), device=CPU)
     asked = [request(i, [(7 * i + 3 * j) % VOCAB for j in range(4 + 7 * i)], cap=3 + i) for i in range(3)]
     done = list(engine.run(iter(asked)))
     return {one.request_id: (ids_of(one), one.stats.num_accepted if one.stats else 0) for one in done}

@@ -414,7 +414,7 @@ def test_prompts_are_scored_on_the_card_as_on_the_cpu(kind: str) -> None:
     found: dict[str, dict[int, Completion]] = {}
     for name, batch in (("cuda", shape(8, prefill_tokens=64)), ("cpu", shape(8, run_ahead=0))):
         model = windowed_target(name, windows, dtype)
-        batch = replace(batch, draft_len=0)
+        batch = replace(batch, num_verified=0)
         engine = make_engine(model, NoDrafter(), batch, device=model.device, logprobs=4, scores=True, adaptive=True)
         engine.prepare(SamplingMode())
         found[name] = {done.row_index: done for done in engine.run(iter(asked))}

@@ -345,7 +345,7 @@ def test_whole_jobs_with_and_without_drafts(name: str, record_property: Callable
     }
     found = {}
     for way, drafter in drafters.items():
-        engine = make_engine(target, drafter, packed(8, draft_len=4, page_size=16), device=GPU)
+        engine = make_engine(target, drafter, packed(8, num_verified=4, page_size=16), device=GPU)
         done = list(engine.run(request(i, [i % 50, 2, 3, i % 7, 2], cap=40) for i in range(48)))
         assert [one.error for one in done if one.error is not None] == []
         assert engine.executor.graphs.num_captured > 0

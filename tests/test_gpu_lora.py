@@ -59,9 +59,9 @@ def test_captured_rounds_of_mixed_adapters_have_the_tokens_of_the_cpu(kind: str)
     own, cpu = target("cuda"), target("cpu")
     batch = packed(8, row_buckets=(1, 2, 4, 8), num_pages=300, page_size=16, max_len=MAX_LEN, prefill_tokens=128, run_ahead=2)
     made = drafter(own, 8)
-    engine, done = run(own, made, replace(batch, draft_len=made.draft_len), asked)
+    engine, done = run(own, made, replace(batch, num_verified=made.draft_len), asked)
     assert engine.executor.graphs.num_captured
-    alone = replace(batch, num_slots=1, row_buckets=(1,), run_ahead=0, draft_len=0)
+    alone = replace(batch, num_slots=1, row_buckets=(1,), run_ahead=0, num_verified=0)
     _, expected = run(cpu, NoDrafter(), alone, asked)
     tokens = {c.request_id: c.token_ids.tolist() for c in done if c.token_ids is not None}
     assert tokens == {c.request_id: c.token_ids.tolist() for c in expected if c.token_ids is not None}

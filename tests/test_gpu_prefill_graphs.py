@@ -139,7 +139,8 @@ class Passes:
 
     def __init__(self, own: Target, make: Callable[[], Drafter], *, slots: int = 16, **options: Any) -> None:
         batch = packed(
-            slots, page_size=16, max_len=MAX_LEN, num_pages=1 + 16 * slots, prefill_tokens=4096, row_buckets=(slots,), draft_len=3
+            slots, page_size=16, max_len=MAX_LEN, num_pages=1 + 16 * slots, prefill_tokens=4096, row_buckets=(slots,),
+            num_verified=3,
         )
         self._slots, self._rng = slots, np.random.default_rng(0)
         reading = RoundOptions(reader=LogprobReader(0))

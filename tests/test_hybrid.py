@@ -71,7 +71,7 @@ def test_the_heads_keys_and_values_do_not_depend_on_who_proposed(
         drafter = hybrid(kind)
         favour(drafter, lookup, monkeypatch)
         one = request(0, [7, 3, 4, 7, 3], cap=24)
-        engine = run(drafter, [one], packed(SLOTS, draft_len=5))
+        engine = run(drafter, [one], packed(SLOTS, num_verified=5))
         place = torch.arange(len(one.prompt_ids) + 24 - 2)
         pages = engine.executor.rows.page_tables[0][0].long()[place // engine.batch.page_size]
         layer = engine.executor.cache.layers[tiny_target().spec.num_layers]
@@ -83,7 +83,7 @@ def test_the_heads_keys_and_values_do_not_depend_on_who_proposed(
 def test_a_row_that_repeats_itself_is_drafted_by_lookup_after_some_rounds() -> None:
     """The head is noise: after a few rounds in which it failed, rows that match go to the lookup, which fares better."""
     drafter = hybrid(ChainDrafter)
-    run(drafter, jobs(), packed(SLOTS, draft_len=5))
+    run(drafter, jobs(), packed(SLOTS, num_verified=5))
     head_rounds, look_rounds, head_accepted, look_accepted = drafter.counts.tolist()
     assert look_rounds > 0
     assert head_rounds > 0
@@ -92,11 +92,11 @@ def test_a_row_that_repeats_itself_is_drafted_by_lookup_after_some_rounds() -> N
 
 def test_what_was_learnt_of_both_is_kept_for_rows_that_follow() -> None:
     drafter = hybrid(ChainDrafter)
-    run(drafter, jobs(), packed(SLOTS, draft_len=5))
+    run(drafter, jobs(), packed(SLOTS, num_verified=5))
     known = [odds.clone() for odds in (drafter._head_odds, drafter._lookup_odds)]
     assert not torch.equal(known[0], drafter._head_prior.repeat(len(known[0]), 1))
     assert not torch.equal(known[1], drafter._lookup_prior.repeat(len(known[1]), 1))
-    engine = make_engine(tiny_target(), drafter, packed(SLOTS, draft_len=5), device=DEVICE)
+    engine = make_engine(tiny_target(), drafter, packed(SLOTS, num_verified=5), device=DEVICE)
     assert len(list(engine.run(iter([request(0, [5, 6], cap=1)])))) == 1
     assert torch.equal(drafter._head_odds, known[0])
     assert torch.equal(drafter._lookup_odds, known[1])
@@ -129,7 +129,7 @@ def test_rows_with_draft_lengths_of_their_own_have_the_tokens_of_no_drafts(
     kind: type[ChainDrafter] | type[ParallelDrafter], lengths: int
 ) -> None:
     drafter, requests = hybrid(kind), jobs(8)
-    engine = make_engine(tiny_target(), drafter, packed(SLOTS, draft_len=5), device=DEVICE, lengths=lengths)
+    engine = make_engine(tiny_target(), drafter, packed(SLOTS, num_verified=5), device=DEVICE, lengths=lengths)
     done = {one.row_index: one.token_ids for one in engine.run(iter(requests))}
     for one in requests:
         assert done[one.row_index].tolist() == plain_tokens(tiny_target(), one)  # type: ignore[union-attr]
@@ -143,9 +143,9 @@ def test_more_drafts_than_the_head_gives_come_from_the_lookup_alone() -> None:
     drafter = hybrid(ChainDrafter, head_len=1, draft_len=6)
     assert drafter.draft_len == 6
     requests = [request(0, [1, 2] * 8, cap=60)]
-    engine = run(drafter, requests, packed(1, draft_len=6))
+    engine = run(drafter, requests, packed(1, num_verified=6))
     assert engine.totals.accepted > 0
-    with_head = make_engine(tiny_target(), drafter, packed(1, draft_len=6), device=DEVICE)
+    with_head = make_engine(tiny_target(), drafter, packed(1, num_verified=6), device=DEVICE)
     (done,) = with_head.run(iter(requests))
     assert done.stats is not None
     assert done.stats.drafter == "hybrid"

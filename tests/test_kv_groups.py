@@ -185,7 +185,7 @@ def test_e4m3_keys_give_the_tokens_of_plain_decoding_over_e4m3_keys(
     """With windows, shared prefixes, preempted rows and drafts, whose own K/V are not e4m3."""
     monkeypatch.setattr("batchspec.engine.slots.expected_pages.SHORT_CAP_TOKENS", 0)
     target, requests = windowed_target(MIXED, fp8_kv=True), long_requests(8, sampling=SamplingParams(temperature=1.0))
-    batch = replace(batch_of(6, page_size=2, draft_len=8, run_ahead=1), num_pages=1 + 39)
+    batch = replace(batch_of(6, page_size=2, num_verified=8, run_ahead=1), num_pages=1 + 39)
     engine = make_engine(target, make_drafter(name, target, tmp_path, 6), batch, device=DEVICE)
     poisoned.append(engine)
     assert run(engine, requests) == expected(target, requests)
@@ -204,7 +204,7 @@ def test_drafts_and_tokens_are_those_of_an_engine_that_keeps_every_page(
 ) -> None:
     """The tokens would be right with wrong drafts too."""
     target, requests = windowed_target(windows), long_requests()
-    batch = batch_of(draft_len=8, page_size=2 if "tree" in name else 4, run_ahead=len(name) % 3)
+    batch = batch_of(num_verified=8, page_size=2 if "tree" in name else 4, run_ahead=len(name) % 3)
     real = make_drafter(name, target, tmp_path / "real", 3)
     poisoned.append(make_engine(target, real, batch, device=DEVICE))
     assert run(poisoned[0], requests) == expected(target, requests)
@@ -264,7 +264,7 @@ def test_preempted_rows_resume_with_the_same_tokens(
     monkeypatch.setattr("batchspec.engine.slots.expected_pages.SHORT_CAP_TOKENS", 0)
     target, requests = windowed_target(windows), long_requests(8)
     drafter = make_drafter(name, target, tmp_path, 6)
-    batch = replace(batch_of(6, page_size=2, draft_len=8, run_ahead=1), num_pages=1 + 39)
+    batch = replace(batch_of(6, page_size=2, num_verified=8, run_ahead=1), num_pages=1 + 39)
     poisoned.append(make_engine(target, drafter, batch, device=DEVICE))
     assert run(poisoned[0], requests) == expected(target, requests)
     assert poisoned[0].totals.preempted > 0
@@ -276,7 +276,7 @@ def test_samples_of_a_prompt_and_rows_with_a_common_prefix_share_its_pages(
 ) -> None:
     target, requests = windowed_target(windows), long_requests(4, sampling=SamplingParams(temperature=0.9), samples=3)
     drafter = make_drafter(name, target, tmp_path, 4)
-    poisoned.append(make_engine(target, drafter, batch_of(4, page_size=4, draft_len=4, run_ahead=1), device=DEVICE))
+    poisoned.append(make_engine(target, drafter, batch_of(4, page_size=4, num_verified=4, run_ahead=1), device=DEVICE))
     assert run(poisoned[0], requests) == expected(target, requests)
     assert poisoned[0].totals.cached_tokens > 100
 
@@ -284,7 +284,7 @@ def test_samples_of_a_prompt_and_rows_with_a_common_prefix_share_its_pages(
 def test_rows_move_with_their_pages_when_the_batch_is_compacted(poisoned: list[Engine], tmp_path: Path) -> None:
     target = windowed_target(MIXED)
     requests = [request(i, [i, 1, 2], cap=60 if i == 3 else 12 + i) for i in range(4)]
-    batch = replace(batch_of(4, page_size=2, draft_len=4), row_buckets=(1, 2, 4))
+    batch = replace(batch_of(4, page_size=2, num_verified=4), row_buckets=(1, 2, 4))
     poisoned.append(make_engine(target, make_drafter("chain", target, tmp_path, 4), batch, device=DEVICE))
     assert run(poisoned[0], requests) == expected(target, requests)
     assert poisoned[0].scheduler.num_rows == 1
@@ -305,7 +305,7 @@ def test_layers_may_differ_in_the_shape_of_their_keys(
 ) -> None:
     """In groups of their own, and in one group where no row outgrows the window."""
     target, requests = uneven_target(window, fp8_kv), long_requests(sampling=SamplingParams(temperature=0.6))
-    batch = batch_of(draft_len=0 if name == "none" else 8, page_size=2, run_ahead=1)
+    batch = batch_of(num_verified=0 if name == "none" else 8, page_size=2, run_ahead=1)
     engine = make_engine(target, make_drafter(name, target, tmp_path, 3), batch, device=DEVICE)
     poisoned.append(engine)
     assert run(engine, requests) == expected_of_uneven(window, fp8_kv)

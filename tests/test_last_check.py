@@ -294,7 +294,8 @@ class NeverChecked(ExpandLate):
 
 def engine_of(expanding: ExpandLate, decode: Any = None) -> Engine:
     return make_engine(
-        tiny_target(window=5), ALL["lookup"](), packed(2, draft_len=4), device=DEVICE, vocabulary=VOCABULARY, expanding=expanding,
+        tiny_target(window=5), ALL["lookup"](), packed(2, num_verified=4), device=DEVICE, vocabulary=VOCABULARY,
+        expanding=expanding,
         automata_capacity=AutomataCapacity(num_tokens=VOCAB, table_words=1 << 14, masks_bytes=1 << 12, lazy_words=1 << 14),
     )
 

@@ -117,7 +117,7 @@ def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: 
     scarce = 1 + -(-longest // page_size) + data.draw(st.integers(0, 6))
     batch = packed(
         slots, row_buckets=tuple(bucket for bucket in (1, 2, 3, 8) if bucket <= slots), page_size=page_size,
-        num_pages=data.draw(st.sampled_from([scarce, 900]), label="pages"), max_len=longest, draft_len=drafter.draft_len,
+        num_pages=data.draw(st.sampled_from([scarce, 900]), label="pages"), max_len=longest, num_verified=drafter.draft_len,
         prefill_tokens=data.draw(st.sampled_from([5, 16, 300]), label="prefill_tokens"),
         run_ahead=data.draw(st.integers(0, 3), label="run_ahead"),
     )
@@ -135,7 +135,7 @@ def test_rows_that_are_preempted_go_on_as_if_they_had_not_been(name: str) -> Non
     ]
     wanted = expected(rows)
     outputs = dict(zip((one.seed for one in rows), wanted.values(), strict=True))
-    batch = packed(4, page_size=4, num_pages=30, max_len=56, draft_len=3, prefill_tokens=64, run_ahead=1)
+    batch = packed(4, page_size=4, num_pages=30, max_len=56, num_verified=3, prefill_tokens=64, run_ahead=1)
     done = run(rows, batch, drafter_of(name, 3, 4, outputs), trusting=True, lengths=1)
     assert tokens(done) == wanted
     assert max(one.stats.num_prefills for one in done.values() if one.stats) > 1, "no row was preempted"
@@ -146,7 +146,7 @@ def test_rows_with_a_common_prefix_share_its_pages(name: str) -> None:
     prompt = [(3 * i * i + i) % VOCAB for i in range(40)]
     rows = [request(i, [*prompt[:33], i], cap=9 + i, sampling=SamplingParams(temperature=1.0)) for i in range(6)]
     outputs = {one.seed: plain_tokens(latent_target(), one) for one in rows}
-    batch = packed(3, page_size=8, num_pages=60, max_len=64, draft_len=3, prefill_tokens=64)
+    batch = packed(3, page_size=8, num_pages=60, max_len=64, num_verified=3, prefill_tokens=64)
     engine = make_engine(latent_target(), drafter_of(name, 3, 3, outputs), batch, device=CPU, decode=decode)
     done = {one.request_id: one for one in engine.run(iter(rows))}
     assert tokens(done) == expected(rows)

@@ -62,7 +62,7 @@ def test_an_engine_writes_the_same_tokens(name: str) -> None:
     requests = [request(i, ids, cap=12) for i, ids in enumerate(prompts([3, 17, 8, 30, 5], VOCAB))]
 
     def tokens(spec: ModelSpec) -> dict[str, bytes]:
-        drafter, batch = LookupDrafter(3, min_ngram=1, max_ngram=2), packed(2, draft_len=3)
+        drafter, batch = LookupDrafter(3, min_ngram=1, max_ngram=2), packed(2, num_verified=3)
         engine = make_engine(load(spec, DEVICE), drafter, batch, device=DEVICE)
         return {done.request_id: np.asarray(done.token_ids).tobytes() for done in engine.run(iter(requests))}
 

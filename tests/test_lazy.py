@@ -85,7 +85,7 @@ def run(
         num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, lazy_words=lazy_words, lazy_masks_bytes=4 * lazy_masks
     )
     engine = make_engine(
-        tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.draft_len, **shape}), device=DEVICE,
+        tiny_target(window=5), drafter, packed(SLOTS, **{"num_verified": drafter.draft_len, **shape}), device=DEVICE,
         vocabulary=VOCABULARY, automata_capacity=room, expanding=expanding or ExpandLate(0, most_polls=0),
         logprobs=logprobs, lengths=lengths,
     )
@@ -99,7 +99,7 @@ def engine_of(
 ) -> Engine:
     drafter = drafter or ALL["none"]()
     return make_engine(
-        tiny_target(window=5), drafter, packed(SLOTS, draft_len=drafter.draft_len, **shape), device=DEVICE,
+        tiny_target(window=5), drafter, packed(SLOTS, num_verified=drafter.draft_len, **shape), device=DEVICE,
         vocabulary=VOCABULARY, expanding=expanding, lengths=lengths, automata_capacity=AutomataCapacity(
             num_tokens=VOCAB, table_words=1 << 14, masks_bytes=1 << 12, lazy_words=1 << 14,
         ),
@@ -226,7 +226,7 @@ def test_states_are_asked_for_once_and_serve_all_rows_and_later_runs(monkeypatch
     expanding = ExpandLate(0, most_polls=0)
     room = AutomataCapacity(num_tokens=VOCAB, table_words=1 << 10, masks_bytes=1 << 10, lazy_words=1 << 14, lazy_masks_bytes=256)
     engine = make_engine(
-        tiny_target(window=5), ALL["eagle3"](), packed(SLOTS, draft_len=3), device=DEVICE, vocabulary=VOCABULARY,
+        tiny_target(window=5), ALL["eagle3"](), packed(SLOTS, num_verified=3), device=DEVICE, vocabulary=VOCABULARY,
         automata_capacity=room, expanding=expanding,
     )
     same = [following(request(i, [4, 7], cap=12), GRAMMARS[0]) for i in range(12)]
@@ -677,7 +677,7 @@ def test_little_room_is_enough_and_is_never_exceeded(monkeypatch: pytest.MonkeyP
 def test_rows_that_wait_go_on_with_the_drafts_that_were_prepared_for_them(name: str) -> None:
     """A round in which a row takes no part leaves what the drafter keeps of it as it is, and renews that of the others."""
     drafter = ALL[name]()
-    engine = make_engine(tiny_target(), drafter, packed(2, draft_len=drafter.draft_len), device=DEVICE)
+    engine = make_engine(tiny_target(), drafter, packed(2, num_verified=drafter.draft_len), device=DEVICE)
     executor, mode = engine.executor, SamplingMode(may_hold=True)
     requests = [request(i, [3 + i, 5, 7], cap=20) for i in range(2)]
     executor.rows.begin([0, 1], requests, [()] * 2)

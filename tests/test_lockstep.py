@@ -69,7 +69,7 @@ def handle() -> Iterator[int]:
 
 SPEC = tiny_spec(5)
 ROOM = AutomataCapacity(num_tokens=VOCAB, table_words=1 << 12, masks_bytes=1 << 11)
-BATCH = packed(4, num_pages=26, max_len=72, draft_len=7, prefill_tokens=24)
+BATCH = packed(4, num_pages=26, max_len=72, num_verified=7, prefill_tokens=24)
 
 
 def group_run(

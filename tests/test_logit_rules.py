@@ -112,7 +112,7 @@ def register(monkeypatch: pytest.MonkeyPatch, apply: Callable[..., None], *, rea
 
 
 def run(drafter: Drafter, requests: Sequence[Request]) -> dict[int, Completion]:
-    engine = make_engine(TARGET(), drafter, packed(SLOTS, draft_len=drafter.draft_len), device=DEVICE)
+    engine = make_engine(TARGET(), drafter, packed(SLOTS, num_verified=drafter.draft_len), device=DEVICE)
     return {done.row_index: done for done in engine.run(iter(requests))}
 
 

@@ -136,7 +136,7 @@ def check(requests: list[Request], kind: str, data: st.DataObject) -> None:
         page_size=page_size,
         num_pages=data.draw(st.sampled_from([scarce, 400]), label="pages"),
         max_len=longest,
-        draft_len=drafter.draft_len,
+        num_verified=drafter.draft_len,
         prefill_tokens=data.draw(st.sampled_from([1, 7, 64]), label="prefill_tokens"),
         run_ahead=data.draw(st.integers(0, 2), label="run_ahead"),
     )
@@ -180,7 +180,7 @@ def test_a_model_that_drafts_for_itself_drafts_with_the_adapter_of_the_row() -> 
     """Reading all keys, it proposes what it then verifies: every draft is accepted."""
     requests = [replace(request(i, [3, 1 + i, 4, 1, 5], cap=21), adapter=i % 4) for i in range(4)]
     drafter = WindowDrafter(adapted_target(), 4, slots=4, window=None)
-    engine = make_engine(adapted_target(), drafter, packed(4, draft_len=4), device=DEVICE, decode=decode)
+    engine = make_engine(adapted_target(), drafter, packed(4, num_verified=4), device=DEVICE, decode=decode)
     stats = [c.stats for c in engine.run(iter(requests)) if c.stats is not None]
     assert [own.num_accepted for own in stats] == [own.num_drafted for own in stats] == [16] * 4
 

@@ -528,7 +528,7 @@ def test_the_adapter_stacks_have_the_size_of_the_shape_and_plan_counts_them(
     assert read_bytes(spec, torch.float32, 1) == read_bytes(load_spec(base), torch.float32, 1) + in_memory / 2  # of one row
     shape: dict[str, Any] = {"dtype": torch.float32, "rows": 8, "context_tokens": 99, "tokens_per_row": 2}
     assert round_seconds(spec, H200, **shape) > round_seconds(load_spec(base), H200, **shape)
-    sizes: dict[str, Any] = {"slots": 8, "num_buckets": 1, "draft_len": 2, "prefill_tokens": 999, "max_len": 99}
+    sizes: dict[str, Any] = {"slots": 8, "num_buckets": 1, "num_verified": 2, "prefill_tokens": 999, "max_len": 99}
     more = [reserve_bytes(own, dtype=torch.float32, **sizes) for own in (spec, load_spec(base))]
     assert more[0] - more[1] == spec.lora.temporary_bytes(999) + spec.lora.temporary_bytes(24)  # type: ignore[union-attr]
     assert cli.main(["plan", *words(base, data, tmp_path / "out", named(folders))]) == 0

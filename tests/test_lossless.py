@@ -258,7 +258,7 @@ def check_lossless(requests: list[Request], data: st.DataObject) -> None:
         page_size=page_size,
         num_pages=data.draw(st.sampled_from([scarce, 400]), label="pages"),
         max_len=longest + data.draw(st.integers(0, 5)),
-        draft_len=drafter.draft_len,
+        num_verified=drafter.draft_len,
         prefill_tokens=data.draw(st.sampled_from([1, 7, 64]), label="prefill_tokens"),
         run_ahead=data.draw(st.integers(0, 3), label="run_ahead"),
         longest_row=data.draw(st.none() | st.integers(2, longest), label="longest_row"),
@@ -447,7 +447,7 @@ def test_logprobs_are_those_of_the_raw_logits(changes: dict[str, Any], lengths: 
     target = tiny_target(window=5)
     requests = [request(i, [1, 2, 3, 1, 2], cap=20, **changes) for i in range(2)]
     drafter = LookupDrafter(3, min_ngram=1, max_ngram=2)
-    engine = make_engine(target, drafter, packed(2, draft_len=3), device=DEVICE, logprobs=4, lengths=lengths)
+    engine = make_engine(target, drafter, packed(2, num_verified=3), device=DEVICE, logprobs=4, lengths=lengths)
     for req, done in zip(requests, sorted(engine.run(iter(requests)), key=lambda done: done.row_index), strict=True):
         check_logprobs(target, req, done)
 
@@ -467,7 +467,7 @@ def check_logprobs(target: Target, req: Request, done: Completion) -> None:
 
 def test_rows_with_logprobs_are_not_continued_though_they_have_ended() -> None:
     """Three rows end in one step; the caller takes the first completion alone."""
-    engine = make_engine(tiny_target(), NoDrafter(), packed(3, draft_len=0), device=DEVICE, logprobs=1)
+    engine = make_engine(tiny_target(), NoDrafter(), packed(3, num_verified=0), device=DEVICE, logprobs=1)
     done = engine.run(iter([request(i, [3, 4, 5 + i], cap=4) for i in range(3)]))
     next(done)
     done.close()
@@ -539,7 +539,7 @@ def test_a_run_that_is_stopped_is_resumed_by_another_with_the_same_tokens(reques
         draft_len, slots = data.draw(st.integers(0, 4)), data.draw(st.sampled_from([1, 3, 8]))
         kind = data.draw(st.sampled_from(list(DRAFTERS)), label="drafter")
         drafter = DRAFTERS[kind](draft_len, slots) if draft_len else NoDrafter()
-        batch = packed(slots, draft_len=draft_len, run_ahead=data.draw(st.integers(0, 2)))
+        batch = packed(slots, num_verified=draft_len, run_ahead=data.draw(st.integers(0, 2)))
         lengths = data.draw(LENGTHS, label="lengths")
         engine = make_engine(tiny_target(window=5), drafter, batch, device=DEVICE, decode=decode, lengths=lengths)
         rounds = data.draw(st.integers(1, 6)) if turn < 19 else 10**6
@@ -605,7 +605,7 @@ def test_a_stop_string_on_the_host_frees_the_slot_while_rounds_run_ahead() -> No
 
 def test_synthetic_acceptance_keeps_the_rates_asked_for() -> None:
     requests = [request(i, [i, 2], cap=400) for i in range(16)]
-    batch = packed(16, row_buckets=(1, 2, 4, 8, 16), num_pages=2000, max_len=402, draft_len=3)
+    batch = packed(16, row_buckets=(1, 2, 4, 8, 16), num_pages=2000, max_len=402, num_verified=3)
     options = RoundOptions(synthetic=((0.6, 0.28, 0.12),))
     engine = make_engine(tiny_target(), LookupDrafter(3, min_ngram=1, max_ngram=2), batch, device=DEVICE, options=options)
     stats = [c.stats for c in engine.run(iter(requests)) if c.stats]

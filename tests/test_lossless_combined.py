@@ -124,7 +124,7 @@ def drawn_engine(data: st.DataObject, drafter: Drafter, slots: int, longest: int
     scarce = 2 + -(-(longest + drafter.shape.kv_per_round) // page_size)
     batch = packed(
         slots, row_buckets=tuple(size for size in (1, 2, 4, 8) if size <= slots), page_size=page_size, max_len=longest,
-        num_pages=data.draw(st.sampled_from([scarce, 400]), label="pages"), draft_len=drafter.draft_len,
+        num_pages=data.draw(st.sampled_from([scarce, 400]), label="pages"), num_verified=drafter.draft_len,
         prefill_tokens=data.draw(st.sampled_from([1, 7, 64]), label="prefill_tokens"),
         run_ahead=data.draw(st.integers(0, 2), label="run_ahead"),
     )

@@ -149,7 +149,7 @@ def test_tokens_are_those_of_plain_decoding(name: str, kind: str, setting: Setti
     longest = max(len(one.prompt_ids) + one.max_new_tokens for one in requests)
     ahead = drafter.shape.kv_per_round if isinstance(drafter, TreeDrafter) else 0
     batch = packed(
-        SLOTS, max_len=longest, page_size=PAGE_SIZE, draft_len=drafter.draft_len, prefill_tokens=16, run_ahead=1,
+        SLOTS, max_len=longest, page_size=PAGE_SIZE, num_verified=drafter.draft_len, prefill_tokens=16, run_ahead=1,
         num_pages=1 + longest + 2 * ahead if setting.scarce_pages else 400,
     )
     monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 2)

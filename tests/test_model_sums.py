@@ -128,7 +128,7 @@ def test_sums_over_blocks_give_the_figures_of_the_closed_formulas(name: str) -> 
     assert prefill_seconds(spec, H200, dtype=BF16, prompt_tokens=1000, pass_tokens=4096) == pytest.approx(
         expected["prefill"], rel=1e-12
     )
-    reserve = reserve_bytes(spec, dtype=BF16, slots=64, num_buckets=8, draft_len=3, prefill_tokens=8192, max_len=4096)
+    reserve = reserve_bytes(spec, dtype=BF16, slots=64, num_buckets=8, num_verified=3, prefill_tokens=8192, max_len=4096)
     assert reserve == expected["reserve"]
     assert head_bytes(dummy_spec(spec), BF16) == expected["head"]
 

@@ -177,7 +177,7 @@ def assert_drafts_change_nothing(target: Target, head: Head) -> None:
     kind = ChainDrafter if head.spec.mask_token_id is None else ParallelDrafter
     found = []
     for drafter in (NoDrafter(), kind(head, target, 3, slots=2)):
-        engine = make_engine(target, drafter, packed(2, draft_len=3), device=DEVICE)
+        engine = make_engine(target, drafter, packed(2, num_verified=3), device=DEVICE)
         asked = [request(i, [i, 2, 3, i], cap=8, sampling=SamplingParams(temperature=i % 2)) for i in range(3)]
         found.append({done.request_id: ids_of(done) for done in engine.run(iter(asked))})
     assert found[0] == found[1]
@@ -222,7 +222,7 @@ def recorded(kind: Callable[..., Any]) -> Any:
 
 
 def run_once(target: Target, drafter: Any) -> None:
-    engine = make_engine(target, drafter, packed(2, draft_len=3), device=DEVICE)
+    engine = make_engine(target, drafter, packed(2, num_verified=3), device=DEVICE)
     assert len(list(engine.run(iter([request(i, [i, 2, 3, i, 2], cap=10) for i in range(3)])))) == 3
 
 

@@ -90,7 +90,7 @@ def test_drafts_are_those_of_the_definition(name: str, dead_positions: bool, tmp
     drafter = make_drafter(
         tmp_path, design, tensors, draft_len, slots=3, layout=layout, dead_positions=dead_positions, argmax=dead_positions
     )
-    batch = packed(3, draft_len=draft_len, prefill_tokens=7, num_pages=60, max_len=40)
+    batch = packed(3, num_verified=draft_len, prefill_tokens=7, num_pages=60, max_len=40)
     _, done, _ = run(mixed_requests(), batch, drafter, options=synthetic(draft_len))
     assert sum(c.stats.num_accepted for c in done.values() if c.stats) > 5
     check_drafts(drafter, design, tensors)
@@ -100,7 +100,7 @@ def test_drafts_are_those_of_the_definition(name: str, dead_positions: bool, tmp
 def test_a_window_and_a_sink_narrow_what_the_head_reads(window: int, sink: int, tmp_path: Path) -> None:
     design, tensors = design_and_tensors("random")
     drafter = make_drafter(tmp_path, design, tensors, 3, slots=2, window=window, sink=sink)
-    run(mixed_requests(), packed(2, draft_len=3, max_len=40), drafter, options=synthetic(3))
+    run(mixed_requests(), packed(2, num_verified=3, max_len=40), drafter, options=synthetic(3))
     check_drafts(drafter, design, tensors, window=window, sink=sink)
 
 
@@ -148,7 +148,7 @@ def test_acceptance_is_that_of_a_loop_over_one_request_after_another(tmp_path: P
     design, tensors = design_and_tensors("trained")
     requests = known_requests() + mixed_requests(3)
     drafter = make_drafter(tmp_path, design, tensors, 4, slots=3)
-    tokens, done, _ = run(requests, packed(3, draft_len=4), drafter)
+    tokens, done, _ = run(requests, packed(3, num_verified=4), drafter)
     for req in requests:
         prompt, output = req.prompt_ids.tolist(), tokens[req.request_id]
         kept: list[int] = []
@@ -168,7 +168,7 @@ def test_acceptance_is_that_of_a_loop_over_one_request_after_another(tmp_path: P
 def test_a_trained_head_is_accepted(tmp_path: Path) -> None:
     design, tensors = design_and_tensors("trained")
     requests = known_requests()
-    tokens, done, _ = run(requests, packed(4, draft_len=3), make_drafter(tmp_path, design, tensors, 3, slots=4))
+    tokens, done, _ = run(requests, packed(4, num_verified=3), make_drafter(tmp_path, design, tensors, 3, slots=4))
     assert tokens == expected_tokens(requests)
     stats = [c.stats for c in done.values() if c.stats]
     assert 1 + sum(s.num_accepted for s in stats) / sum(s.num_rounds for s in stats) > 2
@@ -190,7 +190,7 @@ def test_rejected_places_are_never_read_nor_counted(tmp_path: Path, monkeypatch:
             propose(self, rows, ids, lengths, cache)
 
         monkeypatch.setattr(Recorded, "propose", poisoned)
-        tokens, done, _ = run(mixed_requests(), packed(3, draft_len=4, max_len=40), drafter, options=synthetic(4))
+        tokens, done, _ = run(mixed_requests(), packed(3, num_verified=4, max_len=40), drafter, options=synthetic(4))
         results.append((tokens, drafter.seen, [list(c.stats.histogram) for c in done.values() if c.stats]))
     assert results[0] == results[1]
 
@@ -200,7 +200,7 @@ def test_drafts_near_the_length_limit_are_capped_and_write_nothing_but_scratch(t
     design, tensors = design_and_tensors("random")
     drafter = make_drafter(tmp_path, design, tensors, 6, slots=2)
     requests = [request(i, [i, 2, 3], cap=13) for i in range(2)]
-    tokens, done, _ = run(requests, packed(2, draft_len=6, max_len=16, num_pages=9), drafter, options=synthetic(6))
+    tokens, done, _ = run(requests, packed(2, num_verified=6, max_len=16, num_pages=9), drafter, options=synthetic(6))
     assert all(len(output) == 13 for output in tokens.values())
     assert all(c.stats.num_accepted + c.stats.num_rounds + 1 == 13 for c in done.values() if c.stats)
     check_drafts(drafter, design, tensors)
@@ -222,7 +222,7 @@ def test_no_place_wraps_to_position_0(tmp_path: Path, monkeypatch: pytest.Monkey
         assert torch.equal(draft_layer[:, first][:, ends], before[:, ends])
 
     monkeypatch.setattr(Recorded, "propose", guarded)
-    run([request(i, [i, 2, 3], cap=13) for i in range(2)], packed(2, draft_len=6, max_len=16, num_pages=9), drafter)
+    run([request(i, [i, 2, 3], cap=13) for i in range(2)], packed(2, num_verified=6, max_len=16, num_pages=9), drafter)
     assert max(rounds) > 0, "some masks came after the end of the longest row"
 
 
@@ -235,7 +235,7 @@ def test_buffers_hold_every_place_of_all_slots(tmp_path: Path) -> None:
         assert drafter._layout._row_ids[k].tolist() == [slot for slot in range(5) for _ in range(k)]
         assert drafter._layout._cu_seqlens_q[k].tolist()[: 5 + 1] == [slot * k for slot in range(6)]
     requests = [request(i, [i, 2], cap=12) for i in range(9)]
-    tokens, _, _ = run(requests, packed(5, row_buckets=(1, 2, 5), draft_len=7), drafter, options=synthetic(7))
+    tokens, _, _ = run(requests, packed(5, row_buckets=(1, 2, 5), num_verified=7), drafter, options=synthetic(7))
     assert len(tokens) == 9
     check_drafts(drafter, design, tensors)
 
@@ -244,7 +244,7 @@ def test_host_and_device_count_the_same_tokens(tmp_path: Path) -> None:
     """What the host knows of a row's length, from the log alone, is what the device has committed."""
     design, tensors = design_and_tensors("trained")
     drafter = make_drafter(tmp_path, design, tensors, 4, slots=3)
-    engine = make_engine(TARGET(), drafter, packed(3, draft_len=4), device=DEVICE)
+    engine = make_engine(TARGET(), drafter, packed(3, num_verified=4), device=DEVICE)
     checked = []
 
     def compare(_: object) -> None:
@@ -276,7 +276,7 @@ def test_rounds_of_any_draft_length_use_the_first_places(kind: str, tmp_path: Pa
 
     monkeypatch.setattr(Round, "run", run_next)
     requests = mixed_requests(cap=24)
-    tokens, _, _ = run(requests, packed(3, draft_len=4, max_len=60), drafter)
+    tokens, _, _ = run(requests, packed(3, num_verified=4, max_len=60), drafter)
     assert tokens == expected_tokens(requests)
     assert {len(drafts) for _, drafts in drafter.seen} >= {1, 2, 3, 4}
     check_drafts(drafter, design, tensors)
@@ -286,7 +286,7 @@ def test_preempted_rows_keep_their_drafts(tmp_path: Path) -> None:
     design, tensors = design_and_tensors("random")
     requests = [request(i, [i, 5, 7], cap=60, predicted=4) for i in range(4)]
     drafter = make_drafter(tmp_path, design, tensors, 3, slots=4)
-    tokens, _, engine = run(requests, packed(4, num_pages=32, max_len=63, draft_len=3), drafter, short_cap=2)
+    tokens, _, engine = run(requests, packed(4, num_pages=32, max_len=63, num_verified=3), drafter, short_cap=2)
     assert engine.totals.preempted > 0
     assert tokens == expected_tokens(requests)
     check_drafts(drafter, design, tensors)
@@ -297,7 +297,7 @@ def test_a_head_changes_no_sampled_token(kind: str, tmp_path: Path) -> None:
     design, tensors = design_and_tensors(kind)
     sampling = SamplingParams(temperature=0.9, top_k=9)
     requests = [request(i, [i, 3], cap=20, sampling=sampling) for i in range(5)]
-    tokens, _, _ = run(requests, packed(2, draft_len=4), make_drafter(tmp_path, design, tensors, 4, slots=2))
+    tokens, _, _ = run(requests, packed(2, num_verified=4), make_drafter(tmp_path, design, tensors, 4, slots=2))
     assert tokens == expected_tokens(requests)
 
 
@@ -309,7 +309,7 @@ def test_a_mask_feature_that_was_projected_before_it_was_saved_drafts_the_same(t
     found = []
     for number, mask in enumerate((tensors["mask_hidden"], tensors["mask_hidden"][0, 0], projected[None], projected)):
         drafter = make_drafter(tmp_path / str(number), design, {**tensors, "mask_hidden": mask}, 3, slots=2)
-        run(mixed_requests(3), packed(2, draft_len=3), drafter)
+        run(mixed_requests(3), packed(2, num_verified=3), drafter)
         found.append(drafter.seen)
     assert found[0] == found[1] == found[2] == found[3]
 
@@ -383,6 +383,6 @@ def test_more_drafts_than_the_longest_row_has_tokens_change_none(tmp_path: Path)
     design, tensors = design_and_tensors("random")
     requests = [request(i, [i, 2, 3], cap=15) for i in range(2)]
     drafter = make_drafter(tmp_path, design, tensors, 17, slots=2)
-    tokens, _, _ = run(requests, packed(2, draft_len=17, max_len=18), drafter)
+    tokens, _, _ = run(requests, packed(2, num_verified=17, max_len=18), drafter)
     assert tokens == expected_tokens(requests)
     check_drafts(drafter, design, tensors)

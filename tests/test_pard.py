@@ -129,7 +129,7 @@ def test_drafts_are_those_of_a_plain_forward(family: str, vocab: int, parallel: 
     folder = write(tmp_path / "m", family, vocab=vocab)
     drafter = drafter_of(folder, 4, slots=3, parallel=parallel)
     options = RoundOptions(synthetic=(tuple(0.8 ** (j + 1) for j in range(4)),))
-    batch = packed(3, draft_len=4, prefill_tokens=7, num_pages=60, max_len=40)
+    batch = packed(3, num_verified=4, prefill_tokens=7, num_pages=60, max_len=40)
     _, engine = run(mixed_requests(), batch, drafter, options=options)
     assert 5 < engine.totals.accepted < engine.totals.drafted
     check_drafts(folder, drafter, parallel=parallel)
@@ -142,7 +142,7 @@ def test_tokens_are_those_of_plain_decoding_with_preempted_rows_and_run_ahead(sa
     requests = [request(i, [i, 5, 7], cap=60, predicted=4, sampling=sampling) for i in range(4)]
     target = Target.load(folder, load_spec(folder), dtype=torch.float64, device=DEVICE)
     drafter = drafter_of(folder, 3, slots=4)
-    batch = packed(4, num_pages=32, max_len=63, draft_len=3, run_ahead=2)
+    batch = packed(4, num_pages=32, max_len=63, num_verified=3, run_ahead=2)
     tokens, engine = run(
         requests, batch, drafter, short_cap=2, options=RoundOptions(coupled=False), lengths=3, target=target
     )
@@ -158,7 +158,7 @@ def test_the_target_as_its_own_drafter_is_always_right(tmp_path: Path) -> None:
     target = Target.load(folder, load_spec(folder), dtype=torch.float64, device=DEVICE)
     for parallel in (False, True):
         drafter = PardDrafter(load(folder), target.spec, 3, slots=2, parallel=parallel)
-        engine = make_engine(target, drafter, packed(2, draft_len=3), device=DEVICE)
+        engine = make_engine(target, drafter, packed(2, num_verified=3), device=DEVICE)
         for completion in engine.run(iter([request(i, [i, 2, 3], cap=17) for i in range(3)])):
             assert completion.stats is not None
             if not parallel:
@@ -179,7 +179,7 @@ def test_rounds_of_any_draft_length_keep_its_keys_warm(tmp_path: Path, monkeypat
     turns = lengths()
     monkeypatch.setattr(Round, "run", lambda self, rows, mode, *_: run_round(self, rows, mode, next(turns)))
     requests = mixed_requests()
-    tokens, _ = run(requests, packed(3, draft_len=4, max_len=60), drafter)
+    tokens, _ = run(requests, packed(3, num_verified=4, max_len=60), drafter)
     assert tokens == expected_tokens(requests)
     assert {len(drafts) for _, drafts in drafter.seen} >= {1, 2, 3, 4}
     check_drafts(folder, drafter)
@@ -209,7 +209,7 @@ def test_drafts_near_the_length_limit_write_nothing_but_scratch(tmp_path: Path) 
     """More drafts than the longest row has places: those past it go to the scratch page, and no token changes."""
     folder = write(tmp_path / "m")
     requests = [request(i, [1 + i, 2], cap=5) for i in range(3)]
-    tokens, _ = run(requests, packed(2, page_size=2, max_len=7, num_pages=9, draft_len=9), drafter_of(folder, 9, slots=2))
+    tokens, _ = run(requests, packed(2, page_size=2, max_len=7, num_pages=9, num_verified=9), drafter_of(folder, 9, slots=2))
     assert tokens == expected_tokens(requests)
 
 

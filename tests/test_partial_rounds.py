@@ -53,7 +53,7 @@ def prepared(
     ranks: object = None,
 ) -> Any:
     """The planner of a job with `num_rows` rows of 100 tokens, None: unknown."""
-    batch = packed(slots, row_buckets=row_buckets(slots), draft_len=draft_len)
+    batch = packed(slots, row_buckets=row_buckets(slots), num_verified=draft_len)
     one: Any = planner(
         batch, draft_len, draft_lens=candidates(draft_len), base=seconds, row_lengths=row_lengths, ranks=ranks
     )
@@ -143,7 +143,7 @@ def test_a_short_job_captures_none(num_rows: int | None, wanted: bool) -> None:
 @pytest.mark.parametrize("most_rounds", [None, 10**6])
 def test_a_job_is_as_short_if_its_last_rows_may_take_any_number_of_rounds(most_rounds: int | None) -> None:
     """So is a benchmark of its rows, which runs them several times."""
-    batch = packed(64, row_buckets=(64,), draft_len=3)
+    batch = packed(64, row_buckets=(64,), num_verified=3)
     one: Any = planner(batch, 3, draft_lens=candidates(3), base=lambda shape: by_positions(shape) / 1000, row_lengths=True)
     one._executor.prepare_passes = lambda *_, **__: 0
     rows = ExpectedRows(prompt_lens=np.ones(1, np.int32), common_tokens=0, output_tokens=100.0, num_rows=64)

@@ -219,7 +219,7 @@ def test_a_rank_that_does_not_arrive_is_reported_and_learns_of_it(tmp_path: Path
 
 
 def test_the_plan_leaves_memory_for_the_buffers_of_prefill() -> None:
-    sizes: dict[str, Any] = {"slots": 0, "num_buckets": 1, "draft_len": 3, "prefill_tokens": 0, "max_len": 9}
+    sizes: dict[str, Any] = {"slots": 0, "num_buckets": 1, "num_verified": 3, "prefill_tokens": 0, "max_len": 9}
     whole, part = tiny_spec(), tiny_spec().sharded(Shard(0, 2))
     held = reserve_bytes(part, dtype=torch.bfloat16, **sizes) - reserve_bytes(whole, dtype=torch.bfloat16, **sizes)
     assert held == 4 * max(exchange.LIBRARY_BYTES.values())

@@ -200,7 +200,7 @@ def test_the_shape_is_what_the_rows_need(job: RunConfig) -> None:
     write(job, prompt=["x" * 10, "y" * 24])
     made = planned(job)
     assert made.batch is not None
-    assert (made.batch.max_len, made.batch.draft_len, made.batch.run_ahead) == (64, 8, 0)
+    assert (made.batch.max_len, made.batch.num_verified, made.batch.run_ahead) == (64, 8, 0)
     assert made.batch.num_slots <= 2
     assert made.batch.num_pages == made.batch.num_slots * 4 + 1
     assert made.forecast is not None
@@ -304,7 +304,7 @@ def test_the_memory_of_quantised_models_on_a_gpu(
     assert f"{weights / GB:.2f} GB ({kept}, the rest bfloat16) on cuda" in text
     assert ("K and V in e4m3" in text) == (cache == "fp8")
     held = reserve_bytes(
-        made.job.spec, dtype=torch.bfloat16, slots=64, num_buckets=len(made.batch.row_buckets), draft_len=0,
+        made.job.spec, dtype=torch.bfloat16, slots=64, num_buckets=len(made.batch.row_buckets), num_verified=0,
         prefill_tokens=made.batch.prefill_tokens, max_len=1536, shared_tokens=1024,
     )
     assert 2 * GB < held < 10 * GB

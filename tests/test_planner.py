@@ -69,7 +69,7 @@ def test_memory_is_kept_for_the_graphs_of_every_draft_length_that_is_tried() -> 
     """A tree of 60 nodes does not have 61 of them."""
     assert max(len(candidates(max_len)) for max_len in range(1, 65)) == MOST_LENGTHS
     kinds = [
-        reserve_bytes(LLAMA_8B, dtype=torch.bfloat16, slots=0, num_buckets=2, draft_len=k, prefill_tokens=0, max_len=0)
+        reserve_bytes(LLAMA_8B, dtype=torch.bfloat16, slots=0, num_buckets=2, num_verified=k, prefill_tokens=0, max_len=0)
         for k in (3, 12, 60)
     ]
     assert [kind - kinds[0] for kind in kinds] == [0, 9 * 2 * 16 * 10**6, 9 * 2 * 16 * 10**6]
@@ -78,7 +78,7 @@ def test_memory_is_kept_for_the_graphs_of_every_draft_length_that_is_tried() -> 
 def test_what_one_h200_holds_back_is_the_sum_of_its_parts() -> None:
     """Those of the example in `packing/memory.py`: 92 rows of up to 11,264 tokens, K = 3, passes of 16,384 tokens."""
     held = reserve_bytes(
-        LLAMA_8B, dtype=torch.bfloat16, slots=92, num_buckets=11, draft_len=3, prefill_tokens=16_384, max_len=11_264
+        LLAMA_8B, dtype=torch.bfloat16, slots=92, num_buckets=11, num_verified=3, prefill_tokens=16_384, max_len=11_264
     )
     a_pass, a_round, logits, attention, state, graphs, fixed = 4.530e9, 0.102e9, 0.566e9, 0.135e9, 0.052e9, 1.072e9, 2e9
     assert held == pytest.approx(a_pass + a_round + logits + attention + state + graphs + fixed, abs=2e6)
@@ -88,12 +88,13 @@ def test_the_buffers_of_rows_fit_the_memory_reserved_for_them() -> None:
     sizes = []
     for max_len in (16, 512):
         batch = PackedBatch(
-            num_slots=8, row_buckets=(8,), num_pages=2, page_size=16, max_len=max_len, draft_len=3, prefill_tokens=8, run_ahead=0
+            num_slots=8, row_buckets=(8,), num_pages=2, page_size=16, max_len=max_len, num_verified=3, prefill_tokens=8,
+            run_ahead=0,
         )
         rows = DeviceBatch.allocate(batch, vocab_size=300, device=CPU)
         rows.provide(SamplingMode(penalties=True))
         held = reserve_bytes(
-            small_spec(), dtype=torch.float32, slots=8, num_buckets=1, draft_len=3, prefill_tokens=8, max_len=max_len
+            small_spec(), dtype=torch.float32, slots=8, num_buckets=1, num_verified=3, prefill_tokens=8, max_len=max_len
         )
         no_tensors = ("page_tables", "automata", "vocab_size", "max_kv")
         tensors = [getattr(rows, field.name) for field in fields(rows) if field.name not in no_tensors]
@@ -146,7 +147,7 @@ def on_cpu(demand: Demand, **packing: Any) -> PackedBatch:
 
 def reserve(batch: PackedBatch, spec: ModelSpec = LLAMA_8B) -> int:
     return reserve_bytes(
-        spec, dtype=torch.bfloat16, slots=batch.num_slots, num_buckets=len(batch.row_buckets), draft_len=batch.draft_len,
+        spec, dtype=torch.bfloat16, slots=batch.num_slots, num_buckets=len(batch.row_buckets), num_verified=batch.num_verified,
         prefill_tokens=batch.prefill_tokens, max_len=batch.max_len,
     )
 
@@ -163,7 +164,7 @@ def test_rows_fill_the_tiles_of_products() -> None:
     assert batch.num_slots == batch.row_buckets[-1] == 64
     assert on_gpu(free_bytes=135 * 10**9).num_slots == 96
     assert batch.num_pages * LLAMA_PAGE <= 120e9 - reserve(batch)
-    assert (batch.page_size, batch.max_len, batch.draft_len) == (16, 11_264, 3)
+    assert (batch.page_size, batch.max_len, batch.num_verified) == (16, 11_264, 3)
     assert (batch.prefill_tokens, batch.run_ahead) == (16_384, 2)
 
 
@@ -192,7 +193,7 @@ def test_passes_that_take_little_memory_stay_long_however_much_the_rounds_of_lon
 
 def test_a_short_job_holds_back_what_its_own_passes_need() -> None:
     own = reserve_bytes(
-        LLAMA_8B, dtype=torch.bfloat16, slots=1, num_buckets=1, draft_len=3, prefill_tokens=40, max_len=40
+        LLAMA_8B, dtype=torch.bfloat16, slots=1, num_buckets=1, num_verified=3, prefill_tokens=40, max_len=40
     )
     one = Demand(num_completions=1, prompt_tokens=30, output_tokens=10, max_tokens=40)
     assert on_gpu(one, free_bytes=own + 4 * LLAMA_PAGE).num_pages == 4

@@ -179,7 +179,9 @@ class Refills:
 
     def executor(self, drafter: Drafter) -> Executor:
         """With these rows in their slots; pages hold noise."""
-        batch = packed(self.slots, row_buckets=(self.slots,), page_size=4, num_pages=1 + 8 * self.slots, max_len=32, draft_len=2)
+        batch = packed(
+            self.slots, row_buckets=(self.slots,), page_size=4, num_pages=1 + 8 * self.slots, max_len=32, num_verified=2
+        )
         executor = Executor(tiny_target(window=5), drafter, batch, device=DEVICE, options=RoundOptions())
         noise, rows = torch.Generator().manual_seed(1), executor.rows
         for layer in executor.cache.layers:
@@ -309,7 +311,7 @@ def test_a_shape_is_captured_when_it_is_asked_for_the_third_time(most: int, monk
     target, drafter = tiny_target(window=5), ChainDrafter(parallel_head(), tiny_target(window=5), 2, slots=3)
     plain: list[Sequence[Segment]] = []
 
-    engine = make_engine(target, drafter, packed(3, draft_len=2), device=DEVICE, prefill_graphs=True)
+    engine = make_engine(target, drafter, packed(3, num_verified=2), device=DEVICE, prefill_graphs=True)
     graphs, pool = graphs_with(engine, ALWAYS)
     launch = graphs._launch
 
@@ -347,7 +349,7 @@ def test_shapes_that_the_survey_predicts_are_captured_before_the_first_row(monke
         for i, n in enumerate(lengths)
     ]
     target, drafter = tiny_target(window=5), ChainDrafter(parallel_head(), tiny_target(window=5), 2, slots=3)
-    batch = packed(3, draft_len=2, max_len=64, prefill_tokens=128)
+    batch = packed(3, num_verified=2, max_len=64, prefill_tokens=128)
     engine = make_engine(target, drafter, batch, device=DEVICE, prefill_graphs=True)
     graphs, pool = graphs_with(engine, replace(REPLAYED, least=0.01))
     monkeypatch.setattr(graphs, "_launch", None)
@@ -457,7 +459,7 @@ def test_no_pass_is_padded_before_passes_were_timed_nor_without_being_asked_for(
 
 def shapes_of(drafter: Drafter | None = None, *, target: Target | None = None, **options: Any) -> PassShapes:
     own = drafter or NoDrafter()
-    engine = make_engine(target or tiny_target(), own, packed(32, draft_len=own.draft_len), device=DEVICE, **options)
+    engine = make_engine(target or tiny_target(), own, packed(32, num_verified=own.draft_len), device=DEVICE, **options)
     return PassShapes(engine.executor.round, num_slots=24, max_tokens=4096)
 
 

@@ -151,7 +151,7 @@ def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(
     scarce = 1 + -(-longest // page_size) + data.draw(st.integers(0, 6))
     batch = packed(
         slots, row_buckets=tuple(bucket for bucket in (1, 2, 3, 8) if bucket <= slots), page_size=page_size,
-        num_pages=data.draw(st.sampled_from([scarce, 900]), label="pages"), max_len=longest, draft_len=drafter.draft_len,
+        num_pages=data.draw(st.sampled_from([scarce, 900]), label="pages"), max_len=longest, num_verified=drafter.draft_len,
         prefill_tokens=data.draw(st.sampled_from([64, 100, 300]), label="prefill_tokens"),
         run_ahead=data.draw(st.integers(0, 3), label="run_ahead"),
     )
@@ -172,7 +172,7 @@ def drafted(
     kind: str, name: str, requests: list[Request], *, pages: int = 900, lengths: int | None = None
 ) -> dict[str, Completion]:
     outputs = dict(zip((one.seed for one in requests), expected(kind, requests).values(), strict=True))
-    batch = packed(4, page_size=4, num_pages=pages, max_len=128, draft_len=3, prefill_tokens=64, run_ahead=1)
+    batch = packed(4, page_size=4, num_pages=pages, max_len=128, num_verified=3, prefill_tokens=64, run_ahead=1)
     return run(kind, requests, batch, drafter_of(kind, name, 3, 4, outputs), trusting=True, lengths=lengths)
 
 
@@ -213,7 +213,7 @@ def samples() -> list[Request]:
 def sampled(kind: str, name: str) -> tuple[dict[str, list[int]], int]:
     """The tokens, and the number of prompt tokens whose K/V and states were taken over."""
     outputs = {one.seed: expected(kind, samples())[one.request_id] for one in samples()}
-    batch = packed(4, page_size=16, num_pages=90, max_len=200, draft_len=3, prefill_tokens=100)
+    batch = packed(4, page_size=16, num_pages=90, max_len=200, num_verified=3, prefill_tokens=100)
     engine = make_engine(target_of(kind), drafter_of(kind, name, 3, 4, outputs), batch, device=DEVICE, decode=decode)
     done = {one.request_id: one for one in engine.run(iter(samples()))}
     return tokens(done), engine.totals.cached_tokens
@@ -238,7 +238,7 @@ def test_a_fault_in_the_states_of_prefixes_changes_tokens(fault: str, kind: str,
 def test_rounds_without_drafts_between_rounds_with_drafts_lose_nothing(kind: str) -> None:
     """Lookup drafts for some rows of a round and none for others, and rounds without any draft follow each other."""
     rows = [request(i, [3, 4, 5, 6] * (3 + i), cap=30) for i in range(3)] + [request(3 + i, [9 + i], cap=30) for i in range(3)]
-    batch = packed(4, page_size=4, num_pages=400, max_len=96, draft_len=4, prefill_tokens=64)
+    batch = packed(4, page_size=4, num_pages=400, max_len=96, num_verified=4, prefill_tokens=64)
     done = run(kind, rows, batch, lookup(4, 3, 0))
     assert tokens(done) == expected(kind, rows)
     stats = [one.stats for one in done.values() if one.stats]

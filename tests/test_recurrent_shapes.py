@@ -141,7 +141,7 @@ def test_the_recipe_of_a_35b_is_planned_for_one_h200(tmp_path: Path, monkeypatch
         config = compose([*words, "model.load_format=dummy", "device=cpu", f"cache.state_dtype={value}"])
         made = planning.plan(config, tokenizer=cast(Any, ByteTokenizer()))
         assert made.batch is not None
-        assert made.batch.draft_len == 3
+        assert made.batch.num_verified == 3
         assert 1500 + 16_384 < made.batch.max_len <= 20_480
         held, total = next(line for line in made.text().splitlines() if line.startswith("memory")).split(" = ")
         assert "69.32 GB weights" in held

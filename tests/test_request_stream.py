@@ -116,7 +116,7 @@ def test_no_prefix_is_kept_over_new_weights_or_scales() -> None:
 
 def test_chances_of_drafts_are_the_prior_ones_again_after_new_weights() -> None:
     drafter = LookupDrafter(4, min_ngram=1, max_ngram=3)
-    engine = make_engine(tiny_target(), drafter, packed(4, draft_len=4), device=DEVICE, lengths=4)
+    engine = make_engine(tiny_target(), drafter, packed(4, num_verified=4), device=DEVICE, lengths=4)
     chances = engine.executor.round.chances
     assert chances is not None
     learnt = (chances.tried, chances.accepted, chances._costs)

@@ -189,7 +189,7 @@ def test_an_engine_gives_the_weights_of_the_rows_of_each_round(monkeypatch: pyte
     outputs = {job.seed: plain_tokens(tiny_target(), job) for job in jobs}
     outputs[jobs[1].seed] = [(token + 1) % VOCAB for token in outputs[jobs[1].seed]]
     drafter = ForcedDrafter(3, outputs, right=True, fixed_len=True)
-    engine, seen = make_engine(tiny_target(), drafter, packed(2, draft_len=3), device=DEVICE), list[list[float]]()
+    engine, seen = make_engine(tiny_target(), drafter, packed(2, num_verified=3), device=DEVICE), list[list[float]]()
     monkeypatch.setattr(engine.planner, "counts_acceptance", lambda launch: not launch.is_prefill)
     monkeypatch.setattr(
         engine.planner, "learn", lambda launch, result, log, weights: seen.append([] if weights is None else weights.tolist())
@@ -305,14 +305,14 @@ def test_rounds_are_prepared_for_rows_a_little_longer_than_those_surveyed(
 ) -> None:
     """A quarter longer, drafts included: attention over rows that might have 8,192 tokens splits them all."""
     monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
-    one: Any = planner(packed(4, longest_row=longest_row, max_len=max_len, draft_len=1), 1)
+    one: Any = planner(packed(4, longest_row=longest_row, max_len=max_len, num_verified=1), 1)
     one.prepare(MODE)
     assert {shape.max_kv for shape in one._executor.graphs.prepared} == {usual}
 
 
 def test_a_round_with_one_longer_row_plans_for_all_that_the_job_allows() -> None:
     """Drafts reach beyond a row's limit: with K = 1 by four keys at most, masks of a parallel head included."""
-    one = planner(packed(4, longest_row=96, max_len=8192, draft_len=1), 1)
+    one = planner(packed(4, longest_row=96, max_len=8192, num_verified=1), 1)
     assert [one.max_kv(longest) for longest in (1, 124, 125, 8192)] == [128, 128, None, None]
     assert planner(packed(4, longest_row=None, max_len=8192), 1).max_kv(1) is None
 
@@ -336,7 +336,7 @@ def test_memory_is_kept_for_all_graphs_of_usual_rows_and_for_those_that_longer_r
     longest_prompt = None if longest_prompt is None else min(longest_prompt, max_len)
     spec = small_spec(hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128)
     batch = packed(
-        slots, row_buckets=row_buckets(slots), max_len=max_len, longest_row=longest_row, draft_len=draft_len, page_size=16,
+        slots, row_buckets=row_buckets(slots), max_len=max_len, longest_row=longest_row, num_verified=draft_len, page_size=16,
         longest_prompt=longest_prompt,
     )
     one: Any = planner(
@@ -353,7 +353,7 @@ def test_memory_is_kept_for_all_graphs_of_usual_rows_and_for_those_that_longer_r
         shares_prefix=shared,
     )
     common: dict[str, Any] = {
-        "dtype": torch.bfloat16, "slots": slots, "draft_len": draft_len, "prefill_tokens": 8, "max_len": max_len,
+        "dtype": torch.bfloat16, "slots": slots, "num_verified": draft_len, "prefill_tokens": 8, "max_len": max_len,
         "longest_row": longest_row, "shared_tokens": demand.shared_tokens,
     }
     held, without = (reserve_bytes(spec, num_buckets=count, **common) for count in (len(batch.row_buckets), 0))
@@ -391,7 +391,7 @@ def test_memory_is_kept_for_the_partial_results_of_prefixes_that_are_read_once(
     by_row, once = (4 * (128 + 1) * kv_heads * count for count in lines)
     held = [
         reserve_bytes(
-            spec, dtype=torch.bfloat16, slots=slots, num_buckets=0, draft_len=draft_len, prefill_tokens=8, max_len=max_len,
+            spec, dtype=torch.bfloat16, slots=slots, num_buckets=0, num_verified=draft_len, prefill_tokens=8, max_len=max_len,
             shared_tokens=tokens,
         )
         for tokens in (0, max_len)
@@ -587,7 +587,7 @@ def test_the_positions_of_rounds_are_those_that_the_target_computes_for_live_row
     """Every row all K drafts; up to its limit, in a ragged layout; or the drafts of all rows that are chosen."""
     drafter = ForcedDrafter(3, defaultdict(list), right=False, fixed_len=fixed_len)
     target = tiny_target()
-    engine = make_engine(target, drafter, packed(3, draft_len=3), device=DEVICE, lengths=lengths)
+    engine = make_engine(target, drafter, packed(3, num_verified=3), device=DEVICE, lengths=lengths)
     round_, batches = engine.executor.round, list[FlatBatch]()
     forward, run_round, verified, full = target.forward, round_.run, 0, 0
 

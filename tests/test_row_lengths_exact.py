@@ -181,7 +181,7 @@ def decoded(asked: Request, *, truth: Tensor | None = None, rule: Rule | None = 
     rule        which drafts are verified; None: all
     by_chances  one draft of each row on average, those that are most likely to be accepted
     """
-    batch = packed(NUM_ROWS, row_buckets=(NUM_ROWS,), max_len=len(PROMPT) + NUM_TOKENS, draft_len=K)
+    batch = packed(NUM_ROWS, row_buckets=(NUM_ROWS,), max_len=len(PROMPT) + NUM_TOKENS, num_verified=K)
     rows = DeviceBatch.allocate(batch, vocab_size=VOCAB, device=DEVICE)
     if asked.automaton is not None:
         rows.automata = Automata(VOCABULARY, AutomataCapacity(num_tokens=VOCAB, table_words=1 << 10, masks_bytes=1 << 8), DEVICE)

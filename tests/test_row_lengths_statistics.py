@@ -116,7 +116,7 @@ def ids_of(done: Completion) -> list[int]:
 @pytest.mark.parametrize("lengths", [4, 5])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_statistics_of_rows_are_those_of_the_drafts_that_were_verified(name: str, lengths: int) -> None:
-    batch = packed(SLOTS, num_pages=20, max_len=40, draft_len=K, run_ahead=lengths - 3)
+    batch = packed(SLOTS, num_pages=20, max_len=40, num_verified=K, run_ahead=lengths - 3)
     done, rounds, _ = run(name, lengths=lengths, batch=batch)
     for completion in done.values():
         check_statistics(completion, name, scarce_pages=True)
@@ -134,7 +134,7 @@ def test_statistics_of_rows_are_those_of_the_drafts_that_were_verified(name: str
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_the_drafts_of_a_round_fit_into_its_positions(name: str) -> None:
     """One position of each live row is that of its newest token."""
-    _, rounds, _ = run(name, lengths=2, batch=packed(SLOTS, num_pages=20, max_len=40, draft_len=K, run_ahead=1))
+    _, rounds, _ = run(name, lengths=2, batch=packed(SLOTS, num_pages=20, max_len=40, num_verified=K, run_ahead=1))
     parted, uneven = 0, 0
     for launch, log, _ in rounds.launches:
         verified, width = log.draft_len, launch.width
@@ -149,7 +149,7 @@ def test_the_drafts_of_a_round_fit_into_its_positions(name: str) -> None:
 
 
 def test_all_positions_of_a_round_are_used_if_there_are_so_many_drafts() -> None:
-    _, rounds, _ = run("parallel", lengths=4, batch=packed(SLOTS, num_pages=20, max_len=40, draft_len=K))
+    _, rounds, _ = run("parallel", lengths=4, batch=packed(SLOTS, num_pages=20, max_len=40, num_verified=K))
     num_full, num_cut = 0, 0
     for launch, log, offered in rounds.launches:
         num_positions = launch.width.num_positions(launch.num_rows) or launch.num_rows * (launch.width.draft_len + 1)
@@ -165,7 +165,7 @@ def test_all_positions_of_a_round_are_used_if_there_are_so_many_drafts() -> None
 def test_the_sums_of_an_engine_are_those_of_its_rows_and_rounds(name: str, lengths: int) -> None:
     """Nothing runs ahead, so no row is in a round whose result does not count. A draft counts in the calibration if those before
     it were accepted."""
-    done, rounds, engine = run(name, lengths=lengths, batch=packed(SLOTS, num_pages=20, max_len=40, draft_len=K))
+    done, rounds, engine = run(name, lengths=lengths, batch=packed(SLOTS, num_pages=20, max_len=40, num_verified=K))
     stats, totals = [one.stats for one in done.values() if one.stats], engine.totals
     assert len(stats) == len(done)
     assert totals.row_rounds == sum(one.num_rounds for one in stats)
@@ -214,7 +214,7 @@ def test_drafters_draft_no_more_than_a_round_verifies(name: str) -> None:
     """A chain makes one pass for each draft of the round; a head's first pass was made at the end of the round before. A head
     that drafts in one pass computes one position of each row for each draft."""
     drafter = DRAFTERS[name]()
-    engine = make_engine(tiny_target(window=5), drafter, packed(SLOTS, draft_len=K), device=DEVICE, lengths=4)
+    engine = make_engine(tiny_target(window=5), drafter, packed(SLOTS, num_verified=K), device=DEVICE, lengths=4)
     passes, run_round, widths = drafting(drafter), engine.executor.round.run, set[int]()
 
     def checked(rows: DeviceBatch, mode: SamplingMode, draft_len: int, *others: Any) -> RoundResult:

@@ -28,7 +28,7 @@ VOCAB = 700  # more than QUICK_TOP, so that both the quick and the full sort run
 
 def make_rows(slots: int, vocab: int = VOCAB) -> DeviceBatch:
     batch = PackedBatch(
-        num_slots=slots, row_buckets=(slots,), num_pages=2, page_size=4, max_len=32, draft_len=3, prefill_tokens=8, run_ahead=0
+        num_slots=slots, row_buckets=(slots,), num_pages=2, page_size=4, max_len=32, num_verified=3, prefill_tokens=8, run_ahead=0
     )
     rows = DeviceBatch.allocate(batch, vocab_size=vocab, device=torch.device("cpu"))
     rows.provide(SamplingMode(penalties=True))

@@ -44,7 +44,7 @@ def prompts_of(*prompts: list[int]) -> list[Request]:
 
 def engine_of(target: Target, num_top: int, slots: int = 3, *, prefill_graphs: bool = False, **shape: Any) -> Engine:
     return make_engine(
-        target, NoDrafter(), packed(slots, draft_len=0, **shape), device=DEVICE, logprobs=num_top, scores=True,
+        target, NoDrafter(), packed(slots, num_verified=0, **shape), device=DEVICE, logprobs=num_top, scores=True,
         prefill_graphs=prefill_graphs,
     )
 

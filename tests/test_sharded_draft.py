@@ -84,7 +84,7 @@ def drafted(target: Target, name: str, changes: dict[str, Any], kind: str, *, sh
 
     made.propose = recorded  # type: ignore[method-assign]
     options = RoundOptions()
-    engine = make_engine(target, made, packed(3, draft_len=7), device=DEVICE, options=options, decode=decode)
+    engine = make_engine(target, made, packed(3, num_verified=7), device=DEVICE, options=options, decode=decode)
     asked = [request(i, [i, 2, 3, i, 2], cap=16, sampling=SAMPLING[kind], stop_ids=(7,)) for i in range(5)]
     done = sorted(engine.run(iter(asked)), key=lambda one: one.request_id)
     assert all(one.token_ids is not None for one in done)

@@ -26,7 +26,7 @@ def bins_of(rows: DeviceBatch) -> Tensor:
 
 
 def some_rows() -> DeviceBatch:
-    rows = DeviceBatch.allocate(packed(ROWS, draft_len=K), vocab_size=VOCAB, device=DEVICE)
+    rows = DeviceBatch.allocate(packed(ROWS, num_verified=K), vocab_size=VOCAB, device=DEVICE)
     rows.keys.copy_(torch.arange(ROWS) - 7)
     rows.num_tokens.copy_(torch.arange(ROWS) % 30)
     return rows

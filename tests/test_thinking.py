@@ -230,7 +230,7 @@ def check_budgets(requests: list[Request], data: st.DataObject) -> None:
         data.draw(st.sampled_from([1, 4]), label="slots"),
         num_pages=data.draw(st.sampled_from([scarce, 400]), label="pages"),
         max_len=longest,
-        draft_len=drafter.draft_len,
+        num_verified=drafter.draft_len,
         prefill_tokens=data.draw(st.sampled_from([3, 64])),
         run_ahead=data.draw(st.integers(0, 3), label="run_ahead"),
     )
@@ -353,7 +353,7 @@ def test_forced_tokens_have_no_logprobs_and_the_others_keep_theirs() -> None:
     req = replace(request(0, [7, 9], cap=12), thinking=thinking(4, opened=True, closing=(11,)))
     runs = []
     for drafter in (NoDrafter(), LookupDrafter(3, min_ngram=1, max_ngram=2)):
-        batch = packed(2, draft_len=drafter.draft_len)
+        batch = packed(2, num_verified=drafter.draft_len)
         engine = make_engine(tiny_target(), drafter, batch, device=DEVICE, logprobs=2)
         (done,) = engine.run(iter([req]))
         assert done.logprobs is not None
@@ -373,7 +373,7 @@ def test_an_end_that_the_model_writes_where_the_budget_forces_it_has_no_logprob_
         how = Thinking(begin_id=None, end_id=closing[-1], opened=True, budget=begin, closing=closing)
         forced, runs = range(begin, begin + length), []
         for drafter in (NoDrafter(), ForcedDrafter(4, {1000: output}, right=True, fixed_len=True)):
-            batch = packed(2, draft_len=drafter.draft_len)
+            batch = packed(2, num_verified=drafter.draft_len)
             engine = make_engine(tiny_target(), drafter, batch, device=DEVICE, logprobs=2)
             (done,) = engine.run(iter([replace(free, thinking=how)]))
             assert done.token_ids is not None

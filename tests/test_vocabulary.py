@@ -206,7 +206,7 @@ def requests(kind: str) -> list[Request]:
 
 def completions(target: Target, name: str, kind: str) -> dict[str, Completion]:
     """Every rank schedules for itself: on a CPU no decision depends on a clock."""
-    engine = make_engine(target, drafter(name, target), packed(3, draft_len=7), device=DEVICE, logprobs=3, decode=decode)
+    engine = make_engine(target, drafter(name, target), packed(3, num_verified=7), device=DEVICE, logprobs=3, decode=decode)
     return {done.request_id: done for done in engine.run(iter(requests(kind)))}
 
 
@@ -249,7 +249,7 @@ def test_ranks_reserve_room_for_what_a_round_of_all_slots_exchanges(monkeypatch:
     def reserved(ranks: Collectives) -> None:
         monkeypatch.setattr(ranks, "reserve", asked.append)
         target = part_of(spec, ranks, Loud)
-        make_engine(target, drafter("eagle3", target), packed(3, draft_len=7), device=DEVICE)
+        make_engine(target, drafter("eagle3", target), packed(3, num_verified=7), device=DEVICE)
 
     on_ranks(2, reserved)
     assert asked == [3 * (7 + 1) * spec.hidden_size * torch.float64.itemsize] * 2

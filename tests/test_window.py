@@ -76,7 +76,7 @@ def drafts_of(folder: Path, tokens: list[int], count: int, window: int, sink: in
 def run(target: Target, drafter: WindowDrafter, **shape: Any) -> list[Completion]:
     rng = np.random.default_rng(0)
     asked = [request(i, rng.integers(3, 97, 3 + 7 * i).tolist(), cap=9) for i in range(4)]
-    engine = make_engine(target, drafter, packed(2, page_size=4, draft_len=drafter.draft_len, **shape), device=CPU)
+    engine = make_engine(target, drafter, packed(2, page_size=4, num_verified=drafter.draft_len, **shape), device=CPU)
     return list(engine.run(iter(asked)))
 
 
@@ -108,7 +108,7 @@ def test_tokens_are_those_of_plain_decoding_whatever_the_window_keeps() -> None:
     expected = {r.request_id: plain_tokens(target, r) for r in asked}
     for window, sink, draft_len in ((1, 0, 1), (2, 1, 4), (5, 2, 3)):
         drafter = WindowDrafter(target, draft_len, slots=3, window=window, sink=sink)
-        batch = packed(3, page_size=2, num_pages=20, draft_len=draft_len, run_ahead=2)
+        batch = packed(3, page_size=2, num_pages=20, num_verified=draft_len, run_ahead=2)
         engine = make_engine(target, drafter, batch, device=target.device)
         done = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(asked)) if c.token_ids is not None}
         assert done == expected
@@ -120,7 +120,7 @@ def test_drafts_so_far_past_the_end_of_the_longest_row_that_their_window_holds_n
     target = tiny_target(window=5)
     asked = request(0, [1, 2], cap=2)
     drafter = WindowDrafter(target, 7, slots=1, window=1)
-    engine = make_engine(target, drafter, packed(1, page_size=2, max_len=4, draft_len=7), device=target.device)
+    engine = make_engine(target, drafter, packed(1, page_size=2, max_len=4, num_verified=7), device=target.device)
     (done,) = engine.run(iter([asked]))
     assert done.token_ids is not None
     assert done.token_ids.tolist() == plain_tokens(target, asked)

@@ -124,7 +124,7 @@ def test_k_is_chosen_by_the_keys_that_the_layers_read(
 ) -> None:
     """Two rows of 30 and 900 tokens, the third slot is free; four drafts a round at most."""
     monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: None)
-    one = planner(packed(3, draft_len=4), 1, kv_windows=kv_windows)
+    one = planner(packed(3, num_verified=4), 1, kv_windows=kv_windows)
     one.prepare(MODE)
     assert one._lengths is not None
     asked: list[int] = []

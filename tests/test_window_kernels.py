@@ -66,7 +66,7 @@ def test_rounds_by_kernels_give_the_tokens_of_plain_decoding(
     target, asked = windowed_target(), requests([2, 3, 6, 2])
     batch = packed(
         4, row_buckets=row_buckets(4), page_size=PAGE_SIZE, num_pages=200, run_ahead=1, prefill_tokens=20,
-        max_len=20, draft_len=2,
+        max_len=20, num_verified=2,
     )
     engines = [make_engine(target, LookupDrafter(2, min_ngram=1, max_ngram=2), batch, device=DEVICE)]
     poison_freed_pages(monkeypatch, engines)

@@ -224,14 +224,14 @@ class Bench:
         """
         requests = self.workload.requests
         demand = survey_of(requests).demand(len(requests), max_len=0)
-        target, draft_len, on_cpu = self.workload.target, drafter.shape.num_verified, self.device.type == "cpu"
+        target, num_verified, on_cpu = self.workload.target, drafter.shape.num_verified, self.device.type == "cpu"
         prefill_tokens = self.args.prefill_tokens or (CPU_PREFILL if on_cpu else GPU_PREFILL)
         run_ahead = 0 if on_cpu else GPU_RUN_AHEAD
         layers = drafter.layer_states(PAGE_SIZE)
         memory = KVMemory.of(
             target.spec, target.dtype, layers, page_size=PAGE_SIZE, max_len=demand.max_tokens,
             max_tokens=demand.max_tokens + drafter.shape.num_lookahead_slots,
-            lookahead=most_uncommitted(run_ahead, draft_len), pass_tokens=prefill_tokens, draft_len=draft_len,
+            lookahead=most_uncommitted(run_ahead, num_verified), pass_tokens=prefill_tokens, num_verified=num_verified,
         )
         prefilled_together = replace(memory, pass_tokens=self.args.batch * memory.max_tokens)
         pages, *more_pages = prefilled_together.num_pages(sys.maxsize, self.args.batch)
@@ -244,7 +244,7 @@ class Bench:
             max_len=demand.max_tokens,
             longest_prompt=demand.longest_prompt,
             longest_row=demand.longest_row,
-            draft_len=draft_len,
+            num_verified=num_verified,
             prefill_tokens=prefill_tokens,
             run_ahead=run_ahead,
             graph_tokens=graph_tokens(target.spec, prefill_tokens),

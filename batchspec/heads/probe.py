@@ -174,7 +174,7 @@ def _decode(target: Target, head: Head | None, requests: Sequence[Request]) -> l
         num_pages=1 + slots * -(-(longest + DRAFT_LEN + 1) // PAGE_SIZE),
         page_size=PAGE_SIZE,
         max_len=longest,
-        draft_len=DRAFT_LEN,
+        num_verified=DRAFT_LEN,
         prefill_tokens=PREFILL_TOKENS,
         run_ahead=0,
     )

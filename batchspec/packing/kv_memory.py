@@ -48,17 +48,17 @@ class KVMemory:
         max_tokens: int,
         lookahead: int,
         pass_tokens: int,
-        draft_len: int = 0,
+        num_verified: int = 0,
     ) -> KVMemory:
         """The memory of a target and its drafter.
 
-        max_len    maximum prompt + output length of a row, in tokens
-        draft_len  K, the maximum number of drafts that a round verifies
+        max_len       maximum prompt + output length of a row, in tokens
+        num_verified  maximum number of drafts of a row that a round verifies
         """
         groups, size_bytes = _groups(spec, dtype, draft_layers, page_size, max_len)
         return cls(
-            groups=groups, page_bytes=size_bytes, slot_bytes=_slot_bytes(spec, dtype, draft_layers, page_size, draft_len),
-            prefix_bytes=_prefix_bytes(spec, dtype, page_size, draft_len),
+            groups=groups, page_bytes=size_bytes, slot_bytes=_slot_bytes(spec, dtype, draft_layers, page_size, num_verified),
+            prefix_bytes=_prefix_bytes(spec, dtype, page_size, num_verified),
             page_size=page_size, max_tokens=max_tokens, lookahead=lookahead, pass_tokens=pass_tokens,
         )
 
@@ -115,18 +115,18 @@ def kv_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, draft_laye
 
 def row_tensor_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, draft_layers: Sequence[LayerState] = ()) -> int:
     """Bytes of what layers keep of the rows in all slots of a batch besides their pages, and of prefixes."""
-    slots = batch.num_slots * _slot_bytes(spec, dtype, draft_layers, batch.page_size, batch.draft_len)
-    return slots + _prefix_bytes(spec, dtype, batch.page_size, batch.draft_len)
+    slots = batch.num_slots * _slot_bytes(spec, dtype, draft_layers, batch.page_size, batch.num_verified)
+    return slots + _prefix_bytes(spec, dtype, batch.page_size, batch.num_verified)
 
 
-def _prefix_bytes(spec: ModelSpec, dtype: torch.dtype, page_size: int, draft_len: int) -> int:
-    return PREFIX_STATES * sum(layer.row_bytes for layer in spec.layer_states(dtype, page_size, draft_len=draft_len))
+def _prefix_bytes(spec: ModelSpec, dtype: torch.dtype, page_size: int, num_verified: int) -> int:
+    return PREFIX_STATES * sum(layer.row_bytes for layer in spec.layer_states(dtype, page_size, draft_len=num_verified))
 
 
 def _slot_bytes(
-    spec: ModelSpec, dtype: torch.dtype, draft_layers: Sequence[LayerState], page_size: int, draft_len: int
+    spec: ModelSpec, dtype: torch.dtype, draft_layers: Sequence[LayerState], page_size: int, num_verified: int
 ) -> int:
-    layers = spec.layer_states(dtype, page_size, draft_len=draft_len)
+    layers = spec.layer_states(dtype, page_size, draft_len=num_verified)
     return sum(layer.row_bytes for layer in (*layers, *draft_layers))
 
 

@@ -1,6 +1,6 @@
 """GPU memory that must stay free besides weights and K/V pages, in bytes, computed from the shape. Pages get the rest.
 
-T tokens of a prefill pass, R slots, S = draft_len + 1, H hidden, I intermediate, NH / KVH heads of D numbers, V vocabulary,
+T tokens of a prefill pass, R slots, S = num_verified + 1, H hidden, I intermediate, NH / KVH heads of D numbers, V vocabulary,
 L layers, e bytes a number:
 
     a pass    1.5 e T (6 H + A + 6 H)   residual, norm, output and three aux hidden states; A numbers inside the largest block:
@@ -56,7 +56,7 @@ def reserve_bytes(
     dtype: torch.dtype,
     slots: int,
     num_buckets: int,
-    draft_len: int,
+    num_verified: int,
     prefill_tokens: int,
     max_len: int,
     longest_row: int | None = None,
@@ -69,17 +69,17 @@ def reserve_bytes(
     shared_tokens  tokens of the longest prefix that rows may share; 0: rows share none
     scores         prompts are scored
     """
-    verified = slots * (draft_len + 1)
+    verified = slots * (num_verified + 1)
     passes = _activation_bytes(spec, dtype, prefill_tokens) + _activation_bytes(spec, dtype, verified)
     logits = 4 * LOGIT_COPIES * (max(verified, SCORED_TOKENS) if scores else verified) * spec.num_logits
     # The saved bytes of a prefix do not depend on how many tokens its pages have.
-    shares = spec.sharing_cost(dtype, page_size=1, max_q=draft_len + 1).may_pay(slots, shared_tokens)
+    shares = spec.sharing_cost(dtype, page_size=1, max_q=num_verified + 1).may_pay(slots, shared_tokens)
     chunks = slots * (-(-max_len // CHUNK_TOKENS) + (SHARED_CHUNKS if shares else 0))
-    partials = 4 * chunks * (draft_len + 1) * max((mixer.num_partials for _, mixer in spec.mixers), default=0)
+    partials = 4 * chunks * (num_verified + 1) * max((mixer.num_partials for _, mixer in spec.mixers), default=0)
     state = slots * (5 * max_len + 4 * spec.vocab_size)
-    num_graphs = num_buckets * (min(draft_len + 1, MOST_LENGTHS) + 1)
-    if draft_len and slots >= LEAST_PARTIAL_ROWS:
-        num_graphs += min(num_buckets, MOST_PARTIAL_BUCKETS) * min(draft_len + 1, MOST_PARTS)
+    num_graphs = num_buckets * (min(num_verified + 1, MOST_LENGTHS) + 1)
+    if num_verified and slots >= LEAST_PARTIAL_ROWS:
+        num_graphs += min(num_buckets, MOST_PARTIAL_BUCKETS) * min(num_verified + 1, MOST_PARTS)
     graphs = GRAPH_BYTES * num_graphs
     if longest_row is not None and longest_row < max_len:
         graphs *= 2

@@ -81,9 +81,9 @@ class Forecast:
     decode_s: float
 
 
-def most_uncommitted(run_ahead: int, draft_len: int) -> int:
+def most_uncommitted(run_ahead: int, num_verified: int) -> int:
     """Maximum number of uncommitted tokens of a row: those of all rounds that may be launched before the host reads one."""
-    return (run_ahead + MOST_ROUNDS_BEFORE_REFILL + 1) * (draft_len + 1)
+    return (run_ahead + MOST_ROUNDS_BEFORE_REFILL + 1) * (num_verified + 1)
 
 
 def choose_batch(
@@ -108,7 +108,7 @@ def choose_batch(
     decodes              as in `PackedBatch`
     Raises CapacityError if not even one row of demand.max_tokens fits.
     """
-    on_cpu, draft_len = device.type == "cpu", drafts.counts[-1]
+    on_cpu, num_verified = device.type == "cpu", drafts.counts[-1]
     held = replace(
         demand, prompt_tokens=demand.prompt_tokens + num_lookahead_slots, max_tokens=demand.max_tokens + num_lookahead_slots
     )
@@ -116,8 +116,8 @@ def choose_batch(
     run_ahead = packing.run_ahead if packing.run_ahead is not None else (0 if on_cpu else GPU_RUN_AHEAD)
     memory = KVMemory.of(
         spec, dtype, draft_layers, page_size=PAGE_SIZE, max_len=demand.max_tokens, max_tokens=held.max_tokens,
-        lookahead=most_uncommitted(run_ahead, draft_len),
-        pass_tokens=packing.max_num_batched_tokens or CPU_PREFILL, draft_len=draft_len,
+        lookahead=most_uncommitted(run_ahead, num_verified),
+        pass_tokens=packing.max_num_batched_tokens or CPU_PREFILL, num_verified=num_verified,
     )
     if on_cpu:
         pass_tokens = packing.max_num_batched_tokens or CPU_PREFILL
@@ -125,7 +125,7 @@ def choose_batch(
     else:
         most = min(limit, max(1, free_bytes // memory.row_bytes(_expected_tokens(held))))
         pass_tokens, reserve = _held_back(
-            packing, spec, demand, dtype=dtype, slots=most, draft_len=draft_len, free_bytes=free_bytes
+            packing, spec, demand, dtype=dtype, slots=most, num_verified=num_verified, free_bytes=free_bytes
         )
         budget, memory = max(0, free_bytes - reserve), replace(memory, pass_tokens=pass_tokens)
         source = f"the GPU's free {free_bytes / 1e9:.2f} GB less {reserve / 1e9:.2f} GB for passes, rounds and graphs"
@@ -149,7 +149,7 @@ def choose_batch(
         more_pages=tuple(more_pages),
         page_size=PAGE_SIZE,
         max_len=demand.max_tokens,
-        draft_len=draft_len,
+        num_verified=num_verified,
         prefill_tokens=prefill_tokens,
         run_ahead=run_ahead,
         longest_prompt=demand.longest_prompt,
@@ -185,7 +185,7 @@ def forecast(
 def held_back_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, demand: Demand) -> int:
     """Bytes of GPU memory that passes, rounds and graphs of this batch need. demand: the one it was chosen for."""
     return reserve_bytes(
-        spec, dtype=dtype, slots=batch.num_slots, num_buckets=len(batch.row_buckets), draft_len=batch.draft_len,
+        spec, dtype=dtype, slots=batch.num_slots, num_buckets=len(batch.row_buckets), num_verified=batch.num_verified,
         prefill_tokens=min(batch.prefill_tokens, batch.num_slots * batch.max_len), max_len=batch.max_len,
         longest_row=batch.longest_row, shared_tokens=demand.shared_tokens, scores=demand.scores,
     )
@@ -199,7 +199,7 @@ def row_buckets(slots: int) -> tuple[int, ...]:
 
 
 def _held_back(
-    packing: PackingConfig, spec: ModelSpec, demand: Demand, *, dtype: torch.dtype, slots: int, draft_len: int, free_bytes: int
+    packing: PackingConfig, spec: ModelSpec, demand: Demand, *, dtype: torch.dtype, slots: int, num_verified: int, free_bytes: int
 ) -> tuple[int, int]:
     """Tokens of a prefill pass, and bytes that must stay free besides the pages. On a small GPU prefill passes are shortened
     first, unless they take little of its memory: what the rounds of long rows need does not become less by it."""
@@ -210,7 +210,7 @@ def _held_back(
             dtype=dtype,
             slots=slots,
             num_buckets=len(row_buckets(slots)),
-            draft_len=draft_len,
+            num_verified=num_verified,
             prefill_tokens=min(tokens, slots * demand.max_tokens),
             max_len=demand.max_tokens,
             longest_row=demand.longest_row,

@@ -146,7 +146,8 @@ def engine_of(recipe: Recipe) -> tuple[Engine, int]:
     if recipe.fp8_kv:
         target.kv_scales = tuple(torch.ones(2, attentions(spec)[0].num_kv_heads) for _ in range(spec.num_layers))
     batch = packed(
-        max(ROWS), num_pages=600, page_size=16, max_len=1536, draft_len=NUM_DRAFTS, prefill_tokens=PASS_TOKENS, row_buckets=ROWS
+        max(ROWS), num_pages=600, page_size=16, max_len=1536, num_verified=NUM_DRAFTS, prefill_tokens=PASS_TOKENS,
+        row_buckets=ROWS,
     )
     drafter: Drafter
     match recipe.drafter:

@@ -70,7 +70,7 @@ class Executor:
         self.target, self.drafter, self.batch = target, drafter, batch
         self.prefill_multiple = spec.prefill_multiple
         """`prefill_of` cuts prompts at multiples of so many tokens; None: anywhere."""
-        layers = spec.layer_states(target.dtype, batch.page_size, draft_len=batch.draft_len)
+        layers = spec.layer_states(target.dtype, batch.page_size, draft_len=batch.num_verified)
         draft_layers = drafter.layer_states(batch.page_size)
         groups = KVGroups.of(windows_of(layers), windows_of(draft_layers), batch.max_len)
         self.cache = KVCache.allocate(
@@ -85,7 +85,7 @@ class Executor:
             scales=target.kv_scales,
         )
         if target.ranks is not None:
-            num_tokens = batch.num_slots * (batch.draft_len + 1)
+            num_tokens = batch.num_slots * (batch.num_verified + 1)
             target.ranks.reserve(num_tokens * spec.hidden_size * target.dtype.itemsize)
         self.round = round_for(target, drafter, self.cache, batch, options, device)
         self.rows = DeviceBatch.allocate(
@@ -100,7 +100,7 @@ class Executor:
         self.graphs = Graphs(self.round, self.rows, self.prefix_groups)
         self.sharing = NO_LAUNCHES
         if self.graphs.captures:
-            self.sharing = spec.sharing_cost(target.dtype, page_size=batch.page_size, max_q=batch.draft_len + 1)
+            self.sharing = spec.sharing_cost(target.dtype, page_size=batch.page_size, max_q=batch.num_verified + 1)
         self._prefill_pass = partial(features.prefill_pass, self.round, self.rows)
         self.prefill_graphs: PrefillGraphs | None = None
         if prefill_graphs and batch.decodes:  # graphs hold passes that choose the rows' next tokens

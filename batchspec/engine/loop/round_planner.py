@@ -42,7 +42,7 @@ def usual_kv(batch: PackedBatch) -> int | None:
 def drafted_keys(batch: PackedBatch) -> int:
     """Keys after a row's last token that a round may read: those of drafts past the row's limit, and those of a parallel head's
     mask tokens."""
-    return 2 * (batch.draft_len + 1)
+    return 2 * (batch.num_verified + 1)
 
 
 class RoundPlanner:
@@ -205,7 +205,7 @@ class RoundPlanner:
         """Keys that a round reads for rows with these numbers of tokens, on average over the layers of target and drafter."""
         total = 0
         for window, num_layers in self._windows.items():
-            keys = num_tokens if window is None else np.minimum(num_tokens, most_keys(window, self._batch.draft_len + 1))
+            keys = num_tokens if window is None else np.minimum(num_tokens, most_keys(window, self._batch.num_verified + 1))
             total += num_layers * int(keys.sum())
         return total // max(1, self._windows.total())
 

@@ -54,7 +54,7 @@ class SlotAllocator:
         prefill_cost         None: `PrefillCost.default`
         """
         self.batch, self.pools = batch, pools
-        self.slots = slots or SlotTable(batch.num_slots, batch.max_len, batch.draft_len, num_groups=pools.groups.num_groups)
+        self.slots = slots or SlotTable(batch.num_slots, batch.max_len, batch.num_verified, num_groups=pools.groups.num_groups)
         self._features = features or RunFeatures()
         self._waiting = waiting
         self._num_refills = 0
