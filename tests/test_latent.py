@@ -45,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "glm4_moe_lite", **{**TINY, **MODELS[name]})
@@ -52,6 +53,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_pat
     assert_like_transformers(folder, dtype=torch.float64, experts_implementation="eager")
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", MODELS)
 def test_the_tensors_are_those_that_transformers_saves(name: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
@@ -63,7 +65,7 @@ def test_the_tensors_are_those_that_transformers_saves(name: str, tmp_path: Path
 
 def test_glm_4_7_flash_keeps_54_kilobytes_per_token_and_its_mtp_layer_is_not_read() -> None:
     spec = shape_spec("glm-4.7-flash")
-    assert (spec.unread, spec.mtp, spec.late_layers) == ((), None, 1)
+    assert (spec.unread, spec.mtp, spec.num_mtp_layers) == ((), None, 1)
     assert spec.ignores("model.layers.47.self_attn.kv_b_proj.weight")
     assert sum(state.page_bytes for state in spec.layer_states(torch.bfloat16, 16)) == 16 * 47 * 576 * 2
     assert kv_read_bytes(spec, dtype=torch.bfloat16, rows=2, context_tokens=100, tokens_per_row=4) == 200 * 47 * 576 * 2

@@ -86,8 +86,8 @@ class ModelSpec(CheckpointPart):
     """The part that this describes: `layers` are those of one rank, all other fields the model's."""
     whole: ModelSpec | None = None
     """The complete model if this is one rank's part of it; None: this is the complete model."""
-    late_layers: int = 0
-    """How many layers files may have after the last one. They are read only as `mtp`."""
+    num_mtp_layers: int = 0
+    """Number of layers that files may have after the last one; they are read only as `mtp`."""
     mtp: MtpSpec | None = None
     """The layer of the checkpoint that predicts one token further, complete even if this is a part; None: it has none that
     drafts can come from."""
@@ -235,7 +235,7 @@ class ModelSpec(CheckpointPart):
     def ignores(self, name: str) -> bool:
         """A file may hold more layers than the model has, and more of some than they have: see `MixerSpec.spare`."""
         layer, _, tensor = name.removeprefix(f"{MODEL_PREFIX}layers.").partition(".")
-        if not layer.isdecimal() or int(layer) >= self.num_layers + self.late_layers:
+        if not layer.isdecimal() or int(layer) >= self.num_layers + self.num_mtp_layers:
             return False
         if int(layer) >= self.num_layers:
             return True
@@ -344,7 +344,7 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
         logits_scaling=family.logits_scaling(config),
         tie=config.flag("tie_word_embeddings"),
         formats=formats,
-        late_layers=family.late_layers(config),
+        num_mtp_layers=family.num_mtp_layers(config),
         mtp=None if mtp is None else replace(mtp, formats=formats),
         eos_ids=tuple(dict.fromkeys(ends)),
         max_len=rope.longest(config.integer("max_position_embeddings")),

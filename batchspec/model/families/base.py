@@ -84,8 +84,8 @@ class Family:
     """What computes the inputs that layers have besides the stream."""
     mtp: Callable[[ConfigReader, Sequence[LayerSpec]], MtpSpec | None] = lambda config, layers: None
     """The layer that predicts one token further, of a checkpoint that has one; `layers` are the model's."""
-    late_layers: Callable[[ConfigReader], int] = lambda config: 0
-    """How many layers files may have after the last one: they predict further tokens, and are read only as `mtp`."""
+    num_mtp_layers: Callable[[ConfigReader], int] = lambda config: 0
+    """Number of layers that files may have after the last one, which predict further tokens; they are read only as `mtp`."""
     computes: frozenset[str] = frozenset()
     """Keys among NOT_BUILT, NOT_BUILT_SCALES and BUILT_NAMES whose computation this family's blocks implement."""
     refuses: Callable[[ConfigReader], list[str]] = lambda config: []

@@ -58,13 +58,13 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(attention, (experts if i >= dense else mlp,)) for i, attention in enumerate(attentions))
 
 
-def late_layers(config: ConfigReader) -> int:
+def num_mtp_layers(config: ConfigReader) -> int:
     return config.integer("num_nextn_predict_layers", 1)
 
 
 def _mtp(config: ConfigReader, layers: Sequence[LayerSpec]) -> MtpSpec | None:
     """A layer of experts after the last one; None if config.json gives another number than one."""
-    if late_layers(config) != 1:
+    if num_mtp_layers(config) != 1:
         return None
     prefix = f"model.layers.{len(layers)}."
     join = JoinSpec(
@@ -97,7 +97,7 @@ GLM4_MOE = Family(
     integers=INTEGERS,
     rope=partial_rope,
     mtp=_mtp,
-    late_layers=late_layers,
+    num_mtp_layers=num_mtp_layers,
     computes=frozenset({*INTEGERS, "use_qk_norm", "partial_rotary_factor", "routed_scaling_factor", "scoring_func"}),
     refuses=refuses_other_routers,
 )

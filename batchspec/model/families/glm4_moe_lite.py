@@ -12,7 +12,7 @@ from dataclasses import replace
 from batchspec.checkpoint.config_values import ConfigReader, Ranges
 from batchspec.console.text import as_json
 from batchspec.model.families.base import Family, read_mlp
-from batchspec.model.families.glm4_moe import INTEGERS, late_layers, read_experts, refuses_other_routers
+from batchspec.model.families.glm4_moe import INTEGERS, num_mtp_layers, read_experts, refuses_other_routers
 from batchspec.model.layers.attention.rope_config import RopeSpec, read_rope, rope_part
 from batchspec.model.layers.latent.attend import HeadSizes
 from batchspec.model.layers.latent.block import LatentSpec
@@ -98,7 +98,7 @@ GLM4_MOE_LITE = Family(
     },
     integers={**INTEGERS, **_SIZES},
     rope=_rope,
-    late_layers=late_layers,
+    num_mtp_layers=num_mtp_layers,
     computes=frozenset({*INTEGERS, *_SIZES, "rope_interleave", "routed_scaling_factor", "scoring_func"}),
     refuses=_refuses,
 )

@@ -117,8 +117,8 @@ class MixerSpec(BlockSpec, Protocol):
         """A prefill of a prompt, for each of its tokens on average. ends_only: only the last token is computed to the end."""
 
     def sharing_cost(self, run: Computing, max_q: int) -> SharingCost | None:
-        """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once; None: it has no pages
-        to read."""
+        """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once; None: it reads
+        none once."""
 
     @property
     def num_partials(self) -> int:
