@@ -42,6 +42,8 @@ from batchspec.kernels.gemm.ordered import ordered_kernel, ordered_linear, order
 from batchspec.kernels.gemm.ordered_tiles import PLAIN
 from batchspec.kernels.gemm.split_k import MAX_TILES
 from batchspec.kernels.gemm.tiles import HEAD, Tile
+from batchspec.kernels.moe.route import Scoring, route
+from batchspec.kernels.moe.route_few import is_few
 from batchspec.kernels.norm_rope.norm import add_norm, rms_norm
 from batchspec.kernels.sampling.argmax import argmax
 from batchspec.model.fused import silu_and_mul
@@ -331,3 +333,21 @@ def test_no_drafter_number_of_slots_or_preemption_changes_a_token_or_a_logprob()
         (40, 5000, 0, "none", 4096), (40, 5000, 3, "chain", 1000), (16, 5000, 7, "lookup", 300), (13, 300, 2, "chain", 4096),
     ):
         assert run(slots, pages, draft_len, name, prefill_tokens) == wanted, (slots, name)
+
+
+@pytest.mark.parametrize(("top_k", "experts"), [(3, 8), (4, 32), (8, 128)])
+@pytest.mark.parametrize(("scoring", "norm_topk"), [("softmax", True), ("softmax", False), ("sigmoid", True)])
+def test_the_weights_of_a_token_have_the_same_bits_for_few_tokens_and_for_many(
+    scoring: Scoring, norm_topk: bool, top_k: int, experts: int
+) -> None:
+    """Few tokens are routed in one launch, many in two."""
+    logits = 2 * torch.randn(150, experts, device="cuda")
+    call: dict[str, Any] = {"scoring": scoring, "norm_topk": norm_topk, "scale": 1.5, "unit_pairs": 16}
+    call["bias"] = torch.rand(experts, device="cuda") / 8 if scoring == "sigmoid" else None
+    many = route(logits, top_k, **call)
+    assert not is_few(150, top_k)
+    for size in (1, 2, 8):
+        assert is_few(size, top_k)
+        few = [route(part, top_k, **call) for part in logits.split(size)]
+        assert torch.equal(torch.cat([own.weights for own in few]), many.weights)
+        assert torch.equal(torch.cat([own.expert_ids for own in few]), many.expert_ids)

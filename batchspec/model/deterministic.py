@@ -15,7 +15,7 @@ from batchspec.model.quant.int4_format import Int4
 from batchspec.model.spec import ModelSpec
 from batchspec.tuning.policy import has_same_bits_in_all_tiles
 
-ORDER_VERSION = 2
+ORDER_VERSION = 3
 """Version of the order of sums: a job that began with another version is not continued."""
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+UNIT = tl.constexpr(2.0**40)  # what 1 is when exponentials are summed as int64: exact in any order, to 2^-40 each
+
 
 @triton.jit
 def ordered(number):
@@ -55,8 +57,10 @@ def choose(
     unspecified. LANES, SLOTS: E and k padded to powers of two.
 
     A score is compared as an int32 that sorts like the number, and of those equal to the largest the lowest id wins: a warp finds
-    a maximum of int32 in one instruction. Launches must have as many warps as tokens. Each token's numbers are then in one warp
-    and in the same order, so that their sums have the same bits in every launch.
+    a maximum of int32 in one instruction.
+
+    A token's weights have the same bits in every launch: no sum depends on how a launch divides a block among its threads. The
+    chosen weights are added one by one, in the order of the choice; the sum of all experts is one of whole numbers.
     """
     LEAST: tl.constexpr = -0x7FFFFFFF - 1  # less than the integer of -inf; scores are never NaN with the sign bit
     lane = tl.arange(0, LANES)
@@ -75,6 +79,7 @@ def choose(
         key = in_best_groups(key, lane, LEAST, NUM_EXPERTS, GROUPS, TOP_GROUPS, LANES)
     ids = tl.zeros([tokens.shape[0], SLOTS], tl.int32)
     values = tl.zeros([tokens.shape[0], SLOTS], tl.float32)
+    total = tl.zeros([tokens.shape[0]], tl.float32)
     for s in tl.static_range(TOP_K):
         best = tl.max(key, 1)
         first = tl.min(tl.where(key == best[:, None], lane[None, :], LANES), 1)
@@ -83,16 +88,19 @@ def choose(
             value = tl.sum(tl.where(chosen, score, 0.0), 1)
         else:
             value = number_of(best)
+        if not SIGMOID:
+            if s == 0:
+                largest = value
+            value = tl.exp(value - largest)
+        total += value
         at = (slot == s)[None, :]
         ids = tl.where(at, first[:, None], ids)
         values = tl.where(at, value[:, None], values)
         key = tl.where(chosen, LEAST, key)
     used = (slot < TOP_K)[None, :]
-    if not SIGMOID:
-        largest = tl.max(tl.where(used, values, float("-inf")), 1)
-        values = tl.exp(values - largest[:, None])
-        if not NORM:
-            values = values / tl.sum(tl.exp(score - largest[:, None]), 1)[:, None]
+    if not SIGMOID and not NORM:
+        shares = (tl.exp(score - largest[:, None]) * UNIT).to(tl.int64)  # at most 1 each, and the largest is 1
+        values = values / (tl.sum(shares, 1).to(tl.float32) / UNIT)[:, None]
     places = slot[None, :] + tl.zeros([tokens.shape[0], SLOTS], tl.int32)
     if bias is not None:  # slots were found by s + bias: sort them by s, before a division by 0 can make weights NaN
         before = (values[:, None, :] > values[:, :, None]) | (
@@ -100,7 +108,6 @@ def choose(
         )
         places = tl.sum((before & used[:, None, :]).to(tl.int32), 2)
     if NORM:
-        total = tl.sum(tl.where(used, values, 0.0), 1)
         if SUM_EPS != 0.0:
             total += SUM_EPS
         values = values / total[:, None]
