@@ -26,7 +26,7 @@ high.
 R rows, C_l keys of a row that layer l reads, T = R * tokens_per_row, kv bytes of K/V a token and layer, A numbers of q a token,
 L layers. C_l is the row's context; in a layer with a window it is min(context, window + tokens_per_row - 1). S bytes of the
 states of a row in all layers: a round reads and writes them once. Each kind of layer says what it costs (`MixerSpec.round_work`,
-`prompt_work`). LoRA adapters of rows add two products of their own to each product (`_adapters_s`).
+`prompt_work`). A prefill also takes the time in which the inputs and outputs of its tokens' experts are moved (`_pair_bytes`). LoRA adapters of rows add two products of their own to each product (`_adapters_s`).
 """
 
 from __future__ import annotations
@@ -104,7 +104,16 @@ def prefill_seconds(
     )
     mixers_s = flop / rates.flop_s(pass_tokens)
     pass_s = _products_s(spec, rates, dtype, pass_tokens, outputs=None if scores else 1 / share) + rates.overhead_s
-    return share * (pass_s + exchange_seconds(spec, dtype, pass_tokens)) + mixers_s
+    pairs_s = prompt_tokens * _pair_bytes(spec, dtype) / rates.bytes_s
+    return share * (pass_s + exchange_seconds(spec, dtype, pass_tokens)) + pairs_s + mixers_s
+
+
+def _pair_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of the inputs and outputs of a token's experts. In a prefill pass they are more than the caches hold; rounds, which
+    are short, find them there."""
+    return dtype.itemsize * sum(
+        gemm.active * (gemm.product.k + gemm.product.rows) for _, gemm in spec.gemms(1) if gemm.grouped
+    )
 
 
 def _products_s(
