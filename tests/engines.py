@@ -137,8 +137,8 @@ def one_pass(target: Target, ids: Sequence[int], taps: tuple[int, ...] = ()) -> 
     from the first token in one pass, with a cache of its own."""
     count, spec, device = len(ids), target.spec, target.device
     cache = KVCache.allocate(
-        spec.layer_states(target.dtype, count), groups=KVGroups.single(spec.num_paged_layers), page_size=count, num_pages=(2,),
-        device=device, scales=target.kv_scales,
+        spec.layer_states(target.dtype, count, draft_len=0), groups=KVGroups.single(spec.num_paged_layers), page_size=count,
+        num_pages=(2,), device=device, scales=target.kv_scales,
     )
 
     def ints(values: object) -> Tensor:

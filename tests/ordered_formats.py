@@ -56,7 +56,7 @@ def computed(target: Target, ids: Tensor, cuts: list[int], *, others: int = 0) -
     length, rows, device = len(ids), 1 + others, target.device
     pages = -(-length // 16)
     cache = KVCache.allocate(
-        target.spec.layer_states(target.dtype, 16), groups=KVGroups.single(target.spec.num_layers), page_size=16,
+        target.spec.layer_states(target.dtype, 16, draft_len=0), groups=KVGroups.single(target.spec.num_layers), page_size=16,
         num_pages=(rows * pages + 1,), device=device, scales=target.kv_scales,
     )
     table = torch.arange(1, rows * pages + 1, dtype=torch.int32, device=device).view(rows, pages)

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec.cache.layer_state import RowTensor
 from batchspec.kernels.short_conv.short_conv import ConvRows, short_conv
-from batchspec.model.layers.kind import Computing
 from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.layers.short_conv import block
 from batchspec.model.layers.short_conv.block import ShortConvSpec
@@ -38,13 +36,15 @@ def conv_target(window: int | None = None) -> Target:
 
 
 def _with_a_short_ring(patch: pytest.MonkeyPatch) -> None:
-    """A rejected input takes the place of one that the next round reads."""
+    """A rejected input takes the place of one that the next round reads: two places of a ring are not used."""
 
-    def short(spec: ShortConvSpec, run: Computing) -> RowTensor:
-        ring = _RING(spec, run)
-        return RowTensor((ring.shape[0] - 2, ring.shape[1]), ring.dtype)
+    def short(inputs: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: ConvRows) -> Tensor:
+        used = ring[:, :-2].clone()
+        found = short_conv(inputs, weight, bias, used, rows)
+        ring[:, :-2] = used
+        return found
 
-    patch.setattr(ShortConvSpec, "ring", short)
+    patch.setattr(block, "short_conv", short)
 
 
 def _with_a_shifted_ring(patch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,6 @@ def _without_inputs_of_prompts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(block, "short_conv", forgetful)
 
 
-_RING = ShortConvSpec.ring
 CONV_FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a ring is too short by two": _with_a_short_ring,
     "a ring is shifted by one": _with_a_shifted_ring,

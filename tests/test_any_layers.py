@@ -57,7 +57,8 @@ def test_rows_without_pages_have_page_tables_that_take_no_memory() -> None:
     groups = KVGroups.of([], [7], 100)
     assert (groups.windows, groups.target_layers, groups.draft_group) == ((None,), (), 0)
     memory = KVMemory.of(
-        pageless_spec(), torch.bfloat16, (), page_size=4, max_len=100, max_tokens=100, lookahead=0, pass_tokens=64
+        pageless_spec(), torch.bfloat16, (), page_size=4, max_len=100, max_tokens=100, lookahead=0, pass_tokens=64,
+        num_verified=0,
     )
     assert (memory.page_bytes, memory.num_pages(0, 8)) == ((0,), (1 + 8 * 25,))
     assert memory.rows(memory.prefix_bytes + 5 * memory.slot_bytes, 100) == 5

@@ -188,7 +188,7 @@ def test_the_planner_counts_the_state_of_each_slot_and_no_k_and_v(folders: tuple
     spec, own = opened(*folders)
     states = own.layer_states(BF16, 4)
     without, with_drafts = (
-        KVMemory.of(spec, BF16, layers, page_size=4, max_len=64, max_tokens=64, lookahead=1, pass_tokens=1)
+        KVMemory.of(spec, BF16, layers, page_size=4, max_len=64, max_tokens=64, lookahead=1, pass_tokens=1, num_verified=3)
         for layers in ((), states)
     )
     assert with_drafts == replace(without, slot_bytes=without.slot_bytes + 2 * spec.hidden_size)

@@ -75,10 +75,10 @@ def test_chains_other_drafters_and_fp8_kv_are_accepted() -> None:
 def test_a_bfloat16_model_on_hopper_sums_in_one_order_everywhere(hopper: None) -> None:
     spec = in_one_order(LLAMA_8B, CUDA, torch.bfloat16)
     assert spec.ordered
-    assert spec.layers[0].attention.layout(spec.computing(torch.bfloat16)).ordered
+    assert spec.layers[0].attention.layout(spec.computing(torch.bfloat16, draft_len=0)).ordered
     assert spec.formats.of("model.layers.0.self_attn.q_proj") is not PLAIN
     assert not LLAMA_8B.ordered
-    assert not LLAMA_8B.layers[0].attention.layout(LLAMA_8B.computing(torch.bfloat16)).ordered
+    assert not LLAMA_8B.layers[0].attention.layout(LLAMA_8B.computing(torch.bfloat16, draft_len=0)).ordered
     assert LLAMA_8B.formats.of("model.layers.0.self_attn.q_proj") is PLAIN
     assert spec.weight_bytes(torch.bfloat16) == LLAMA_8B.weight_bytes(torch.bfloat16)
 

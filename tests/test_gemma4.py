@@ -204,7 +204,7 @@ def test_sizes_are_the_published_ones(
     assert num_multiplied(spec) == pytest.approx(active, rel=0.05)
     if token_bytes is not None:
         memory = KVMemory.of(
-            spec, BF16, (), page_size=1, max_len=8192, max_tokens=8192, lookahead=1, pass_tokens=1,
+            spec, BF16, (), page_size=1, max_len=8192, max_tokens=8192, lookahead=1, pass_tokens=1, num_verified=0,
         )
         assert memory.page_bytes == tuple(2 * size for size in token_bytes)
 

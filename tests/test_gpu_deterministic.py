@@ -258,7 +258,7 @@ def test_keys_values_and_logits_are_those_of_a_prompt_in_one_pass_however_it_is_
     def computed(cuts: list[int]) -> tuple[Tensor, Tensor]:
         """K/V of all positions, and the logits, the tokens going through the model in passes that end at `cuts`."""
         cache = KVCache.allocate(
-            own.spec.layer_states(own.dtype, 16), groups=KVGroups.single(own.spec.num_layers), page_size=16,
+            own.spec.layer_states(own.dtype, 16, draft_len=0), groups=KVGroups.single(own.spec.num_layers), page_size=16,
             num_pages=(length // 16 + 2,), device=own.device,
         )
         table = torch.arange(1, length // 16 + 2, dtype=torch.int32, device="cuda").view(1, -1)

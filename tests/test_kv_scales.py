@@ -68,7 +68,7 @@ def test_a_layout_counts_one_byte_a_number() -> None:
     assert 2 * fp8.page_formats(torch.bfloat16, 16)[0].page_bytes == plain.page_formats(torch.bfloat16, 16)[0].page_bytes
     read = [kv_read_bytes(spec, dtype=torch.bfloat16, rows=8, context_tokens=100, tokens_per_row=4) for spec in (plain, fp8)]
     assert read[0] == 2 * read[1]
-    sizes = {"page_size": 16, "max_len": 512, "max_tokens": 512, "lookahead": 4, "pass_tokens": 512}
+    sizes = {"page_size": 16, "max_len": 512, "max_tokens": 512, "lookahead": 4, "pass_tokens": 512, "num_verified": 3}
     memory = [KVMemory.of(spec, torch.bfloat16, (), **sizes) for spec in (plain, fp8)]
     assert memory[1].rows(10**10, 400) >= 1.9 * memory[0].rows(10**10, 400)
     head = (LayerState(plain.page_formats(torch.bfloat16, 16)[0]),)  # a drafter's layer keeps its own layout

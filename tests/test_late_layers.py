@@ -79,7 +79,7 @@ def test_a_file_may_hold_weights_of_theirs_that_would_compute_k_and_v(tmp_path: 
 def test_k_and_v_are_kept_once_and_read_in_each_layer() -> None:
     spec = tiny_spec()
     own = [2 * BF16.itemsize * layer.num_kv_heads * layer.head_dim for layer in attentions(spec)]
-    memory = KVMemory.of(spec, BF16, (), page_size=1, max_len=64, max_tokens=64, lookahead=1, pass_tokens=1)
+    memory = KVMemory.of(spec, BF16, (), page_size=1, max_len=64, max_tokens=64, lookahead=1, pass_tokens=1, num_verified=0)
     assert memory.page_bytes == (own[2], own[0] + own[1])
     assert kv_read_bytes(spec, dtype=BF16, rows=3, context_tokens=2, tokens_per_row=1) == 3 * 2 * sum(own)
 

@@ -67,11 +67,11 @@ def test_glm_4_7_flash_keeps_54_kilobytes_per_token_and_its_mtp_layer_is_not_rea
     spec = shape_spec("glm-4.7-flash")
     assert (spec.unread, spec.mtp, spec.num_mtp_layers) == ((), None, 1)
     assert spec.ignores("model.layers.47.self_attn.kv_b_proj.weight")
-    assert sum(state.page_bytes for state in spec.layer_states(torch.bfloat16, 16)) == 16 * 47 * 576 * 2
+    assert sum(state.page_bytes for state in spec.layer_states(torch.bfloat16, 16, draft_len=0)) == 16 * 47 * 576 * 2
     assert kv_read_bytes(spec, dtype=torch.bfloat16, rows=2, context_tokens=100, tokens_per_row=4) == 200 * 47 * 576 * 2
     assert spec.weight_bytes(torch.bfloat16) == pytest.approx(59.9e9, rel=0.002)
     assert num_multiplied(spec) == pytest.approx(3.6e9, rel=0.1)
-    ((label, said),) = spec.about(spec.computing(torch.bfloat16))[0].model
+    ((label, said),) = spec.about(spec.computing(torch.bfloat16, draft_len=0))[0].model
     assert (label, said.partition(",")[0]) == ("latents", "47 of the layers keep 54.1 kB per token")
 
 

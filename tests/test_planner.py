@@ -438,6 +438,7 @@ def windowed(*windows: int | None) -> ModelSpec:
 def memory_of(spec: ModelSpec, *, max_tokens: int, lookahead: int = 4, drafts: Sequence[LayerState] = ()) -> KVMemory:
     return KVMemory.of(
         spec, torch.float32, drafts, page_size=16, max_len=max_tokens, max_tokens=max_tokens, lookahead=lookahead, pass_tokens=1,
+        num_verified=3,
     )
 
 

@@ -107,7 +107,9 @@ def test_states_in_bf16_make_room_for_more_short_rows() -> None:
 
 def test_slots_beyond_the_rows_that_fit_take_memory_from_their_pages() -> None:
     """So fewer are worth it than of a model whose slots take none."""
-    memory = KVMemory.of(SPEC, BF16, (), page_size=16, max_len=4096, max_tokens=4096, lookahead=4, pass_tokens=1024)
+    memory = KVMemory.of(
+        SPEC, BF16, (), page_size=16, max_len=4096, max_tokens=4096, lookahead=4, pass_tokens=1024, num_verified=0
+    )
     rows = memory.rows(60 * 10**9, 1000)
     slots = memory.slots(rows, 1000, 0.05)
     pages = (60 * 10**9 - memory.prefix_bytes - slots * memory.slot_bytes) / memory.page_bytes[0]

@@ -26,6 +26,8 @@ from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.slots.expected_pages import ExpectedPages
+from batchspec.model.layers.kind import Computing
+from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
@@ -192,6 +194,23 @@ def test_a_fault_in_what_layers_keep_changes_tokens(kind: str, fault: str, monke
     KINDS[kind].faults[fault](monkeypatch)
     found = [tokens(drafted(kind, name, jobs())) != wanted for name in ("right", "none", "wrong")]
     assert any(found), fault
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_round_with_more_drafts_than_its_rings_have_room_for_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    computing = ModelSpec.computing
+
+    def with_smaller_k(spec: ModelSpec, dtype: torch.dtype, page_size: int = 1, *, draft_len: int) -> Computing:
+        return computing(spec, dtype, page_size, draft_len=max(0, draft_len - 1))
+
+    monkeypatch.setattr(ModelSpec, "computing", with_smaller_k)
+    with pytest.raises((AssertionError, ValueError), match=r"\(4, 4, .*6|rings of 6 positions for 4 tokens"):
+        drafted(kind, "wrong", jobs())
+
+
+def test_a_batch_that_was_planned_for_fewer_drafts_than_the_drafters_is_refused() -> None:
+    with pytest.raises(AssertionError, match=r"ChainShape\(draft_len=3\), 2"):
+        make_engine(tiny_target(), lookup(3, 3, 0), packed(4, num_verified=2), device=DEVICE)
 
 
 @pytest.mark.parametrize("name", ["right", "wrong", "window"])

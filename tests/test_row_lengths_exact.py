@@ -194,7 +194,7 @@ def decoded(asked: Request, *, truth: Tensor | None = None, rule: Rule | None = 
     rows.live.fill_(1)
     target: Any = MarkovTarget()
     drafter, spec = Prophet(truth), tiny_spec()
-    layers = spec.layer_states(torch.float64, batch.page_size)
+    layers = spec.layer_states(torch.float64, batch.page_size, draft_len=0)
     cache = KVCache.allocate(
         layers, groups=KVGroups.single(len(layers)), page_size=batch.page_size, num_pages=(2,), device=DEVICE
     )

@@ -43,7 +43,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def states_of(spec: ModelSpec, dtype: torch.dtype) -> list[RowTensor]:
-    return [kept.row[0] for kept in spec.layer_states(dtype, 1) if kept.row]
+    return [kept.row[0] for kept in spec.layer_states(dtype, 1, draft_len=0) if kept.row]
 
 
 def words(model: Path, data: Path, out: Path, *more: str) -> list[str]:

@@ -99,8 +99,8 @@ def outputs(
     """Hidden states, aux hidden states, logits over the whole vocabulary, and greedy tokens of a pass over rows."""
     spec = target.spec
     cache = KVCache.allocate(
-        spec.layer_states(target.dtype, 4), groups=KVGroups.single(spec.num_paged_layers), page_size=4, num_pages=(40,),
-        num_slots=len(rows), device=DEVICE,
+        spec.layer_states(target.dtype, 4, draft_len=0), groups=KVGroups.single(spec.num_paged_layers), page_size=4,
+        num_pages=(40,), num_slots=len(rows), device=DEVICE,
     )
     aux_ids = (0, *range(1, spec.num_layers + 1))
     batch = batch_of(rows, 40)
@@ -278,7 +278,7 @@ def test_a_layer_exchanges_twice_and_a_norm_over_all_heads_once_more() -> None:
 
         def one_pass(ranks: Collectives, spec: ModelSpec = spec) -> None:
             target = part_of(spec, ranks)
-            layers, groups = target.spec.layer_states(target.dtype, 4), KVGroups.single(spec.num_layers)
+            layers, groups = target.spec.layer_states(target.dtype, 4, draft_len=0), KVGroups.single(spec.num_layers)
             cache = KVCache.allocate(layers, groups=groups, page_size=4, num_pages=(9,), device=DEVICE)
             target.forward(batch_of(IDS, 9), cache)
 

@@ -240,7 +240,7 @@ def kv_from_the_start(ids: tuple[int, ...]) -> Tensor:
     """K/V [layers, 2, len(ids), heads, D] of the target over these tokens, in one pass."""
     spec, count = TARGET().spec, len(ids)
     groups = KVGroups.single(spec.num_layers)
-    layers = spec.layer_states(torch.float64, count)
+    layers = spec.layer_states(torch.float64, count, draft_len=0)
     cache = KVCache.allocate(layers, groups=groups, page_size=count, num_pages=(2,), device=DEVICE)
     positions = torch.arange(count, device=DEVICE)
 

@@ -169,7 +169,7 @@ class Plan:
             f"outputs half as long as max_new_tokens (all of it up to {SHORT_TOKENS}, and where nothing else ends a row), "
             f"{_accepted(ahead)}, "
         ) * (not self._scores)
-        about = spec.about(spec.computing(job.dtype, batch.page_size, batch.num_verified))
+        about = spec.about(spec.computing(job.dtype, batch.page_size, draft_len=batch.num_verified))
         total_s = ahead.prefill_s + ahead.decode_s
         kept = f"({spec.formats.kept}, the rest {dtype})" if spec.formats.kept else f"in {dtype}"
         return [

@@ -112,7 +112,7 @@ class PardDrafter(DrafterBase):
         return True
 
     def layer_states(self, page_size: int) -> tuple[LayerState, ...]:
-        return self._model.spec.layer_states(self._model.dtype, page_size)
+        return self._model.spec.layer_states(self._model.dtype, page_size, draft_len=0)
 
     @torch.inference_mode()
     def prefill(
@@ -177,7 +177,7 @@ class PardDrafterSpec(DrafterSpec[PardModel]):
         return self.config.draft.path
 
     def layer_states(self, dtype: torch.dtype, page_size: int) -> tuple[LayerState, ...]:
-        return self.pard.model.layer_states(dtype, page_size)
+        return self.pard.model.layer_states(dtype, page_size, draft_len=0)
 
     def weight_bytes(self, *, dtype: torch.dtype, device: torch.device) -> int:
         return self.pard.on(device, dtype).model.weight_bytes(dtype)

@@ -183,7 +183,7 @@ def _forward(
     spec, device = target.spec, target.device
     pages = -(-max(lengths) // PAGE_SIZE)
     table = 1 + torch.arange(len(lengths) * pages, dtype=torch.int32, device=device).view(len(lengths), pages)
-    states = spec.layer_states(target.dtype, PAGE_SIZE)
+    states = spec.layer_states(target.dtype, PAGE_SIZE, draft_len=0)
     # All layers of one format write to the same pages, but for those whose pages are read after them.
     read = {state.reads for state in states}
     kinds = [(state.pages, i if i in read else None) for i, state in enumerate(states) if state.pages is not None]

@@ -280,7 +280,7 @@ def with_states(spec: ModelSpec, state_dtype: str, dtype: torch.dtype) -> ModelS
     if state_dtype == "auto":
         return spec
     found = spec.with_state_dtype(DTYPES[state_dtype])
-    if found.layer_states(torch.float32, 1) == spec.layer_states(torch.float32, 1):
+    if found.layer_states(torch.float32, 1, draft_len=0) == spec.layer_states(torch.float32, 1, draft_len=0):
         raise ConfigError(
             f"cache.state_dtype={state_dtype} applies to recurrent layers, and {spec.family} has none; remove the key"
         )

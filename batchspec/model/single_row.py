@@ -22,7 +22,7 @@ def forward_row(target: Target, ids: list[int], *, fp8: bool, kv_only: bool = Fa
     """
     spec, device, count = target.spec, target.device, len(ids)
     page_size = max(16, 1 << (count - 1).bit_length())  # a power of two: each page size compiles kernels anew
-    layers = replace(spec, fp8_kv=fp8).layer_states(target.dtype, page_size)
+    layers = replace(spec, fp8_kv=fp8).layer_states(target.dtype, page_size, draft_len=0)
     scales = target.kv_scales if fp8 else None
     groups = KVGroups.single(spec.num_paged_layers)
     cache = KVCache.allocate(layers, groups=groups, page_size=page_size, num_pages=(2,), device=device, scales=scales)

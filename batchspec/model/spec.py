@@ -92,7 +92,7 @@ class ModelSpec(CheckpointPart):
     """The layer of the checkpoint that predicts one token further, complete even if this is a part; None: it has none that
     drafts can come from."""
 
-    def computing(self, dtype: torch.dtype, page_size: int = 1, draft_len: int = 0) -> Computing:
+    def computing(self, dtype: torch.dtype, page_size: int = 1, *, draft_len: int) -> Computing:
         """How a job computes it in `dtype`. draft_len: K, the maximum number of drafts that a round verifies."""
         return Computing(
             dtype=dtype, state_dtype=self.state_dtype, fp8_kv=self.fp8_kv, ordered=self.ordered, page_size=page_size,
@@ -104,19 +104,19 @@ class ModelSpec(CheckpointPart):
         """The index of each layer that has a mixer, and the mixer."""
         return tuple((i, layer.mixer) for i, layer in enumerate(self.layers) if layer.mixer is not None)
 
-    def layer_states(self, dtype: torch.dtype, page_size: int, *, draft_len: int = 0) -> tuple[LayerState, ...]:
+    def layer_states(self, dtype: torch.dtype, page_size: int, *, draft_len: int) -> tuple[LayerState, ...]:
         """What each of its layers keeps of a row. draft_len: K, the maximum number of drafts that a round verifies."""
-        run = self.computing(dtype, page_size, draft_len)
+        run = self.computing(dtype, page_size, draft_len=draft_len)
         return tuple(layer.kept(run) for layer in self.layers)
 
     def page_formats(self, dtype: torch.dtype, page_size: int) -> tuple[PageFormat, ...]:
         """[num_paged_layers]"""
-        return tuple(state.pages for state in self.layer_states(dtype, page_size) if state.pages is not None)
+        return tuple(state.pages for state in self.layer_states(dtype, page_size, draft_len=0) if state.pages is not None)
 
     @property
     def _states(self) -> tuple[LayerState, ...]:
         """As `layer_states`, for what does not depend on dtypes and sizes."""
-        return self.layer_states(torch.float32, 1)
+        return self.layer_states(torch.float32, 1, draft_len=0)
 
     @property
     def prefill_multiple(self) -> int | None:
@@ -126,7 +126,7 @@ class ModelSpec(CheckpointPart):
 
     def sharing_cost(self, dtype: torch.dtype, *, page_size: int, max_q: int) -> SharingCost:
         """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once."""
-        run = self.computing(dtype, page_size)
+        run = self.computing(dtype, page_size, draft_len=max_q - 1)
         costs = [cost for _, mixer in self.mixers if (cost := mixer.sharing_cost(run, max_q)) is not None]
         return next((cost for cost in costs if cost.reads_all), costs[0] if costs else NOTHING_SHARED)
 

@@ -97,7 +97,7 @@ def prefill_seconds(
     compute all, is not counted.
     """
     share = prompt_tokens / pass_tokens
-    run, last_kept = spec.computing(dtype), spec.last_kept
+    run, last_kept = spec.computing(dtype, draft_len=0), spec.last_kept
     flop = prompt_tokens * sum(
         mixer.prompt_work(run, prompt_tokens, ends_only=not scores and layer > last_kept).flop
         for layer, mixer in spec.mixers
@@ -183,7 +183,7 @@ def _whole_tiles(rates: Rates, tokens: float) -> float:
 
 def _round_work(spec: ModelSpec, dtype: torch.dtype, context_tokens: float, tokens_per_row: float) -> Work:
     """Of all mixers together in a round."""
-    run = spec.computing(dtype)
+    run = spec.computing(dtype, draft_len=0)
     works = [mixer.round_work(run, context_tokens, tokens_per_row) for _, mixer in spec.mixers]
     return Work(
         page_bytes=sum(work.page_bytes for work in works), state_bytes=sum(work.state_bytes for work in works),

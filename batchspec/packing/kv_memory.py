@@ -48,7 +48,7 @@ class KVMemory:
         max_tokens: int,
         lookahead: int,
         pass_tokens: int,
-        num_verified: int = 0,
+        num_verified: int,
     ) -> KVMemory:
         """The memory of a target and its drafter.
 
@@ -134,7 +134,7 @@ def _groups(
     spec: ModelSpec, dtype: torch.dtype, draft_layers: Sequence[LayerState], page_size: int, max_len: int
 ) -> tuple[KVGroups, tuple[int, ...]]:
     """The K/V groups, and bytes of a page of each over its layers."""
-    layers = [layer for layer in spec.layer_states(dtype, page_size) if layer.pages is not None]
+    layers = [layer for layer in spec.layer_states(dtype, page_size, draft_len=0) if layer.pages is not None]
     groups = KVGroups.of(windows_of(layers), windows_of(draft_layers), max_len)
     size_bytes = [0] * groups.num_groups
     for group, layer in zip(groups.target_layers, layers, strict=True):

@@ -65,6 +65,7 @@ class Executor:
         prefill_graphs  run short prefill passes as CUDA graphs if that pays
         """
         assert batch.decodes or drafter.draft_len == 0, "nothing is decoded that could be drafted"
+        assert drafter.shape.num_verified <= batch.num_verified, (drafter.shape, batch.num_verified)
         features = features or Features()
         spec = target.spec
         self.target, self.drafter, self.batch = target, drafter, batch

@@ -56,8 +56,8 @@ class RoundPlanner:
         self._executor, self._batch = executor, batch
         self._draft_len = executor.drafter.draft_len
         page_size, target = executor.batch.page_size, executor.target
-        states = (*target.spec.layer_states(target.dtype, page_size), *executor.drafter.layer_states(page_size))
-        self._windows = Counter(windows_read(states))
+        layers = target.spec.layer_states(target.dtype, page_size, draft_len=batch.num_verified)
+        self._windows = Counter(windows_read((*layers, *executor.drafter.layer_states(page_size))))
         experts = executor.target.spec.experts
         self.seconds: dict[str, float] = {}
         """Seconds that each part of `prepare` took."""

@@ -42,8 +42,8 @@ class Computing:
     """Whether sums have one order, whatever batch a row is in."""
     page_size: int
     """Tokens."""
-    draft_len: int = 0
-    """K, the maximum number of drafts that a round verifies."""
+    draft_len: int
+    """K, the maximum number of drafts that a round verifies; 0 where only what does not depend on it is asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,8 +139,10 @@ class ShortConvSpec(NormedSpec):
         return {}
 
     def inputs(self, pass_: Pass, kept: Kept) -> Inputs:
-        (ring,) = kept.rows
-        rows = pass_.once(kept.key, lambda: _rows_of(pass_.batch))
+        (ring,), batch = kept.rows, pass_.batch
+        # Otherwise a draft that is rejected later takes the place of an input that the next round reads.
+        assert batch.commits or batch.max_q + self.width - 1 <= ring.shape[1], (batch.max_q, self.width, ring.shape)
+        rows = pass_.once(kept.key, lambda: _rows_of(batch))
         return Inputs(ConvStore(ring=ring, rows=rows, lora=pass_.lora), SelectedTokens(pass_.lora))
 
     def build(self, source: BlockSource) -> ShortConv:
