@@ -204,8 +204,8 @@ def flat(known: Tokens, kv_len: list[int], q_len: list[int], slots: list[int] | 
     )
 
 
-def cache() -> KVCache:
-    layers = (LayerState(LAYOUT), LayerState(None, row=(RowTensor((3,), torch.float32),)))
+def cache(*, lags: bool = True) -> KVCache:
+    layers = (LayerState(LAYOUT), LayerState(None, row=(RowTensor((3,), torch.float32),), lags=lags))
     return KVCache.allocate(layers, groups=KVGroups.single(1), page_size=4, num_pages=(5,), num_slots=6, device=CPU)
 
 
@@ -223,9 +223,11 @@ def test_a_prefill_pass_folds_all_of_its_rows_tokens_and_a_round_those_before_it
     assert kept.num_folded.tolist() == [50, 12, 52, 57, 8, 55]
 
 
-def test_compaction_moves_all_that_layers_keep_and_a_model_without_recurrence_keeps_no_count() -> None:
+def test_compaction_moves_all_that_layers_keep_and_a_model_whose_layers_do_not_lag_keeps_no_count() -> None:
     kept = cache()
     assert [tuple(tensor.shape) for tensor in kept.row_tensors] == [(6, 64), (6, 1)], "all layers' in one tensor, aligned"
+    prompt = cache(lags=False)
+    assert (prompt.num_folded, [tuple(tensor.shape) for tensor in prompt.row_tensors]) == (None, [(6, 64)])
     plain = KVCache.allocate(
         (LayerState(LAYOUT),), groups=KVGroups.single(1), page_size=4, num_pages=(5,), device=CPU
     )

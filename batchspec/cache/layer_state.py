@@ -8,8 +8,8 @@
                  compaction moves them with the row. An entry means nothing once its row has left the slot. A drafter's are
                  written after acceptance (`KVCache.enter`); of a row with a cached prefix, by the prefill of what follows it.
                  A target's round does not know which of its tokens will be accepted. So a state, to which all tokens are
-                 added, lags: a round keeps the inputs of its tokens, and the next one adds those that were accepted
-                 (`KVCache.num_folded`). An entry with a place for each position does not: the next round overwrites what was
+                 added, lags (`LayerState.lags`): a round keeps the inputs of its tokens, and the next one adds those that were
+                 accepted. An entry with a place for each position does not: the next round overwrites what was
                  rejected. A row with a cached prefix begins with a copy of the entry at its end (`prefix_states.py`).
 """
 
@@ -46,6 +46,8 @@ class LayerState:
     window: int | None = None
     """Number of newest keys that a query reads, its own included; None: all, or the first ones too."""
     row: tuple[RowTensor, ...] = ()
+    lags: bool = False
+    """Whether `row` holds a state that lags one round: `KVCache.num_folded` counts the tokens that it holds."""
     reads: int | None = None
     """Index of the layer whose pages it reads; None: it reads its own, or none."""
     chunk: int | None = None

@@ -53,7 +53,7 @@ class KVCache:
     draft_rows: tuple[Tensor, ...] = ()
     """The row tensors [slots, ...] of the drafter's layers, in their order."""
     num_folded: Tensor | None = None
-    """int32 [slots] number of the row's first tokens that the states of the target's layers hold; None: no layer has one."""
+    """int32 [slots] number of the row's first tokens that the states of the target's layers hold; None: no layer lags."""
     states: tuple[Tensor, ...] = ()
     """All row tensors of the target and `num_folded` as few tensors [slots, n]. After the entries of the slots come those of
     prefixes."""
@@ -99,7 +99,7 @@ class KVCache:
         )
         target_rows, states = _target_rows(layers, num_slots + num_states, device)
         num_folded: Tensor | None = None
-        if states:
+        if any(layer.lags for layer in layers):
             num_folded = torch.zeros(num_slots + num_states, dtype=torch.int32, device=device)
             states = (*states, num_folded.unsqueeze(1))
         return cls(

@@ -222,4 +222,5 @@ def _row_tensors(
         return tuple(torch.zeros(num_rows, *own.shape, dtype=own.dtype, device=device) for own in shapes)
 
     rows = [allocated(layer.row) for layer in layers]
-    return rows, torch.zeros(num_rows, dtype=torch.int32, device=device) if any(rows) else None
+    lags = any(layer.lags for layer in layers)
+    return rows, torch.zeros(num_rows, dtype=torch.int32, device=device) if lags else None

@@ -148,7 +148,7 @@ class GatedDeltaSpec(NormedSpec):
 
     def kept(self, run: Computing) -> LayerState:
         rows = self.row_tensors(run.dtype, run.state_dtype, run.draft_len)
-        return LayerState(None, row=rows, chunk=RECURRENT_CHUNK, shares="gated delta")
+        return LayerState(None, row=rows, lags=True, chunk=RECURRENT_CHUNK, shares="gated delta")
 
     def round_work(self, run: Computing, context: float, tokens: float) -> Work:
         return Work(state_bytes=self._state(run.dtype, run.state_dtype).nbytes)
