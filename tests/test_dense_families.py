@@ -336,7 +336,11 @@ def test_a_length_that_the_rope_limits_is_refused_with_the_reason_and_noted(valu
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
         ("glm4", {"head_dim": 6}, "rotates 3 of the 6 numbers of a head"),
         ("olmo3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 'rope_parameters.rope_type="linear"'),
-        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types: 1 for 2 layers, sliding_window 4096"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types: 1 for 2 layers; full_attention and sliding_attention are"),
+        (
+            "olmo3", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": None},
+            "layer_types has sliding_attention, and there is no sliding_window",
+        ),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, 'sliding_window_pattern is "LLLG"; it must be an integer in 1 .. 4096'),
         ("seed_oss", {"sliding_window": 5}, "sliding_window=5 in a seed_oss"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 numbers for 2 layers; correct it"),

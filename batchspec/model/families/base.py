@@ -240,9 +240,21 @@ def read_windows(config: ConfigReader, num_layers: int, *, switch: bool) -> tupl
     if types is None:
         first = config.integer("max_window_layers", 28) if switch else 0
         types = tuple("full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers))
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
-    if unknown or len(types) != num_layers or ("sliding_attention" in types and window is None):
-        problem = f"{len(types)} for {num_layers} layers, sliding_window {window}"
-        problem = f"{as_json(unknown)} not supported" if unknown else problem
-        raise config.refusal(f"layer_types: {problem}; full_attention and sliding_attention (with a sliding_window) are")
+    check_kinds(config, "layer_types", types, num_layers, ("full_attention", "sliding_attention"))
+    if "sliding_attention" in types and window is None:
+        raise config.refusal(
+            "layer_types has sliding_attention, and there is no sliding_window, or use_sliding_window is false; correct them"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def check_kinds(
+    config: ConfigReader, key: str, kinds: Sequence[str], num_layers: int, supported: Sequence[str], *, needed: str | None = None
+) -> None:
+    """Raise CheckpointError unless `kinds`, the value of `key`, has a supported one for each layer, and has the needed one."""
+    unknown = sorted(set(kinds) - set(supported))
+    if unknown or len(kinds) != num_layers:
+        problem = f"{as_json(unknown)} not supported" if unknown else f"{len(kinds)} for {num_layers} layers"
+        raise config.refusal(f"{key}: {problem}; {' and '.join(supported)} are supported")
+    if needed is not None and needed not in kinds:
+        raise config.refusal(f"no layer of the {num_layers} has {needed}, which is not supported; correct {key}")

@@ -10,8 +10,7 @@ import math
 from dataclasses import replace
 
 from batchspec.checkpoint.config_values import ConfigReader, Ranges
-from batchspec.console.text import as_json
-from batchspec.model.families.base import Family, read_mlp
+from batchspec.model.families.base import Family, check_kinds, read_mlp
 from batchspec.model.families.glm4_moe import INTEGERS, num_mtp_layers, read_experts, refuses_other_routers
 from batchspec.model.layers.attention.rope_config import RopeSpec, read_rope, rope_part
 from batchspec.model.layers.latent.attend import HeadSizes
@@ -60,10 +59,7 @@ def _mlp_types(config: ConfigReader) -> tuple[str, ...]:
     found = config.texts("mlp_layer_types")
     if found is None:
         found = (_DENSE, *[_SPARSE] * (num_layers - 1))
-    unknown = sorted(set(found) - {_DENSE, _SPARSE})
-    if unknown or len(found) != num_layers:
-        problem = f"{as_json(unknown)} not supported" if unknown else f"{len(found)} for {num_layers} layers"
-        raise config.refusal(f"mlp_layer_types: {problem}; {_DENSE} and {_SPARSE} are supported")
+    check_kinds(config, "mlp_layer_types", found, num_layers, (_DENSE, _SPARSE))
     return found
 
 

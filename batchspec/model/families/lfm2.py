@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from batchspec.checkpoint.config_values import ConfigReader, Json, Ranges
-from batchspec.console.text import as_json
-from batchspec.model.families.base import Family, read_attentions, read_mlp, refuses_windows
+from batchspec.model.families.base import Family, check_kinds, read_attentions, read_mlp, refuses_windows
 from batchspec.model.layers.attention.block import AttentionSpec
 from batchspec.model.layers.layer import LayerSpec
 from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec
@@ -30,12 +29,7 @@ INTEGERS: Ranges = {"conv_L_cache": (1, 16)}
 
 def read_mixers(config: ConfigReader, kinds: Sequence[str]) -> list[AttentionSpec | ShortConvSpec]:
     """The mixer of every layer. kinds: as in layer_types. Raises CheckpointError for malformed values."""
-    num_layers, unknown = config.integer("num_hidden_layers"), sorted(set(kinds) - {_CONV, _ATTENDS})
-    if unknown or len(kinds) != num_layers:
-        problem = f"{as_json(unknown)} not supported" if unknown else f"{len(kinds)} for {num_layers} layers"
-        raise config.refusal(f"layer_types: {problem}; {_CONV} and {_ATTENDS} are supported")
-    if _ATTENDS not in kinds:
-        raise config.refusal(f"no layer of the {num_layers} has {_ATTENDS}, which is not supported; correct layer_types")
+    check_kinds(config, "layer_types", kinds, config.integer("num_hidden_layers"), (_CONV, _ATTENDS), needed=_ATTENDS)
     (attention, *_) = read_attentions(config.replaced(layer_types=None, sliding_window=None), qk_norm=True)
     attention = replace(attention, norm="operator_norm", out_name="out_proj", qk_norm_names=("q_layernorm", "k_layernorm"))
     conv = ShortConvSpec(

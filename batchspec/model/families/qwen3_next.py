@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from batchspec.checkpoint.config_values import ConfigReader, Json, Ranges
-from batchspec.console.text import as_json
 from batchspec.model.families.base import (
     EXPERT_COUNTS,
     Family,
+    check_kinds,
     read_attentions,
     read_heads,
     read_mlp,
@@ -63,12 +63,7 @@ def _layer_types(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
     kinds = config.texts("layer_types")
     if kinds is None:
         kinds = tuple(_RECURRENT if (i + 1) % interval else _ATTENDS for i in range(num_layers))
-    unknown = sorted(set(kinds) - {_RECURRENT, _ATTENDS})
-    if unknown or len(kinds) != num_layers:
-        problem = f"{as_json(unknown)} not supported" if unknown else f"{len(kinds)} for {num_layers} layers"
-        raise config.refusal(f"layer_types: {problem}; {_RECURRENT} and {_ATTENDS} are supported")
-    if _ATTENDS not in kinds:
-        raise config.refusal(f"no layer of the {num_layers} has {_ATTENDS}, which is not supported; correct layer_types")
+    check_kinds(config, "layer_types", kinds, num_layers, (_RECURRENT, _ATTENDS), needed=_ATTENDS)
     return kinds
 
 

@@ -323,6 +323,8 @@ class WholeBlockSpec(ABC):
 class BlockSpec(Protocol):
     """The shape of a block. Instances are frozen dataclasses; the `build(source)` of each makes the block that computes."""
 
+    __slots__ = ()
+
     @property
     def hidden_size(self) -> int:
         """Width H of the residual stream."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from batchspec.cache.kept import Kept
 from batchspec.cache.layer_state import LayerState
 from batchspec.cache.sharing_cost import SharingCost
+from batchspec.console.text import bytes_text
 from batchspec.model.layers.base import BlockSpec
 from batchspec.model.layers.forward import BlockSource, Selected, Stream
 from batchspec.model.layers.passes import Pass
@@ -82,6 +83,14 @@ class Inputs(NamedTuple):
     """The tokens of the second part, and what they read of their rows."""
 
 
+def row_lines(kept: Sequence[LayerState]) -> str:
+    """Text of `About.model` for layers that keep row tensors and no pages."""
+    return (
+        f"{len(kept)} of the layers keep {bytes_text(sum(own.row_bytes for own in kept))} of a row, however long, and no K or V; "
+        "rows with a common prefix begin with a copy of what they keep at its end"
+    )
+
+
 class Mixer(Protocol):
     """A block that computes with a row's earlier tokens, from what is kept of them: K and V, latent vectors, a state, or the
     newest inputs. In two parts, because a pass may need the second part for some of its tokens only."""
@@ -105,7 +114,10 @@ class Mixer(Protocol):
 
 
 class MixerSpec(BlockSpec, Protocol):
-    """The shape of a mixer."""
+    """The shape of a mixer. What a kind does not say of `sharing_cost`, `num_partials`, `num_rank_sums`, `spare` and `tables` is
+    that it has none."""
+
+    __slots__ = ()
 
     def kept(self, run: Computing) -> LayerState:
         """What it keeps of a row."""
@@ -119,14 +131,17 @@ class MixerSpec(BlockSpec, Protocol):
     def sharing_cost(self, run: Computing, max_q: int) -> SharingCost | None:
         """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once; None: it reads
         none once."""
+        return None
 
     @property
     def num_partials(self) -> int:
         """Number of partial results of one token for each part of its keys, if these are computed apart and then merged."""
+        return 0
 
     @property
     def num_rank_sums(self) -> int:
         """Number of small sums over the ranks in a pass, such as those of a norm over all heads, besides `num_sums`."""
+        return 0
 
     def refuses(self, use: Use) -> str | None:
         """Why a model with such layers cannot be used so, as the end of a sentence about the model; None: it can."""
@@ -138,10 +153,12 @@ class MixerSpec(BlockSpec, Protocol):
     @property
     def spare(self) -> tuple[str, ...]:
         """Beginnings of the names of tensors, relative to the layer, that a file may hold of it and that nothing reads."""
+        return ()
 
     def tables(self) -> Mapping[Hashable, Tensor]:
         """Constants that its passes read, such as the frequencies of a rotation: made when a model is loaded, once for each key,
         and found in `Pass.tables`."""
+        return {}
 
     def inputs(self, pass_: Pass, kept: Kept) -> Inputs:
         """What `Mixer.begin` and `finish` read in a pass; `pass_.once(kept.key, make)` makes what layers share. Called for all

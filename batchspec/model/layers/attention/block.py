@@ -32,13 +32,13 @@ from batchspec.model.layers.base import (
     shifted,
 )
 from batchspec.model.layers.forward import Attend, BlockSource, Product, StoreKV, Stream
-from batchspec.model.layers.kind import About, Computing, Inputs, Use, Work
+from batchspec.model.layers.kind import About, Computing, Inputs, MixerSpec, Use, Work
 from batchspec.model.layers.passes import Pass
 from batchspec.model.layers.scaled import scaled_product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec(NormedSpec):
+class AttentionSpec(NormedSpec, MixerSpec):
     """The shape of an attention block."""
 
     num_heads: int

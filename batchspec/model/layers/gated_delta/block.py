@@ -13,7 +13,7 @@ Source: transformers, models/qwen3_next (Qwen3NextGatedDeltaNet), models/qwen3_5
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,7 +50,7 @@ from batchspec.model.layers.base import (
     shifted,
 )
 from batchspec.model.layers.forward import BlockSource, Selected, SelectedTokens, Stream
-from batchspec.model.layers.kind import About, Computing, Inputs, Use, Work
+from batchspec.model.layers.kind import About, Computing, Inputs, MixerSpec, Use, Work, row_lines
 from batchspec.model.layers.passes import Pass
 
 RECURRENT_CHUNK = 64
@@ -64,7 +64,7 @@ to 99.9 % of a state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDeltaSpec(NormedSpec):
+class GatedDeltaSpec(NormedSpec, MixerSpec):
     """See the module's docstring."""
 
     num_key_heads: int
@@ -142,10 +142,6 @@ class GatedDeltaSpec(NormedSpec):
         of_chunks: int = 2 * CHUNK.value + 6
         return self.qkvz.rows + self.channels + (6 + of_chunks) * self.num_value_heads + 2 * self.inner_size
 
-    @property
-    def num_rank_sums(self) -> int:
-        return 0
-
     def kept(self, run: Computing) -> LayerState:
         rows = self.row_tensors(run.dtype, run.state_dtype, run.draft_len)
         return LayerState(None, row=rows, lags=True, chunk=RECURRENT_CHUNK, shares="gated delta")
@@ -155,13 +151,6 @@ class GatedDeltaSpec(NormedSpec):
 
     def prompt_work(self, run: Computing, prompt: float, *, ends_only: bool) -> Work:
         return Work(flop=PREFILL_SLOWDOWN * self.prefill_flop)
-
-    def sharing_cost(self, run: Computing, max_q: int) -> None:
-        return None
-
-    @property
-    def num_partials(self) -> int:
-        return 0
 
     @property
     def prefill_flop(self) -> int:
@@ -240,26 +229,15 @@ class GatedDeltaSpec(NormedSpec):
     @classmethod
     def about(cls, layers: Sequence[GatedDeltaSpec], run: Computing) -> About:
         states = [own.kept(run) for own in layers]
-        row_bytes, kept = sum(own.row_bytes for own in states), [own.row[0] for own in states]
+        kept = [own.row[0] for own in states]
         dtype = str(kept[0].dtype).removeprefix("torch.")
         return About(
-            model=((
-                "recurrent",
-                f"{len(layers)} of the layers keep {bytes_text(row_bytes)} of a row, however long, and no K or V; rows with a "
-                "common prefix begin with a copy of what they keep at its end",
-            ),),
+            model=(("recurrent", row_lines(states)),),
             memory=((
                 "states",
                 f"{bytes_text(sum(own.nbytes for own in kept))} a row in {dtype}, of {counted(len(kept), 'recurrent layer')}",
             ),),
         )
-
-    @property
-    def spare(self) -> tuple[str, ...]:
-        return ()
-
-    def tables(self) -> Mapping[Hashable, Tensor]:
-        return {}
 
     def inputs(self, pass_: Pass, kept: Kept) -> Inputs:
         state, conv_inputs, keys, values, gates = kept.rows

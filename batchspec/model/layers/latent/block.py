@@ -38,7 +38,7 @@ from batchspec.model.layers.base import (
     whole_shares,
 )
 from batchspec.model.layers.forward import BlockSource, Stream
-from batchspec.model.layers.kind import About, Computing, Inputs, Use, Work
+from batchspec.model.layers.kind import About, Computing, Inputs, MixerSpec, Use, Work
 from batchspec.model.layers.latent.attend import HeadSizes, LatentPlan
 from batchspec.model.layers.latent.pages import LatentLayout, LatentPages
 from batchspec.model.layers.passes import Pass
@@ -52,7 +52,7 @@ REFUSED: Mapping[Use, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentSpec(NormedSpec):
+class LatentSpec(NormedSpec, MixerSpec):
     """See the module's docstring."""
 
     num_heads: int
@@ -128,14 +128,6 @@ class LatentSpec(NormedSpec):
         kept = 2 * ((self.query_rank or 0) + self.num_heads * self.query_dim + self.vector_size)
         return kept + max(absorbed, self.kv_b.rows + self.num_heads * self.query_dim) + self.inner_size
 
-    @property
-    def num_partials(self) -> int:
-        return 0
-
-    @property
-    def num_rank_sums(self) -> int:
-        return 0
-
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         """kv_b counts as a product of each token: both forms of `attend.py` multiply by it once for a token of their pass."""
         into = (Gemm(product=own, ops=("linear",)) for own in (*self.queries, self.kv_a))
@@ -156,10 +148,6 @@ class LatentSpec(NormedSpec):
         """In the expanded form. A token attends to half of the prompt on average."""
         return Work(flop=2.0 * self.num_heads * (self.query_dim + self.sizes.value_dim) * (1 if ends_only else prompt / 2))
 
-    def sharing_cost(self, run: Computing, max_q: int) -> None:
-        """Shared prefixes are read once per row."""
-        return None
-
     def refuses(self, use: Use) -> str | None:
         return REFUSED.get(use)
 
@@ -173,10 +161,6 @@ class LatentSpec(NormedSpec):
                 "rank; in plain PyTorch, on a CPU",
             ),)
         )
-
-    @property
-    def spare(self) -> tuple[str, ...]:
-        return ()
 
     def heads_of(self, shard: Shard) -> slice:
         """The heads of a rank; all ranks have equally many."""

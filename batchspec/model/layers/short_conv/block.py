@@ -9,7 +9,7 @@ Source: transformers, models/lfm2 (Lfm2ShortConv).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -18,7 +18,6 @@ from torch import Tensor
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.kept import Kept
 from batchspec.cache.layer_state import LayerState, RowTensor
-from batchspec.console.text import bytes_text
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.short_conv.short_conv import ConvRows, short_conv
 from batchspec.model.layers.base import (
@@ -32,12 +31,12 @@ from batchspec.model.layers.base import (
     shifted,
 )
 from batchspec.model.layers.forward import BlockSource, Selected, SelectedTokens, Stream
-from batchspec.model.layers.kind import About, Computing, Inputs, Use, Work
+from batchspec.model.layers.kind import About, Computing, Inputs, MixerSpec, Use, Work, row_lines
 from batchspec.model.layers.passes import Pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShortConvSpec(NormedSpec):
+class ShortConvSpec(NormedSpec, MixerSpec):
     """See the module's docstring."""
 
     inner_size: int
@@ -73,14 +72,6 @@ class ShortConvSpec(NormedSpec):
         """Values of b, c and x, and of the gated output."""
         return 4 * self.inner_size
 
-    @property
-    def num_partials(self) -> int:
-        return 0
-
-    @property
-    def num_rank_sums(self) -> int:
-        return 0
-
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         into = ("linear", "norm_linear") if self.norms_in_kernel else ("linear",)
         return Gemm(product=self.bcx, ops=into), self.gemm_of_output(self.out)
@@ -99,9 +90,6 @@ class ShortConvSpec(NormedSpec):
     def prompt_work(self, run: Computing, prompt: float, *, ends_only: bool) -> Work:
         return Work(flop=2 * (self.width + 1) * self.inner_size)
 
-    def sharing_cost(self, run: Computing, max_q: int) -> None:
-        return None
-
     def refuses(self, use: Use) -> str | None:
         if use == "tree":
             return "has short convolutions, which read the tokens before in one order: only chains can be verified"
@@ -109,16 +97,7 @@ class ShortConvSpec(NormedSpec):
 
     @classmethod
     def about(cls, layers: Sequence[ShortConvSpec], run: Computing) -> About:
-        row_bytes = sum(own.kept(run).row_bytes for own in layers)
-        said = (
-            f"{len(layers)} of the layers keep {bytes_text(row_bytes)} of a row, however long, and no K or V; rows with a common "
-            "prefix begin with a copy of what they keep at its end"
-        )
-        return About(model=(("convolutions", said),))
-
-    @property
-    def spare(self) -> tuple[str, ...]:
-        return ()
+        return About(model=(("convolutions", row_lines([own.kept(run) for own in layers])),))
 
     def channels_of(self, shard: Shard, unit: int) -> slice:
         """The channels of a rank. Raises ConfigError if they cannot be divided."""
@@ -134,9 +113,6 @@ class ShortConvSpec(NormedSpec):
         names = {"in_proj": parts, "out_proj": Share("rows", (own,), shard.rank == 0)}
         names |= dict.fromkeys(("conv", "conv.bias"), Share("columns", (own,)))
         return {f"{self.name}.{name}": share for name, share in names.items()}
-
-    def tables(self) -> Mapping[Hashable, Tensor]:
-        return {}
 
     def inputs(self, pass_: Pass, kept: Kept) -> Inputs:
         (ring,), batch = kept.rows, pass_.batch
