@@ -374,7 +374,7 @@ def test_rows_short_of_pages_get_them_oldest_first_until_the_pool_is_empty(data:
         assert not new or new[0].first_column == len(before[row.slot][0])
         assert new == [] or wanted[row.slot] <= row.pages.num_columns <= max(wanted[row.slot], most[row.slot])
         assert slots.num_columns[row.slot] == row.pages.num_columns
-        assert slots.num_held[row.slot].tolist() == row.pages.num_held
+        assert slots.num_pages[row.slot].tolist() == row.pages.num_held
     for group in range(2):
         owned = [page for row in rows for page in row.pages.owned(group)]
         assert len(owned) == len(set(owned)), "a page has two owners"

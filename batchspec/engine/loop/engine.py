@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -27,7 +26,6 @@ from batchspec.engine.ranks.messages import Prepare, Scales
 from batchspec.engine.rounds.draft_chances import Calibration
 from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.slots.allocator import SlotAllocator
-from batchspec.engine.slots.completion import completion_of
 from batchspec.engine.slots.row_feature import Features
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.slots.static_batching import StaticBatching
@@ -171,10 +169,7 @@ class Engine:
         self._current = EngineRun(
             requests, batch=self.batch, executor=self.executor, planner=self.planner, totals=self.totals, features=self.features,
             allocator_kind=self._allocator_kind, finished=self._finished, lead=self.lead, pools=kept,
-            prefill_cost=self._prefill_cost,
-            complete=partial(
-                completion_of, drafter=self.drafter.name, eos_ids=self._eos_ids, nodes=self.executor.round.nodes
-            ),
+            prefill_cost=self._prefill_cost, eos_ids=self._eos_ids,
         )
         return self._current
 

@@ -20,6 +20,7 @@ from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.ranks.lead import Lead
 from batchspec.engine.rounds.results import PendingResult, RoundLog, Slots
 from batchspec.engine.slots.allocator import SlotAllocator
+from batchspec.engine.slots.completion import completion_of
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_ends import Ended, RowEnds
@@ -60,14 +61,14 @@ class EngineRun:
         features: Features,
         allocator_kind: type[SlotAllocator],
         finished: list[tuple[Ids, Ids]],
-        complete: Callable[..., Completion],
+        eos_ids: frozenset[int],
         lead: Lead | None = None,
         pools: PagePools | None = None,
         prefill_cost: PrefillCost | None = None,
     ) -> None:
         """
         finished      prompt and output of rows that the drafter has not learned from yet
-        complete      as in `RowEnds`
+        eos_ids       of the model
         lead          set if this process leads several ranks that compute the target together
         pools         of an earlier run, whose prefixes can be found; None: new ones
         prefill_cost  None: `PrefillCost.default`
@@ -102,6 +103,7 @@ class EngineRun:
             num_lookahead_slots=round_.num_lookahead_slots,
             prefill_cost=prefill_cost,
         )
+        complete = partial(completion_of, drafter=drafter.name, eos_ids=eos_ids, nodes=round_.nodes)
         self.ends = RowEnds(self._allocator, self.features, ended=ended, finished=finished, complete=complete)
         self.scheduler = Scheduler(
             self._allocator, self.ends, planner, executor, totals, features=self.features, finished=finished

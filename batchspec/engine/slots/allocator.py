@@ -212,7 +212,7 @@ class SlotAllocator:
         slots = self.slots
         if not self.pools.any_window:
             return
-        passed = self.pools.passed_columns(slots.num_tokens) > slots.num_columns - slots.num_held.T
+        passed = self.pools.passed_columns(slots.num_tokens) > slots.num_columns - slots.num_pages.T
         for slot in np.flatnonzero(passed.any(0) & (slots.owner >= 0) & (slots.num_tokens > slots.num_prefilled)).tolist():
             state = slots.at(slot)
             self.pools.free_passed(state.pages, int(slots.num_tokens[slot]))

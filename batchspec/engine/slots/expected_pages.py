@@ -36,7 +36,7 @@ class ExpectedPages:
         """int64 [groups] pages that the requests in slots are predicted to need in addition to those they have."""
         emitted = slots.num_tokens - slots.prompt_len
         at_end = self._at_end(slots.prompt_len, slots.max_tokens, slots.predicted_tokens, emitted)
-        missing = pools.most_held(at_end) - slots.num_held.T
+        missing = pools.most_held(at_end) - slots.num_pages.T
         promised: Counts = np.maximum(missing, 0)[:, slots.owner >= 0].sum(1)
         return promised
 

@@ -41,7 +41,7 @@ class SlotTable:
         date."""
         self.num_columns = zeros()
         """Number of entries in the row's page tables."""
-        self.num_held = zeros(num_groups)
+        self.num_pages = zeros(num_groups)
         """Number of pages that the row owns in each K/V group."""
         self.num_prefilled = zeros()
         """Number of tokens with which the row entered its slot."""
@@ -62,7 +62,7 @@ class SlotTable:
         self._num_buffered, self._num_prefills, self._num_discarded = self._counts[:, :3].T
         self._accepted, self._drafted = self._counts[:, 3 : 3 + width], self._counts[:, 3 + width :]
         self._arrays: tuple[NDArray[np.generic], ...] = (
-            self.owner, self.num_tokens, self.num_columns, self.num_held, self.num_prefilled, self.num_rounds, self.prompt_len,
+            self.owner, self.num_tokens, self.num_columns, self.num_pages, self.num_prefilled, self.num_rounds, self.prompt_len,
             self.max_tokens, self.predicted_tokens, self.decodes, self.watch_at, self.watch_token, self._tokens, self._counts,
         )
         self.held: dict[RequestState, int] = {}
@@ -119,7 +119,7 @@ class SlotTable:
         prompt_len = np.array([len(request.prompt_ids) for request in requests])
         self.num_tokens[slots] = self.num_prefilled[slots] = prompt_len + [len(state.tokens) for state in states]
         self.num_rounds[slots] = 0
-        self.num_columns[slots], self.num_held[slots] = [own.num_columns for own in pages], [own.num_held for own in pages]
+        self.num_columns[slots], self.num_pages[slots] = [own.num_columns for own in pages], [own.num_held for own in pages]
         self.prompt_len[slots] = prompt_len
         self.max_tokens[slots] = prompt_len + [request.max_new_tokens for request in requests]
         self.predicted_tokens[slots] = [request.predicted_tokens for request in requests]
@@ -175,12 +175,12 @@ class SlotTable:
 
     def note_pages(self, state: RequestState) -> None:
         """Update the page counts of a request that has got pages or given some back."""
-        self.num_columns[state.slot], self.num_held[state.slot] = state.pages.num_columns, state.pages.num_held
+        self.num_columns[state.slot], self.num_pages[state.slot] = state.pages.num_columns, state.pages.num_held
 
     def add_pages(self, slots: Slots, counts: NDArray[np.int64]) -> None:
         """Add counts[i] pages to the request in slots[i], in every K/V group."""
         self.num_columns[slots] += counts
-        self.num_held[slots] += counts[:, None]
+        self.num_pages[slots] += counts[:, None]
 
     def clear(self, state: RequestState, *, on_device: bool = False) -> None:
         """Flush the request and take it out of its slot. on_device: the device has ended its row already."""
