@@ -258,7 +258,7 @@ def make_engine(
     automata_capacity: AutomataCapacity | None = None, expanding: Expanding | None = None, lengths: int | None = None,
     **more: Any,
 ) -> Engine:
-    """An `Engine` with these `RowFeatures`.
+    """An `Engine` with these `RowFeatures`, for a batch with room for all drafts of its rounds.
 
     lengths  seed with which each round draws how many drafts it verifies (`row_lengths.py`); None: all drafts of all rows
     more     other arguments of `Engine`
@@ -273,7 +273,7 @@ def make_engine(
         decode=decode, defers_text=defers_text, num_top=logprobs, scores=scores, symbols=vocabulary,
         capacity=automata_capacity, expanding=expanding,
     )
-    batch = replace(batch, decodes=not scores)
+    batch = replace(batch, decodes=not scores, num_verified=max(batch.num_verified, drafter.shape.num_verified))
     if lengths is None:
         return Engine(target, drafter, batch, device=device, features=features, **more)
     options = replace(more.pop("options", None) or RoundOptions(), row_lengths=True)

@@ -85,8 +85,8 @@ class Scenario:
 
 
 def scenario(drafter: str, run_ahead: int) -> Scenario:
-    draft_len = DRAFTERS[drafter]().draft_len
-    batch = packed(SLOTS, num_pages=26, max_len=72, num_verified=draft_len, prefill_tokens=24, run_ahead=run_ahead)
+    num_verified = DRAFTERS[drafter]().shape.num_verified
+    batch = packed(SLOTS, num_pages=26, max_len=72, num_verified=num_verified, prefill_tokens=24, run_ahead=run_ahead)
     return Scenario(drafter, batch)
 
 

@@ -46,9 +46,9 @@ from tests.mtp_exact import make_exact_model
 from tests.ranks import on_ranks, start_ranks
 from tests.recurrent import LoudNoise
 from tests.row_lengths import LENGTHS
+from tests.test_layers_lossless import requests_of_a_job
 from tests.test_lora_lossless import NUM_ADAPTERS, RANK, StrongAdapters
 from tests.test_lossless_combined import Rule, jobs
-from tests.test_recurrent_lossless import requests_of_a_job
 from tests.test_thinking import thinking
 
 pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]

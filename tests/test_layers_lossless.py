@@ -1,20 +1,22 @@
-"""With layers that keep row tensors too, tokens depend on the request alone: not on drafter, K, slots, preemption or order.
+"""With layers of any kind tokens depend on the request alone: not on drafter, K, slots, preemption or order.
 
 As in test_lossless.py: the reference decodes each request by itself, each token anew from the first one, in float64. There
-recurrent layers take all tokens in chunks, never one after another, and nothing is kept. This is the contract that each kind of
-layer with row tensors must keep (`batchspec/model/layers/kind.py`); each brings the faults that must break it.
+recurrent layers take all tokens in chunks, never one after another, latent attention expands keys and values in nearly every
+pass, and nothing is kept. This is the contract that each kind of layer must keep (`batchspec/model/layers/kind.py`); each brings
+the faults that must break it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
@@ -25,14 +27,18 @@ from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
+from batchspec.engine.loop.executor import Executor
+from batchspec.engine.rounds.records import RoundOptions
 from batchspec.engine.slots.expected_pages import ExpectedPages
 from batchspec.model.layers.kind import Computing
+from batchspec.model.layers.latent import attend
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
-from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, make_engine, packed, plain_tokens, request, tiny_target
+from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, make_engine, packed, plain_tokens, request, tiny_spec, tiny_target
 from tests.gpu_jobs.entry_points import nothing, of_prompt
+from tests.latents import LATENT_FAULTS, latent_target
 from tests.padded_prefill import padded_passes
 from tests.recurrent import FAULTS, PREFIX_FAULTS, recurrent_target
 from tests.row_lengths import LENGTHS
@@ -45,20 +51,28 @@ __all__ = ["few_tokens"]
 
 
 class Kind(NamedTuple):
-    """A kind of layer that keeps row tensors."""
+    """A kind of layer."""
 
     target: Callable[..., Target]
-    """A model with such layers around one that attends, with a window of `window` keys."""
+    """A model with such layers. Those that keep row tensors are around one that attends, with a window of `window` keys."""
     faults: Mapping[str, Callable[[pytest.MonkeyPatch], None]]
-    """What may go wrong in what they keep."""
+    """What may go wrong in what they keep and how they read it."""
+    passes: Sequence[int] = (64, 100, 300)
+    """Lengths of prefill passes."""
 
     @property
     def drafters(self) -> list[str]:
-        refused = self.target(window=None).spec.refuses("self_draft") is not None
-        return ["none", "lookup", "eagle3", "parallel", "hybrid", "pard", "right", "wrong", *([] if refused else ["window"])]
+        spec = self.target(window=None).spec
+        found = ["none", "lookup", "eagle3", "parallel", "hybrid", "pard", "right", "wrong"]
+        found += [] if spec.refuses("self_draft") else ["window"]
+        return found + ([] if spec.refuses("drafter") else ["pard of this kind"])
 
 
-KINDS = {"gated delta": Kind(recurrent_target, FAULTS), "short convolution": Kind(conv_target, CONV_FAULTS)}
+KINDS = {
+    "gated delta": Kind(recurrent_target, FAULTS), "short convolution": Kind(conv_target, CONV_FAULTS),
+    "latent": Kind(lambda window: latent_target(), LATENT_FAULTS, (5, 16, 300)),
+}
+WITH_ROW_TENSORS = ("gated delta", "short convolution")
 DRAFTERS = [(kind, name) for kind, own in KINDS.items() for name in own.drafters]
 
 
@@ -68,8 +82,9 @@ def target_of(kind: str, window: int | None = None) -> Target:
 
 @cache
 def head(kind: str) -> Head:
-    spec = dummy_spec(target_of(kind).spec, draft_vocab_size=19, parallel=True)
-    return dummy_head(spec, dtype=torch.float64, device=DEVICE)
+    like = tiny_spec() if kind == "latent" else target_of(kind).spec  # heads attend as the model does, or as any
+    spec = dummy_spec(like, draft_vocab_size=19, parallel=True)
+    return dummy_head(spec, dtype=torch.float64, device=target_of(kind).device)
 
 
 def drafter_of(
@@ -87,11 +102,11 @@ def drafter_of(
             return ParallelDrafter(head(kind), target, draft_len, slots=slots)
         case "hybrid":
             chain = ChainDrafter(head(kind), target, draft_len, slots=slots)
-            return HybridDrafter(chain, lookup(draft_len, 3, 0), slots=slots, device=DEVICE)
+            return HybridDrafter(chain, lookup(draft_len, 3, 0), slots=slots, device=target.device)
         case "window":
             return WindowDrafter(target, draft_len, slots=slots, window=3, sink=1)
-        case "pard":
-            model = tiny_target(window=3)
+        case "pard" | "pard of this kind":
+            model = tiny_target(window=3) if name == "pard" else target
             pard = PardModel(PardSpec(model=model.spec, mask_token_id=VOCAB - 1), model)
             return PardDrafter(pard, target.spec, draft_len, slots=slots, parallel=draft_len > 1)
         case _:
@@ -120,7 +135,8 @@ def run(
     window: int | None = None, lengths: int | None = None,
 ) -> dict[str, Completion]:
     """trusting: rows enter slots as soon as there are pages for their prompts, so that pages run out and rows are preempted."""
-    engine = make_engine(target_of(kind, window), drafter, batch, device=DEVICE, decode=decode, lengths=lengths)
+    target = target_of(kind, window)
+    engine = make_engine(target, drafter, batch, device=target.device, decode=decode, lengths=lengths)
     with pytest.MonkeyPatch.context() as patch:
         if trusting:
             patch.setattr(ExpectedPages, "of_waiting", of_prompt)
@@ -154,7 +170,7 @@ def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(
     batch = packed(
         slots, row_buckets=tuple(bucket for bucket in (1, 2, 3, 8) if bucket <= slots), page_size=page_size,
         num_pages=data.draw(st.sampled_from([scarce, 900]), label="pages"), max_len=longest, num_verified=drafter.draft_len,
-        prefill_tokens=data.draw(st.sampled_from([64, 100, 300]), label="prefill_tokens"),
+        prefill_tokens=data.draw(st.sampled_from(KINDS[kind].passes), label="prefill_tokens"),
         run_ahead=data.draw(st.integers(0, 3), label="run_ahead"),
     )
     trusting, lengths = data.draw(st.booleans(), label="trusting"), data.draw(LENGTHS, label="lengths")
@@ -196,7 +212,20 @@ def test_a_fault_in_what_layers_keep_changes_tokens(kind: str, fault: str, monke
     assert any(found), fault
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_of_latent_attention_absorb_and_prefills_expand(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noted(form: Callable[..., Tensor], seen: list[int], q: Tensor, *args: Any) -> Tensor:
+        seen.append(len(q))
+        return form(q, *args)
+
+    sizes: dict[str, list[int]] = {"absorbed": [], "expanded": []}
+    for form, seen in sizes.items():
+        monkeypatch.setattr(attend, form, partial(noted, getattr(attend, form), seen))
+    drafted("latent", "right", jobs())
+    assert 4 in sizes["absorbed"], "a round with three drafts"
+    assert max(sizes["expanded"]) > 10
+
+
+@pytest.mark.parametrize("kind", WITH_ROW_TENSORS)
 def test_a_round_with_more_drafts_than_its_rings_have_room_for_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     computing = ModelSpec.computing
 
@@ -210,7 +239,7 @@ def test_a_round_with_more_drafts_than_its_rings_have_room_for_is_refused(kind: 
 
 def test_a_batch_that_was_planned_for_fewer_drafts_than_the_drafters_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"ChainShape\(draft_len=3\), 2"):
-        make_engine(tiny_target(), lookup(3, 3, 0), packed(4, num_verified=2), device=DEVICE)
+        Executor(tiny_target(), lookup(3, 3, 0), packed(4, num_verified=2), device=DEVICE, options=RoundOptions())
 
 
 @pytest.mark.parametrize("name", ["right", "wrong", "window"])
@@ -233,20 +262,22 @@ def sampled(kind: str, name: str) -> tuple[dict[str, list[int]], int]:
     """The tokens, and the number of prompt tokens whose K/V and states were taken over."""
     outputs = {one.seed: expected(kind, samples())[one.request_id] for one in samples()}
     batch = packed(4, page_size=16, num_pages=90, max_len=200, num_verified=3, prefill_tokens=100)
-    engine = make_engine(target_of(kind), drafter_of(kind, name, 3, 4, outputs), batch, device=DEVICE, decode=decode)
+    target = target_of(kind)
+    engine = make_engine(target, drafter_of(kind, name, 3, 4, outputs), batch, device=target.device, decode=decode)
     done = {one.request_id: one for one in engine.run(iter(samples()))}
     return tokens(done), engine.totals.cached_tokens
 
 
 @pytest.mark.parametrize(("kind", "name"), DRAFTERS)
-def test_rows_with_a_common_prefix_take_over_its_state(kind: str, name: str) -> None:
+def test_rows_with_a_common_prefix_take_over_what_is_kept_of_it(kind: str, name: str) -> None:
     found, cached = sampled(kind, name)
     assert found == expected(kind, samples())
-    # Four samples take over two chunks. The first of the other rows finds no state after one chunk and leaves it for the rest.
-    assert cached == 4 * 128 + 3 * 64
+    # Four samples take over two chunks. The first of the other rows finds no state after one chunk and leaves it for the rest;
+    # pages it finds.
+    assert cached == 4 * 128 + (3 if kind in WITH_ROW_TENSORS else 4) * 64
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WITH_ROW_TENSORS)
 @pytest.mark.parametrize("fault", PREFIX_FAULTS)
 def test_a_fault_in_the_states_of_prefixes_changes_tokens(fault: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PREFIX_FAULTS[fault](monkeypatch)
