@@ -1,0 +1,10 @@
+"""State on the device that target, drafter and engine share: the slots' rows, flat batches of their tokens, masks of logits.
+
+device_batch.py    the state of all slots; slot_field.py: how a field of it is declared
+flat_batch.py      the tokens that one forward pass reads; uniform_layout.py: with as many of each row
+sampling_mode.py   which steps of sampling the rows need
+logits.py          all rules that mask or bias logits; bad_words.py: one of them
+automata.py        automata of constrained rows
+row_commands.py    what features of rows ask of the device between two launches
+upload.py          copies of host numbers, for which the host does not wait
+"""
