@@ -71,6 +71,19 @@ def test_chat_and_prompt_completion_hold_good_rows_and_report_how_many_were_left
     assert capsys.readouterr().out == f"{file}: 1 line; rows left out: 1 error, 3 ok\n"
 
 
+def test_answers_to_prompts_of_token_ids_are_left_out_for_they_have_no_messages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = pa.table({"id": ["a", "b"], "prompt": ["say", None], "prompt_ids": [None, [3, 4]]})
+    (shard, *_), _ = shards_of(table, 2)
+    columns = map_columns(table.schema, {"prompt_ids": "prompt_ids"})
+    folder = new_folder(tmp_path / "out", 2, 2, config={"output": {"messages": "full"}})
+    folder.commit(0, built(shard, columns, [completion(0), completion(1)], messages="full"))
+    with pytest.raises(OutputError, match=r"\(2 without messages\); a row has messages if its prompt was a chat or text$"):
+        main([str(tmp_path / "out"), "--to", "chat", str(tmp_path / "chat.jsonl")])
+    assert not (tmp_path / "chat.jsonl").exists()
+
+
 @pytest.mark.parametrize("kept", ["full", "prompt"])
 @pytest.mark.parametrize("of_job", [True, False])
 def test_an_answer_that_continues_a_turn_is_one_turn_with_it(tmp_path: Path, kept: str, of_job: bool) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import polars as pl
@@ -37,6 +38,7 @@ from batchspec.errors import ConfigError, OutputError
 from batchspec.job import prepare
 from batchspec.job.report.stats import job_stats
 from batchspec.job.runner import decode_shards
+from batchspec.job.runner.job_run import FoundRun
 from batchspec.job.runner.run_monitor import RunMonitor
 from batchspec.records import Snapshot
 from tests.models import make_checkpoint, make_tokenizer
@@ -355,6 +357,17 @@ def test_a_damaged_journal_costs_its_rows_and_nothing_else(model: Path, data: Pa
         segment.write_bytes(bytes(data_bytes))
     assert run.main(command) == 0
     assert tokens(tmp_path / "out") == tokens(finished)
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [([1, 5], "this run's part is done; other runs work on 2 of 7 shards"), ([], "done, 22 rows in 7 shards")],
+)
+def test_a_run_says_whether_other_runs_still_work_when_it_has_nothing_more_to_compute(missing: list[int], said: str) -> None:
+    found: Any = object.__new__(FoundRun)
+    found.begins_job, found.job = True, SimpleNamespace(layout=SimpleNamespace(num_rows=22))
+    found.folder = SimpleNamespace(missing=lambda: missing, num_shards=7, is_extended=lambda: False)
+    assert found.end().outcome() == said
 
 
 def test_a_finished_job_computes_nothing_and_changes_nothing(
