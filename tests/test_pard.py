@@ -15,7 +15,7 @@ import torch
 from batchspec import run as job_run
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import ModelConfig, RunConfig
-from batchspec.draft.pard import PardDrafter, PardModel, load_pard, read_pard
+from batchspec.draft.pard import PardDrafter, PardModel, PardSpec, load_pard, read_pard
 from batchspec.draft.spec import open_drafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.records import RoundOptions
@@ -28,6 +28,7 @@ from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request, SamplingParams
 from tests.drafting import Recording
 from tests.engines import DEVICE, VOCAB, make_engine, packed, plain_tokens, request, tiny_target
+from tests.latents import latent_spec
 from tests.models import make_checkpoint
 from tests.moe_models import tiny_config
 from tests.test_expert_kernels import MXFP4, kernels
@@ -243,6 +244,14 @@ def test_a_model_that_cannot_draft_is_refused_in_one_line(tmp_path: Path) -> Non
         read_pard(folder, target)
     with pytest.raises(CheckpointError, match="vocab_size 12, the target has 31: another tokenizer"):
         read_pard(write(tmp_path / "small", vocab=12, mask=3), target)
+
+
+def test_a_drafter_without_gpu_kernels_is_refused_on_a_gpu_with_advice_about_the_drafter() -> None:
+    spec = PardSpec(model=latent_spec(), mask_token_id=None)
+    assert spec.on(torch.device("cpu"), torch.bfloat16).model.layers == spec.model.layers
+    said = "^draft=pard: llama has latent attention, for which there are no GPU kernels yet; use another draft.path or another dr"
+    with pytest.raises(ConfigError, match=said):
+        spec.on(torch.device("cuda"), torch.bfloat16)
 
 
 def test_a_whole_job_drafts_with_it_and_gives_the_tokens_of_one_without(tmp_path: Path) -> None:

@@ -51,8 +51,10 @@ class PardSpec:
     def on(self, device: torch.device, dtype: torch.dtype) -> PardSpec:
         """The spec for drafting in `dtype` on this device, with weights in the formats of the fast kernels: see `ModelSpec.on`.
 
-        The drafter cannot change output tokens, so `model.activations` applies to the target alone.
+        The drafter cannot change output tokens, so `model.activations` applies to the target alone. Raises ConfigError.
         """
+        if device.type == "cuda" and (why := self.model.refuses("gpu")) is not None:
+            raise ConfigError(f"draft=pard: {self.model.family} {why}; use another draft.path or another drafter")
         return replace(self, model=self.model.on(device, dtype))
 
 
