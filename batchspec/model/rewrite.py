@@ -3,26 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
+from batchspec.model.layers.base import GroupedSpec, ProductSpec
+from batchspec.model.layers.forward import BlockSource, GroupedProduct, Product
+
+T = TypeVar("T")
 
 
-def rewrite(old: Any, new: Any, where: str) -> None:
+class Named:
+    """A source of weights that notes by which names the files have what it gives. It keeps that, so no `id` is given twice."""
+
+    def __init__(self, source: BlockSource, prefix: str) -> None:
+        self._source, self._prefix, self._given = source, prefix, dict[int, tuple[Any, str]]()
+
+    def product(self, spec: ProductSpec) -> Product:
+        return self._note(self._source.product(spec), *(part.name for part in spec.parts))
+
+    def vector(self, name: str) -> Tensor:
+        return self._note(self._source.vector(name), name)
+
+    def grouped(self, spec: GroupedSpec) -> GroupedProduct:
+        return self._note(self._source.grouped(spec), spec.name)
+
+    def _note(self, given: T, first: str, *more: str) -> T:
+        self._given[id(given)] = given, ", ".join((self._prefix + first, *(name.rpartition(".")[2] for name in more)))
+        return given
+
+    def name(self, given: object) -> str | None:
+        """The name of what was given, of several projections their names; None: it was not given."""
+        return self._given[id(given)][1] if id(given) in self._given else None
+
+
+def rewrite(old: Any, new: Any, where: str, named: Named | None = None) -> None:
     """Copy each tensor of `new` into the corresponding tensor of `old`, an object built in the same way from other weights.
 
     where  what the objects are, for messages
+    named  the source that `new` was built from, for messages about its parts
     Raises CheckpointError, before anything is copied, if they differ in more than the values of their tensors: captured graphs
     have other values built in (for example the static activation scale of an FP8 checkpoint).
     """
-    for tensor, other in list(_tensors(old, new, where)):
+    for tensor, other in list(_tensors(old, new, where, named)):
         tensor.copy_(other)
 
 
-def _tensors(old: Any, new: Any, where: str) -> Iterator[tuple[Tensor, Tensor]]:
+def _tensors(old: Any, new: Any, where: str, named: Named | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Every tensor of `old`, with the corresponding one of `new`."""
+    where = (None if named is None else named.name(new)) or where
     if type(old) is not type(new):
         raise _differs(where, type(old).__name__, type(new).__name__)
     if isinstance(old, Tensor):
@@ -33,10 +63,10 @@ def _tensors(old: Any, new: Any, where: str) -> Iterator[tuple[Tensor, Tensor]]:
         if len(old) != len(new) or (isinstance(old, dict) and old.keys() != new.keys()):
             raise _differs(where, old, new)
         for key in old if isinstance(old, dict) else range(len(old)):
-            yield from _tensors(old[key], new[key], f"{where}[{key}]")
+            yield from _tensors(old[key], new[key], where, named)
     elif fields := _fields(old):
         for field in fields:
-            yield from _tensors(getattr(old, field), getattr(new, field), f"{where}.{field}")
+            yield from _tensors(getattr(old, field), getattr(new, field), where, named)
     elif old is not new and old != new:
         raise _differs(where, old, new)
 
@@ -51,6 +81,6 @@ def _fields(value: Any) -> list[str]:
 
 def _differs(where: str, old: Any, new: Any) -> CheckpointError:
     return CheckpointError(
-        f"{where.replace('._', '.')} is {old} now and would be {new}: weights are replaced in place only where nothing but "
-        "numbers changes; close this engine and make one from the new weights"
+        f"{where} has {old} now and would have {new}: weights are replaced in place only where nothing but the values of tensors "
+        "changes; close this engine and make one from the new weights"
     )

@@ -24,7 +24,7 @@ from batchspec.model.lora import Adapter, adapted
 from batchspec.model.lora_products import AdapterSource, LoraStacks
 from batchspec.model.output_head import Allowed, OutputHead, output_head
 from batchspec.model.quant.base import Weights
-from batchspec.model.rewrite import rewrite
+from batchspec.model.rewrite import Named, rewrite
 from batchspec.model.spec import EMBEDDING, MODEL_PREFIX, OUTPUT, ModelSpec, layer_prefix
 from batchspec.model.vocabulary import gather_logits, greedy_of_ranks
 from batchspec.model.weights import Checkpoint, DummyWeights
@@ -101,7 +101,8 @@ class Target:
         """
         rewrite(self._embedding, weights.tensor(EMBEDDING), "the embedding")
         for i, (spec, layer) in enumerate(zip(self.spec.layers, self._layers, strict=True)):
-            rewrite(layer, spec.build(self._layer_weights(weights, i)), f"layer {i}")
+            source = Named(self._layer_weights(weights, i), layer_prefix(i))
+            rewrite(layer, spec.build(source), f"a part of {layer_prefix(i).rstrip('.')}", source)
         if self.spec.layer_inputs is not None:
             inputs = self.spec.layer_inputs.build(LayerWeights(weights, self.spec.formats, MODEL_PREFIX, self._lora))
             rewrite(self._layer_inputs, inputs, "the inputs of layers")
