@@ -206,6 +206,9 @@ def test_tool_calls_are_counted_by_tool_with_rows_without_one_and_invalid_ones(t
     assert job(tmp_path / "2", CALLED, table=dataset(6).append_column("tools", records), calls=True).tool_calls == (
         job_stats(tmp_path).tool_calls
     ), "tools may be records"
+    flat = json.dumps([{"function": None, "name": "find"}, {"name": "book"}])
+    table = dataset(6).append_column("tools", pa.array([flat] * 4 + ["{", flat]))
+    assert job(tmp_path / "3", CALLED, table=table, calls=True).tool_calls == job_stats(tmp_path).tool_calls, "or functions alone"
 
 
 def test_without_the_rows_tools_every_answer_counts_and_no_tool_is_unknown(

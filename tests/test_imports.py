@@ -246,7 +246,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tuning": {"kernels"},
     "batch": {"kernels"},
     "distributed": {"tuning", "kernels"},
-    "job.report": {"data.dataset.input_paths", "data.dataset.openai_responses", "data.runstate", "data.storage"},
+    "job.report": {
+        "data.dataset.input_paths", "data.dataset.json_text", "data.dataset.openai_responses", "data.runstate", "data.storage",
+        "tool_calls.form",
+    },
     "data.runstate": {"data.dataset", "data.storage"},
     "data.dataset": {"data.storage"},
     "structured": {"tool_calls.form", "tool_calls.marks"},

@@ -50,12 +50,17 @@ class Tools:
     @cached_property
     def _parameters(self) -> dict[str, Any]:
         """Name -> JSON Schema of the arguments."""
-        found = {}
-        for tool in parse(self._text):
-            function = tool.get("function", tool) if isinstance(tool, dict) else None
+        found, tools = {}, parse(self._text)
+        for tool in tools if isinstance(tools, list) else ():
+            function = (tool.get("function") or tool) if isinstance(tool, dict) else None
             if isinstance(function, dict) and isinstance(function.get("name"), str):
                 found[function["name"]] = function.get("parameters")
         return found
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Raises BadJson."""
+        return frozenset(self._parameters)
 
     def __contains__(self, name: str) -> bool:
         return name in self._parameters

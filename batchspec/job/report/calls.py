@@ -12,7 +12,9 @@ from typing import Any
 import msgspec
 import polars as pl
 
+from batchspec.data.dataset.json_text import BadJson
 from batchspec.records import ANSWERED
+from batchspec.tool_calls.form import Tools
 
 MAX_TOOLS = 1000
 """Names of tools that are counted, the first ones of the output."""
@@ -101,8 +103,6 @@ def _names(tools: Any) -> frozenset[str]:
 @lru_cache(TOOLS_KEPT)
 def _names_in(text: str) -> frozenset[str]:
     try:
-        tools = json.loads(text)
-    except ValueError:
+        return Tools(text).names
+    except BadJson:
         return frozenset()
-    functions = (tool.get("function") or tool for tool in (tools if isinstance(tools, list) else []) if isinstance(tool, dict))
-    return frozenset(str(function.get("name")) for function in functions if isinstance(function, dict))
