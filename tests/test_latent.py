@@ -9,20 +9,25 @@ import pytest
 import torch
 
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.config.schema import PackingConfig
 from batchspec.draft.weights import dummy_spec
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.families.shapes import COMMON, SHAPES, shape_spec
 from batchspec.model.layers.latent.attend import HeadSizes, LatentPlan, absorbed, expanded
+from batchspec.model.layers.latent.block import LatentSpec
 from batchspec.model.layers.latent.pages import LatentLayout
 from batchspec.model.lora_shape import LoraShape
 from batchspec.model.spec import load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights, expected_shapes
 from batchspec.packing.cost import kv_read_bytes, num_multiplied
+from batchspec.packing.memory import pass_key_bytes, reserve_bytes
+from batchspec.packing.planner import Demand, choose_batch
 from tests.engines import one_pass
 from tests.latents import CPU, SIZES, latent_spec, latent_target
 from tests.models import make_checkpoint
 from tests.recurrent import LoudNoise
+from tests.test_planner import SLOW, always
 from tests.test_target import Runner, assert_like_transformers, prompts
 from tests.test_tensor_parallel import IDS, LONG, assert_like_one
 
@@ -182,3 +187,22 @@ def test_the_weights_of_a_loaded_model_are_replaced_in_place() -> None:
     assert not torch.allclose(one_pass(target, ids)[0], expected, atol=0.1)
     target.rewrite(DummyWeights(spec, dtype=torch.float64, device=CPU))
     torch.testing.assert_close(one_pass(target, ids)[0], expected, atol=0, rtol=0)
+
+
+def test_the_keys_and_values_that_a_prefill_makes_of_latents_are_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one row at a time: 20 heads of GLM-4.7-Flash make 192 + 256 numbers of a latent, and keys of 256 are put together."""
+    glm, a_key = shape_spec("glm-4.7-flash"), 2 * (2 * 576 + 20 * (192 + 256) + 20 * 256)
+    none: dict[str, Any] = {"dtype": torch.bfloat16, "slots": 0, "num_buckets": 0, "num_verified": 3, "prefill_tokens": 0}
+    assert reserve_bytes(glm, **none, max_len=3000) - reserve_bytes(glm, **none, max_len=1000) == 2000 * a_key
+    spec, demand = latent_spec(), Demand(num_completions=40, prompt_tokens=900, output_tokens=90, max_tokens=1000)
+    made = pass_key_bytes(spec, torch.float32, 1000)
+
+    def pages(free_bytes: int) -> int:
+        return choose_batch(
+            PackingConfig(), spec, SLOW, demand, device=CPU, dtype=torch.float32, drafts=always(3), free_bytes=free_bytes
+        ).num_pages
+
+    before = pages(made + 10**6)
+    assert made > 10**5
+    monkeypatch.setattr(LatentSpec, "row_bytes_of_pass", lambda spec, run, num_keys: 0)
+    assert pages(10**6) == before < pages(made + 10**6)

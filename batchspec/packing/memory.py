@@ -6,6 +6,7 @@ L layers, e bytes a number:
     a pass    1.5 e T (6 H + A + 6 H)   residual, norm, output and three aux hidden states; A numbers inside the largest block:
               3 I of a gated MLP, 2 (NH + 2 KVH) D + NH D of attention (`activation_size`); the drafter's inputs.
               Factor 1.5 for fragmentation by the allocator
+    keys      of latent attention, whose keys and values of one row at a time are made of its latents (`row_bytes_of_pass`)
     a round   the same for R S tokens, in the graphs' pool; 3 * 4 R S V of fp32 logits and their copies for sampling, for at least
               512 tokens if prompts are scored
     attention 4 S NH (D + 2) for each (row, 512 keys): partial results, merged by log-sum-exp; two more for each row
@@ -71,6 +72,7 @@ def reserve_bytes(
     """
     verified = slots * (num_verified + 1)
     passes = _activation_bytes(spec, dtype, prefill_tokens) + _activation_bytes(spec, dtype, verified)
+    keys = pass_key_bytes(spec, dtype, max_len)
     logits = 4 * LOGIT_COPIES * (max(verified, SCORED_TOKENS) if scores else verified) * spec.num_logits
     # The saved bytes of a prefix do not depend on how many tokens its pages have.
     shares = spec.sharing_cost(dtype, page_size=1, max_q=num_verified + 1).may_pay(slots, shared_tokens)
@@ -87,7 +89,13 @@ def reserve_bytes(
         graphs *= 2
     exchanges = 0 if spec.shard.ranks == 1 else 4 * dtype.itemsize * verified * spec.hidden_size + PREFILL_EXCHANGE_BYTES
     adapters = 0 if spec.lora is None else spec.lora.temporary_bytes(prefill_tokens) + spec.lora.temporary_bytes(verified)
-    return round(passes) + logits + partials + state + graphs + adapters + exchanges + FIXED_BYTES
+    return round(passes) + keys + logits + partials + state + graphs + adapters + exchanges + FIXED_BYTES
+
+
+def pass_key_bytes(spec: ModelSpec, dtype: torch.dtype, max_len: int) -> int:
+    """Bytes that a layer makes at once of the keys of a row of `max_len` tokens, in a pass."""
+    run = spec.computing(dtype, draft_len=0)
+    return max((mixer.row_bytes_of_pass(run, max_len) for _, mixer in spec.mixers), default=0)
 
 
 def graph_tokens(spec: ModelSpec, prefill_tokens: int) -> int:

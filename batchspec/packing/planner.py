@@ -20,7 +20,7 @@ from batchspec.packing.device_memory import CPU_SHARE
 from batchspec.packing.expected_drafts import ExpectedDrafts
 from batchspec.packing.job_time import RoundSeconds, best_round, choose_slots, decode_seconds
 from batchspec.packing.kv_memory import KVMemory
-from batchspec.packing.memory import graph_tokens, reserve_bytes
+from batchspec.packing.memory import graph_tokens, pass_key_bytes, reserve_bytes
 from batchspec.packing.rates import Rates
 
 PAGE_SIZE = 16
@@ -121,7 +121,9 @@ def choose_batch(
     )
     if on_cpu:
         pass_tokens = packing.max_num_batched_tokens or CPU_PREFILL
-        budget, source = int(free_bytes * CPU_SHARE), f"{CPU_SHARE:.0%} of the free {free_bytes / 1e9:.2f} GB"
+        made = pass_key_bytes(spec, dtype, held.max_tokens)
+        budget, source = int(max(0, free_bytes - made) * CPU_SHARE), f"{CPU_SHARE:.0%} of the free {free_bytes / 1e9:.2f} GB"
+        source += f" less {made / 1e9:.2f} GB for the keys of a pass" if made else ""
     else:
         most = min(limit, max(1, free_bytes // memory.row_bytes(_expected_tokens(held))))
         pass_tokens, reserve = _held_back(

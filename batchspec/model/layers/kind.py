@@ -1,7 +1,8 @@
 """What the rest of batchspec may know of a kind of layer. A kind says, in the order of `MixerSpec`:
 
     what it keeps of a row           kept
-    what it costs                    round_work, prompt_work, sharing_cost, num_partials, num_rank_sums
+    what it costs                    round_work, prompt_work, sharing_cost, row_bytes_of_pass, num_partials,
+                                     num_rank_sums
     what users read of it            refuses, about
     what else its files may hold     spare
     what its passes read             tables, inputs
@@ -114,8 +115,8 @@ class Mixer(Protocol):
 
 
 class MixerSpec(BlockSpec, Protocol):
-    """The shape of a mixer. What a kind does not say of `sharing_cost`, `num_partials`, `num_rank_sums`, `spare` and `tables` is
-    that it has none."""
+    """The shape of a mixer. What a kind does not say of `sharing_cost`, `row_bytes_of_pass`, `num_partials`, `num_rank_sums`,
+    `spare` and `tables` is that it has none."""
 
     __slots__ = ()
 
@@ -132,6 +133,10 @@ class MixerSpec(BlockSpec, Protocol):
         """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once; None: it reads
         none once."""
         return None
+
+    def row_bytes_of_pass(self, run: Computing, num_keys: int) -> int:
+        """Bytes that a pass makes of the `num_keys` keys of a row, one row after another, besides `activation_size`."""
+        return 0
 
     @property
     def num_partials(self) -> int:

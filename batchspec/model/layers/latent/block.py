@@ -122,11 +122,15 @@ class LatentSpec(NormedSpec, MixerSpec):
 
     @property
     def activation_size(self) -> int:
-        """Values of q_a, q and kv_a before and after norms and rotation; q and the result in the absorbed form, or keys and
-        values of a token; the result."""
+        """Values of q_a, q and kv_a before and after norms and rotation; q and the result in the absorbed form; the result."""
         absorbed = self.num_heads * (self.vector_size + self.sizes.latent_dim)
         kept = 2 * ((self.query_rank or 0) + self.num_heads * self.query_dim + self.vector_size)
-        return kept + max(absorbed, self.kv_b.rows + self.num_heads * self.query_dim) + self.inner_size
+        return kept + absorbed + self.inner_size
+
+    def row_bytes_of_pass(self, run: Computing, num_keys: int) -> int:
+        """In the expanded form: vectors as they are read and once more, and what is made of them, keys twice."""
+        made = self.kv_b.rows + self.num_heads * self.query_dim
+        return num_keys * (2 * self.vector_size + made) * run.dtype.itemsize
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         """kv_b counts as a product of each token: both forms of `attend.py` multiply by it once for a token of their pass."""
