@@ -42,7 +42,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if importlib.util.find_spec("setuptools") is None:
         pytest.skip("setuptools is not installed: nothing can be built without the network")
     copy, folder = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("sources")
-    names = ["pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "batchspec", "kernels", "conf", "jobs", "tests", ".ci"]
+    names = ["pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "batchspec", "kernels", "conf", "jobs", "tests"]
+    names += [".ci", ".github"]
     present = [name for name in names if (ROOT / name).exists()]
     subprocess.run(["cp", "-a", *present, str(copy)], cwd=ROOT, check=True)
     with tarfile.open(built("sdist", copy, copy / "dist")) as archive:
@@ -71,8 +72,8 @@ def test_every_source_test_recipe_and_script_is_in_the_source_distribution(sourc
     wanted = {f"{top}/{name}" for top in ("batchspec", "kernels", "conf", "jobs", "tests") for name in files(ROOT / top)}
     wanted |= {f"batchspec/{top}/{name}" for top in ("kernels", "conf") for name in files(ROOT / top)}
     wanted |= {f"{folder}/README.md" for folder in ("batchspec", "conf", "jobs", "kernels")}
-    wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "jobs").glob("*/*.md")}
-    wanted |= {"README.md", "LICENSE", ".ci/run"}
+    wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "jobs").rglob("*.md")}
+    wanted |= {"README.md", "LICENSE", ".ci/run", ".github/CONTRIBUTING.md"}
     wanted |= {"jobs/benchmarks/figures.sh", "jobs/examples/train_head.sh", "jobs/pages/report.png", "batchspec/py.typed"}
     wanted |= {f"jobs/manifests/{name}" for name in (*MANIFESTS, "Dockerfile")}
     once = {f"conf/heads/{name}" for name in files(ROOT / "conf/heads")}

@@ -20,8 +20,11 @@ from tests import demo_picture
 
 ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "jobs"
-NAMES = ("README.md", "conf/README.md", "batchspec/README.md", "kernels/README.md")
-PAGES = [*(ROOT / name for name in NAMES), JOBS / "README.md", *sorted((JOBS / "pages").glob("*.md"))]
+NAMES = ("README.md", "conf/README.md", "batchspec/README.md", "kernels/README.md", ".github/CONTRIBUTING.md")
+PAGES = [*(ROOT / name for name in NAMES), *sorted(JOBS.glob("*.md")), *sorted((JOBS / "pages").rglob("*.md"))]
+DECISIONS = sorted((JOBS / "pages/decisions").glob("*.md"))
+MOST_WORDS = {".github/CONTRIBUTING.md": 600, "jobs/pages/versions.md": 500}
+MOST_WORDS |= {f"jobs/pages/decisions/{page.name}": 300 for page in DECISIONS}
 FOLDERS = ("*", "data/*", "job/*")
 PACKAGES = [path for folder in FOLDERS for path in (ROOT / "batchspec").glob(f"{folder}/__init__.py")]
 INDEXES = [path for path in PACKAGES if ".py" in path.read_text(encoding="utf-8")]
@@ -49,6 +52,11 @@ def section_of(page: str, heading: str) -> str:
 
 def test_the_readme_has_at_most_120_lines() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+@pytest.mark.parametrize(("page", "words"), MOST_WORDS.items())
+def test_a_page_of_reasons_or_rules_stays_short(page: str, words: int) -> None:
+    assert len((ROOT / page).read_text(encoding="utf-8").split()) <= words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_ids)
@@ -116,7 +124,7 @@ def test_every_module_that_a_page_runs_or_names_exists() -> None:
             assert command in cli.COMMANDS, f"{page_ids(page)}: batchspec {command}"
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "batchspec/README.md"], ids=page_ids)
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "batchspec/README.md", *DECISIONS], ids=page_ids)
 def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
     for name in re.findall(r"`([\w/]+/[\w]+\.(?:py|sh|sbatch|yaml))`", page.read_text(encoding="utf-8")):
         assert name.startswith("mine/") or (ROOT / name).exists() or (ROOT / "batchspec" / name).exists(), name
