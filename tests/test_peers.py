@@ -34,6 +34,7 @@ def load(*names: str) -> list[Any]:
 
 
 peers, peers_gang, peers_options, shapes = load("peers", "peer_gang", "peer_options", "peer_shapes")
+(speed_picture,) = load("speed_picture")
 FIELDS = {
     "engine", "version", "row", "k", "accept", "decode_tok_s", "prefill_s", "whole_s", "tok_s", "tokens", "turn", "counts",
     "shape", "batch", "prompt", "gen", "routing", "options", "device",
@@ -69,6 +70,10 @@ PAGES = list((JOBS / "pages").glob("*.md"))
 def test_a_command_on_a_page_can_be_run(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = shlex.join(shlex.split(command, comments=True)[2:])
     assert arguments(monkeypatch, words, "batchspec" if "--k auto" in command else "vllm").rows
+
+
+def test_the_picture_of_speed_has_the_figures_of_the_page() -> None:
+    assert speed_picture.PICTURE.read_text(encoding="utf-8") == speed_picture.svg(speed_picture.rows()), "run speed_picture.py"
 
 
 def test_rows_of_the_readme_are_there() -> None:
