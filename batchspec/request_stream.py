@@ -12,18 +12,17 @@ from batchspec.records import Request
 
 @runtime_checkable
 class RequestStream(Protocol):
-    """Gives requests one by one. Some may not exist yet: completions of earlier ones, or automata that are being compiled, may
-    bring them.
+    """Gives requests one by one. Some may not exist yet, because they depend on completions of earlier ones or on automata that
+    are still being compiled.
 
-    Nothing ready at present, ask again: then `next_ready` returns None although the stream has not `ended`. The engine goes on
-    with the requests that it has, and asks again before the next round. If it has none, no completion can bring more: the stream
-    itself waits, at least for a while, before it returns None.
+    `next_ready` may return None although the stream has not `ended`: nothing is ready yet, ask again. The engine asks again
+    before its next round. If the engine is idle, the stream must block for a while before it returns None.
     """
 
     @property
     def num_ready(self) -> int:
-        """Number of requests that `next_ready` gives without waiting for a disk, a thread or a process. The engine may take so
-        many before it has slots for them; 0 if it is not decided yet which request is next."""
+        """Number of requests that `next_ready` returns without waiting for a disk, a thread or a process. The engine may take
+        that many before it has slots for them; 0 if it is not decided yet which request is next."""
 
     @property
     def ended(self) -> bool:

@@ -188,7 +188,7 @@ def test_an_fp8_cache_is_refused_for_a_card_without_e4m3(words: list[str], capsy
 def test_doctor_tells_what_runs_on_a_card_by_which_path(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--card", "RTX-4090", "gpt-oss-20b"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("card      RTX-4090, compute capability 8.9, 25.4 GB, 128 SMs with 99 KB of shared memory a block;")
+    assert said.startswith("card      RTX-4090, compute capability 8.9, 25.4 GB, 128 SMs with 99 KB of shared memory per block;")
     assert "\nexperts   by kernels in bf16, FP8, MXFP4, INT4 and NVFP4; blocks are loaded by pointers (no TMA)\n" in said
     assert "weights of 13.98 GB (MXFP4 experts, the rest bfloat16); 10.4 GB are left" in said
     assert said.endswith("\ncomputed, not measured\n")

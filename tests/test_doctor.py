@@ -88,7 +88,7 @@ def test_an_unknown_card_is_named_with_what_it_costs(capsys: pytest.CaptureFixtu
     assert said[0] == f"card      {GPU}, compute capability 9.0, 148.0 GB free of 150.0 GB"
     assert f"torch {torch.__version__}" in said[1]
     assert said[2:] == [
-        "prefill   attention by torch up to 2,048 keys a row, by FlashInfer above",
+        "prefill   attention by torch up to 2,048 keys per row, by FlashInfer above",
         "products  none tuned for this card: all by cuBLAS, none fused; batchspec doctor --tune MODEL times them",
     ]
 

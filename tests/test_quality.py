@@ -89,7 +89,7 @@ def test_stats_say_how_many_answers_are_empty_loop_or_differ(
     said = capsys.readouterr().out
     for line in (
         "completions        10 (7 ok, 2 truncated, 1 error)", "empty answers      2 of 9 (22.2%)",
-        "end in a loop      2 of 9 (22.2%)", "distinct answers   1.50 of 3.00 a request; all equal in 1 of 2 (50.0%) requests",
+        "end in a loop      2 of 9 (22.2%)", "distinct answers   1.50 of 3.00 per request; all equal in 1 of 2 (50.0%) requests",
         "prompt length      median 5, 90 % up to 70, 99 % up to 70, longest 70 tokens",
         "completion length  median 3, 90 % up to 90, 99 % up to 90, longest 90 tokens",
     ):

@@ -156,7 +156,7 @@ def test_the_card_is_read_by_datasets_and_runs_the_job_again(tmp_path: Path) -> 
     _, front, body = card.split("---\n", 2)
     assert yaml.safe_load(front)["configs"][0]["data_files"][0]["path"] == "data/*.parquet"
     assert yaml.safe_load(body.split("```yaml\n")[1].split("```")[0]) == config
-    assert "| Mean acceptance length | 2.429 tokens a round, 52.6% of 19 draft tokens accepted |" in body
+    assert "| Mean acceptance length | 2.429 tokens per round, 52.6% of 19 draft tokens accepted |" in body
     assert "| Acceptance by position | 71.4%, 50.0%, 33.3% |" in body
     assert "| Sampling | temperature 0.5 |" in body
 

@@ -89,7 +89,7 @@ def weights_of(model: Path, folder: Path) -> dict[str, Tensor]:
 
 
 def mean_length(frame: pl.DataFrame) -> float:
-    """Tokens a round."""
+    """Tokens per round."""
     return sum(len(ids) - 1 for ids in frame["token_ids"]) / int(frame["spec_decode"].struct.field("num_spec_steps").sum())
 
 

@@ -14,7 +14,7 @@ def about(known: KnownCard) -> str:
     checked = "measured" if known.rates is not None else "kernels compiled and checked for it, nothing measured"
     return (
         f"{card.name}, compute capability {major}.{minor}, {card.memory_bytes / 1e9:,.1f} GB, {card.num_sms} SMs with "
-        f"{card.block_shared_bytes >> 10} KB of shared memory a block; by its data sheet {card.bytes_s / 1e12:.2f} TB/s, "
+        f"{card.block_shared_bytes >> 10} KB of shared memory per block; by its data sheet {card.bytes_s / 1e12:.2f} TB/s, "
         f"{card.flop_s / 1e12:,.0f} TFLOP/s in bf16{fp8}; {checked}"
     )
 

@@ -136,7 +136,7 @@ def _report(args: argparse.Namespace, device: torch.device, spec: ModelSpec | No
         f"card      {card.name}, compute capability {card.capability[0]}.{card.capability[1]}, "
         f"{free_memory(device) / 1e9:,.1f} GB free of {card.memory_bytes / 1e9:,.1f} GB",
         f"versions  python {platform.python_version()}, " + ", ".join(f"{name} {found}" for name, found in versions().items()),
-        f"prefill   attention by torch up to {SHORT:,} keys a row, by FlashInfer above"
+        f"prefill   attention by torch up to {SHORT:,} keys per row, by FlashInfer above"
         if flashinfer() is not None
         else f"prefill   attention by torch, slower above {SHORT:,} keys: FlashInfer is missing; "
         "pip install 'flashinfer-python>=0.6.13'",

@@ -174,7 +174,7 @@ class Plan:
         kept = f"({spec.formats.kept}, the rest {dtype})" if spec.formats.kept else f"in {dtype}"
         return [
             *self._card(),
-            f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights a token, "
+            f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights per token, "
             f"{bytes_text(spec.weight_bytes(job.dtype))} {kept} on {job.device.type}",
             *_notes(job),
             *_lines(line for own in about for line in own.model),

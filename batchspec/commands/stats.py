@@ -78,7 +78,7 @@ def _data(stats: JobStats) -> str:
     }
     if good.mean_distinct is not None and good.mean_answers is not None:
         facts["distinct answers"] = (
-            f"{good.mean_distinct:.2f} of {good.mean_answers:.2f} a request; all equal in "
+            f"{good.mean_distinct:.2f} of {good.mean_answers:.2f} per request; all equal in "
             f"{_share(good.all_equal, good.sampled_requests)} requests"
         )
     for name, lengths in (("prompt length", good.prompt_lengths), ("completion length", good.completion_lengths)):

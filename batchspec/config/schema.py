@@ -71,7 +71,7 @@ class AblationConfig:
     verified position; null is true."""
     prefill_graphs: bool = True
     """Pad prefill passes of requests of at most 2,048 tokens to fixed sizes and replay them as CUDA graphs, where padding pays.
-    false launches every pass kernel by kernel, as it is always done on a CPU, with several GPUs a model, with
+    false launches every pass kernel by kernel, as it is always done on a CPU, with several GPUs per model, with
     decode.deterministic and where prompts are scored."""
     sharded_draft: bool | None = None
     """Cut the draft head over the GPUs of cluster.tensor_parallel. false keeps a whole head on each of them; null cuts one whose

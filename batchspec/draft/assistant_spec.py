@@ -1,4 +1,4 @@
-"""A small decoder made to draft for one model: it has queries alone, and reads the K and V that the model keeps.
+"""A small decoder made to draft for one model: it has no K and V of its own, and reads the model's.
 
     x = W1 cat(embed(token), h)      embed: the model's; h [H]: the model's state after its final norm, or that of the last draft
     y = norm(layers(x))              a layer attends to K and V of the model's last layer of its kind, which has a window or none
@@ -178,7 +178,7 @@ def _ends(config: ConfigReader, text: ModelSpec, target: ModelSpec) -> EndsSpec:
 
 
 def _reading(config: ConfigReader, target: ModelSpec, index: int, layer: LayerSpec) -> LayerSpec:
-    """The layer with queries alone, for the K and V of the target's last layer of its kind."""
+    """The layer without its own K and V, reading those of the target's last layer of its kind."""
     own = layer.attention
     keepers = keepers_of(target)
     alike = [i for i, other in keepers.items() if (other.window is None) == (own.window is None)]

@@ -34,7 +34,7 @@ class Acceptance:
 
     @property
     def mean_length(self) -> float:
-        """Tokens a round."""
+        """Tokens per round."""
         return self.tokens / max(self.rounds, 1)
 
     @property

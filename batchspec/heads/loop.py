@@ -110,7 +110,7 @@ class Course:
         positions = [round(x, 4) for x in found.by_position]
         self.curves["acceptance"].append({"step": step, "mean_length": round(found.mean_length, 4), "by_position": positions})
         self.say(
-            f"after {step:,} batches {found.mean_length:.2f} tokens a round with K={self.draft_len} on {len(self.held_out)} "
+            f"after {step:,} batches {found.mean_length:.2f} tokens per round with K={self.draft_len} on {len(self.held_out)} "
             f"held-out completions; accepted by position {' '.join(f'{x:.2f}' for x in found.by_position)}"
         )
         return found

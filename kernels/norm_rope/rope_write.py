@@ -12,7 +12,7 @@ If K or V of a key is not finite, its K is written as NaN, and the values of its
 to this key get NaN, and no others: for a masked key attention drops the score, but still multiplies V by 0.
 
 V may be computed from the rows of K (`shared_v`), before these are normed and rotated: the product then has no rows of V. Layers
-that read the K and V of another one have queries alone (`rotate_queries`).
+that read the K and V of another one compute only queries (`rotate_queries`).
 
 With scales, K and V are rounded to the tensors' dtype, then stored as e4m3 (`common/e4m3.py`) with one scale per head. Finite
 values saturate.

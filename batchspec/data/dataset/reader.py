@@ -103,8 +103,9 @@ class Source(Protocol):
         """
 
     def alone(self, num_files: int) -> SourceFacts:
-        """What the first files would be if there were no others: a digest of a file depends on the number of files, and the
-        columns of JSON lines on the rows of all. Raises InputError for a file that cannot be read.
+        """File facts of a prefix of the input, for comparing with the job before it was extended. They differ from those in the
+        whole input: a file's digest depends on the number of files, and the columns of JSON lines on the rows of all files.
+        Raises InputError for a file that cannot be read.
         """
 
     def check(self, first: int, stop: int) -> None:

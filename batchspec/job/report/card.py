@@ -135,7 +135,7 @@ def _facts(manifest: Manifest, stats: JobStats) -> dict[str, str]:
     overall = stats.overall
     if overall.mean_acceptance_length is not None and overall.acceptance_rate is not None:
         facts["Mean acceptance length"] = (
-            f"{overall.mean_acceptance_length:.3f} tokens a round, {overall.acceptance_rate:.1%} of {overall.drafted:,} "
+            f"{overall.mean_acceptance_length:.3f} tokens per round, {overall.acceptance_rate:.1%} of {overall.drafted:,} "
             "draft tokens accepted"
         )
         rates = ("-" if position.rate is None else f"{position.rate:.1%}" for position in stats.by_position)

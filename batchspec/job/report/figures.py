@@ -55,18 +55,18 @@ def _acceptance(stats: JobStats, by: str | None, over: Course | None) -> Iterato
                 x="prompt tokens",
                 counts=[group.completions for group in stats.by_prompt_tokens],
             ),
-            "Tokens a round, every round weighted equally; number of completions in brackets.",
+            "Tokens per round, every round weighted equally; number of completions in brackets.",
         ),
     ]
     if over is not None:
-        caption = html.key("second", "draft tokens a round") + html.key("first", "tokens a round (acceptance length)")
+        caption = html.key("second", "draft tokens per round") + html.key("first", "tokens per round (acceptance length)")
         caption += "Means over the decoding rows. Draft tokens are those that were verified; of a tree, its levels."
         picture = pictures.two_lines(over, first=over.acceptance_length, second=over.draft_len)
         figures.append(html.figure("Draft length and acceptance length", picture, caption))
         caption = html.key("first", "verified") + html.key("second", "rows x (K + 1)")
         caption += "Positions of a round, of all its decoding rows: newest tokens and drafts, of a tree its nodes."
         picture = pictures.two_lines(over, first=over.positions, second=over.full_positions)
-        figures.append(html.figure("Positions a round", picture, caption))
+        figures.append(html.figure("Positions per round", picture, caption))
     if stats.calibration:
         drafts = sum(one.drafts for one in stats.calibration)
         caption = (
@@ -89,14 +89,14 @@ def _acceptance_by(stats: JobStats, by: str) -> str:
     groups = {group.name: group.mean_acceptance_length or 0.0 for group in shown}
     few = f"The {MAX_GROUPS} most frequent of {len(stats.by_column):,} values." if len(stats.by_column) > MAX_GROUPS else ""
     picture = pictures.rows(groups, form=".2f", counts=[group.completions for group in shown])
-    return html.figure(f"Acceptance length by {by}", picture, f"Tokens a round; number of completions in brackets. {few}")
+    return html.figure(f"Acceptance length by {by}", picture, f"Tokens per round; number of completions in brackets. {few}")
 
 
 def _groups(name: str, groups: Iterable[Acceptance]) -> str:
     lines = [
         (g.name, f"{g.completions:,}", html.number(g.mean_acceptance_length), html.percent(g.acceptance_rate)) for g in groups
     ]
-    return html.table((name, "completions", "tokens a round", "accepted"), lines)
+    return html.table((name, "completions", "tokens per round", "accepted"), lines)
 
 
 def over_time(over: Course | None, counts: str) -> Iterator[str]:

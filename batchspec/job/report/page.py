@@ -144,7 +144,7 @@ def _of_data(stats: JobStats) -> dict[str, str]:
         tiles["answers that end in a loop"] = _share(good.loops, good.answers)
     if good.mean_distinct is not None and good.mean_answers is not None:
         requests = f"{good.all_equal:,} of {good.sampled_requests:,} requests"
-        tiles[f"distinct answers a request; all equal in {requests}"] = f"{good.mean_distinct:.1f} of {good.mean_answers:.1f}"
+        tiles[f"distinct answers per request; all equal in {requests}"] = f"{good.mean_distinct:.1f} of {good.mean_answers:.1f}"
     if stats.reasoning_tokens:
         tiles["thoughts cut off"] = f"{stats.reasoning_truncated:,}"
     return tiles

@@ -225,8 +225,7 @@ class Block(Protocol):
 
     @property
     def num_experts_read(self) -> Tensor | None:
-        """int32 [1]: number of experts that had tokens in the latest forward pass, for statistics: passes that overlap both write
-        it. None without experts."""
+        """int32 [1]: number of experts that had tokens in the latest forward pass, for statistics. None without experts."""
 
     def norms_in_product(self, stream: Stream) -> bool:
         """Whether its first product takes the un-normed stream for as many tokens; then the block before it adds in place."""

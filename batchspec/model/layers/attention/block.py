@@ -61,8 +61,8 @@ class AttentionSpec(NormedSpec, MixerSpec):
     shared_v: bool = False
     """Whether there is no v_proj: v is what k_proj computes, before its norm and rotation."""
     kv_of: int | None = None
-    """Index of the layer whose K and V it reads, whose heads are of the same number and size; it has queries alone. None: it
-    keeps its own."""
+    """Index of the layer whose K and V it reads, with heads of the same number and size: it computes only queries. None: it
+    keeps its own K and V."""
     sinks: bool = False
     """Whether each head has a learned logit that joins the denominator of its softmax."""
     scale: float | None = None
