@@ -59,6 +59,11 @@ def test_a_page_of_reasons_or_rules_stays_short(page: str, words: int) -> None:
     assert len((ROOT / page).read_text(encoding="utf-8").split()) <= words
 
 
+def test_all_pages_but_the_notebook_and_the_keys_have_at_most_22_000_words_without_the_bars_of_tables() -> None:
+    pages = [page for page in PAGES if page_ids(page) not in {"conf/README.md", "jobs/pages/NOTEBOOK.md"}]
+    assert sum(len(re.findall(r"\S*\w\S*", page.read_text(encoding="utf-8"))) for page in pages) <= 22_000
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_ids)
 def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
