@@ -104,7 +104,7 @@ def planner(
     """
     layers, draft_layers = ([SimpleNamespace(pages=True, window=window) for window in own] for own in kv_windows)
     drafter = SimpleNamespace(draft_len=draft_len, layer_states=lambda page_size: draft_layers)
-    spec = SimpleNamespace(layer_states=lambda dtype, page_size: layers, experts=None)
+    spec = SimpleNamespace(layer_states=lambda dtype, page_size, draft_len: layers, experts=None)
     executor: Any = SimpleNamespace(
         _prefill_pass=lambda *_: None,
         target=SimpleNamespace(spec=spec, dtype=dtype, ranks=ranks),
