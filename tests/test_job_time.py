@@ -90,6 +90,28 @@ def test_the_predicted_time_is_that_of_slots_which_are_refilled_while_rows_wait(
     assert predicted == pytest.approx(simulated, rel=0.03)
 
 
+@given(st.integers(1, 40), st.integers(1, 100))
+def test_rows_that_all_have_as_many_output_tokens_end_in_waves(slots: int, num_rows: int) -> None:
+    ends = [0] * slots
+    for _ in range(num_rows):
+        heapq.heapreplace(ends, ends[0] + 7)
+    live = [sum(end > wave * 7 for end in ends) for wave in range(max(ends) // 7)]
+    for seconds in (bound_by_reading, bound_by_arithmetic):
+        simulated = 7 * sum(seconds(rows, 0) for rows in live)
+        assert decode_seconds(slots, num_rows, 7.0, NONE, seconds, equal=True) == pytest.approx(simulated)
+
+
+def test_a_job_of_equal_outputs_gets_slots_that_its_rows_fill_to_the_end() -> None:
+    equal = replace(CHAT, num_completions=768, max_tokens=1156, equal_outputs=True)
+    assert max(-768 % shape_and_speed(card, equal, NONE)[0] for card in CARDS) < 8
+
+
+def test_a_round_with_drafts_takes_the_drafters_reading_too() -> None:
+    free, costly = ExpectedDrafts((0, 3), 1.5), ExpectedDrafts((0, 3), 1.5, (0, 3 * 10**9))
+    assert [(free.bytes_of(count), costly.bytes_of(count)) for count in (0, 3)] == [(0, 0), (0, 3 * 10**9)]
+    assert shape_and_speed("H200", CHAT, costly)[1] < shape_and_speed("H200", CHAT, free)[1]
+
+
 def test_of_sizes_that_are_nearly_as_fast_the_smallest_is_chosen() -> None:
     assert choose_slots([1, 2, 4, 8, 16], 10**6, NONE, bound_by_reading) == 16
     assert choose_slots([1, 2, 4, 8, 16], 10**6, NONE, bound_by_arithmetic) == 1

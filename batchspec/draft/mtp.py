@@ -120,6 +120,11 @@ class MtpDrafterSpec(DrafterSpec[Mtp]):
         copied = (self._vocab_size or 0) // self.checkpoint.mtp.shard.ranks
         return self.checkpoint.mtp.block_bytes(dtype) + copied * self.target.hidden_size * dtype.itemsize
 
+    def draft_bytes(self, draft_len: int, *, dtype: torch.dtype, device: torch.device) -> int:
+        """The layer's weights, and rows of an output matrix: its own copies, or all of the target's."""
+        shared = 0 if self._vocab_size else self.target.num_logits * self.target.hidden_size * dtype.itemsize
+        return draft_len * (self.weight_bytes(dtype=dtype, device=device) + shared)
+
     def fetch(self) -> None:
         if not self._dummy:
             self._files.fetch()

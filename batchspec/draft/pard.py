@@ -184,6 +184,10 @@ class PardDrafterSpec(DrafterSpec[PardModel]):
     def weight_bytes(self, *, dtype: torch.dtype, device: torch.device) -> int:
         return self.pard.on(device, dtype).model.weight_bytes(dtype)
 
+    def draft_bytes(self, draft_len: int, *, dtype: torch.dtype, device: torch.device) -> int:
+        """One pass drafts all of them."""
+        return self.weight_bytes(dtype=dtype, device=device) if draft_len else 0
+
     def fetch(self) -> None:
         resolve_model(self._path, key="draft.path")
 

@@ -1,7 +1,7 @@
 """A job's drafter before there is an engine: what `plan`, the job, training and benchmarks need to know of it.
 
 open_drafter(config, target)   check settings and checkpoint, read no weights; ConfigError, CheckpointError if it cannot draft
-    .shape  .layer_states()  .weight_bytes()  .corpus_bytes()  what the planner needs
+    .shape  .layer_states()  .weight_bytes()  .draft_bytes()  .corpus_bytes()  what the planner needs
     .of_rank(shard)            the same if ranks compute the target together
     .fetch()                   download the weights of a hub id
     .load(dtype, device)       read the weights
@@ -76,6 +76,10 @@ class DrafterSpec(ABC, Generic[W]):
     def weight_bytes(self, *, dtype: torch.dtype, device: torch.device) -> int:
         """Bytes of the weights that `load` keeps in the device's memory."""
         return 0
+
+    def draft_bytes(self, draft_len: int, *, dtype: torch.dtype, device: torch.device) -> int:
+        """Bytes of weights that are read to draft so many tokens of each row. Default: all of its own, once per token."""
+        return draft_len * self.weight_bytes(dtype=dtype, device=device)
 
     def corpus_bytes(self) -> int:
         """Bytes of the device's memory for what it collects while the job runs."""

@@ -84,6 +84,10 @@ class WindowDrafterSpec(Weightless):
     assumed_accepted = 1.5
     """A cautious assumption: of three drafts, 2.7 and 2.1 were accepted (jobs/pages/NOTEBOOK.md, "Drafters")."""
 
+    def draft_bytes(self, draft_len: int, *, dtype: torch.dtype, device: torch.device) -> int:
+        """The target's weights, once per token."""
+        return draft_len * self.target.weight_bytes(dtype)
+
     def build(self, weights: None, target: Target, *, slots: int) -> WindowDrafter:
         draft = self.config.draft
         assert draft.window is not None

@@ -26,7 +26,8 @@ high.
 R rows, C_l keys of a row that layer l reads, T = R * tokens_per_row, kv bytes of K/V a token and layer, A numbers of q a token,
 L layers. C_l is the row's context; in a layer with a window it is min(context, window + tokens_per_row - 1). S bytes of the
 states of a row in all layers: a round reads and writes them once. Each kind of layer says what it costs (`MixerSpec.round_work`,
-`prompt_work`). A prefill also takes the time in which the inputs and outputs of its tokens' experts are moved (`_pair_bytes`). LoRA adapters of rows add two products of their own to each product (`_adapters_s`).
+`prompt_work`). A prefill also takes the time in which the inputs and outputs of its tokens' experts are moved (`_pair_bytes`).
+LoRA adapters of rows add two products of their own to each product (`_adapters_s`).
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def round_seconds(
     products_s = _products_s(spec, rates, dtype, tokens, correlation)
     work = _round_work(spec, dtype, context_tokens, tokens_per_row)
     mixers_s = max(rows * work.page_bytes / rates.bytes_s, tokens * work.flop / rates.flop_s(tokens))
-    states_s = 2 * rows * work.state_bytes / rates.bytes_s
+    states_s = rows * (2 * work.state_bytes + (tokens_per_row - 1) * work.token_bytes) / rates.bytes_s
     return products_s + mixers_s + states_s + rates.overhead_s + exchange_seconds(spec, dtype, tokens)
 
 
@@ -187,5 +188,5 @@ def _round_work(spec: ModelSpec, dtype: torch.dtype, context_tokens: float, toke
     works = [mixer.round_work(run, context_tokens, tokens_per_row) for _, mixer in spec.mixers]
     return Work(
         page_bytes=sum(work.page_bytes for work in works), state_bytes=sum(work.state_bytes for work in works),
-        flop=sum(work.flop for work in works),
+        token_bytes=sum(work.token_bytes for work in works), flop=sum(work.flop for work in works),
     )

@@ -21,6 +21,8 @@ class ExpectedDrafts:
     makes the most tokens/s, and verifies as many."""
     accepted: float
     """Accepted drafts of a row in a round that verifies the most."""
+    draft_bytes: tuple[int, ...] = ()
+    """Bytes of weights that the drafter reads to draft as many as each of the counts; empty: none."""
 
     @property
     def are_chosen(self) -> bool:
@@ -30,6 +32,10 @@ class ExpectedDrafts:
     def none_accepted(self) -> ExpectedDrafts:
         """The same if no draft is ever accepted."""
         return replace(self, accepted=0.0)
+
+    def bytes_of(self, count: int) -> int:
+        """Bytes that the drafter reads in a round that verifies so many."""
+        return self.draft_bytes[self.counts.index(count)] if self.draft_bytes else 0
 
     def accepted_of(self, count: int) -> float:
         """Accepted drafts of a row in a round that verifies so many."""

@@ -2,8 +2,13 @@
 
     seconds = (N / S - 1/2) r t(S) + r t(S / 2)         N rows of r output tokens in S slots, t(S) seconds per token of each row
 
-In the last rounds no row is left to refill slots: the live rows, which lack between none and all of their tokens, become fewer
-until the last one ends. That takes twice as long as half of a row, with half of the slots live on average.
+N = w S + e rows that all have as many output tokens begin and end together:
+
+    seconds = w r t(S) + r t(e)
+
+Of rows of many lengths, in the last rounds no row is left to refill slots: the live rows, which lack between none and all of
+their tokens, become fewer until the last one ends. That takes twice as long as half of a row, with half of the slots live on
+average.
 """
 
 from __future__ import annotations
@@ -51,14 +56,23 @@ def best_round(rows: int, drafts: ExpectedDrafts, seconds: RoundSeconds) -> Expe
     return best
 
 
-def decode_seconds(slots: int, num_rows: int, output_tokens: float, drafts: ExpectedDrafts, seconds: RoundSeconds) -> float:
-    """Seconds in which so many slots decode `num_rows` rows of `output_tokens` tokens."""
+def decode_seconds(
+    slots: int, num_rows: int, output_tokens: float, drafts: ExpectedDrafts, seconds: RoundSeconds, *, equal: bool = False
+) -> float:
+    """Seconds in which so many slots decode `num_rows` rows of `output_tokens` tokens: on average, or (equal) each."""
+
+    def token_s(rows: int) -> float:
+        return best_round(rows, drafts, seconds).token_s if rows else 0.0
+
     slots = min(slots, num_rows)
-    full, half = (best_round(rows, drafts, seconds).token_s for rows in (slots, -(-slots // 2)))
-    return output_tokens * ((num_rows / slots - 0.5) * full + half)
+    if equal:
+        return output_tokens * (num_rows // slots * token_s(slots) + token_s(num_rows % slots))
+    return output_tokens * ((num_rows / slots - 0.5) * token_s(slots) + token_s(-(-slots // 2)))
 
 
-def choose_slots(sizes: Sequence[int], num_rows: int, drafts: ExpectedDrafts, seconds: RoundSeconds) -> int:
+def choose_slots(
+    sizes: Sequence[int], num_rows: int, drafts: ExpectedDrafts, seconds: RoundSeconds, *, equal: bool = False
+) -> int:
     """The smallest of these numbers of slots that is nearly as fast as the fastest.
 
     Where rounds choose their drafts, it is so both if these are accepted as expected and if none is: how many a job accepts is
@@ -67,7 +81,7 @@ def choose_slots(sizes: Sequence[int], num_rows: int, drafts: ExpectedDrafts, se
     cases = [drafts, drafts.none_accepted] if drafts.are_chosen else [drafts]
     shares = dict.fromkeys(sizes, 1.0)
     for case in cases:
-        taken = {slots: decode_seconds(slots, num_rows, 1.0, case, seconds) for slots in sizes}
+        taken = {slots: decode_seconds(slots, num_rows, 1.0, case, seconds, equal=equal) for slots in sizes}
         least = min(taken.values())
         shares = {slots: min(share, least / taken[slots]) for slots, share in shares.items()}
     enough = GOOD_ENOUGH * max(shares.values())

@@ -30,6 +30,8 @@ CPU_PREFILL = 1024
 GPU_PREFILL = 16384
 GPU_RUN_AHEAD = 2
 """Number of rounds that are launched before the results of the first are read."""
+MORE_WAVES = 4
+"""Numbers of waves that are tried for rows of equal outputs, from the fewest that are possible."""
 MORE_ROWS = 0.05
 """Maximum pages that the rows of all slots may need beyond those that there are, as a share of these."""
 
@@ -43,6 +45,8 @@ class Demand:
     """Mean length of a prompt."""
     output_tokens: float
     """Mean length of an output, predicted."""
+    equal_outputs: bool = False
+    """All outputs are predicted to have this length."""
     max_tokens: int
     """Longest prompt + max_new_tokens if all rows were surveyed, else the maximum that the job allows."""
     longest_prompt: int | None = None
@@ -168,9 +172,10 @@ def forecast(
     """Rounds and seconds of the whole job, if every round verifies as many drafts as make the most tokens/s (`job_time.py`)."""
     rows, output = min(batch.num_slots, demand.num_completions), 0.0 if demand.scores else demand.output_tokens
     context = demand.prompt_tokens + output / 2
-    seconds = _round_seconds(spec, rates, dtype, context_tokens=context, correlation=correlation)
+    seconds = _round_seconds(spec, rates, dtype, drafts, context_tokens=context, correlation=correlation)
     full = best_round(rows, drafts, seconds)
-    rounds = (demand.num_completions / rows + 0.5) * output / (1 + full.accepted)
+    waves = -(-demand.num_completions // rows) if demand.equal_outputs else demand.num_completions / rows + 0.5
+    rounds = waves * output / (1 + full.accepted)
     places = full.num_drafts + 1
     prefill_s = prefill_seconds(
         spec, rates, dtype=dtype, prompt_tokens=demand.prompt_tokens, pass_tokens=batch.prefill_tokens, scores=demand.scores
@@ -180,7 +185,7 @@ def forecast(
         weights_read_bytes=read_bytes(spec, dtype, rows * places, correlation=correlation),
         kv_read_bytes=kv_read_bytes(spec, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places),
         state_bytes=moved_state_bytes(spec, dtype=dtype, rows=rows), prefill_s=demand.num_completions * prefill_s,
-        decode_s=decode_seconds(rows, demand.num_completions, output, drafts, seconds),
+        decode_s=decode_seconds(rows, demand.num_completions, output, drafts, seconds, equal=demand.equal_outputs),
     )
 
 
@@ -272,21 +277,27 @@ def _choose_slots(
         # A partly filled tile takes as long as a full one. Rows need all their pages only at their end, so a few more rows fit.
         step = max(1, rates.tile // (count + 1))
         sizes |= {fullest // step * step} - {0} if most > 64 else set()
-    seconds = _round_seconds(spec, rates, dtype, context_tokens=context, correlation=correlation, most=most)
-    return choose_slots(sorted(sizes), max(1, demand.num_completions), drafts, seconds)
+    num_rows = max(1, demand.num_completions)
+    if demand.equal_outputs:  # rows that begin and end together: as many in the last slots as before
+        sizes |= {-(-num_rows // waves) for waves in range(-(-num_rows // fullest), -(-num_rows // fullest) + MORE_WAVES)}
+    seconds = _round_seconds(spec, rates, dtype, drafts, context_tokens=context, correlation=correlation, most=most)
+    return choose_slots(sorted(sizes), num_rows, drafts, seconds, equal=demand.equal_outputs)
 
 
 def _round_seconds(
-    spec: ModelSpec, rates: Rates, dtype: torch.dtype, *, context_tokens: float, correlation: float, most: int | None = None
+    spec: ModelSpec, rates: Rates, dtype: torch.dtype, drafts: ExpectedDrafts, *, context_tokens: float, correlation: float,
+    most: int | None = None,
 ) -> RoundSeconds:
-    """most: number of rows that the pages hold; of more slots, so many are live at a time. None: all."""
+    """Seconds to draft and to verify. most: number of rows that the pages hold; of more slots, so many are live at a time.
+    None: all."""
 
     @cache
     def seconds(slots: int, num_drafts: int) -> float:
         rows = slots if most is None else min(slots, most)
-        return slots / rows * round_seconds(
+        verify_s = round_seconds(
             spec, rates, dtype=dtype, rows=rows, context_tokens=context_tokens, tokens_per_row=(num_drafts + 1) * slots / rows,
             correlation=correlation,
         )
+        return slots / rows * (verify_s + drafts.bytes_of(num_drafts) / rates.weight_bytes_s(dtype))
 
     return seconds

@@ -113,6 +113,7 @@ class Survey:
             num_completions=round(len(prompts) * num_rows / self.num_rows),
             prompt_tokens=float(prompts.mean()),
             output_tokens=self.mean_output,
+            equal_outputs=bool((self.lengths("predicted_tokens") == caps[0]).all()),
             max_tokens=longest_row if self.num_rows == num_rows else max_len,
             longest_prompt=int(prompts.max()),
             longest_row=longest_row,

@@ -72,7 +72,9 @@ def expected_drafts(job: JobModel) -> ExpectedDrafts:
     """What the job's rounds verify and accept. They choose by times, and only rounds in CUDA graphs are timed."""
     shape, timed = job.drafter.shape, job.device.type == "cuda" and job.dtype in GRAPH_DTYPES
     chosen = timed and job.config.draft.adaptive is not False
-    return ExpectedDrafts(shape.verified_counts if chosen else (shape.num_verified,), job.drafter.assumed_accepted)
+    counts, lens = (shape.verified_counts, shape.draft_lens) if chosen else ((shape.num_verified,), (shape.draft_len,))
+    read = tuple(job.drafter.draft_bytes(draft_len, dtype=job.dtype, device=job.device) for draft_len in lens)
+    return ExpectedDrafts(counts, job.drafter.assumed_accepted, read)
 
 
 def forecast_of(job: Job, batch: PackedBatch, demand: Demand, rates: Rates) -> Forecast:

@@ -56,6 +56,8 @@ class Work:
     """Bytes of a row's pages, which are read while the mixer computes: the longer of both times counts."""
     state_bytes: int = 0
     """Bytes of a row's states: read before it computes and written after it."""
+    token_bytes: int = 0
+    """Bytes that take as long to move as the states take with one more token of the row."""
     flop: float = 0
     """Operations of one token."""
 

@@ -55,6 +55,9 @@ from batchspec.model.layers.passes import Pass
 
 RECURRENT_CHUNK = 64
 """Tokens of a prompt that are taken at a time: prompts are cut at multiples of it."""
+TOKEN_SHARE = 0.2
+"""Time of a round's recurrence for each draft, relative to reading and writing fp32 states: 0.19 with Qwen3.5-35B-A3B and 256
+rows, 0.25 with the 27B and 64 (H200, 2026-11)."""
 PREFILL_SLOWDOWN = 4.5
 """Time of the recurrence in a prefill, relative to that of its operations at the rate of large products: its products are small,
 and a chunk waits for the one before. From the prefill of Qwen3.5-35B-A3B on an H200: 49 ns per token and layer (2026-11)."""
@@ -147,7 +150,10 @@ class GatedDeltaSpec(NormedSpec, MixerSpec):
         return LayerState(None, row=rows, lags=True, chunk=RECURRENT_CHUNK, shares="gated delta")
 
     def round_work(self, run: Computing, context: float, tokens: float) -> Work:
-        return Work(state_bytes=self._state(run.dtype, run.state_dtype).nbytes)
+        numbers = self.num_value_heads * self.key_dim * self.value_dim
+        return Work(
+            state_bytes=self._state(run.dtype, run.state_dtype).nbytes, token_bytes=round(TOKEN_SHARE * 2 * 4 * numbers)
+        )
 
     def prompt_work(self, run: Computing, prompt: float, *, ends_only: bool) -> Work:
         return Work(flop=PREFILL_SLOWDOWN * self.prefill_flop)
