@@ -83,7 +83,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def kinds(spec: ModelSpec) -> str:
     """r for a recurrent layer, a for one that attends; capital if it has experts."""
-    mixers = [{AttentionSpec: "a", GatedDeltaSpec: "r"}[type(layer.mixer)] for layer in spec.layers]
+    letters: dict[type, str] = {AttentionSpec: "a", GatedDeltaSpec: "r"}
+    mixers = [letters[type(layer.mixer)] for layer in spec.layers]
     return "".join(
         mixer.upper() if isinstance(layer.mlp, MoeSpec) else mixer for mixer, layer in zip(mixers, spec.layers, strict=True)
     )
@@ -319,7 +320,7 @@ def test_usual_keys_and_defaults_are_those_of_transformers(family: str, changes:
     assert (delta.num_key_heads, delta.key_dim) == (made.linear_num_key_heads, made.linear_key_head_dim)
     assert (delta.num_value_heads, delta.value_dim) == (made.linear_num_value_heads, made.linear_value_head_dim)
     assert (delta.conv_width, delta.interleaved) == (made.linear_conv_kernel_dim, family == "qwen3_next")
-    types = {AttentionSpec: "full_attention", GatedDeltaSpec: "linear_attention"}
+    types: dict[type, str] = {AttentionSpec: "full_attention", GatedDeltaSpec: "linear_attention"}
     assert [types[type(layer.mixer)] for layer in spec.layers] == made.layer_types
     assert_rope(spec, made)
     for layer in spec.layers:
