@@ -18,9 +18,8 @@ from batchspec.config.checks import check
 from batchspec.config.compose import compose
 from batchspec.config.draft_checks import READ_BY
 from batchspec.config.overrides import overrides_of
-from batchspec.config.schema import RunConfig
+from batchspec.config.schema import KEYS, RunConfig
 from batchspec.config.typed import from_dict, from_hydra, from_json, keys, suggest, to_json
-from batchspec.config.values import CHOICES, RANGES, violation
 from batchspec.config.vllm_names import NAMES, REMARKS, remark
 from batchspec.errors import ConfigError
 
@@ -207,21 +206,20 @@ def test_synthetic_acceptance_must_fit_the_draft_length_and_fall() -> None:
     assert "draft=none" in refused(draft__synthetic=[0.1], draft__num_speculative_tokens=1, draft__name="none")
 
 
-def test_every_number_has_a_range_and_every_table_names_real_keys() -> None:
+def test_every_number_has_a_range_and_drafters_read_real_keys() -> None:
     known = keys()
-    assert set(RANGES) | set(CHOICES) | set(READ_BY) <= set(known)
+    assert set(READ_BY) <= set(known)
     for key in known:
         value: Any = RunConfig()
         for part in key.split("."):
             value = getattr(value, part)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            assert key in RANGES, key
+            assert KEYS[key].advice, key
 
 
-@given(st.sampled_from(sorted(RANGES)), st.floats(allow_nan=True))
+@given(st.sampled_from([key for key, its in KEYS.items() if its.advice]), st.floats(allow_nan=True))
 def test_a_range_lets_through_exactly_what_lies_in_it(key: str, value: float) -> None:
-    low, high, _ = RANGES[key]
-    assert (violation(key, value) is None) == (low <= value <= high)
+    assert (KEYS[key].violation(key, value) is None) == (KEYS[key].low <= value <= KEYS[key].high)
 
 
 def test_a_typed_configuration_survives_omegaconf_and_back() -> None:

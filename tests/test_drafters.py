@@ -20,8 +20,8 @@ from batchspec.config.checks import check
 from batchspec.config.draft_checks import READ_BY
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.drafters import DRAFTERS, Entry, named
-from batchspec.config.schema import ModelConfig, RunConfig
-from batchspec.config.values import CHOICES
+from batchspec.config.key import Key
+from batchspec.config.schema import KEYS, ModelConfig, RunConfig
 from batchspec.draft.base import NoFeatures
 from batchspec.draft.shapes import ChainShape, TreeShape
 from batchspec.draft.spec import DrafterSpec, Weightless, open_drafter
@@ -66,7 +66,7 @@ def test_every_drafter_has_a_conf_of_its_name_and_every_conf_a_drafter() -> None
 
 
 def test_choices_and_benchmarks_are_those_of_the_registry() -> None:
-    assert CHOICES["draft.name"] == tuple(DRAFTERS)
+    assert KEYS["draft.name"].choices == tuple(DRAFTERS)
     assert set(named()) == set(DRAFTERS) - {"auto"}
     assert set(named()) <= set(DRAFTS)
     assert "auto" not in DRAFTS
@@ -117,7 +117,7 @@ def repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     module.SPEC = RepeatSpec  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(DRAFTERS, "repeat", Entry())
-    monkeypatch.setitem(CHOICES, "draft.name", tuple(DRAFTERS))
+    monkeypatch.setitem(KEYS, "draft.name", Key(choices=tuple(DRAFTERS)))
     monkeypatch.setattr(draft_auto, "option_values", lambda group, option: {"name": option})
 
 

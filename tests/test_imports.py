@@ -24,6 +24,7 @@ EVERYONE = {
     "config.draft_schema",
     "config.schema",
     "config.decode_schema",
+    "config.key",
     "config.values",
     "config.checks",
     "process",

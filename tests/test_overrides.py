@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from batchspec.config.compose import compose, composed
+from batchspec.config.key import value_of
 from batchspec.config.overrides import LISTS, for_hydra, overrides_of
+from batchspec.config.schema import KEYS
 from batchspec.config.train_schema import TrainRun
-from batchspec.config.values import EXAMPLES, value_of, written
+from batchspec.config.values import written
 from batchspec.errors import ConfigError
 
 HOME = Path("~").expanduser()
@@ -117,7 +119,7 @@ def test_a_name_that_hydra_cannot_read_is_refused_with_the_place_for_it(name: st
             options({"model.adapters": {name: "x"}})
 
 
-@pytest.mark.parametrize("key", sorted({*LISTS, *EXAMPLES}))
+@pytest.mark.parametrize("key", sorted({*LISTS, *(key for key, its in KEYS.items() if its.example)}))
 def test_the_values_that_messages_advise_to_write_are_accepted(key: str) -> None:
     """They are single words of a shell's command, and Hydra reads them."""
     (word,) = shlex.split(written(key).replace("TEXT", "2"))

@@ -23,7 +23,7 @@ import batchspec
 from batchspec import run
 from batchspec.commands import export, plan
 from batchspec.config.overrides import overrides_of
-from batchspec.config.values import CHOICES
+from batchspec.config.schema import KEYS
 from batchspec.errors import ConfigError
 from batchspec.records import Completion, Thinking
 from batchspec.text.thinking import find_think_tokens
@@ -326,7 +326,7 @@ def damaged(draw: st.DrawFn, name: str) -> str:
 
 
 def test_every_form_is_a_choice_of_the_key() -> None:
-    assert CHOICES["model.tool_calls"] == ("auto", "none", *FORMS)
+    assert KEYS["model.tool_calls"].choices == ("auto", "none", *FORMS)
 
 
 @pytest.mark.parametrize("name", FORMS)

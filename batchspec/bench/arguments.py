@@ -11,7 +11,7 @@ from batchspec.bench import rounds
 from batchspec.bench.acceptance import read_accept
 from batchspec.bench.engines import DRAFTS, OPTIONS, TREE, parse_options
 from batchspec.config.checks import MAX_ADAPTERS
-from batchspec.config.values import violation
+from batchspec.config.schema import KEYS
 from batchspec.console.arguments import ArgumentParser
 from batchspec.errors import ConfigError
 from batchspec.job.prepare import choose_device
@@ -107,7 +107,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--topk {args.topk} must be at least 2 for a tree; --draft eagle3 is a chain")
     if any(k is not None and k < (0 if args.rounds else 1) for k in args.k):
         raise ConfigError("--k counts from 1, with --rounds from 0; --draft none is the variant without drafts")
-    if any(violation("decode.temperature", heat) for heat in args.temperature):
+    if any(KEYS["decode.temperature"].violation("temperature", heat) for heat in args.temperature):
         raise ConfigError(f"--temperature {args.temperature} must be in 0 .. 100; 0 is greedy")
     if any(number < 0 for number in args.schemas):
         raise ConfigError(f"--schemas {args.schemas} are numbers of distinct schemas; 0 is the variant without them")

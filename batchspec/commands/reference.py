@@ -12,9 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from batchspec.config import train_schema as settings
-from batchspec.config.reference import Key, default_options, defaults_of, groups_of, keys_of, option_comment, options
-from batchspec.config.schema import RunConfig
-from batchspec.config.values import CHOICES, RANGES
+from batchspec.config.reference import (
+    DescribedKey,
+    default_options,
+    defaults_of,
+    described_keys,
+    groups_of,
+    option_comment,
+    options,
+)
+from batchspec.config.schema import KEYS, RunConfig
 from batchspec.console import terminal
 
 PAGE = Path(__file__).parents[2] / "conf" / "README.md"
@@ -78,19 +85,14 @@ def help_text(command: str, *, width: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def keys_for(command: str) -> list[Key]:
+def keys_for(command: str) -> list[DescribedKey]:
     """The keys that a command reads."""
     if command != "train":
-        return keys_of(RunConfig, ranges=RANGES, choices=CHOICES, defaults=defaults_of("run"))
-    found = keys_of(
-        settings.TrainRun,
-        ranges=settings.RANGES,
-        choices=settings.CHOICES,
-        defaults=defaults_of("train"),
-        descriptions=settings.DESCRIPTIONS,
+        return described_keys(RunConfig, KEYS, defaults=defaults_of("run"))
+    training = described_keys(
+        settings.TrainRun, settings.KEYS, defaults=defaults_of("train"), descriptions=settings.DESCRIPTIONS
     )
-    found = [replace(key, drafters=()) for key in found if key.name not in settings.UNREAD]
-    return [key for key in found if key.name in settings.READ or not key.name.startswith("draft.")]
+    return [replace(key, drafters=()) for key in training]
 
 
 def page() -> str:
@@ -165,13 +167,13 @@ def _group_lines(width: int) -> list[str]:
     return [*lines, ""]
 
 
-def _summary(key: Key) -> str:
+def _summary(key: DescribedKey) -> str:
     named = all(choice in key.summary for choice in key.choices)
     choices = "" if named else f" ({', '.join(key.choices)})"
     return f"{key.summary.removesuffix('.')}{choices}.{_of(key)}"
 
 
-def _tables(keys: Sequence[Key], about: Mapping[str, str]) -> list[str]:
+def _tables(keys: Sequence[DescribedKey], about: Mapping[str, str]) -> list[str]:
     lines = []
     for group, listed in _by_group(keys).items():
         lines += ["", f"### {group or 'Others'}", ""]
@@ -188,16 +190,16 @@ def _about(schema: type) -> dict[str, str]:
     return groups_of(schema) | {ADVANCED: ABOUT_ADVANCED}
 
 
-def _by_group(keys: Iterable[Key]) -> dict[str, list[Key]]:
+def _by_group(keys: Iterable[DescribedKey]) -> dict[str, list[DescribedKey]]:
     """Group -> its keys; those that few jobs set are a last group of their own."""
-    found: dict[str, list[Key]] = {}
+    found: dict[str, list[DescribedKey]] = {}
     for key in sorted(keys, key=lambda key: key.advanced):
         group = key.name.split(".")[0] if "." in key.name else ""
         found.setdefault(ADVANCED if key.advanced else group, []).append(key)
     return found
 
 
-def _of(key: Key) -> str:
+def _of(key: DescribedKey) -> str:
     return f" [{', '.join(key.drafters)}]" if key.drafters else ""
 
 

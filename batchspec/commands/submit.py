@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from batchspec.cluster.manifests import OF_SLURM, SYSTEMS, kubernetes, skypilot
 from batchspec.config.checks import AUTO
 from batchspec.config.compose import launch
-from batchspec.config.schema import ClusterConfig, RunConfig
-from batchspec.config.values import PATHS, value_of
+from batchspec.config.key import value_of
+from batchspec.config.schema import KEYS, ClusterConfig, RunConfig
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.console.text import counted, for_shell
@@ -155,7 +155,7 @@ def place_notes(config: RunConfig, system: str) -> list[str]:
 def _local_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The local paths that the configuration names, each with its key; a model that is not a folder here is one of the hub."""
     packaged = str(importlib.resources.files("batchspec"))
-    for key in PATHS:
+    for key in (name for name, declared in KEYS.items() if declared.path):
         value = value_of(config, key)
         several = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
         for path in several:

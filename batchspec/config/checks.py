@@ -7,35 +7,21 @@ from datetime import datetime
 from typing import Any
 
 from batchspec.config.draft_checks import check_draft
-from batchspec.config.schema import InputConfig, RunConfig
+from batchspec.config.key import value_of
+from batchspec.config.schema import KEYS, InputConfig, RunConfig
 from batchspec.config.values import (
-    CHOICES,
-    RANGES,
-    check_choices,
     check_credentials,
     check_given,
-    check_ranges,
     check_saved,
+    check_values,
     logit_bias,
-    value_of,
     written,
 )
 from batchspec.errors import ConfigError
 from batchspec.records import STATUSES
 
-URLS = (
-    "input.path",
-    "input.from_job",
-    "output.dir",
-    "output.openai",
-    "model.path",
-    "model.revision",
-    "model.adapter",
-    "model.adapters",
-    "model.chat_template",
-    "draft.path",
-)
-
+URLS = tuple(name for name, key in KEYS.items() if key.path or name == "model.revision")
+"""Keys that may be given a URL."""
 MAX_ADAPTERS = 256
 """Of model.adapters."""
 MAX_WORKERS = 128
@@ -59,9 +45,8 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
     check_saved(config)
     given = {"input.path"} if config.input.from_job is not None else set()
     check_given(config, {key: REQUIRED[key] for key in require if key not in given})
-    check_choices(config, CHOICES)
+    check_values(config, KEYS)
     check_draft(config)
-    check_ranges(config, RANGES)
     _cache(config)
     _adapters(config)
     _ranks(config)

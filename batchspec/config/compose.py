@@ -25,10 +25,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 
 from batchspec.config.checks import check
+from batchspec.config.key import Key
 from batchspec.config.overrides import FLOATS, INPUT, LISTS, MAPS, TEXTS, for_hydra
-from batchspec.config.schema import RunConfig
+from batchspec.config.schema import KEYS, RunConfig
 from batchspec.config.typed import from_hydra, keys, meant, register, suggest, type_error, typed, unknown_key
-from batchspec.config.values import EXAMPLES, written
+from batchspec.config.values import written
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
@@ -254,7 +255,7 @@ def _grammar(text: str) -> str | None:
     """An error of Hydra's about the form of an override, as one line; None for any other text."""
     if found := re.search(r"Ambiguous value for argument '([^=']+)=([^']*)'", text):
         key, value = found.groups()
-        advice = f"; a list is '{key}=[{value}]'" if key in EXAMPLES else ""
+        advice = f"; a list is '{key}=[{value}]'" if KEYS.get(key, Key()).example else ""
         if key in FLOATS and re.fullmatch(r"\d*,\d+", value):
             advice = f"; a number has a point, {key}={value.replace(',', '.')}"
         if key in (*TEXTS, INPUT):

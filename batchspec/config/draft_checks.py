@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.draft_schema import MAX_TREE_NODES, MAX_TREE_PLACES, DraftConfig
 from batchspec.config.drafters import DRAFTERS, readers
+from batchspec.config.key import value_of
 from batchspec.config.schema import RunConfig
-from batchspec.config.values import MAX_TREE_NODES, MAX_TREE_PLACES, value_of
 from batchspec.errors import ConfigError
 
 READ_BY = readers()

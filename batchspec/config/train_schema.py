@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.drafters import DRAFTERS
+from batchspec.config.key import ABOVE_0, Key, declared_keys, key, value_of
 from batchspec.config.schema import ModelConfig
-from batchspec.config.values import check_choices, check_credentials, check_given, check_ranges, check_saved, value_of
+from batchspec.config.values import check_credentials, check_given, check_saved, check_values
 from batchspec.errors import ConfigError
 
 
@@ -17,9 +17,9 @@ from batchspec.errors import ConfigError
 class CompletionsConfig:
     """The completions that the head learns from."""
 
-    path: Any = None
+    path: Any = key(None, form="string or list of strings", path=True)
     """Output folder of a job, or a glob or list of them: Parquet with prompt_ids and token_ids (required)."""
-    limit: int | None = None
+    limit: int | None = key(None, low=1, advice="null takes every completion")
     """Maximum number of completions, from the first on. null is all of them."""
 
 
@@ -27,9 +27,9 @@ class CompletionsConfig:
 class HeadOutputConfig:
     """Where the head, or the tuned MTP layer, is written."""
 
-    dir: str | None = None
+    dir: str | None = key(None, path=True)
     """Folder of the head or layer, on this machine (required)."""
-    layout: str = "flat"
+    layout: str = key("flat", choices=("flat", "speculators"))
     """Layout of a head's files: flat (SafeAILab, SpecForge, SGLang, vLLM) or speculators (vLLM). An MTP layer has the names of
     its checkpoint."""
     overwrite: bool = False
@@ -40,54 +40,54 @@ class HeadOutputConfig:
 class TrainConfig:
     """The training itself."""
 
-    draft_vocab: int = 32000
+    draft_vocab: int = key(32000, low=2, advice="32000 is usual")
     """Maximum number of tokens that a head can draft: the most frequent ones of the completions. An MTP layer drafts all."""
     aux_layer_ids: list[int] | None = None
     """Layers of the target whose input hidden states the head reads. null is layer 2, the middle one and the last but two."""
-    layers: int | None = None
+    layers: int | None = key(None, low=1, high=4, advice="1 is usual, 2 for a small target, 4 for draft=parallel")
     """Number of layers of the head. More layers draft better, but a chain runs them for each draft token. null is 1, or the
     number that draft.path has; a larger number adds layers to that head."""
-    inner: int | None = None
+    inner: int | None = key(None, low=8, advice="null takes the target's")
     """Intermediate size of the MLPs of the head. null is the target's."""
-    mask_token: int | None = None
+    mask_token: int | None = key(None, low=0, advice="null chooses one")
     """Id of the mask token of a parallel head. null is the highest id that occurs in no completion."""
     prompts: bool = False
     """Train on the tokens of the prompts too, not of the completions alone."""
-    ahead: int = 6
+    ahead: int = key(6, low=1, high=16, advice="6 is usual")
     """Number of draft steps that are trained. It should be at least the K that jobs will draft with. A chain, of a head or of an
     MTP layer, trains each step on its own hidden states of the step before (test-time training), a parallel head trains each
     after one more mask."""
-    decay: float = 0.8
+    decay: float = key(0.8, low=ABOVE_0, high=1.0, advice="1 gives all draft steps the same weight")
     """Weight of each draft step relative to the step before."""
-    missed: float = 1.0
+    missed: float = key(1.0, low=0.0, high=1.0, advice="1 gives all positions the same weight")
     """Weight of positions after a wrong draft of an earlier step, which a decode round would discard. 0 leaves them out."""
-    temperature: float = 1.0
+    temperature: float = key(1.0, low=0.01, high=100.0, advice="1 is the target's own distribution")
     """Temperature of the target's distributions that the head learns. Below 1 the most likely token counts more, as in greedy
     jobs."""
-    lr: float | None = None
+    lr: float | None = key(None, low=ABOVE_0, high=1.0, advice="3e-3 is usual, 1e-4 for draft=mtp")
     """Highest learning rate. It is reached after 2 % of the steps and then falls linearly to zero. null is 3e-3, and 1e-4 for an
     MTP layer that goes on from trained weights."""
     muon: bool = True
     """Train the matrices of the layers with Muon and the rest, experts and routers too, with AdamW. false trains all with
     AdamW."""
-    clip: float = 0.5
+    clip: float = key(0.5, low=ABOVE_0, advice="0.5 is usual")
     """Norm to which gradients are clipped."""
-    epochs: int = 4
+    epochs: int = key(4, low=1, advice="4 is usual")
     """Number of passes over the completions."""
-    steps: int | None = None
+    steps: int | None = key(None, low=1, advice="null uses train.epochs")
     """Number of batches in total, instead of epochs."""
-    batch_tokens: int = 32768
+    batch_tokens: int = key(32768, low=8, advice="32768 is usual")
     """Maximum number of tokens of a batch, padding included. Completions of similar length form a batch."""
-    max_len: int = 2048
+    max_len: int = key(2048, low=8, advice="2048 is usual")
     """Maximum number of tokens of a sequence, prompt included; longer ones are cut at the end."""
-    held_out: int = 64
+    held_out: int = key(64, low=0, advice="0 measures no acceptance")
     """Number of completions kept out of the training, together with all others of their prompts. Acceptance is measured on
     them."""
-    eval_steps: int = 500
+    eval_steps: int = key(500, low=0, advice="0 measures at the end only")
     """Number of batches between two measurements of acceptance. 0 measures at the end only."""
-    save_s: float = 60.0
+    save_s: float = key(60.0, low=0.0, advice="60 is usual")
     """Seconds between two checkpoints, which is what a kill can cost."""
-    seed: int = 0
+    seed: int = key(0, low=0, high=2**63 - 1, advice="give a whole number")
     """Seed of the initial weights, the choice of held-out completions and the order of the batches."""
 
 
@@ -98,7 +98,7 @@ class TrainRun:
     input: CompletionsConfig = field(default_factory=CompletionsConfig)
     output: HeadOutputConfig = field(default_factory=HeadOutputConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    device: str = "auto"
+    device: str = key("auto", choices=("auto", "cpu", "cuda"))
     """Device that the models run on. auto is a GPU if there is one."""
 
 
@@ -111,36 +111,6 @@ DESCRIPTIONS: dict[str, str] = {
     "draft.parallel": "true trains the head to draft all tokens in one forward pass (draft=parallel).",
 }
 """Descriptions of keys that have another meaning here than in a job."""
-RANGES: dict[str, tuple[float, float, str]] = {
-    "draft.num_speculative_tokens": (1, 64, "it is the K of the acceptance curves"),
-    "input.limit": (1, math.inf, "null takes every completion"),
-    "train.draft_vocab": (2, math.inf, "32000 is usual"),
-    "train.layers": (1, 4, "1 is usual, 2 for a small target, 4 for draft=parallel"),
-    "train.inner": (8, math.inf, "null takes the target's"),
-    "train.mask_token": (0, math.inf, "null chooses one"),
-    "train.ahead": (1, 16, "6 is usual"),
-    "train.decay": (math.ulp(0.0), 1.0, "1 gives all draft steps the same weight"),
-    "train.missed": (0.0, 1.0, "1 gives all positions the same weight"),
-    "train.temperature": (0.01, 100.0, "1 is the target's own distribution"),
-    "train.lr": (math.ulp(0.0), 1.0, "3e-3 is usual, 1e-4 for draft=mtp"),
-    "train.clip": (math.ulp(0.0), math.inf, "0.5 is usual"),
-    "train.epochs": (1, math.inf, "4 is usual"),
-    "train.steps": (1, math.inf, "null uses train.epochs"),
-    "train.batch_tokens": (8, math.inf, "32768 is usual"),
-    "train.max_len": (8, math.inf, "2048 is usual"),
-    "train.held_out": (0, math.inf, "0 measures no acceptance"),
-    "train.eval_steps": (0, math.inf, "0 measures at the end only"),
-    "train.save_s": (0.0, math.inf, "60 is usual"),
-    "train.seed": (0, 2**63 - 1, "give a whole number"),
-}
-CHOICES: dict[str, tuple[str, ...]] = {
-    "model.dtype": ("auto", "float32", "bfloat16", "float64"),
-    "model.activations": ("auto", "dtype", "fp8"),
-    "model.load_format": ("auto", "dummy"),
-    "draft.aux_layers": ("auto", "input", "output"),
-    "output.layout": ("flat", "speculators"),
-    "device": ("auto", "cpu", "cuda"),
-}
 REQUIRED: dict[str, str] = {
     "model.path": "the folder or hub id of the target",
     "input.path": "the output folder of a job that this target ran, or a list of them",
@@ -156,6 +126,12 @@ _OF_HEADS = (
 """Keys that draft=mtp does not read."""
 UNREAD = ("model.adapter", "model.adapters", "model.chat_template", "model.think_tokens")
 """Keys of `model` that train does not read."""
+KEYS = {
+    name: declared
+    for name, declared in declared_keys(TrainRun).items()
+    if name in READ or (name not in UNREAD and not name.startswith("draft."))
+} | {"draft.name": Key(), "draft.num_speculative_tokens": Key(low=1, high=64, advice="it is the K of the acceptance curves")}
+"""The keys that train reads, and what is declared of them here."""
 
 
 def check_training(run: TrainRun) -> None:
@@ -163,8 +139,7 @@ def check_training(run: TrainRun) -> None:
     check_given(run, REQUIRED)
     check_credentials(run, ("model.path", "draft.path", "output.dir"))
     check_saved(run)
-    check_choices(run, CHOICES)
-    check_ranges(run, RANGES)
+    check_values(run, KEYS)
     _drafter(run)
     if "://" in (run.output.dir or ""):
         raise ConfigError(f"output.dir={run.output.dir}: what is trained must go to a local folder; copy it afterwards")
@@ -181,10 +156,10 @@ def _drafter(run: TrainRun) -> None:
         raise ConfigError(f"draft={run.draft.name} cannot be trained; use draft=eagle3, draft=parallel or draft=mtp")
     check_given(run, {"draft.num_speculative_tokens": "the K of the acceptance curves"})
     usual = TrainRun()
-    for key in _OF_HEADS if run.draft.name == "mtp" else ():
-        if value_of(run, key) != value_of(usual, key):
+    for name in _OF_HEADS if run.draft.name == "mtp" else ():
+        if value_of(run, name) != value_of(usual, name):
             raise ConfigError(
-                f"{key}={value_of(run, key)} is not used by draft=mtp, whose layer has the shape and the tokens of the model; "
+                f"{name}={value_of(run, name)} is not used by draft=mtp, whose layer has the shape and the tokens of the model; "
                 "remove the key"
             )
     if run.draft.parallel not in ("auto", True, False):
@@ -198,9 +173,9 @@ def _drafter(run: TrainRun) -> None:
             f"draft.aux_layers={run.draft.aux_layers} says how the head draft.path is read, and draft.path is not set; "
             "remove the key"
         )
-    for key in (*(f"draft.{name}" for name in asdict(run.draft)), *UNREAD):
-        if key not in READ and value_of(run, key) != value_of(usual, key):
-            raise ConfigError(f"{key}={value_of(run, key)} is not used by train; remove the key")
+    for name in (*(f"draft.{item}" for item in asdict(run.draft)), *UNREAD):
+        if name not in READ and value_of(run, name) != value_of(usual, name):
+            raise ConfigError(f"{name}={value_of(run, name)} is not used by train; remove the key")
     for name in _OF_NEW_HEADS if run.draft.path is not None else ():
         if (value := getattr(run.train, name)) != getattr(usual.train, name):
             raise ConfigError(f"train.{name}={value} and draft.path: that head has its own; remove one of them")

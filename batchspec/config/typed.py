@@ -15,9 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.key import declared_keys
 from batchspec.config.overrides import list_keys
 from batchspec.config.schema import RunConfig
-from batchspec.config.values import PATHS, SHIPPED, expand_home, literal, shipped, written
+from batchspec.config.values import SHIPPED, expand_home, literal, shipped, written
 from batchspec.config.vllm_names import remark
 from batchspec.errors import ConfigError
 
@@ -28,14 +29,9 @@ _REGISTERED: dict[str, type] = {}
 """Name -> schema, as registered with Hydra."""
 
 
-def keys(config: Any = None, prefix: str = "") -> list[str]:
-    """Every key of the configuration, dotted, groups left out."""
-    found: list[str] = []
-    node = RunConfig() if config is None else config
-    for item in fields(node):
-        value = getattr(node, item.name)
-        found += keys(value, f"{prefix}{item.name}.") if is_dataclass(value) else [prefix + item.name]
-    return found
+def keys(config: Any = None) -> list[str]:
+    """Every key of the configuration, dotted, groups left out. config: an instance, by default a RunConfig."""
+    return [*declared_keys(RunConfig if config is None else type(config))]
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -107,7 +103,7 @@ def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
     except OmegaConfBaseException as error:
         raise ConfigError(type_error(error)) from error
     assert isinstance(config, schema)
-    expand_home(config, PATHS)
+    expand_home(config)
     return config
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from batchspec.config.compose import compose
+from batchspec.config.key import value_of
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import keys
-from batchspec.config.values import value_of
 from batchspec.errors import ConfigError
 
 AS_DONE = {"input.num_workers": 0, "cluster.workers": 1}

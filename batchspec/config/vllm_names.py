@@ -1,65 +1,15 @@
-"""The names that vLLM, transformers, SGLang, OpenAI and distilabel use: and what batchspec has for each."""
+"""The names that vLLM, transformers, SGLang, OpenAI and distilabel use: and what batchspec has for each.
+
+A name of one key is declared beside that key (`Key.names`); here are those that several keys, or none, answer."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+from batchspec.config.schema import KEYS
+
 NAMES: dict[str, str] = {
-    "max_tokens": "decode.max_new_tokens",
-    "max_completion_tokens": "decode.max_new_tokens",
-    "max_output_tokens": "decode.max_new_tokens",
-    "max_gen_toks": "decode.max_new_tokens",
-    "min_tokens": "decode.min_new_tokens",
-    "min_length": "decode.min_new_tokens",
-    "stop_sequences": "decode.stop",
-    "stop_strings": "decode.stop",
-    "stop_token_ids": "decode.stop_ids",
-    "eos_token_id": "decode.stop_ids",
-    "best_of": "decode.n",
-    "num_generations": "decode.n",
-    "num_return_sequences": "decode.n",
-    "guided_json": "decode.schema",
-    "json_schema": "decode.schema",
-    "guided_regex": "decode.regex",
-    "guided_choice": "decode.choice",
-    "guided_grammar": "decode.grammar",
-    "thinking_budget": "decode.thinking_token_budget",
-    "max_thinking_tokens": "decode.thinking_token_budget",
-    "top_logprobs": "output.logprobs",
-    "model_name": "model.path",
-    "model_name_or_path": "model.path",
-    "model_id": "model.path",
-    "pretrained": "model.path",
-    "torch_dtype": "model.dtype",
-    "max_model_len": "model.max_len",
-    "max_length": "model.max_len",
-    "max_seq_len": "model.max_len",
-    "context_length": "model.max_len",
-    "lora_modules": "model.adapters",
-    "lora_path": "model.adapter",
-    "speculative_config": "draft.name",
-    "speculative_algorithm": "draft.name",
-    "speculative_model": "draft.path",
-    "kv_cache_dtype": "cache.dtype",
-    "input_batch_size": "packing.max_num_seqs",
-    "batch_size": "packing.max_num_seqs",
-    "per_device_eval_batch_size": "packing.max_num_seqs",
-    "max_running_requests": "packing.max_num_seqs",
-    "chunked_prefill_size": "packing.max_num_batched_tokens",
-    "tensor_parallel_size": "cluster.tensor_parallel",
-    "tp_size": "cluster.tensor_parallel",
-    "data_parallel_size": "cluster.workers",
-    "dp_size": "cluster.workers",
-    "num_gpus": "cluster.workers",
-    "device_map": "device",
-    "chat_template_kwargs": "input.template_kwargs",
-    "dataset": "input.path",
-    "dataset_name": "input.path",
-    "input_file": "input.path",
-    "num_samples": "input.limit",
-    "max_samples": "input.limit",
-    "output_file": "output.dir",
-    "output_path": "output.dir",
+    name: key for key, its in KEYS.items() for name in (*its.requests, *its.names) if name != key.rpartition(".")[2]
 }
 """Their name, without a group -> batchspec's key."""
 
@@ -78,7 +28,7 @@ _ADAPTERS = "LoRA needs no switch: model.adapter=FOLDER is for all rows, model.a
 _BANNED = "decode.logit_bias={ID: -100} bans a token"
 _ANSWERS = "input.final_assistant=continue continues a chat that ends with an assistant turn"
 
-OF_REQUESTS: dict[str, str] = {
+OF_REQUESTS: dict[str, str] = {name: said for key in KEYS.values() for name, said in key.remarks.items()} | {
     "do_sample": "decode.temperature=0 is greedy, and a higher one samples; decode=sampled sets temperature and top-p",
     "num_beams": _BEAMS,
     "use_beam_search": _BEAMS,
@@ -88,7 +38,6 @@ OF_REQUESTS: dict[str, str] = {
     "epsilon_cutoff": _CUTOFFS,
     "eta_cutoff": _CUTOFFS,
     "no_repeat_ngram_size": "decode.repetition_penalty and decode.frequency_penalty lower the logits of repeated tokens",
-    "bad_words_ids": "decode.bad_words takes the texts",
     "allowed_token_ids": f"{_BANNED}; decode.regex and decode.choice allow certain texts alone",
     "logits_processors": "code of the user does not change logits; decode.logit_bias and the constraints of decode do",
     "include_stop_str_in_output": "`completion` never holds the stop string, which the column stop_reason names",

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchspec.config.schema import RunConfig
-from batchspec.config.values import violation
+from batchspec.config.schema import KEYS, RunConfig
 from batchspec.data.dataset.columns import ColumnMap
 from batchspec.data.dataset.reader import Source
 
@@ -29,4 +28,4 @@ def _valid(values: pa.Array) -> list[int]:
     found = pc.unique(values).drop_null().to_pylist()
     texts = [int(one) for one in found if isinstance(one, str) and one.strip().isdecimal()]  # of CSV, or JSON of several kinds
     numbers = texts + [int(one) for one in found if isinstance(one, int | float) and one == one // 1]
-    return [number for number in numbers if not violation("output.logprobs", number)]
+    return [number for number in numbers if not KEYS["output.logprobs"].violation("num_logprobs", number)]

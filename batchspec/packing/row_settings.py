@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from batchspec.config.schema import RunConfig
-from batchspec.config.values import violation
+from batchspec.config.schema import KEYS, RunConfig
 from batchspec.data.dataset.columns import ColumnMap
 from batchspec.errors import ConfigError
 from batchspec.packing.cells import BadRow, bias_cell, checked_biases, number_cell
@@ -101,9 +100,8 @@ class RowSettings:
                 values[name] = usual
                 continue
             values[name] = number_cell(name, own, whole=isinstance(usual, int))
-            problem = violation(f"decode.{name}", values[name])
-            if problem:
-                raise BadRow("bad_parameter", problem.removeprefix("decode."))
+            if problem := KEYS[f"decode.{name}"].violation(name, values[name]):
+                raise BadRow("bad_parameter", problem)
         if values["min_new_tokens"] > values["max_new_tokens"] and row.get("min_new_tokens") is not None:
             said = f"min_new_tokens={values['min_new_tokens']} exceeds max_new_tokens={values['max_new_tokens']}; lower it"
             raise BadRow("bad_parameter", said)
@@ -178,9 +176,8 @@ class RowSettings:
         if own is None:
             return self.usual_logprobs
         asked, most = int(number_cell("num_logprobs", own, whole=True)), self.most_logprobs
-        problem = violation("output.logprobs", asked)
-        if problem:
-            raise BadRow("bad_parameter", problem.replace("output.logprobs", "num_logprobs", 1))
+        if problem := KEYS["output.logprobs"].violation("num_logprobs", asked):
+            raise BadRow("bad_parameter", problem)
         if most is None or asked > most:
             said = "null" if most is None else most
             raise BadRow("bad_parameter", f"num_logprobs={asked} exceeds output.logprobs={said}; set output.logprobs={asked}")
@@ -194,10 +191,10 @@ class RowSettings:
         think, budget = self.think, self.decode.thinking_token_budget
         if own is not None:
             budget = int(number_cell("thinking_token_budget", own, whole=True))
-            problem = violation("decode.thinking_token_budget", budget)
+            problem = KEYS["decode.thinking_token_budget"].violation("thinking_token_budget", budget)
             if problem or think is None:
                 said = f"thinking_token_budget={budget} needs think tokens, and the tokenizer has none; leave it null"
-                raise BadRow("bad_parameter", problem.removeprefix("decode.") if problem else said)
+                raise BadRow("bad_parameter", problem or said)
         if think is None:
             return None
         return think.of_row(prompt_ids, budget, self.closing)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchspec.config.key import value_of
 from batchspec.config.schema import RunConfig
-from batchspec.config.values import value_of
 from batchspec.data.dataset.columns import ColumnMap
 from batchspec.data.dataset.reader import Source
 from batchspec.errors import ConfigError, InputError

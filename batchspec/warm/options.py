@@ -6,10 +6,10 @@ import os
 
 from batchspec.config.checks import AUTO
 from batchspec.config.compose import compose
+from batchspec.config.key import value_of
 from batchspec.config.overrides import Options, overrides_of, recipe_overrides
 from batchspec.config.schema import RunConfig
 from batchspec.config.unread import refuse_unread
-from batchspec.config.values import value_of
 from batchspec.errors import ConfigError
 
 NOT_HERE = {
