@@ -55,7 +55,7 @@ def test_every_field_of_a_slot_is_what_its_declaration_says(data: st.DataObject)
     rows = DeviceBatch.allocate(packed(5), vocab_size=31, device=CPU, num_groups=2)
     biased = data.draw(st.booleans())
     if biased:
-        rows.provide(SamplingMode(biased=True))
+        rows.provide(SamplingMode(options=frozenset({"logit_bias"})))
     for name in SLOT_FIELDS:
         for tensor in rows._tensors(name):
             tensor.fill_(5)

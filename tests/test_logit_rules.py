@@ -13,7 +13,8 @@ from torch import Tensor
 
 from batchspec.batch import logits as logits_module
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.logits import LogitRows, LogitRule, adjusts_drafts
+from batchspec.batch.logit_rule import LogitRows, LogitRule
+from batchspec.batch.logits import adjusts_drafts
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
@@ -257,7 +258,7 @@ def test_drafts_are_given_to_rules_only_if_one_reads_them(monkeypatch: pytest.Mo
         torch.full((SLOTS,), x, dtype=dtype, device=DEVICE) for x, dtype in ((0, torch.int32), (7, torch.int64))
     )
 
-    def given(**flags: bool) -> LogitRows:
+    def given(**flags: Any) -> LogitRows:
         draws = later_draws(SamplingMode(**flags), rows, row_ids, positions, ahead=2, drafts=rows.tokens[:, :3])
         assert draws is not None
         assert draws.at.positions.tolist() == [9] * SLOTS
@@ -276,4 +277,4 @@ def test_drafters_follow_automata_and_biases_alone() -> None:
     """Penalties and min_tokens are the target's alone: drafts of greedy rows without schema or bias stay plain argmaxes."""
     assert not adjusts_drafts(SamplingMode(random=True, filters=True, penalties=True, min_tokens=True))
     assert adjusts_drafts(SamplingMode(constrained=True))
-    assert adjusts_drafts(SamplingMode(biased=True))
+    assert adjusts_drafts(SamplingMode(options=frozenset({"logit_bias"})))

@@ -193,10 +193,10 @@ def test_the_error_of_a_row_without_any_token_left_says_which_rules_left_none(te
 def test_each_rule_that_can_leave_no_token_is_named() -> None:
     allows = "its schema, regex, choice or grammar allows (or another token was drawn)"
     assert tokens_left(SamplingMode(constrained=True)) == f" of a token that {allows}"
-    assert tokens_left(SamplingMode(constrained=True, bad_words=True)) == (
+    assert tokens_left(SamplingMode(constrained=True, options=frozenset({"bad_words"}))) == (
         f" of a token that its bad_words do not forbid and {allows}"
     )
-    assert not tokens_left(SamplingMode(penalties=True, biased=True, min_tokens=True))
+    assert not tokens_left(SamplingMode(penalties=True, min_tokens=True, options=frozenset({"logit_bias"})))
 
 
 DRAWS = SamplingParams(temperature=1.0)

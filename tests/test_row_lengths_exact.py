@@ -22,7 +22,7 @@ from batchspec.automata.token_automaton import OTHER, TokenAutomaton, TokenSymbo
 from batchspec.batch.automata import Automata, AutomataCapacity, AutomatonUpload, ConstraintOffsets, place_of
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
-from batchspec.batch.logits import LogitRows
+from batchspec.batch.logit_rule import LogitRows
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache

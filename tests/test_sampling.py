@@ -14,7 +14,9 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogit
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.logits import LogitRows, add_bias, apply_penalties, forbid_stop_ids, mark_output
+from batchspec.batch.logit_bias import add_bias
+from batchspec.batch.logit_rule import LogitRows
+from batchspec.batch.logits import apply_penalties, forbid_stop_ids, mark_output
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.rounds.ablation import greedy_by_softmax
 from batchspec.engine.rounds.sampling import choose, cutoffs
@@ -178,8 +180,8 @@ def test_a_slot_forgets_the_counts_and_the_biases_of_its_last_row() -> None:
     penalised = request(0, [2, 2], cap=9, sampling=SamplingParams(frequency_penalty=1.0, logit_bias=((5, 7.0),)))
     rows.begin([0], [penalised], [[4, 5, 4]])
     assert rows.seen.tolist() == [[0, 0, 1, 0, 5, 3, 0, 0, 0, 0]]
-    assert rows.bias_ids[0, :3].tolist() == [5, -1, -1]
-    assert rows.bias[0, :3].tolist() == [7, 0, 0]
+    assert rows.options["bias_ids"][0, :3].tolist() == [5, -1, -1]
+    assert rows.options["bias"][0, :3].tolist() == [7, 0, 0]
 
 
 def test_stop_ids_are_forbidden_exactly_before_min_tokens() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.batch.logits import LogitRows
+from batchspec.batch.logit_rule import LogitRows
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.base import Drafter
@@ -69,18 +69,19 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     for name, values in settings_of_rows.items():
         getattr(rows, name).copy_(torch.tensor([draw(st.sampled_from(values)) for _ in range(count)]))
     rows.seen.copy_(torch.randint(0, 8, (count, WIDTH), generator=noise))
-    rows.provide(SamplingMode(biased=True))
-    rows.bias_ids[:, :9] = torch.stack([torch.randperm(WIDTH, generator=noise)[:9] for _ in range(count)])
-    rows.bias[:, :9] = torch.randn(count, 9, generator=noise) * 3
+    rows.provide(SamplingMode(options=frozenset({"logit_bias"})))
+    rows.options["bias_ids"][:, :9] = torch.stack([torch.randperm(WIDTH, generator=noise)[:9] for _ in range(count)])
+    rows.options["bias"][:, :9] = torch.randn(count, 9, generator=noise) * 3
     rows.stop_ids[:, :3] = torch.randint(0, WIDTH, (count, 3), generator=noise)
     rows.keys.copy_(torch.randint(0, 2**40, (count,), generator=noise))
     at = LogitRows(
         torch.arange(count, dtype=torch.int32), torch.arange(20, 20 + count),
         torch.randint(0, WIDTH, (count, 3), generator=noise, dtype=torch.int32), torch.randint(0, 4, (count,), generator=noise),
     )
-    flags = {name: draw(st.booleans()) for name in ("penalties", "biased", "min_tokens")}
-    random = draw(st.booleans())
-    return {"logits": logits, "rows": rows, "at": at, "mode": SamplingMode(random=random, filters=random, **flags)}
+    random, penalties, min_tokens = (draw(st.booleans()) for _ in range(3))
+    options = frozenset(draw(st.sets(st.just("logit_bias"))))
+    mode = SamplingMode(random=random, filters=random, penalties=penalties, min_tokens=min_tokens, options=options)
+    return {"logits": logits, "rows": rows, "at": at, "mode": mode}
 
 
 @settings(max_examples=150)

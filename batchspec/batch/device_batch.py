@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -12,24 +12,18 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.automata import Automata, ConstraintOffsets
-from batchspec.batch.bad_words import line_of
+from batchspec.batch.logits import ONCE_IN_OUTPUT, RULES, SEEN
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.slot_field import SlotField, declared, known_tokens
 from batchspec.batch.upload import upload, upload_all
 from batchspec.kernels.rounds.move_rows import move_rows
 from batchspec.packed_batch import PackedBatch
-from batchspec.records import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS, Request
-
-SEEN = 1
-"""Bit that is set for a token that is in prompt or output."""
-ONCE_IN_OUTPUT = 2
-"""Added for each occurrence of the token in the output."""
+from batchspec.records import MAX_STOP_IDS, Request
 
 
 @dataclass(slots=True, kw_only=True)
 class DeviceBatch:
-    """Device state of R slots, one tensor per field, one row per slot. New state that sampling needs of each row is one more
-    field.
+    """Device state of R slots, one tensor per field, one row per slot.
 
     A live row has num_tokens - 1 tokens in K/V: its newest token is verified together with the drafts.
     """
@@ -64,30 +58,22 @@ class DeviceBatch:
     """float32 [R] presence penalty, 0 is off"""
     frequency: Tensor = field(metadata=declared(dtype=torch.float32, begin=lambda r, _: r.sampling.frequency_penalty))
     """float32 [R] frequency penalty, 0 is off"""
-    bias_ids: Tensor = field(
-        metadata=declared(width="biases", initial=-1, begin=lambda r, _: [token for token, _ in r.sampling.logit_bias])
-    )
-    """int32 [R, MAX_LOGIT_BIAS] tokens whose logits are biased, -1 where unused; [R, 0] before a row has any"""
-    bias: Tensor = field(
-        metadata=declared(dtype=torch.float32, width="biases", begin=lambda r, _: [bias for _, bias in r.sampling.logit_bias])
-    )
-    """float32 [R, MAX_LOGIT_BIAS] the bias of each of these tokens' logits"""
-    bad_words: Tensor = field(metadata=declared(width="bad_words", initial=-1, begin=lambda r, _: line_of(r)))
-    """int32 [R, MAX_BAD_WORDS * MAX_BAD_WORD] see `bad_words.py`; [R, 0] before a row has any"""
-    stop_ids: Tensor = field(metadata=declared(width="stop_ids", initial=-1, begin=lambda r, _: r.stop_ids))
+    stop_ids: Tensor = field(metadata=declared(width=MAX_STOP_IDS, initial=-1, begin=lambda r, _: r.stop_ids))
     """int32 [R, MAX_STOP_IDS] -1 where unused"""
     page_tables: tuple[Tensor, ...] = field(metadata=declared(width="pages", per_group=True))
     """For each K/V group int32 [R, pages of max_len and of the lookahead slots], the scratch page where no page is granted yet.
     Entries that a group's window has passed name pages that the row has given back; they are not read."""
     adapter: Tensor = field(metadata=declared(begin=lambda r, _: r.adapter))
     """int32 [R] number of the row's LoRA adapter, 0 is none"""
-    seen: Tensor = field(metadata=declared(width="seen"))
+    seen: Tensor = field(metadata=declared(width="vocab", wanted=lambda mode: mode.penalties))
     """int32 [R, V] ONCE_IN_OUTPUT for each time that the token is in the output, and SEEN if it is in prompt or output; [R, 0]
     before a row has penalties"""
     automaton_classes: Tensor = field(metadata=declared())
     """int32 [R] word number, in the tables of `automata`, of the class map of the row's automaton"""
     automaton_state: Tensor = field(metadata=declared())
     """int32 [R] word number of the state after the committed tokens; 0: the row has no constraint, or has ended"""
+    options: dict[str, Tensor]
+    """State of the rules of rows' options, each declared by its rule (`LogitRule.state`)."""
     automata: Automata | None = None
     """The tables of all automata; None in a job without constraints."""
     vocab_size: int = 0
@@ -110,44 +96,47 @@ class DeviceBatch:
         """
         widths = {
             "max_len": batch.max_len,
-            "stop_ids": MAX_STOP_IDS,
             "pages": -(-(batch.max_len + num_lookahead_slots) // batch.page_size),
-            "seen": 0,
-            "biases": 0,
-            "bad_words": 0,
+            "vocab": vocab_size,
         }
-        made: dict[str, Any] = {}
+        made: dict[str, tuple[Tensor, ...]] = {}
         for name, spec in SLOT_FIELDS.items():
-            shape = (batch.num_slots, widths[spec.width]) if spec.width else (batch.num_slots,)
-            tensors = tuple(
+            width = 0 if spec.wanted is not None else spec.columns(widths)
+            shape = (batch.num_slots,) if width is None else (batch.num_slots, width)
+            made[name] = tuple(
                 torch.full(shape, spec.initial, dtype=spec.dtype, device=device)
                 for _ in range(num_groups if spec.per_group else 1)
             )
-            made[name] = tensors if spec.per_group else tensors[0]
-        return cls(**made, vocab_size=vocab_size, max_kv=batch.max_len)
+        return cls._of(made, vocab_size=vocab_size, max_kv=batch.max_len)
+
+    @classmethod
+    def _of(cls, made: Mapping[str, tuple[Tensor, ...]], **more: Any) -> DeviceBatch:
+        """The batch with these tensors of each field."""
+        values: dict[str, Any] = {name: made[name] if SLOT_FIELDS[name].per_group else made[name][0] for name in SLOT_FIELDS}
+        return cls(options={name: values.pop(name) for name in OPTION_FIELDS}, **values, **more)
 
     def provide(self, mode: SamplingMode) -> None:
         """Allocate the state that `mode` needs and that few jobs have. Call it before a graph of such a mode is captured."""
-        wanted = [("seen", self.vocab_size)] if mode.penalties else []
-        wanted += [("bias_ids", MAX_LOGIT_BIAS), ("bias", MAX_LOGIT_BIAS)] if mode.biased else []
-        wanted += [("bad_words", MAX_BAD_WORDS * MAX_BAD_WORD)] if mode.bad_words else []
-        for name, width in wanted:
-            spec, tensor = SLOT_FIELDS[name], getattr(self, name)
-            if tensor.shape[1] != width:
-                setattr(self, name, torch.full((len(tensor), width), spec.initial, dtype=spec.dtype, device=tensor.device))
+        for name, spec in SLOT_FIELDS.items():
+            (tensor, *_) = self._tensors(name)
+            if spec.wanted is not None and spec.wanted(mode) and not tensor.shape[1]:
+                width = spec.columns({"vocab": self.vocab_size})
+                assert width is not None
+                made = torch.full((len(tensor), width), spec.initial, dtype=spec.dtype, device=tensor.device)
+                if name in OPTION_FIELDS:
+                    self.options[name] = made
+                else:
+                    setattr(self, name, made)
 
     def _tensors(self, name: str) -> tuple[Tensor, ...]:
         """The tensors of a field."""
-        value: Tensor | tuple[Tensor, ...] = getattr(self, name)
+        value: Tensor | tuple[Tensor, ...] = self.options[name] if name in OPTION_FIELDS else getattr(self, name)
         return value if isinstance(value, tuple) else (value,)
 
     def first(self, num_rows: int, max_kv: int | None = None) -> DeviceBatch:
         """Views of the first slots, on which a round of a smaller row bucket works. max_kv: a lower limit on their tokens."""
-        views: dict[str, Any] = {}
-        for name, spec in SLOT_FIELDS.items():
-            first = tuple(tensor[:num_rows] for tensor in self._tensors(name))
-            views[name] = first if spec.per_group else first[0]
-        return DeviceBatch(**views, automata=self.automata, vocab_size=self.vocab_size, max_kv=max_kv or self.max_kv)
+        views = {name: tuple(tensor[:num_rows] for tensor in self._tensors(name)) for name in SLOT_FIELDS}
+        return DeviceBatch._of(views, automata=self.automata, vocab_size=self.vocab_size, max_kv=max_kv or self.max_kv)
 
     def begin(self, slots: Sequence[int], requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
         """Put requests into slots, not live yet; `outputs` are the tokens that each has emitted already.
@@ -156,24 +145,25 @@ class DeviceBatch:
         """
         samplings = {id(request.sampling): request.sampling for request in requests}.values()
         self.provide(SamplingMode.union(SamplingMode.of(one, 0) for one in samplings))
-        given = {name: spec for name, spec in SLOT_FIELDS.items() if spec.begin is not None and getattr(self, name).numel()}
+        given = [
+            (spec, spec.begin, tensor)
+            for name, spec in SLOT_FIELDS.items()
+            for tensor in self._tensors(name)
+            if spec.begin is not None and tensor.numel()
+        ]
         arrays = [
-            spec.array(
-                [spec.begin(request, output) for request, output in zip(requests, outputs, strict=True)],  # type: ignore[misc]
-                getattr(self, name).shape[-1],
-            )
-            for name, spec in given.items()
+            spec.array([begin(request, output) for request, output in zip(requests, outputs, strict=True)], tensor.shape[-1])
+            for spec, begin, tensor in given
         ]
         index, *sent = upload_all([np.array(slots, np.int64), *arrays], self.tokens.device)
-        for (name, spec), values in zip(given.items(), sent, strict=True):
-            tensor = getattr(self, name)
+        for (spec, _, tensor), values in zip(given, sent, strict=True):
             if spec.long:
                 tensor[index, : values.shape[1]] = values
             else:
                 tensor[index] = values
         for name, spec in SLOT_FIELDS.items():
             for tensor in self._tensors(name):
-                if name not in given and tensor.numel():
+                if spec.begin is None and tensor.numel():
                     tensor[index] = spec.initial
         if self.seen.shape[1]:
             self._mark_seen(slots, requests, outputs)
@@ -259,6 +249,10 @@ class DeviceBatch:
         self.automaton_state.zero_()
 
 
+OPTION_FIELDS: dict[str, SlotField] = {
+    name: replace(spec, wanted=rule.wanted) for rule in RULES for name, spec in rule.state.items()
+}
+"""Those of `DeviceBatch.options`."""
 SLOT_FIELDS: dict[str, SlotField] = {
     one.name: one.metadata["slot_field"] for one in fields(DeviceBatch) if "slot_field" in one.metadata
-}
+} | OPTION_FIELDS

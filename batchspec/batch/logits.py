@@ -1,79 +1,29 @@
 """All rules that mask or bias logits before a choice: one list for the target and, if a rule says so, for drafters.
 
-A new rule is one `LogitRule` in RULES, a flag of `SamplingMode` that asks for it, and the state that it needs in `DeviceBatch`.
+A new rule is one `LogitRule` in RULES. That of a row's option is a file of its own, as `bad_words.py`: it says what asks for the
+rule, which state of the slots it needs, and what it does.
 Rounds name no rule: they call the functions below, which apply what the rows' mode asks for. Legend: T rows of logits, R batch
 rows, V vocabulary, K draft_len.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from batchspec.batch.bad_words import PROMPT, forbid_completions
-from batchspec.batch.device_batch import ONCE_IN_OUTPUT, SEEN, DeviceBatch
+from batchspec.batch import bad_words, logit_bias
+from batchspec.batch.logit_rule import LogitRows, LogitRule
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.records import MAX_BAD_WORD
 
+if TYPE_CHECKING:
+    from batchspec.batch.device_batch import DeviceBatch
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LogitRows:
-    """Which batch row and position each of T rows of logits belongs to.
-
-    row_ids      int32 [T]
-    positions    int64 [T] position of the token being drawn
-    drafts       int32 [., K] draft tokens; None if nothing was drafted before the position, or no rule needs them
-    num_drafted  int64 [T] how many of `drafts` come before the position; arbitrary for dead rows and padding
-    draft_rows   int32 or int64 [T] row of `drafts`, for a tree one per node; None: that of `row_ids`
-    tokens       the tokens whose logits these are, on a rank that has a part of the vocabulary; None: all tokens
-
-    Tokens before the drafts are committed: rules find them, and values computed from them, in `DeviceBatch`.
-    """
-
-    row_ids: Tensor
-    positions: Tensor
-    drafts: Tensor | None = None
-    num_drafted: Tensor | None = None
-    draft_rows: Tensor | None = None
-    tokens: slice | None = None
-
-    def drafts_before(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Draft by draft, in order: its token for each of T rows, int64 [T], and whether it precedes the position, bool [T]."""
-        if self.drafts is None or self.num_drafted is None:
-            return
-        draft_rows = self.row_ids if self.draft_rows is None else self.draft_rows
-        for j in range(self.drafts.shape[1]):
-            yield self.drafts[:, j][draft_rows].long(), self.num_drafted > j
-
-
-@dataclass(frozen=True, slots=True)
-class LogitRule:
-    """One way to change logits [T, V] in place, and what else keeps to it in a round."""
-
-    wanted: Callable[[SamplingMode], bool]
-    """Whether some row of the pass needs it; otherwise nothing is launched."""
-    apply: Callable[[Tensor, LogitRows, DeviceBatch, Tensor | None], None]
-    """Arguments: logits, their rows, the batch, and the token of each column int [V], None for the target: the column's index."""
-    reads_drafts: bool = False
-    """Whether it needs `LogitRows.drafts`, because tokens drafted before the position count. A draft may be a forbidden token."""
-    of_drafters: bool = False
-    """Whether drafters with logits follow it too: they propose no token that it forbids, as long as they have another one."""
-    masks: Callable[[LogitRows, DeviceBatch], tuple[Tensor, Tensor]] | None = None
-    """All masks, and the row int32 [T] of each position's mask: for a rule that does nothing but mask."""
-    check_drafts: Callable[[DeviceBatch, Tensor, Tensor], None] | None = None
-    """Changes draft_ids int32 [R, K] and draft_len int32 [R] of a drafter without logits to what the rule allows."""
-    commit: Callable[[DeviceBatch, Tensor, Tensor], None] | None = None
-    """Brings the rows' state up to date with the tokens of a log int32 [R, L], as of `accept`; live int32 [R] is 0 for rows
-    that ended with them. It may fail a row: it changes both."""
-    mark_undecided: Callable[[Tensor, LogitRows, DeviceBatch], None] | None = None
-    """Replaces choices int32 [T] by UNDECIDED where the device lacks what the rule needs for them (`SamplingMode.may_hold`)."""
-    hold_undecided: Callable[[DeviceBatch, Tensor, Tensor], None] | None = None
-    """Holds rows that lack it after their newest token: live int32 [R] becomes 0, and `finish` in the log HELD."""
-    leaves: str = ""
-    """Which tokens it leaves, as the end of "a token that ...": for the error of a row without any. Empty: it leaves some."""
+SEEN = 1
+"""Bit that is set for a token that is in prompt or output."""
+ONCE_IN_OUTPUT = 2
+"""Added for each occurrence of the token in the output."""
 
 
 def adjust_logits(logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> None:
@@ -184,20 +134,6 @@ def apply_penalties(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: T
     logits.sub_(frequency * count).sub_(presence * (count > 0))
 
 
-def add_bias(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:
-    """Add the row's bias to the logits of its biased tokens, in place."""
-    ids, bias = rows.bias_ids[at.row_ids].long(), rows.bias[at.row_ids].to(logits.dtype)
-    biased = logits if map_ids is None else logits.new_zeros((len(ids), rows.vocab_size))
-    if at.tokens is not None:
-        ids = ids - at.tokens.start
-    inside = (ids >= 0) & (ids < biased.shape[1])
-    # Unused entries add 0, each to a different token: hundreds of atomic additions to one address would run one after another.
-    spread = torch.arange(ids.shape[1], device=ids.device) % biased.shape[1]
-    biased.scatter_add_(1, torch.where(inside, ids, spread), torch.where(inside, bias, 0))
-    if map_ids is not None:
-        logits.add_(biased[:, map_ids.long()])
-
-
 def forbid_stop_ids(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:
     """Stop ids get -inf at positions before the row's min_tokens, in place; for a row with an automaton `follow_automata` does
     this, because its text may have to end before."""
@@ -213,27 +149,6 @@ def forbid_stop_ids(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: T
     # Unused entries name id 0: amin keeps its logit there.
     value = torch.where(early, -torch.inf, torch.inf).to(logits.dtype)
     logits.scatter_reduce_(1, ids, value, "amin")
-
-
-def forbid_bad_words(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:
-    """Tokens that would complete one of the row's bad words get -inf, in place."""
-    assert map_ids is None, "bad words are the target's alone"
-    first_id = 0 if at.tokens is None else at.tokens.start
-    forbid_completions(logits, rows.bad_words[at.row_ids], newest_output(at, rows, MAX_BAD_WORD - 1), first_id)
-
-
-def newest_output(at: LogitRows, rows: DeviceBatch, count: int) -> Tensor:
-    """int32 [T, count] output tokens and drafts before each position, the newest last; PROMPT for those of the prompt or before
-    it."""
-    back = torch.arange(count, 0, -1, device=at.positions.device)
-    places = at.positions.unsqueeze(1) - back
-    row_ids = at.row_ids.long().unsqueeze(1)
-    found = rows.tokens[row_ids, places.clamp(0, rows.tokens.shape[1] - 1)]
-    if at.drafts is not None and at.num_drafted is not None and at.drafts.shape[1]:
-        drafted = at.num_drafted.unsqueeze(1) - back  # the place among the drafts; negative: committed
-        draft_rows = row_ids if at.draft_rows is None else at.draft_rows.long().unsqueeze(1)
-        found = torch.where(drafted >= 0, at.drafts[draft_rows, drafted.clamp(0, at.drafts.shape[1] - 1)], found)
-    return torch.where(places >= rows.prompt_len.long()[row_ids], found, PROMPT)
 
 
 def follow_automata(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:
@@ -276,7 +191,7 @@ def mark_output(rows: DeviceBatch, tokens: Tensor, kept: Tensor) -> None:
 
 
 RULES: list[LogitRule] = [
-    LogitRule(lambda mode: mode.biased, add_bias, of_drafters=True),
+    logit_bias.RULE,
     LogitRule(
         lambda mode: mode.penalties,
         apply_penalties,
@@ -284,7 +199,7 @@ RULES: list[LogitRule] = [
         commit=lambda rows, log, live: mark_output(rows, log[:, 4:], log[:, 2]),
     ),
     LogitRule(lambda mode: mode.min_tokens, forbid_stop_ids),
-    LogitRule(lambda mode: mode.bad_words, forbid_bad_words, reads_drafts=True, leaves="its bad_words do not forbid"),
+    bad_words.RULE,
     LogitRule(
         lambda mode: mode.constrained,
         follow_automata,

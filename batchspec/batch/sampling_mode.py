@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cache
+from typing import Any
 
 from batchspec.records import SamplingParams
 
@@ -16,10 +17,10 @@ class SamplingMode:
     random: bool = False
     filters: bool = False
     penalties: bool = False
-    biased: bool = False
-    bad_words: bool = False
     min_tokens: bool = False
     constrained: bool = False
+    options: frozenset[str] = frozenset()
+    """Options of rows that have a rule of their own (`LogitRule`): what `SamplingParams` has besides numbers."""
     may_hold: bool = False
     """Whether a row may have to be held in its slot, until the host brings what its next token needs."""
 
@@ -30,8 +31,7 @@ class SamplingMode:
             random=p.temperature > 0,
             filters=p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0),
             penalties=p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0,
-            biased=bool(p.logit_bias),
-            bad_words=bool(p.bad_words),
+            options=frozenset(name for name in _OPTIONS if getattr(p, name)),
             min_tokens=min_new_tokens > 0,
             constrained=constrained,
             may_hold=may_hold,
@@ -41,7 +41,8 @@ class SamplingMode:
     def union(cls, modes: Iterable[SamplingMode]) -> SamplingMode:
         """The smallest mode that serves all of `modes`."""
         found = {id(mode): mode for mode in modes}.values()  # most requests share one object
-        return cls(**{flag.name: any(getattr(mode, flag.name) for mode in found) for flag in fields(cls)})
+        flags = {name: any(getattr(mode, name) for mode in found) for name in _FLAGS}
+        return cls(**flags, options=frozenset().union(*(mode.options for mode in found)))
 
     @property
     def greedy(self) -> bool:
@@ -49,7 +50,11 @@ class SamplingMode:
         return self == SamplingMode()
 
 
+_OPTIONS = tuple(item.name for item in fields(SamplingParams) if not isinstance(item.default, int | float))
+_FLAGS = tuple(item.name for item in fields(SamplingMode) if item.name != "options")
+
+
 @cache
-def _mode(**flags: bool) -> SamplingMode:
-    """The mode with these flags: always the same object, so that `union` can tell modes apart by identity."""
+def _mode(**flags: Any) -> SamplingMode:
+    """The mode with these values: always the same object, so that `union` can tell modes apart by identity."""
     return SamplingMode(**flags)

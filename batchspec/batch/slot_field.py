@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.upload import NUMPY_DTYPES
 from batchspec.records import Request
 
@@ -23,17 +24,23 @@ class SlotField:
     """
 
     dtype: torch.dtype = torch.int32
-    width: str = ""
-    """Name of the number of columns, see `DeviceBatch.allocate`; empty: one value a slot."""
+    width: str | int = ""
+    """Number of columns, or its name, see `DeviceBatch.allocate`; empty: one value a slot."""
+    wanted: Callable[[SamplingMode], bool] | None = None
+    """Which modes need the field: it has no columns until there is one. None: every mode."""
     initial: int = 0
     """Value of an empty slot, and of columns that `begin` leaves out."""
-    begin: Callable[[Request, Sequence[int]], float | Sequence[int] | NDArray[np.int32]] | None = None
+    begin: Callable[[Request, Sequence[int]], float | Sequence[float] | NDArray[np.int32]] | None = None
     """Value or row of a request that enters, given its output tokens so far; None: all `initial`."""
     long: bool = False
     """For long rows: only as many columns are written as the longest request of the group needs; the others keep old values."""
 
     per_group: bool = False
     """The field is a tuple of tensors, one for each K/V group."""
+
+    def columns(self, widths: Mapping[str, int]) -> int | None:
+        """The number of columns, given what the names of widths stand for; None: one value a slot."""
+        return (widths[self.width] if self.width else None) if isinstance(self.width, str) else self.width
 
     def array(self, values: Sequence[Any], width: int) -> NDArray[Any]:
         """[requests] values, or [requests, columns] rows of `width` columns, fewer if `long`, padded with `initial`."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from batchspec.automata.lazy_automaton import Expansion
 from batchspec.automata.token_automaton import DEAD, ENDS, FORCED, MASK, TokenAutomaton
-from batchspec.batch.logits import LogitRows, adjust_logits
+from batchspec.batch.logit_rule import LogitRows
+from batchspec.batch.logits import adjust_logits
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import RowPages
 from batchspec.config.draft_schema import DraftConfig

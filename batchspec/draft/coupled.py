@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.logits import LogitRows, adjust_draft_logits, drafters_read_drafts
+from batchspec.batch.logit_rule import LogitRows
+from batchspec.batch.logits import adjust_draft_logits, drafters_read_drafts
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.kernels.sampling.add_gumbel_noise import add_gumbel_noise
 from batchspec.kernels.sampling.argmax import argmax

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from batchspec.batch.logits import RULES
 from batchspec.records import Ids, Request, RowError
 
 NO_TOKEN_LEFT = "no_token_left"
@@ -23,12 +24,15 @@ def no_token_left(request: Request, tokens: Sequence[int], mask: Ids, *, only_en
     if early:
         left[list(request.stop_ids)] = False
     num_not_yet = num_allowed - int(left.sum())
-    for *before, last in request.sampling.bad_words:
-        if list(tokens[len(tokens) - len(before) :]) == before:
-            left[last] = False
+    reasons = []
+    for rule in RULES:
+        num_before = int(left.sum())
+        for token in () if rule.forbids is None else rule.forbids(request, tokens):
+            left[token] = False
+        if num_forbidden := num_before - int(left.sum()):
+            reasons.append(f"{rule.name} forbid {num_forbidden:,}")
     if left.any():
         return None
-    reasons = [f"bad_words forbid {num_bad:,}"] if (num_bad := num_allowed - num_not_yet) else []
     reasons += [f"{num_not_yet:,} would end the row before min_new_tokens={request.min_new_tokens}"] if num_not_yet else []
     message = (
         f"{kind}: no token is left for output token {len(tokens) + 1}: of {num_allowed:,} that the {kind} allows there "

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.logits import LogitRows
+from batchspec.batch.logit_rule import LogitRows
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.prefill.expected_passes import expected_uses

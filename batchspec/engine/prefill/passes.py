@@ -13,7 +13,8 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch, HostLayout
-from batchspec.batch.logits import LogitRows, hold_undecided
+from batchspec.batch.logit_rule import LogitRows
+from batchspec.batch.logits import hold_undecided
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.upload import upload
 from batchspec.engine.prefill.cost import PrefillCost

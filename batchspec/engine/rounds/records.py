@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch
-from batchspec.batch.logits import LogitRows
+from batchspec.batch.logit_rule import LogitRows
 from batchspec.engine.rounds.vocabulary import Vocabulary
 
 

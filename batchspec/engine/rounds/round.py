@@ -15,7 +15,8 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
-from batchspec.batch.logits import LogitRows, adjusts_drafts, check_drafts, commit_rules, hold_undecided
+from batchspec.batch.logit_rule import LogitRows
+from batchspec.batch.logits import adjusts_drafts, check_drafts, commit_rules, hold_undecided
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter

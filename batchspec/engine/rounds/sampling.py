@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.logits import LogitRows, adjust_logits, mark_undecided
+from batchspec.batch.logit_rule import LogitRows
+from batchspec.batch.logits import adjust_logits, mark_undecided
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.kernels.sampling.argmax import argmax
 from batchspec.kernels.sampling.cutoff import cutoff

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch, TreeTail
-from batchspec.batch.logits import LogitRows, reads_drafts
+from batchspec.batch.logit_rule import LogitRows
+from batchspec.batch.logits import reads_drafts
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache

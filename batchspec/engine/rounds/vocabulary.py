@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.logits import LogitRows, adjusts, masks_alone
+from batchspec.batch.logit_rule import LogitRows
+from batchspec.batch.logits import adjusts, masks_alone
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.rounds.sampling import choose, greedy_sample
 from batchspec.kernels.rounds.accept import UNDECIDED

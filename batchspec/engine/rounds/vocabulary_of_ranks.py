@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.logits import LogitRows, adjust_logits, mark_undecided
+from batchspec.batch.logit_rule import LogitRows
+from batchspec.batch.logits import adjust_logits, mark_undecided
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.distributed.collectives import Collectives
 from batchspec.engine.rounds.cutoff_of_ranks import searched_cutoffs
