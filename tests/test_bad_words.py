@@ -66,7 +66,7 @@ def test_outputs_complete_no_bad_word(model: Path, tmp_path: Path) -> None:
 def test_a_word_is_its_tokens_at_the_beginning_of_a_text_and_after_a_space(model: Path, tmp_path: Path) -> None:
     job = open_job(compose(words_of(model, tmp_path, [{"prompt": "a"}], "decode.bad_words=[word]")))
     tokenizer = Tokenizer(model)
-    assert set(job.admission.settings.bad_words) == {tuple(tokenizer.encode_part(text)) for text in ("word", " word")}
+    assert set(job.admission.settings.read["bad_words"]) == {tuple(tokenizer.encode_part(text)) for text in ("word", " word")}
 
 
 @pytest.mark.parametrize(

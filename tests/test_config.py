@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from batchspec.config.checks import check
 from batchspec.config.compose import compose
-from batchspec.config.draft_checks import READ_BY
+from batchspec.config.no_effect import READ_BY
 from batchspec.config.overrides import overrides_of
 from batchspec.config.schema import KEYS, RunConfig
 from batchspec.config.typed import from_dict, from_hydra, from_json, keys, suggest, to_json

@@ -93,7 +93,7 @@ def test_a_key_that_the_chosen_drafter_reads_keeps_the_value_that_the_job_gives(
          "mtp, only by draft=lookup or draft=hybrid; remove the key"),
         (True, "draft.corpus_tokens=1000", "draft.corpus_tokens=1000 is not used by draft=mtp"),
         (False, "draft.window=64", f"draft=auto took lookup, because {HAS_NOT}: draft.window=64 is not used by draft=lookup, "),
-        (False, "draft.coupled=false", "draft.coupled=False is not used by draft=lookup"),
+        (False, "draft.coupled=false", "draft.coupled=false is not used by draft=lookup"),
         (True, "draft.synthetic=[.5,.5,.4,.3]", "has 4 rates; draft.num_speculative_tokens=3 needs as many"),
         (False, "draft.synthetic=[.5,.5,.4]", "has 3 rates; draft.num_speculative_tokens=8 needs as many"),
     ],
@@ -109,7 +109,7 @@ def test_a_key_that_the_chosen_drafter_does_not_read_is_refused_with_the_reason_
 
 
 def test_what_no_drafter_of_auto_reads_is_refused_before_there_is_a_model() -> None:
-    with pytest.raises(ConfigError, match=r"draft.parallel=True is not used by draft=auto, only by draft=eagle3 or "):
+    with pytest.raises(ConfigError, match=r"draft.parallel=true is not used by draft=auto, only by draft=eagle3 or "):
         compose(["draft.parallel=true"])
     with pytest.raises(ConfigError, match=r"draft.tree.topk=4 is not used by draft=auto, only by draft=eagle3"):
         compose(["draft.tree.topk=4"])

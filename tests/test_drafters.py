@@ -17,10 +17,10 @@ from batchspec.cache.pages import KVCache
 from batchspec.commands.planning import plan
 from batchspec.config import draft_auto
 from batchspec.config.checks import check
-from batchspec.config.draft_checks import READ_BY
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.drafters import DRAFTERS, Entry, named
 from batchspec.config.key import Key
+from batchspec.config.no_effect import READ_BY
 from batchspec.config.schema import KEYS, ModelConfig, RunConfig
 from batchspec.draft.base import NoFeatures
 from batchspec.draft.shapes import ChainShape, TreeShape

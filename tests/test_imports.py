@@ -25,6 +25,8 @@ EVERYONE = {
     "config.schema",
     "config.decode_schema",
     "config.key",
+    "config.no_effect",
+    "config.row_options",
     "config.values",
     "config.checks",
     "process",
@@ -403,7 +405,7 @@ ROOMS: dict[str, set[str]] = {
 # What only features/ may import. The other rooms, the core, know fields of slots, rules and readers of logits, and commands of
 # rows; whoever builds an engine brings the features.
 OF_FEATURES = (
-    "automata", "batch.automata", "batch.bad_words", "kernels.lora", "kernels.sampling.advance_states",
+    "automata", "batch.automata", "batch.bad_words", "batch.logit_bias", "kernels.lora", "kernels.sampling.advance_states",
     "kernels.sampling.constrain", "kernels.sampling.token_walk", "model.adapter_config", "model.lora", "model.lora_products",
     "model.lora_shape", "text.text_bytes", "text.thinking", "text.token_bytes", "text.token_texts", "text.tokenizer",
     "records.Channels", "records.Choice", "records.CONSTRAINT_VIOLATED", "records.Repetition", "records.Thinking",

@@ -186,7 +186,7 @@ def test_a_model_of_the_package_is_the_same_by_group_and_by_path(name: str, jobs
         (["--config-dir", "nowhere"], "nowhere is not a folder; correct the path"),
         (["--job", "demo"], "--job is not an option; keys are written without dashes"),
         ([*GIVEN, "decode.top_p=2"], "decode.top_p=2.0 must be above 0 and at most 1"),
-        ([*GIVEN, "draft.parallel=true"], "draft.parallel=True is not used by draft=auto, only by draft=eagle3"),
+        ([*GIVEN, "draft.parallel=true"], "draft.parallel=true is not used by draft=auto, only by draft=eagle3"),
         ([*GIVEN, "output.dir=${nope}"], "${nope} names no key; a variable of the environment is ${oc.env:nope}"),
         (["+job=reasoning_8k"], "model.path is required"),
         (["+job=reasoning_8k", "model.path=m"], "input.path is required"),

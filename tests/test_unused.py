@@ -113,7 +113,7 @@ def test_a_column_of_nulls_or_empty_lists_asks_for_nothing(model: Path) -> None:
             "ablation.sharded_draft=true has no effect with cluster.tensor_parallel=1",
         ),
         (["decode.n=2"], "decode.n=2: decode.temperature=0 is greedy, which makes all completions of a row equal; choose"),
-        (["decode.thinking_closing=so"], "decode.thinking_closing has no effect without a thinking budget"),
+        (["decode.thinking_closing=so"], "decode.thinking_closing=so has no effect without a thinking budget"),
         (["input.chat=true", "input.template_kwargs={mod: glad}"], "it reads no variable 'mod', which template_kwargs sets"),
         (["input.chat=true", "input.template_kwargs={content: x}"], "it reads no variable 'content'"),
         (["input.chat=true", "input.template_date=2020-01-01"], "input.template_date=2020-01-01 has no effect: the chat"),

@@ -22,6 +22,7 @@ from batchspec.cluster.manifests import OF_SLURM, SYSTEMS, kubernetes, skypilot
 from batchspec.config.checks import AUTO
 from batchspec.config.compose import launch
 from batchspec.config.key import value_of
+from batchspec.config.no_effect import refuse_given
 from batchspec.config.schema import KEYS, ClusterConfig, RunConfig
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
@@ -62,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
         if ranks != AUTO and 0 < gpus < ranks:
             raise ConfigError(f"cluster.gpus={gpus} is less than cluster.tensor_parallel={ranks}; raise cluster.gpus")
         if options.to != "slurm":
-            _refuse_keys_of_slurm(cluster, options.to)
+            of_slurm = [f"cluster.{name}" for name in OF_SLURM]
+            refuse_given(config, of_slurm, f"is a key of Slurm, and is not read with --to {options.to}; remove it")
         notes = [] if options.unseen else [idle_note(config, _checked(config))]
         for note in filter(None, [*notes, *place_notes(config, options.to)]):
             terminal.notice(note)
@@ -131,14 +133,6 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     else:
         parser.refuse(options, ["image"], "is read only with --to kubernetes or skypilot")
     return options, words
-
-
-def _refuse_keys_of_slurm(cluster: ClusterConfig, system: str) -> None:
-    """Raises ConfigError for a key that has no effect there."""
-    usual = ClusterConfig()
-    for name in OF_SLURM:
-        if (value := getattr(cluster, name)) != getattr(usual, name):
-            raise ConfigError(f"cluster.{name}={value} is a key of Slurm, and is not read with --to {system}; remove it")
 
 
 def place_notes(config: RunConfig, system: str) -> list[str]:

@@ -7,8 +7,8 @@ from datetime import datetime
 from typing import Any
 
 from batchspec.config.draft_checks import check_draft
-from batchspec.config.key import value_of
-from batchspec.config.schema import KEYS, InputConfig, RunConfig
+from batchspec.config.no_effect import refuse_without_effect
+from batchspec.config.schema import KEYS, RunConfig
 from batchspec.config.values import (
     check_credentials,
     check_given,
@@ -47,6 +47,7 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
     check_given(config, {key: REQUIRED[key] for key in require if key not in given})
     check_values(config, KEYS)
     check_draft(config)
+    refuse_without_effect(config)
     _cache(config)
     _adapters(config)
     _ranks(config)
@@ -56,7 +57,7 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
     _date(config)
     _names(config)
     _from_job(config)
-    _unused(config)
+    _pages(config)
     if config.resume.retry != "none" and config.output.overwrite:
         raise ConfigError("output.overwrite=true leaves resume.retry nothing to retry; remove one of them")
     if config.resume.extend and config.output.overwrite:
@@ -69,10 +70,7 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
 
 
 def _cache(config: RunConfig) -> None:
-    scales = config.cache.scales
-    if scales != "auto" and config.cache.dtype != "fp8":
-        raise ConfigError(f"cache.scales={scales} is not used by cache.dtype={config.cache.dtype}; set fp8 or remove the key")
-    if scales == "checkpoint" and config.model.load_format == "dummy":
+    if config.cache.scales == "checkpoint" and config.model.load_format == "dummy":
         raise ConfigError("cache.scales=checkpoint: model.load_format=dummy reads no checkpoint; use auto")
 
 
@@ -160,36 +158,13 @@ def _decode(config: RunConfig) -> None:
 
 
 def _scoring(config: RunConfig) -> None:
-    """decode.score: nothing is decoded, so keys about decoding are refused."""
-    decode, output, usual = config.decode, config.output, RunConfig()
-    if decode.score != "prompts" and output.prompt_logprobs is not None:
-        raise ConfigError(
-            f"output.prompt_logprobs={output.prompt_logprobs} with decode.score={decode.score} is not supported: prompts are "
-            "scored by a job of their own; set decode.score=prompts or remove it"
-        )
-    if decode.score != "choices" and decode.choice_norm != usual.decode.choice_norm:
-        raise ConfigError(
-            f"decode.choice_norm={decode.choice_norm} with decode.score={decode.score} has no effect: no choices are scored; set "
-            "decode.score=choices or remove it"
-        )
-    if decode.score == "none":
+    """What decode.score excludes besides keys without effect."""
+    if (score := config.decode.score) == "none":
         return
-    given = f"decode.score={decode.score}"
-    if decode.deterministic:
-        raise ConfigError(f"decode.deterministic=true with {given} is not supported; remove one")
     if config.draft.name != "none":
-        raise ConfigError(f"draft={config.draft.name} with {given} drafts nothing; remove the keys of draft")
-    for key in (
-        "decode.max_new_tokens", "decode.min_new_tokens", "decode.n", "decode.stop", "decode.bad_words", "decode.schema",
-        "decode.schema_unsupported", "decode.regex",
-        "decode.choice", "decode.grammar", "decode.thinking_token_budget", "decode.repetition_detection.max_pattern_size",
-        "output.logprobs", "output.openai",
-    ):
-        if key == "decode.choice" and decode.score == "choices":
-            check_choices_to_score(decode.choice)
-        elif (value := value_of(config, key)) != value_of(usual, key):
-            instead = "; prompts have output.prompt_logprobs" if key == "output.logprobs" else ""
-            raise ConfigError(f"{key}={value} with {given} has no effect: no token is decoded{instead}; remove it")
+        raise ConfigError(f"draft={config.draft.name} with decode.score={score} drafts nothing; remove the keys of draft")
+    if score == "choices":
+        check_choices_to_score(config.decode.choice)
 
 
 def check_choices_to_score(choices: Sequence[str]) -> None:
@@ -200,17 +175,13 @@ def check_choices_to_score(choices: Sequence[str]) -> None:
 
 
 def _thinking(config: RunConfig) -> None:
-    decode, tokens = config.decode, config.model.think_tokens
+    tokens = config.model.think_tokens
     listed = (
         isinstance(tokens, list) and len(tokens) in (1, 2) and all(isinstance(item, str | int) and item != "" for item in tokens)
     )
     if not listed and tokens not in ("auto", "none"):
         raise ConfigError(
             f"model.think_tokens={tokens!r} must be auto, none, [begin,end] or [end]; write {written('model.think_tokens')}"
-        )
-    if decode.thinking_token_budget is not None and config.draft.synthetic is not None:
-        raise ConfigError(
-            "decode.thinking_token_budget has no effect with draft.synthetic, which makes up the accepted tokens; remove one"
         )
 
 
@@ -244,36 +215,18 @@ def check_statuses(given: Sequence[str]) -> None:
 
 
 def _from_job(config: RunConfig) -> None:
-    own, usual = config.input, InputConfig()
+    own = config.input
     check_statuses(own.from_status)
-    if own.from_job is None:
-        for key in ("from_status", "from_where"):
-            if (value := getattr(own, key)) != getattr(usual, key):
-                raise ConfigError(f"input.{key}={value} has no effect without input.from_job; give that or remove the key")
-        return
     if own.from_job == "":
         raise ConfigError("input.from_job= is empty; give the output folder of a finished job, or remove the key")
-    if own.columns.get("id", "request_id") != "request_id":
+    if own.from_job is not None and own.columns.get("id", "request_id") != "request_id":
         raise ConfigError(
             f"input.columns.id={own.columns['id']} beside input.from_job={own.from_job}: ids are those of that job; remove one"
         )
-    for key in ("path", "config_name", "split", "drop"):
-        if (value := getattr(own, key)) != getattr(usual, key):
-            raise ConfigError(f"input.{key}={value} beside input.from_job={own.from_job}, which is the whole input; remove one")
 
 
-def _unused(config: RunConfig) -> None:
-    """Refuse keys that another key leaves without effect. packing/unused.py refuses those that have none with the job's input or
-    model."""
-    output, packing = config.output, config.packing
-    for key, given in (("push_private=false", not output.push_private), ("push_overwrite=true", output.push_overwrite)):
-        if given and output.push_to_hub is None:
-            raise ConfigError(f"output.{key} has no effect without output.push_to_hub; set output.push_to_hub or remove the key")
-    if output.logprob_tokens and not (output.logprobs or output.prompt_logprobs):
-        raise ConfigError(
-            "output.logprob_tokens=true has no effect: no likeliest tokens are written; set output.logprobs=N (of scored prompts "
-            "output.prompt_logprobs=N), at least 1, or remove it"
-        )
+def _pages(config: RunConfig) -> None:
+    packing = config.packing
     if packing.pages is not None and packing.memory_gb is not None:
         raise ConfigError(
             f"packing.pages={packing.pages} and packing.memory_gb={packing.memory_gb} both set the number of K/V pages; "

@@ -87,7 +87,7 @@ class DecodeConfig:
     repetition_detection: RepetitionConfig = field(default_factory=RepetitionConfig)
     schema: Any = key(
         None, form="map, JSON text, path, or null", example="{type: object}", applies_to=ANSWERS,
-        column=Column("schema", must_be_mapped=True), names=("guided_json", "json_schema"),
+        column=Column("json", must_be_mapped=True), names=("guided_json", "json_schema"),
     )
     """JSON Schema that every answer must be valid by: a map, JSON text, or the path of a JSON file. The columns schema, regex,
     choice, grammar and response_format (OpenAI's) override it for their rows."""
@@ -98,8 +98,8 @@ class DecodeConfig:
     regex: str | None = key(None, applies_to=ANSWERS, column=Column("text", must_be_mapped=True), names=("guided_regex",))
     """Regular expression, in Python's syntax, that every answer must match as a whole."""
     choice: list[str] = key(
-        [], example="[positive,negative]", applies_to=ANSWERS, column=Column("choices", must_be_mapped=True),
-        names=("guided_choice",),
+        [], example="[positive,negative]", applies_to=ANSWERS, names=("guided_choice",),
+        column=Column("texts", words="list of strings", must_be_mapped=True),
     )
     """The allowed answers: every answer is one of these texts. With decode.score=choices: the texts that are scored."""
     grammar: str | None = key(None, applies_to=ANSWERS, column=Column("text", must_be_mapped=True), names=("guided_grammar",))

@@ -1,21 +1,19 @@
-"""The checks of the keys of `draft`: what the drafter reads, what it needs, and which keys exclude each other."""
+"""The checks of the keys of `draft`: what the drafter reads and needs, and which keys exclude each other."""
 
 from __future__ import annotations
 
 from batchspec.config.draft_schema import MAX_TREE_NODES, MAX_TREE_PLACES, DraftConfig
-from batchspec.config.drafters import DRAFTERS, readers
+from batchspec.config.drafters import DRAFTERS
 from batchspec.config.key import value_of
+from batchspec.config.no_effect import refuse_unread_by_drafter
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
-
-READ_BY = readers()
-"""Keys that not every drafter reads -> the drafters that do."""
 
 
 def check_draft(config: RunConfig) -> None:
     """Raises ConfigError. The drafter's name must be one of its choices. What depends on K is checked only if K is set."""
     draft, entry = config.draft, DRAFTERS[config.draft.name]
-    _refuse_unread(config)
+    refuse_unread_by_drafter(config)
     for name, value in (("coupled", draft.coupled), ("parallel", draft.parallel)):
         if value != "auto" and not isinstance(value, bool):
             raise ConfigError(f"draft.{name}={value} must be one of auto, true, false")
@@ -23,10 +21,6 @@ def check_draft(config: RunConfig) -> None:
         made_up = key == "draft.path" and entry.dummy and config.model.load_format == "dummy"
         if value_of(config, key) is None and not made_up:
             raise ConfigError(f"draft={draft.name} needs {key}: {what}")
-    if draft.sink_tokens and draft.window is None:
-        raise ConfigError(
-            f"draft.sink_tokens={draft.sink_tokens} without draft.window: all keys are read anyway; give a window or remove it"
-        )
     if draft.prompt_lookup_min > draft.prompt_lookup_max:
         raise ConfigError(
             f"draft.prompt_lookup_min={draft.prompt_lookup_min} exceeds "
@@ -37,36 +31,7 @@ def check_draft(config: RunConfig) -> None:
         _synthetic(draft, draft.synthetic)
 
 
-def _refuse_unread(config: RunConfig) -> None:
-    """Raises ConfigError for a key with another value than its default that the drafter does not read."""
-    draft, entry, defaults = config.draft, DRAFTERS[config.draft.name], RunConfig()
-    if entry.chooses and draft.path is not None:
-        drafters = ", ".join(f"draft={name}" for name in READ_BY["draft.path"])
-        raise ConfigError(
-            f"draft.path={draft.path} with draft={draft.name}: name the drafter that these weights are for, one of {drafters}"
-        )
-    for key, names in READ_BY.items():
-        value = value_of(config, key)
-        if value != value_of(defaults, key) and not {*names} & {draft.name, *entry.chooses}:
-            who = " or ".join(f"draft={name}" for name in names)
-            raise ConfigError(f"{key}={value} is not used by draft={draft.name}, only by {who}; remove the key")
-    for name in ("num_speculative_tokens", "adaptive") if draft.name == "none" else ():
-        if (value := getattr(draft, name)) is not None:
-            raise ConfigError(
-                f"draft.{name}={str(value).lower()} is not used by draft=none; remove the key, or choose draft=lookup"
-            )
-    chooses_none = {
-        "draft=none": draft.name == "none", "draft.adaptive=false": draft.adaptive is False,
-        f"draft.tree.topk={draft.tree.topk}, a tree": draft.tree.topk > 1,
-    }
-    for given, applies in chooses_none.items() if draft.lengths != defaults.draft.lengths else ():
-        if applies:
-            raise ConfigError(f"draft.lengths={draft.lengths} is not used with {given}; remove the key")
-
-
 def _synthetic(draft: DraftConfig, rates: list[float]) -> None:
-    if draft.name == "none":
-        raise ConfigError(f"draft.synthetic={rates} is not used by draft=none; remove the key or choose draft=lookup")
     key, depth = (
         ("draft.tree.depth", draft.tree.depth)
         if draft.tree.depth
@@ -86,11 +51,6 @@ def _synthetic(draft: DraftConfig, rates: list[float]) -> None:
 def _tree(config: RunConfig) -> None:
     draft, tree = config.draft, config.draft.tree
     if tree.topk == 1:
-        for name, value in (("depth", tree.depth), ("nodes", tree.nodes)):
-            if value is not None:
-                raise ConfigError(
-                    f"draft.tree.{name}={value} is not used with draft.tree.topk=1, a chain; set topk or remove the key"
-                )
         return
     if draft.parallel is True:
         raise ConfigError(

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
+from enum import Flag, auto
 from typing import Any, TypeVar, get_type_hints
 
 Value = TypeVar("Value")
@@ -21,8 +21,18 @@ Value = TypeVar("Value")
 ABOVE_0 = math.ulp(0.0)
 """The least value of a key that must be above 0."""
 INT64 = (-(2**63), 2**63 - 1)
-CHATS, ANSWERS = "chats", "answers"
-"""What a key or a column may apply to alone."""
+
+
+class Scope(Flag):
+    """What alone a key or a column applies to."""
+
+    CHATS = auto()
+    """Prompts that go through the chat template."""
+    ANSWERS = auto()
+    """Rows whose answer is decoded; in other jobs prompts or choices are scored (decode.score)."""
+
+
+CHATS, ANSWERS, EVERYTHING = Scope.CHATS, Scope.ANSWERS, Scope(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,8 @@ class Column:
     """What its cells hold: a name in `COLUMN_TYPES` (data/dataset/column_types.py)."""
     name: str = ""
     """Empty: the last part of the key."""
+    words: str = ""
+    """What its cells hold, for messages; empty: as `COLUMN_TYPES` says."""
     must_be_mapped: bool = False
     """Whether input.columns must name it, because many datasets have a column of its name with another meaning."""
 
@@ -56,8 +68,8 @@ class Key:
     """Whether few jobs set it: the help and conf/README.md list it last."""
     path: bool = False
     """Whether it names files or folders: `~` is the user's home, and credentials in a URL are refused."""
-    applies_to: str = ""
-    """CHATS or ANSWERS: it has no effect on other prompts, or where no answer is decoded (decode.score)."""
+    applies_to: Scope = EVERYTHING
+    """It is refused where it would have no effect."""
     column: Column | None = None
     """The column with which a row replaces it."""
     requests: tuple[str, ...] = ()
@@ -85,15 +97,11 @@ class Key:
 def key(default: Value, **declared: Any) -> Value:
     """A field of a dataclass of keys, with its default and what is declared of it: arguments of `Key`."""
     metadata = {Key: Key(**declared)}
-    made: Any = (
-        field(default_factory=lambda: copy(default), metadata=metadata)
-        if isinstance(default, list | dict)
-        else field(default=default, metadata=metadata)
-    )
-    return made
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
-@cache
 def declared_keys(schema: type) -> dict[str, Key]:
     """Every key of a dataclass of keys, dotted, in the order of its fields; of `Key()` if nothing is declared."""
     hints, found = get_type_hints(schema), dict[str, Key]()

@@ -23,8 +23,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
 
-from batchspec.config.draft_checks import READ_BY
 from batchspec.config.key import ABOVE_0, INT64, Key
+from batchspec.config.no_effect import READ_BY
 
 _SENTENCE_END = re.compile(r"(?<!e\.g)\.\s")
 TYPE_NAMES = {"int": "int", "float": "float", "bool": "bool", "str": "string", "Any": "anything"}

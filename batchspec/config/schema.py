@@ -173,13 +173,16 @@ class InputConfig:
     on_overlong: str = key("error", choices=("error", "truncate", "skip"))
     """What to do with a prompt that leaves no space for max_new_tokens. error makes an error row, truncate keeps the prompt's
     end, skip makes a row with status skipped."""
-    final_assistant: str = key("error", choices=("error", "continue", "drop"), applies_to=CHATS, column=Column("final"))
+    final_assistant: str = key(
+        "error", choices=("error", "continue", "drop"), applies_to=CHATS,
+        column=Column("text", words="string: error, continue or drop"),
+    )
     """What to do with a chat that ends with an assistant turn. error makes an error row, continue appends the answer to that
     turn, drop removes that turn and answers the turns before."""
     limit: int | None = key(None, low=1, advice="null takes every row", names=("num_samples", "max_samples"))
     """Maximum number of input rows, from the first on. null is all of them."""
     template_kwargs: dict[str, Any] = key(
-        {}, example="{NAME: VALUE}", applies_to=CHATS, column=Column("variables"), names=("chat_template_kwargs",)
+        {}, example="{NAME: VALUE}", applies_to=CHATS, column=Column("object"), names=("chat_template_kwargs",)
     )
     """Additional variables of the chat template, e.g. {reasoning_effort: high} for gpt-oss. The column template_kwargs, JSON
     text, overrides them for its row."""

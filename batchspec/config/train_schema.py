@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.drafters import DRAFTERS
-from batchspec.config.key import ABOVE_0, Key, declared_keys, key, value_of
+from batchspec.config.key import ABOVE_0, Key, declared_keys, key
+from batchspec.config.no_effect import refuse_given
 from batchspec.config.schema import ModelConfig
 from batchspec.config.values import check_credentials, check_given, check_saved, check_values
 from batchspec.errors import ConfigError
@@ -118,7 +119,7 @@ REQUIRED: dict[str, str] = {
 }
 READ = ("draft.name", "draft.path", "draft.aux_layers", "draft.num_speculative_tokens", "draft.parallel")
 """Keys of `draft` that train reads."""
-_OF_NEW_HEADS = ("aux_layer_ids", "inner")
+_OF_NEW_HEADS = ("train.aux_layer_ids", "train.inner")
 _OF_HEADS = (
     *(f"train.{key}" for key in ("draft_vocab", "aux_layer_ids", "layers", "inner", "mask_token")), "output.layout",
     "draft.aux_layers", "draft.parallel",
@@ -155,27 +156,20 @@ def _drafter(run: TrainRun) -> None:
     if entry is None or not entry.trained:
         raise ConfigError(f"draft={run.draft.name} cannot be trained; use draft=eagle3, draft=parallel or draft=mtp")
     check_given(run, {"draft.num_speculative_tokens": "the K of the acceptance curves"})
-    usual = TrainRun()
-    for name in _OF_HEADS if run.draft.name == "mtp" else ():
-        if value_of(run, name) != value_of(usual, name):
-            raise ConfigError(
-                f"{name}={value_of(run, name)} is not used by draft=mtp, whose layer has the shape and the tokens of the model; "
-                "remove the key"
-            )
+    if run.draft.name == "mtp":
+        refuse_given(
+            run, _OF_HEADS, "is not used by draft=mtp, whose layer has the shape and the tokens of the model; remove the key"
+        )
     if run.draft.parallel not in ("auto", True, False):
         raise ConfigError(f"draft.parallel={run.draft.parallel} must be one of auto, true, false")
     if run.train.mask_token is not None and run.draft.parallel is not True:
         raise ConfigError(
             f"train.mask_token={run.train.mask_token} applies only to draft=parallel; remove it or use draft=parallel"
         )
-    if run.draft.path is None and run.draft.aux_layers != usual.draft.aux_layers:
-        raise ConfigError(
-            f"draft.aux_layers={run.draft.aux_layers} says how the head draft.path is read, and draft.path is not set; "
-            "remove the key"
+    if run.draft.path is None:
+        refuse_given(
+            run, ["draft.aux_layers"], "says how the head draft.path is read, and draft.path is not set; remove the key"
         )
-    for name in (*(f"draft.{item}" for item in asdict(run.draft)), *UNREAD):
-        if name not in READ and value_of(run, name) != value_of(usual, name):
-            raise ConfigError(f"{name}={value_of(run, name)} is not used by train; remove the key")
-    for name in _OF_NEW_HEADS if run.draft.path is not None else ():
-        if (value := getattr(run.train, name)) != getattr(usual.train, name):
-            raise ConfigError(f"train.{name}={value} and draft.path: that head has its own; remove one of them")
+    else:
+        refuse_given(run, _OF_NEW_HEADS, "and draft.path: that head has its own; remove one of them")
+    refuse_given(run, [name for name in declared_keys(TrainRun) if name not in KEYS], "is not used by train; remove the key")

@@ -141,7 +141,7 @@ def literal(value: Any) -> Any:
 
 def expand_home(config: Any) -> None:
     """Replace a leading `~` by the user's home in all paths of a configuration."""
-    for name, key in declared_keys(type(config)).items():
+    for name, key in declared_keys(config.__class__).items():
         if key.path:
             group, _, last = name.rpartition(".")
             holder, value = value_of(config, group), value_of(config, name)

@@ -47,7 +47,7 @@ from batchspec.data.dataset.row_ids import request_ids
 from batchspec.data.dataset.schema import output_schema
 from batchspec.data.dataset.untyped_columns import json_kinds
 from batchspec.errors import CapacityError, ConfigError, TokenizerFails
-from batchspec.packing.cells import BadRow, plain_cell, prompt_cell, row_values, synthetic_len_cell
+from batchspec.packing.cells import BadRow, number_option, plain_cell, prompt_cell, row_values
 from batchspec.packing.choices import Choices
 from batchspec.packing.constraints import Constraints
 from batchspec.packing.predict import LengthPredictor
@@ -306,16 +306,17 @@ class Admission:
         prompt_ids = self.encoder.encode(prompt, {**row, "tools": choice.tools}, max_prompt_tokens)
         tools = None if self.tool_form is None else choice.readable
         sampling = settings.sampling(values, row)
-        thinking = settings.thinking(prompt_ids, row.get("thinking_token_budget")) if max_new_tokens else None
+        thinking = settings.thinking(prompt_ids, values, row) if max_new_tokens else None
         if self.choices is not None:
             self.choices.check_prompt(prompt_ids)
         constraint = self._constraints.of_row(row, choice)
         if thinking is not None and choice.forces:
             end = thinking.closing.index(thinking.end_id)  # in harmony the closing tokens go on to the channel final
             thinking = replace(thinking, closing=thinking.closing[: end + 1])
-        num_logprobs = settings.num_logprobs(row.get("num_logprobs"))
+        num_logprobs = settings.num_logprobs(row)
         base = hash64(self.decode.seed, request_id) if row.get("seed") is None else int(values["seed"])
-        synthetic_len = synthetic_len_cell(row)
+        own_len = number_option("synthetic_len", row)
+        synthetic_len = None if own_len is None else int(own_len)
         may_end_early = bool(stop_ids or stop or settings.repetition) or synthetic_len is not None
         predicted = self.predictor.predict(max_new_tokens) if may_end_early else max_new_tokens
         for sample_index in range(int(values["n"])):

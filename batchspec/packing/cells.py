@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from batchspec.config.row_options import ROW_OPTIONS
 from batchspec.config.values import logit_bias
 from batchspec.data.dataset.json_text import BadJson, BadText, called, parse
 from batchspec.data.dataset.messages import BadChat, messages_of, without_nulls
@@ -15,16 +16,12 @@ from batchspec.data.dataset.untyped_columns import is_csv, json_kinds, value_of
 from batchspec.errors import OneLine
 from batchspec.records import Ids
 
+if TYPE_CHECKING:
+    from batchspec.text.tokenizer import Tokenizer
+
 Biases = tuple[tuple[int, float], ...]
 """(token id, what is added to its logit)."""
 NOT_WHOLE = "prompt_ids is not a list of whole numbers; correct it"
-NUMBERS = (
-    "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "seed", "n", "thinking_token_budget", "num_logprobs", "synthetic_len",
-)
-"""Columns that hold numbers."""
-
-
 class BadRow(OneLine):
     """Why a row gets no request. Admission catches it. retryable: the machine is the cause, not the row."""
 
@@ -61,10 +58,11 @@ def row_values(cells: Mapping[str, Any], fields: Mapping[str, pa.Field], prompt:
 
 def _cell_value(name: str, cell: Any, field: pa.Field, is_prompt: bool) -> Any:
     try:
-        value = value_of(cell, field, number=name in NUMBERS, optional=not is_prompt)
+        option = ROW_OPTIONS.get(name)
+        value = value_of(cell, field, number=option is not None and option.is_number, optional=not is_prompt)
         if name == "messages":
             value = messages_of(value)
-        elif name in ("stop", "bad_words") and is_csv(field):
+        elif option is not None and option.column.type == "texts" and is_csv(field):
             value = _listed(value)
     except BadChat as error:
         raise BadRow("bad_messages", str(error)) from None
@@ -109,15 +107,15 @@ def ids_cell(cell: Any) -> pa.Array:
     raise BadRow("bad_ids", NOT_WHOLE)
 
 
-def synthetic_len_cell(row: Mapping[str, Any]) -> int | None:
-    """The row's synthetic output length, at least 1; None without one."""
-    own = row.get("synthetic_len")
-    if own is None:
+def number_option(name: str, row: Mapping[str, Any]) -> float | None:
+    """The number of a row's own option, in its range; None if the row has none."""
+    if (cell := row.get(name)) is None:
         return None
-    length = int(number_cell("synthetic_len", own, whole=True))
-    if length < 1:
-        raise BadRow("bad_parameter", f"synthetic_len={length} must be at least 1; leave it null for a row that ends by itself")
-    return length
+    option = ROW_OPTIONS[name]
+    number = number_cell(name, cell, whole=option.is_whole)
+    if problem := option.declared.violation(name, number):
+        raise BadRow("bad_parameter", problem)
+    return number
 
 
 def number_cell(name: str, own: Any, *, whole: bool) -> float:
@@ -132,16 +130,10 @@ def number_cell(name: str, own: Any, *, whole: bool) -> float:
     return int(own) if whole else float(own)
 
 
-def bias_cell(row: Mapping[str, Any], usual: Biases, vocab_size: int) -> Biases:
-    """The row's own logit_bias, or else `usual`."""
-    own = json_cell(row, "logit_bias", dict)
-    return usual if own is None else checked_biases(own, vocab_size)
-
-
-def checked_biases(given: Any, vocab_size: int) -> Biases:
-    """The biases of a map, by ascending token id, without those of 0."""
+def read_biases(given: Any, tokenizer: Tokenizer | None, vocab_size: int) -> Biases:
+    """The biases of a logit_bias, of a row or of the job, by ascending token id, without those of 0."""
     try:
-        found = logit_bias(given)
+        found = logit_bias(json_cell({"logit_bias": given}, "logit_bias", dict))
     except ValueError as error:
         raise BadRow("bad_parameter", f"logit_bias {error}") from None
     if found and max(found) >= vocab_size:

@@ -12,7 +12,8 @@ import pyarrow.compute as pc
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.schema import RunConfig
 from batchspec.config.vllm_names import NAMES, OF_REQUESTS
-from batchspec.data.dataset.columns import NAMED_ONLY, PROMPTS, TYPES, ColumnMap, is_list
+from batchspec.data.dataset.column_types import is_list
+from batchspec.data.dataset.columns import PROMPTS, TYPES, ColumnMap, must_be_mapped
 from batchspec.data.dataset.openai_requests import defaults_note
 from batchspec.data.dataset.reader import Source
 from batchspec.records import LEAST_TEMPERATURE
@@ -126,7 +127,7 @@ def _advice(config: RunConfig, field: pa.Field) -> str:
         if own in config.input.columns or field.name in ("id", *PROMPTS):  # of an earlier job: any other input has them read
             return ""
         mapped = f"input.columns.{own}={field.name}"
-        if name in NAMED_ONLY:
+        if must_be_mapped(name):
             return f"if answers are to follow it, map it, {mapped}; if it is data, input.columns.{own}=null"
         return f"batchspec's name is {own!r}; map it, {mapped}"
     return f"batchspec's name is the key {key}, for all rows" if key else OF_REQUESTS.get(name, "")

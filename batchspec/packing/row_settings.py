@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from batchspec.config.schema import KEYS, RunConfig
+from batchspec.config.key import value_of
+from batchspec.config.row_options import ROW_OPTIONS
+from batchspec.config.schema import RunConfig
 from batchspec.data.dataset.columns import ColumnMap
 from batchspec.errors import ConfigError
-from batchspec.packing.cells import BadRow, bias_cell, checked_biases, number_cell
-from batchspec.records import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_STOP_IDS, Ids, Repetition, SamplingParams, Thinking
+from batchspec.packing.bad_words import read_bad_words
+from batchspec.packing.cells import BadRow, number_option, read_biases
+from batchspec.records import MAX_STOP_IDS, Ids, Repetition, SamplingParams, Thinking
 from batchspec.text.thinking import find_think_tokens
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
     from batchspec.text.tokenizer import Tokenizer
 
-SAMPLING = (
-    "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "seed", "n",
-)
+NUMBERS = {name: option for name, option in ROW_OPTIONS.items() if option.key.startswith("decode.") and option.is_number}
 """Numbers of `decode` that a row may replace by its own."""
+READERS: Mapping[str, Callable[[Any, Tokenizer | None, int], Any]] = {"logit_bias": read_biases, "bad_words": read_bad_words}
+"""Options that are more than a number: what makes their value in `SamplingParams` of a row's cell, or of the key or group of that
+name in `decode`, for this tokenizer and number of tokens. It raises BadRow."""
+SAMPLING = tuple(field.name for field in fields(SamplingParams))
+"""The options that choose tokens: each is one of NUMBERS or of READERS."""
 
 
 class RowSettings:
@@ -52,14 +57,10 @@ class RowSettings:
                 f"decode.stop_ids={self.decode.stop_ids} and the model's {len(eos)} EOS ids are {len(self.end_ids)} stop ids, "
                 f"at most {MAX_STOP_IDS} fit; remove some or use decode.stop"
             )
-        try:
-            self.logit_bias = checked_biases(self.decode.logit_bias, self.vocab_size)
-        except BadRow as error:
-            raise ConfigError(f"decode.{error}") from None
-        try:
-            self.bad_words = self._bad_words(list(self.decode.bad_words))
-        except BadRow as error:
-            raise ConfigError(f"decode.{error}") from None
+        self.numbers = {name: value_of(config, option.key) for name, option in NUMBERS.items()}
+        """The job's own values of NUMBERS."""
+        self.read = {name: self._of_job(name, getattr(self.decode, name)) for name in READERS}
+        """The job's own values of the options of READERS."""
         self.most_logprobs = config.output.logprobs
         """Of how many of the likeliest tokens the job computes log-probabilities; None: of none."""
         self.usual_logprobs = self.most_logprobs if logprobs_of_all else None
@@ -91,55 +92,34 @@ class RowSettings:
             raise ConfigError(f"decode.thinking_closing={text!r} holds a think token or one that ends the output; take it out")
         return tuple(ids)
 
-    def values(self, row: dict[str, Any]) -> dict[str, float]:
-        """The sampling values of a row: its own, or else the job's."""
-        values: dict[str, float] = {}
-        for name in SAMPLING:
-            own, usual = row.get(name), getattr(self.decode, name)
-            if own is None:
-                values[name] = usual
-                continue
-            values[name] = number_cell(name, own, whole=isinstance(usual, int))
-            if problem := KEYS[f"decode.{name}"].violation(name, values[name]):
-                raise BadRow("bad_parameter", problem)
+    def _of_job(self, name: str, value: Any) -> Any:
+        try:
+            return self._read(name, value)
+        except BadRow as error:
+            raise ConfigError(f"decode.{error}") from None
+
+    def _read(self, name: str, value: Any) -> Any:
+        return READERS[name](value, self.tokenizer, self.vocab_size)
+
+    def values(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The numbers of a row: its own, or else the job's."""
+        values = dict(self.numbers)
+        for name in NUMBERS:
+            if (own := number_option(name, row)) is not None:
+                values[name] = own
         if values["min_new_tokens"] > values["max_new_tokens"] and row.get("min_new_tokens") is not None:
             said = f"min_new_tokens={values['min_new_tokens']} exceeds max_new_tokens={values['max_new_tokens']}; lower it"
             raise BadRow("bad_parameter", said)
         return values
 
-    def sampling(self, values: Mapping[str, float], row: Mapping[str, Any]) -> SamplingParams:
+    def sampling(self, values: Mapping[str, Any], row: Mapping[str, Any]) -> SamplingParams:
         """How the row's tokens are chosen. Raises BadRow.
 
         values  the row's numbers, as `values` returns them
         """
-        return SamplingParams(
-            temperature=values["temperature"], top_k=min(int(values["top_k"]), self.vocab_size),
-            top_p=values["top_p"], min_p=values["min_p"],
-            repetition_penalty=values["repetition_penalty"], presence_penalty=values["presence_penalty"],
-            frequency_penalty=values["frequency_penalty"],
-            logit_bias=bias_cell(row, self.logit_bias, self.vocab_size),
-            bad_words=self.bad_words if (own := row.get("bad_words")) is None else self._bad_words(own),
-        )
-
-    def _bad_words(self, words: Any) -> tuple[tuple[int, ...], ...]:
-        """The token sequences of these texts: each as at the beginning of a text, and as after a space."""
-        texts = [words] if isinstance(words, str) else words
-        if not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
-            raise BadRow("bad_parameter", f"bad_words={words!r} must be texts that are not empty; correct it or leave it out")
-        if texts and self.tokenizer is None:
-            raise BadRow("bad_parameter", f"bad_words={words!r} needs a tokenizer, and the model folder has none; leave it out")
-        found: dict[tuple[int, ...], None] = {}
-        for text in texts:
-            assert self.tokenizer is not None
-            both = [tuple(self.tokenizer.encode_part(f"{space}{text.lstrip()}")) for space in ("", " ")]
-            if max(map(len, both)) > MAX_BAD_WORD:
-                said = f"bad_words: {text!r} has {max(map(len, both))} tokens, at most {MAX_BAD_WORD} are supported; shorten it"
-                raise BadRow("bad_parameter", said)
-            found |= dict.fromkeys(ids for ids in both if ids and max(ids) < self.vocab_size)
-        if len(found) > MAX_BAD_WORDS:
-            said = f"bad_words has {len(found)} token sequences, at most {MAX_BAD_WORDS} are supported; shorten the list"
-            raise BadRow("bad_parameter", said)
-        return tuple(found)
+        read = {name: usual if row.get(name) is None else self._read(name, row[name]) for name, usual in self.read.items()}
+        options = {**values, **read, "top_k": min(values["top_k"], self.vocab_size)}
+        return SamplingParams(**{name: options[name] for name in SAMPLING})
 
     def stops(self, own: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Stop strings to search for in the text, and stop ids. A stop string that is a special token becomes a stop id.
@@ -168,33 +148,23 @@ class RowSettings:
             raise BadRow("bad_parameter", f"adapter={own!r} is none of model.adapters ({known}); correct it or leave it null")
         return number
 
-    def num_logprobs(self, own: Any) -> int | None:
-        """Of how many of the likeliest tokens the row's log-probabilities are written; None: none are.
-
-        own  the row's cell of num_logprobs; None: the job's
-        """
-        if own is None:
+    def num_logprobs(self, row: Mapping[str, Any]) -> int | None:
+        """Of how many of the likeliest tokens the row's log-probabilities are written; None: none are."""
+        asked, most = number_option("num_logprobs", row), self.most_logprobs
+        if asked is None:
             return self.usual_logprobs
-        asked, most = int(number_cell("num_logprobs", own, whole=True)), self.most_logprobs
-        if problem := KEYS["output.logprobs"].violation("num_logprobs", asked):
-            raise BadRow("bad_parameter", problem)
         if most is None or asked > most:
             said = "null" if most is None else most
             raise BadRow("bad_parameter", f"num_logprobs={asked} exceeds output.logprobs={said}; set output.logprobs={asked}")
-        return asked
+        return int(asked)
 
-    def thinking(self, prompt_ids: Ids, own: Any) -> Thinking | None:
+    def thinking(self, prompt_ids: Ids, values: Mapping[str, Any], row: Mapping[str, Any]) -> Thinking | None:
         """The row's reasoning and its budget; None if the model has no think tokens.
 
-        own  the row's cell of thinking_token_budget; None: the job's
+        values  the row's numbers, as `values` returns them
         """
-        think, budget = self.think, self.decode.thinking_token_budget
-        if own is not None:
-            budget = int(number_cell("thinking_token_budget", own, whole=True))
-            problem = KEYS["decode.thinking_token_budget"].violation("thinking_token_budget", budget)
-            if problem or think is None:
-                said = f"thinking_token_budget={budget} needs think tokens, and the tokenizer has none; leave it null"
-                raise BadRow("bad_parameter", problem or said)
-        if think is None:
-            return None
-        return think.of_row(prompt_ids, budget, self.closing)
+        budget = values["thinking_token_budget"]
+        if self.think is None and row.get("thinking_token_budget") is not None:
+            said = f"thinking_token_budget={budget} needs think tokens, and the tokenizer has none; leave it null"
+            raise BadRow("bad_parameter", said)
+        return None if self.think is None else self.think.of_row(prompt_ids, budget, self.closing)

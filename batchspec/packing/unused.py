@@ -6,13 +6,16 @@ like an option is not refused, because it may be data: the user is told (`input_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchspec.config.key import value_of
-from batchspec.config.schema import RunConfig
+from batchspec.config.key import ANSWERS, CHATS, Scope
+from batchspec.config.no_effect import refuse_given
+from batchspec.config.row_options import ROW_OPTIONS
+from batchspec.config.schema import KEYS, RunConfig
 from batchspec.data.dataset.columns import ColumnMap
 from batchspec.data.dataset.reader import Source
 from batchspec.errors import ConfigError, InputError
@@ -22,27 +25,21 @@ from batchspec.records import LEAST_TEMPERATURE
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
 
-OF_CHATS = ("input.system", "input.final_assistant", "input.template_kwargs", "input.template_date", "model.chat_template")
-"""Keys that only chats read."""
-CHAT_COLUMNS = ("system", "tools", "template_kwargs", "final_assistant", "tool_choice", "parallel_tool_calls")
-"""Columns that only chats read. If prompts are text and `input.chat` is false, rows that fill them are error rows."""
-DECODED_COLUMNS = (
-    "max_new_tokens", "min_new_tokens", "n", "stop", "bad_words", "schema", "regex", "choice", "grammar", "response_format",
-    "thinking_token_budget", "synthetic_len", "tool_choice", "parallel_tool_calls", "num_logprobs",
-)
-"""Columns about the length, the end and the form of an answer, which a scored row does not have."""
-
-
 def check_columns(config: RunConfig, columns: ColumnMap, source: Source) -> None:
     """Raises InputError for a mapped column that no row can use. A column without any value asks for nothing."""
     if columns.prompt_kind == "prompt_ids":
-        _refuse(columns, source, CHAT_COLUMNS, "applies to chats, and the prompts of this input are prompt_ids")
+        _refuse(columns, source, _of(CHATS), "applies to chats, and the prompts of this input are prompt_ids")
     if (score := config.decode.score) != "none":
-        names = tuple(name for name in DECODED_COLUMNS if (name, score) != ("choice", "choices"))
+        names = [name for name in _of(ANSWERS) if (name, score) != ("choice", "choices")]
         _refuse(columns, source, names, f"applies to answers, and decode.score={score} writes none")
 
 
-def _refuse(columns: ColumnMap, source: Source, names: tuple[str, ...], why: str) -> None:
+def _of(scope: Scope) -> list[str]:
+    """The columns that apply to nothing else."""
+    return [name for name, option in ROW_OPTIONS.items() if scope in option.declared.applies_to]
+
+
+def _refuse(columns: ColumnMap, source: Source, names: Sequence[str], why: str) -> None:
     for name in names:
         column = columns.get(name)
         if column is not None and any(map(has_value, source.column(column))):
@@ -98,64 +95,51 @@ def _comparable(values: pa.Array) -> pa.Array:
 def check_keys_of_engine(config: RunConfig) -> None:
     """Raises ConfigError for a key that this number of GPUs leaves without effect."""
     if config.ablation.sharded_draft and config.cluster.tensor_parallel == 1:
-        raise ConfigError(
-            "ablation.sharded_draft=true has no effect with cluster.tensor_parallel=1: there is one GPU per copy of the model; "
-            "remove the key"
-        )
+        why = "has no effect with cluster.tensor_parallel=1: there is one GPU per copy of the model; remove the key"
+        refuse_given(config, ["ablation.sharded_draft"], why)
 
 
 def check_keys_of_input(config: RunConfig, columns: ColumnMap, source: Source) -> None:
     """Raises ConfigError for a key that this input leaves without effect."""
-    kind, usual, decode = columns.prompt_kind, RunConfig(), config.decode
-    if kind == "prompt_ids" and config.input.chat:
-        raise ConfigError("input.chat=true applies to text, and the prompts of this input are prompt_ids; remove the key")
+    kind = columns.prompt_kind
+    if kind == "prompt_ids":
+        why = "applies to text, and the prompts of this input are prompt_ids; remove the key"
+        refuse_given(config, ["input.chat"], why)
     if kind != "messages" and not config.input.chat:
-        for key in OF_CHATS:
-            if (value := value_of(config, key)) != value_of(usual, key):
-                instead = "set input.chat=true or remove the key" if kind == "prompt" else "remove the key"
-                column = columns.prompt_column
-                without = "input.prompt makes" if column is None else f"column {column!r} ({kind}) has"
-                raise ConfigError(f"{key}={value} applies to chats, and {without} none; {instead}")
-    if columns.adds_turn and config.input.final_assistant != usual.input.final_assistant:
-        raise ConfigError(
-            f"input.final_assistant={config.input.final_assistant} has no effect, because the user turn of input.prompt follows "
-            "each answer; remove one"
-        )
-    if config.input.drop and source.filled_by_requests is None:
-        raise ConfigError(
-            f"input.drop={config.input.drop} is for OpenAI's batch requests, JSON lines with custom_id and body, and the input "
-            "has none; remove the key"
-        )
-    if config.model.tool_calls != "auto" and (columns.get("tools") is None or kind == "prompt_ids"):
-        raise ConfigError(
-            f"model.tool_calls={config.model.tool_calls} has no effect without the column `tools`; name it, "
-            "input.columns.tools=COLUMN, or remove the key"
-        )
-    if decode.thinking_closing and decode.thinking_token_budget is None and columns.get("thinking_token_budget") is None:
-        raise ConfigError(
-            "decode.thinking_closing has no effect without a thinking budget; set decode.thinking_token_budget, add a column "
-            "thinking_token_budget, or remove the key"
+        instead = "set input.chat=true or remove the key" if kind == "prompt" else "remove the key"
+        column = columns.prompt_column
+        without = "input.prompt makes" if column is None else f"column {column!r} ({kind}) has"
+        of_chats = [name for name, declared in KEYS.items() if CHATS in declared.applies_to]
+        refuse_given(config, of_chats, f"applies to chats, and {without} none; {instead}")
+    if columns.adds_turn:
+        why = "has no effect, because the user turn of input.prompt follows each answer; remove one"
+        refuse_given(config, ["input.final_assistant"], why)
+    if source.filled_by_requests is None:
+        why = "is for OpenAI's batch requests, JSON lines with custom_id and body, and the input has none; remove the key"
+        refuse_given(config, ["input.drop"], why)
+    if columns.get("tools") is None or kind == "prompt_ids":
+        why = "has no effect without the column `tools`; name it, input.columns.tools=COLUMN, or remove the key"
+        refuse_given(config, ["model.tool_calls"], why)
+    if config.decode.thinking_token_budget is None and columns.get("thinking_token_budget") is None:
+        refuse_given(
+            config, ["decode.thinking_closing"],
+            "has no effect without a thinking budget; set decode.thinking_token_budget, add a column thinking_token_budget, or "
+            "remove the key",
         )
 
 
 def check_keys_of_model(config: RunConfig, spec: ModelSpec, *, thinks: bool) -> None:
-    """Raises ConfigError for a key that this model leaves without effect.
-
-    thinks  whether its outputs have reasoning blocks
-    """
-    output = config.output
-    if output.reasoning_in_messages and output.messages != "full":
-        raise ConfigError(
-            f"output.reasoning_in_messages=true has no effect with output.messages={output.messages}, which leaves answers out "
-            "of messages; remove one"
+    """Raises ConfigError for a key that this model leaves without effect. thinks: whether its outputs have reasoning blocks."""
+    messages = config.output.messages
+    if messages != "full":
+        why = f"has no effect with output.messages={messages}, which leaves answers out of messages; remove one"
+        refuse_given(config, ["output.reasoning_in_messages"], why)
+    if not thinks:
+        refuse_given(
+            config, ["output.reasoning_in_messages"],
+            "needs think tokens, and the tokenizer has no known ones; name the model's, as in model.think_tokens="
+            "[<think>,</think>], or remove the key",
         )
-    if output.reasoning_in_messages and not thinks:
-        raise ConfigError(
-            "output.reasoning_in_messages=true needs think tokens, and the tokenizer has no known ones; "
-            "name the model's, as in model.think_tokens=[<think>,</think>], or remove the key"
-        )
-    correlation = config.packing.expert_correlation
-    if correlation != RunConfig().packing.expert_correlation and spec.experts is None:
-        raise ConfigError(
-            f"packing.expert_correlation={correlation} applies to experts (MoE), and the model has none; remove the key"
-        )
+    if spec.experts is None:
+        why = "applies to experts (MoE), and the model has none; remove the key"
+        refuse_given(config, ["packing.expert_correlation"], why)

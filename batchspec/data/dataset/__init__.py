@@ -20,7 +20,7 @@ Input:
   lines.py             the lines of a text; one that is too long is skipped
   untyped_columns.py   the type of a column of JSON lines or CSV, from all its cells
   json_text.py         JSON text as Python values, and values as JSON text
-  columns.py           the meaning of each column
+  columns.py           the meaning of each column; column_types.py: the types that it may have
   row_ids.py           the ids of the rows
   job_rows.py          the output of an earlier job as an input; job_file.py: one of its files as a file of the input
   row_expressions.py   SQL expressions over the rows of an output

@@ -3,123 +3,31 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
+from batchspec.config.row_options import ROW_OPTIONS
+from batchspec.data.dataset.column_types import COLUMN_TYPES, TURNS, ColumnType, is_list
 from batchspec.data.dataset.untyped_columns import is_csv, json_kinds
 from batchspec.errors import ConfigError, InputError
 
 PROMPTS = ("messages", "prompt", "prompt_ids")
-TURNS = (("role", "content"), ("from", "value"))
-"""Fields of a message, OpenAI's and ShareGPT's."""
 CHAT_NAMES = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue", "turns")
 PROMPT_NAMES = ("prompt", "question", "instruction", "text", "input", "query", "content")
 """Usual names of columns of chats and prompts, for advice in error messages."""
 SEPARATORS = (";", "\t", "|")
 """Separators of files that are called CSV but do not use commas."""
-_JSON = {
-    "id": ("text", "number"), "messages": ("list", "text"), "prompt": ("text",), "prompt_ids": ("list",),
-    "schema": ("object", "text"), "regex": ("text",), "choice": ("list", "text"), "grammar": ("text",),
-    "response_format": ("object", "text"), "adapter": ("text",),
-    "stop": ("text", "list"), "bad_words": ("text", "list"), "system": ("text",),
-    "tools": ("text", "list", "object"), "template_kwargs": ("object", "text"),
-    "logit_bias": ("object", "text"), "final_assistant": ("text",),
-    "tool_choice": ("text", "object"), "parallel_tool_calls": ("bool",),
+TYPES: dict[str, ColumnType] = {
+    "id": COLUMN_TYPES["id"], "messages": COLUMN_TYPES["messages"], "prompt": COLUMN_TYPES["text"],
+    "prompt_ids": COLUMN_TYPES["token_ids"],
+} | {
+    name: replace(kind, words=option.column.words or kind.words)
+    for name, option in ROW_OPTIONS.items()
+    for kind in [COLUMN_TYPES[option.column.type]]
 }
-"""Kinds of JSON values allowed in a column of JSON text; columns that are not listed take numbers."""
-
-
-def is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return kind in (pa.string(), pa.large_string(), pa.string_view())
-
-
-def is_list(kind: pa.DataType) -> bool:
-    return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
-
-
-def _is_id(kind: pa.DataType) -> bool:
-    return is_text(kind) or bool(pa.types.is_integer(kind))
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    # Whole numbers may be floats: pandas turns a column with gaps into floats, and one 2.5 makes a column of JSON lines one of
-    # floats. Admission checks the values.
-    return any(test(kind) for test in (pa.types.is_integer, pa.types.is_floating))
-
-
-def _is_messages(kind: pa.DataType) -> bool:
-    if is_text(kind):  # JSON text: each cell is checked at admission
-        return True
-    if not is_list(kind) or not pa.types.is_struct(kind.value_type):
-        return False
-    fields = {field.name: field.type for field in kind.value_type}
-    return any(all(name in fields and is_text(fields[name]) for name in pair[:1]) and pair[1] in fields for pair in TURNS)
-
-
-def _is_token_ids(kind: pa.DataType) -> bool:
-    return is_list(kind) and _is_number(kind.value_type)
-
-
-def _is_stop(kind: pa.DataType) -> bool:
-    return is_text(kind) or (is_list(kind) and is_text(kind.value_type))
-
-
-def _is_object(kind: pa.DataType) -> bool:
-    return is_text(kind) or bool(pa.types.is_struct(kind))
-
-
-def _is_biases(kind: pa.DataType) -> bool:
-    return _is_object(kind) or bool(pa.types.is_map(kind))
-
-
-def _is_tools(kind: pa.DataType) -> bool:
-    return _is_object(kind) or (is_list(kind) and _is_object(kind.value_type))
-
-
-TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
-    "id": (_is_id, "string or integer"),
-    "messages": (_is_messages, "list<struct<role: string, content: string>>, ShareGPT's list<struct<from, value>>, JSON text"),
-    "prompt": (is_text, "string"),
-    "prompt_ids": (_is_token_ids, "list of integers"),
-    "max_new_tokens": (_is_number, "integer"),
-    "min_new_tokens": (_is_number, "integer"),
-    "temperature": (_is_number, "float or integer"),
-    "top_p": (_is_number, "float or integer"),
-    "top_k": (_is_number, "integer"),
-    "min_p": (_is_number, "float or integer"),
-    "repetition_penalty": (_is_number, "float or integer"),
-    "presence_penalty": (_is_number, "float or integer"),
-    "frequency_penalty": (_is_number, "float or integer"),
-    "logit_bias": (_is_biases, "JSON string, map or struct of numbers"),
-    "seed": (_is_number, "integer"),
-    "n": (_is_number, "integer"),
-    "thinking_token_budget": (_is_number, "integer"),
-    "num_logprobs": (_is_number, "integer"),
-    "stop": (_is_stop, "list of strings, or string"),
-    "bad_words": (_is_stop, "list of strings, or string"),
-    "schema": (is_text, "JSON string"),
-    "regex": (is_text, "string"),
-    "choice": (_is_stop, "list of strings"),
-    "grammar": (is_text, "string"),
-    "response_format": (is_text, "JSON string"),
-    "adapter": (is_text, "string"),
-    "system": (is_text, "string"),
-    "tools": (_is_tools, "JSON string, struct or list of structs"),
-    "tool_choice": (_is_object, "string, JSON string or struct"),
-    "parallel_tool_calls": (pa.types.is_boolean, "boolean"),
-    "template_kwargs": (_is_object, "JSON string or struct"),
-    "final_assistant": (is_text, "string: error, continue or drop"),
-    "synthetic_len": (_is_number, "integer"),
-}
-"""batchspec's names: a test of the column's type, and the text for the types that it accepts."""
-LISTS = ("messages", "prompt_ids", "stop", "bad_words", "choice", "tools")
-"""Columns whose cells may be lists."""
-NAMED_ONLY = ("schema", "regex", "choice", "grammar")
-"""Columns that input.columns must name, because many datasets have a column of that name with another meaning."""
+"""batchspec's names of columns, and what their cells may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +63,7 @@ class ColumnMap:
 def map_columns(schema: pa.Schema, columns: Mapping[str, str | None], *, template: bool = False) -> ColumnMap:
     """Map batchspec's names to columns: each to the column of the same name, unless `columns` (input.columns) says otherwise.
 
-    A name mapped to None is left out; so is one of NAMED_ONLY that `columns` does not name. Optional columns may have the null
+    A name mapped to None is left out; so is one that `columns` must name and does not. Optional columns may have the null
     type (all rows empty). Raises ConfigError for a name that batchspec does not know, InputError for a column that does not
     exist, a wrong type, or not exactly one prompt.
 
@@ -169,7 +77,7 @@ def map_columns(schema: pa.Schema, columns: Mapping[str, str | None], *, templat
             raise ConfigError(f"input.columns.{name}: batchspec has no column of that name; {hint}")
     taken = set(columns.values())
     there = set(schema.names)
-    by_themselves = [name for name in TYPES if name not in (*columns, *NAMED_ONLY)]
+    by_themselves = [name for name in TYPES if name not in columns and not must_be_mapped(name)]
     names = {name: name for name in by_themselves if name in there and name not in taken}
     names |= {name: column for name, column in columns.items() if column is not None}
     for name, column in names.items():
@@ -178,8 +86,8 @@ def map_columns(schema: pa.Schema, columns: Mapping[str, str | None], *, templat
                 f"input.columns.{name}={column}: the input has no such column; its columns are {', '.join(schema.names[:50])}"
             )
         field = schema.field(column)
-        fits, allowed = TYPES[name]
-        if not (_fits(field, name, fits) or (pa.types.is_null(field.type) and name not in ("id", *PROMPTS))):
+        allowed = TYPES[name].words
+        if not (_fits(field, name) or (pa.types.is_null(field.type) and name not in ("id", *PROMPTS))):
             kinds = json_kinds(field)
             kind = f"no type that fits: each cell is {' or '.join(sorted(kinds))}" if kinds else f"type {field.type}"
             advice = "write its cells as JSON text" if "JSON" in allowed and pa.types.is_nested(field.type) else "cast it"
@@ -190,13 +98,18 @@ def map_columns(schema: pa.Schema, columns: Mapping[str, str | None], *, templat
     return ColumnMap(names=names, prompt_kind=_only_prompt(names, schema, template=template, named="messages" in columns))
 
 
-def _fits(field: pa.Field, name: str, fits: Callable[[pa.DataType], bool]) -> bool:
-    kinds = json_kinds(field)
+def must_be_mapped(name: str) -> bool:
+    """Whether a column of this name is read only if input.columns names it."""
+    return name in ROW_OPTIONS and ROW_OPTIONS[name].column.must_be_mapped
+
+
+def _fits(field: pa.Field, name: str) -> bool:
+    kinds, own = json_kinds(field), TYPES[name]
     if kinds:
-        return any(kind in kinds for kind in _JSON.get(name, ("number",)))
+        return any(kind in kinds for kind in own.json)
     if is_list(field.type) and pa.types.is_null(field.type.value_type):  # every list is empty or has only nulls
-        return name in LISTS
-    return fits(field.type) or (is_csv(field) and name != "prompt_ids")
+        return own.may_be_list
+    return own.fits(field.type) or (is_csv(field) and name != "prompt_ids")
 
 
 def _only_prompt(names: Mapping[str, str], schema: pa.Schema, *, template: bool, named: bool) -> str:
@@ -244,8 +157,8 @@ def _no_prompt(schema: pa.Schema) -> str:
             "the rows are messages, not chats; a row holds a whole chat in its column messages, and in Python rows may be a list "
             "of chats, [[{role, content}, ...], ...]"
         )
-    chats = [name for name in CHAT_NAMES if name in names and _fits(schema.field(name), "messages", _is_messages)]
-    texts = [name for name in PROMPT_NAMES if name in names and _fits(schema.field(name), "prompt", is_text)]
+    chats = [name for name in CHAT_NAMES if name in names and _fits(schema.field(name), "messages")]
+    texts = [name for name in PROMPT_NAMES if name in names and _fits(schema.field(name), "prompt")]
     advice = f"messages={chats[0]}" if chats else f"prompt={texts[0] if texts else 'COLUMN'}"
     listed = ", ".join(schema.names[:50]) + (f" and {len(schema) - 50:,} more" if len(schema) > 50 else "")
     return (

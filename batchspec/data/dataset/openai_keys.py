@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-import pyarrow as pa
+from batchspec.config.row_options import ROW_OPTIONS
+from batchspec.data.dataset.columns import TYPES
 
 URLS = ("/v1/chat/completions", "/chat/completions")
 LINE_KEYS = ("custom_id", "method", "url", "body")
-COLUMNS = {
-    "id": pa.string(),
-    "messages": pa.list_(pa.struct([("role", pa.string()), ("content", pa.large_string())])),
-    "max_new_tokens": pa.int64(),
-    "min_new_tokens": pa.int64(),
-    "temperature": pa.float64(),
-    "top_p": pa.float64(),
-    "top_k": pa.int64(),
-    "min_p": pa.float64(),
-    "seed": pa.int64(),
-    "n": pa.int64(),
-    "thinking_token_budget": pa.int64(),
-    "num_logprobs": pa.int64(),
-    "repetition_penalty": pa.float64(),
-    "presence_penalty": pa.float64(),
-    "frequency_penalty": pa.float64(),
-    "logit_bias": pa.string(),
-    "stop": pa.list_(pa.string()),
-    "tools": pa.string(),
-    "tool_choice": pa.string(),
-    "parallel_tool_calls": pa.bool_(),
-    "template_kwargs": pa.string(),
-    "response_format": pa.string(),
-    "final_assistant": pa.string(),
-}
-"""Columns of a batchspec input that a request line may fill."""
-NUMBERS = {
-    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens",
-    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "seed", "n": "n",
-    "repetition_penalty": "repetition_penalty", "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
-    "thinking_token_budget": "thinking_token_budget",
-}
-"""Key of a body -> column."""
+COLUMNS = {name: kind.written for name, kind in TYPES.items()}
+"""Columns of a batchspec input that a request line may fill, and the types in which a file has them."""
+NUMBERS = {name: column for column, option in ROW_OPTIONS.items() for name in option.declared.requests}
+"""Key of a body with a number -> column."""
 TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 """Keys of a message that chat templates read."""
 PREFIX = ("prefix", "partial")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from batchspec.data.dataset.columns import is_text
+from batchspec.data.dataset.column_types import is_text
 
 
 def valid_text(array: pa.Array) -> pa.Array:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
-from batchspec.data.dataset.columns import is_list
+from batchspec.data.dataset.column_types import is_list
 
 UNITS = ("s", "ms", "us", "ns")
 _INT_DIGITS = {8: 3, 16: 5, 32: 10, 64: 20}

@@ -83,8 +83,7 @@ def _decode_parts(job: Job) -> dict[str, Any]:
     parts = asdict(config) | {
         **dict.fromkeys(KINDS),
         "deterministic": ORDER_VERSION if config.deterministic else None,
-        "bad_words": settings.bad_words,
-        "logit_bias": settings.logit_bias,
+        **settings.read,
         "repetition_detection": None if settings.repetition is None else asdict(settings.repetition),
         "constraints": None if constraints is None else CONSTRAINTS_VERSION,
     }
