@@ -150,7 +150,8 @@ def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> No
     }
     for name in complete.keys() - set(readers):
         said = refused(draft__name=name, **{**complete[name], **changes})
-        assert said.startswith(f"{key}={value} is not used by draft={name}, only by draft={readers[0]}")
+        shown = str(value).lower() if isinstance(value, bool) else value
+        assert said.startswith(f"{key}={shown} is not used by draft={name}, only by draft={readers[0]}")
     for name in readers:
         needed = {"draft__tree__topk": 2} if key.startswith("draft.tree.") else {}
         check(config(draft__name=name, **complete[name] | needed | changes))
