@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Biases = tuple[tuple[int, float], ...]
 """(token id, what is added to its logit)."""
 NOT_WHOLE = "prompt_ids is not a list of whole numbers; correct it"
+
+
 class BadRow(OneLine):
     """Why a row gets no request. Admission catches it. retryable: the machine is the cause, not the row."""
 

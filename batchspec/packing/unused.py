@@ -25,6 +25,7 @@ from batchspec.records import LEAST_TEMPERATURE
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
 
+
 def check_columns(config: RunConfig, columns: ColumnMap, source: Source) -> None:
     """Raises InputError for a mapped column that no row can use. A column without any value asks for nothing."""
     if columns.prompt_kind == "prompt_ids":

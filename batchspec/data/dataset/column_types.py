@@ -21,7 +21,7 @@ def is_list(kind: pa.DataType) -> bool:
     return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
 
 
-def is_messages(kind: pa.DataType) -> bool:
+def _is_messages(kind: pa.DataType) -> bool:
     if is_text(kind):  # JSON text: each cell is checked at admission
         return True
     if not is_list(kind) or not pa.types.is_struct(kind.value_type):
@@ -80,7 +80,7 @@ class ColumnType:
 COLUMN_TYPES = {
     "id": ColumnType("string or integer", _is_id, ("text", "number"), pa.string()),
     "messages": ColumnType(
-        "list<struct<role: string, content: string>>, ShareGPT's list<struct<from, value>>, JSON text", is_messages,
+        "list<struct<role: string, content: string>>, ShareGPT's list<struct<from, value>>, JSON text", _is_messages,
         ("list", "text"), pa.list_(pa.struct([("role", pa.string()), ("content", pa.large_string())])),
     ),
     "token_ids": ColumnType("list of integers", _is_token_ids, ("list",), pa.list_(pa.int32())),
@@ -94,4 +94,4 @@ COLUMN_TYPES = {
     "biases": ColumnType("JSON string, map or struct of numbers", _is_biases, ("object", "text"), pa.string()),
     "tools": ColumnType("JSON string, struct or list of structs", _is_tools, ("text", "list", "object"), pa.string()),
 }
-"""Name of a type -> what it accepts. Whole numbers may be floats, numbers of JSON lines are told from text by admission."""
+"""Name of a type -> what it accepts."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
+from batchspec.config.key import Column
 from batchspec.config.row_options import ROW_OPTIONS
 from batchspec.data.dataset.column_types import COLUMN_TYPES, TURNS, ColumnType, is_list
 from batchspec.data.dataset.untyped_columns import is_csv, json_kinds
@@ -19,13 +20,16 @@ PROMPT_NAMES = ("prompt", "question", "instruction", "text", "input", "query", "
 """Usual names of columns of chats and prompts, for advice in error messages."""
 SEPARATORS = (";", "\t", "|")
 """Separators of files that are called CSV but do not use commas."""
+
+
+def _type_of(column: Column) -> ColumnType:
+    own = COLUMN_TYPES[column.type]
+    return replace(own, words=column.words or own.words)
+
+
 TYPES: dict[str, ColumnType] = {
     "id": COLUMN_TYPES["id"], "messages": COLUMN_TYPES["messages"], "prompt": COLUMN_TYPES["text"],
-    "prompt_ids": COLUMN_TYPES["token_ids"],
-} | {
-    name: replace(kind, words=option.column.words or kind.words)
-    for name, option in ROW_OPTIONS.items()
-    for kind in [COLUMN_TYPES[option.column.type]]
+    "prompt_ids": COLUMN_TYPES["token_ids"], **{name: _type_of(option.column) for name, option in ROW_OPTIONS.items()},
 }
 """batchspec's names of columns, and what their cells may be."""
 
