@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.tiers import COLLECTED, cases_of_other_turns, marks_of, turn
+from tests.tiers import COLLECTED, marks_of
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch leaves to later
@@ -39,14 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Before -m takes a tier's tests."""
-    collected = [marks_of(item) for item in items]
-    config.stash[COLLECTED] = collected
+    config.stash[COLLECTED] = [marks_of(item) for item in items]
     if "CI" not in os.environ:
         draw_fewer_examples({item.function for item in items if isinstance(item, pytest.Function)})
-    if (now := turn()) is not None:
-        others = cases_of_other_turns(collected, now)
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
-        items[:] = [item for item in items if item.nodeid not in others]
 
 
 def draw_fewer_examples(tests: Iterable[Callable[..., object]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import tempfile
@@ -14,19 +13,11 @@ import triton
 
 from batchspec.kernels.common.card import Card
 from batchspec.tuning.cards import known_card
-from tests.tiers import turn
 
 CARDS = {80: "A100-80GB", 86: "RTX-3090", 89: "L40S", 90: "H200", 100: "B200", 120: "RTX-5090"}
 """Architecture -> the card whose tiles are compiled."""
-ROTATION = (90, 80, 90, 89, 90, 120, 90, 100, 90, 86)
-"""CI compiles for one of them, every other time for the one on which everything is measured."""
-CHOICE = "BATCHSPEC_COMPILE_FOR"
-"""Environment variable: an architecture, as in 89."""
-
-
-def chosen() -> int:
-    """The architecture for which a run of the tests compiles, unless it asks for all with `-m cards`."""
-    return int(os.environ.get(CHOICE, ROTATION[(turn() or 0) % len(ROTATION)]))
+MEASURED = 90
+"""The architecture on which everything is measured: tests compile for it, and for all with `-m cards`."""
 
 
 def card_for(architecture: int) -> Card:

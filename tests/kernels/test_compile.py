@@ -1,6 +1,6 @@
 """Every kernel compiles on a machine without a GPU, in the variants that the wrappers launch, and fits the card.
 
-A run compiles for one architecture (`architectures.chosen`): by default sm_90, in CI in rotation. `-m cards` compiles for all.
+A run compiles for sm_90; `-m cards` compiles for all architectures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.architectures import CARDS, CHOICE, ROTATION, card_for, chosen, usage_of_bytes
+from tests.kernels.architectures import CARDS, MEASURED, card_for, usage_of_bytes
 from tests.kernels.compile_cases import (
     attention,
     distributed,
@@ -36,7 +36,6 @@ from tests.kernels.compile_cases import (
 )
 from tests.kernels.compile_cases.cases import Case
 from tests.kernels.unpacking import assert_unpacks_to_the_bit
-from tests.tiers import TURN, TURNS_OF_A_HALF
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
@@ -199,18 +198,17 @@ def marks(name: str, architecture: int) -> list[pytest.MarkDecorator]:
     """A tier of the tests, and `cards`, which asks for all architectures."""
     if seldom(name):
         return [pytest.mark.slow]
-    tier = [pytest.mark.slow] if architecture != chosen() else [] if name in FIRST else [pytest.mark.second]
+    tier = [pytest.mark.slow] if architecture != MEASURED else [] if name in FIRST else [pytest.mark.second]
     return [*tier, pytest.mark.cards]
 
 
 VARIANTS = [
     pytest.param(name, architecture, marks=marks(name, architecture), id=f"{name}, sm_{architecture}")
     for architecture in CARDS for name, case in CASES.items()
-    if case.on(card_for(architecture)) and not (architecture != chosen() and seldom(name))
+    if case.on(card_for(architecture)) and not (architecture != MEASURED and seldom(name))
 ]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(("name", "architecture"), VARIANTS)
 def test_kernel_compiles_and_fits(name: str, architecture: int, compiler: subprocess.Popen[str]) -> None:
     assert compiler.stdin is not None
@@ -237,18 +235,6 @@ def test_only_kernels_that_a_card_refuses_are_left_out_for_it(architecture: int)
     refused = set() if card.has_same_bits_in_all_tiles else REFUSED
     refused |= set() if card.has_wgmma else DIRECT_PRODUCTS
     assert left_out == refused | (set() if card.has_e4m3 else REFUSED_WITHOUT_E4M3)
-
-
-def test_the_rotation_visits_every_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(ROTATION) == TURNS_OF_A_HALF
-    monkeypatch.delenv(CHOICE, raising=False)
-    seen = []
-    for place in range(1000, 1010):
-        monkeypatch.setenv(TURN, str(place))
-        seen.append(chosen())
-    assert set(seen) == set(CARDS)
-    monkeypatch.setenv(CHOICE, "120")
-    assert chosen() == 120
 
 
 def test_every_kernel_is_compiled_every_time() -> None:

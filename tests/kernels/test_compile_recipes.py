@@ -1,7 +1,6 @@
 """What a job launches on each card compiles without a GPU and fits the card, with the tiles that the policy gives for it.
 
-A run checks the launches of all recipes for one architecture and compiles those of one recipe, in CI in rotation; `-m cards`
-compiles all for all.
+A run checks the launches of all recipes on an H200 and compiles those of one; `-m cards` compiles all for all cards.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.architectures import CARDS, CHOICE, ROTATION, card_for, chosen, usage_of
+from tests.kernels.architectures import CARDS, MEASURED, card_for, usage_of
 from tests.kernels.recipe_launches import NO_COMPILE, RECIPES, runs_on
-from tests.tiers import TURN, turn
 
 ROOT, PROGRAM = Path(__file__).parents[2], Path(__file__).with_name("recipe_launches.py")
 MOST_SPILLED = 640
 """Bytes of a thread's stack. On Hopper the kernels of all recipes take at most 48, on cards that multiply from registers more."""
+COMPILED = "llama8b-fp8"
+"""The recipe whose launches the second tier compiles: rounds of an EAGLE head, drawn tokens, products in FP8."""
 OF_DRAFT_LENGTHS = {"allocate_drafts_kernel", "learn_acceptance_kernel", "prepare_ragged_inputs_kernel"}
 """Kernels of rounds that verify more drafts of one row than of another."""
 
@@ -30,24 +30,16 @@ def recipes_on(architecture: int) -> list[str]:
     return [name for name in RECIPES if runs_on(name, card_for(architecture))]
 
 
-def recipe_of_turn(architecture: int) -> str:
-    """The recipe that this run of CI compiles if it compiles for the architecture."""
-    own = recipes_on(architecture)
-    return own[(turn() or 0) // len(ROTATION) % len(own)]
-
-
-def marks(now: bool) -> list[pytest.MarkDecorator]:
-    """now: this run of CI has the case."""
-    return [pytest.mark.second if now else pytest.mark.slow, pytest.mark.cards]
+def marks(always: bool) -> list[pytest.MarkDecorator]:
+    """always: the second tier has the case."""
+    return [pytest.mark.second if always else pytest.mark.slow, pytest.mark.cards]
 
 
 ARCHITECTURES = [
-    pytest.param(architecture, marks=marks(architecture == chosen()), id=card) for architecture, card in CARDS.items()
+    pytest.param(architecture, marks=marks(architecture == MEASURED), id=card) for architecture, card in CARDS.items()
 ]
 PAIRS = [
-    pytest.param(
-        architecture, name, marks=marks((architecture, name) == (chosen(), recipe_of_turn(architecture))), id=f"{name}, {card}"
-    )
+    pytest.param(architecture, name, marks=marks((architecture, name) == (MEASURED, COMPILED)), id=f"{name}, {card}")
     for architecture, card in CARDS.items() for name in recipes_on(architecture)
 ]
 
@@ -64,7 +56,6 @@ def checked(architecture: int, *words: str, cache: Path) -> dict[str, Any]:
     return dict(last)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_launch_of_any_recipe_ends_early(architecture: int, tmp_path: Path) -> None:
     names = recipes_on(architecture)
@@ -73,7 +64,6 @@ def test_no_launch_of_any_recipe_ends_early(architecture: int, tmp_path: Path) -
     assert last["compiled"] == 0
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(("architecture", "name"), PAIRS)
 def test_what_a_job_launches_compiles_and_fits(architecture: int, name: str, tmp_path: Path) -> None:
     last = checked(architecture, name, cache=tmp_path)
@@ -83,12 +73,3 @@ def test_what_a_job_launches_compiles_and_fits(architecture: int, name: str, tmp
     assert {usage.kernel for usage in used} >= OF_DRAFT_LENGTHS
     assert [misfit for usage in used if (misfit := usage.misfit(card))] == []
     assert [usage for usage in used if usage.spilled_bytes > MOST_SPILLED] == []
-
-
-def test_the_rotation_compiles_every_recipe_for_every_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(CHOICE, raising=False)
-    seen = set()
-    for place in range(len(ROTATION) * len(RECIPES)):
-        monkeypatch.setenv(TURN, str(place))
-        seen.add((chosen(), recipe_of_turn(chosen())))
-    assert seen == {pair.values for pair in PAIRS}
