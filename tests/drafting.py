@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from batchspec.engine.slots import expected_pages
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
 from tests.eagle_reference import Design
-from tests.engines import DEVICE, VOCAB, make_engine, packed, plain_tokens, request, tiny_target
+from tests.engines import DEVICE, VOCAB, make_engine, packed, plain_rows, request, tiny_target
 from tests.heads import Tensors, write_head
 
 TARGET = partial(tiny_target, window=5)
@@ -98,9 +98,9 @@ def run(
     return {name: c.token_ids.tolist() for name, c in done.items() if c.token_ids is not None}, done, engine
 
 
-def expected_tokens(requests: Sequence[Request]) -> dict[str, list[int]]:
+def expected_tokens(requests: Sequence[Request], guesses: Mapping[str, Sequence[int]] | None = None) -> dict[str, list[int]]:
     """Of plain decoding, one row at a time."""
-    return {r.request_id: plain_tokens(TARGET(), r) for r in requests}
+    return plain_rows(TARGET(), requests, guesses)
 
 
 def mixed_requests(count: int = 5, cap: int = 14, sampling: SamplingParams | None = None, *, first: int = 0) -> list[Request]:

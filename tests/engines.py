@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache
@@ -154,27 +154,61 @@ def one_pass(target: Target, ids: Sequence[int], taps: tuple[int, ...] = ()) -> 
 
 def full_logits(target: Target, ids: Sequence[int]) -> Tensor:
     """Logits [V] after `ids`."""
+    return logits_along(target, ids, len(ids))[0]
+
+
+def logits_along(target: Target, ids: Sequence[int], begin: int) -> Tensor:
+    """Logits [len(ids) - begin + 1, V] after the first `begin` of the ids, after the first `begin` + 1, ..., and after all."""
     hidden, _ = one_pass(target, ids)
-    return target.logits(hidden[-1:])[0].cpu()
+    return target.logits(hidden[begin - 1 :]).cpu()
+
+
+class LogitsAfter:
+    """The logits after a prompt and any output, without cache or batch: one pass computes those along a guess of the output."""
+
+    def __init__(self, target: Target, prompt: list[int], guess: Sequence[int]) -> None:
+        self._target, self._prompt, self._guess = target, prompt, list(guess)
+        self._along: Tensor | None = None
+
+    def __call__(self, out: list[int]) -> Tensor:
+        """[V], a copy."""
+        if len(out) >= len(self._guess) or out != self._guess[: len(out)]:
+            return full_logits(self._target, self._prompt + out).clone()
+        if self._along is None:
+            self._along = logits_along(self._target, self._prompt + self._guess[:-1], len(self._prompt))
+        return self._along[len(out)].clone()
 
 
 _PLAIN: dict[tuple[Hashable, ...], list[int]] = {}
 """What `plain_tokens` found for a target and a request, as far as any cap asked for it: many tests ask for the same rows."""
 
 
-def plain_tokens(target: Target, req: Request) -> list[int]:
-    """The definition of a request's output: one token at a time, filters by a sort, noise by the row key, no cache, no batch."""
+@torch.inference_mode()
+def plain_tokens(target: Target, req: Request, guess: Sequence[int] = ()) -> list[int]:
+    """The definition of a request's output: one token at a time, filters by a sort, noise by the row key, no cache, no batch.
+
+    guess  what the output may be: a pass for each token is then needed after its first wrong token only
+    """
     ends = (req.stop_ids, req.stop, req.min_new_tokens)
+    logits_after = LogitsAfter(target, req.prompt_ids.tolist(), guess)
     found = _PLAIN.setdefault((target, req.prompt_ids.tobytes(), req.sampling, req.seed, *ends), [])
     out: list[int] = []
     while True:
         if len(out) == len(found):
-            found.append(_next_token(target, req, out))
+            found.append(_next_token(logits_after(out), req, out))
         out.append(found[len(out)])
         ended = out[-1] in req.stop_ids or stops(req, decode(out), decode(out[: req.min_new_tokens]))
         ended |= len(out) == req.max_new_tokens
         if ended or (req.repetition is not None and len(out) >= req.min_new_tokens and repeats(out, req.repetition)):
             return out
+
+
+def plain_rows(
+    target: Target, requests: Iterable[Request], guesses: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, list[int]]:
+    """`plain_tokens` of each by its ID; guesses: what an engine wrote for them, which saves nearly all passes if it is right."""
+    known = guesses or {}
+    return {one.request_id: plain_tokens(target, one, known.get(one.request_id, ())) for one in requests}
 
 
 def stops(req: Request, text: str, early: str) -> bool:
@@ -193,11 +227,9 @@ def first_repetition(out: Sequence[int], repetition: Repetition) -> int | None:
     return next((end for end in range(1, len(out) + 1) if repeats(out[:end], repetition)), None)
 
 
-@torch.inference_mode()
-def _next_token(target: Target, req: Request, out: Sequence[int]) -> int:
-    """The token after the prompt and `out`."""
+def _next_token(logits: Tensor, req: Request, out: Sequence[int]) -> int:
+    """The token after the prompt and `out`, of these logits, which change."""
     prompt, params = req.prompt_ids.tolist(), req.sampling
-    logits = full_logits(target, [*prompt, *out]).clone()
     for token, bias in params.logit_bias:
         logits[token] += bias
     for token in {*prompt, *out}:

