@@ -1,6 +1,8 @@
 """Whole jobs of models whose layers keep row tensors: features in combination, kills, retries, conversations, scores, refusals.
 
-The rows of every job are those of a run without drafts and with one slot, which has no row preempted.
+The rows of every job are those of a run without drafts and with one slot, which has no row preempted. Each row of a job asks for
+something else, so that a job of one drafter meets them all; the models take the drafters, and what happens to jobs, in turn.
+test_recurrent_lossless.py and test_mtp_lossless.py have every pair of a model and a drafter, without jobs.
 """
 
 from __future__ import annotations
@@ -47,9 +49,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, folder: Path) -> Model:
     return make_model(request.param, folder)
+
+
+def of(*models: str) -> pytest.MarkDecorator:
+    """The models of a test."""
+    return pytest.mark.parametrize("model", models, indirect=True, scope="module")
 
 
 ASKED: tuple[Keys, ...] = (
@@ -124,6 +131,7 @@ def plain(model: Model, job: Path) -> Rows:
     return written(model, job / "plain")
 
 
+@of(*MODELS)
 def test_the_rows_have_what_they_ask_for(model: Model, plain: Rows) -> None:
     asked, tokenizer = {f"q{i}": ASKED[i % len(ASKED)] for i in range(ROWS)}, Tokenizer(model.folder)
     texts = [(asked[key[0]], row) for key, row in plain.items() if row["status"] != "error"]
@@ -140,32 +148,58 @@ def test_the_rows_have_what_they_ask_for(model: Model, plain: Rows) -> None:
     assert len(plain) == ROWS + 2 + 3
 
 
-DRAFTS: dict[str, Keys] = {
-    "many rows": {"draft": "none", "packing.max_num_seqs": 16},
-    "lookup, one slot": {"draft": "lookup", "packing.max_num_seqs": 1, "draft.num_speculative_tokens": 3},
-    "lookup, few pages": {
-        "draft": "lookup", "draft.corpus_tokens": 2000, "packing.max_num_seqs": 5, "packing.pages": 34,
-        "packing.memory_gb": None, "packing.run_ahead": 2,
-    },
-    "eagle3": {"draft": "eagle3", "draft.num_speculative_tokens": 4, "packing.max_num_seqs": 3},
-    "parallel": {"draft": "parallel", "draft.num_speculative_tokens": 5, "packing.max_num_seqs": 4},
-    "hybrid": {"draft": "hybrid", "draft.num_speculative_tokens": 2, "packing.max_num_seqs": 4, "packing.run_ahead": 1},
-    "pard": {"draft": "pard", "draft.num_speculative_tokens": 3, "packing.max_num_seqs": 4, "packing.max_num_batched_tokens": 64},
+FEW_PAGES: Keys = {"packing.max_num_seqs": 5, "packing.pages": 34, "packing.memory_gb": None, "packing.run_ahead": 2}
+MTP: Keys = {"draft": "mtp", "packing.max_num_seqs": 3}
+DRAFTS: dict[str, tuple[str, Keys]] = {
+    "many rows": ("qwen3_next", {"draft": "none", "packing.max_num_seqs": 16}),
+    "lookup, one slot": ("qwen3_5", {"draft": "lookup", "packing.max_num_seqs": 1, "draft.num_speculative_tokens": 3}),
+    "lookup, few pages": ("lfm2_moe", {"draft": "lookup", "draft.corpus_tokens": 2000, **FEW_PAGES}),
+    "eagle3": ("qwen3_5", {"draft": "eagle3", "draft.num_speculative_tokens": 4, "packing.max_num_seqs": 3}),
+    "parallel": ("qwen3_next", {"draft": "parallel", "draft.num_speculative_tokens": 5, "packing.max_num_seqs": 4}),
+    "hybrid": (
+        "lfm2_moe",
+        {"draft": "hybrid", "draft.num_speculative_tokens": 2, "packing.max_num_seqs": 4, "packing.run_ahead": 1},
+    ),
+    "pard": (
+        "lfm2_moe",
+        {
+            "draft": "pard", "draft.num_speculative_tokens": 3, "packing.max_num_seqs": 4,
+            "packing.max_num_batched_tokens": 64,
+        },
+    ),
+    "mtp, four drafts": ("qwen3_5", {**MTP, "draft.num_speculative_tokens": 4}),
+    "mtp, eight drafts, few pages": ("qwen3_next", {**MTP, "draft.num_speculative_tokens": 8, **FEW_PAGES}),
+    "mtp, 64 tokens may be drafted, one slot": ("qwen3_5", {**MTP, "draft.vocab_size": 64, "packing.max_num_seqs": 1}),
+    "mtp, a window and e4m3, the long ways": (
+        "qwen3_next",
+        {
+            **MTP, "draft.window": 5, "draft.sink_tokens": 2, "draft.cache_dtype": "fp8", "ablation.dead_positions": False,
+            "ablation.uniform_slots": False, "ablation.argmax": False,
+        },
+    ),
+    "mtp, deterministic": ("qwen3_5", {**MTP, "decode.deterministic": True}),
 }
+"""Name -> the model and the keys of a job."""
 
 
 def drafts(model: Model, name: str) -> Keys:
-    keys = DRAFTS[name]
+    keys = DRAFTS[name][1]
     paths = {"eagle3": model.head, "hybrid": model.head, "parallel": model.parallel_head, "pard": model.small}
     return {**keys, **({"draft.path": paths[keys["draft"]]} if keys["draft"] in paths else {})}
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(
+    ("model", "name"), [(model, name) for name, (model, _) in DRAFTS.items()], indirect=["model"], scope="module"
+)
 def test_tokens_do_not_depend_on_drafting_or_packing(name: str, model: Model, job: Path, plain: Rows, tmp_path: Path) -> None:
     assert run.main(command(model, job, tmp_path / "out", **drafts(model, name))) == 0
     assert differences(written(model, tmp_path / "out"), plain, bits=False) == []
+    stats = pl.read_parquet(tmp_path / "out" / "data")["spec_decode"].drop_nulls().struct
+    assert set(stats.field("drafter")) == {DRAFTS[name][1]["draft"]} - {"none"}
+    assert not name.startswith("mtp") or int(stats.field("num_draft_tokens").sum()) > 100
 
 
+@of("qwen3_next")
 def test_tokens_of_an_e4m3_cache_do_not_depend_on_drafting_or_packing(model: Model, job: Path, tmp_path: Path) -> None:
     outs: list[Path] = []
     for keys in ({"draft": "none", "packing.max_num_seqs": 1}, drafts(model, "eagle3")):
@@ -174,34 +208,39 @@ def test_tokens_of_an_e4m3_cache_do_not_depend_on_drafting_or_packing(model: Mod
     assert differences(written(model, outs[1]), written(model, outs[0]), bits=False) == []
 
 
-def test_a_killed_job_is_finished_by_the_same_command(model: Model, job: Path, plain: Rows, tmp_path: Path) -> None:
-    words = command(model, job, tmp_path / "out", **drafts(model, "eagle3"))
+@pytest.mark.parametrize(("model", "name"), [("lfm2_moe", "eagle3"), ("qwen3_5", "mtp, four drafts")], indirect=["model"])
+def test_a_killed_job_is_finished_by_the_same_command(
+    name: str, model: Model, job: Path, plain: Rows, tmp_path: Path
+) -> None:
+    words = command(model, job, tmp_path / "out", **drafts(model, name))
     assert run_apart(words, tmp_path / "log", partial(signalled_after_commits, 2, signal.SIGKILL))[0] == -signal.SIGKILL
     assert len(list((tmp_path / "out/data").iterdir())) == 2
     assert run.main(words) == 0
     assert differences(written(model, tmp_path / "out"), plain, bits=False) == []
 
 
-def test_two_ranks_write_what_one_process_does(model: Model, job: Path, plain: Rows, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "name"), [("lfm2_moe", "eagle3"), ("qwen3_next", "mtp, four drafts")], indirect=["model"])
+def test_two_ranks_write_what_one_process_does(name: str, model: Model, job: Path, plain: Rows, tmp_path: Path) -> None:
     """Each with its key heads and their value heads, its query heads, and its part of experts and of adapters."""
-    words = command(model, job, tmp_path / "out", cluster__tensor_parallel=2, **drafts(model, "eagle3"))
+    words = command(model, job, tmp_path / "out", cluster__tensor_parallel=2, **drafts(model, name))
     code, said = run_apart(words, tmp_path / "log")
     assert code == 0, said
     assert "in float64 on 2 x cpu" in said
     assert differences(written(model, tmp_path / "out"), plain, bits=False) == []
 
 
+@pytest.mark.parametrize(("model", "name"), [("lfm2_moe", "eagle3"), ("qwen3_next", "mtp, four drafts")], indirect=["model"])
 def test_rows_that_were_cut_off_resume_and_failed_ones_are_computed_again(
-    model: Model, job: Path, plain: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, model: Model, job: Path, plain: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     # Logprobs of tokens that are there already are not computed again, so rows with some would not resume.
-    keys: Keys = {"output__logprobs": None, **drafts(model, "eagle3")}
+    keys: Keys = {"output__logprobs": None, **drafts(model, name)}
     with monkeypatch.context() as patch:
         failing_q8(patch)
         assert run.main(command(model, job, out, decode__max_new_tokens=9, **keys)) == 0
     assert run.main(command(model, job, out, decode__max_new_tokens=9, resume="error", **keys)) == 0
-    assert run.main(command(model, job, out, resume="length", **keys)) == 0
+    assert run.main(command(model, job, out, resume="length", **{**keys, "draft.num_speculative_tokens": 2})) == 0
     found, wanted = written(model, out), {key: {**row} for key, row in plain.items()}
     for row in wanted.values():
         del row["logprobs"], row["top_logprobs"]
@@ -210,6 +249,7 @@ def test_rows_that_were_cut_off_resume_and_failed_ones_are_computed_again(
     assert int(resumed.max()) > 1  # type: ignore[arg-type]
 
 
+@of("lfm2_moe")
 def test_more_rows_join_a_job(model: Model, job: Path, plain: Rows, tmp_path: Path) -> None:
     out, keys = tmp_path / "out", drafts(model, "lookup, few pages")
     for limit, more in ((7, {}), (ROWS, {"resume": "extend"})):
@@ -217,6 +257,7 @@ def test_more_rows_join_a_job(model: Model, job: Path, plain: Rows, tmp_path: Pa
     assert differences(written(model, out), plain, bits=False) == []
 
 
+@of("qwen3_5")
 def test_every_turn_of_a_conversation_is_what_its_chat_alone_would_give(model: Model) -> None:
     keys = keys_of(model, **{"input.chat": True, "model.max_len": 300, "decode.max_new_tokens": 12, "packing.max_num_seqs": 3})
     del keys["input.columns"]
@@ -250,6 +291,7 @@ def scored(model: Model, **more: Any) -> pl.DataFrame:
     return batchspec.generate(TEXTS, overrides=overrides_of({**keys, **_keys(more)}))
 
 
+@of(*MODELS)
 def test_scores_of_prompts_are_those_of_transformers(model: Model) -> None:
     for row in scored(model, decode__score="prompts").iter_rows(named=True):
         ids = row["prompt_ids"]
@@ -257,6 +299,7 @@ def test_scores_of_prompts_are_those_of_transformers(model: Model) -> None:
         np.testing.assert_allclose(np.array(row["prompt_logprobs"][1:], np.float64), wanted, atol=1e-5, rtol=1e-5)
 
 
+@of(*MODELS)
 def test_scores_of_choices_are_those_of_transformers(model: Model) -> None:
     choices, tokenizer = ["yes", "never", "word1 again"], AutoTokenizer.from_pretrained(model.folder)
     for row in scored(model, decode__score="choices", decode__choice=choices).iter_rows(named=True):
