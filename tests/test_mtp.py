@@ -63,12 +63,11 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
 GENERAL: dict[str, Any] = {"dead_positions": False, "uniform_slots": False, "argmax": False}
 
 
-@pytest.mark.parametrize("general", [False, True], ids=["fast", "general"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_drafts_are_those_of_the_definition(name: str, general: bool, model_of: ModelOf) -> None:
-    """Of rows whose drafts are accepted at random, so that rounds accept 0 .. K of them."""
-    model, draft_len = model_of(name), 2 + list(LAYOUTS).index(name) % 4
-    drafter = drafter_of(model, draft_len, slots=3, **(GENERAL if general else {}))
+@pytest.mark.parametrize(("place", "name"), enumerate(LAYOUTS), ids=LAYOUTS)
+def test_drafts_are_those_of_the_definition(place: int, name: str, model_of: ModelOf) -> None:
+    """Of rows whose drafts are accepted at random, so that rounds accept 0 .. K of them; in turn the fast and the general way."""
+    model, draft_len = model_of(name), 2 + place % 4
+    drafter = drafter_of(model, draft_len, slots=3, **(GENERAL if place // 4 % 2 else {}))
     ran = run(model.target, mixed_requests(), wide_batch(3, draft_len), drafter, options=synthetic(draft_len))
     assert sum(one.stats.num_accepted for one in ran.done.values() if one.stats) > 20
     assert wrong_drafts(model, drafter.seen) == []
@@ -76,8 +75,7 @@ def test_drafts_are_those_of_the_definition(name: str, general: bool, model_of: 
     assert len({token for _, drafts in drafter.seen for token in drafts}) > VOCAB // 3, "too few different drafts"
 
 
-@pytest.mark.parametrize("draft_len", range(1, 9))
-@pytest.mark.parametrize("name", ["dense", "next"])
+@pytest.mark.parametrize(("name", "draft_len"), [("dense", 1), ("next", 2), ("dense", 5), ("next", 8)])
 def test_chains_of_any_length_are_those_of_the_definition(name: str, draft_len: int, model_of: ModelOf) -> None:
     """The tokens are the model's own."""
     model = model_of(name)
@@ -294,16 +292,10 @@ def test_any_packing_in_more_examples(model_of: ModelOf, data: st.DataObject) ->
 
 
 @pytest.mark.parametrize("fault", FAULTS | SMALL_FAULTS)
-@pytest.mark.parametrize("name", ["dense", "experts, fused"])
-def test_a_fault_in_the_drafter_changes_drafts(
-    name: str, fault: str, model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And no token: with the model's own choices the rows are the same."""
-    model, requests = model_of(name), mixed_requests()
+def test_a_fault_in_the_drafter_changes_drafts(fault: str, model_of: ModelOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, requests = model_of("experts, fused"), mixed_requests()
     (FAULTS | SMALL_FAULTS)[fault](monkeypatch)
     drafter = drafter_of(model, 4, slots=3)
     run(model.target, requests, wide_batch(3, 4), drafter, options=synthetic(4))
     wrong = wrong_drafts(model, drafter.seen)
     assert len(wrong) > len(drafter.seen) // 10
-    own = run(model.target, requests, wide_batch(3, 4), drafter_of(model, 4, slots=3))
-    assert own.tokens == run(model.target, requests, wide_batch(3, 0), NoDrafter()).tokens
