@@ -14,7 +14,7 @@ from batchspec.kernels.gemm.four_bit_linear import four_bit_linear, four_bit_swi
 from batchspec.kernels.gemm.four_bit_tiles import AHEAD
 from batchspec.kernels.gemm.split_k import counters
 from batchspec.kernels.gemm.tiles import Tile
-from tests.kernels.covering import covering
+from tests.kernels.covering import pairwise
 from tests.kernels.end_of_memory import assert_reads_nothing_after_it, at_the_end_of_memory, interpreted
 from tests.kernels.four_bit_cases import GROUPS, four_bit_weight
 from tests.kernels.moe_cases import assert_near, noise
@@ -30,7 +30,7 @@ TILES = [
 ]
 
 
-@pytest.mark.parametrize(("group", "zeros", "shape", "tile"), covering(GROUPS, [False, True], SHAPES, TILES))
+@pytest.mark.parametrize(("group", "zeros", "shape", "tile"), pairwise(GROUPS, [False, True], SHAPES, TILES))
 def test_bits_and_product(
     group: int, zeros: bool, shape: tuple[int, int, int], tile: Tile, interpret: bool, device: torch.device
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchspec.kernels.norm_rope import rope_write as module
 from batchspec.kernels.norm_rope.rope_write import rope_write, rotate_queries
-from tests.kernels.covering import covering
+from tests.kernels.covering import covering, pairwise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Roundings of cos, sin, a product and the sum; the interpreter cuts bf16 off instead of rounding it.
@@ -171,7 +171,7 @@ def test_a_part_of_each_head_is_rotated_and_the_rest_passes(
 
 @pytest.mark.parametrize(
     ("shape", "norms", "many", "dtype"),
-    covering([(4, 2, 24), (9, 3, 64), (8, 8, 16), (2, 1, 512)], [False, True], [False, True], DTYPES),
+    pairwise([(4, 2, 24), (9, 3, 64), (8, 8, 16), (2, 1, 512)], [False, True], [False, True], DTYPES),
 )
 def test_v_is_normed_without_a_weight_and_may_be_what_k_is_before_its_own_norm(
     shape: tuple[int, int, int], norms: bool, many: bool, dtype: torch.dtype, interpret: bool, device: torch.device,
