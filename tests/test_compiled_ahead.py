@@ -47,7 +47,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; 
 F32, BF16 = torch.float32, torch.bfloat16
 INT4: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 96, "quantization_config": of_gptq(32).config}
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
-    **CASES, "int4, qwen3_moe": ("qwen3_moe", {**INT4, "moe_intermediate_size": 96}), "int4, llama": ("llama", INT4),
+    **CASES, "int4, llama": ("llama", INT4),
     "nvfp4, qwen3_moe": ("qwen3_moe", {**INT4, "moe_intermediate_size": 96, "quantization_config": MODELOPT}),
 }
 
@@ -114,12 +114,9 @@ GREEDY, SAMPLED = SamplingMode(), SamplingMode(random=True)
     [
         ("bf16, mixtral", "none", GREEDY),
         ("bf16, gpt_oss", "lookup", SAMPLED),
-        ("fp8 blocks, qwen3_moe", "head", GREEDY),
-        ("fp8 blocks, qwen3_moe", "mtp", GREEDY),
-        ("bf16, mixtral", "mtp", SAMPLED),
-        ("int4, qwen3_moe", "lookup", GREEDY),
+        ("fp8 blocks, qwen3_moe", "mtp", SAMPLED),
         ("int4, llama", "head", GREEDY),
-        ("nvfp4, qwen3_moe", "head", GREEDY),
+        ("nvfp4, qwen3_moe", "head", SAMPLED),
     ],
 )
 def test_all_variants_of_kernels_are_compiled_ahead_and_nothing_else_happens(
@@ -195,10 +192,9 @@ PASSES = {
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("drafter", ["none", "lookup"])
 @pytest.mark.parametrize("kind", KEEP_ROW_TENSORS)
 def test_rows_with_row_tensors_enter_and_resume_without_another_variant_of_a_kernel(
-    kind: str, drafter: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks, in steps, and in rounds of each K."""
     spec, kernels = KEEP_ROW_TENSORS[kind][0](), KEEP_ROW_TENSORS[kind][1]
@@ -206,7 +202,7 @@ def test_rows_with_row_tensors_enter_and_resume_without_another_variant_of_a_ker
     with stand_in_gpu(F32):
         target = Target(spec, LoudNoise(spec, dtype=F32, device=CPU), CPU)
         batch = packed(18, num_verified=3, prefill_tokens=128, max_len=140)
-        engine = make_engine(target, drafter_of(drafter, target), batch, device=CPU)
+        engine = make_engine(target, drafter_of("lookup", target), batch, device=CPU)
         executor = engine.executor
         shapes = [RoundShape(rows, k, GREEDY) for rows in (1, 16, 18) for k in {0, executor.drafter.draft_len}]
         executor.rows.live.zero_()
