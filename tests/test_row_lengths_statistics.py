@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -113,8 +114,7 @@ def ids_of(done: Completion) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("lengths", [4, 5])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(("name", "lengths"), zip(DRAFTERS, cycle([4, 5]), strict=False))
 def test_statistics_of_rows_are_those_of_the_drafts_that_were_verified(name: str, lengths: int) -> None:
     batch = packed(SLOTS, num_pages=20, max_len=40, num_verified=K, run_ahead=lengths - 3)
     done, rounds, _ = run(name, lengths=lengths, batch=batch)
@@ -160,8 +160,7 @@ def test_all_positions_of_a_round_are_used_if_there_are_so_many_drafts() -> None
     assert min(num_full, num_cut) > 5
 
 
-@pytest.mark.parametrize("lengths", [4, 5])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(("name", "lengths"), zip(DRAFTERS, cycle([4, 5]), strict=False))
 def test_the_sums_of_an_engine_are_those_of_its_rows_and_rounds(name: str, lengths: int) -> None:
     """Nothing runs ahead, so no row is in a round whose result does not count. A draft counts in the calibration if those before
     it were accepted."""
