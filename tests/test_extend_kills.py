@@ -87,11 +87,19 @@ def killed_and_resumed(lab: KillLab, trial: Path, expected: list[Row], step: Ste
     assert lab.run(out, *([] if begun else [GROWN])) == 0, "it has begun, as a whole, or it has not"
     assert {path: path.read_bytes() for path in before} == before
     assert written(out) == expected
-    assert lab.run(out, GROWN) == 0
-    assert lab.run(out, TRIAL) == 2
     assert not [path for path in (out / "_batchspec").iterdir() if path.name in ("claims", "journal")]
     shutil.rmtree(out)
     return death_in(log) if code else None
+
+
+def test_an_extension_that_was_killed_and_finished_is_complete_and_the_old_command_is_refused(
+    lab: KillLab, trial: Path, calls: list[str], expected: list[Row]
+) -> None:
+    out = grown_from(lab, trial)
+    assert lab.run(out, GROWN, conduct=Conduct(kill_at=("link data/part-N.parquet", 1))) == -signal.SIGKILL
+    for words, code in (((), 0), ((GROWN,), 0), ((TRIAL,), 2)):
+        assert lab.run(out, *words) == code
+        assert written(out) == expected
 
 
 def test_a_kill_at_every_kind_of_step_leaves_no_extension_or_a_whole_one(
@@ -178,8 +186,11 @@ def test_a_kill_at_every_kind_of_put_on_s3_leaves_no_extension_or_a_whole_one(la
 
         assert lab.run(out, TRIAL, conduct=conduct()) == 0
         trial = {key: server.held(key) for key in server.names()}
-        for kind in ("_batchspec/retry/N.json", "data/part-N.parquet", "_batchspec/retry/N/card"):
-            for side in ("before", "after"):
+        for kind, sides in (
+            ("_batchspec/retry/N.json", ("before", "after")), ("data/part-N.parquet", ("after",)),
+            ("_batchspec/retry/N/card", ("before",)),
+        ):
+            for side in sides:
                 server.empty()
                 for key, body in trial.items():
                     server.put(key, body)
