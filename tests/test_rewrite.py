@@ -17,7 +17,7 @@ from batchspec.model.weights import judge_model
 from tests.engines import DEVICE, full_logits
 from tests.models import make_checkpoint
 from tests.moe_models import Strong, tiny_config
-from tests.test_lossless_formats import TARGETS
+from tests.test_grid import TARGETS
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
