@@ -22,7 +22,11 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+ALIKE = ("bf16, K/V in FP8", "FP8 by tensors, calibrated", "experts in FP8 by channels", "INT4 in groups of 32")
+"""Their products and caches are those of others: a scale alone is another one."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in FORMATS])
 def test_keys_values_and_logits_are_those_of_a_prompt_in_one_pass_however_it_is_cut(name: str) -> None:
     """A prefill of 80 tokens, shorter ones, rounds of 1 to 4 tokens, alone and among other rows."""
     with kernels(torch.bfloat16), dots_of_one_order():

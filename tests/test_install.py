@@ -81,6 +81,7 @@ def test_every_source_test_recipe_and_script_is_in_the_source_distribution(sourc
     assert not any(path.is_symlink() for path in sources.rglob("*"))
 
 
+@pytest.mark.slow  # the files are all there, by the test before; this one imports torch and most helpers once more
 def test_the_source_distribution_runs_its_tests(sources: Path) -> None:
     """A few of them: of the pages, of a module, of a kernel. test_tree.py is only imported, with most of the tests' helpers."""
     some = [

@@ -29,7 +29,7 @@ from batchspec.model.target import Target
 from batchspec.model.weights import Checkpoint
 from tests.models import make_checkpoint
 from tests.mtp_checkpoints import make_mtp_model
-from tests.mtp_models import MODELS, add_mtp, checkpoint_with_mtp
+from tests.mtp_models import add_mtp, checkpoint_with_mtp
 
 pytestmark = pytest.mark.second
 
@@ -61,11 +61,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder_of(tmp_path_factory.mktemp("mtp"), "dense")
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def tuned(request: pytest.FixtureRequest, made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same for each model, and in the folder `tuned` a layer some of whose drafts are accepted."""
-    name = request.param
-    folder = made if name == "dense" else folder_of(tmp_path_factory.mktemp(name), name, fused=name == "moe")
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for a model with experts, and in the folder `tuned` a layer some of whose drafts are accepted."""
+    folder = folder_of(tmp_path_factory.mktemp("moe"), "moe", fused=True)
     assert train(folder, folder / "tuned", "train.steps=100", "train.lr=3e-2") == 0
     return folder
 
