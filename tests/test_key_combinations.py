@@ -176,7 +176,7 @@ def changed(family: str, changes: dict[str, Any]) -> dict[str, Any]:
 def test_any_combination_is_read_as_transformers_reads_it_or_refused(family: str, tmp_path: Path) -> None:
     outcomes = Counter[str]()
 
-    @settings(max_examples=40)
+    @settings(max_examples=20)
     @given(changes_of(family))
     @example({})
     def check_combination(changes: dict[str, Any]) -> None:
@@ -185,7 +185,7 @@ def test_any_combination_is_read_as_transformers_reads_it_or_refused(family: str
         outcomes[said] += 1
 
     check_combination()
-    assert outcomes["equal"] > 5, "of combinations, not of the unchanged config alone"
+    assert outcomes["equal"] > 2, "of combinations, not of the unchanged config alone"
     assert len(outcomes) > 2
 
 
