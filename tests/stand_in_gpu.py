@@ -22,6 +22,9 @@ from batchspec.kernels.common.dry_run import is_dry
 from batchspec.model.layers.attention.padded import TorchPlan
 from batchspec.tuning import policy
 
+WIDE_IN_BF16 = {"verify_kernel", "ordered_attention_kernel", "ordered_prefill_kernel", "ragged_prefill_kernel"}
+"""Kernels that are told so that the interpreter must convert their operands."""
+
 
 @contextmanager
 def stand_in_gpu(*dtypes: torch.dtype) -> Iterator[Counter[str]]:
@@ -33,7 +36,7 @@ def stand_in_gpu(*dtypes: torch.dtype) -> Iterator[Counter[str]]:
 
     def interpreted(executor: Any, *args: Any, **kwargs: Any) -> None:
         """A wrapper tells its kernel by the tensors whether it is interpreted."""
-        given = {"INTERPRETED": True} | ({"WIDE": True} if executor.fn.__name__ == "verify_kernel" else {})
+        given = {"INTERPRETED": True} | ({"WIDE": True} if executor.fn.__name__ in WIDE_IN_BF16 else {})
         launches[executor.fn.__name__] += 1
         launch(executor, *args, **kwargs | {name: value for name, value in given.items() if name in executor.arg_names})
 

@@ -35,7 +35,7 @@ from batchspec.kernels.attention.ordered_attention import ordered_attention
 from batchspec.kernels.attention.ordered_prefill import ordered_prefill
 from batchspec.kernels.attention.settings import ordered_work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
-from batchspec.kernels.benchmarks.bits_bench import BLOCKS, COUNTS, GATED_BLOCKS
+from batchspec.kernels.benchmarks.products import BLOCKS, GATED_BLOCKS
 from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.gemm.lm_head import lm_head
 from batchspec.kernels.gemm.ordered import ordered_kernel, ordered_linear, ordered_swiglu
@@ -56,6 +56,8 @@ from tests.moe_models import tiny_spec as moe_spec
 from tests.test_expert_kernels import FP8_BLOCKS, MXFP4
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+COUNTS = (1, 7, 16, 64, 129, 300, 1024, 4096)
 
 
 def bits(x: Tensor) -> Tensor:

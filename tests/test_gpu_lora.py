@@ -12,7 +12,10 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
-from batchspec.kernels.benchmarks.lora_bench import SHAPES, Case
+from batchspec.kernels.benchmarks.case import noise, relative_error
+from batchspec.kernels.benchmarks.products import LORA_SHAPES
+from batchspec.kernels.lora.lora_expand import lora_expand, lora_expand_reference
+from batchspec.kernels.lora.lora_shrink import lora_shrink, lora_shrink_reference
 from batchspec.kernels.lora.lora_tokens import BLOCKS, lora_tokens
 from batchspec.model.lora_products import DummyAdapters, LoraStacks, LoraWeights
 from batchspec.model.spec import ModelSpec
@@ -69,16 +72,24 @@ def test_captured_rounds_of_mixed_adapters_have_the_tokens_of_the_cpu(kind: str)
 
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("rank", [16, 64])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", LORA_SHAPES)
 def test_the_pair_equals_its_reference_in_bf16(name: str, rank: int, spread: str) -> None:
-    device, (part_rows, k) = torch.device("cuda"), SHAPES[name]
+    device, (part_rows, k) = torch.device("cuda"), LORA_SHAPES[name]
     for num_tokens in (1, 200, 1024):
         ids = adapters_of(num_tokens, 16, spread, device)
         if not bool(ids.any()):
             ids[0] = 1
-        case = Case.random(part_rows, k, num_tokens, 16, rank, device)
+        with device:
+            x, base = noise(num_tokens, k), noise(num_tokens, sum(part_rows))
+            a, b = noise(16, len(part_rows), rank, k, scale=k**-0.5), noise(16, sum(part_rows), rank, scale=rank**-0.5)
+            scales = torch.ones(16, len(part_rows))
         for block in BLOCKS:
-            case.check(lora_tokens(ids, 16, block))
+            tokens, out, expected = lora_tokens(ids, 16, block), base.clone(), base.clone()
+            h = lora_shrink(x, a, scales, tokens)
+            lora_expand(h, b, scales, tokens, part_rows=part_rows, out=out)
+            h = lora_shrink_reference(x, a, scales, tokens)
+            lora_expand_reference(h, b, scales, tokens, part_rows=part_rows, out=expected)
+            assert relative_error(out.double() - base.double(), expected.double() - base.double()) < 1e-2
 
 
 def test_a_captured_list_follows_the_adapters_of_the_rows() -> None:

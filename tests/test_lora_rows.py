@@ -28,7 +28,7 @@ from batchspec.config.decode_schema import DecodeConfig
 from batchspec.engine.slots import expected_pages
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.job.prepare import open_model
-from batchspec.kernels.benchmarks.lora_bench import SHAPES
+from batchspec.kernels.benchmarks.products import LORA_SHAPES
 from batchspec.kernels.lora.lora_shrink import RANKS, num_splits
 from batchspec.kernels.lora.lora_tokens import block_of, max_tiles
 from batchspec.model.kv_calibration import calibrate
@@ -537,7 +537,7 @@ def test_the_adapter_stacks_have_the_size_of_the_shape_and_plan_counts_them(
 
 @pytest.mark.parametrize("num_adapters", [1, 4, 16, 200])
 def test_intermediate_results_between_the_products_fit_the_reserved_memory(num_adapters: int) -> None:
-    for (part_rows, k), rank, tokens in itertools.product(SHAPES.values(), RANKS, (1, 64, 256, 257, 1000, 16384)):
+    for (part_rows, k), rank, tokens in itertools.product(LORA_SHAPES.values(), RANKS, (1, 64, 256, 257, 1000, 16384)):
         lora, parts = LoraShape(num_adapters, (("a", rank),)), len(part_rows)
         programs = parts * max_tiles(tokens, num_adapters, block_of(tokens, num_adapters))
         assert 4 * num_splits(k, programs, 64) * tokens * parts * rank < lora.temporary_bytes(tokens)

@@ -2,7 +2,7 @@
 
 Processes on the CPU map one file, and Triton interprets the kernels: barriers, counters and both halves of the buffers work as on
 GPUs, with ranks that really run concurrently. What this cannot show: the order in which GPUs see each other's writes, launches
-that overlap, CUDA graphs, and NCCL. `python -m batchspec.kernels.benchmarks.reduce_bench` shows that.
+that overlap, CUDA graphs, and NCCL. `python -m tests.exchange_checks 2` shows that.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ SECOND_PASS_BYTES = 40 << 20
 """Cost of a second pass over the rows and of merging its results, for each layer: the bytes that attention reads in that time."""
 L2_SHARE = 0.5
 """Share of the saved bytes that rows with a shared prefix would have found in the L2 cache. Both numbers are fitted to 17 shapes,
-each measured once on an H200 (`python -m batchspec.kernels.attention.verify_attention prefixes`), and were tested on no others.
+each measured once on an H200 (`python -m batchspec.kernels.benchmarks shared_prefixes`), and were tested on no others.
 For three of these shapes the rule chooses the slower way, by 1 to 4 % of attention; always reading once takes up to twice the
 time."""
 

@@ -3,7 +3,7 @@
 This is a table and not a measurement at run time, because all ranks must make the same choice. No choice changes the bits of a
 sum. Microseconds on 2 and on 4 H200 joined all to all by NVLink, without multicast, in CUDA graphs: bf16 rows of 8192, KB of one
 rank; the first three columns are sums alone, the last three sums with the residual sum and the norm
-(`python -m batchspec.kernels.benchmarks.reduce_bench 2`, and `4`):
+(`python -m batchspec.kernels.benchmarks --ranks 2`, and `4`):
 
              2 ranks                                      4 ranks
       KB     NCCL  one   two   NCCL, norm  one   two      NCCL  one   two   NCCL, norm  one   two

@@ -5,8 +5,6 @@ lse is the logarithm of the softmax denominator without the sink. Bound by memor
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -70,22 +68,3 @@ def apply_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor, *, base_2: bool =
 def apply_sinks_reference(out: Tensor, lse: Tensor, sink_logits: Tensor, *, base_2: bool = False) -> None:
     """The same in plain torch."""
     out.mul_(torch.sigmoid((lse * LN_2 if base_2 else lse) - sink_logits).unsqueeze(2))
-
-
-def main() -> None:
-    bench = Bench("apply_sinks")
-    for tokens, heads, dim in ((16384, 64, 64), (2048, 64, 64)) if bench.on_gpu else ((64, 4, 64),):
-        outs = [torch.randn(tokens, heads, dim, device=bench.device).bfloat16() for _ in range(bench.num_copies)]
-        lse, sinks = torch.randn(heads, tokens, device=bench.device).t(), torch.randn(heads, device=bench.device)
-        bench.row(
-            f"T={tokens} {heads} heads D={dim}",
-            [partial(apply_sinks, out, lse, sinks) for out in outs],
-            [partial(apply_sinks_reference, out, lse, sinks) for out in outs],
-            num_bytes=2 * outs[0].nbytes,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

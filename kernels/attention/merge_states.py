@@ -11,7 +11,6 @@ Source: Dao et al. 2023 ("Flash-Decoding for long-context inference"), the secon
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import triton
@@ -153,29 +152,3 @@ def merge_states_reference(
             if sink_logits is not None:
                 merged = merged * torch.sigmoid(lse - sink_logits[:, None])
             out[begin:stop] = merged.to(out.dtype)
-
-
-def main() -> None:
-    bench = Bench("merge_states")
-    device = bench.device
-    for rows, tokens, parts in ((64, 1, 5), (64, 4, 5), (4, 4, 33)):
-        lines = rows * parts * tokens * 4
-        out = torch.empty(rows * tokens, 32, 128, dtype=torch.bfloat16, device=device)
-        row_parts = torch.tensor([(row * parts * tokens * 4, parts) for row in range(rows)], dtype=torch.int32, device=device)
-        cu_seqlens_q = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=device)
-        inputs = [
-            (torch.randn(lines, 8, 128, device=device), torch.randn(lines, 8, device=device), row_parts, cu_seqlens_q)
-            for _ in range(bench.num_copies)
-        ]
-        bench.row(
-            f"R={rows} S={tokens} parts={parts} 32/8 heads D=128",
-            [partial(merge_states, *x, max_q=tokens, out=out) for x in inputs],
-            [partial(merge_states_reference, *x, out=out) for x in inputs],
-            num_bytes=inputs[0][0].nbytes + out.nbytes,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

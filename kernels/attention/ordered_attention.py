@@ -7,23 +7,18 @@ A query's bits are then those of `ordered_prefill.py`, and depend neither on oth
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.attention.merge_states import Partials, merge_states, partials_of
+from batchspec.kernels.attention.merge_states import Partials, merge_states
 from batchspec.kernels.attention.ordered_step import WARPS, attend_part
-from batchspec.kernels.attention.settings import ordered_work_shape, work_shape
 from batchspec.kernels.attention.softmax_step import page_of
-from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.tile import lanes_of, write_lines, zero_tokens
-from batchspec.kernels.attention.verify_attention import verify_attention, verify_attention_reference
+from batchspec.kernels.attention.verify_attention import verify_attention_reference
 from batchspec.kernels.attention.work_list import AttentionWork
-from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.common.pdl import await_earlier, launch_args
@@ -178,35 +173,3 @@ def ordered_attention(
             partials.out, partials.lse, work.row_parts, work.cu_seqlens_q, max_q=shape.max_q, out=out, sink_logits=sink_logits,
             in_order=True, interpret=interpret,
         )
-
-
-def main() -> None:
-    """Compare the times with those of `verify_attention` on the same rows."""
-    bench = Bench("ordered_attention")
-    shapes = ((64, 1, 8448), (64, 4, 8448), (256, 1, 1280), (256, 4, 1280), (4, 4, 8448)) if bench.on_gpu else ((2, 1, 64),)
-    card = card_of(bench.device)
-    for rows, queries, keys in shapes:
-        common: dict[str, Any] = {
-            "num_rows": rows, "max_q": queries, "max_kv": keys, "num_heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16,
-        }
-        pages = triton.cdiv(keys, 16)
-        kv = torch.randn(2, rows * pages, 16, 8, 128, device=bench.device).bfloat16()
-        q = torch.randn(rows * queries, 32, 128, device=bench.device).bfloat16()
-        table = torch.randperm(rows * pages, device=bench.device).int().view(rows, pages)
-        lengths = torch.full((rows,), keys, dtype=torch.int32, device=bench.device)
-        starts = torch.arange(0, rows * queries + 1, queries, dtype=torch.int32, device=bench.device)
-        positions = (keys - queries + torch.arange(queries, device=bench.device)).repeat(rows)
-        out = torch.empty_like(q)
-        ways = (("", ordered_attention, ordered_work_shape(**common, num_sms=card.num_sms)),
-                ("verify_attention ", verify_attention, work_shape(**common, dtype=q.dtype, card=card)))
-        for name, attend, shape in ways:
-            work = split_kv_schedule(starts, lengths, positions, shape=shape)
-            call = partial(attend, q, kv, table, positions, work, partials_of(work, 128), scale=0.1, out=out)
-            reference = partial(verify_attention_reference, q, kv, table, positions, work, scale=0.1, out=torch.empty_like(q))
-            bench.row(f"{name}R={rows} S={queries} keys={keys}", [call], [reference], num_bytes=kv.nbytes)
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -10,7 +10,6 @@ Bound by tensor cores.
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 import triton
@@ -174,27 +173,3 @@ def ordered_prefill_reference(
         if sink_logits is not None:
             scores = torch.cat((scores, sink_logits[:, None, None].expand(-1, stop - begin, 1)), 2)
         out[begin:stop] = torch.einsum("htk,khd->thd", scores.softmax(2)[:, :, :length], v).to(out.dtype)
-
-
-def main() -> None:
-    bench = Bench("ordered_prefill")
-    for length, heads, kv_heads, dim in (
-        ((2048, 32, 8, 128), (8192, 32, 8, 128), (512, 9, 3, 64)) if bench.on_gpu else ((64, 4, 2, 64),)
-    ):
-        device, pages = bench.device, triton.cdiv(length, 16)
-        kv = torch.randn(2, pages, 16, kv_heads, dim, device=device).bfloat16()
-        q = torch.randn(length, heads, dim, device=device).bfloat16()
-        table = torch.randperm(pages, device=device).int().view(1, pages)
-        bounds = torch.tensor([0, length], dtype=torch.int32, device=device)
-        given = (q, kv, table, torch.arange(length, device=device), bounds, bounds[1:].clone())
-        call = partial(ordered_prefill, *given, scale=dim**-0.5, max_q=length, max_kv=length, out=torch.empty_like(q))
-        reference = partial(ordered_prefill_reference, *given, scale=dim**-0.5, out=torch.empty_like(q))
-        bench.row(f"1 x {length}, {heads}/{kv_heads} heads D={dim}", [call], [reference], num_bytes=2 * q.nbytes + kv.nbytes)
-        if bench.on_gpu:
-            print(f"    {2e-6 * length * length * heads * dim / graph_us([call]):.0f} TFLOP/s")
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench, graph_us
-
-    main()

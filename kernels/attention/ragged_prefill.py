@@ -11,7 +11,6 @@ Bound by tensor cores. Source: Dao 2023 (FlashAttention-2, arXiv 2307.08691).
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 import triton
@@ -190,27 +189,3 @@ def ragged_prefill_reference(
             scores = torch.cat((scores, sink_logits[:, None, None].expand(-1, stop - begin, 1)), 2)
         weights = scores.softmax(2)[:, :, : end - first]
         out[begin:stop] = torch.einsum("htk,khd->thd", weights, own_v).to(out.dtype)
-
-
-def main() -> None:
-    bench = Bench("ragged_prefill")
-    for length, heads, kv_heads, dim in (
-        ((2048, 32, 4, 512), (8192, 32, 4, 512), (8192, 16, 2, 512)) if bench.on_gpu else ((64, 4, 2, 64),)
-    ):
-        q, k, v = (
-            torch.randn(length, count, dim, device=bench.device).to(torch.bfloat16 if bench.on_gpu else torch.float16)
-            for count in (heads, kv_heads, kv_heads)
-        )
-        bounds = torch.tensor([0, length], dtype=torch.int32, device=bench.device)
-        common = {"scale": dim**-0.5, "out": torch.empty_like(q)}
-        call = partial(ragged_prefill, q, k, v, bounds, bounds, max_q=length, **common)
-        reference = partial(ragged_prefill_reference, q, k, v, bounds, bounds, **common)
-        bench.row(f"1 x {length}, {heads}/{kv_heads} heads D={dim}", [call], [reference], num_bytes=2 * q.nbytes + 2 * k.nbytes)
-        if bench.on_gpu:
-            print(f"    {2e-6 * length * length * heads * dim / graph_us([call]):.0f} TFLOP/s")
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench, graph_us
-
-    main()

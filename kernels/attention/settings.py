@@ -1,7 +1,7 @@
 """Launch settings of verify attention by shape: tiles, blocks, warps, stages, and how finely the work is split.
 
-They change results by rounding only. `python -m batchspec.kernels.attention.verify_attention` compares the times of these
-settings and others.
+They change results by rounding only. `python -m batchspec.kernels.benchmarks verify_attention --sweep` compares the times of
+these settings and others.
 """
 
 from __future__ import annotations

@@ -284,9 +284,3 @@ def verify_attention_reference(
             scores = torch.cat((scores, sink_logits[:, None, None].expand(-1, stop - begin, 1)), 2)
         weights = scores.softmax(2)[:, :, :length]
         out[begin:stop] = torch.einsum("htk,khd->thd", weights, v).to(out.dtype)
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.attention_bench import main
-
-    main()

@@ -1,4 +1,4 @@
-"""The products that `moe_bench` times: shapes of models, and random weights of each format with one interface."""
+"""The products that `experts.py` times: shapes of models, and random weights of each format with one interface."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ MODELS = {
     "gpt-oss-20b": MoeShape(32, 4, 2880, 2880, Gate(7.0), True, ("mxfp4",)),
     "qwen3-30b": MoeShape(128, 8, 2048, 768, formats=("bf16", "fp8", "int4", "nvfp4")),
     "minimax-m2": MoeShape(256, 8, 3072, 1536, formats=("fp8",)),
+    "tiny": MoeShape(4, 2, 128, 128, Gate(7.0), True, FORMATS),
 }
-
+"""`tiny` is for tests."""
 
 KERNELS = {"bf16": experts_plain, "fp8": experts_fp8, "mxfp4": experts_mxfp4, "int4": experts_four_bit, "nvfp4": experts_four_bit}
 
@@ -78,10 +79,6 @@ class Product:
         return own.get(self.form, torch.int32)
 
     @property
-    def flop_s(self) -> float:
-        return 1.5e15 if self.form == "fp8" else 7.9e14
-
-    @property
     def tolerance(self) -> float:
         """bf16 outputs; the tensor cores' sums of e4m3 hold about 14 bits."""
         return 6e-3 if self.form == "fp8" else 4e-3
@@ -111,12 +108,16 @@ class Product:
         """how: `by_token` and `compile_only` of the kernels' `launch`."""
         module: Any = KERNELS[self.form]
         gate = self.shape.gate if self.gated else None
-        module.launch("moe_bench", rows, self.weight, self.bias, routing, tile, out, gate=gate, **how)
+        module.launch("experts", rows, self.weight, self.bias, routing, tile, out, gate=gate, **how)
 
     def result(self, x: Tensor, routing: Routing, tile: ExpertTile) -> Tensor:
         """The product in pair order; NaN for values that were not written."""
         out = self.empty(len(routing.pairs)).fill_(torch.nan)
         self.run(self.rows_of(x, routing), routing, tile, out)
+        return self.by_pair(out, routing)
+
+    def by_pair(self, out: Tensor, routing: Routing) -> Tensor:
+        """What `run` wrote, in pair order."""
         return torch.empty_like(out).index_copy_(0, routing.pairs.long(), out) if self.gated else out
 
     def reference(self, x: Tensor, routing: Routing) -> Tensor:
@@ -126,17 +127,17 @@ class Product:
         name = f"{module.__name__.rsplit('.', 1)[-1]}_{'up' if self.gated else 'down'}_reference"
         gate = {"gate": self.shape.gate} if self.gated else {}
         out: Tensor = getattr(module, name)(rows, weight, self.bias, routing, **gate).float()
-        return torch.empty_like(out).index_copy_(0, routing.pairs.long(), out) if self.gated else out
+        return self.by_pair(out, routing)
 
 
-def make_products(shape: MoeShape, form: str, device: torch.device, *, only_shapes: bool = False) -> tuple[Product, Product]:
-    """Both products of a layer. only_shapes: the weights may have any values, and those of four bits have no reference."""
+def make_products(shape: MoeShape, form: str, device: torch.device) -> tuple[Product, Product]:
+    """Both products of a layer."""
     products = []
     for gated, rows, k in ((True, 2 * shape.width, shape.hidden), (False, shape.hidden, shape.width)):
         bias = torch.randn(shape.experts, rows, device=device).bfloat16() if shape.bias else None
         weight = _random_weight(form, shape.experts, rows, k, gated, device)
         wide = None
-        if form in ("mxfp4", "int4", "nvfp4") and not only_shapes:
+        if form in ("mxfp4", "int4", "nvfp4"):
             wide = torch.empty(shape.experts, rows, k, dtype=torch.bfloat16, device=device)
             for expert, own in enumerate(wide):  # one by one: the intermediate numbers take far more memory
                 own.copy_(_dequantised(weight, expert))

@@ -173,9 +173,3 @@ def best_of_ranks_reference(scores: Tensor, ids: Tensor, *, flag_nonfinite: bool
     best = scores.amax(0)
     winner = torch.where(scores == best, ids, torch.iinfo(torch.int32).max).amin(0)
     return torch.where(best.isfinite(), winner, NO_TOKEN) if flag_nonfinite else winner
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.reduce_bench import main
-
-    main()

@@ -4,9 +4,9 @@
     x    = x / sqrt(mean + eps) * weight                                               in place, of q and of k
 
 R is the number of ranks. They have equal numbers of heads, and each K/V head is on the same number of ranks, so the mean square
-of a whole row is the mean of the ranks' mean squares. Rounds as `batchspec.kernels.norm_rope.norm` does. Two numbers a
-token are exchanged with one barrier (`barrier.py`), which bounds it: 6.0 us for 64 rows on two H200 (`reduce_bench 2`). Program i
-computes rows i, i + number of programs, and so on.
+of a whole row is the mean of the ranks' mean squares. Rounds as `batchspec.kernels.norm_rope.norm` does. Two numbers a token are
+exchanged with one barrier (`barrier.py`), which bounds it: 6.0 us for 64 rows on two H200. Program i computes rows i, i + number
+of programs, and so on.
 """
 
 from __future__ import annotations
@@ -115,9 +115,3 @@ def head_norms_reference(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float
     for part, weight, scale in ((q, q_norm, scales[:, :1]), (k, k_norm, scales[:, 1:])):
         scaled = part.to(means.dtype) * scale
         part.copy_(scaled.to(qkv.dtype) * weight if weight.dtype is qkv.dtype else scaled * weight)
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.reduce_bench import main
-
-    main()

@@ -202,9 +202,3 @@ def reduce_reference(partials: Tensor) -> Tensor:
     for partial in partials[1:]:
         total += partial
     return total.to(partials.dtype)
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.reduce_bench import main
-
-    main()

@@ -15,8 +15,6 @@ Source: drafts by retrieval, He et al. 2023, REST (arXiv 2311.08252); Oliaro et 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -180,30 +178,3 @@ def pack_entries(count: Tensor, end: Tensor, trust: Tensor) -> Tensor:
     All arguments are int64: count of the n-gram, end its last corpus index, trust in 1..255.
     """
     return (count.clamp(max=(1 << 23) - 1) << (31 + TRUST_BITS)) | (end << TRUST_BITS) | trust
-
-
-def main() -> None:
-    bench = Bench("corpus_lookup")
-    for rows, entries in ((16, 1 << 20), (256, 1 << 20), (1024, 1 << 22)):
-        device = bench.device
-        ints = partial(torch.full, (rows,), dtype=torch.int32, device=device)
-        tokens = torch.randint(0, 2000, (rows, 1024), dtype=torch.int32, device=device)
-        corpus = torch.randint(0, 2000, (2, entries // 4), dtype=torch.int32, device=device)
-        table = torch.randint(0, entries // 4, (2, entries), device=device) << TRUST_BITS | 200
-        which = torch.zeros(1, dtype=torch.int32, device=device)
-        out_ids, out_len, matched = torch.zeros(rows, 8, dtype=torch.int32, device=device), ints(0), ints(0)
-        inputs: tuple[Tensor, ...] = (tokens, ints(1024), ints(1), which, table, corpus)
-        limits: dict[str, Any] = {"lengths": (2, 4, 6), "max_ngram": 6, "max_draft_len": 8, "growth": 2}
-        outputs: dict[str, Any] = {"draft_ids": out_ids, "draft_len": out_len, "match_len": matched}
-        bench.row(
-            f"R={rows} E={entries} K=8 n=2,4,6",
-            [partial(corpus_lookup, *inputs, **(limits | outputs))],
-            [partial(corpus_lookup_reference, *inputs, **(limits | outputs))],
-            num_bytes=rows * (3 * 8 + 4 * 6 * 4 + 12 * 4),
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

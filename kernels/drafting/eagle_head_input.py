@@ -9,9 +9,6 @@ two norms and two copies. Source: Li et al. 2025, EAGLE-3 (arXiv 2503.01840).
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -106,42 +103,3 @@ def eagle_head_input_reference(
         token_ids = token_ids.view(-1).index_select(0, indices)
     rms_norm_reference(embedding.index_select(0, token_ids), embedding_norm, eps, out=out[:, :width])
     rms_norm_reference(hidden, hidden_norm, eps, out=out[:, width:])
-
-
-def main() -> None:
-    bench = Bench("eagle_head_input")
-    shapes = ((64, 4096, 128256), (256, 4096, 128256), (16384, 4096, 128256), (256, 576, 49152), (1024, 576, 49152))
-    for num_tokens, width, vocab in shapes:
-        shape = f"T={num_tokens} H={width} bfloat16"
-        with continue_on_error(shape):
-            bench_shape(bench, shape, num_tokens, width, vocab)
-
-
-def bench_shape(bench: Bench, shape: str, num_tokens: int, width: int, vocab: int) -> None:
-    def noise(*size: int) -> Tensor:
-        return torch.randn(*size, device=bench.device).bfloat16()
-
-    inputs = [noise(num_tokens, width) for _ in range(bench.num_copies)]
-    weights = (noise(vocab, width), noise(width), noise(width))
-    tokens = torch.randint(0, vocab, (16, 2 * num_tokens), dtype=torch.int32, device=bench.device)
-    row_ids = torch.randint(0, 16, (num_tokens,), dtype=torch.int32, device=bench.device)
-    positions = torch.randint(0, 2 * num_tokens, (num_tokens,), device=bench.device)
-    out = torch.full((num_tokens, 2 * width), float("nan"), dtype=torch.bfloat16, device=bench.device)
-    expected = torch.empty_like(out)
-    flat_positions: dict[str, Any] = {"row_ids": row_ids, "positions": positions}
-    eagle_head_input(tokens, inputs[0], *weights, 1e-5, out=out, **flat_positions)
-    eagle_head_input_reference(tokens, inputs[0], *weights, 1e-5, out=expected, **flat_positions)
-    torch.testing.assert_close(out, expected, rtol=2**-6, atol=1e-3)
-    bench.row(
-        shape,
-        [partial(eagle_head_input, tokens, x, *weights, 1e-5, out=out, **flat_positions) for x in inputs],
-        [partial(eagle_head_input_reference, tokens, x, *weights, 1e-5, out=expected, **flat_positions) for x in inputs],
-        num_bytes=4 * inputs[0].nbytes,
-    )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -12,9 +12,6 @@ Source: the dead positions of https://github.com/lightseekorg/tokenspeed/pull/21
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -148,43 +145,3 @@ def gather_last_accepted_reference(
     out_kv_len.copy_((num_tokens - 1) * (live != 0))
     if slot_mapping is not None and out_slots is not None:
         out_slots.copy_(slot_mapping.index_select(0, t) * (live != 0))
-
-
-def main() -> None:
-    bench = Bench("gather_last_accepted")
-    for rows, width, q_width, hidden in ((64, 4, 4096, 4096), (256, 2, 4096, 4096), (1024, 4, 576, 576)):
-        with continue_on_error(f"R={rows} S={width} H={hidden}"):
-            bench_shape(bench, rows, width, q_width, hidden)
-
-
-def bench_shape(bench: Bench, rows: int, width: int, q_width: int, hidden: int) -> None:
-    device, num_flat_tokens = bench.device, rows * width
-    ints = partial(torch.randint, dtype=torch.int32, device=device)
-    row_state = (
-        torch.arange(0, num_flat_tokens + 1, width, dtype=torch.int32, device=device), ints(0, width, (rows,)),
-        torch.randint(0, 8000, (num_flat_tokens,), device=device), ints(1, 8000, (rows,)), ints(0, 2, (rows,)),
-    )
-    inputs = [
-        tuple(torch.randn(num_flat_tokens, size, device=device).bfloat16() for size in (q_width, hidden))
-        for _ in range(bench.num_copies)
-    ]
-    outs: list[dict[str, Any]] = [
-        {
-            "out_q": torch.full((rows, q_width), float("nan"), dtype=torch.bfloat16, device=device),
-            "out_residual": torch.full((rows, hidden), float("nan"), dtype=torch.bfloat16, device=device),
-            "out_positions": torch.full((rows,), -7, device=device),
-            "out_kv_len": torch.full((rows,), -7, dtype=torch.int32, device=device),
-        }
-        for _ in range(2)
-    ]
-    bench.same_row(
-        f"R={rows} S={width} H={hidden} bfloat16", gather_last_accepted, gather_last_accepted_reference,
-        [(*x, *row_state) for x in inputs], outs, num_bytes=4 * rows * (q_width + hidden),
-    )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -9,9 +9,6 @@ Source: prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-dec
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -143,26 +140,3 @@ def ngram_lookup_reference(
     out_draft_len.copy_(count)
     if out_match_len is not None:
         out_match_len.copy_(torch.where(best >= 0, best >> 32, 0))
-
-
-def main() -> None:
-    bench = Bench("ngram_lookup")
-    for rows, length in ((16, 1024), (64, 8448), (256, 1024)):
-        device = bench.device
-        tokens = torch.randint(0, 2000, (rows, length), dtype=torch.int32, device=device)
-        rest = (tokens, torch.full((rows,), length, dtype=torch.int32, device=device), torch.ones_like(tokens[:, 0]))
-        out_ids = torch.empty(rows, 4, dtype=torch.int32, device=device)
-        out_len = torch.empty(rows, dtype=torch.int32, device=device)
-        limits: dict[str, Any] = {"max_draft_len": 4, "min_ngram": 2, "max_ngram": 6, "growth": 2}
-        bench.row(
-            f"R={rows} L={length} K=4 n=3..1",
-            [partial(ngram_lookup, *rest, **limits, out_draft_ids=out_ids, out_draft_len=out_len)],
-            [partial(ngram_lookup_reference, *rest, **limits, out_draft_ids=out_ids, out_draft_len=out_len)],
-            num_bytes=4 * rows * length,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

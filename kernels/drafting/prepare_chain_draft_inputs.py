@@ -10,9 +10,6 @@ Source: the uniform cache locations of https://github.com/lightseekorg/tokenspee
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -123,40 +120,3 @@ def prepare_chain_draft_inputs_reference(
     out_positions.copy_(positions)
     rows = torch.arange(len(live), device=live.device)
     out_slot_mapping.copy_(slot_of_reference(page_table, rows, positions, alive, page_size))
-
-
-def main() -> None:
-    bench = Bench("prepare_chain_draft_inputs")
-    for rows, width, length in ((64, 3, 11264), (256, 1, 1024), (1024, 3, 1024)):
-        with continue_on_error(f"R={rows} K={width}"):
-            bench_shape(bench, rows, width, length)
-
-
-def bench_shape(bench: Bench, rows: int, width: int, length: int) -> None:
-    ints = partial(torch.randint, dtype=torch.int32, device=bench.device)
-    inputs = (ints(0, 32000, (rows,)), ints(1, length + 1, (rows,)), ints(0, 2, (rows,)), ints(1, 1000, (rows, length // 16)))
-    outs: list[dict[str, Any]] = []
-    for _ in range(2):
-        wide = torch.full((rows, width + 1), -7, dtype=torch.int32, device=bench.device)
-        lengths = torch.full((2, rows), -7, dtype=torch.int32, device=bench.device)
-        int64_outs = torch.full((2, width - 1, rows), -7, dtype=torch.int64, device=bench.device)
-        outs.append({
-            "page_size": 16, "max_tokens": length, "out_ids": wide[:, 1:], "out_draft_len": lengths[0], "out_kv_len": lengths[1],
-            "out_positions": int64_outs[0], "out_slot_mapping": int64_outs[1],
-        })
-    num_bytes = rows * (24 + 20 * (width - 1))
-    bench.same_row(
-        f"R={rows} K={width}",
-        prepare_chain_draft_inputs,
-        prepare_chain_draft_inputs_reference,
-        [inputs],
-        outs,
-        num_bytes=num_bytes,
-    )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -12,9 +12,6 @@ and the inputs of attention. Source: the input preparation of https://github.com
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -168,48 +165,3 @@ def prepare_parallel_draft_inputs_reference(
     out_slot_mapping.copy_(slot_of_reference(page_table, rows, positions, alive[:, None], page_size).flatten())
     out_kv_len.copy_((num_tokens + k - 2).clamp(max=tokens.shape[1]) * alive)
     out_draft_len.copy_(alive * k)
-
-
-def main() -> None:
-    bench = Bench("prepare_parallel_draft_inputs")
-    for rows, k, width, length in ((64, 5, 4096, 11264), (256, 3, 4096, 1024), (1024, 5, 576, 1024)):
-        with continue_on_error(f"R={rows} K={k} H={width}"):
-            bench_shape(bench, rows, k, width, length)
-
-
-def bench_shape(bench: Bench, rows: int, k: int, width: int, length: int) -> None:
-    device = bench.device
-    ints = partial(torch.randint, dtype=torch.int32, device=device)
-    state = (
-        ints(0, 32000, (rows, length)), ints(2, length + 1, (rows,)), ints(0, 2, (rows,)), ints(1, 1000, (rows, length // 16))
-    )
-    mask = torch.randn(width, device=device).bfloat16()
-    features = [torch.randn(rows, width, device=device).bfloat16() for _ in range(bench.num_copies)]
-    outs: list[dict[str, Any]] = [
-        {
-            "mask_id": 7,
-            "page_size": 16,
-            "out_ids": torch.full((rows * k,), -7, dtype=torch.int32, device=device),
-            "out_hidden": torch.full((rows * k, width), float("nan"), dtype=torch.bfloat16, device=device),
-            "out_positions": torch.full((rows * k,), -7, device=device),
-            "out_slot_mapping": torch.full((rows * k,), -7, device=device),
-            "out_kv_len": torch.full((rows,), -7, dtype=torch.int32, device=device),
-            "out_draft_len": torch.full((rows,), -7, dtype=torch.int32, device=device),
-        }
-        for _ in range(2)
-    ]
-    bench.same_row(
-        f"R={rows} K={k} H={width} bfloat16",
-        prepare_parallel_draft_inputs,
-        prepare_parallel_draft_inputs_reference,
-        [(*state, x, mask) for x in features],
-        outs,
-        num_bytes=2 * rows * (k + 1) * width,
-    )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -22,9 +22,6 @@ Source: expected accepted tokens of a chain, Leviathan et al. 2023 (arXiv 2211.1
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -286,33 +283,3 @@ def update_acceptance_reference(
     for side, mine in enumerate((is_live & ~from_lookup, is_live & from_lookup)):
         totals[side] += mine.sum()
         totals[2 + side] += (accepted_len * mine).sum()
-
-
-def main() -> None:
-    bench = Bench("select_drafts")
-    for rows in (16, 256, 1024):
-        device = bench.device
-        draw = partial(torch.randint, dtype=torch.int32, device=device)
-        tokens, head, lookup = draw(0, 4, (rows, 512)), draw(0, 4, (rows, 3)), draw(0, 4, (rows, 8))
-        lookup_len, match, ones = draw(0, 9, (rows,)), draw(0, 13, (rows,)), torch.ones(rows, dtype=torch.int32, device=device)
-        prior = torch.tensor([4.0, 8.0], device=device)
-        counts: dict[str, Any] = {"head_counts": prior.repeat(13, 1), "lookup_counts": prior.repeat(13, 1)}
-        out: dict[str, Any] = {"out_draft_len": ones.clone(), "out_picked": ones.clone()}
-        out["out_draft_ids"] = torch.empty_like(lookup)
-        select_inputs = (head, lookup, lookup_len, match, *counts.values(), ones)
-        bench.row(
-            f"select R={rows} K=8 KH=3", [partial(select_drafts, *select_inputs, **out)],
-            [partial(select_drafts_reference, *select_inputs, **out)], num_bytes=rows * 4 * 24,
-        )
-        round_state = (tokens, 500 * ones, ones, ones, head, lookup, lookup_len, match, out["out_picked"])
-        counts |= {"head_prior": prior, "lookup_prior": prior, "totals": torch.zeros(4, dtype=torch.int64, device=device)}
-        bench.row(
-            f"update R={rows} K=8 KH=3", [partial(update_acceptance, *round_state, **counts)],
-            [partial(update_acceptance_reference, *round_state, **counts)], num_bytes=rows * 4 * 36,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -239,9 +239,3 @@ def convolve_reference(
         for kept, made in rings:
             kept[slot, ring_of(batch.positions[newest], kept)] = made[newest]
     return out
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.gated_delta_bench import main
-
-    main()

@@ -135,9 +135,3 @@ def delta_chunks_reference(inputs: DeltaInputs, state: DeltaState, batch: DeltaB
             s = total[:, -1:].exp() * s + ((total[:, -1:] - total).exp() * new).mT @ k
             s = s.to(state.state.dtype).to(acc)
         state.state[slot] = s
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.gated_delta_bench import main
-
-    main()

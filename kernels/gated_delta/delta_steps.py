@@ -164,9 +164,3 @@ def delta_steps_reference(inputs: DeltaInputs, state: DeltaState, batch: DeltaBa
                 out[token] = (s * inputs.q[token].to(acc).repeat_interleave(group, 0)[:, None]).sum(-1)
             if position + 1 == (last if commits else first):
                 state.state[slot] = s
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.gated_delta_bench import main
-
-    main()

@@ -9,8 +9,6 @@ Bound by memory (bytes: 3 * T * HV * DV * itemsize), by launch latency at decode
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.gated_delta.layout import DeltaColumns, split_columns, wide
+from batchspec.kernels.gated_delta.layout import DeltaColumns, wide
 
 HEADS = 16  # of one program: two or more 16-byte loads of bf16 for each thread
 
@@ -82,24 +80,3 @@ def gated_norm_reference(o: Tensor, x: Tensor, columns: DeltaColumns, weight: Te
     values = o.to(wide(o.dtype))
     normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
     return (weight * normed.to(o.dtype) * F.silu(z.to(values.dtype))).to(o.dtype).flatten(1)
-
-
-def main() -> None:
-    bench = Bench("gated_norm")
-    for tokens, heads in ((256, 32), (8192, 32), (8192, 48)) if bench.on_gpu else ((256, 32),):
-        columns = split_columns(16, heads, 128, 128)
-        made = [torch.randn(tokens, 32 * 128 + 2 * heads * 128, device=bench.device).bfloat16() for _ in range(bench.num_copies)]
-        values = torch.randn(tokens, heads, 128, device=bench.device).bfloat16()
-        weight = torch.ones_like(values[0, 0])
-        bench.row(
-            f"T={tokens} HV={heads} DV=128 bfloat16",
-            [partial(gated_norm, values, x, columns, weight, 1e-6) for x in made],
-            [partial(gated_norm_reference, values, x, columns, weight, 1e-6) for x in made],
-            num_bytes=3 * values.nbytes,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -10,7 +10,6 @@ Bound by memory at prefill sizes (bytes: 3 * T * I * itemsize), by launch latenc
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -101,28 +100,3 @@ def gelu_tanh_and_mul_reference(gate_up: Tensor, *, out: Tensor) -> None:
     """The same in plain torch."""
     gate, up = gate_up.chunk(2, dim=-1)
     torch.mul(F.gelu(gate, approximate="tanh"), up, out=out)
-
-
-def main() -> None:
-    bench = Bench("activation")
-    for places, width in ((64, 14336), (256, 14336), (16384, 14336), (256, 1536), (1024, 1536)):
-        shape = f"T={places} I={width} bfloat16"
-        with continue_on_error(shape):
-            inputs = [torch.randn(places, 2 * width, device=bench.device).bfloat16() for _ in range(bench.num_copies)]
-            out, expected = (torch.full_like(inputs[0][:, :width], float("nan")) for _ in range(2))
-            silu_and_mul(inputs[0], out=out)
-            silu_and_mul_reference(inputs[0], out=expected)
-            torch.testing.assert_close(out, expected, rtol=2**-6, atol=1e-3)
-            bench.row(
-                shape,
-                [partial(silu_and_mul, x, out=out) for x in inputs],
-                [partial(silu_and_mul_reference, x, out=expected) for x in inputs],
-                num_bytes=3 * out.nbytes,
-            )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -213,9 +213,3 @@ def _check(x: Tensor, weight: FourBitWeight, bias: Tensor | None, out: Tensor, t
     if tile.direct and (rows not in [own * tile.warps for own in of_a_warp] or tile.split > MOST_PARTS):
         needed = f"{' or '.join(map(str, of_a_warp))} rows of W for each warp and a split of at most {MOST_PARTS}"
         raise ValueError(f"four_bit_linear: {tile}; direct=True needs {needed}")
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.four_bit_bench import main
-
-    main()

@@ -142,9 +142,3 @@ def fp8_linear_reference(x: Fp8Tokens, weight: Tensor, scales: Tensor, bias: Ten
     live = Fp8Rows(x.rows.values[: x.num_tokens], x.rows.scales[:, : x.num_tokens])
     y = fp8_product_reference(live, weight, scales, gated=False)
     return y if bias is None else y + bias.to(y.dtype)
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.fp8_bench import main
-
-    main()

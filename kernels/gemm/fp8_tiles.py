@@ -1,4 +1,4 @@
-"""How a dense FP8 product is divided among programs: the rule, and the candidates that `fp8_bench` times."""
+"""How a dense FP8 product is divided among programs: the rule, and the candidates that a benchmark times."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ def fitted(tile: Fp8Tile, card: Card) -> Fp8Tile:
 def _measured_tile(num_tokens: int, rows: int, k: int, num_sms: int, *, library: bool) -> Fp8Tile | None:
     """The tile on an H200.
 
-    Measured on one H200 on 2026-11-22, torch 2.11, block scales, with `python -m batchspec.kernels.gemm.fp8_linear`: ten products
-    of Llama-8B, half of Llama-70B and Qwen3-30B at 1 to 256 tokens. The library does not divide K, so it takes 14 us for
-    4096 x 4096 and 41 us for 4096 x 14336 at 32 to 256 tokens. The tiles here take 9 and 20 us at 16 tokens, 14 and 25 at 64.
-    From 256 tokens on the library is 1.3 to 1.9 times faster, and has 1.3 to 1.8 times the rate of bf16.
+    Measured on one H200 on 2026-11-22, torch 2.11, block scales, ten products (`python -m batchspec.kernels.benchmarks
+    fp8_linear --only scales=blocks --sweep`): those of Llama-8B, half of Llama-70B and Qwen3-30B at 1 to 256 tokens. The
+    library does not divide K, so it takes 14 us for 4096 x 4096 and 41 us for 4096 x 14336 at 32 to 256 tokens. The tiles
+    here take 9 and 20 us at 16 tokens, 14 and 25 at 64. From 256 tokens on the library is 1.3 to 1.9 times faster, and has
+    1.3 to 1.8 times the rate of bf16.
     """
     few_rows = rows <= 5120 and k >= 4096
     ours = num_tokens <= FEW_TOKENS or (num_tokens <= 64 and (few_rows or k >= 8192))

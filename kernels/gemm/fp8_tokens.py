@@ -11,9 +11,7 @@ A row with a scale per 128 values is divided over programs; with one scale, one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -123,34 +121,3 @@ def quantise_activation_reference(gate_up: Tensor, form: Fp8Form, *, gelu: bool)
     inner = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
     (gelu_tanh_and_mul_reference if gelu else silu_and_mul_reference)(gate_up, out=inner)
     return Fp8Tokens(quantise_rows_reference(inner, whole=form.whole, scale=form.scale), len(inner))
-
-
-def main() -> None:
-    bench = Bench("fp8_tokens")
-    calls: dict[str, tuple[Callable[..., Any], Callable[..., Any], int]] = {
-        "quantise": (quantise_tokens, lambda x, form: quantise_rows_reference(x, whole=form.whole), 1),
-        "silu, quantise": (
-            partial(quantise_activation, gelu=False), lambda x, form: quantise_activation_reference(x, form, gelu=False).rows, 2
-        ),
-    }
-    for name, (call, reference, width) in calls.items():
-        for form in (Fp8Form(whole=False), Fp8Form(whole=True)):
-            for tokens, k in ((64, 4096), (64, 14336), (256, 4096), (8192, 4096), (8192, 14336)):
-                shape = f"{name} T={tokens} K={k} {'rows' if form.whole else 'groups'}"
-                with continue_on_error(shape):
-                    inputs = [torch.randn(tokens, width * k, device=bench.device).bfloat16() for _ in range(bench.num_copies)]
-                    found, wanted = call(inputs[0], form).rows, reference(inputs[0], form)
-                    differing = (found.values.float() != wanted.values.float()).float().mean()
-                    assert differing < (1e-3 if width > 1 else 1e-12), f"{float(differing):.1e} of the values differ"
-                    torch.testing.assert_close(found.scales, wanted.scales, rtol=2**-7 * (width - 1), atol=0)
-                    bench.row(
-                        shape, [partial(call, x, form) for x in inputs], [partial(reference, x, form) for x in inputs],
-                        num_bytes=tokens * k * (2 * width + 1),
-                    )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

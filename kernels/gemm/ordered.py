@@ -6,8 +6,8 @@
 A tile determines only which program computes which part of y: all segments of a tile in one program, or one program for each. In
 the second case the last program to finish adds up the parts in order (`split_k.py`). Few tokens need it to fill the GPU.
 Tiles have at least 64 tokens: Triton multiplies fewer with other instructions, and the bits of those products were not compared.
-One kernel gives y in x's dtype, SwiGLU of it, or logits in fp32. `python -m batchspec.kernels.benchmarks.bits_bench` compares the
-bits of all tiles on this GPU and times them.
+One kernel gives y in x's dtype, SwiGLU of it, or logits in fp32. `tests/test_gpu_deterministic.py` compares the bits of all
+tiles, `python -m batchspec.kernels.benchmarks ordered --sweep` times them.
 """
 
 from __future__ import annotations
@@ -178,9 +178,3 @@ def ordered_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, *, 
     y = sum(a @ b.T for a, b in zip(wide.chunk(segments, 1), matrix.chunk(segments, 1), strict=True))
     assert isinstance(y, Tensor)
     return (y if bias is None else y + bias.float()).to(dtype)
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.bits_bench import main
-
-    main()

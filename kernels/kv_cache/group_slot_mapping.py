@@ -9,8 +9,6 @@ One program a row. Bound by launch latency: a few KB.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -92,26 +90,3 @@ def group_slot_mapping_reference(
             known = page < page_table.shape[1]
             pages = page_table[row].long()[page.clamp(max=page_table.shape[1] - 1)]
             out_slot_mapping[begin:end] = torch.where(known, pages * page_size + keys % page_size, 0)
-
-
-def main() -> None:
-    bench = Bench("group_slot_mapping")
-    for rows, width, length in ((64, 4, 11264), (1024, 4, 1024), (2, 8192, 8192)):
-        device = bench.device
-        starts = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=device)
-        positions = (torch.arange(rows * width, device=device) % width) + length - width
-        table = torch.randint(1, 1000, (rows, length // 16), dtype=torch.int32, device=device)
-        kv_len = torch.full((rows,), length, dtype=torch.int32, device=device)
-        out = torch.zeros(rows * width, dtype=torch.int64, device=device)
-        bench.row(
-            f"R={rows} S={width}",
-            [partial(group_slot_mapping, starts, kv_len, positions, table, page_size=16, out_slot_mapping=out)],
-            [partial(group_slot_mapping_reference, starts, kv_len, positions, table, page_size=16, out_slot_mapping=out)],
-            num_bytes=rows * width * 16,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -7,15 +7,13 @@ Bound by memory (bytes read + written: 2 * N * KVH * D * (1 + itemsize)). Other 
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.common.checks import FLOATS, check
-from batchspec.kernels.common.e4m3 import E4M3, LARGEST, e4m3_values, from_e4m3, movable
+from batchspec.kernels.common.e4m3 import E4M3, e4m3_values, from_e4m3, movable
 
 ROWS = 8
 
@@ -74,24 +72,3 @@ def kv_gather_reference(kv: Tensor, scales: Tensor, slots: Tensor, *, dtype: tor
     stored = movable(kv).flatten(1, 2).index_select(1, slots).view(E4M3)
     k, v = from_e4m3(stored, scales[:, None, :, None], dtype)
     return k, v
-
-
-def main() -> None:
-    bench = Bench("kv_gather")
-    for rows, heads, dim in ((16384, 8, 128), (16384, 8, 64), (2048, 4, 128)):
-        device = bench.device
-        kv = torch.randn(2, rows // 16 + 1, 16, heads, dim, device=device).mul_(100).clamp_(-LARGEST, LARGEST).to(E4M3)
-        scales = torch.rand(2, heads, device=device) + 0.5
-        orders = [torch.randperm(rows, device=device) + 16 for _ in range(bench.num_copies)]
-        bench.row(
-            f"N={rows} KVH={heads} D={dim} to bfloat16",
-            [partial(kv_gather, kv, scales, slots, dtype=torch.bfloat16) for slots in orders],
-            [partial(kv_gather_reference, kv, scales, slots, dtype=torch.bfloat16) for slots in orders],
-            num_bytes=2 * rows * heads * dim * 3,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

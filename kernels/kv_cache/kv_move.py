@@ -10,8 +10,6 @@ Source: the moves of accepted tokens in https://github.com/sgl-project/sglang (s
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -91,38 +89,3 @@ def kv_move_reference(kv: Tensor, tree_slots: Tensor, path: Tensor, chain_slots:
     source = tree_slots.view(num_rows, -1).gather(1, path.long())[moves]
     flat = movable(kv).flatten(2, 3)
     flat[:, :, chain_slots.view(num_rows, levels)[moves]] = flat[:, :, source]
-
-
-def main() -> None:
-    bench = Bench("kv_move")
-    for rows, layers, heads, dim in ((1, 32, 8, 128), (32, 32, 8, 128), (32, 30, 3, 64)):
-        with continue_on_error(f"R={rows} L={layers} KVH={heads} D={dim}"):
-            bench_shape(bench, rows, layers, heads, dim)
-
-
-def bench_shape(bench: Bench, rows: int, layers: int, heads: int, dim: int) -> None:
-    device, nodes, depth, accepted = bench.device, 61, 6, 3
-    pages = -(-rows * nodes // 16) + 1
-    before = torch.randn(layers, 2, pages, 16, heads, dim, device=device).bfloat16()
-    tree_slots = torch.randperm(rows * nodes, device=device) + 16
-    path = torch.tensor([0, 3, 14, 30, 30, 30, 30], dtype=torch.int32, device=device).repeat(rows, 1)
-    chain_slots = tree_slots.view(rows, nodes)[:, : depth + 1].flatten()
-    lengths = torch.full((rows,), accepted, dtype=torch.int32, device=device)
-    found = [before.clone(), before.clone()]
-    where = (tree_slots, path, chain_slots, lengths)
-    kv_move(found[0], *where)
-    kv_move_reference(found[1], *where)
-    torch.testing.assert_close(found[0], found[1], atol=0, rtol=0)
-    bench.row(
-        f"R={rows} L={layers} KVH={heads} D={dim} bfloat16",
-        [partial(kv_move, found[0], *where)],
-        [partial(kv_move_reference, found[1], *where)],
-        num_bytes=4 * rows * accepted * layers * heads * dim * 2,
-    )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -13,7 +13,6 @@ Source: the paged cache of Kwon et al. 2023 (arXiv 2309.06180).
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 import triton
@@ -91,25 +90,3 @@ def kv_write_reference(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor, s
     flat = movable(kv).flatten(1, 2)
     flat[0].index_copy_(0, slot_mapping, k)
     flat[1].index_copy_(0, slot_mapping, v)
-
-
-def main() -> None:
-    bench = Bench("kv_write")
-    for places, heads, dim in ((256, 8, 128), (8192, 8, 128), (1024, 3, 64)):
-        device = bench.device
-        fused = [torch.randn(places, 3 * heads * dim, device=device).bfloat16() for _ in range(bench.num_copies)]
-        parts = [x.view(places, 3, heads, dim) for x in fused]
-        kv = torch.zeros(2, places // 16 + 1, 16, heads, dim, dtype=torch.bfloat16, device=device)
-        slot_mapping = torch.randperm(places, device=device) + 16
-        bench.row(
-            f"T={places} KVH={heads} D={dim} bfloat16",
-            [partial(kv_write, x[:, 1], x[:, 2], kv, slot_mapping) for x in parts],
-            [partial(kv_write_reference, x[:, 1], x[:, 2], kv, slot_mapping) for x in parts],
-            num_bytes=4 * places * heads * dim * 2,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -11,9 +11,6 @@ Bound by launch latency: a few KB.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -155,30 +152,3 @@ def compute_slot_mapping_reference(
     ):
         out[: len(rows)] = values
         out[len(rows) :] = 0
-
-
-def main() -> None:
-    bench = Bench("slots")
-    for rows, tokens in ((64, 4), (256, 2)):
-        device = bench.device
-        start = torch.randint(0, 8000, (rows,), dtype=torch.int32, device=device)
-        q_len = torch.full_like(start, tokens)
-        page_table = torch.randint(1, 1 << 15, (rows, 512), dtype=torch.int32, device=device)
-        positions = torch.empty(rows * tokens, dtype=torch.int64, device=device)
-        flat: dict[str, Any] = {"out_positions": positions, "out_slot_mapping": torch.empty_like(positions)}
-        layout: dict[str, Any] = {
-            "out_cu_seqlens_q": torch.empty(rows + 1, dtype=torch.int32, device=device),
-            "out_row_ids": torch.empty(rows * tokens, dtype=torch.int32, device=device),
-        }
-        bench.row(
-            f"ragged R={rows} T={rows * tokens}",
-            [partial(compute_slot_mapping, start, q_len, page_table, page_size=16, **flat, **layout)],
-            [partial(compute_slot_mapping_reference, start, q_len, page_table, page_size=16, **flat, **layout)],
-            num_bytes=rows * (12 + tokens * 24),
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

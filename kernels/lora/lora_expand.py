@@ -127,9 +127,3 @@ def lora_expand_reference(
                 rounded = sums[own, part].to(out.dtype).to(dtype)
                 added = (rounded @ b[adapter, begin:end].to(dtype).T) * scale
                 out[order[own], begin:end] = (out[order[own], begin:end].to(dtype) + added).to(out.dtype)
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.lora_bench import main
-
-    main()

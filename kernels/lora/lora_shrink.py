@@ -136,9 +136,3 @@ def lora_shrink_reference(x: Tensor, a: Tensor, scales: Tensor, tokens: LoraToke
     for adapter, own in tokens_by_adapter(tokens):
         out[0, own] = (x[order[own]].to(dtype) @ a[adapter].to(dtype).flatten(0, 1).T).unflatten(1, (parts, rank))
     return out
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.lora_bench import main
-
-    main()

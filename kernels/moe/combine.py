@@ -12,8 +12,6 @@ The norm rounds as `batchspec.kernels.norm_rope.norm` does. Each program compute
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -153,33 +151,3 @@ def combine_norm_reference(
 ) -> None:
     """`combine_norm` in plain torch."""
     add_norm_reference(combine_reference(y, weights).to(out.dtype), residual, weight, eps, out=out, out_aux=out_aux)
-
-
-def main() -> None:
-    bench = Bench("combine")
-    for tokens, top_k, width in ((64, 4, 2880), (64, 8, 2048), (256, 8, 3072), (1024, 8, 2048), (16384, 8, 2048)):
-        shape = f"T={tokens} k={top_k} H={width} bfloat16"
-        with continue_on_error(shape):
-            ys = [torch.randn(tokens * top_k, width, device=bench.device).bfloat16() for _ in range(bench.num_copies)]
-            weights = torch.rand(tokens, top_k, device=bench.device)
-            residual = torch.randn(tokens, width, device=bench.device).bfloat16()
-            gain = torch.randn(width, device=bench.device).bfloat16()
-            out, expected = torch.full_like(residual, torch.nan), torch.empty_like(residual)
-            wanted = residual.clone()
-            combine_norm_reference(ys[0], weights, wanted, gain, 1e-6, out=expected)
-            combine_norm(ys[0], weights, residual, gain, 1e-6, out=out)
-            torch.testing.assert_close(residual, wanted, rtol=2**-6, atol=1e-2)
-            torch.testing.assert_close(out, expected, rtol=2**-5, atol=3e-2)
-            bench.row(
-                shape,
-                [partial(combine_norm, y, weights, residual, gain, 1e-6, out=out) for y in ys],
-                [partial(combine_norm_reference, y, weights, residual, gain, 1e-6, out=expected) for y in ys],
-                num_bytes=ys[0].nbytes + 3 * out.nbytes,
-            )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -6,8 +6,6 @@ The bits are those of `combine_norm` and then `quantise_tokens`. A program compu
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -80,28 +78,3 @@ def combine_fp8_reference(
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     combine_norm_reference(y, weights, residual, weight, eps, out=out, out_aux=out_aux)
     return quantise_tokens(out, form)
-
-
-def main() -> None:
-    bench = Bench("combine_fp8")
-    form = Fp8Form(whole=False)
-    for tokens, top_k, width in ((64, 8, 2048), (256, 8, 2048), (256, 8, 3072), (16384, 8, 2048)):
-        shape = f"T={tokens} k={top_k} H={width} bfloat16"
-        with continue_on_error(shape):
-            ys = [torch.randn(tokens * top_k, width, device=bench.device).bfloat16() for _ in range(bench.num_copies)]
-            weights = torch.rand(tokens, top_k, device=bench.device)
-            residual = torch.randn(tokens, width, device=bench.device).bfloat16()
-            gain = torch.randn(width, device=bench.device).bfloat16()
-            bench.row(
-                shape,
-                [partial(combine_fp8, y, weights, residual, gain, 1e-6, form) for y in ys],
-                [partial(combine_fp8_reference, y, weights, residual, gain, 1e-6, form) for y in ys],
-                num_bytes=ys[0].nbytes + 5 * residual.nbytes // 2,
-            )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

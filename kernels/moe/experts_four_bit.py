@@ -183,9 +183,3 @@ def launch(
         BLOCK_N=tile.block_n, UNITS=tile.group, TMA=tma, EVEN_K=k % BLOCK == 0, INTERPRETED=not x.is_cuda,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **launch_args(x),
     )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.moe_bench import main
-
-    main()

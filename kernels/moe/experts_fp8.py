@@ -275,9 +275,3 @@ def _product(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, routing: Routin
         if bias is not None:
             y[own] += bias[expert].to(y.dtype)
     return y
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.moe_bench import main
-
-    main()

@@ -208,9 +208,3 @@ def launch(
         TMA=tma, INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         **launch_args(x),
     )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.moe_bench import main
-
-    main()

@@ -185,9 +185,3 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -
         if bias is not None:
             out[own] += bias[expert].to(dtype)
     return out
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.moe_bench import main
-
-    main()

@@ -10,7 +10,6 @@ prefill sizes (itemsize bytes a value, and one byte for each pair), by launch la
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -182,26 +181,3 @@ def quantise_rows_reference(
         scales = wide.new_full(wide.shape[:2], scale)
     values = (wide / scales[..., None]).clamp(-LARGEST, LARGEST).to(E4M3)
     return Fp8Rows(values.flatten(1)[:, :k].contiguous(), scales.T.contiguous())
-
-
-def main() -> None:
-    bench = Bench("quantise")
-    for rows, k in ((64, 2048), (512, 768), (256, 3072), (2048, 1536), (65536, 2048)):
-        shape = f"R={rows} K={k} bfloat16"
-        with continue_on_error(shape):
-            inputs = [torch.randn(rows, k, device=bench.device).bfloat16() for _ in range(bench.num_copies)]
-            for found, wanted in zip(quantise_rows(inputs[0]), quantise_rows_reference(inputs[0]), strict=True):
-                torch.testing.assert_close(found.float(), wanted.float(), rtol=0, atol=0)
-            bench.row(
-                shape,
-                [partial(quantise_rows, x) for x in inputs],
-                [partial(quantise_rows_reference, x) for x in inputs],
-                num_bytes=rows * k * 3 + rows * k // 32,
-            )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -23,7 +23,6 @@ Bound by launch latency; at prefill sizes by reading the P expert ids from the L
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal
 
 import torch
@@ -269,24 +268,3 @@ def lists_reference(
 def num_read(routing: Routing) -> Tensor:
     """int64 []: the number of experts that have tokens. Does not synchronise."""
     return (routing.offsets.diff() > 0).sum()
-
-
-def main() -> None:
-    bench = Bench("route")
-    for tokens, experts, top_k in ((16, 128, 4), (64, 128, 8), (256, 128, 8), (1024, 256, 8), (16384, 32, 4), (16384, 128, 8)):
-        shape = f"T={tokens} E={experts} k={top_k}"
-        with continue_on_error(shape):
-            inputs = [torch.randn(tokens, experts, device=bench.device) for _ in range(bench.num_copies)]
-            call = partial(route, top_k=top_k, norm_topk=True, unit_pairs=16)
-            reference = partial(route_reference, top_k=top_k, norm_topk=True, unit_pairs=16)
-            for found, wanted in zip(call(inputs[0]), reference(inputs[0]), strict=True):
-                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
-            num_bytes = inputs[0].nbytes + 4 * tokens * top_k * 4
-            bench.row(shape, [partial(call, x) for x in inputs], [partial(reference, x) for x in inputs], num_bytes=num_bytes)
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -9,8 +9,6 @@ fp32 weights are split into two TF32 parts, which hold about 22 bits. Bound by l
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -155,31 +153,3 @@ def router_logits_reference(x: Tensor, weight: Tensor, bias: Tensor | None = Non
     """`router_logits` in plain torch."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-
-
-def main() -> None:
-    bench = Bench("router")
-    for tokens, experts, k, dtype in (
-        (16, 128, 2880, torch.bfloat16), (64, 128, 2048, torch.bfloat16), (256, 128, 2048, torch.bfloat16),
-        (64, 256, 3072, torch.float32), (16384, 128, 2048, torch.bfloat16), (16384, 256, 3072, torch.float32),
-    ):
-        shape = f"T={tokens} E={experts} H={k} {str(dtype).removeprefix('torch.')}"
-        with continue_on_error(shape):
-            inputs = [torch.randn(tokens, k, device=bench.device).bfloat16() for _ in range(bench.num_copies)]
-            weight = (torch.randn(experts, k, device=bench.device) * k**-0.5).to(dtype)
-            found = router_logits(inputs[0], weight)
-            torch.testing.assert_close(found, router_logits_reference(inputs[0], weight), rtol=1e-4, atol=1e-4)
-            assert torch.equal(router_logits(inputs[0][:7], weight), found[:7]), "bits depend on the number of tokens"
-            bench.row(
-                shape,
-                [partial(router_logits, x, weight) for x in inputs],
-                [partial(router_logits_reference, x, weight) for x in inputs],
-                num_bytes=inputs[0].nbytes + weight.nbytes + found.nbytes,
-            )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

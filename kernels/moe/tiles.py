@@ -136,7 +136,7 @@ def expert_tile(unit_pairs: int, num_units: int, card: Card, *, gated: bool, dty
 def _measured_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
     """The tile on an H200.
 
-    Measured on one on 2026-11-22 with `batchspec.kernels.benchmarks.moe_bench --sweep`: bf16 and FP8 on Qwen3-30B-A3B (128
+    Measured on one on 2026-11-22 with `batchspec.kernels.benchmarks experts --sweep`: bf16 and FP8 on Qwen3-30B-A3B (128
     experts), each at 16, 64, 256, 512, 1,024 and 4,096 tokens, 1 to 256 pairs an expert. The two products of a layer together
     take at most 2 % longer than with the fastest tiles of each. Between these points the units grow with the mean number of pairs
     (`unit_pairs_of`).

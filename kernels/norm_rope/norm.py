@@ -11,7 +11,6 @@ decode sizes. One program holds a row in registers, so the row is read once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import triton
@@ -160,46 +159,3 @@ def add_norm_reference(
     if out_aux is not None:
         out_aux.copy_(residual)
     rms_norm_reference(residual, weight, eps, out=out)
-
-
-def main() -> None:
-    bench = Bench("norm")
-    for num_tokens, width in ((64, 4096), (256, 4096), (16384, 4096), (256, 576), (1024, 576)):
-        shape = f"T={num_tokens} H={width} bfloat16"
-        with continue_on_error(shape):
-            bench_shape(bench, shape, num_tokens, width)
-
-
-def bench_shape(bench: Bench, shape: str, num_tokens: int, width: int) -> None:
-    hidden, residual = (
-        [torch.randn(num_tokens, width, device=bench.device).bfloat16() for _ in range(bench.num_copies)] for _ in range(2)
-    )
-    weight = torch.randn(width, device=bench.device).bfloat16()
-    aux = torch.full((num_tokens, 3 * width), float("nan"), dtype=torch.bfloat16, device=bench.device)[:, width : 2 * width]
-    out, expected = torch.full_like(hidden[0], float("nan")), torch.empty_like(hidden[0])
-    summed = residual[0].clone()
-    add_norm(hidden[0], residual[0], weight, 1e-5, out=out, out_aux=aux)
-    add_norm_reference(hidden[0], summed, weight, 1e-5, out=expected)
-    torch.testing.assert_close(out, expected, rtol=2**-6, atol=1e-3)
-    torch.testing.assert_close(residual[0], summed, rtol=0, atol=0)
-    torch.testing.assert_close(aux, summed, rtol=0, atol=0)
-    cases: list[tuple[str, Call, Call, int]] = [
-        ("rms_norm", rms_norm, rms_norm_reference, 2),
-        ("add_norm", add_norm, add_norm_reference, 4),
-        ("add_norm + out_aux", partial(add_norm, out_aux=aux), partial(add_norm_reference, out_aux=aux), 5),
-    ]
-    for label, call, reference, num_values in cases:
-        inputs = [(x,) if label == "rms_norm" else (x, y) for x, y in zip(hidden, residual, strict=True)]
-        bench.row(
-            f"{label} {shape}",
-            [partial(call, *x, weight, 1e-5, out=out) for x in inputs],
-            [partial(reference, *x, weight, 1e-5, out=expected) for x in inputs],
-            num_bytes=num_values * hidden[0].nbytes,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -7,8 +7,6 @@ with the residual sum 3 * itemsize + 1), by launch latency at decode sizes.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +16,7 @@ from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import launch_args
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, check_form, empty_tokens, quantise_tokens
 from batchspec.kernels.moe.quantise import GROUP, store_quantised
-from batchspec.kernels.norm_rope.norm import VALUES_PER_THREAD, add_norm, add_norm_reference, normed_row, rms_norm_reference
+from batchspec.kernels.norm_rope.norm import VALUES_PER_THREAD, add_norm_reference, normed_row, rms_norm_reference
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -86,36 +84,3 @@ def norm_fp8_reference(
     else:
         add_norm_reference(hidden, residual, weight, eps, out=out, out_aux=out_aux, factor=factor)
     return quantise_tokens(out, form)
-
-
-def main() -> None:
-    """The bits are compared with those of the two launches that this one replaces, which are also timed."""
-    bench, form = Bench("norm_fp8"), Fp8Form(whole=False)
-    for num_tokens, width in ((64, 4096), (256, 4096), (8192, 4096), (8192, 8192)):
-        shape = f"add_norm, quantise T={num_tokens} H={width}"
-        with continue_on_error(shape):
-            make = partial(torch.randn, num_tokens, width, dtype=torch.bfloat16, device=bench.device)
-            hidden, residual = ([make() for _ in range(bench.num_copies)] for _ in range(2))
-            weight = make()[0]
-
-            def two(x: Tensor, into: Tensor, weight: Tensor = weight) -> Fp8Tokens:
-                out = torch.empty_like(x)
-                add_norm(x, into, weight, 1e-5, out=out)
-                return quantise_tokens(out, form)
-
-            found = norm_fp8(hidden[0], residual[0].clone(), weight, 1e-5, form).rows
-            wanted = two(hidden[0], residual[0].clone()).rows
-            assert torch.equal(found.values[:num_tokens].view(torch.uint8), wanted.values[:num_tokens].view(torch.uint8)), "bits"
-            assert torch.equal(found.scales[:, :num_tokens], wanted.scales[:, :num_tokens]), "scales"
-            pairs = list(zip(hidden, residual, strict=True))
-            bench.row(
-                shape, [partial(norm_fp8, x, into, weight, 1e-5, form) for x, into in pairs],
-                [partial(two, *pair) for pair in pairs], num_bytes=num_tokens * width * 7,
-            )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

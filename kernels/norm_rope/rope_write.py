@@ -25,8 +25,6 @@ with many, one program takes all heads of a token, so that its angles are comput
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -305,51 +303,3 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tens
     low, high = turning.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turning.chunk(2, -1)
     pairs = torch.addcmul(low * cos, high, -sin), torch.addcmul(high * cos, low, sin)
     return torch.cat((torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1), passing), -1)
-
-
-def main() -> None:
-    bench = Bench("rope_write")
-    llama8b, smol135m, minimax, glm4 = (
-        (32, 8, 128, 128, False),
-        (9, 3, 64, 64, False),
-        (48, 8, 128, 64, False),
-        (32, 2, 128, 64, True),
-    )
-    for num_tokens, (heads, kv_heads, dim, rotary_dim, interleaved) in (
-        (64, llama8b), (256, llama8b), (16384, llama8b), (256, smol135m), (1024, smol135m), (256, minimax), (16384, minimax),
-        (256, glm4), (16384, glm4),
-    ):
-        shape = f"T={num_tokens} {heads}/{kv_heads} heads D={dim} R={rotary_dim}{' interleaved' * interleaved} bfloat16"
-        with continue_on_error(shape):
-            bench_shape(bench, shape, num_tokens, heads, kv_heads, dim, rotary_dim, interleaved)
-
-
-def bench_shape(
-    bench: Bench, shape: str, num_tokens: int, heads: int, kv_heads: int, dim: int, rotary_dim: int, interleaved: bool
-) -> None:
-    device = bench.device
-    inputs = [torch.randn(num_tokens, (heads + 2 * kv_heads) * dim, device=device).bfloat16() for _ in range(bench.num_copies)]
-    positions = torch.randint(0, 131072, (num_tokens,), device=device)
-    freqs = 500000.0 ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim)
-    slot_mapping = torch.randperm(num_tokens, device=device) + 16
-    caches = [torch.zeros(2, num_tokens // 16 + 1, 16, kv_heads, dim, dtype=torch.bfloat16, device=device) for _ in range(2)]
-    queries = [torch.full((num_tokens, heads, dim), float("nan"), dtype=torch.bfloat16, device=device) for _ in range(2)]
-    calls = [
-        [
-            partial(call, x, positions, freqs, kv, slot_mapping, attention_factor=1.0, out_q=out, interleaved=interleaved)
-            for x in inputs
-        ]
-        for call, kv, out in zip((rope_write, rope_write_reference), caches, queries, strict=True)
-    ]
-    for call in calls:
-        call[0]()
-    for actual, expected in (caches, queries):
-        torch.testing.assert_close(actual, expected, rtol=2**-6, atol=2**-6)
-    bench.row(shape, calls[0], calls[1], num_bytes=2 * inputs[0].nbytes)
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -17,9 +17,6 @@ Bound by launch latency: a few hundred bytes a row, one program each.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -234,34 +231,3 @@ def accept_reference(
     out_log[:, 2] = torch.where(alive, kept, 0)
     out_log[:, 3] = torch.where(alive, torch.where(undecided & (kept > 0) & (ending == 0), HELD_AFTER_DRAFT, ending), 0)
     out_log[:, 4:] = torch.where(alive[:, None] & (lane <= accepted[:, None]), emitted, -1)
-
-
-def main() -> None:
-    bench = Bench("accept")
-    for rows, width in ((8, 4), (16, 8), (256, 3)):
-        device = bench.device
-        length = 1024
-        ints = partial(torch.full, dtype=torch.int32, device=device)
-        drafts = ints((rows, width), 7)
-        inputs = (
-            drafts, ints((rows,), width), ints((rows * (width + 1),), 7),
-            torch.arange(0, rows * (width + 1) + 1, width + 1, dtype=torch.int32, device=device),
-            ints((rows, 4), 2), ints((rows,), length), None, torch.arange(rows, device=device),
-        )
-        state: dict[str, Any] = {
-            "tokens": ints((rows, length), 0), "num_tokens": ints((rows,), 1), "live": ints((rows,), 1),
-            "finish": ints((rows,), 0), "out_accepted_len": ints((rows,), 0), "out_log": ints((rows, width + 5), 0),
-        }
-        num_bytes = rows * (4 * (4 * width + 16) + 8)
-        bench.row(
-            f"R={rows} K={width}",
-            [partial(accept, *inputs, **state)],
-            [partial(accept_reference, *inputs, **state)],
-            num_bytes=num_bytes,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

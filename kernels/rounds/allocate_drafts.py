@@ -15,8 +15,6 @@ Source: survival over the whole batch as in DSpark's Algorithm 1 (arXiv 2607.051
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -126,23 +124,3 @@ def allocate_drafts_reference(
     taken = torch.zeros(width * num_rows, dtype=torch.int32, device=live.device)
     taken[order] = 1
     draft_len.copy_((taken.view(width, num_rows).t() * is_draft).sum(1))
-
-
-def main() -> None:
-    bench = Bench("allocate_drafts")
-    for rows, width in ((16, 8), (64, 4), (256, 4), (1024, 4)):
-        ints = partial(torch.randint, dtype=torch.int32, device=bench.device)
-        confidence, costs = ints(0, 32, (rows, width)), ints(0, 64, (width, 32))
-        live, lengths = torch.ones(rows, dtype=torch.int32, device=bench.device), ints(width, width + 1, (rows,))
-        out = torch.empty(width, LEVELS, dtype=torch.int32, device=bench.device)
-        run = partial(allocate_drafts, confidence, costs, live, num_places=2 * rows, draft_len=lengths, out_counts=out)
-        reference = partial(
-            allocate_drafts_reference, confidence, costs, live, num_places=2 * rows, draft_len=lengths, out_counts=out
-        )
-        bench.row(f"R={rows} K={width}", [run], [reference], num_bytes=confidence.nbytes + out.nbytes)
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -13,9 +13,6 @@ chances 2^(-cost / 32) with which they had been chosen. Bound by launch latency:
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -129,25 +126,3 @@ def learn_acceptance_reference(
     accepted[:width] = accepted[:width] * left + kept
     rate = (accepted[:width] + weight * prior) / (tried[:width] + weight)
     costs[:width] = (-PER_HALF * rate.clamp(min=1e-6).log2() + 0.5).clamp(min=0, max=LEVELS - 1).int()
-
-
-def main() -> None:
-    bench = Bench("learn_acceptance")
-    for rows, width, bins in ((16, 8, 32), (256, 4, 32), (1024, 4, 32)):
-        ints = partial(torch.randint, dtype=torch.int32, device=bench.device)
-        table = partial(torch.zeros, (width, bins), device=bench.device)
-        state: dict[str, Any] = {
-            "tried": table(), "accepted": table(), "costs": table(dtype=torch.int32), "weight": 16.0, "half_life": 4096.0,
-            "totals": torch.zeros(3, width, bins, dtype=torch.float64, device=bench.device),
-        }
-        inputs = (ints(0, bins, (rows, width)), ints(0, width, (rows, width + 5)), torch.full((bins,), 0.5, device=bench.device))
-        bench.row(
-            f"R={rows} K={width}", [partial(learn_acceptance, *inputs, **state)],
-            [partial(learn_acceptance_reference, *inputs, **state)], num_bytes=inputs[0].nbytes + 8 * rows,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -9,8 +9,6 @@ Source: row compaction for static batches, as in https://github.com/vllm-project
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -60,24 +58,3 @@ def move_rows_reference(state: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None
     """The same in plain torch."""
     wanted = (src_ids >= 0) & (dst_ids >= 0)
     state[dst_ids[wanted]] = state[src_ids[wanted]]
-
-
-def main() -> None:
-    bench = Bench("compact")
-    for moves, width in ((32, 1), (32, 8192), (128, 8192)):
-        device = bench.device
-        state = torch.zeros(2 * moves, width, dtype=torch.int32, device=device)
-        src_ids = torch.arange(moves, 2 * moves, dtype=torch.int32, device=device)
-        dst_ids = torch.arange(moves, dtype=torch.int32, device=device)
-        bench.row(
-            f"M={moves} W={width} int32",
-            [partial(move_rows, state, src_ids, dst_ids)],
-            [partial(move_rows_reference, state, src_ids, dst_ids)],
-            num_bytes=2 * moves * width * 4,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

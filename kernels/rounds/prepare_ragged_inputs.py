@@ -11,9 +11,6 @@ Bound by launch latency: a few hundred bytes a row.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -162,28 +159,3 @@ def prepare_ragged_inputs_reference(
     ):
         out[: len(rows)] = values
         out[len(rows) :] = 0
-
-
-def main() -> None:
-    bench = Bench("prepare_ragged_inputs")
-    for rows, width, length in ((16, 8, 1024), (64, 4, 11264), (256, 3, 1024)):
-        ints = partial(torch.full, dtype=torch.int32, device=bench.device)
-        places = 2 * rows
-        state = (ints((rows, length), 1), ints((rows,), length // 2), ints((rows,), 1), ints((rows, width), 2), ints((rows,), 1))
-        table = torch.randint(1, 1000, (rows, length // 16), dtype=torch.int32, device=bench.device)
-        out: dict[str, Any] = {
-            "page_size": 16, "out_ids": ints((places,), 0), "out_row_ids": ints((places,), 0),
-            "out_positions": torch.zeros(places, dtype=torch.int64, device=bench.device),
-            "out_slot_mapping": torch.zeros(places, dtype=torch.int64, device=bench.device),
-            "out_cu_seqlens_q": ints((rows + 1,), 0), "out_kv_len": ints((rows,), 0),
-        }
-        bench.row(
-            f"R={rows} K={width} T={places}", [partial(prepare_ragged_inputs, *state, table, **out)],
-            [partial(prepare_ragged_inputs_reference, *state, table, **out)], num_bytes=rows * 24 + places * 24,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -9,9 +9,6 @@ Source: the fused input preparation of https://github.com/lightseekorg/tokenspee
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -123,28 +120,3 @@ def prepare_verify_inputs_reference(
     out_positions.copy_(places.flatten())
     rows = torch.arange(len(live), device=live.device)[:, None]
     out_slot_mapping.copy_(slot_of_reference(page_table, rows, places, live[:, None] != 0, page_size).flatten())
-
-
-def main() -> None:
-    bench = Bench("prepare_verify_inputs")
-    for rows, width, length in ((64, 4, 11264), (256, 1, 1024), (1024, 4, 1024)):
-        ints = partial(torch.full, dtype=torch.int32, device=bench.device)
-        state = (ints((rows, length), 1), ints((rows,), length // 2), ints((rows,), length), ints((rows,), 1))
-        table = torch.randint(1, 1000, (rows, length // 16), dtype=torch.int32, device=bench.device)
-        out: dict[str, Any] = {
-            "page_size": 16, "out_ids": ints((rows, width), 0), "out_draft_len": ints((rows,), 0), "out_kv_len": ints((rows,), 0),
-            "out_positions": torch.zeros(rows * width, dtype=torch.int64, device=bench.device),
-            "out_slot_mapping": torch.zeros(rows * width, dtype=torch.int64, device=bench.device),
-        }
-        bench.row(
-            f"R={rows} S={width}",
-            [partial(prepare_verify_inputs, *state, table, **out)],
-            [partial(prepare_verify_inputs_reference, *state, table, **out)],
-            num_bytes=rows * (28 + 20 * width),
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

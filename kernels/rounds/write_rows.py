@@ -9,8 +9,6 @@ Source: batchspec's own; `move_rows` copies within one tensor.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -59,23 +57,3 @@ def write_rows_reference(state: Tensor, slot_ids: Tensor, mask: Tensor, values: 
     """The same in plain torch."""
     written = mask != 0
     state[slot_ids[written]] = values[written]
-
-
-def main() -> None:
-    bench = Bench("write_rows")
-    for count, width in ((32, 1), (32, 4096), (256, 4096)):
-        device = bench.device
-        state, values = torch.zeros(2 * count, width, device=device), torch.ones(count, width, device=device)
-        slot_ids, mask = torch.arange(count, device=device) * 2, torch.ones(count, dtype=torch.int32, device=device)
-        bench.row(
-            f"R={count} W={width} fp32",
-            [partial(write_rows, state, slot_ids, mask, values)],
-            [partial(write_rows_reference, state, slot_ids, mask, values)],
-            num_bytes=2 * count * width * 4,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -9,8 +9,6 @@ Bound by integer arithmetic, about 40 instructions an id.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -93,25 +91,3 @@ def add_gumbel_noise_reference(
     noise = gumbel_of(word0[:, None], word1[:, None], ids.to(torch.int32))
     noisy = torch.where(x >= cutoff[:, None], x, float("-inf")) / torch.where(temp > 0, temp, 1) + noise
     logits.copy_(torch.where(temp > 0, noisy, x))
-
-
-def main() -> None:
-    bench = Bench("add_gumbel_noise")
-    for num_tokens, vocab in ((64, 16384), (64, 32000), (640, 32000), (1024, 16384)):
-        device = bench.device
-        inputs = [torch.randn(num_tokens, vocab, device=device) for _ in range(bench.num_copies)]
-        ids = torch.arange(num_tokens, dtype=torch.int32, device=device)
-        cutoff = torch.full((num_tokens,), -torch.inf, device=device)
-        rest = (ids, ids.long(), ids.long(), torch.ones(num_tokens, device=device), cutoff)
-        bench.row(
-            f"T={num_tokens} V={vocab} float32",
-            [partial(add_gumbel_noise, x, *rest) for x in inputs],
-            [partial(add_gumbel_noise_reference, x, *rest) for x in inputs],
-            num_bytes=2 * inputs[0].nbytes,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

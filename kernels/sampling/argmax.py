@@ -17,7 +17,6 @@ Source: a draft of one candidate needs an argmax, not softmax and top-k (https:/
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 import triton
@@ -201,22 +200,3 @@ def _first_of_groups(x: Tensor, tops: Tensor) -> Tensor:
     # The last group may be short: indices past its end repeat the last column, and argmax takes the first of equal values.
     columns.clamp_(max=x.shape[1] - 1)
     return columns.gather(1, x.gather(1, columns).argmax(1, keepdim=True))
-
-
-def main() -> None:
-    bench = Bench("argmax")
-    for rows, vocab, dtype in ((64, 49152, torch.float32), (1024, 49152, torch.float32), (256, 128256, torch.float32)):
-        inputs = [torch.randn(rows, vocab, dtype=dtype, device=bench.device) for _ in range(bench.num_copies)]
-        out = torch.empty(rows, dtype=torch.int32, device=bench.device)
-        bench.row(
-            f"R={rows} V={vocab} {str(dtype).removeprefix('torch.')}",
-            [partial(argmax, x, out_ids=out) for x in inputs],
-            [partial(argmax_reference, x, out_ids=out) for x in inputs],
-            num_bytes=inputs[0].nbytes,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -11,8 +11,6 @@ Source: token masks of an automaton, Willard and Louf 2023 (arXiv 2307.09702); h
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -256,39 +254,3 @@ def constrain_drafts_reference(
         state = walk_reference(torch.where(going, state, 0), classes, token, tables, symbols, starts)
         going = going & (state > 0)
     draft_len.copy_(torch.where(constrained, count, draft_len))
-
-
-def main() -> None:
-    """Rows whose automaton allows every token, as inside of a string, and rows that it allows one token, as before a key."""
-    bench = Bench("constrain_logits")
-    for num_rows, width, vocab in ((256, 3, 49152), (256, 3, 151936), (256, 0, 151936), (16, 3, 151936)):
-        device, num_positions = bench.device, num_rows * (width + 1)
-        ints = partial(torch.tensor, dtype=torch.int32, device=device)
-        # One automaton: a class map of zeros at 1, and a state at 300 that stays what it is on every byte.
-        tables = torch.zeros(1024, dtype=torch.int32, device=device)
-        tables[300], tables[302] = 0, 300
-        symbols, starts = (
-            torch.zeros(5 * vocab, dtype=torch.int32, device=device),
-            5 * torch.arange(vocab + 1, device=device).int(),
-        )
-        states, ones = ints([300] * num_rows), ints([1] * num_rows)
-        row_ids = torch.arange(num_positions, device=device).int() // (width + 1)
-        drafts = torch.randint(vocab, (num_rows, max(width, 1)), device=device).int()
-        num_drafted = torch.arange(num_positions, device=device) % (width + 1)
-        for name, allowed in (("string", -1), ("key", 0)):
-            masks = torch.full((1, -(-vocab // 32)), allowed, dtype=torch.int32, device=device)
-            masks[0, 0] |= 2
-            copies = [torch.randn(num_positions, vocab, device=device) for _ in range(bench.num_copies)]
-            rest = (row_ids, states, ones, tables, masks, symbols, starts)
-            tokens = partial(constrain_logits, drafts=drafts, num_drafted=num_drafted)
-            plain = partial(constrain_logits_reference, drafts=drafts, num_drafted=num_drafted)
-            bench.row(
-                f"R={num_rows} K={width} V={vocab} {name}", [partial(tokens, x, *rest) for x in copies],
-                [partial(plain, x, *rest) for x in copies[:1]], num_bytes=(name == "key") * copies[0].nbytes + masks.nbytes,
-            )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

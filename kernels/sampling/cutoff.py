@@ -12,7 +12,6 @@ rest of the batch. Bound by memory: three reads of the row (five for a flat dist
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import triton
@@ -177,42 +176,3 @@ def _cut_of_sorted(best: Tensor, total: Tensor, temp: Tensor, top_k: Tensor, top
     without_top_p = torch.where(no_top_k, -torch.inf, kth.squeeze(1))
     nucleus_fits = (num_kept.squeeze(1) < num) | ~no_top_k
     return torch.where(no_top_p, without_top_p, nucleus), k_fits & (no_top_p | nucleus_fits)
-
-
-def main() -> None:
-    bench = Bench("cutoff")
-    for num_tokens, vocab in ((64, 128256), (256, 128256), (256, 49152)):
-        for label, scale, k, p in (
-            ("top-p 0.95, peaked", 4.0, 0, 0.95), ("top-p 0.95, flat", 1.0, 0, 0.95), ("top-k 50", 4.0, 50, 1.0),
-            ("top-k 50, top-p 0.9", 4.0, 50, 0.9),
-        ):
-            shape = f"T={num_tokens} V={vocab}, {label}"
-            with continue_on_error(shape):
-                bench_shape(bench, shape, num_tokens, vocab, scale, k, p)
-
-
-def bench_shape(bench: Bench, shape: str, num_tokens: int, vocab: int, scale: float, k: int, p: float) -> None:
-    device = bench.device
-    num_copies = 2 if bench.on_gpu else 1
-    inputs = [torch.randn(num_tokens, vocab, device=device) * scale for _ in range(num_copies)]
-    row_ids = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    temp, top_p, min_p = (torch.full((num_tokens,), value, device=device) for value in (0.9, p, 0.0))
-    rest = (row_ids, temp, torch.full_like(row_ids, k), top_p, min_p)
-    out, expected = torch.full((2, num_tokens), float("nan"), device=device)
-    cutoff(inputs[0], *rest, out_cutoff=out)
-    cutoff_reference(inputs[0], *rest, out_cutoff=expected)
-    # Kernel and reference sum in different orders: the end of a nucleus of thousands of tokens may differ by one or two.
-    torch.testing.assert_close((inputs[0] >= out[:, None]).sum(1), (inputs[0] >= expected[:, None]).sum(1), rtol=1e-3, atol=1)
-    bench.row(
-        shape,
-        [partial(cutoff, x, *rest, out_cutoff=out) for x in inputs],
-        [partial(cutoff_reference, inputs[0], *rest, out_cutoff=expected)],
-        num_bytes=inputs[0].nbytes,
-    )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -7,8 +7,6 @@ Bound by memory: the row is read twice, the second time from the L2 cache.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -60,22 +58,3 @@ def log_normaliser(logits: Tensor, *, out: Tensor, interpret: bool = False) -> N
 def log_normaliser_reference(logits: Tensor, *, out: Tensor) -> None:
     """The same in plain torch."""
     torch.logsumexp(logits, 1, out=out)
-
-
-def main() -> None:
-    bench = Bench("log_normaliser")
-    for num_tokens, vocab in ((64, 49152), (1024, 49152), (256, 128256)):
-        inputs = [torch.randn(num_tokens, vocab, device=bench.device) for _ in range(bench.num_copies)]
-        out = torch.empty(num_tokens, device=bench.device)
-        bench.row(
-            f"T={num_tokens} V={vocab}",
-            [partial(log_normaliser, x, out=out) for x in inputs],
-            [partial(log_normaliser_reference, x, out=out) for x in inputs],
-            num_bytes=inputs[0].nbytes,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

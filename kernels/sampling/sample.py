@@ -15,8 +15,6 @@ and 144 us for 1024 rows of which the cutoff keeps some ten ids.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -235,30 +233,3 @@ def gumbel_of(word0: Tensor, word1: Tensor, ids: Tensor) -> Tensor:
     v = h.to(torch.float32).add_(0.5)
     v.add_(torch.lt(v, 0.0, out=torch.empty_like(v)), alpha=2.0**32)  # int32 -> unsigned
     return v.mul_(-(2.0**-32)).clamp_(min=-CAP).log1p_().neg_().log_().neg_()
-
-
-def main() -> None:
-    bench = Bench("sample")
-    for num_tokens, vocab in ((64, 49152), (256, 128256)):
-        device = bench.device
-        inputs = [torch.randn(num_tokens, vocab, device=device) * 4 for _ in range(bench.num_copies)]
-        row_ids = torch.arange(num_tokens, dtype=torch.int32, device=device)
-        positions = torch.full((num_tokens,), 512, device=device)
-        keys = torch.arange(num_tokens, device=device)
-        out = torch.empty(num_tokens, dtype=torch.int32, device=device)
-        for label, temp, low in (("greedy", 0.0, float("-inf")), ("all ids", 1.0, float("-inf")), ("few ids", 1.0, 14.0)):
-            temperature = torch.full((num_tokens,), temp, device=device)
-            cutoff = torch.full((num_tokens,), low, device=device)
-            rest = (row_ids, positions, keys, temperature, cutoff)
-            bench.row(
-                f"T={num_tokens} V={vocab} float32, {label}",
-                [partial(sample, x, *rest, out_ids=out) for x in inputs],
-                [partial(sample_reference, x, *rest, out_ids=out) for x in inputs],
-                num_bytes=inputs[0].nbytes,
-            )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

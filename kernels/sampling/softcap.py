@@ -5,8 +5,6 @@ Source: Gemma 2 (arXiv 2408.00118), section 2. Bound by memory: 4 bytes read and
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -53,19 +51,3 @@ def softcap(logits: Tensor, cap: float, *, interpret: bool = False) -> None:
 def softcap_reference(logits: Tensor, cap: float) -> None:
     """The same in plain torch."""
     logits.div_(cap).tanh_().mul_(cap)
-
-
-def main() -> None:
-    bench = Bench("softcap")
-    for rows, vocab in ((64, 262_144), (256, 262_144), (64, 32_000)):
-        inputs = [30 * torch.randn(rows, vocab, device=bench.device) for _ in range(bench.num_copies)]
-        bench.row(
-            f"N={rows} V={vocab}", [partial(softcap, x, 30.0) for x in inputs],
-            [partial(softcap_reference, x, 30.0) for x in inputs], num_bytes=2 * inputs[0].nbytes,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -11,9 +11,6 @@ the sums have the same order. Bound by arithmetic: 16 comparisons a logit.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -107,29 +104,3 @@ def threshold_masses_reference(
     keys = keys_of(logits)
     for place in range(THRESHOLDS):
         out[:, place] = torch.where(keys >= (low + (place << shift))[:, None], weights, 0.0).sum(1)
-
-
-def main() -> None:
-    bench = Bench("threshold_masses")
-    for tokens, vocab in ((64, 64128), (256, 64128), (64, 16032)):
-        inputs = [torch.randn(tokens, vocab, device=bench.device) for _ in range(bench.num_copies)]
-        low = torch.full((tokens,), LOWEST, dtype=torch.int32, device=bench.device)
-        top, temperature = inputs[0].amax(1), torch.ones(tokens, device=bench.device)
-        out, expected = torch.empty(2, tokens, THRESHOLDS, device=bench.device)
-        cases: list[tuple[str, dict[str, Any]]] = [("number", {}), ("mass", {"top": top, "temperature": temperature})]
-        for label, options in cases:
-            threshold_masses(inputs[0], low, 28, out=out, **options)
-            threshold_masses_reference(inputs[0], low, 28, out=expected, **options)
-            torch.testing.assert_close(out, expected)
-            bench.row(
-                f"T={tokens} V={vocab} {label}",
-                [partial(threshold_masses, x, low, 28, out=out, **options) for x in inputs],
-                [partial(threshold_masses_reference, x, low, 28, out=expected, **options) for x in inputs],
-                num_bytes=inputs[0].nbytes,
-            )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -18,7 +18,6 @@ Source: models/lfm2 of transformers 5.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -165,29 +164,3 @@ def short_conv_reference(inputs: Tensor, weight: Tensor, bias: Tensor | None, ri
         newest = slice(max(begin, end - places), end)
         ring[slot, rows.positions[newest] % places] = u[newest]
     return out
-
-
-def main() -> None:
-    bench = Bench("short_conv")
-    channels, taps, ring_places = 2048, 3, 6
-    made = partial(torch.randn, dtype=torch.bfloat16, device=bench.device)
-    for count, each in ((64, 4), (512, 4), (16, 1024)) if bench.on_gpu else ((16, 4),):
-        weight, ring = made(channels, taps), made(count, ring_places, channels)
-        ints = torch.arange(count + 1, dtype=torch.int32, device=bench.device)
-        rows = ConvRows(
-            cu_seqlens=ints * each, positions=torch.arange(100, 100 + each, device=bench.device).repeat(count), slots=ints[:-1],
-            live=torch.ones_like(ints[:-1]), max_tokens=each,
-        )
-        inputs = [made(count * each, 3 * channels) for _ in range(bench.num_copies)]
-        bench.row(
-            f"R={count} tokens={each} C={channels} bfloat16",
-            [partial(short_conv, own, weight, None, ring, rows) for own in inputs],
-            [partial(short_conv_reference, own, weight, None, ring, rows) for own in inputs],
-            num_bytes=inputs[0].nbytes * 4 // 3,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

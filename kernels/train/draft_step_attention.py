@@ -13,8 +13,6 @@ B rows of L positions, H heads, KVH key heads, D head_dim, J later steps; T = B 
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -233,33 +231,3 @@ def _widened(step_kv: Tensor, q: Tensor) -> Tensor:
 def _scores(q: Tensor, step_k: Tensor, scale: float) -> Tensor:
     """Scores of the step keys: [J, B, L, H]."""
     return (q.to(step_k.dtype) * step_k).sum(-1) * scale
-
-
-def main() -> None:
-    bench = Bench("draft_step_attention")
-    for rows, length, heads, key_heads, size in ((64, 512, 9, 3, 64), (16, 1024, 32, 8, 128)):
-        for steps in (1, 5):
-            qs = [torch.randn(rows, length, heads, size, device=bench.device).bfloat16() for _ in range(bench.num_copies)]
-            step_kv = torch.randn(2, steps, rows, length, key_heads, size, device=bench.device).bfloat16()
-            causal, out, grad, grad_q = (torch.randn_like(qs[0]) for _ in range(4))
-            lse, out_lse = torch.randn(2, rows, heads, length, device=bench.device)
-            given, shape = {"scale": size**-0.5, "out": out, "out_lse": out_lse}, f"{rows}x{length} H={heads} J={steps}"
-            bench.row(
-                shape,
-                [partial(draft_step_attention, q, causal, lse, step_kv, **given) for q in qs],
-                [partial(draft_step_attention_reference, q, causal, lse, step_kv, **given) for q in qs],
-                num_bytes=3 * out.nbytes + step_kv.nbytes,
-            )
-            back = {"scale": size**-0.5, "grad_q": grad_q, "grad_step_kv": torch.empty_like(step_kv)}
-            bench.row(
-                f"{shape}, backward",
-                [partial(draft_step_attention_backward, q, grad, out, lse, step_kv, **back) for q in qs],
-                [partial(draft_step_attention_backward_reference, q, grad, out, lse, step_kv, **back) for q in qs],
-                num_bytes=5 * out.nbytes + 2 * step_kv.nbytes,
-            )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -6,8 +6,6 @@ passes. N flat tokens in rows of L, H heads, D head_dim. Source: Su et al. 2021,
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -70,23 +68,3 @@ def rope_train_reference(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) ->
     rows = x.view(-1, len(cos), *x.shape[1:]).to(cos.dtype)
     rotated = rows * cos.unsqueeze(1) + rows.roll(x.shape[2] // 2, -1) * sin.unsqueeze(1)
     out.copy_(rotated.view(x.shape))
-
-
-def main() -> None:
-    bench = Bench("rope_train")
-    for rows, length, heads, size in ((64, 512, 9, 64), (64, 512, 3, 64), (16, 1024, 32, 128)):
-        xs = [torch.randn(rows * length, heads, size, device=bench.device).bfloat16() for _ in range(bench.num_copies)]
-        cos, sin = torch.randn(2, length, size, device=bench.device)
-        out = torch.empty_like(xs[0])
-        bench.row(
-            f"N={rows * length} H={heads} D={size} bfloat16",
-            [partial(rope_train, x, cos, sin, out=out) for x in xs],
-            [partial(rope_train_reference, x, cos, sin, out=out) for x in xs],
-            num_bytes=2 * out.nbytes,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

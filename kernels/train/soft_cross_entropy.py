@@ -9,8 +9,6 @@ fifteen passes. Source: the loss of Li et al. 2025, EAGLE-3 (arXiv 2503.01840).
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -101,25 +99,3 @@ def soft_cross_entropy_reference(
     out_loss.copy_(-(p * logp).sum(-1) * w)
     out_hits.copy_((x.argmax(-1) == best_ids) * w)
     logits.copy_((logp.exp() - p) * w[:, None])
-
-
-def main() -> None:
-    bench = Bench("soft_cross_entropy")
-    for rows, vocab, dtype in ((4096, 16384, torch.bfloat16), (4096, 32000, torch.bfloat16), (512, 4096, torch.float32)):
-        device = bench.device
-        logits = [torch.randn(rows, vocab, dtype=dtype, device=device) for _ in range(bench.num_copies)]
-        probs = torch.randn(rows, vocab, device=device).softmax(-1)
-        weights, best = torch.ones(rows, device=device), probs.argmax(-1)
-        out = torch.empty(2, rows, device=device)
-        bench.row(
-            f"N={rows} V={vocab} {str(dtype).removeprefix('torch.')}",
-            [partial(soft_cross_entropy, x, probs, weights, best, out_loss=out[0], out_hits=out[1]) for x in logits],
-            [partial(soft_cross_entropy_reference, x, probs, weights, best, out_loss=out[0], out_hits=out[1]) for x in logits],
-            num_bytes=2 * logits[0].nbytes + probs.nbytes,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -7,8 +7,6 @@ Bound by memory; plain torch takes two passes forward and five backward. Source:
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -91,30 +89,3 @@ def _widened(*tensors: Tensor) -> list[Tensor]:
 
 def _wide(tensor: Tensor) -> tl.dtype:
     return tl.float64 if tensor.dtype == torch.float64 else tl.float32
-
-
-def main() -> None:
-    bench = Bench("swiglu_train")
-    for num_tokens, width in ((32768, 1536), (8192, 1536), (16384, 14336)):
-        gates = [torch.randn(num_tokens, width, device=bench.device).bfloat16() for _ in range(bench.num_copies)]
-        up, grad = torch.randn(2, num_tokens, width, device=bench.device).bfloat16()
-        out, other = torch.empty_like(up), torch.empty_like(up)
-        shape = f"N={num_tokens} I={width} bfloat16"
-        bench.row(
-            shape,
-            [partial(swiglu_train, x, up, out=out) for x in gates],
-            [partial(swiglu_train_reference, x, up, out=out) for x in gates],
-            num_bytes=3 * up.nbytes,
-        )
-        bench.row(
-            f"{shape}, backward",
-            [partial(swiglu_train_backward, x, up, grad, out_gate=out, out_up=other) for x in gates],
-            [partial(swiglu_train_backward_reference, x, up, grad, out_gate=out, out_up=other) for x in gates],
-            num_bytes=5 * up.nbytes,
-        )
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

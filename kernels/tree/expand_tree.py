@@ -12,8 +12,7 @@ Source: the expansion phase of Li et al. 2024, EAGLE-2 (arXiv 2406.16858), by su
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -194,44 +193,3 @@ def expand_tree_reference(
         paths.gather(1, chosen), (first_node_id + chosen).int(), frontier.ancestors.gather(1, parent) | own,
         tokens.gather(1, chosen).flatten(), parent_index.flatten(),
     )
-
-
-def main() -> None:
-    bench = Bench("expand_tree")
-    for rows, branches in ((1, 10), (32, 10), (32, 4)):
-        with continue_on_error(f"R={rows} B={branches}"):
-            bench_shape(bench, rows, branches)
-
-
-def bench_shape(bench: Bench, rows: int, branches: int) -> None:
-    device, num_parents, num_nodes = bench.device, rows * branches, branches + branches**2
-    logits = torch.randn(num_parents, 32000, device=device) * 3
-    best, norm = logits.topk(branches, dim=1), torch.logsumexp(logits, 1)
-    frontier = Frontier(
-        -torch.rand(rows, branches, device=device),
-        torch.arange(branches, dtype=torch.int32, device=device).repeat(rows, 1),
-        torch.ones(rows, branches, dtype=torch.int64, device=device) << torch.arange(branches, device=device),
-        torch.zeros(num_parents, dtype=torch.int32, device=device),
-        torch.zeros(num_parents, dtype=torch.int64, device=device),
-    )
-    inputs = (best.values, norm, best.indices, torch.arange(32000, device=device) + 7, frontier)
-    calls, found = [], []
-    for call in (expand_tree, expand_tree_reference):
-        scores = torch.zeros(rows, num_nodes, device=device)
-        ids = torch.zeros(2, rows, num_nodes, dtype=torch.int32, device=device)
-        made = partial(call, *inputs, first_node_id=branches, first_bit=branches,
-                       all_scores=scores, all_ids=ids[0], all_parents=ids[1])
-        calls.append(made)
-        following = made()
-        assert following is not None
-        found.append((scores, ids, *astuple(following)))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=0 if ours.dtype is not torch.float32 else 1e-6, rtol=0)
-    bench.row(f"R={rows} B={branches}", calls[:1], calls[1:], num_bytes=rows * branches * (24 * branches + 60))
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

@@ -10,9 +10,6 @@ Source: the verification of Miao et al. 2023, SpecInfer (arXiv 2305.09781), with
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -155,35 +152,3 @@ def find_accepted_path_reference(
             node = torch.where(found, child, node)
             out_path[:, level + 1 : level + 2] = node
     out_flat_ids.copy_(torch.arange(num_rows, device=ids.device)[:, None] * num_nodes + out_path)
-
-
-def main() -> None:
-    bench = Bench("find_accepted_path")
-    for rows, nodes, depth in ((1, 61, 6), (32, 61, 6), (64, 17, 4)):
-        with continue_on_error(f"R={rows} S={nodes}"):
-            bench_shape(bench, rows, nodes, depth)
-
-
-def bench_shape(bench: Bench, rows: int, nodes: int, depth: int) -> None:
-    device, branches = bench.device, -(-(nodes - 1) // depth)
-    parents = torch.arange(nodes, dtype=torch.int32, device=device).sub_(branches).clamp_(min=0)
-    parents[0] = -1
-    ints = partial(torch.randint, dtype=torch.int32, device=device)
-    inputs = (ints(0, 3, (rows, nodes)), parents.repeat(rows, 1), ints(0, 3, (rows * nodes,)))
-    outs: list[dict[str, Any]] = []
-    for _ in range(2):
-        outs.append({
-            "take_deepest": False, "draft_len": torch.full((rows,), depth, dtype=torch.int32, device=device),
-            "out_path": torch.full((rows, depth + 1), -7, dtype=torch.int32, device=device),
-            "out_flat_ids": torch.full((rows, depth + 1), -7, dtype=torch.int64, device=device),
-            "out_draft_ids": torch.full((rows, depth), -7, dtype=torch.int32, device=device),
-        })
-    shape, num_bytes = f"R={rows} S={nodes} depth {depth}", rows * (8 + 12 * nodes + 16 * depth)
-    bench.same_row(shape, find_accepted_path, find_accepted_path_reference, [inputs], outs, num_bytes=num_bytes)
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

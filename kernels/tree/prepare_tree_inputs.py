@@ -11,9 +11,6 @@ Source: the tree masks of Li et al. 2024, EAGLE-2 (arXiv 2406.16858), as bits of
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -141,40 +138,3 @@ def prepare_tree_inputs_reference(
     out_slot_mapping.copy_(slot_of_reference(page_table, rows, start + node, alive, page_size).flatten())
     out_ancestors.copy_(torch.where(alive, masks, own).flatten())
     out_kv_len.copy_((num_tokens - 1 + num_nodes).clamp(max=page_table.shape[1] * page_size) * (live != 0))
-
-
-def main() -> None:
-    bench = Bench("prepare_tree_inputs")
-    for rows, nodes, depth in ((1, 61, 6), (32, 61, 6), (64, 17, 4)):
-        with continue_on_error(f"R={rows} S={nodes}"):
-            bench_shape(bench, rows, nodes, depth)
-
-
-def bench_shape(bench: Bench, rows: int, nodes: int, depth: int) -> None:
-    device, branches = bench.device, -(-(nodes - 1) // depth)
-    parents = torch.arange(nodes, dtype=torch.int32, device=device).sub_(branches).clamp_(min=0)
-    parents[0] = -1
-    ints = partial(torch.randint, dtype=torch.int32, device=device)
-    inputs = (parents.repeat(rows, 1), ints(1, 900, (rows,)), ints(0, 2, (rows,)), ints(1, 1000, (rows, 64)))
-    outs: list[dict[str, Any]] = []
-    for _ in range(2):
-        int64_outs = torch.full((3, rows * nodes), -7, dtype=torch.int64, device=device)
-        outs.append(
-            {
-                "page_size": 16,
-                "max_depth": depth,
-                "out_positions": int64_outs[0],
-                "out_slot_mapping": int64_outs[1],
-                "out_ancestors": int64_outs[2],
-                "out_kv_len": torch.full((rows,), -7, dtype=torch.int32, device=device),
-            }
-        )
-    shape, num_bytes = f"R={rows} S={nodes} depth {depth}", rows * (12 + 32 * nodes)
-    bench.same_row(shape, prepare_tree_inputs, prepare_tree_inputs_reference, [inputs], outs, num_bytes=num_bytes)
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

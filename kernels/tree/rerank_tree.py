@@ -11,8 +11,6 @@ Source: the reranking phase of Li et al. 2024, EAGLE-2 (arXiv 2406.16858).
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -91,34 +89,3 @@ def rerank_tree_reference(scores: Tensor, ids: Tensor, parents: Tensor, *, out_i
     new_id.scatter_(1, chosen + 1, torch.arange(1, kept + 1, dtype=torch.int32, device=scores.device).expand(num_rows, -1))
     out_ids.copy_(ids.gather(1, chosen))
     out_parents[:, 1:] = new_id.gather(1, parents.gather(1, chosen).long() + 1)
-
-
-def main() -> None:
-    bench = Bench("rerank_tree")
-    for rows, branches, depth, nodes in ((1, 10, 6, 60), (32, 10, 6, 60), (32, 4, 4, 16)):
-        with continue_on_error(f"R={rows} B={branches} D={depth}"):
-            bench_shape(bench, rows, branches, depth, nodes)
-
-
-def bench_shape(bench: Bench, rows: int, branches: int, depth: int, nodes: int) -> None:
-    device, num_nodes = bench.device, branches + (depth - 1) * branches**2
-    parents = (torch.arange(num_nodes, dtype=torch.int32, device=device) - branches) // branches
-    parents = torch.where(parents < 0, -1, parents).int().repeat(rows, 1)
-    scores = -torch.arange(num_nodes, device=device).float().div(50).floor().repeat(rows, 1)  # falls along every path, many equal
-    ids = torch.randint(0, 32000, (rows, num_nodes), dtype=torch.int32, device=device)
-    outs = [torch.full((rows, 2 * nodes + 1), -7, dtype=torch.int32, device=device) for _ in range(2)]
-    calls = [
-        partial(call, scores, ids, parents, out_ids=out[:, :nodes], out_parents=out[:, nodes:])
-        for call, out in zip((rerank_tree, rerank_tree_reference), outs, strict=True)
-    ]
-    for call in calls:
-        call()
-    torch.testing.assert_close(outs[0], outs[1], atol=0, rtol=0)
-    bench.row(f"R={rows} B={branches} D={depth} N={nodes}", calls[:1], calls[1:], num_bytes=rows * (12 * num_nodes + 8 * nodes))
-
-
-if __name__ == "__main__":
-    from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-    from batchspec.kernels.benchmarks.timing import Bench
-
-    main()

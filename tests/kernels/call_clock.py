@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 
 class Clock:
-    """Counts calls instead of timing them, down from 9 us."""
+    """Counts calls instead of timing them, down from 99 us."""
 
     def __init__(self) -> None:
-        self.left = 9.0
+        self.left = 99.0
 
-    def us(self, calls: Sequence[Callable[[], object]]) -> float:
-        calls[0]()
+    def us(self, calls: Sequence[Callable[[], object]], *, repeats: int = 1) -> float:
+        calls[-1]()
         self.left -= 1
         return self.left

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from batchspec.kernels.benchmarks.case import relative_error
 from batchspec.kernels.benchmarks.moe_weights import FORMATS, MoeShape, Product, make_products
-from batchspec.kernels.benchmarks.timing import relative_error
 from batchspec.kernels.common.card import INTERPRETER
 from batchspec.kernels.moe.experts_fp8 import Fp8Weight, experts_fp8_up, experts_fp8_up_quantised
 from batchspec.kernels.moe.gate import Gate

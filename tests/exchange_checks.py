@@ -1,17 +1,25 @@
-"""Checks of the exchanges between GPUs: results of replayed CUDA graphs, and a rank that comes late. `reduce_bench` runs them."""
+"""Checks of the exchanges between GPUs: `python -m tests.exchange_checks RANKS [--one-gpu]`.
+
+Starts RANKS processes, one a GPU. A CUDA graph of all kinds of exchanges, with delays at random between them, is replayed with
+new data each time; every rank makes the data of all ranks and compares bit for bit. Then one rank makes no call, and the others
+must give up in time. Takes less than a minute. With --one-gpu all ranks share one GPU and take turns on it.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.delay import delay
+from batchspec.kernels.benchmarks.exchange import EPS, WIDTH, start_ranks
 from batchspec.kernels.distributed.exchange import best_of_ranks, best_of_ranks_reference, gather, sum_of_ranks
 from batchspec.kernels.distributed.head_norms import head_norms, head_norms_reference, mean_squares
-from batchspec.kernels.distributed.peer_memory import PeerMemory
+from batchspec.kernels.distributed.peer_memory import PeerMemory, connect
 from batchspec.kernels.distributed.reduce_norm import reduce, reduce_norm, reduce_norm_fp8, reduce_reference
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form
 from batchspec.kernels.norm_rope.norm import add_norm
@@ -24,7 +32,12 @@ QUANTISED, FORMS = (torch.bfloat16, torch.float32), (Fp8Form(whole=False), Fp8Fo
 EXCHANGES = 4 + 4 * len(SUMS) + 2 * len(FORMS) * sum(dtype in QUANTISED for _, _, dtype in SUMS)
 REPLAYS, DELAY_STEPS = 1000, 120
 AWAY_S = 0.5
-WIDTH, EPS = 8192, 1e-5
+
+
+@triton.jit
+def delay_kernel(steps, scratch):  # type: ignore[no-untyped-def]
+    for _ in range(tl.load(steps)):
+        tl.atomic_add(scratch, 1)
 
 
 def values(rank: int, step: Tensor, salt: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -134,7 +147,8 @@ class Checks:
 
     def delay(self) -> None:
         """Delay this rank: differently on each rank and in each replay, mostly briefly."""
-        delay((torch.rand(1, device=self.device) ** 4 * DELAY_STEPS).int(), self.scratch)
+        steps = (torch.rand(1, device=self.device) ** 4 * DELAY_STEPS).int()  # each takes about half a microsecond
+        delay_kernel[(1,)](steps, self.scratch)
 
     def note(self, name: str, found: Tensor, right: Tensor) -> None:
         if name not in self.wrong:
@@ -179,3 +193,28 @@ def check_absence(peers: PeerMemory, device: torch.device) -> list[str]:
     wrong = [] if peers.lost() == last else [f"rank {last} was away, the note says {peers.lost()}"]
     print(f"rank {peers.rank}: gave up after {took:.2f} s, limit about {AWAY_S} s", flush=True)
     return wrong + ([f"gave up after {took:.1f} s"] if took > 20 * AWAY_S else [])
+
+
+def check(device: torch.device, group: dist.ProcessGroup, replays: int) -> None:
+    """Print what is wrong, and raise AssertionError if anything is."""
+    began = time.perf_counter()
+    wrong = replay_checks(Checks(connect(1 << 23, device, group, limit_s=60), device), replays)
+    checked = time.perf_counter() - began
+    wrong += check_absence(connect(1 << 21, device, group, limit_s=AWAY_S), device)
+    if dist.get_rank() == 0:
+        print(f"{replays} replays of {EXCHANGES} exchanges and their checks: {checked:.1f} s", flush=True)
+    for line in wrong or ["all right"]:
+        print(f"rank {dist.get_rank()}: {line}", flush=True)
+    assert not wrong
+
+
+def main(ranks: int, one_gpu: bool) -> None:
+    gpus = torch.cuda.device_count()
+    if gpus < (1 if one_gpu else ranks):
+        print(f"exchange_checks: this machine has {gpus} GPUs; it needs {1 if one_gpu else ranks}")
+        return
+    start_ranks(ranks, check, REPLAYS // 20 if one_gpu else REPLAYS, one_gpu=one_gpu)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), "--one-gpu" in sys.argv)

@@ -1,0 +1,123 @@
+"""The gated delta rule of Qwen3.5: heads of 128 values, 16 of keys, and 32 (35B-A3B) or 48 (27B) of values.
+
+Bytes are those of inputs and outputs once, and of states twice. The references compute one token after another, each by launches
+of the host, and are left out for more than 64 tokens.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from batchspec.kernels.benchmarks.case import Benchmark, Case, copies, into, noise, unwritten
+from batchspec.kernels.common.graph_clock import Call
+from batchspec.kernels.gated_delta.convolve import convolve, convolve_reference
+from batchspec.kernels.gated_delta.delta_chunks import delta_chunks, delta_chunks_reference
+from batchspec.kernels.gated_delta.delta_steps import delta_steps, delta_steps_reference
+from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState, DeltaWeights, split_columns
+
+KEY_HEADS, DIM, RING = 16, 128, 8
+MOST_TOKENS = 64
+"""Of a reference."""
+MOST_COPIED = 65536
+"""Tokens of which there is one copy: they are gigabytes."""
+
+
+def rows_of(rows: int, per_row: int, *, first: int) -> DeltaBatch:
+    """`per_row` tokens from position `first` on of each row."""
+    ids = torch.arange(rows, dtype=torch.int32)
+    return DeltaBatch(
+        cu_seqlens=torch.arange(rows + 1, dtype=torch.int32) * per_row, max_tokens=per_row, slots=ids,
+        positions=torch.arange(first, first + per_row).repeat(rows), row_ids=ids.repeat_interleave(per_row),
+    )
+
+
+def state_of(rows: int, heads: int, dtype: torch.dtype = torch.float32, *, folded: int) -> DeltaState:
+    return DeltaState(
+        state=torch.randn(rows, heads, DIM, DIM).to(dtype), gates=torch.rand(rows, RING, heads, 2) * -0.1,
+        conv_inputs=noise(rows, RING, (2 * KEY_HEADS + heads) * DIM), keys=F.normalize(noise(rows, RING, KEY_HEADS, DIM), dim=-1),
+        values=noise(rows, RING, heads, DIM), folded=torch.full((rows,), folded, dtype=torch.int32),
+    )
+
+
+def inputs_of(tokens: int, heads: int) -> DeltaInputs:
+    q, k = F.normalize(torch.randn(2, tokens, KEY_HEADS, DIM), dim=-1).bfloat16()
+    beta = torch.rand(tokens, heads)
+    return DeltaInputs(q=q, k=k, v=noise(tokens, heads, DIM), gates=torch.stack((-0.1 * beta, beta), 2))
+
+
+def recurrence(
+    kernel: Any, reference: Any, states: list[DeltaState], inputs: DeltaInputs, batch: DeltaBatch, **options: Any
+) -> Case:
+    out, expected = unwritten(inputs.v), unwritten(inputs.v)
+    before = DeltaState(**{name: getattr(states[0], name).clone() for name in DeltaState.__dataclass_fields__})
+    right = into(expected, partial(reference, inputs, before, batch, expected, **options))
+    return Case(
+        calls=[into(out, partial(kernel, inputs, state, batch, out, **options)) for state in states],
+        reference=right if len(out) <= MOST_TOKENS else None,
+        num_bytes=2 * before.state.nbytes + inputs.q.nbytes + inputs.k.nbytes + inputs.v.nbytes + out.nbytes,
+    )
+
+
+def steps_case(rows: int, heads: int, drafts: int, replayed: int, dtype: torch.dtype) -> Case:
+    """A round with so many drafts, after one of which `replayed` tokens were accepted."""
+    inputs, batch = inputs_of(rows * (drafts + 1), heads), rows_of(rows, drafts + 1, first=16)
+    states = copies(lambda: state_of(rows, heads, dtype, folded=16 - replayed))
+    return recurrence(delta_steps, delta_steps_reference, states, inputs, batch, commits=False)
+
+
+def chunks_case(rows: int, per_row: int, heads: int) -> Case:
+    inputs, batch = inputs_of(rows * per_row, heads), rows_of(rows, per_row, first=0)
+    states = copies(lambda: state_of(rows, heads, folded=0))
+    return recurrence(delta_chunks, delta_chunks_reference, states if len(inputs.v) <= MOST_COPIED else states[:1], inputs, batch)
+
+
+def convolve_case(rows: int, per_row: int, heads: int, keeps: bool) -> Case:
+    """keeps: the inputs of the next round's replay are written, as in a round."""
+    channels, tokens = (2 * KEY_HEADS + heads) * DIM, rows * per_row
+    layer = DeltaWeights(conv=noise(channels, 4), a_log=torch.zeros(heads), dt_bias=torch.zeros(heads))
+    rest = (noise(tokens, 2 * heads), layer, split_columns(KEY_HEADS, heads, DIM, DIM))
+    state, batch = state_of(rows, heads, folded=16), rows_of(rows, per_row, first=16)
+    make = partial(noise, tokens, channels + heads * DIM)
+    inputs = copies(make) if tokens <= MOST_COPIED else [make()]
+
+    def call(run: Any, x: torch.Tensor) -> Call:
+        return lambda: run(x, *rest, state, batch, keeps_inputs=keeps).v
+
+    return Case(
+        calls=[call(convolve, x) for x in inputs], reference=call(convolve_reference, inputs[0]),
+        num_bytes=4 * tokens * channels,
+    )
+
+
+HEADS = (32, 48)
+PROMPTS = ((1, 8192), (8, 1024), (64, 8192))
+
+GATED_DELTA = (
+    Benchmark(
+        "convolve", convolve_case, "rows per_row heads keeps",
+        (
+            *((rows, 4, heads, True) for rows, heads in product((64, 128, 256), HEADS)),
+            *((*prompts, heads, False) for prompts, heads in product(PROMPTS, HEADS)),
+        ),
+        (1, 2, 16, True),
+    ),
+    Benchmark(
+        "delta_steps", steps_case, "rows heads drafts replayed dtype",
+        tuple(
+            (rows, heads, *drafts, dtype)
+            for rows, heads, dtype, drafts in product(
+                (64, 128, 256), HEADS, (torch.float32, torch.bfloat16), ((0, 1), (1, 2), (3, 2), (3, 4))
+            )
+        ),
+        (1, 16, 1, 2, torch.float32),
+    ),
+    Benchmark(
+        "delta_chunks", chunks_case, "rows per_row heads", tuple((*prompts, heads) for prompts, heads in product(PROMPTS, HEADS)),
+        (1, 20, 16),
+    ),
+)

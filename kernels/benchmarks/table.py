@@ -1,0 +1,14 @@
+"""The benchmarks of all kernels, by name."""
+
+from __future__ import annotations
+
+from batchspec.kernels.benchmarks.attention import ATTENTION
+from batchspec.kernels.benchmarks.experts import EXPERTS
+from batchspec.kernels.benchmarks.gated_delta import GATED_DELTA
+from batchspec.kernels.benchmarks.products import PRODUCTS
+from batchspec.kernels.benchmarks.rows import ROWS
+from batchspec.kernels.benchmarks.sampling import SAMPLING
+
+TABLE = {
+    benchmark.name: benchmark for benchmark in (*SAMPLING, *ROWS, *PRODUCTS, *EXPERTS, *ATTENTION, *GATED_DELTA)
+}
