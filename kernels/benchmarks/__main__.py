@@ -35,6 +35,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     known = NAMES if args.ranks else tuple(TABLE)
     if unknown := [name for name in args.names if name not in known]:
         parser.error(f"no benchmark {', '.join(unknown)}; choose from {', '.join(known)}")
+    if args.ranks and (args.sweep or args.seconds < float("inf")):
+        parser.error("--ranks times exchanges, to which --sweep and --seconds do not apply")
     return args
 
 

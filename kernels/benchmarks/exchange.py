@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from batchspec.kernels.benchmarks.case import Benchmark, Case, noise
-from batchspec.kernels.benchmarks.runner import Runner
+from batchspec.kernels.benchmarks.runner import Runner, print_now
 from batchspec.kernels.common.graph_clock import Call
 from batchspec.kernels.distributed.exchange import best_of_ranks, gather, sum_of_ranks
 from batchspec.kernels.distributed.head_norms import head_norms
@@ -144,7 +144,7 @@ def time_exchanges(device: torch.device, group: dist.ProcessGroup, names: Sequen
     """Time these exchanges, by default all; rank 0 prints."""
     peers, first = connect(BUFFER_BYTES, device, group, limit_s=60), dist.get_rank() == 0
     table = exchanges(peers, dist.new_group(backend="nccl"))
-    runner = Runner(RanksClock(), device, out=out if first else None, show=partial(print, flush=True) if first else _nothing)
+    runner = Runner(RanksClock(), device, out=out if first else None, show=print_now if first else _nothing)
     runner.run_all([table[name] for name in names or table], words)
 
 

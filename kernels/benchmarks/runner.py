@@ -31,6 +31,10 @@ WIDTH = 80
 HEADER = f"{'kernel and shape':<{WIDTH}} {'us':>10} {'GB/s':>8} {'of copy':>8} {'TFLOP/s':>8} {'of limit':>8} {'error':>8}"
 
 
+def print_now(line: str) -> None:
+    print(line, flush=True)
+
+
 class Clock(Protocol):
     """`GraphClock`, or another that times ranks together."""
 
@@ -49,15 +53,18 @@ class Runner:
     """Each timing is appended to this file as a line of JSON."""
     deadline: float = float("inf")
     """No case begins after this time of `time.monotonic`."""
-    show: Callable[[str], None] = print
+    show: Callable[[str], None] = print_now
     copy_gb_s: float = float("nan")
 
     def run_all(self, benchmarks: Sequence[Benchmark], words: str) -> None:
         """Print the table of their shapes that have all these words."""
+        cases = [(benchmark, shape) for benchmark in benchmarks for shape in benchmark.matching(words)]
+        if not cases:
+            self.show(f"--only {words!r}: no shape has all of these words; each must be as in the table, e.g. rows=64")
+            return
         self.begin()
-        for benchmark in benchmarks:
-            for shape in benchmark.matching(words):
-                self.run(benchmark, shape)
+        for benchmark, shape in cases:
+            self.run(benchmark, shape)
 
     def begin(self) -> None:
         """Measure a copy and print the head of the table."""

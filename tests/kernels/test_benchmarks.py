@@ -12,7 +12,7 @@ import torch
 
 from batchspec.kernels.benchmarks import runner as runner_module
 from batchspec.kernels.benchmarks.__main__ import main
-from batchspec.kernels.benchmarks.case import Benchmark, Case
+from batchspec.kernels.benchmarks.case import Benchmark, Case, relative_error
 from batchspec.kernels.benchmarks.exchange import NAMES, exchanges
 from batchspec.kernels.benchmarks.runner import Runner
 from batchspec.kernels.benchmarks.table import TABLE
@@ -52,6 +52,19 @@ def test_a_kernel_agrees_with_its_reference_and_is_timed(name: str, gpu: None, t
 
 
 @interpreted
+@pytest.mark.parametrize(
+    "name", ["fp8_linear", "four_bit_linear", "ordered", "lora_shrink", "experts", "verify_attention", "shared_prefixes"]
+)
+def test_other_settings_of_a_sweep_give_the_same_result(name: str, gpu: None) -> None:
+    case = TABLE[name].make(*TABLE[name].tiny)
+    assert case.reference is not None
+    expected, settings = case.reference(), case.settings()
+    assert len(settings) > 1
+    result = next(iter(settings.values()))[0]()
+    assert relative_error(result() if callable(result) else result, expected) < 3e-2
+
+
+@interpreted
 @pytest.mark.parametrize("name", NAMES)
 def test_exchanges_of_a_rank_whose_peers_never_wait_are_timed(name: str, gpu: None, tmp_path: Path) -> None:
     table = exchanges(Peers.make(2, 1 << 16).ends[0], None)
@@ -65,7 +78,7 @@ def test_the_command_needs_gpus_and_known_names(capsys: pytest.CaptureFixture[st
     assert main(["argmax"]) == 2
     assert main(["--ranks", "2"]) == 2
     assert capsys.readouterr().out == "this machine has 0 GPUs; 1 needed\nthis machine has 0 GPUs; 2 needed\n"
-    for words in (["reduce"], ["argmax", "--ranks", "2"]):
+    for words in (["reduce"], ["--ranks", "2", "--sweep"], ["argmax", "--ranks", "2"]):
         with pytest.raises(SystemExit):
             main(words)
     assert "no benchmark argmax; choose from reduce, " in capsys.readouterr().err
@@ -126,6 +139,9 @@ def test_only_shapes_with_all_words_run() -> None:
     benchmark = Benchmark("made", lambda **sizes: case(1.0), "model tokens", (("a", 1), ("a", 16), ("b", 16)), ("a", 1))
     assert list(benchmark.matching("tokens=16 model=a")) == [("a", 16)]
     assert list(benchmark.matching("tokens=1")) == [("a", 1)]
+    lines: list[str] = []
+    Runner(Clock(), CPU, show=lines.append).run_all([benchmark], "tokens=2")
+    assert lines == ["--only 'tokens=2': no shape has all of these words; each must be as in the table, e.g. rows=64"]
     assert len(list(benchmark.matching(""))) == 3
     for one in TABLE.values():
         assert all(len(one.labelled(shape).split()) == len(one.columns.split()) for shape in (*one.shapes, one.tiny))
