@@ -80,7 +80,7 @@ def whole_run(engine: Engine, requests: list[Request]) -> dict[int, Completion]:
 
 @pytest.mark.second
 @pytest.mark.parametrize("name", ["none", "lookup", "eagle3", "tree"])
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_nothing_of_a_run_that_ended_early_is_found_in_the_next(name: str, data: st.DataObject) -> None:
     """Runs keep prefixes and states of constraints; pages and room for states may be scarce."""

@@ -132,7 +132,7 @@ def test_a_trial_grows_to_the_whole_job(
     assert "holds another job (decode.seed: 0 -> 3)" in said(capsys)
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.lists(st.tuples(st.integers(1, ROWS), st.integers(1, 6)), min_size=2, max_size=4, unique_by=lambda one: one[0]),
     slots=st.integers(1, 5),

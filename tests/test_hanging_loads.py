@@ -201,12 +201,11 @@ def dead(rank: int) -> None:
     ("hang", "found", "frame"),
     [
         (partial(hangs_at_tensor, 1), SOON, "in stuck"),
-        (partial(hangs_at_tensor, 0), SOON, "in stuck"),
         (partial(hangs_in_engine, 1), f"no round ended for {LIMIT_S} s", "in stuck"),  # the leader has begun its rounds
         (partial(absent, 1), SOON, "in stuck"),
         (partial(dead, 1), "a rank of this group is gone, and this one waits for it", "in init_process_group"),
     ],
-    ids=["a follower reads", "the leader reads", "a follower builds", "before the rendezvous", "dead before it"],
+    ids=["a follower reads", "a follower builds", "before the rendezvous", "dead before it"],
 )
 def test_a_rank_that_hangs_while_it_loads_ends_its_group(
     hang: Callable[[], None], found: str, frame: str, command: list[str], expected: dict[str, list[int]], tmp_path: Path

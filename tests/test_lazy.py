@@ -161,7 +161,7 @@ def defined(req: Request, rule: Grammar | str | None) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_tokens_are_those_of_the_definition_whatever_drafts(name: str, data: st.DataObject) -> None:
     job = data.draw(jobs())
@@ -395,7 +395,7 @@ class OutOfMemory(Exception):
 
 
 @pytest.mark.parametrize("name", ["none", "lookup", "eagle3"])
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_wherever_a_run_fails_the_next_ones_go_on_from_its_tokens(name: str, data: st.DataObject) -> None:
     """No row comes twice, and none is lost."""
@@ -491,8 +491,8 @@ def _states_alone(grammar: Grammar, out: tuple[int, ...]) -> int:
     return found
 
 
-@pytest.mark.parametrize("name", ["none", "lookup", "eagle3"])
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("name", ["none", "eagle3"])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_row_is_an_error_row_only_if_its_own_states_take_too_much(name: str, data: st.DataObject) -> None:
     """Rows of one grammar share the states and the memory of its process: the row that reaches a limit is not the only cause."""

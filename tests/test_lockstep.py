@@ -150,7 +150,7 @@ def widths_with_few_rows(monkeypatch: pytest.MonkeyPatch) -> set[RoundWidth]:
 
 
 @pytest.mark.parametrize(("name", "count"), [
-    ("eagle3", 2), ("parallel", 2), ("pard", 2), ("corpus", 4), ("tree", 2), ("hybrid", 2), ("window", 2)
+    ("corpus", 4), ("tree", 2), ("hybrid", 2), ("window", 2)
 ])
 def test_followers_have_the_leaders_tokens_whatever_the_clock_says(
     name: str, count: int, handle: int, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +167,7 @@ def test_followers_have_the_leaders_tokens_whatever_the_clock_says(
             assert found[one.request_id] == plain_tokens(whole, one)
 
 
-@pytest.mark.parametrize(("name", "count"), [("none", 2), ("eagle3", 2), ("tree", 2), ("hybrid", 4)])
+@pytest.mark.parametrize(("name", "count"), [("tree", 2), ("hybrid", 4)])
 def test_ranks_follow_automata_that_the_leader_sends(name: str, count: int, handle: int) -> None:
     """Each masks its part of the vocabulary; more automata than there is room for come and go."""
     samplings = (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=0.9, top_k=3, top_p=0.8))

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.second
 
 ROOT = Path(__file__).parents[1]
 SCENARIOS = [scenario(drafter, run_ahead) for run_ahead, drafter in enumerate(["lookup", "eagle3", "tree"])]
-SCENARIOS += [scenario("hybrid", 0), scenario("none", 2), scenario("window", 1), scenario("eagle3", 2)]
+SCENARIOS += [scenario("hybrid", 0), scenario("window", 1)]
 
 
 def requests_of_every_kind() -> list[Request]:

@@ -24,7 +24,7 @@ from batchspec.engine.rounds.round import Round
 from batchspec.errors import ConfigError
 from batchspec.process import load_progress
 from tests.crews import commits_wait_for, ended, journals, make_job, owners, tokens, wait_for_end, wait_until, workers_of
-from tests.runs import new_interpreters, put, run_apart, start_apart
+from tests.runs import put, run_apart, start_apart
 
 pytestmark = pytest.mark.second
 
@@ -74,7 +74,7 @@ def test_after_a_signal_and_the_death_of_the_parent_the_job_is_completed(
     assert len(re.findall(r"\[[01]\] batchspec: SIGUSR1: \d+ of 12 shards are committed", said)) == 2, said
 
     saved = journals(out)
-    parent = start_apart([*together, "draft=lookup"], log, new_interpreters)
+    parent = start_apart([*together, "draft=lookup"], log)
     wait_until(lambda: len(owners(out)) == 2, parent)
     pids = workers_of(parent)
     parent.kill()
