@@ -74,7 +74,7 @@ def test_chat_and_prompt_completion_hold_good_rows_and_report_how_many_were_left
 def test_answers_to_prompts_of_token_ids_are_left_out_for_they_have_no_messages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = pa.table({"id": ["a", "b"], "prompt": ["say", None], "prompt_ids": [None, [3, 4]]})
+    table = pa.table({"id": ["a", "b"], "prompt_ids": [[5], [3, 4]]})
     (shard, *_), _ = shards_of(table, 2)
     columns = map_columns(table.schema, {"prompt_ids": "prompt_ids"})
     folder = new_folder(tmp_path / "out", 2, 2, config={"output": {"messages": "full"}})
