@@ -180,7 +180,8 @@ class Refills:
     def executor(self, drafter: Drafter) -> Executor:
         """With these rows in their slots; pages hold noise."""
         batch = packed(
-            self.slots, row_buckets=(self.slots,), page_size=4, num_pages=1 + 8 * self.slots, max_len=32, num_verified=2
+            self.slots, row_buckets=(self.slots,), page_size=4, num_pages=1 + 8 * self.slots, max_len=32,
+            num_verified=drafter.shape.num_verified,
         )
         executor = Executor(tiny_target(window=5), drafter, batch, device=DEVICE, options=RoundOptions())
         noise, rows = torch.Generator().manual_seed(1), executor.rows
