@@ -19,7 +19,7 @@ from tests.tiers import COLLECTED, marks_of
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch leaves to later
-    from tests.interpreter import make_interpreter_quick
+    from tests.helpers.interpreter import make_interpreter_quick
 
     make_interpreter_quick()
 
@@ -115,7 +115,7 @@ def product_freezes(older_objects_skipped: None) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def quick_jobs() -> Iterator[None]:
     """Jobs in this process leave out what takes longer than a tiny model's rows."""
-    from tests.runs import make_jobs_quick
+    from tests.helpers.runs import make_jobs_quick
 
     with pytest.MonkeyPatch.context() as patch:
         make_jobs_quick(patch)
@@ -125,7 +125,7 @@ def quick_jobs() -> Iterator[None]:
 @pytest.fixture
 def draws() -> Iterator[None]:
     """Jobs of this test draw their reports."""
-    from tests.runs import drawing
+    from tests.helpers.runs import drawing
 
     with drawing():
         yield

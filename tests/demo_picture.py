@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from tests.browser import running_browser
+from tests.job.browser import running_browser
 
 REPOSITORY = Path(__file__).parents[1]
 README, PICTURE = REPOSITORY / "README.md", REPOSITORY / "jobs/pages/report.png"

@@ -45,18 +45,18 @@ from batchspec.engine.step import RoundShape, RoundWidth
 from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.model.target import Target
 from batchspec.records import Request, SamplingParams
-from tests import nvfp4_layouts
-from tests.automata import EOS, VOCABULARY, automaton
-from tests.engines import DEVICE, VOCAB, ForcedDrafter, in_e4m3, make_engine, packed, plain_rows, request
-from tests.gemma4_models import LAYER_INPUTS
-from tests.int4_layouts import of_awq, of_compressed_tensors, of_gptq
-from tests.models import needed
-from tests.moe_models import Strong, ids_of, tiny_config
-from tests.ranks import on_ranks, part_of, whole_of
-from tests.test_dense_families import OWN
-from tests.test_fp8 import MODELOPT, TOKEN, compressed
-from tests.test_lora_lossless import NUM_ADAPTERS, RANK, StrongAdapters
-from tests.test_tensor_parallel import Loud
+from tests.distributed.test_tensor_parallel import Loud
+from tests.helpers import nvfp4_layouts
+from tests.helpers.automata import EOS, VOCABULARY, automaton
+from tests.helpers.engines import DEVICE, VOCAB, ForcedDrafter, in_e4m3, make_engine, packed, plain_rows, request
+from tests.helpers.gemma4_models import LAYER_INPUTS
+from tests.helpers.int4_layouts import of_awq, of_compressed_tensors, of_gptq
+from tests.helpers.models import needed
+from tests.helpers.moe_models import Strong, ids_of, tiny_config
+from tests.helpers.ranks import on_ranks, part_of, whole_of
+from tests.model.test_dense_families import OWN
+from tests.model.test_fp8 import MODELOPT, TOKEN, compressed
+from tests.model.test_lora_lossless import NUM_ADAPTERS, RANK, StrongAdapters
 
 pytestmark = [pytest.mark.second, pytest.mark.usefixtures("poisoned")]
 

@@ -1,7 +1,7 @@
 """The two tiers of the tests, by markers: what `pytest` runs, and what `.ci/run` runs besides.
 
 A test marked `second` starts, hangs and kills programs, or computes for long. It is left out unless asked for with -m; a test
-that is also marked `smoke` stays in the first tier. tests/test_tiers.py checks that each test is in exactly one tier.
+that is also marked `smoke` stays in the first tier. tests/house/test_tiers.py checks that each test is in exactly one tier.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Files of this machine that others named: only regular ones are opened, because to open a pipe waits for its writer and to read
 a device may never end; and names that no file can have.
 
-Every file of a model, an input or a job is opened here (tests/test_file_rules.py); errors are OSErrors whose `strerror` says what
-is in the file's place. `fault_of` tells a broken disk from a wrong file.
+Every file of a model, an input or a job is opened here (tests/house/test_file_rules.py); errors are OSErrors whose `strerror`
+says what is in the file's place. `fault_of` tells a broken disk from a wrong file.
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ for workers in ("1", "auto"):
 print(f"{longest['1'] / longest['auto']:.2f} times as fast")
 PYTHON
 }
-upcycled() { # in a checkout: tests.upcycle makes the models
-    [ -e "$out/made" ] || "$python" -m tests.upcycle make "$model" "$out/made"
+upcycled() { # in a checkout: tests.heads.upcycle makes the models
+    [ -e "$out/made" ] || "$python" -m tests.heads.upcycle make "$model" "$out/made"
 }
 figure_quantised() {
     local data=$DATA/gsm8k_test.parquet head=(--draft-path "$HEADS/eagle3") name other
@@ -142,7 +142,7 @@ figure_quantised() {
     for name in fp8_block fp8_channel moe moe_fp8_block moe_fp8_channel gpt_oss_mxfp4; do
         other=$model
         [ "$name" != gpt_oss_mxfp4 ] || other=$out/made/gpt_oss
-        echo "$name: $("$python" -m tests.upcycle compare "$other" "$out/made/$name" "$data" --rows 256 --tokens 128 --chat | tail -1)"
+        echo "$name: $("$python" -m tests.heads.upcycle compare "$other" "$out/made/$name" "$data" --rows 256 --tokens 128 --chat | tail -1)"
         model=$out/made/$name real "$name" gsm8k_test --batch 256 --draft none eagle3 --k 3 "${head[@]}" --runs 3
     done
 }
@@ -243,7 +243,7 @@ figure_deterministic_formats() { # no HEADS
     for pid in $(jobs -p); do wait "$pid"; done
     differences "${names[@]}"
 }
-in_format() { # NAME COMMAND...: run COMMAND with `common` set for this format of tests.upcycle; NAME_kv is the same with FP8 K/V
+in_format() { # NAME COMMAND...: run COMMAND with `common` set for this format of tests.heads.upcycle; NAME_kv is the same with FP8 K/V
     local path=$out/made/${1%_kv} kv=auto common
     [ "${1%_kv}" != dense ] || path=$model
     [ "$1" = "${1%_kv}" ] || kv=fp8

@@ -6,8 +6,8 @@ as in `softmax_step.py`, except that: blocks begin at multiples of BLOCK, which 
 a product with ones, because the order of a sum over a tile's columns depends on how its warps divide them; and no product is
 fused with a sum unless it is written so (launch with enable_fp_fusion=False). Keys that a query does not attend to change none of
 its bits. Tensor cores of the Hopper generation give the same bits by mma.sync and by wgmma, in tiles of any size
-(`tests/test_gpu_deterministic.py`), if both multiply the same 16 numbers of K in one instruction; `e4m3_operand` makes sure of
-that.
+(`tests/gpu/test_gpu_deterministic.py`), if both multiply the same 16 numbers of K in one instruction; `e4m3_operand` makes sure
+of that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Exchanges between GPUs, beside NCCL: processes of their own, one a GPU, run the same cases together.
 
-`python -m tests.exchange_checks` checks their results.
+`python -m tests.kernels.exchange_checks` checks their results.
 """
 
 from __future__ import annotations

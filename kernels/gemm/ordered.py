@@ -6,7 +6,7 @@
 A tile determines only which program computes which part of y: all segments of a tile in one program, or one program for each. In
 the second case the last program to finish adds up the parts in order (`split_k.py`). Few tokens need it to fill the GPU.
 Tiles have at least 64 tokens: Triton multiplies fewer with other instructions, and the bits of those products were not compared.
-One kernel gives y in x's dtype, SwiGLU of it, or logits in fp32. `tests/test_gpu_deterministic.py` compares the bits of all
+One kernel gives y in x's dtype, SwiGLU of it, or logits in fp32. `tests/gpu/test_gpu_deterministic.py` compares the bits of all
 tiles, `python -m batchspec.kernels.benchmarks ordered --sweep` times them.
 """
 

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from batchspec.checkpoint.packaged import smollm2_folder
 from batchspec.model.layers.kind import Use
 from batchspec.model.spec import load_spec
-from tests import upcycle
-from tests.assistants import make_assistant
-from tests.heads import random_tensors, tiny_design, write_head
-from tests.models import make_checkpoint, make_tokenizer, needed
-from tests.test_lora import make_adapter
+from tests.heads import upcycle
+from tests.helpers.assistants import make_assistant
+from tests.helpers.heads import random_tensors, tiny_design, write_head
+from tests.helpers.models import make_checkpoint, make_tokenizer, needed
+from tests.model.test_lora import make_adapter
 
 SHIPPED_HEAD = "pkg://smollm2-135m-eagle3"
 MAX_LEN = 4096
@@ -134,7 +134,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Tiny random models: family and keys of config.json."""
 FORMATS = ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss", "gpt_oss_mxfp4")
-"""What tests.upcycle makes, of SmolLM2 (`smol:NAME`) or of the tiny Llama (`tiny:NAME`)."""
+"""What tests.heads.upcycle makes, of SmolLM2 (`smol:NAME`) or of the tiny Llama (`tiny:NAME`)."""
 ADAPTED = (
     "smol", "llama", "odd", "mistral", "qwen3", "olmo2", "qwen3_5", "exaone4", "granite", "gemma4", "gemma4_inputs", "lfm2",
 )

@@ -12,7 +12,7 @@ import polars as pl
 
 import batchspec
 from tests.gpu_jobs.models import Model
-from tests.test_grammar_jobs import SUMS, TREE, VALUES
+from tests.structured.test_grammar_jobs import SUMS, TREE, VALUES
 
 Row = dict[str, Any]
 TEXT = (

@@ -175,7 +175,7 @@ def _end_of(log: Path) -> str:
 
 def work(folder: Path, *, gpu: bool) -> None:
     """A worker's process: reads lists of cases of a group, one a line; writes a line of JSON about each case."""
-    from tests.runs import make_jobs_quick
+    from tests.helpers.runs import make_jobs_quick
 
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what jobs print goes to the log

@@ -51,8 +51,8 @@ from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights
 from batchspec.tuning import policy
 from batchspec.tuning.cards import known_card
-from tests.attentions import attentions
-from tests.engines import make_engine, packed
+from tests.helpers.attentions import attentions
+from tests.helpers.engines import make_engine, packed
 
 NO_COMPILE = "--no-compile"
 CPU, BF16 = torch.device("cpu"), torch.bfloat16

@@ -16,10 +16,10 @@ from batchspec.kernels.benchmarks.case import Benchmark, Case, relative_error
 from batchspec.kernels.benchmarks.exchange import NAMES, exchanges
 from batchspec.kernels.benchmarks.runner import Runner
 from batchspec.kernels.benchmarks.table import TABLE
+from tests.helpers.scaled_mm import library_on_cpu
+from tests.helpers.stand_in_gpu import stand_in_gpu
 from tests.kernels.call_clock import Clock
 from tests.kernels.peers import Peers
-from tests.scaled_mm import library_on_cpu
-from tests.stand_in_gpu import stand_in_gpu
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="interprets the kernels, as a machine without a GPU does")

@@ -1,4 +1,4 @@
-"""constrain_logits and advance_states: walks over tokens, and masks, as the automata of `tests/automata.py` have them."""
+"""constrain_logits and advance_states: walks over tokens, and masks, as the automata of `tests/helpers/automata.py` have them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from batchspec.batch.automata import Automata, AutomataCapacity, AutomatonUpload
 from batchspec.kernels.rounds.accept import FAILED, FULL, STOPPED
 from batchspec.kernels.sampling.advance_states import advance_states
 from batchspec.kernels.sampling.constrain import BLOCK, BLOCKS, constrain_drafts, constrain_logits, mask_rows
-from tests.automata import EOS, VOCABULARY, automaton
-from tests.engines import VOCAB
+from tests.helpers.automata import EOS, VOCABULARY, automaton
+from tests.helpers.engines import VOCAB
 
 PLACES = (3, 5000)
 MASK_ROWS = 400

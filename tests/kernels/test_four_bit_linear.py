@@ -26,7 +26,7 @@ from batchspec.kernels.gemm.split_k import counters
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.tuning import policy
 from batchspec.tuning.cards import known_card, known_cards
-from tests.interpreter import dots_of_one_order
+from tests.helpers.interpreter import dots_of_one_order
 from tests.kernels.covering import covering
 from tests.kernels.four_bit_cases import GROUPS, four_bit_weight
 from tests.kernels.moe_cases import assert_near, noise

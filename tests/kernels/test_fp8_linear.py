@@ -15,7 +15,7 @@ from batchspec.kernels.gemm.fp8_tiles import Fp8Tile, candidates, fp8_tile, orde
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, quantise_tokens
 from batchspec.kernels.gemm.split_k import counters
 from batchspec.tuning.cards import known_card
-from tests.interpreter import dots_of_one_order
+from tests.helpers.interpreter import dots_of_one_order
 from tests.kernels.covering import covering
 from tests.kernels.moe_cases import assert_near, fp8_tolerance, noise
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from batchspec.kernels.gemm.linear import swiglu_reference
 from batchspec.kernels.gemm.ordered import ordered_linear, ordered_swiglu
 from batchspec.kernels.gemm.tiles import Tile
-from tests.interpreter import dots_of_one_order
+from tests.helpers.interpreter import dots_of_one_order
 
 SMALL, WIDE = Tile(64, 32, 32, 2, 4, False), Tile(128, 64, 32, 2, 4, True)
 CUTS = [(1, SMALL), (1, WIDE), (2, SMALL), (2, SMALL._replace(split=2)), (4, WIDE), (4, WIDE._replace(split=4))]

@@ -17,7 +17,7 @@ from batchspec.kernels.attention.ordered_prefill import ordered_prefill
 from batchspec.kernels.attention.settings import ordered_work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.common.e4m3 import E4M3, from_e4m3
-from tests.interpreter import dots_of_one_order
+from tests.helpers.interpreter import dots_of_one_order
 from tests.kernels.attention_cases import PAGE_SIZE, Case, make_case, share
 
 pytestmark = pytest.mark.second

@@ -1,6 +1,7 @@
 """reduce_norm: the sum of all ranks' partial results in rank order, the residual sum and the norm, in one shot and in two.
 
-The ranks run one after the other here: what a rank waits for is laid down before. `tests/test_peer.py` runs them concurrently.
+The ranks run one after the other here: what a rank waits for is laid down before. `tests/distributed/test_peer.py` runs them at
+once.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.gemm.fp8_linear import fp8_linear_reference
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, quantise_tokens
 from batchspec.kernels.gemm.scaled_mm import is_right, library_scales, scaled_mm
+from tests.helpers.scaled_mm import library_on_cpu
 from tests.kernels.moe_cases import assert_near, noise
-from tests.scaled_mm import library_on_cpu
 
 SIZES = [(256, 384), (128, 128), (384, 16 * 128), (128, 128 * 128)]
 

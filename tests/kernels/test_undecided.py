@@ -12,8 +12,8 @@ from batchspec.automata.token_automaton import FORCED, NEXT, NUM_SYMBOLS
 from batchspec.kernels.rounds.accept import HELD, HELD_AFTER_DRAFT, UNDECIDED
 from batchspec.kernels.sampling import undecided as undecided_module
 from batchspec.kernels.sampling.undecided import hold_undecided, mark_undecided
-from tests.automata import VOCABULARY
-from tests.engines import VOCAB
+from tests.helpers.automata import VOCABULARY
+from tests.helpers.engines import VOCAB
 
 CLASSES, FIRST = 5, 300
 WIDTH = NEXT + 2

@@ -1,7 +1,7 @@
 """Paths for Arrow and polars, which read more into a path than a name: wildcards, URLs, `~`, columns of partitions.
 
 Every Parquet file that is opened by its path is opened here, and `data/runstate/scan.py` has the only scan of polars;
-tests/test_file_rules.py checks that.
+tests/house/test_file_rules.py checks that.
 """
 
 from __future__ import annotations

@@ -1,0 +1,242 @@
+"""The shell scripts in jobs/: a head made of nothing but a model, and the commands that measure the tables of NOTEBOOK.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+
+from batchspec.bench import arguments as bench_arguments
+from batchspec.config.compose import compose
+from tests.helpers.forked import python_for_scripts
+from tests.helpers.models import make_checkpoint, make_tokenizer
+
+pytestmark = pytest.mark.second
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = {path.name: path for path in (ROOT / "jobs").glob("*/*.sh")}
+SECTIONS = [
+    "long",
+    "short",
+    "small",
+    "opt",
+    "lengths",
+    "window",
+    "job",
+    "gsm8k",
+    "drafters",
+    "rows",
+    "draws",
+    "trees",
+    "moe",
+    "fp8",
+    "one_row",
+]
+
+
+def script(name: str, *words: object, **env: object) -> subprocess.CompletedProcess[str]:
+    known = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in env.items()}}
+    return subprocess.run(["bash", SCRIPTS[name], *map(str, words)], env=known, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def python() -> Iterator[Path]:
+    with python_for_scripts() as program:
+        yield program
+
+
+def test_a_model_alone_is_enough_to_train_a_head_and_the_same_command_resumes(tmp_path: Path, python: Path) -> None:
+    model, work = tmp_path / "model", tmp_path / "work"
+    make_tokenizer(model)
+    make_checkpoint(model, "llama", hidden_size=32, intermediate_size=48, initializer_range=0.02, max_position_embeddings=1024)
+    pl.DataFrame({"prompt": ["one?", "two?"]}).write_parquet(tmp_path / "mine.parquet")
+    words = ["train.steps=2", "train.held_out=2", "train.max_len=128", "train.ahead=2"]
+    sizes = {"PYTHON": python, "TURNS": 12, "TEXTS": 8, "CAP": 24, "PROMPTS": tmp_path / "mine.parquet"}
+    first = script("train_head.sh", model, work, *words, **sizes)
+    assert first.returncode == 0, first.stderr
+    assert (work / "head" / "model.safetensors").exists()
+    assert len(pl.read_parquet(work / "mine" / "data" / "*.parquet")) == 6
+    asked = pl.read_parquet(work / "answers" / "data" / "*.parquet")["messages"].list.first().struct.field("content")
+    assert asked.str.contains("\n\n", literal=True).sum() >= 8  # the texts below their tasks
+    made = {path: path.stat().st_mtime_ns for path in work.rglob("*") if path.suffix in (".parquet", ".safetensors")}
+    again = script("train_head.sh", model, work, *words, **sizes)
+    assert again.returncode == 0, again.stderr
+    assert {path: path.stat().st_mtime_ns for path in made} == made
+
+
+def recorded(tmp_path: Path, *sections: str, **env: object) -> list[list[str]]:
+    """The command lines that figures.sh gives to Python."""
+    stub, log = tmp_path / "python", tmp_path / "log"
+    stub.write_text(
+        f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]), file=open({str(log)!r}, 'a'))\n"
+        "print('2 completions decoded again')\n"
+    )
+    stub.chmod(0o755)
+    done = script("figures.sh", tmp_path / "out", *sections, **{"PYTHON": stub, "HEADS": "heads", "DATA": "data", **env})
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_command_of_a_figure_is_one_that_its_program_takes(
+    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # nothing runs
+    lines = recorded(tmp_path, section)
+    assert lines
+    for _, module, *words in lines:
+        if module == "batchspec.run":
+            compose(words)
+            continue
+        assert (module, words[0]) == ("batchspec.cli", "bench")
+        args = bench_arguments.parse(words[1:])
+        assert args.make_job or (args.out, bool(args.name)) == (str(tmp_path / "out" / f"{section}.jsonl"), True)
+
+
+def test_the_figure_of_ranks_compares_two_copies_with_one_that_is_cut_over_two_gpus(tmp_path: Path) -> None:
+    lines = recorded(tmp_path, "ranks")
+    timed = [bench_arguments.parse(line[3:]) for line in lines if line[2:3] == ["bench"] and "--make-job" not in line]
+    assert [(args.batch, args.tensor_parallel) for args in timed] == [(32, 1), (64, 2), (128, 1), (256, 2), (256, 1), (512, 2)]
+    assert len({(args.shape, args.prompt, args.gen, *args.draft) for args in timed}) == 1
+    plans = [compose(line[3:]) for line in lines if line[2:3] == ["plan"]]
+    made = [bench_arguments.parse(line[3:]) for line in lines if "--make-job" in line]
+    assert [args.requests for args in made] == [64, 256, 512]
+    for plan, job in zip(plans, made, strict=True):
+        assert plan.input.path == str(job.make_job / "known.parquet")
+        assert (plan.decode.max_new_tokens, job.shape, job.prompt, job.gen) == (
+            256,
+            timed[0].shape,
+            timed[0].prompt,
+            timed[0].gen,
+        )
+
+
+def test_the_figure_of_replicas_runs_one_job_on_one_gpu_and_on_all(tmp_path: Path) -> None:
+    jobs = [compose(line[2:]) for line in recorded(tmp_path, "replicas") if line[1] == "batchspec.run"]
+    assert [job.cluster.workers for job in jobs] == [1, "auto"]
+    one, all_of_them = (replace(job, cluster=jobs[0].cluster, output=jobs[0].output) for job in jobs)
+    assert one == all_of_them
+
+
+def test_the_figure_of_quantised_models_compares_each_with_the_model_that_it_was_made_from(tmp_path: Path) -> None:
+    lines = recorded(tmp_path, "quantised", MODEL="dense")
+    made = tmp_path / "out" / "made"
+    assert lines[0][1:] == ["tests.heads.upcycle", "make", "dense", str(made)]
+    compared = {line[4]: line[3] for line in lines if line[1:3] == ["tests.heads.upcycle", "compare"]}
+    assert compared == {
+        str(made / name): str(made / "gpt_oss") if name == "gpt_oss_mxfp4" else "dense"
+        for name in ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss_mxfp4")
+    }
+    benches = [bench_arguments.parse(line[3:]) for line in lines if line[1:3] == ["batchspec.cli", "bench"]]
+    assert [args.model for args in benches] == ["dense", *compared]
+
+
+def test_the_figure_of_lossless_formats_decodes_the_rows_of_each_job_again(tmp_path: Path) -> None:
+    lines = recorded(tmp_path, "lossless", MODEL="dense", ROWS=5)
+    made = tmp_path / "out" / "made"
+    assert lines[0][1:] == ["tests.heads.upcycle", "make", "dense", str(made)]
+    jobs = [compose(line[2:]) for line in lines if line[1] == "batchspec.run"]
+    assert {job.model.path for job in jobs if job.cache.dtype == "fp8"} == {
+        "dense", str(made / "moe_fp8_block"), str(made / "gpt_oss_mxfp4")
+    }
+    assert {job.model.path for job in jobs if job.cache.dtype == "auto"} == {"dense"} | {
+        str(made / name) for name in ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss_mxfp4")
+    }
+    for job in jobs:
+        assert (job.draft.name, job.draft.adaptive, job.input.limit) == ("eagle3", None, 5)
+        assert job.output.token_ids
+        assert job.decode.temperature == 0
+    assert (tmp_path / "out" / "lossless.txt").read_text().splitlines()[0] == "dense, K/V auto: 2 completions decoded again"
+    verified = [line[3] for line in lines if line[1:3] == ["batchspec.cli", "verify"]]
+    assert verified == [job.output.dir for job in jobs]
+
+
+def test_the_figures_of_decode_deterministic_compare_jobs_of_the_same_rows_that_have_the_key(tmp_path: Path) -> None:
+    lines = recorded(tmp_path, "deterministic", ROWS=40, FEW=3)
+    jobs = [compose(line[2:]) for line in lines if line[1] == "batchspec.run"]
+    assert all(job.decode.deterministic for job in jobs)
+    assert {job.input.path for job in jobs} == {"data/gsm8k_test.parquet"}
+    assert {job.draft.name for job in jobs} == {"none", "lookup", "eagle3", "hybrid", "window"}
+    assert {job.input.limit for job in jobs} == {3, 40}
+    assert min(job.packing.max_num_seqs or 0 for job in jobs) == 1
+    drawn = {Path(str(job.output.dir)).name for job in jobs if job.decode.temperature > 0}
+    assert drawn == {"drawn", "drawn-stopped"}
+    compared = next(line for line in lines if line[0] == "-")
+    assert compared[2:] == ["plain", "drawn"]
+    timed = [bench_arguments.parse(line[3:]) for line in lines if line[1:3] == ["batchspec.cli", "bench"]]
+    assert [args.deterministic for args in timed] == [False, True]
+    assert len({(args.batch, args.runs, *args.draft, *args.k) for args in timed}) == 1
+
+
+def test_the_figure_of_an_8b_does_the_same_with_its_dummy_weights(tmp_path: Path) -> None:
+    lines = recorded(tmp_path, "deterministic_8b")
+    jobs = [compose(line[2:]) for line in lines if line[1] == "batchspec.run"]
+    assert all(job.decode.deterministic and job.model.load_format == "dummy" for job in jobs)
+    assert {job.draft.name for job in jobs} == {"none", "lookup", "window", "eagle3"}
+    assert {job.draft.name for job in jobs if job.draft.adaptive is False} == {"lookup", "window", "eagle3"}
+    assert [line for line in lines if line[0] == "-"][-1][2:] == ["large"]
+
+
+def test_the_figure_of_deterministic_formats_runs_each_format_in_four_ways(tmp_path: Path) -> None:
+    lines = recorded(tmp_path, "deterministic_formats", MODEL="dense", ROWS=8, FEW=2)
+    made = tmp_path / "out" / "made"
+    jobs = [compose(line[2:]) for line in lines if line[1] == "batchspec.run"]
+    assert all(job.decode.deterministic and job.output.token_ids for job in jobs)
+    formats = {(str(job.model.path), job.cache.dtype) for job in jobs}
+    assert {Path(path).name for path, kv in formats if kv == "auto"} == {
+        "fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss_mxfp4"
+    }
+    assert {path for path, kv in formats if kv == "fp8"} == {"dense", str(made / "fp8_channel"), str(made / "gpt_oss_mxfp4")}
+    for path, kv in formats:
+        own = [job for job in jobs if (str(job.model.path), job.cache.dtype) == (path, kv)]
+        assert {job.draft.name for job in own} == {"none", "eagle3", "lookup"}
+        assert {(job.input.limit, job.packing.max_num_seqs) for job in own} == {(8, 64), (2, 1), (8, 8)}
+    assert len(next(line for line in lines if line[0] == "-")[2:]) == len(formats)
+
+
+def row(row_id: str, tokens: list[int], run_id: str = "a") -> dict[str, object]:
+    return {"request_id": row_id, "sample_index": 0, "token_ids": tokens, "perf": {"attempt": run_id}}
+
+
+def differences(out: Path, jobs: dict[str, list[dict[str, object]]]) -> subprocess.CompletedProcess[str]:
+    """The comparison of figures.sh by itself, of jobs with these rows."""
+    for name, rows in jobs.items():
+        (out / name / "data").mkdir(parents=True)
+        pl.DataFrame(rows).write_parquet(out / name / "data" / "part-00000.parquet")
+    function = f"source <(sed -n '/^differences()/,/^}}/p' {SCRIPTS['figures.sh']})"
+    own = f"{function}; python={sys.executable} out={out} differences plain"
+    return subprocess.run(["bash", "-c", own], capture_output=True, text=True, check=False)
+
+
+def test_rows_whose_tokens_differ_are_counted_and_are_no_success(tmp_path: Path) -> None:
+    plain = [row("a", [1, 2]), row("b", [3]), row("c", [4])]
+    alike = differences(tmp_path / "one", {"plain": plain, "plain-few": [row("b", [3], "x"), row("a", [1, 2], "y")]})
+    assert (alike.returncode, alike.stdout) == (0, "plain-few: 2 of 3 rows, 3 tokens, 2 runs, 0 rows differ\n")
+    other = [row("a", [1, 2]), row("b", [9]), row("d", [4])]  # another token, and a row that the first job has not
+    found = differences(tmp_path / "two", {"plain": plain, "plain-other": other})
+    assert found.returncode == 1
+    assert "2 rows differ" in found.stdout
+
+
+def test_an_unknown_figure_is_no_success(tmp_path: Path) -> None:
+    done = script("figures.sh", tmp_path / "out", "floor", "nonsense")
+    assert done.returncode == 2
+    assert "no section nonsense" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("figures.sh", []), ("figures.sh", ["out"]), ("train_head.sh", []), ("train_head.sh", ["x"])]
+)
+def test_a_script_without_its_arguments_names_them(name: str, words: list[str]) -> None:
+    done = script(name, *words)
+    assert done.returncode != 0
+    assert ("WORK" if name == "train_head.sh" else "SECTION...") in done.stderr

@@ -1,0 +1,97 @@
+"""A process in which something goes wrong: `python -m tests.distributed.rank_faults SEAT NUMBER` in place of a worker, or
+`python -m tests.distributed.rank_faults SEAT [PIPE]` with WARM in the environment in place of a rank of a warm engine.
+
+The environment says what: FAULT is KIND RANK STEP. From that step of that rank's on, or from that tensor on while it loads,
+
+    diverge   a weight is another one
+    oom       memory runs out
+    hang      a step never ends
+    poison    the process dies when it prefills a prompt that begins with token STEP
+    device    the rank has another one
+    files     the model's files are replaced before the rank reads them
+    load      the tensor is never read
+    stop      no thread of the process runs, while it loads
+    slow      as stop, and the other ranks load slowly: they do not wait for this one yet
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from torch import Tensor
+
+from batchspec.cli import guarded
+from batchspec.cluster import worker
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.executor import Executor
+from batchspec.engine.step import ScheduledStep
+from batchspec.job.runner import follower
+from batchspec.job.supervise.leave import leave
+from batchspec.model.weights import Checkpoint
+from batchspec.warm import rank_process
+from tests.helpers.runs import put
+
+KIND, RANK, STEP = os.environ["FAULT"].split()
+
+
+def make_faulty() -> None:
+    build, execute, count = Engine.__init__, Executor.execute, [0]
+    engines: list[Engine] = []
+
+    def built(self: Engine, *rest: object, **named: object) -> None:
+        build(self, *rest, **named)  # type: ignore[arg-type]
+        engines.append(self)
+
+    def executed(self: Executor, step: ScheduledStep) -> None:
+        count[0] += step.round is not None
+        if KIND == "poison":
+            if any(int(refill.request.prompt_ids[0]) == int(STEP) for refill in step.refills):
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif count[0] == int(STEP):
+            count[0] += 1
+            if KIND == "oom":
+                raise RuntimeError("CUDA out of memory. Tried to allocate 20 GiB")
+            if KIND == "hang":
+                time.sleep(3600)
+            if KIND == "diverge":
+                engines[-1].target._norm[0] += 1e-6
+        execute(self, step)
+
+    if KIND in ("load", "stop", "slow"):
+        before_tensors(lambda number: hang() if number == int(STEP) else None)
+    if KIND == "device":
+        put(follower, "device_facts", lambda _: "NVIDIA H100")
+    if KIND == "files":
+        put(follower, "weight_files", lambda _: SimpleNamespace(state="other"))
+    Engine.__init__, Executor.execute = built, executed  # type: ignore[method-assign]
+
+
+def before_tensors(act: Callable[[int], None]) -> None:
+    """Call `act` with a tensor's number before that is read."""
+    stored, count = Checkpoint.stored, [0]
+
+    def patched(self: Checkpoint, name: str) -> Tensor:
+        count[0] += 1
+        act(count[0])
+        return stored(self, name)
+
+    Checkpoint.stored = patched  # type: ignore[method-assign]
+
+
+def hang() -> None:
+    if KIND == "load":
+        time.sleep(3600)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == RANK:
+        make_faulty()
+    elif KIND == "slow":
+        before_tensors(lambda _: time.sleep(1))
+    leave(guarded(rank_process.main if "WARM" in os.environ else worker.main))

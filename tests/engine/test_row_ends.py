@@ -1,0 +1,114 @@
+"""The end of a row: what leaves its slot, what waits, and whose completion comes first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.row_ends import Ended, RowEnds
+from batchspec.engine.slots.slot_table import SlotTable
+from batchspec.kernels.rounds.accept import FAILED, FULL, HELD, STOPPED
+from batchspec.records import Completion, Ids, RowError
+from tests.helpers.engines import request
+from tests.helpers.io_samples import completion
+
+BAD = RowError(code="bad", stage="decode", message="no", retryable=False)
+
+
+class Allocator:
+    """Notes what is released, and whether the device has ended it already."""
+
+    def __init__(self) -> None:
+        self.slots, self.pools = SlotTable(2, 20, 0), self
+        self.released: list[bool] = []
+        self.forgotten: list[tuple[bytes, ...]] = []
+
+    def release(self, state: RequestState, *, on_device: bool = False) -> None:
+        self.released.append(on_device)
+        self.slots.clear(state, on_device=on_device)
+
+    def forget_prefix(self, hashes: tuple[bytes, ...]) -> None:
+        self.forgotten.append(tuple(hashes))
+
+
+class Features:
+    """`waiting` are not ready; `examined` says what an examination finds."""
+
+    def __init__(self, examined: str | None = None) -> None:
+        self.waiting, self.examined = set[RequestState](), examined
+
+    def ready(self, state: RequestState) -> bool:
+        return state not in self.waiting
+
+    def examine(self, state: RequestState) -> None:
+        state.finish_reason = self.examined
+
+    def finish(self, state: RequestState, done: Completion) -> Completion:
+        return done
+
+
+class Ends:
+    def __init__(self, examined: str | None = None) -> None:
+        self.allocator, self.features = Allocator(), Features(examined)
+        self.ended, self.finished = list[Ended](), list[tuple[Ids, Ids]]()
+        given: Any = (self.allocator, self.features)
+        self.ends = RowEnds(*given, ended=self.ended, finished=self.finished, complete=_complete)
+
+    def row(self, *, in_slot: bool = True) -> RequestState:
+        state = RequestState(request=request(len(self.ended), [1, 2, 3], cap=4), draft_len=0)
+        state.prefix_hashes, state.tokens = [b"a", b"b"], [7]
+        if in_slot:
+            self.allocator.slots.fill([state], self.allocator.slots.free()[:1], 0)
+        return state
+
+
+def _complete(state: RequestState, *, slot: int, now: float) -> Completion:
+    nothing: dict[str, Any] = {"prompt_ids": None, "token_ids": None, "error": BAD, "status": "error"}
+    return completion(state.request.row_index, **(nothing if state.finish_reason == "error" else {}))
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason", "on_device"),
+    [(STOPPED, "stop", True), (FULL, "length", True), (FAILED, "error", True), (HELD, "stop", False), (0, "stop", False)],
+)
+def test_a_row_leaves_its_slot_and_the_device_is_told_unless_it_ended_the_row(finish: int, reason: str, on_device: bool) -> None:
+    own = Ends()
+    state = own.row()
+    if finish in (HELD, 0):  # a feature has ended it
+        state.finish_reason = "stop"
+    own.ends.end(state, finish, 2.5)
+    assert (state.finish_reason, own.allocator.released, state.slot) == (reason, [on_device], -1)
+    assert [(one.slot, one.now) for one in own.ended] == [(0, 2.5)]
+    assert own.allocator.forgotten == ([(b"a", b"b")] if reason == "error" else [])
+    assert own.ends.outstanding
+
+
+@pytest.mark.parametrize("in_slot", [True, False])
+@pytest.mark.parametrize("examined", ["stop", None])
+def test_a_row_that_a_feature_fails_ends_with_its_reason_if_its_newest_tokens_end_it(in_slot: bool, examined: str | None) -> None:
+    own = Ends(examined)
+    state = own.row(in_slot=in_slot)
+    state.fail(BAD)
+    own.ends.fail(state)
+    assert (state.finish_reason, state.error) == (("stop", None) if examined else ("error", BAD))
+    assert own.allocator.released == [False] * in_slot
+    assert [one.slot for one in own.ended] == [0 if in_slot else -1]
+
+
+def test_a_row_is_completed_once_and_not_before_its_features_are_ready() -> None:
+    own = Ends()
+    late, early, bad = states = [own.row() for _ in range(2)] + [own.row(in_slot=False)]
+    own.features.waiting.add(late)
+    own.ends.end(late, STOPPED, 1.0)
+    own.ends.end(early, STOPPED, 1.0)
+    bad.fail(BAD)
+    own.ends.fail(bad)
+    assert [state for state, _ in own.ends.take()] == [early, bad]
+    assert len(own.finished) == 1, "a drafter learns nothing from an error"
+    assert (own.ends.take(), own.ends.outstanding) == ([], True)
+    own.features.waiting.clear()
+    assert [state for state, _ in own.ends.take()] == [late]
+    assert (own.ends.take(), own.ends.outstanding, len(own.finished)) == ([], False, 2)
+    assert len({id(state) for state in states}) == 3

@@ -1,0 +1,75 @@
+"""A small target with latent attention, and what may go wrong in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchspec.cache.kept import Kept
+from batchspec.model.layers.attention.rope import Rope, rope_of
+from batchspec.model.layers.attention.rope_config import RopeSpec
+from batchspec.model.layers.latent import attend
+from batchspec.model.layers.latent.attend import HeadSizes, LatentPlan, absorbed
+from batchspec.model.layers.latent.block import LatentSpec
+from batchspec.model.layers.layer import LayerSpec
+from batchspec.model.layers.passes import Pass
+from batchspec.model.spec import ModelSpec
+from batchspec.model.target import Target
+from tests.helpers.engines import tiny_spec
+from tests.helpers.recurrent import LoudNoise
+
+CPU = torch.device("cpu")
+SIZES = HeadSizes(key_dim=5, rope_dim=4, value_dim=3, latent_dim=7)
+
+
+def latent_spec(**changes: Any) -> ModelSpec:
+    """Three layers, the last one without q_a and with another rotation. Sizes that are no powers of two."""
+    plain = tiny_spec(**changes)
+    first = LatentSpec(
+        hidden_size=plain.hidden_size, eps=plain.rms_eps, inner_eps=1e-6, num_heads=4, sizes=SIZES, query_rank=6, scale=0.4,
+        rope=RopeSpec(type="default", theta=100.0, interleaved=True),
+    )
+    last = replace(first, query_rank=None, rope=RopeSpec(type="default", theta=50.0), bias=True)
+    mlps = plain.layers[0].mlps
+    return replace(plain, layers=tuple(LayerSpec(own, mlps) for own in (first, first, last)))
+
+
+@cache
+def latent_target(dtype: torch.dtype = torch.float64) -> Target:
+    spec = latent_spec()
+    return Target(spec, LoudNoise(spec, dtype=dtype, device=CPU), CPU)
+
+
+def _with_late_rotations_of_drafts(patch: pytest.MonkeyPatch) -> None:
+    """Rounds rotate queries and keys by the positions after their own."""
+
+    def late(spec: LatentSpec, pass_: Pass, kept: Kept) -> tuple[Rope, Tensor, LatentPlan]:
+        rope, slots, plan = _PREPARED(spec, pass_, kept)
+        if not pass_.batch.commits:
+            positions, frequencies = pass_.batch.positions + 1, pass_.tables[spec.rope, spec.sizes.rope_dim]
+            rope = rope_of(positions, frequencies, spec.rope, pass_.dtype)
+        return rope, slots, plan
+
+    patch.setattr(LatentSpec, "_prepared", late)
+
+
+def _with_the_matrix_of_another_head(patch: pytest.MonkeyPatch) -> None:
+    """In the absorbed form queries and results of a head are multiplied by the matrices of the next one."""
+
+    def other(q: Tensor, vectors: Tensor, mask: Tensor, kv_b: Tensor, sizes: HeadSizes, scale: float) -> Tensor:
+        return absorbed(q, vectors, mask, kv_b.roll(1, 0), sizes, scale)
+
+    patch.setattr(attend, "absorbed", other)
+
+
+_PREPARED = LatentSpec._prepared
+LATENT_FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "drafts are rotated by one position too many": _with_late_rotations_of_drafts,
+    "a head reads with the matrix of another": _with_the_matrix_of_another_head,
+}

@@ -1,0 +1,208 @@
+"""Latent attention: both of its forms, what it keeps, costs and refuses; GLM-4.7-Flash against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchspec.batch.flat_batch import FlatBatch
+from batchspec.config.schema import PackingConfig
+from batchspec.draft.weights import dummy_spec
+from batchspec.errors import CheckpointError, ConfigError
+from batchspec.model.families.shapes import COMMON, SHAPES, shape_spec
+from batchspec.model.layers.latent.attend import HeadSizes, LatentPlan, absorbed, expanded
+from batchspec.model.layers.latent.block import LatentSpec
+from batchspec.model.layers.latent.pages import LatentLayout
+from batchspec.model.lora_shape import LoraShape
+from batchspec.model.spec import load_spec, read_spec
+from batchspec.model.target import Target
+from batchspec.model.weights import DummyWeights, expected_shapes
+from batchspec.packing.cost import kv_read_bytes, num_multiplied
+from batchspec.packing.memory import pass_key_bytes, reserve_bytes
+from batchspec.packing.planner import Demand, choose_batch
+from tests.distributed.test_tensor_parallel import IDS, LONG, assert_like_one
+from tests.helpers.engines import one_pass
+from tests.helpers.latents import CPU, SIZES, latent_spec, latent_target
+from tests.helpers.models import make_checkpoint
+from tests.helpers.recurrent import LoudNoise
+from tests.model.test_target import Runner, assert_like_transformers, prompts
+from tests.packing.test_planner import SLOW, always
+
+SHAPE = SHAPES["glm-4.7-flash"]
+TINY: dict[str, Any] = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6, "v_head_dim": 14, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 22,
+    "n_shared_experts": 2, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7,
+}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "as published": {},
+    "without q_a, biases, halves, yarn": {
+        "q_lora_rank": None, "attention_bias": True, "rope_interleave": False, "rope_parameters": YARN,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+    },
+}
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "glm4_moe_lite", **{**TINY, **MODELS[name]})
+    assert load_spec(folder).unread == ()
+    assert_like_transformers(folder, dtype=torch.float64, experts_implementation="eager")
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tensors_are_those_that_transformers_saves(name: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    folder = make_checkpoint(tmp_path, "glm4_moe_lite", vocab=64, **{**TINY, **MODELS[name]})
+    saved = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert expected_shapes(load_spec(folder)) == saved
+
+
+def test_glm_4_7_flash_keeps_54_kilobytes_per_token_and_its_mtp_layer_is_not_read() -> None:
+    spec = shape_spec("glm-4.7-flash")
+    assert (spec.unread, spec.mtp, spec.num_mtp_layers) == ((), None, 1)
+    assert spec.ignores("model.layers.47.self_attn.kv_b_proj.weight")
+    assert sum(state.page_bytes for state in spec.layer_states(torch.bfloat16, 16, draft_len=0)) == 16 * 47 * 576 * 2
+    assert kv_read_bytes(spec, dtype=torch.bfloat16, rows=2, context_tokens=100, tokens_per_row=4) == 200 * 47 * 576 * 2
+    assert spec.weight_bytes(torch.bfloat16) == pytest.approx(59.9e9, rel=0.002)
+    assert num_multiplied(spec) == pytest.approx(3.6e9, rel=0.1)
+    ((label, said),) = spec.about(spec.computing(torch.bfloat16, draft_len=0))[0].model
+    assert (label, said.partition(",")[0]) == ("latents", "47 of the layers keep 54.1 kB per token")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_key_value_heads": 4}, "num_key_value_heads=4"), ({"head_dim": 128}, "head_dim=128"),
+        ({"qk_head_dim": 192}, "qk_head_dim=192"), ({"topk_method": "greedy"}, 'topk_method="greedy"'),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2"), ({"first_k_dense_replace": 3}, "first_k_dense_replace=3"),
+        ({"scoring_func": "softmax"}, 'scoring_func="softmax"'), ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types: 1 for 47 layers"),
+        ({"mlp_layer_types": ["linear"] * 47}, 'mlp_layer_types: ["linear"] not supported; dense and sparse are supported'),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is odd"), ({"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be"),
+        ({"use_qk_norm": True}, "use_qk_norm=true"), ({"quantization_config": {"quant_method": "awq2"}}, "awq2"),
+    ],
+)
+def test_what_it_does_not_compute_is_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        read_spec({**COMMON, **SHAPE, **changes}, "config.json")
+    assert named in str(refused.value)
+
+
+def test_trees_gpus_adapters_and_fp8_are_refused_in_one_line() -> None:
+    spec = latent_spec()
+    with pytest.raises(ConfigError, match="llama has latent attention, for which there are no GPU kernels yet; set device"):
+        spec.on(torch.device("cuda"), torch.bfloat16)
+    with pytest.raises(ConfigError, match="not merged: llama has latent attention, whose kv_b_proj has no adapters of"):
+        spec.with_lora(LoraShape(1, ()))
+    with pytest.raises(ConfigError, match="FP8 K/V: layers of llama keep something else than K and V in pages"):
+        spec.with_fp8_kv()
+    with pytest.raises(ConfigError, match="draft heads: llama has no layer of attention with K/V heads"):
+        dummy_spec(spec)
+    assert spec.refuses("tree") == "has latent attention, which verifies chains of drafts only"
+    assert {spec.refuses("self_draft"), spec.refuses("drafter")} == {None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_both_forms_compute_the_same(dtype: torch.dtype) -> None:
+    noise = torch.Generator().manual_seed(0)
+    q, vectors, kv_b = (
+        torch.randn(shape, generator=noise, dtype=torch.float64).to(dtype) for shape in ((6, 4, 9), (11, 11), (4, 8, 7))
+    )
+    mask = torch.zeros(6, 11, dtype=dtype).masked_fill_(torch.arange(11) > torch.arange(5, 11)[:, None], float("-inf"))
+    found = [form(q, vectors, mask, kv_b, SIZES, 0.4) for form in (expanded, absorbed)]
+    heads = torch.einsum("kr,hnr->hkn", vectors[:, :7].double(), kv_b.double())
+    keys = torch.cat((heads[..., :5], vectors[:, 7:].double().expand(4, -1, -1)), -1)
+    scores = torch.einsum("qhd,hkd->hqk", q.double(), keys) * 0.4 + mask
+    expected = torch.einsum("hqk,hkv->qhv", scores.softmax(-1), heads[..., 5:])
+    limit = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
+    for own in found:
+        torch.testing.assert_close(own.double(), expected, atol=limit, rtol=limit)
+
+
+def test_rounds_are_absorbed_and_prefills_expanded() -> None:
+    sizes = HeadSizes(key_dim=192, rope_dim=64, value_dim=256, latent_dim=512)
+    assert [sizes.absorbs(num_q, 4000) for num_q in (1, 8, 300, 500, 4000)] == [True, True, True, False, False]
+    assert not sizes.absorbs(8, 8)
+
+
+def flat(num_q: int, num_keys: int, page_size: int = 4) -> FlatBatch:
+    """The last tokens of one row, whose pages are in descending order."""
+    pages = torch.arange(-(-num_keys // page_size), 0, -1, dtype=torch.int32)[None]
+    positions = torch.arange(num_keys - num_q, num_keys)
+    return FlatBatch(
+        token_ids=torch.zeros(num_q, dtype=torch.int32), row_ids=torch.zeros(num_q, dtype=torch.int32), positions=positions,
+        slot_mapping=pages[0, positions // page_size].long() * page_size + positions % page_size,
+        cu_seqlens_q=torch.tensor([0, num_q], dtype=torch.int32), kv_len=torch.tensor([num_keys], dtype=torch.int32),
+        page_table=pages, max_q=num_q, max_kv=num_keys,
+    )
+
+
+@pytest.mark.parametrize("num_q", [1, 3, 10])
+def test_only_queries_that_read_a_key_that_is_not_finite_get_nan(num_q: int) -> None:
+    """In either form; a key beyond a window is not read."""
+    layout = LatentLayout(dtype=torch.float64, size=11, page_size=4)
+    pages = layout.open(layout.allocate(1, 4, CPU)[0], None)
+    noise = torch.Generator().manual_seed(0)
+    vectors = torch.randn(12, 11, generator=noise, dtype=torch.float64)
+    vectors[9, 3] = float("inf")
+    pages.write(vectors, flat(12, 12).slot_mapping)
+    q, kv_b = (torch.randn(shape, generator=noise, dtype=torch.float64) for shape in ((num_q, 4, 9), (4, 8, 7)))
+    for window, sink in ((None, 0), (2, 1)):
+        plan = LatentPlan(flat(num_q, 12), layout, window=window, sink=sink)
+        read = [p >= 9 and (window is None or p - window < 9) for p in range(12 - num_q, 12)]
+        assert plan.attend(q, pages, kv_b, SIZES, 0.4).isnan().all((1, 2)).tolist() == read
+
+
+def test_a_pass_that_computes_only_ends_leaves_the_same_latents() -> None:
+    ids = prompts([9, 1, 20], 31)
+    whole, ends = Runner.start(latent_target(), 3), Runner.start(latent_target(), 3)
+    expected, found = whole.feed(ids, (1,)), ends.feed(ids, (1,), ends_only=True)
+    torch.testing.assert_close(found[0], [own[-1:] for own in expected[0]], atol=1e-12, rtol=0)
+    torch.testing.assert_close(found[1], expected[1], atol=1e-12, rtol=0)
+    torch.testing.assert_close(ends.cache.target_pages, whole.cache.target_pages, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_divide_the_heads_and_each_keeps_whole_vectors(ranks: int) -> None:
+    spec = latent_spec()
+    assert_like_one(spec, ranks, IDS)
+    assert_like_one(spec, ranks, LONG, ends_only=True)
+
+
+def test_the_weights_of_a_loaded_model_are_replaced_in_place() -> None:
+    spec, ids = latent_spec(), [3, 1, 4, 1, 5, 9]
+    target, other = (Target(spec, kind(spec, dtype=torch.float64, device=CPU), CPU) for kind in (LoudNoise, DummyWeights))
+    expected = one_pass(other, ids)[0]
+    assert not torch.allclose(one_pass(target, ids)[0], expected, atol=0.1)
+    target.rewrite(DummyWeights(spec, dtype=torch.float64, device=CPU))
+    torch.testing.assert_close(one_pass(target, ids)[0], expected, atol=0, rtol=0)
+
+
+def test_the_keys_and_values_that_a_prefill_makes_of_latents_are_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one row at a time: 20 heads of GLM-4.7-Flash make 192 + 256 numbers of a latent, and keys of 256 are put together."""
+    glm, a_key = shape_spec("glm-4.7-flash"), 2 * (2 * 576 + 20 * (192 + 256) + 20 * 256)
+    none: dict[str, Any] = {"dtype": torch.bfloat16, "slots": 0, "num_buckets": 0, "num_verified": 3, "prefill_tokens": 0}
+    assert reserve_bytes(glm, **none, max_len=3000) - reserve_bytes(glm, **none, max_len=1000) == 2000 * a_key
+    spec, demand = latent_spec(), Demand(num_completions=40, prompt_tokens=900, output_tokens=90, max_tokens=1000)
+    made = pass_key_bytes(spec, torch.float32, 1000)
+
+    def pages(free_bytes: int) -> int:
+        return choose_batch(
+            PackingConfig(), spec, SLOW, demand, device=CPU, dtype=torch.float32, drafts=always(3), free_bytes=free_bytes
+        ).num_pages
+
+    before = pages(made + 10**6)
+    assert made > 10**5
+    monkeypatch.setattr(LatentSpec, "row_bytes_of_pass", lambda spec, run, num_keys: 0)
+    assert pages(10**6) == before < pages(made + 10**6)
