@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -28,15 +26,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(TABLE)}; by default all")
     parser.add_argument("--only", default="", metavar="WORDS", help="shapes that have all these words, as the table prints them")
     parser.add_argument("--sweep", action="store_true", help="time other tiles too, and print the fastest")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no shape after this time")
-    parser.add_argument("--out", type=Path, help="append each timing as a line of JSON to this file")
     parser.add_argument("--ranks", type=int, help=f"time exchanges between so many GPUs: {', '.join(NAMES)}")
     args = parser.parse_args(argv)
     known = NAMES if args.ranks else tuple(TABLE)
     if unknown := [name for name in args.names if name not in known]:
         parser.error(f"no benchmark {', '.join(unknown)}; choose from {', '.join(known)}")
-    if args.ranks and (args.sweep or args.seconds < float("inf")):
-        parser.error("--ranks times exchanges, to which --sweep and --seconds do not apply")
+    if args.ranks and args.sweep:
+        parser.error("--ranks times exchanges, to which --sweep does not apply")
     return args
 
 
@@ -46,10 +42,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"this machine has {torch.cuda.device_count()} GPUs; {args.ranks or 1} needed")
         return 2
     if args.ranks:
-        start_ranks(args.ranks, time_exchanges, args.names, args.only, args.out)
+        start_ranks(args.ranks, time_exchanges, args.names, args.only)
         return 0
     device = torch.device("cuda")
-    runner = Runner(GraphClock(device), device, sweep=args.sweep, out=args.out, deadline=time.monotonic() + args.seconds)
+    runner = Runner(GraphClock(device), device, sweep=args.sweep)
     runner.run_all([TABLE[name] for name in args.names or TABLE], args.only)
     return 0
 

@@ -14,14 +14,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from batchspec.kernels.attention.merge_states import partials_of
-from batchspec.kernels.attention.ordered_attention import ordered_attention
-from batchspec.kernels.attention.ordered_prefill import ordered_prefill, ordered_prefill_reference
-from batchspec.kernels.attention.ragged_prefill import ragged_prefill, ragged_prefill_reference
-from batchspec.kernels.attention.settings import Config, ordered_work_shape, work_shape
+from batchspec.kernels.attention.settings import Config, work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.verify_attention import verify_attention, verify_attention_reference
 from batchspec.kernels.attention.work_list import SharedPrefixes, WorkShape
@@ -176,39 +172,6 @@ def prefix_case(model: str, rows: int, keys: int, queries: int, prefix: int, sam
     )
 
 
-def ordered_case(rows: int, queries: int, keys: int) -> Case:
-    """Heads of an 8B, compared with `verify_attention`."""
-    batch = Batch.of("8b", [keys] * rows, queries, "bf16")
-    shape = ordered_work_shape(**batch.sizes, num_sms=card_of(batch.q.device).num_sms)
-    return Case(
-        calls=batch.calls(shape, attend=ordered_attention), reference=batch.reference,
-        compare={"verify_attention": batch.calls(batch.work_shape())}, num_bytes=batch.num_bytes(rows * keys),
-    )
-
-
-def ordered_prefill_case(length: int, heads: int, kv_heads: int, dim: int) -> Case:
-    pages = triton.cdiv(length, PAGE_SIZE)
-    kv, q = noise(2, pages, PAGE_SIZE, kv_heads, dim), noise(length, heads, dim)
-    bounds = torch.tensor([0, length], dtype=torch.int32)
-    given = (q, kv, torch.randperm(pages).int().view(1, pages), torch.arange(length), bounds, bounds[1:].clone())
-    out, expected, scale = unwritten(q), unwritten(q), dim**-0.5
-    return Case(
-        calls=[into(out, partial(ordered_prefill, *given, scale=scale, max_q=length, max_kv=length, out=out))],
-        reference=into(expected, partial(ordered_prefill_reference, *given, scale=scale, out=expected)),
-        num_bytes=2 * q.nbytes + kv.nbytes, flop=2.0 * length * length * heads * dim,
-    )
-
-
-def ragged_prefill_case(length: int, heads: int, kv_heads: int, dim: int) -> Case:
-    q, (k, v), bounds = noise(length, heads, dim), noise(2, length, kv_heads, dim), torch.tensor([0, length], dtype=torch.int32)
-    out, expected, given = unwritten(q), unwritten(q), (q, k, v, bounds, bounds)
-    return Case(
-        calls=[into(out, partial(ragged_prefill, *given, scale=dim**-0.5, max_q=length, out=out))],
-        reference=into(expected, partial(ragged_prefill_reference, *given, scale=dim**-0.5, out=expected)),
-        num_bytes=2 * q.nbytes + 2 * k.nbytes, flop=2.0 * length * length * heads * dim,
-    )
-
-
 ROUNDS = (
     *(("8b", 64, 8448, queries) for queries in (1, 2, 4, 6, 8)), ("8b", 16, 8448, 1), ("8b", 16, 8448, 4),
     *(("8b", 4, 8448, queries) for queries in (1, 4, 8)), ("8b", 256, 1024, 1), ("8b", 256, 1024, 2),
@@ -232,17 +195,5 @@ ATTENTION = (
     Benchmark(
         "shared_prefixes", prefix_case, "model rows keys queries prefix samples kv",
         tuple((*shape, kv) for kv in ("bf16", "fp8") for shape in PREFIXES), ("135m", 4, 50, 2, 32, 2, "bf16"),
-    ),
-    Benchmark(
-        "ordered_attention", ordered_case, "rows queries keys",
-        ((64, 1, 8448), (64, 4, 8448), (256, 1, 1280), (256, 4, 1280), (4, 4, 8448)), (2, 1, 40),
-    ),
-    Benchmark(
-        "ordered_prefill", ordered_prefill_case, "length heads kv_heads dim",
-        ((2048, 32, 8, 128), (8192, 32, 8, 128), (512, 9, 3, 64)), (40, 4, 2, 64),
-    ),
-    Benchmark(
-        "ragged_prefill", ragged_prefill_case, "length heads kv_heads dim",
-        ((2048, 32, 4, 512), (8192, 32, 4, 512), (8192, 16, 2, 512)), (40, 4, 2, 64),
     ),
 )

@@ -9,7 +9,6 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,10 +22,8 @@ from batchspec.kernels.common.graph_clock import Call
 from batchspec.kernels.distributed.exchange import best_of_ranks, gather, sum_of_ranks
 from batchspec.kernels.distributed.head_norms import head_norms
 from batchspec.kernels.distributed.peer_memory import PeerMemory, connect
-from batchspec.kernels.distributed.reduce_norm import reduce, reduce_norm, reduce_norm_fp8
-from batchspec.kernels.gemm.fp8_tokens import Fp8Form
+from batchspec.kernels.distributed.reduce_norm import reduce, reduce_norm
 from batchspec.kernels.norm_rope.norm import add_norm
-from batchspec.kernels.norm_rope.norm_fp8 import norm_fp8
 
 ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "GLOO_SOCKET_IFNAME": "lo"}
 SIZES_KB = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -34,7 +31,7 @@ BUFFER_BYTES = 1 << 23
 WIDTH, EPS, FEW = 8192, 1e-5, 256
 CALLS = 40
 """Of a graph."""
-NAMES = ("reduce", "reduce_norm", "reduce_norm_fp8", "few_numbers", "head_norms")
+NAMES = ("reduce", "reduce_norm", "few_numbers", "head_norms")
 
 
 class RanksClock:
@@ -63,7 +60,6 @@ class RanksClock:
 
 def exchanges(peers: PeerMemory, library: dist.ProcessGroup | None) -> dict[str, Benchmark]:
     """The table. library: the group of NCCL; None: it is not timed."""
-    form = Fp8Form(whole=False)
 
     def case(call: Call, num_bytes: int = 0, **compare: Call | None) -> Case:
         ways = {name: [way] for name, way in compare.items() if way is not None}
@@ -94,13 +90,6 @@ def exchanges(peers: PeerMemory, library: dist.ProcessGroup | None) -> dict[str,
             fused, x.nbytes, two_shot=partial(fused, two_shot=True), nccl_and_norm=after(all_reduce(x), norm), norm_alone=norm
         )
 
-    def fp8_norms(kilobytes: int) -> Case:
-        x, residual, out = torch.zeros(3, kilobytes * 1024 // (2 * WIDTH), WIDTH, dtype=torch.bfloat16)
-        weight = torch.ones(WIDTH, dtype=torch.bfloat16)
-        fused = partial(reduce_norm_fp8, x, residual, weight, EPS, form, peers)
-        apart = after(partial(reduce, x, peers, out=out), partial(norm_fp8, out, residual, weight, EPS, form))
-        return case(fused, x.nbytes, two_shot=partial(fused, two_shot=True), two_launches=apart)
-
     def few(what: str) -> Case:
         """256 numbers in fp32."""
         x, ids, every = torch.zeros(FEW), torch.zeros(FEW, dtype=torch.int32), torch.zeros(peers.ranks, FEW)
@@ -117,7 +106,7 @@ def exchanges(peers: PeerMemory, library: dist.ProcessGroup | None) -> dict[str,
 
     sizes = tuple((kilobytes,) for kilobytes in SIZES_KB)
     rows: tuple[tuple[Callable[..., Case], str, tuple[tuple[Any, ...], ...], tuple[Any, ...]], ...] = (
-        (sums, "kilobytes", sizes, (16,)), (norms, "kilobytes", sizes, (16,)), (fp8_norms, "kilobytes", sizes, (16,)),
+        (sums, "kilobytes", sizes, (16,)), (norms, "kilobytes", sizes, (16,)),
         (few, "what", (("best",), ("gather",), ("sum",)), ("gather",)), (heads, "rows", ((64,),), (2,)),
     )
     return {name: Benchmark(name, *row) for name, row in zip(NAMES, rows, strict=True)}
@@ -140,11 +129,11 @@ def _joined(rank: int, ranks: int, folder: str, one_gpu: bool, work: Callable[..
     dist.destroy_process_group()
 
 
-def time_exchanges(device: torch.device, group: dist.ProcessGroup, names: Sequence[str], words: str, out: Path | None) -> None:
+def time_exchanges(device: torch.device, group: dist.ProcessGroup, names: Sequence[str], words: str) -> None:
     """Time these exchanges, by default all; rank 0 prints."""
     peers, first = connect(BUFFER_BYTES, device, group, limit_s=60), dist.get_rank() == 0
     table = exchanges(peers, dist.new_group(backend="nccl"))
-    runner = Runner(RanksClock(), device, out=out if first else None, show=print_now if first else _nothing)
+    runner = Runner(RanksClock(), device, show=print_now if first else _nothing)
     runner.run_all([table[name] for name in names or table], words)
 
 

@@ -14,11 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from batchspec.kernels.benchmarks.case import Benchmark, Case, copies, into, noise, unwritten
-from batchspec.kernels.common.graph_clock import Call
-from batchspec.kernels.gated_delta.convolve import convolve, convolve_reference
 from batchspec.kernels.gated_delta.delta_chunks import delta_chunks, delta_chunks_reference
 from batchspec.kernels.gated_delta.delta_steps import delta_steps, delta_steps_reference
-from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState, DeltaWeights, split_columns
+from batchspec.kernels.gated_delta.layout import DeltaBatch, DeltaInputs, DeltaState
 
 KEY_HEADS, DIM, RING = 16, 128, 8
 MOST_TOKENS = 64
@@ -76,36 +74,10 @@ def chunks_case(rows: int, per_row: int, heads: int) -> Case:
     return recurrence(delta_chunks, delta_chunks_reference, states if len(inputs.v) <= MOST_COPIED else states[:1], inputs, batch)
 
 
-def convolve_case(rows: int, per_row: int, heads: int, keeps: bool) -> Case:
-    """keeps: the inputs of the next round's replay are written, as in a round."""
-    channels, tokens = (2 * KEY_HEADS + heads) * DIM, rows * per_row
-    layer = DeltaWeights(conv=noise(channels, 4), a_log=torch.zeros(heads), dt_bias=torch.zeros(heads))
-    rest = (noise(tokens, 2 * heads), layer, split_columns(KEY_HEADS, heads, DIM, DIM))
-    state, batch = state_of(rows, heads, folded=16), rows_of(rows, per_row, first=16)
-    make = partial(noise, tokens, channels + heads * DIM)
-    inputs = copies(make) if tokens <= MOST_COPIED else [make()]
-
-    def call(run: Any, x: torch.Tensor) -> Call:
-        return lambda: run(x, *rest, state, batch, keeps_inputs=keeps).v
-
-    return Case(
-        calls=[call(convolve, x) for x in inputs], reference=call(convolve_reference, inputs[0]),
-        num_bytes=4 * tokens * channels,
-    )
-
-
 HEADS = (32, 48)
 PROMPTS = ((1, 8192), (8, 1024), (64, 8192))
 
 GATED_DELTA = (
-    Benchmark(
-        "convolve", convolve_case, "rows per_row heads keeps",
-        (
-            *((rows, 4, heads, True) for rows, heads in product((64, 128, 256), HEADS)),
-            *((*prompts, heads, False) for prompts, heads in product(PROMPTS, HEADS)),
-        ),
-        (1, 2, 16, True),
-    ),
     Benchmark(
         "delta_steps", steps_case, "rows heads drafts replayed dtype",
         tuple(

@@ -1,4 +1,4 @@
-"""Products with weights of dense layers: FP8, four bits, one order of sums, LoRA. Bytes are those of the weights.
+"""Products with weights of dense layers: FP8, four bits, one order of sums. Bytes are those of the weights.
 
 `four_bit_forward` is all products of a model's layers in one call, each with a weight of its own.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.case import FP8_FLOP_S, Benchmark, Case, Ways, copies, into, noise
+from batchspec.kernels.benchmarks.case import FP8_FLOP_S, Benchmark, Case, copies, noise
 from batchspec.kernels.common.card import card_of
 from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.common.four_bit import FourBitWeight
@@ -28,10 +28,6 @@ from batchspec.kernels.gemm.ordered import ordered_linear, ordered_swiglu
 from batchspec.kernels.gemm.ordered_tiles import GATED, PLAIN, ordered_tile, segments_of
 from batchspec.kernels.gemm.scaled_mm import library_scales, scaled_mm
 from batchspec.kernels.gemm.tiles import Tile
-from batchspec.kernels.lora.lora_expand import lora_expand, lora_expand_reference
-from batchspec.kernels.lora.lora_shrink import MOST_SPLITS, lora_shrink, lora_shrink_reference
-from batchspec.kernels.lora.lora_tokens import BLOCKS as LORA_BLOCKS
-from batchspec.kernels.lora.lora_tokens import LoraTokens, lora_tokens
 
 # Rows of W and K, of qkv, o, gate and up, down.
 LLAMA8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -57,14 +53,6 @@ GATED_BLOCKS = (
 """Blocks of tiles of `ordered` with the same bits: block_m, block_n, block_k, stages, warps."""
 MIN_SEGMENT = 512
 MOST_PROGRAMS = 1024
-
-LORA_SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
-    "qkv": ((4096, 1024, 1024), 4096), "o": ((4096,), 4096), "gate_up": ((14336, 14336), 4096), "down": ((4096,), 14336),
-    "tiny": ((32, 16), 64),
-}
-"""For each product: rows of its parts, and K; `tiny` is for tests."""
-LORA_ROWS, LORA_ADAPTERS = 256, 16
-
 
 def fp8_case(rows: int, k: int, scales: str, tokens: int) -> Case:
     """scales: of `blocks` of 128 x 128 or of `rows`."""
@@ -180,53 +168,10 @@ def ordered_tiles(tokens: int, n: int, k: int, segments: int, *, gated: bool) ->
     return found
 
 
-def lora_list(per_row: int, block: int | None = None) -> LoraTokens:
-    """The tokens of all rows by adapter: every row has an adapter, and each adapter equally many rows."""
-    ids = (torch.arange(LORA_ROWS) % LORA_ADAPTERS + 1).repeat_interleave(per_row)
-    return lora_tokens(ids.int(), LORA_ADAPTERS, block)
-
-
-def lora_shrink_case(name: str, rank: int, per_row: int) -> Case:
-    """`--sweep`: other splits of K and tiles of tokens."""
-    (parts, k), tokens, scales = LORA_SHAPES[name], lora_list(per_row), torch.ones(LORA_ADAPTERS, len(LORA_SHAPES[name][0]))
-    pairs = copies(lambda: (noise(LORA_ROWS * per_row, k), noise(LORA_ADAPTERS, len(parts), rank, k, scale=k**-0.5)))
-    x, a = pairs[0]
-
-    def calls(tokens: LoraTokens, splits: int | None = None) -> list[Call]:
-        return [partial(lora_shrink, x, a, scales, tokens, splits=splits) for x, a in pairs]
-
-    def settings() -> Ways:
-        numbers = [1 << i for i in range(MOST_SPLITS.bit_length())]
-        return {
-            f"tiles of {block}, {n} splits": calls(lora_list(per_row, block), n) for block, n in product(LORA_BLOCKS, numbers)
-        }
-
-    return Case(
-        calls=calls(tokens), reference=partial(lora_shrink_reference, x, a, scales, tokens), settings=settings,
-        num_bytes=x.nbytes + a.nbytes,
-    )
-
-
-def lora_expand_case(name: str, rank: int, per_row: int) -> Case:
-    """Adds to the base product, which is 0 here before the first call."""
-    parts, tokens = LORA_SHAPES[name][0], lora_list(per_row)
-    scales, rows = torch.ones(LORA_ADAPTERS, len(parts)), sum(parts)
-    x, a = noise(LORA_ROWS * per_row, 256), noise(LORA_ADAPTERS, len(parts), rank, 256, scale=1 / 16)
-    h, outs = lora_shrink(x, a, scales, tokens), copies(lambda: torch.zeros(LORA_ROWS * per_row, rows, dtype=torch.bfloat16))
-    bs, expected = copies(lambda: noise(LORA_ADAPTERS, rows, rank, scale=rank**-0.5)), torch.zeros_like(outs[0])
-    rest = (scales, tokens)
-    return Case(
-        calls=[into(out, partial(lora_expand, h, b, *rest, part_rows=parts, out=out)) for b, out in zip(bs, outs, strict=True)],
-        reference=into(expected, partial(lora_expand_reference, h, bs[0], *rest, part_rows=parts, out=expected)),
-        num_bytes=bs[0].nbytes + 2 * expected.nbytes,
-    )
-
-
 ORDERED = (
     *(("swiglu" if shape == (28672, 4096) else "linear", *shape) for shape in LLAMA8B),
     ("linear", 960, 576), ("linear", 576, 576), ("swiglu", 3072, 576), ("linear", 576, 1536),
 )
-LORA = tuple(product(("qkv", "o", "gate_up", "down"), (16, 32, 64), (1, 4)))
 
 PRODUCTS = (
     Benchmark(
@@ -254,6 +199,4 @@ PRODUCTS = (
         "ordered", ordered_case, "op rows k tokens",
         tuple((*shape, tokens) for shape in ORDERED for tokens in (16, 64, 128, 256, 512, 1024, 8192)), ("swiglu", 128, 256, 3),
     ),
-    Benchmark("lora_shrink", lora_shrink_case, "product rank per_row", LORA, ("tiny", 16, 1)),
-    Benchmark("lora_expand", lora_expand_case, "product rank per_row", LORA, ("tiny", 16, 1)),
 )

@@ -7,14 +7,11 @@ copy" is the share of the bandwidth of a copy, measured at the start; "of limit"
 
 from __future__ import annotations
 
-import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -49,10 +46,6 @@ class Runner:
     device: torch.device
     sweep: bool = False
     """Time the settings too."""
-    out: Path | None = None
-    """Each timing is appended to this file as a line of JSON."""
-    deadline: float = float("inf")
-    """No case begins after this time of `time.monotonic`."""
     show: Callable[[str], None] = print_now
     copy_gb_s: float = float("nan")
 
@@ -77,9 +70,6 @@ class Runner:
     def run(self, benchmark: Benchmark, shape: tuple[Any, ...]) -> None:
         """Print the lines of one case; an error becomes one line."""
         label = f"{benchmark.name} {benchmark.labelled(shape)}"
-        if time.monotonic() > self.deadline:
-            self.show(f"{label}: out of time")
-            return
         try:
             with torch.device(self.device):
                 self._run(label, benchmark.make(*shape))
@@ -96,8 +86,8 @@ class Runner:
         self._time(label, "", case, case.calls, expected)
         for way, calls in case.compare.items():
             self._time(label, way, case, calls, expected)
-        found = {way: self._time(label, way, case, calls, expected, show=False) for way, calls in settings.items()}
-        if timed := {way: us for way, us in found.items() if us is not None}:
+        times = {way: self._time(label, way, case, calls, expected, show=False) for way, calls in settings.items()}
+        if timed := {way: us for way, us in times.items() if us is not None}:
             best = min(timed, key=timed.__getitem__)
             self.show(self._line(f"  fastest of {len(timed)}: {best}", case, timed[best], None))
 
@@ -118,9 +108,6 @@ class Runner:
             return None
         if show:
             self.show(self._line(name, case, us, error))
-        if self.out is not None:
-            with open(self.out, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"case": label, "way": way, "us": us, "limit_us": case.limit_us, "error": error}) + "\n")
         return us
 
     def _line(self, name: str, case: Case, us: float, error: float | None) -> str:

@@ -6,9 +6,8 @@ from batchspec.kernels.benchmarks.attention import ATTENTION
 from batchspec.kernels.benchmarks.experts import EXPERTS
 from batchspec.kernels.benchmarks.gated_delta import GATED_DELTA
 from batchspec.kernels.benchmarks.products import PRODUCTS
-from batchspec.kernels.benchmarks.rows import ROWS
 from batchspec.kernels.benchmarks.sampling import SAMPLING
 
 TABLE = {
-    benchmark.name: benchmark for benchmark in (*SAMPLING, *ROWS, *PRODUCTS, *EXPERTS, *ATTENTION, *GATED_DELTA)
+    benchmark.name: benchmark for benchmark in (*SAMPLING, *PRODUCTS, *EXPERTS, *ATTENTION, *GATED_DELTA)
 }

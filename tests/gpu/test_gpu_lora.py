@@ -13,7 +13,6 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
 from batchspec.kernels.benchmarks.case import noise, relative_error
-from batchspec.kernels.benchmarks.products import LORA_SHAPES
 from batchspec.kernels.lora.lora_expand import lora_expand, lora_expand_reference
 from batchspec.kernels.lora.lora_shrink import lora_shrink, lora_shrink_reference
 from batchspec.kernels.lora.lora_tokens import BLOCKS, lora_tokens
@@ -22,7 +21,7 @@ from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from tests.gpu.test_gpu_engine import MAX_LEN, _Noise, requests, run, windowed_target
 from tests.helpers.engines import packed
-from tests.kernels.lora_cases import SPREADS, adapters_of, list_of
+from tests.kernels.lora_cases import PRODUCTS, SPREADS, adapters_of, list_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NUM_ADAPTERS = 3
@@ -72,9 +71,9 @@ def test_captured_rounds_of_mixed_adapters_have_the_tokens_of_the_cpu(kind: str)
 
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("rank", [16, 64])
-@pytest.mark.parametrize("name", LORA_SHAPES)
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_the_pair_equals_its_reference_in_bf16(name: str, rank: int, spread: str) -> None:
-    device, (part_rows, k) = torch.device("cuda"), LORA_SHAPES[name]
+    device, (part_rows, k) = torch.device("cuda"), PRODUCTS[name]
     for num_tokens in (1, 200, 1024):
         ids = adapters_of(num_tokens, 16, spread, device)
         if not bool(ids.any()):

@@ -7,6 +7,11 @@ from torch import Tensor
 
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 
+PRODUCTS: dict[str, tuple[tuple[int, ...], int]] = {
+    "qkv": ((4096, 1024, 1024), 4096), "o": ((4096,), 4096), "gate_up": ((14336, 14336), 4096), "down": ((4096,), 14336),
+    "tiny": ((32, 16), 64),
+}
+"""Products of an 8B, and small ones: rows of their parts, and K."""
 SPREADS = ["mixed", "one adapter", "few tokens have one", "none has one"]
 
 

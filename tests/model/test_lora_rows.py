@@ -28,7 +28,6 @@ from batchspec.config.decode_schema import DecodeConfig
 from batchspec.engine.slots import expected_pages
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.job.prepare import open_model
-from batchspec.kernels.benchmarks.products import LORA_SHAPES
 from batchspec.kernels.lora.lora_shrink import RANKS, num_splits
 from batchspec.kernels.lora.lora_tokens import block_of, max_tiles
 from batchspec.model.kv_calibration import calibrate
@@ -48,6 +47,7 @@ from tests.helpers.models import make_checkpoint, make_tokenizer
 from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import make_jobs_quick
 from tests.helpers.stand_ins import H200
+from tests.kernels.lora_cases import PRODUCTS
 from tests.model.test_dense_families import MODELS
 from tests.model.test_fp8_block import make_fp8
 from tests.model.test_lora import CPU, OF_RECURRENT, RECURRENT, make_adapter, products
@@ -537,7 +537,7 @@ def test_the_adapter_stacks_have_the_size_of_the_shape_and_plan_counts_them(
 
 @pytest.mark.parametrize("num_adapters", [1, 4, 16, 200])
 def test_intermediate_results_between_the_products_fit_the_reserved_memory(num_adapters: int) -> None:
-    for (part_rows, k), rank, tokens in itertools.product(LORA_SHAPES.values(), RANKS, (1, 64, 256, 257, 1000, 16384)):
+    for (part_rows, k), rank, tokens in itertools.product(PRODUCTS.values(), RANKS, (1, 64, 256, 257, 1000, 16384)):
         lora, parts = LoraShape(num_adapters, (("a", rank),)), len(part_rows)
         programs = parts * max_tiles(tokens, num_adapters, block_of(tokens, num_adapters))
         assert 4 * num_splits(k, programs, 64) * tokens * parts * rank < lora.temporary_bytes(tokens)
