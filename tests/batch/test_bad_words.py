@@ -83,6 +83,7 @@ def test_words_that_do_not_fit_are_refused(words: str, message: str, model: Path
         open_job(compose(words_of(model, tmp_path, [{"prompt": "a"}], f"decode.bad_words={words}")))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("drafter", ["none", "lookup"])
 def test_a_row_whose_constraint_only_a_bad_word_satisfies_is_an_error_for_good(model: Path, drafter: str) -> None:
     """No run can decode it, so no retry is offered. The same with min_new_tokens, which forbids the end, and with a bad word that

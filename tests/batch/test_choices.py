@@ -81,6 +81,7 @@ def write(tmp_path: Path, **columns: Any) -> list[str]:
     return [f"input.path={tmp_path}/in.parquet", f"output.dir={tmp_path}/out"]
 
 
+@pytest.mark.second
 def test_a_job_writes_the_probabilities_that_transformers_computes(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,6 +133,7 @@ def test_choices_of_different_lengths_are_compared_by_log_probability_per_token(
     assert plain["completion"].to_list() != normalised["completion"].to_list(), "else this test tells nothing"
 
 
+@pytest.mark.second
 def test_rows_have_their_own_choices(model: Path, tmp_path: Path) -> None:
     own = [["no", "yes"], None, ["a", "b", "c"], ["a", "a"], None]
     words = write(tmp_path, options=own)
@@ -149,6 +151,7 @@ def test_rows_have_their_own_choices(model: Path, tmp_path: Path) -> None:
     assert "choice is null, and there is no decode.choice" in frame["error"][1]["message"]
 
 
+@pytest.mark.second
 def test_a_warm_engine_scores_the_choices_that_rows_bring(model: Path) -> None:
     data = pl.DataFrame({"prompt": ["Is it so?", "Never?"], "options": [["no", "yes"], ["a", "b", "c"]]})
     with batchspec.Engine(options(model, "model.max_len=128", "input.columns.choice=options", choice="")) as engine:
@@ -157,6 +160,7 @@ def test_a_warm_engine_scores_the_choices_that_rows_bring(model: Path) -> None:
     check(found[1], model, ["a", "b", "c"])
 
 
+@pytest.mark.second
 def test_a_warm_engine_scores_choices_of_chats(model: Path) -> None:
     with batchspec.Engine(options(model, "model.max_len=128", "input.chat=true")) as engine:
         found = engine.generate(["Is it so?", "Never?"])
@@ -171,6 +175,7 @@ def test_a_warm_engine_scores_choices_of_chats(model: Path) -> None:
     assert found["prompt_ids"][0].to_list() == template(text, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.second
 def test_scores_that_a_lost_run_saved_are_those_of_the_job(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,7 @@ def job(model: Path, folder: Path, out: str, *more: str) -> list[dict[str, Any]]
     return pl.read_parquet(folder / out / "data/*.parquet").sort("row_index").to_dicts()
 
 
+@pytest.mark.second
 def test_a_job_ends_rows_that_repeat_themselves_and_says_so(model: Path, tmp_path: Path) -> None:
     """The tiny model loops in all of its greedy rows. The same with drafts; OpenAI's file has only a reason that OpenAI knows."""
     whole, cut = job(model, tmp_path, "whole"), job(model, tmp_path, "cut", *KEYS, f"output.openai={tmp_path / 'openai.jsonl'}")
@@ -85,6 +86,7 @@ def test_a_job_ends_rows_that_repeat_themselves_and_says_so(model: Path, tmp_pat
     assert [row["token_ids"] for row in drafted] == [row["token_ids"] for row in cut]
 
 
+@pytest.mark.second
 def test_a_retry_of_cut_off_rows_leaves_rows_that_repeat_themselves(model: Path, tmp_path: Path) -> None:
     before = job(model, tmp_path, "out", *KEYS, "decode.max_new_tokens=40")
     after = job(model, tmp_path, "out", *KEYS, "decode.max_new_tokens=60", "resume=length")
@@ -97,6 +99,7 @@ def test_a_retry_of_cut_off_rows_leaves_rows_that_repeat_themselves(model: Path,
             assert len(new["token_ids"]) > len(old["token_ids"])
 
 
+@pytest.mark.second
 def test_rows_that_repeated_themselves_go_on_if_a_retry_asks_for_it(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +126,7 @@ def test_rows_that_repeated_themselves_go_on_if_a_retry_asks_for_it(
     assert "run the command with resume=repetition" in capsys.readouterr().err
 
 
+@pytest.mark.second
 def test_a_retry_that_finds_no_row_changes_the_job_all_the_same(model: Path, tmp_path: Path) -> None:
     """Later commands have the setting of the retry, here one that extends the job."""
     data = tmp_path / "in"
@@ -140,6 +144,7 @@ def test_a_retry_that_finds_no_row_changes_the_job_all_the_same(model: Path, tmp
         job(model, tmp_path, "out", *KEYS, "resume=extend", *own)
 
 
+@pytest.mark.second
 def test_a_row_that_repeats_itself_at_its_limit_was_cut_off_once_the_detection_is_off(model: Path, tmp_path: Path) -> None:
     """As in a job without detection: a later retry with a larger limit continues it, and its statistics are kept."""
     whole = job(model, tmp_path, "whole")
@@ -158,6 +163,7 @@ def test_a_row_that_repeats_itself_at_its_limit_was_cut_off_once_the_detection_i
         assert num_kept(row) == 60
 
 
+@pytest.mark.second
 def test_rows_examined_late_keep_their_counts_when_they_go_on(model: Path, tmp_path: Path) -> None:
     """Some tokens of a row that repeats itself are decoded in vain, because it is examined now and then; nothing was drafted."""
     before = job(model, tmp_path, "out", *KEYS)
@@ -178,6 +184,7 @@ def num_kept(row: dict[str, Any]) -> int:
     return emitted - int(counts["num_discarded_tokens"])
 
 
+@pytest.mark.second
 def test_another_repetition_is_another_job_and_none_is_the_job_of_before(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,6 +115,7 @@ def test_percentiles_are_lengths_that_so_many_rows_do_not_exceed(lengths: list[i
     assert len(begins) <= quality.MAX_BINS
 
 
+@pytest.mark.second
 def test_samples_are_the_same_each_time_and_their_text_cannot_control_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +146,7 @@ def test_a_job_of_error_rows_or_of_scores_has_no_answers_to_judge(tmp_path: Path
         assert "random samples" not in said
 
 
+@pytest.mark.second
 def test_the_lines_of_a_run_s_log_are_short_and_use_no_word_before_it_is_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,7 @@ def drive(allocator: SlotAllocator, lengths: dict[str, int], pools: PagePools) -
                 allocator.release(row)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("num_rows", "slots"), [(2_000, 13), pytest.param(20_000, 128, marks=pytest.mark.slow)])
 def test_refilled_slots_take_at_most_five_percent_more_rounds_than_the_ideal_knowing_only_the_cap(
     num_rows: int, slots: int
@@ -109,6 +110,7 @@ def test_a_request_that_has_left_its_slot_has_no_slot() -> None:
     assert preempted.slot >= 0
 
 
+@pytest.mark.second
 def test_draining_static_batches_would_take_several_times_as_many_rounds() -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(150), 0.85, 2_000), 2, 820).astype(int)
@@ -204,6 +206,7 @@ def run_8k_job(*, known: bool, longest_first: bool) -> tuple[int, int]:
     return rounds, num_preempted
 
 
+@pytest.mark.second
 def test_a_job_of_8k_prompts_sets_no_row_back_and_ends_soonest_with_the_longest_rows_first() -> None:
     known, known_back = run_8k_job(known=True, longest_first=True)
     in_order, _ = run_8k_job(known=True, longest_first=False)

@@ -206,6 +206,7 @@ def test_a_live_row_beyond_the_bucket_is_an_error_of_ours() -> None:
         Groups(2, 16).renew(rows, owners(rows), 1)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("count", "buckets"), [(24, (1, 2, 4)), (4, (4,))], ids=["many rows", "as many as slots"])
 def test_the_tables_fit_the_rows_of_every_round_of_several_runs(count: int, buckets: tuple[int, ...]) -> None:
     """Rows enter, die and move; a second run of the engine counts its refills from 0 again."""

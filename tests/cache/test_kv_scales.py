@@ -218,6 +218,7 @@ def tokens(out: Path) -> list[list[int]]:
     return pl.read_parquet(out / "data").sort("row_index")["token_ids"].to_list()
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
 def test_a_checkpoint_whose_k_and_v_alone_are_quantised_runs_with_its_scales(
     file: str, model: Path, data: Path, tmp_path: Path
@@ -236,6 +237,7 @@ def test_a_checkpoint_whose_k_and_v_alone_are_quantised_runs_with_its_scales(
     assert tokens(tmp_path / "out of kv_only") == tokens(tmp_path / "out of scaled")
 
 
+@pytest.mark.second
 def test_speculation_and_scarce_pages_change_no_token_of_a_job(model: Path, data: Path, tmp_path: Path) -> None:
     assert job(model, data, tmp_path / "plain", "draft=none", "cache.dtype=fp8", "packing.max_num_seqs=1") == 0
     assert job(model, data, tmp_path / "drafts", "draft=lookup", "cache.dtype=fp8", "packing.pages=9") == 0
@@ -244,6 +246,7 @@ def test_speculation_and_scarce_pages_change_no_token_of_a_job(model: Path, data
     assert kept[0] == kept[1]
 
 
+@pytest.mark.second
 def test_a_resumed_job_uses_the_scales_that_it_began_with(model: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert job(model, data, out, "cache.dtype=fp8") == 0
@@ -257,6 +260,7 @@ def test_a_resumed_job_uses_the_scales_that_it_began_with(model: Path, data: Pat
     assert (out / KV_SCALES).read_bytes() == coarse.to_json()
 
 
+@pytest.mark.second
 def test_a_job_that_lost_its_scales_is_refused(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -283,6 +287,7 @@ def test_a_job_that_lost_its_scales_is_refused(
     assert tokens(own) == whole
 
 
+@pytest.mark.second
 def test_other_scales_are_another_job(model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     scaled = with_scales(model, tmp_path / "scaled", names(model, "k_scale", "v_scale"))
@@ -350,6 +355,7 @@ def test_verify_kv_compares_both_caches_on_the_jobs_own_tokens(
     assert 0 < report.mean_kl < report.largest_kl < 1
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("wrong", [{"model.layers.0.self_attn.k_scale": None}, {"model.layers.0.self_attn.k_scale": 0.0}])
 def test_verify_kv_calibrates_where_the_scales_of_the_checkpoint_cannot_be_used(
     wrong: dict[str, Any], model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -394,6 +400,7 @@ def test_the_divergence_is_that_of_the_two_distributions() -> None:
     assert list(divergence(fp8, prompt, [])) == []
 
 
+@pytest.mark.second
 def test_a_second_run_uses_the_scales_of_the_first(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def alone(requests: list[Request], *, fp8_kv: bool = False) -> dict[str, list[in
     return done
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("caps", "run_ahead"),
     [
@@ -113,6 +114,7 @@ def test_a_batch_that_shrinks_keeps_the_tokens(
         assert 2 in kernels  # the survivors still share
 
 
+@pytest.mark.second
 def test_rows_that_share_e4m3_keys_keep_the_tokens(kernels: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     requests = family(0, 1, [4, 6, 6, 3])
     expected = alone(requests, fp8_kv=True)

@@ -57,6 +57,7 @@ def opened(model: Path, data: Path, *more: str) -> Job:
     return open_job(compose(words(model, data, data.parent / "out", *more)))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("value", "dtype"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_a_run_keeps_its_states_in_this_dtype(
     value: str, dtype: torch.dtype, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -102,6 +102,7 @@ def test_a_window_as_long_as_the_row_drafts_what_the_target_says(folders: dict[s
         assert completion.stats.num_rounds == 2  # 1 of the prefill, 4 + 4 of two rounds of K = 3
 
 
+@pytest.mark.second
 def test_tokens_are_those_of_plain_decoding_whatever_the_window_keeps() -> None:
     target = tiny_target()
     asked = [request(i, [1 + i, 2, 3, 5, 8, 13][: 2 + i], cap=20 - i) for i in range(5)]

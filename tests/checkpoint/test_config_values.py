@@ -136,6 +136,7 @@ def rotary(config: dict[str, Any]) -> Any:
 YARN = {"rope_type": "yarn", **WHOLE_ROPES["yarn"]}
 
 
+@pytest.mark.second
 def test_what_is_read_is_what_transformers_reads() -> None:
     compared = set()
 

@@ -129,6 +129,7 @@ def test_a_position_reads_nothing_after_it(tmp_path: Path) -> None:
     torch.testing.assert_close(mtp(tokens, hidden)[:9], mtp(tokens[:9], hidden[:9]), atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.second
 def test_files_say_that_there_is_one_layer(tmp_path: Path) -> None:
     for name, layout in LAYOUTS.items():
         folder = make_mtp_model(tmp_path / name.replace(" ", "_"), name)

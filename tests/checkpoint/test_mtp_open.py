@@ -109,6 +109,7 @@ def mistakes(model: Model) -> int:
     return len(wrong_drafts(model, drafter.seen))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", ["dense", "next", "fp8, mtp too", "wrapped"])
 def test_a_layer_in_a_folder_of_its_own_drafts_in_place_of_the_model_s(name: str, tmp_path: Path) -> None:
     """Plain, though the model's own may be in FP8."""

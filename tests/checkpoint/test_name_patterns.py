@@ -36,6 +36,7 @@ def _larger(part: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 PATTERNS = st.builds(str.__add__, st.sampled_from(["", "", "(?i)", "(?m)", "(?s)"]), st.recursive(ATOMS, _larger, max_leaves=8))
 
 
+@pytest.mark.second
 @given(PATTERNS, st.text("aabbAB.1c\n_ ", max_size=9))
 def test_an_expression_matches_the_names_that_python_matches(pattern: str, name: str) -> None:
     try:

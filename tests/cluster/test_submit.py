@@ -120,6 +120,7 @@ def test_relative_paths_are_said_to_be_in_the_folder_of_the_command(
     assert len(said) == 1
 
 
+@pytest.mark.second
 def test_tasks_that_would_have_nothing_to_do_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         f"model.path={make_model(tmp_path / 'model')}", f"input.path={make_prompts(tmp_path / 'in.parquet', 12)}",

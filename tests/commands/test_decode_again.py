@@ -84,6 +84,7 @@ def test_a_gap_is_how_much_the_logit_must_rise_for_the_token_to_be_chosen(sampli
             assert decoded(engine, raised) == [chosen], (token, gap)
 
 
+@pytest.mark.second
 @settings(max_examples=40)
 @given(
     prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),

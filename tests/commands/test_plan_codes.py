@@ -203,6 +203,7 @@ def test_a_plan_ends_with_the_code_of_the_run_and_its_words(name: str, lab: Lab,
         assert found["error"] is None
 
 
+@pytest.mark.second
 def test_json_has_the_names_of_status_where_they_mean_the_same(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     without_a_shard(lab)
     capsys.readouterr()

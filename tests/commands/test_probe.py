@@ -68,6 +68,7 @@ def with_config(head: Path, **changes: Any) -> Path:
     return head
 
 
+@pytest.mark.second
 def test_a_head_that_is_read_as_it_was_trained_stays_as_it_is(model: Path, tmp_path: Path, capsys: Any) -> None:
     lines = probed(model, write_head(tmp_path / "h", *distilled(model)), capsys)
     assert lines[0] == f"probe     {ROWS} prompts, greedy; accepted of drafts 1 .. 3, each given those before it"
@@ -81,6 +82,7 @@ def test_a_head_that_is_read_as_it_was_trained_stays_as_it_is(model: Path, tmp_p
     assert len(lines) == 10
 
 
+@pytest.mark.second
 def test_layer_ids_that_mean_outputs_are_found(model: Path, tmp_path: Path, capsys: Any) -> None:
     head = write_head(tmp_path / "h", *distilled(model, taps=(3, 4, 5)))
     verdict = probed(model, with_config(head, eagle_aux_hidden_state_layer_ids=[2, 3, 4]), capsys)[-2]
@@ -96,6 +98,7 @@ def test_ids_that_begin_with_1_and_mean_inputs_are_found(model: Path, tmp_path: 
     assert verdict.endswith("; set draft.aux_layers=input")
 
 
+@pytest.mark.second
 def test_a_residual_stream_from_the_normed_feature_is_found(model: Path, tmp_path: Path, capsys: Any) -> None:
     head = write_head(tmp_path / "h", *distilled(model, norm_before_residual=True))
     verdict = probed(model, with_config(head, norm_before_residual=False), capsys)[-2]
@@ -112,6 +115,7 @@ def test_a_head_of_another_model_is_none_of_them(model: Path, tmp_path: Path, ca
     assert verdict.endswith("is the head made for this model?")
 
 
+@pytest.mark.second
 def test_acceptance_is_measured_after_longer_contexts_of_the_same_prompts(model: Path, tmp_path: Path, capsys: Any) -> None:
     """The head knows the answers by heart and nothing else: after other rows its drafts are wrong."""
     head = write_head(tmp_path / "h", *distilled(model))

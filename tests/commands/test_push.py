@@ -75,6 +75,7 @@ def holds(hub: PushHub, out: Path) -> bool:
     return {name: data for name, data in files.items() if name.startswith("data/")} == shards(out) and "README.md" in files
 
 
+@pytest.mark.second
 def test_a_job_becomes_a_private_dataset_whose_card_names_its_files(
     hub: PushHub, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +143,7 @@ def test_a_request_that_fails_once_is_repeated(
     assert hub.num("PUT", "/upload/") <= 5  # what came up is not sent again
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("fault", [503, CUT, CUT_AFTER, SILENT])
 @pytest.mark.parametrize("every", [2, 3, 4])
 def test_a_push_ends_well_although_every_few_requests_fail(
@@ -248,6 +250,7 @@ def id_of(out: Path) -> str:
     return OutputFolder(out).manifest.job
 
 
+@pytest.mark.second
 def test_the_dataset_of_another_job_is_replaced_only_with_overwrite(hub: PushHub, out: Path, another: Path) -> None:
     assert command.main([str(another), REPO]) == 0
     before, requests = dict(hub.datasets[REPO].files), len(hub.requests)
@@ -287,6 +290,7 @@ def test_files_that_name_no_job_are_replaced_only_with_overwrite(
     assert holds(hub, out)
 
 
+@pytest.mark.second
 def test_a_job_may_push_again_after_a_retry_has_changed_its_rows(hub: PushHub, model: Path, tmp_path: Path) -> None:
     assert run.main(words(model, tmp_path, tmp_path / "out", f"output.push_to_hub={REPO}")) == 0
     first = dict(hub.datasets[REPO].files)
@@ -303,6 +307,7 @@ def told(name: str, capsys: pytest.CaptureFixture[str]) -> str:
     return said.out if name == "plan" else said.err
 
 
+@pytest.mark.second
 def test_a_job_whose_push_would_replace_another_one_is_refused_before_it_begins(
     hub: PushHub, model: Path, another: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -327,6 +332,7 @@ def night(model: Path, folder: Path, cap: int, *more: str) -> list[str]:
     return words(model, folder, folder / "out", *keys, *more)
 
 
+@pytest.mark.second
 def test_a_job_of_every_night_replaces_the_dataset_of_the_night_before(hub: PushHub, model: Path, tmp_path: Path) -> None:
     """Also where the folder of the night before was deleted."""
     out, ids = tmp_path / "out", set()
@@ -340,6 +346,7 @@ def test_a_job_of_every_night_replaces_the_dataset_of_the_night_before(hub: Push
     assert len(ids) == 3, "three jobs"
 
 
+@pytest.mark.second
 def test_a_job_that_overwrites_its_folder_alone_never_replaces_a_dataset(
     hub: PushHub, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -353,6 +360,7 @@ def test_a_job_that_overwrites_its_folder_alone_never_replaces_a_dataset(
     assert (hub.datasets[REPO].files, shards(tmp_path / "out")) == (before, done), "the job in the folder stays too"
 
 
+@pytest.mark.second
 def test_fewer_shards_of_a_job_that_was_extended_elsewhere_are_not_pushed_over_more(
     hub: PushHub, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -483,6 +491,7 @@ def test_without_a_token_nothing_is_asked(hub: PushHub, out: Path, monkeypatch: 
     assert not hub.requests
 
 
+@pytest.mark.second
 def test_a_job_pushes_when_it_is_complete_and_when_it_is_run_again(
     hub: PushHub, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,6 +87,7 @@ def gpt_oss_120b() -> ModelSpec:
     return replace(spec, formats=replace(spec.formats, quantised=spec.formats.quantised.for_kernels()))
 
 
+@pytest.mark.second
 def test_gpt_oss_120b_is_cut_for_few_rows_and_copied_for_many() -> None:
     """On two GPUs: with few rows what is read is weights, most experts by both copies. `figures.sh ranks` measures it."""
     spec = gpt_oss_120b()
@@ -96,6 +97,7 @@ def test_gpt_oss_120b_is_cut_for_few_rows_and_copied_for_many() -> None:
     }
 
 
+@pytest.mark.second
 def test_that_choice_stands_if_ranks_save_none_of_the_time_that_the_cost_model_leaves_out() -> None:
     """Rounds and prefill on one H200 take longer than the cost model predicts (PERFORMANCE.md, NOTEBOOK.md, without drafts).
     The rest may be latencies, which two GPUs do not halve."""

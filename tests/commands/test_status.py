@@ -506,6 +506,7 @@ def test_the_time_left_is_unknown_where_rows_are_longer_than_was_expected(tmp_pa
     assert "time left unknown" in render(got)
 
 
+@pytest.mark.second
 def test_a_job_whose_progress_cannot_be_written_runs_all_the_same(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "_batchspec").mkdir()
     (tmp_path / FOLDER).write_text("in the way")

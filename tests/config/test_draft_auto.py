@@ -213,6 +213,7 @@ def test_random_weights_have_the_layers_of_the_config(folder: Path) -> None:
     assert config.draft.name == "auto", "the configuration of the caller stays"
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("model", "name", "length", "why"), CHOICES)
 def test_plan_run_and_card_say_which_drafter_was_chosen_and_why(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, name: str, length: int, why: str
@@ -229,6 +230,7 @@ def test_plan_run_and_card_say_which_drafter_was_chosen_and_why(
     assert (manifest.config["draft"]["name"], manifest.config["draft"]["num_speculative_tokens"]) == (name, length)
 
 
+@pytest.mark.second
 def test_a_drafter_that_the_job_names_needs_no_reason(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,6 +241,7 @@ def test_a_drafter_that_the_job_names_needs_no_reason(
     assert "| Drafter | lookup |" in (tmp_path / "out/README.md").read_text()
 
 
+@pytest.mark.second
 def test_a_warm_engine_shows_the_drafter_that_was_chosen(folder: Path) -> None:
     keys: dict[str, Any] = {"model.dtype": "float64", "device": "cpu", "decode.max_new_tokens": 6, "packing.memory_gb": 0.05}
     tokens = []
@@ -274,6 +277,7 @@ CHANGES = [(["draft=lookup"], []), ([], ["draft=lookup"]), (["draft=none"], [])]
 """What a job begins with, and what it goes on with."""
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("before", "after"), CHANGES, ids=["lookup-auto", "auto-lookup", "none-auto"])
 def test_an_interrupted_job_goes_on_with_another_drafter(
     folder: Path, plain: pl.DataFrame, tmp_path: Path, before: list[str], after: list[str]
@@ -291,6 +295,7 @@ def test_an_interrupted_job_goes_on_with_another_drafter(
     assert json.loads((out / "_batchspec/manifest.json").read_text())["recorded"]["drafter"] == first
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("before", "after"), CHANGES[:2], ids=["lookup-auto", "auto-lookup"])
 def test_a_complete_job_is_extended_and_retried_with_another_drafter(
     folder: Path, plain: pl.DataFrame, tmp_path: Path, before: list[str], after: list[str]
@@ -304,6 +309,7 @@ def test_a_complete_job_is_extended_and_retried_with_another_drafter(
     assert rows_of(out).equals(plain)
 
 
+@pytest.mark.second
 def test_a_complete_job_is_complete_under_the_other_default(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -314,6 +320,7 @@ def test_a_complete_job_is_complete_under_the_other_default(
     assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.second
 def test_ranks_of_one_model_choose_the_same_drafter(folder: Path, plain: pl.DataFrame, tmp_path: Path) -> None:
     command = words(folder, tmp_path / "out", "cluster.tensor_parallel=2", "packing.memory_gb=0.05", "device=cpu")
     code, said = run_apart(command, tmp_path / "log")
@@ -341,6 +348,7 @@ def planned(tmp_path: Path, shape: str, num_rows: int, *keys: str) -> tuple[str,
     return job.config.draft.name, job.why_drafter
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("shape", "name", "why"), [("qwen3-8b", "lookup", HAS_NOT), ("qwen3.5-0.8b", "mtp", HAS)])
 def test_a_job_that_ends_before_its_drafts_pay_has_none(shape: str, name: str, why: str, tmp_path: Path) -> None:
     assert planned(tmp_path, shape, 8) == ("none", SHORT.format(name))

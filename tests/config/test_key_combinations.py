@@ -207,6 +207,7 @@ def test_the_length_of_the_pretraining_beside_the_rotary_embedding_overrides_the
     assert [spec.rope.original_max_len for spec in specs] == [16, 5, 64]
 
 
+@pytest.mark.second
 def test_how_much_of_a_head_a_minimax_rotates_depends_on_three_keys(tmp_path: Path) -> None:
     """A null partial_rotary_factor is none to a reader that asks for its value, and one to a reader that asks for its key."""
     found = {}

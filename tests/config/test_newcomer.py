@@ -165,6 +165,7 @@ _VALUES = st.recursive(
 )
 
 
+@pytest.mark.second
 @given(cells=st.lists(_VALUES, min_size=1, max_size=4))
 def test_dictionaries_in_memory_are_the_rows_of_the_same_json_lines(
     cells: list[Any], tmp_path_factory: pytest.TempPathFactory
@@ -633,6 +634,7 @@ def nested(depth: int) -> str:
     return '{"a":' * (depth - 1) + "1" + "}" * (depth - 1)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 3_600, 10_000, 30_000, 1_000_000])
 def test_what_is_nested_deeply_costs_its_row(tmp_path: Path, depth: int) -> None:
     lists = "[" * depth + "]" * depth
@@ -656,6 +658,7 @@ def test_what_is_nested_as_deeply_as_allowed_goes_through(tmp_path: Path) -> Non
     assert read.template.rows[0]["kwargs"] == value
 
 
+@pytest.mark.second
 def test_many_columns_take_time_and_memory_by_their_number(tmp_path: Path) -> None:
     """Quadratic in the columns this took minutes and gigabytes."""
     wide = pa.table({"prompt": ["x"], **{f"c{i}": [i] for i in range(6_000)}})

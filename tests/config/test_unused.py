@@ -127,6 +127,7 @@ def test_a_key_without_effect_is_refused(model: Path, words: list[str], said: st
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.second
 def test_several_completions_of_a_row_need_a_temperature_above_0(model: Path) -> None:
     opened(model, "prompt", "decode.n=2", "decode=sampled")
     opened(model, "prompt", "decode.n=2", temperature=0.5)
@@ -213,6 +214,7 @@ def test_values_that_say_what_is_done_in_any_case_are_taken() -> None:
     assert warm_config({"model.path": "m", "input.num_workers": 0, "cluster.workers": 1}) == warm_config({"model.path": "m"})
 
 
+@pytest.mark.second
 def test_a_recipe_of_the_users_may_need_the_keys_beside_it(tmp_path: Path) -> None:
     """Alone it has a drafter without a head, and only the caller says where Hydra finds it."""
     (tmp_path / "job").mkdir()

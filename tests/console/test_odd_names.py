@@ -97,6 +97,7 @@ def test_an_output_folder_may_have_any_name(
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["in.parquet", "run1", name])
 
 
+@pytest.mark.second
 def test_the_report_of_a_folder_whose_name_is_a_pattern_shows_its_own_rows(
     model: Path, other: Path, tmp_path: Path, draws: None
 ) -> None:
@@ -105,6 +106,7 @@ def test_the_report_of_a_folder_whose_name_is_a_pattern_shows_its_own_rows(
     assert "3 completions" in (tmp_path / "run*/report.html").read_text()
 
 
+@pytest.mark.second
 def test_the_lines_about_a_finished_job_are_commands_that_a_shell_runs(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +192,7 @@ def test_a_model_and_what_belongs_to_it_may_have_any_name(
     assert OutputFolder("out").manifest.config["model"]["path"] == name
 
 
+@pytest.mark.second
 def test_a_home_of_a_user_that_does_not_exist_is_a_name(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = make_prompts(tmp_path / "in.parquet", 1)
     for key in (

@@ -95,6 +95,7 @@ def test_a_crash_of_a_command_prints_no_raw_data_either(capsys: pytest.CaptureFi
     assert not RAW.search(said)
 
 
+@pytest.mark.second
 def test_only_one_module_writes_to_the_terminal() -> None:
     """Whatever is printed goes through `terminal`; template_process speaks to its parent over a pipe."""
     found = set()
@@ -133,6 +134,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, words
 
 
+@pytest.mark.second
 def test_no_command_prints_what_a_job_holds_as_it_is(
     hostile: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +161,7 @@ def test_no_command_prints_what_a_job_holds_as_it_is(
         assert len(both.err.splitlines()) <= 8, both.err
 
 
+@pytest.mark.second
 def test_a_run_in_another_process_prints_nothing_raw(hostile: tuple[Path, list[str]], tmp_path: Path) -> None:
     _, words = hostile
     _, said = run_apart([*words, "cluster.workers=2"], tmp_path / "log")

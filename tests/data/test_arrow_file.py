@@ -158,6 +158,7 @@ def test_a_file_that_was_cut_off_or_is_no_arrow_data_is_refused(tmp_path: Path) 
     assert "no Arrow IPC data" in refusal(path)
 
 
+@pytest.mark.second
 @settings(max_examples=150, deadline=None)
 @given(at=st.integers(0, 10_000), byte=st.integers(0, 255), stream=st.booleans())
 def test_a_damaged_byte_never_ends_the_process(

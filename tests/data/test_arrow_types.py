@@ -124,6 +124,7 @@ def test_a_column_is_in_the_output_as_it_was_in_the_input(job: Path, name: str) 
     assert found.equals(expected)
 
 
+@pytest.mark.second
 def test_every_command_accepts_columns_of_every_type(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, few = str(job / "out"), tmp_path / "few"
     exports = [
@@ -149,6 +150,7 @@ def test_inspect_shows_every_value_as_it_is(job: Path, capsys: pytest.CaptureFix
     assert {name: facts[name] for name in shown} == shown
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("store", ["a local folder", "an object store"])
 def test_statistics_by_a_column_group_its_values_or_are_refused_in_one_line(
     job: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -58,6 +58,7 @@ def test_the_card_says_what_each_column_of_a_job_means() -> None:
     assert [name for name in schema.names if meaning(name) == COPIED] == given.names
 
 
+@pytest.mark.second
 def test_the_card_and_the_statistics_say_how_the_weights_were_kept(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,6 +129,7 @@ QUESTION = "???"
 """What omegaconf calls a value that is missing: no configuration can hold it."""
 
 
+@pytest.mark.second
 @settings(max_examples=250)
 @given(st.dictionaries(TEXTS, VALUES, max_size=4))
 def test_every_value_of_a_configuration_is_read_unchanged_from_the_card(values: dict[str, Any]) -> None:
@@ -181,6 +183,7 @@ def test_a_card_holds_a_schema_or_grammar_but_not_the_path_of_its_file(key: str,
     assert kept == ({"decode": {"seed": 3}} if is_path else config)
 
 
+@pytest.mark.second
 def test_the_settings_on_the_card_make_the_same_rows_again(made: Path, tmp_path: Path) -> None:
     written = (made / "out/README.md").read_text().split("```yaml\n")[1].split("```")[0]
     (tmp_path / "mine/job").mkdir(parents=True)

@@ -89,6 +89,7 @@ def test_a_stopped_owner_that_continues_finds_that_its_shard_has_another_owner(t
     assert not one.take(0)
 
 
+@pytest.mark.second
 def test_a_dead_process_of_this_machine_is_known_at_once(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from tests.data.test_claims import open_claims\n"
@@ -101,6 +102,7 @@ def test_a_dead_process_of_this_machine_is_known_at_once(tmp_path: Path) -> None
 IN_ANOTHER_SPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
+@pytest.mark.second
 @pytest.mark.skipif(
     shutil.which("unshare") is None or subprocess.run([*IN_ANOTHER_SPACE, "true"], capture_output=True).returncode != 0,
     reason="needs the right to make a namespace of process numbers",
@@ -276,6 +278,7 @@ def _take_all(args: tuple[str, str]) -> list[int]:
     return [shard for shard in range(40) if mine.take(shard)]
 
 
+@pytest.mark.second
 def test_sixteen_processes_share_the_shards_and_take_none_twice(tmp_path: Path) -> None:
     with ProcessPoolExecutor(4) as pool:
         taken = list(pool.map(_take_all, [(str(tmp_path), f"run{i}") for i in range(16)]))
@@ -452,6 +455,7 @@ class Turns:
             self._changed.notify_all()
 
 
+@pytest.mark.second
 @given(choices=st.lists(st.integers(0, 5), min_size=1, max_size=30))
 @settings(deadline=None, max_examples=60)
 def test_in_any_order_of_renewal_and_takeover_each_row_is_written_once_and_no_claim_looks_crashed(

@@ -197,6 +197,7 @@ def test_faults_that_last_end_in_bounded_time_with_nothing_partial(
     assert folder.commit(0, parts[0]) is not bool(committed)
 
 
+@pytest.mark.second
 def test_a_slow_upload_is_given_time_for_its_size(gcs: CloudLab, monkeypatch: pytest.MonkeyPatch) -> None:
     """obstore counts the time for the answer from the request's first byte."""
     sent: list[int] = []

@@ -100,6 +100,7 @@ def shown(kind: pa.DataType) -> str:
     return cut(str(kind), VALUE_CHARS)
 
 
+@pytest.mark.second
 @settings(max_examples=300, deadline=None)
 @given(one=TYPES, other=TYPES)
 @example(*(pa.struct({f"field{i}": kind for i in range(40)}) for kind in (pa.string(), pa.int8())))

@@ -77,6 +77,7 @@ def test_a_long_value_that_rows_share_is_read_once(tmp_path: Path, kind: pa.Data
         assert all(column[len(column) - 1].as_py() in (LONG, LONG.encode()) for column in shards)
 
 
+@pytest.mark.second
 def test_a_long_value_of_large_text_has_the_type_of_its_column(tmp_path: Path) -> None:
     """Arrow reads it as a dictionary of text. A file of 200 rows can be made without one."""
     path = written(tmp_path / "in.parquet", pa.array([LONG] * 200, LARGE), store_schema=True)
@@ -98,6 +99,7 @@ def test_a_single_column_comes_in_short_arrays_of_its_type(tmp_path: Path) -> No
     assert rows == ROWS
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     "nested", [pa.ListArray.from_arrays(OFFSETS, SHARED), pa.StructArray.from_arrays([SHARED], ["inner"])], ids=["list", "struct"]
 )
@@ -110,6 +112,7 @@ def test_long_values_within_lists_and_structs_are_decoded_a_few_rows_at_a_time(t
     assert rows == ROWS
 
 
+@pytest.mark.second
 def test_values_of_fixed_size_count_as_they_are_decoded(tmp_path: Path) -> None:
     """Run-length encoding makes a few bytes of a million numbers."""
     lists = pa.ListArray.from_arrays(pa.array(range(0, 101 * 100_000, 100_000), pa.int32()), pa.array([7] * 10_000_000))
@@ -159,6 +162,7 @@ def test_a_dictionary_is_found_in_columns_of_all_types(tmp_path: Path, monkeypat
     assert [cell for table in tables for cell in table.to_pylist()] == column.to_pylist()
 
 
+@pytest.mark.second
 def test_values_with_shared_prefixes_are_decoded_a_few_rows_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "in.parquet"
     column = pa.array([LONG + str(i) for i in range(300)])
@@ -167,6 +171,7 @@ def test_values_with_shared_prefixes_are_decoded_a_few_rows_at_a_time(tmp_path: 
     assert decoding(path, "long").batch_rows == 64
 
 
+@pytest.mark.second
 def test_a_shard_may_lie_in_row_groups_with_and_without_a_dictionary(tmp_path: Path) -> None:
     path = tmp_path / "in.parquet"
     with pq.ParquetWriter(path, pa.schema({"prompt": TEXT, "long": TEXT}), compression="zstd") as file:
@@ -207,6 +212,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokenizer(make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.float64))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("passthrough", ["none", "[id]"])
 def test_a_job_does_not_read_columns_that_it_neither_uses_nor_copies(model: Path, tmp_path: Path, passthrough: str) -> None:
     path = tmp_path / "in.parquet"

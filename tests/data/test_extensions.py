@@ -117,6 +117,7 @@ def test_extensions_follow_each_other(out: Any) -> None:
         new_folder(out, 5, 3, files=FILES, fingerprint=limited(5))
 
 
+@pytest.mark.second
 def test_runs_that_begin_the_same_extension_at_once_agree(out: Any) -> None:
     begun(out)
     folders = [OutputFolder(out) for _ in range(6)]

@@ -259,6 +259,7 @@ def copies(model: Path, head: Path, adapter: Path, tmp_path: Path) -> Iterator[t
     return made()
 
 
+@pytest.mark.second
 @pytest.mark.usefixtures("as_others")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_of_a_model_that_is_no_file_is_refused_by_name(
@@ -378,6 +379,7 @@ def check_broken(code: int, name: str, said: str) -> None:
     assert "run the same command again" in said
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("call", ["stat", "lstat", "open", "read"])
 def test_an_io_error_at_any_file_of_a_model_is_no_bad_file(
     copies: Iterator[tuple[str, Path, list[str]]], tmp_path: Path, call: str, capsys: pytest.CaptureFixture[str]
@@ -392,6 +394,7 @@ def test_an_io_error_at_any_file_of_a_model_is_no_bad_file(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("key", FILES)
 def test_an_io_error_at_any_reading_of_weights_is_no_bad_file(
     model: Path, head: Path, adapter: Path, tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]

@@ -203,6 +203,7 @@ def stands_still_before_its_put(monkeypatch: pytest.MonkeyPatch, meanwhile: Call
     monkeypatch.setattr(S3Store, "publish", late)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("found", ["as it commits", "before it begins"])
 def test_on_s3_a_shard_of_the_job_before_is_recognised_and_replaced(
     remote: Any, server: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: str
@@ -232,6 +233,7 @@ def downloads(server: Lab) -> list[Any]:
     return [io.BytesIO(server.held(key)) for key in server.names() if key.startswith("out/data/")]
 
 
+@pytest.mark.second
 def test_on_s3_a_run_that_was_suspended_replaces_nothing_of_the_job_that_took_its_folder(
     remote: Any, server: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +257,7 @@ def test_on_s3_a_run_that_was_suspended_replaces_nothing_of_the_job_that_took_it
         assert OutputFolder(remote).committed() == {0, 1, 2}
 
 
+@pytest.mark.second
 def test_on_s3_a_shard_that_the_new_job_does_not_have_is_taken_back(
     remote: Any, server: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str], *more: str) ->
     return line
 
 
+@pytest.mark.second
 def test_four_answers_are_judged_the_best_is_kept_and_its_conversation_goes_on(
     words: list[str], answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +143,7 @@ def test_the_same_in_python_and_in_plan(words: list[str], answers: Path, capsys:
         batchspec.generate(["text"], overrides=keys)
 
 
+@pytest.mark.second
 def test_answers_in_memory_are_the_input_of_the_next_call_and_of_an_engine(words: list[str], answers: Path) -> None:
     first, bare = output(str(answers)), [word for word in words if "new_tokens" not in word]
     keys = [*bare, "input.prompt='Is {{ level }} right?'", "decode.score=choices", "decode.choice=[yes,no]"]
@@ -192,6 +194,7 @@ def test_a_template_adds_a_user_turn_to_the_chats_that_are_named(words: list[str
     assert "the chat ends with tool calls" in errors[2]
 
 
+@pytest.mark.second
 def test_what_makes_no_input_is_refused_in_one_line(
     words: list[str], answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,6 +228,7 @@ def test_what_makes_no_input_is_refused_in_one_line(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.second
 def test_a_job_that_is_not_finished_is_refused_with_the_command_that_finishes_it(
     words: list[str], answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +247,7 @@ def test_a_job_that_is_not_finished_is_refused_with_the_command_that_finishes_it
     assert run(words, *new) == 0
 
 
+@pytest.mark.second
 def test_a_job_resumes_over_the_same_answers_and_refuses_changed_ones(
     words: list[str], answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,6 +283,7 @@ def test_a_job_that_changes_while_it_is_opened_is_refused(answers: Path, tmp_pat
         FinishedJob(str(tmp_path / "answers"), "input.from_job")
 
 
+@pytest.mark.second
 def test_rows_of_an_extended_job_are_added_by_an_extension(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,6 +300,7 @@ def test_rows_of_an_extended_job_are_added_by_an_extension(
     assert found["prompt"].to_list() == ["One", "Two", "Three"]
 
 
+@pytest.mark.second
 def test_what_an_earlier_job_did_not_write_is_missed_before_any_work(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,6 +322,7 @@ def test_what_an_earlier_job_did_not_write_is_missed_before_any_work(
     assert output(f"{tmp_path}/after_ids")["messages"][0][0]["content"] == "t"
 
 
+@pytest.mark.second
 def test_prompts_that_were_scored_are_answered_and_error_rows_are_asked_again(words: list[str], tmp_path: Path) -> None:
     chats = [[{"role": "user", "content": "One"}], None, [{"role": "user", "content": "Two"}]]
     pl.DataFrame({"id": [7, 8, 9], "messages": chats}).write_parquet(tmp_path / "in.parquet")
@@ -356,6 +364,7 @@ def rows_of(rows: list[Row], *statuses: str, where: str | None = None, **copied:
 SAMPLES = st.lists(st.sampled_from(["ok", "truncated", "error", "skipped"]), min_size=1, max_size=4)
 
 
+@pytest.mark.second
 @given(st.lists(SAMPLES, min_size=1, max_size=6))
 def test_each_taken_row_has_an_id_of_its_own_and_its_own_cells(requests: list[list[str]]) -> None:
     rows = [(f"q{i}", k, status) for i, samples in enumerate(requests) for k, status in enumerate(samples)]

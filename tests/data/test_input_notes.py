@@ -40,6 +40,7 @@ def planned(capsys: pytest.CaptureFixture[str], words: list[str]) -> dict[str, s
     return {line[:12].strip(): line[13:] for line in lines if line[:1].strip()}
 
 
+@pytest.mark.second
 def test_a_column_that_no_row_follows_is_named_by_plan_and_run(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,6 +91,7 @@ def test_columns_that_are_read_or_data_or_empty_are_not_named(
     assert "columns" not in planned(capsys, words_of(model, tmp_path, **{name: value}))
 
 
+@pytest.mark.second
 def test_texts_for_a_chat_model_are_named_by_plan_and_run(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +108,7 @@ def test_texts_for_a_chat_model_are_named_by_plan_and_run(
     assert "chat" not in planned(capsys, words_of(base, tmp_path))
 
 
+@pytest.mark.second
 def test_a_warm_engine_says_it_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with batchspec.Engine({"model.path": str(model), "decode.max_new_tokens": 2, "draft": "none"}) as engine:
         for _ in range(2):
@@ -124,6 +127,7 @@ def test_keys_of_sampling_in_a_greedy_job_are_named(model: Path, tmp_path: Path,
     assert "greedy" not in planned(capsys, words_of(model, tmp_path, "decode.top_p=0.5", temperature=0.7))
 
 
+@pytest.mark.second
 def test_plan_and_run_count_rows_whose_several_completions_are_equal(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

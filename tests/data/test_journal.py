@@ -363,6 +363,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call_and_its_rows_are_save
     assert journal(tmp_path).read(()).completions.keys() == {(7, 1), (8, 0)}
 
 
+@pytest.mark.second
 @example(steps=["add", "begin", "forget", "open", "begin"])
 @given(steps=st.lists(st.sampled_from(["add", "begin", "flush", "forget", "open", "close", "fail", "mend"]), max_size=30))
 def test_nothing_that_a_flush_acknowledged_is_lost_whatever_the_thread_does(steps: list[str]) -> None:

@@ -119,6 +119,7 @@ def test_a_file_of_long_lines_alone_and_a_long_header_are_refused(tmp_path: Path
     assert cli.main(["export", "--from-openai", str(tmp_path / "openai.jsonl"), str(tmp_path / "new.parquet")]) == 2
 
 
+@pytest.mark.second
 def test_a_long_line_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sparse file of 256 MiB: NULs, which the disk does not hold."""
     monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1 << 20)

@@ -85,6 +85,7 @@ def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.second
 def test_request_lines_run_and_each_gets_one_response_line(folder: Path) -> None:
     found = answers(folder / "out/answers.jsonl")
     names = ["plain", "two", "vector", "in.jsonl:4", "tools", "asks", "null", "equal", "effort"]
@@ -262,6 +263,7 @@ def test_the_converter_counts_bad_lines_by_kind_and_leaves_them_out_if_asked(
     assert "--skip-bad is read only with --from-openai" in capsys.readouterr().err
 
 
+@pytest.mark.second
 def test_a_converted_file_and_the_lines_give_the_same_answers(folder: Path, model: Path, tmp_path: Path) -> None:
     convert = [
         "--from-openai",

@@ -86,6 +86,7 @@ def test_a_claim_that_was_given_back_or_is_old_keeps_nobody(tmp_path: Path) -> N
     new_folder(tmp_path, 6, 2, overwrite=True)
 
 
+@pytest.mark.second
 def test_a_run_whose_job_was_overwritten_publishes_nothing(out: Any) -> None:
     """Its claims expired while it was stopped; now it continues, with the manifest in its memory."""
     first = new_folder(out, 6, 2)
@@ -272,6 +273,7 @@ def test_who_dies_while_it_deletes_a_job_leaves_a_folder_that_only_overwrite_tak
 # --- one command, several processes
 
 
+@pytest.mark.second
 def test_processes_of_one_command_delete_a_job_once(out: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All have seen the old job; the others continue the job that the first has started, however late they start."""
     new_folder(out, 6, 2).commit(0, tables()[0])

@@ -52,6 +52,7 @@ def refusal(*paths: Path | str) -> str:
 # --- values and types
 
 
+@pytest.mark.second
 @settings(max_examples=60, deadline=None)
 @given(values=st.lists(st.sampled_from([*VALUES, NULL]), min_size=1, max_size=4, unique=True))
 @example(values=[NULL])

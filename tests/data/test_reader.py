@@ -324,6 +324,7 @@ def test_an_optional_column_may_be_empty() -> None:
 # --- ids
 
 
+@pytest.mark.second
 @settings(max_examples=100, deadline=None)
 @given(ids=st.lists(st.text(max_size=2) | st.integers(0, 30).map(str), min_size=1, max_size=30), chunk=st.integers(1, 7))
 def test_duplicates_are_found_exactly_when_a_set_finds_them(ids: list[str], chunk: int) -> None:

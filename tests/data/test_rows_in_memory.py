@@ -57,6 +57,7 @@ def test_a_lazy_frame_is_collected() -> None:
     assert table_of(TABLE.lazy().filter(prompt="a")).num_rows == 1
 
 
+@pytest.mark.second
 def test_a_list_of_chats_is_the_column_messages(keys: dict[str, Any]) -> None:
     with batchspec.Engine(keys) as engine:
         found = engine.generate([*CHATS, None])
@@ -69,6 +70,7 @@ def test_a_list_of_chats_is_the_column_messages(keys: dict[str, Any]) -> None:
             engine.generate(CHATS[1])
 
 
+@pytest.mark.second
 def test_an_empty_list_gives_the_columns_of_an_output(keys: dict[str, Any]) -> None:
     one = batchspec.generate(["a"], overrides=keys)
     none = batchspec.generate([], overrides=keys)
@@ -95,6 +97,7 @@ def test_a_dataset_of_hugging_face_is_a_table_and_map_takes_the_engine(keys: dic
     assert sorted(mapped["completion"]) == sorted(plain["completion"].to_list())
 
 
+@pytest.mark.second
 def test_an_engine_is_not_pickled(keys: dict[str, Any]) -> None:
     """datasets' map tries to, for a hash of the function: of all weights."""
     with batchspec.Engine(keys) as engine, pytest.raises(TypeError, match=r"^batchspec.Engine is not pickled"):

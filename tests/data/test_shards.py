@@ -285,6 +285,7 @@ def _commit(path: Path, table: pa.Table, start: Any, won: Any) -> None:
     won.put(folder.commit(0, table))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("method", ["link", "rename"])
 def test_many_processes_commit_one_shard(tmp_path: Path, method: str) -> None:
     folder, parts = new_folder(tmp_path, 6, 2), tables()

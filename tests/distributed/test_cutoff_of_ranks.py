@@ -52,6 +52,7 @@ def check_kept(row: Tensor, cut: float, k: int, p: float, p_floor: float, temper
         assert cut in row.tolist()
 
 
+@pytest.mark.second
 @settings(max_examples=40)
 @given(
     count=st.sampled_from([2, 3, 4]),

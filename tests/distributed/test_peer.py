@@ -158,6 +158,7 @@ def exchange_apart(host: Collectives, folder: Path) -> None:
     assert ranks.lanes()[0].peers is rounds, "captured rounds keep their buffers"
 
 
+@pytest.mark.second
 def test_prefill_has_buffers_of_its_own(tmp_path: Path) -> None:
     start_ranks(2, exchange_apart, tmp_path)
 
@@ -193,6 +194,7 @@ def exchange_large(host: Collectives, folder: Path) -> None:
     assert int(peers.epochs[0]) == 0
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("count", [2, 4])
 def test_tensors_larger_than_the_buffers_go_through_the_process_group_with_the_same_bits(count: int, tmp_path: Path) -> None:
     start_ranks(count, exchange_large, tmp_path)
@@ -214,6 +216,7 @@ def lose_a_rank(host: Collectives, folder: Path) -> None:
             ranks.check()
 
 
+@pytest.mark.second
 def test_a_rank_that_does_not_arrive_is_reported_and_learns_of_it(tmp_path: Path) -> None:
     start_ranks(2, lose_a_rank, tmp_path)
 

@@ -40,6 +40,7 @@ NOBODY = [-1, -1]
 PHASES = st.tuples(st.sampled_from([0.1, 0.9, 1.0, 600.0]), st.sampled_from([1, 4, 8, 9, 605, 700]), st.booleans(), st.booleans())
 
 
+@pytest.mark.second
 @given(phases=st.lists(PHASES, max_size=6), watched=st.booleans())
 def test_a_rank_is_silent_after_the_limit_unless_its_parent_did_not_run_either(
     phases: list[tuple[float, int, bool, bool]], watched: bool, clock: Clock

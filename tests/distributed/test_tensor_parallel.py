@@ -145,6 +145,7 @@ def test_fp8_blocks_are_the_same_on_ranks(name: str, quantises: bool) -> None:
     torch.testing.assert_close(found[0]["logits"], alone["logits"], rtol=1e-6, atol=1e-6 * float(alone["logits"].abs().max()))
 
 
+@pytest.mark.second
 @settings(max_examples=25)
 @given(st.data())
 def test_any_shape_that_can_be_cut(data: st.DataObject) -> None:
@@ -228,6 +229,7 @@ def spec_to_cut(
     return spec_of(family, **{name: value for name, value in shape.items() if value is not None}, **FORMATS[form])
 
 
+@pytest.mark.second
 @settings(max_examples=60)
 @given(st.data())
 def test_what_plan_lets_through_every_rank_loads_and_computes(data: st.DataObject) -> None:
@@ -359,6 +361,7 @@ SPECIAL = st.sampled_from([float("nan"), float("inf"), -float("inf"), 0.0, 1.0])
 ROW = st.lists(st.one_of(SPECIAL, st.floats(-3, 3)), min_size=11, max_size=11)
 
 
+@pytest.mark.second
 @given(st.lists(ROW, min_size=1, max_size=4), st.sampled_from([1, 2, 3, 4]), st.booleans(), st.sampled_from([None, 1, 3, 6, 11]))
 def test_the_greedy_token_of_ranks_is_that_of_all_logits(
     rows: list[list[float]], count: int, flag: bool, vocab: int | None
@@ -377,6 +380,7 @@ def test_the_greedy_token_of_ranks_is_that_of_all_logits(
         assert flag or NO_TOKEN not in own.tolist()
 
 
+@pytest.mark.second
 @given(st.lists(st.lists(st.floats(-5, 5), min_size=11, max_size=11), min_size=1, max_size=4), st.sampled_from([1, 2, 3, 4]))
 def test_the_confidence_of_ranks_is_that_of_all_logits(rows: list[list[float]], count: int) -> None:
     logits = torch.tensor(rows, dtype=torch.float64)
@@ -412,6 +416,7 @@ def save_outputs(ranks: Collectives, out: Path) -> None:
     torch.save(found, out / str(ranks.rank))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_over_gloo_have_the_bits_of_threads(count: int, tmp_path: Path) -> None:
     start_ranks(count, save_outputs, tmp_path)

@@ -144,6 +144,7 @@ def test_a_length_that_would_not_pay_with_all_its_drafts_accepted_is_never_probe
     assert (2 in chosen([0.7, 0.0], [1.0, 1.2, cost])) == looked_at
 
 
+@pytest.mark.second
 def test_probes_of_an_expensive_length_cost_one_percent_of_all_rounds() -> None:
     """A round with the tree takes as long as 8.5 rounds without drafts, and one draft token is accepted."""
     lengths, rounds = DraftLengths(8, choices=(0, 8)), 20_000
@@ -408,6 +409,7 @@ def test_the_drafter_is_told_one_round_ahead() -> None:
         lengths.observe(k, rng.integers(0, k + 1, ROWS).astype(np.int32))
 
 
+@pytest.mark.second
 @given(st.integers(1, 64), st.lists(st.booleans(), min_size=40, max_size=200), st.integers(0, 9))
 def test_rounds_over_fewer_rows_choose_among_fewer_lengths(draft_len: int, full: list[bool], seed: int) -> None:
     """Rows come and go: every round has a length that was timed for its number of rows."""
@@ -435,6 +437,7 @@ def test_long_drafts_are_tried_in_steps(draft_len: int) -> None:
     assert all(later <= 1.5 * earlier for earlier, later in itertools.pairwise(lengths) if earlier >= 4)
 
 
+@pytest.mark.second
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.floats(0.05, 0.95), min_size=1, max_size=4), st.floats(0.02, 0.6), st.integers(0, 99))
 def test_it_is_never_much_slower_than_no_drafts(rates: list[float], step: float, seed: int) -> None:

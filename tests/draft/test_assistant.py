@@ -58,6 +58,7 @@ def loaded(target: Path, assistant: Path, ranks: Collectives | None = None, *, f
     return Pair(model, weights)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("name", "config"), [("dense", {}), ("experts", {}), ("late layers", CLUSTERS), ("own values", {}), ("dense", CLUSTERS)]
 )
@@ -86,6 +87,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, make_assistant(folder / "assistant", target, **CLUSTERS)
 
 
+@pytest.mark.second
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     "options",
@@ -117,6 +119,7 @@ def save_drafted(ranks: Collectives, folder: Path) -> None:
     torch.save(drafted(loaded(folder / "target", folder / "assistant", ranks)), folder / str(ranks.rank))
 
 
+@pytest.mark.second
 def test_processes_over_gloo_draft_and_write_what_one_process_does(folders: tuple[Path, Path]) -> None:
     """The target's layers have one K/V head or two."""
     start_ranks(2, save_drafted, folder := folders[0].parent)
@@ -124,6 +127,7 @@ def test_processes_over_gloo_draft_and_write_what_one_process_does(folders: tupl
     assert [torch.load(folder / str(rank)) for rank in range(2)] == [expected, expected]
 
 
+@pytest.mark.second
 def test_a_job_writes_what_one_without_drafts_does(tmp_path: Path) -> None:
     target = make_tokenizer(make_target(tmp_path / "target", "dense", vocab_size=320))
     assistant = make_assistant(tmp_path / "assistant", target)

@@ -121,6 +121,7 @@ def repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_auto, "option_values", lambda group, option: {"name": option})
 
 
+@pytest.mark.second
 @pytest.mark.usefixtures("repeat")
 def test_a_new_drafter_is_a_module_an_entry_and_a_conf(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import chain
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,6 +72,7 @@ def drafter(target: Target, vocabulary: FrequentTokens | None) -> MtpDrafter:
     return MtpDrafter(replace(mtp, vocabulary=vocabulary), target, 3, slots=2)
 
 
+@pytest.mark.second
 def test_only_tokens_of_the_vocabulary_are_drafted_and_outputs_are_the_same() -> None:
     target, outputs, drafted = recurrent_with_mtp(), [], []
     for vocabulary in (None, FrequentTokens(COUNT, [range(VOCAB)])):

@@ -264,6 +264,7 @@ def header_bytes(path: Path) -> int:
     return 8 + int.from_bytes(path.read_bytes()[:8], "little")
 
 
+@pytest.mark.second
 def test_on_the_hub_headers_are_judged_before_a_byte_of_weights_is_fetched(hub: Hub, model: Path, tmp_path: Path) -> None:
     """Every broken model under its own id; refusals name that id and no path in the cache."""
     ids = {f"owner/m{number}": name for number, name in enumerate(BROKEN)}
@@ -281,6 +282,7 @@ def test_on_the_hub_headers_are_judged_before_a_byte_of_weights_is_fetched(hub: 
     assert not list((tmp_path / "home").rglob("*.safetensors"))
 
 
+@pytest.mark.second
 def test_a_model_of_the_hub_is_planned_without_its_weights_and_run_with_them_also_offline(
     hub: Hub, model: Path, tmp_path: Path
 ) -> None:
@@ -307,6 +309,7 @@ def test_a_model_of_the_hub_is_planned_without_its_weights_and_run_with_them_als
     assert code == 0, err
 
 
+@pytest.mark.second
 def test_what_the_hub_does_not_have_is_one_line(hub: Hub, model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, hub.folder / "owner/there", dirs_exist_ok=True)
     common = [f"input.path={prompts(tmp_path)}", "device=cpu", "draft=none"]

@@ -129,6 +129,7 @@ def check_any_packing(data: st.DataObject, folder: Path) -> None:
     check_drafts(drafter, design, tensors)
 
 
+@pytest.mark.second
 @settings(deadline=None, max_examples=4, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_packing_gives_the_drafts_of_the_definition_and_the_tokens_of_plain_decoding(
@@ -283,6 +284,7 @@ def test_rounds_of_any_draft_length_use_the_first_places(kind: str, tmp_path: Pa
     check_drafts(drafter, design, tensors)
 
 
+@pytest.mark.second
 def test_preempted_rows_keep_their_drafts(tmp_path: Path) -> None:
     design, tensors = design_and_tensors("random")
     requests = [request(i, [i, 5, 7], cap=60, predicted=4) for i in range(4)]
@@ -293,6 +295,7 @@ def test_preempted_rows_keep_their_drafts(tmp_path: Path) -> None:
     check_drafts(drafter, design, tensors)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("kind", ["random", "trained"])
 def test_a_head_changes_no_sampled_token(kind: str, tmp_path: Path) -> None:
     design, tensors = design_and_tensors(kind)
@@ -302,6 +305,7 @@ def test_a_head_changes_no_sampled_token(kind: str, tmp_path: Path) -> None:
     assert tokens == expected_tokens(requests, tokens)
 
 
+@pytest.mark.second
 def test_a_mask_feature_that_was_projected_before_it_was_saved_drafts_the_same(tmp_path: Path) -> None:
     """Some exporters push mask_hidden through fc themselves: it is then as wide as the head, not as its taps."""
     design = tiny_design(TARGET().spec, mask_id=MASK)
@@ -350,6 +354,7 @@ def test_a_job_drafts_in_parallel_by_default_if_the_head_can(tmp_path: Path) -> 
         open_drafter(config, target.spec)
 
 
+@pytest.mark.second
 def test_a_whole_job_gives_the_tokens_of_one_without_drafts(tmp_path: Path) -> None:
     shape = tmp_path / "config.json"
     sizes = {

@@ -138,6 +138,7 @@ def test_drafts_are_those_of_a_plain_forward(family: str, vocab: int, parallel: 
     check_drafts(folder, drafter, parallel=parallel)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.9, top_k=9)])
 def test_tokens_are_those_of_plain_decoding_with_preempted_rows_and_run_ahead(sampling: SamplingParams, tmp_path: Path) -> None:
     """The target drafts for itself, with masks: the first draft of a round, which follows none, is often right."""
@@ -256,6 +257,7 @@ def test_a_drafter_without_gpu_kernels_is_refused_on_a_gpu_with_advice_about_the
         spec.on(torch.device("cuda"), torch.bfloat16)
 
 
+@pytest.mark.second
 def test_a_whole_job_drafts_with_it_and_gives_the_tokens_of_one_without(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", "llama", vocab=97, hidden_size=32, intermediate_size=48)
     folder = write(tmp_path / "drafter", "qwen3", vocab=97, mask=96)

@@ -103,6 +103,7 @@ def test_a_job_freezes_what_it_imported_and_its_engine_more_and_nothing_stays_fr
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("how", ["run", "left half-way"])
 def test_objects_that_a_host_program_froze_stay_frozen(how: str) -> None:
     """A run within another one is such a case too: the first one's freeze lasts until that one ends."""
@@ -125,6 +126,7 @@ def test_objects_that_a_host_program_froze_stay_frozen(how: str) -> None:
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.second
 def test_garbage_is_collected_rarely_during_a_run_and_as_before_afterwards() -> None:
     before = gc.get_threshold()
     with older_objects_frozen():

@@ -204,6 +204,7 @@ FILTERS = SamplingParams(temperature=0.8, top_k=5, top_p=0.9)
 PENALTIES = SamplingParams(repetition_penalty=1.3, presence_penalty=0.2)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("name", "sampling"), covering(["none", "right", "tree"], [DRAWS, FILTERS, PENALTIES]))
 def test_a_row_fails_alone_however_tokens_are_chosen(name: str, sampling: SamplingParams) -> None:
     requests = prompts(16, sampling)
@@ -252,6 +253,7 @@ def test_a_stop_before_the_failure_ends_the_row_normally() -> None:
         assert done[name].token_ids.tolist() == tokens[: failure - 1]  # type: ignore[union-attr]
 
 
+@pytest.mark.second
 def test_a_job_writes_the_error_row_and_verify_compares_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Through journal, shard and statistics; the neighbours are those of a job without the row."""
     model = make_tokenizer(make_checkpoint(tmp_path / "model", "llama", dtype=torch.float64))

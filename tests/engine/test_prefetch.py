@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -152,6 +153,7 @@ def test_no_more_is_taken_than_ready_when_one_request_uses_up_several() -> None:
     assert ahead.num_prefetched == 2
 
 
+@pytest.mark.second
 @given(
     caps=st.lists(st.integers(1, 400), min_size=1, max_size=80), shard_rows=st.integers(1, 9), slots=st.integers(1, 6),
     turns=st.lists(st.integers(0, 7), max_size=40),

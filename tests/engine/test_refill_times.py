@@ -67,6 +67,7 @@ def test_before_the_first_refill_the_fixed_time_is_that_of_a_short_replay() -> N
     assert RefillTimes(COST, SLOTS).fixed_s == COST.replay
 
 
+@pytest.mark.second
 @given(
     fixed_s=st.floats(0.0, 0.008),
     token_s=st.floats(1e-6, 3e-6),

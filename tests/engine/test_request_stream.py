@@ -339,6 +339,7 @@ def test_prompts_of_requests_that_were_taken_ahead_are_hashed_once_and_before_th
     assert [ahead for ahead, _ in hashed] == [False] * 4 + [True] * 8
 
 
+@pytest.mark.second
 def test_only_as_many_requests_are_prepared_ahead_as_the_next_refills_need() -> None:
     engine, counts = engine_of("none", slots=40), list[int]()
     engine.on_round = lambda totals: counts.append(len(engine._current.taken) - engine.slots.num_live)

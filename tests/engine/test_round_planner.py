@@ -366,6 +366,7 @@ def test_memory_is_kept_for_all_graphs_of_usual_rows_and_for_those_that_longer_r
         assert held - without <= 2 * once
 
 
+@pytest.mark.second
 @given(
     slots=st.integers(2, 256),
     draft_len=st.integers(0, 63),

@@ -93,6 +93,7 @@ class Simulated:
         return self.tokens / self.seconds
 
 
+@pytest.mark.second
 def test_rows_of_two_kinds_gain_by_lengths_of_their_own() -> None:
     lengths, one_k = Simulated((GOOD, BAD)), Simulated((GOOD, BAD), row_lengths=False)
     gain = lengths.run(600) / one_k.run(600)
@@ -100,6 +101,7 @@ def test_rows_of_two_kinds_gain_by_lengths_of_their_own() -> None:
     assert sum(width.mean_len is not None for width in lengths.widths[100:]) > 0.9 * len(lengths.widths[100:])
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("noise", [0.0, 3.0])
 def test_rows_of_one_kind_lose_nothing(noise: float) -> None:
     """Confidence that knows nothing of the outcome, too."""
@@ -107,6 +109,7 @@ def test_rows_of_one_kind_lose_nothing(noise: float) -> None:
     assert gain > 0.995
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("row_lengths", [True, False])
 def test_rows_that_accept_more_than_those_before_them_are_noticed_soon(row_lengths: bool) -> None:
     """For a thousand rounds no draft was worth it, so K was 0. Then drafts are accepted; a probe comes every 64 rounds."""
@@ -132,6 +135,7 @@ def test_choosing_among_drafts_must_promise_a_twentieth_more(gain: float, partia
     assert lengths.choose(256, 0)[0] == (RoundWidth(2, 0.5) if partial else RoundWidth(1))
 
 
+@pytest.mark.second
 def test_later_drafts_are_counted_even_if_one_draft_of_each_row_beats_two() -> None:
     """Only then can choosing among three drafts of each row be known to pay, by a tenth more than any K."""
     lengths = Simulated((GOOD, BAD))

@@ -293,6 +293,7 @@ def misfit(asked: Request, tokens: Tensor) -> float:
 # --- tests
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", ASKED)
 def test_each_noise_key_has_its_tokens_whatever_is_verified(name: str) -> None:
     asked = ASKED[name]

@@ -83,6 +83,7 @@ SHARED_AT = {"all keys": 16, "some windows": 16, "recurrent layers": RECURRENT_C
 """Where a shared prefix may end, in tokens. Models without a layer that reads all keys share none."""
 
 
+@pytest.mark.second
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_packing_gives_the_logprobs_of_the_definition(data: st.DataObject) -> None:

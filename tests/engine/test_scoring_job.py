@@ -74,6 +74,7 @@ def check_rows(found: pl.DataFrame, model: Path, num_top: int) -> int:
     return len(good)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("num_top", [0, 3])
 def test_a_job_writes_the_logprobs_that_transformers_computes(
     model: Path, tmp_path: Path, num_top: int, capsys: pytest.CaptureFixture[str]
@@ -106,6 +107,7 @@ def test_a_job_writes_the_logprobs_that_transformers_computes(
     assert re.search(r"holds another job \(.*\bdecode\.score: \"prompts\" -> ", capsys.readouterr().err)
 
 
+@pytest.mark.second
 def test_scores_that_a_lost_run_saved_are_those_of_the_job(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +133,7 @@ def test_scores_that_a_lost_run_saved_are_those_of_the_job(
     assert again.drop("usage").equals(whole.drop("usage"))
 
 
+@pytest.mark.second
 def test_prompts_that_fill_max_len_and_pages_for_one_row_are_enough(model: Path, tmp_path: Path) -> None:
     ids = AutoTokenizer.from_pretrained(model)("Say word1 again and again " * 3)["input_ids"]
     pl.DataFrame({"prompt_ids": [ids, ids[:-1], ids, [*ids, 5]]}).write_parquet(tmp_path / "in.parquet")
@@ -156,6 +159,7 @@ def test_chats_are_scored_as_the_template_writes_them(model: Path) -> None:
     assert found["messages"].to_list() == [[question], [question, answer]]
 
 
+@pytest.mark.second
 def test_a_warm_engine_scores_call_after_call(model: Path) -> None:
     with batchspec.Engine(options(model, model__max_len=128, output__prompt_logprobs=2)) as engine:
         assert engine._opened.admission.constraints is None  # nothing is decoded: no memory is held for schemas

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,6 +38,7 @@ def add_round(state: RequestState, accepted: int, drafted: int, tokens: list[int
     state.tokens += tokens
 
 
+@pytest.mark.second
 @settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_rounds_added_by_arrays_are_those_added_row_by_row(data: st.DataObject) -> None:

@@ -97,6 +97,7 @@ def test_the_quick_convolution_is_that_of_transformers() -> None:
     torch.testing.assert_close(convolution(x, weight), causal_conv1d_fn(x, weight, None, activation="silu"))
 
 
+@pytest.mark.second
 def test_a_recurrent_model_comes_nearer_to_the_llama(made: Path) -> None:
     teacher, student = model_of(made / "llama"), model_of(made / "recurrent")
     plan = Plan(steps=10, tokens=512, lr=1e-2, held_out=2)

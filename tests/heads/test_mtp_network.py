@@ -119,6 +119,7 @@ def test_the_loss_is_the_cross_entropy_with_the_targets_distributions_over_all_t
     assert float(loss.detach()) == pytest.approx(float(expected), abs=1e-7)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", MODELS)
 def test_a_layer_learns_a_few_rows_by_heart_and_its_target_stays_as_it_is(name: str) -> None:
     _, target, network, teacher = made(name)

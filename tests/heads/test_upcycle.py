@@ -89,6 +89,7 @@ def test_numbers_are_within_half_a_step_of_their_format() -> None:
     assert found[0, :3].tolist() == [6.0, -6.0, 0.0]
 
 
+@pytest.mark.second
 def test_a_comparison_reports_the_distance_of_a_model(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     same = compare(made / "dense", made / "moe", str(made / "prompts.parquet"), rows=6, tokens=12)
     assert same.mean_kl < 1e-6
@@ -102,6 +103,7 @@ def test_a_comparison_reports_the_distance_of_a_model(made: Path, capsys: pytest
     assert capsys.readouterr().out.splitlines()[-1].startswith("mean KL ")
 
 
+@pytest.mark.second
 def test_the_table_of_four_bit_formats_has_their_bits_and_what_they_change(
     made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,6 +126,7 @@ def test_patterns_of_users_are_looked_up_in_one_place(name: str) -> None:
             assert module in GLOBS, f"{module}: {ast.unparse(call)}"
 
 
+@pytest.mark.second
 def test_an_io_error_is_not_taken_for_a_wrong_file() -> None:
     """Who catches an OSError and refuses something for it (exit code 2) asks first whether the disk failed (74)."""
     asking = set()
@@ -155,6 +156,7 @@ def guarded(tree: ast.Module) -> Iterator[ast.AST]:
                 yield from (inner for part in [*inside, *node.body] for inner in ast.walk(part))
 
 
+@pytest.mark.second
 def test_what_opens_a_file_turns_its_errors_into_one_line() -> None:
     for path in sources():
         module, tree = module_of(path), ast.parse(path.read_text(encoding="utf-8"))

@@ -11,6 +11,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 from batchspec.engine import features as engine_features
 from batchspec.engine.slots.row_feature import RowFeature
 
@@ -350,6 +352,7 @@ def within(name: str, allowed: set[str] | tuple[str, ...]) -> bool:
     return any(name == item or name.startswith(item + ".") for item in allowed)
 
 
+@pytest.mark.second
 def test_a_module_imports_only_what_its_place_allows() -> None:
     assert [f"{module_of(path)} imports {name}" for path in sources() for name in imports(path) if not allowed(path, name)] == []
 
@@ -472,6 +475,7 @@ def names(tree: ast.AST) -> set[str]:
     return found
 
 
+@pytest.mark.second
 def test_records_and_io_can_be_read_without_torch() -> None:
     modules = [module_of(path) for path in sources()]
     light = ("data.dataset", "data.storage", "data.runstate", "records", "packed_batch", "errors", "config")

@@ -29,6 +29,7 @@ def chosen(expression: str, marks: Marks) -> bool:
     return bool(eval(expression, {name: name in marks.names for name in ("second", "smoke", "slow", "soak")}))
 
 
+@pytest.mark.second
 def test_each_test_is_in_one_tier(collected: list[Marks]) -> None:
     assert len(SECOND) == 1
     for marks in collected:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 
+import pytest
+
 from tests.house.test_imports import module_of, sources
 
 
@@ -16,6 +18,7 @@ def _shape(function: ast.FunctionDef) -> str | None:
     return ast.dump(body) + " ".join(names) if any(isinstance(node, ast.Call) for node in ast.walk(body)) else None
 
 
+@pytest.mark.second
 def test_no_function_exists_twice() -> None:
     found: dict[str, list[str]] = defaultdict(list)
     for path in sources():

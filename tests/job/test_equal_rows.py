@@ -111,6 +111,7 @@ def computed(rows: pl.DataFrame) -> list[bool]:
     return rows["perf"].struct.field("decode_s").is_not_null().to_list()
 
 
+@pytest.mark.second
 def test_copies_have_the_tokens_of_rows_that_are_computed(out: Path) -> None:
     found = rows_of(out)
     alone = rows_of(out.with_name("alone"), "output.dedup=false")
@@ -126,6 +127,7 @@ def test_copies_have_the_tokens_of_rows_that_are_computed(out: Path) -> None:
     assert cached[2] == found["usage"].struct.field("prompt_tokens")[2]
 
 
+@pytest.mark.second
 def test_greedy_samples_of_a_row_are_computed_once(out: Path) -> None:
     rows = pl.read_parquet(out.with_name("in.parquet"))
     hot = pl.Series([0.0, 0.0, 0.0, 0.0, 1.0])

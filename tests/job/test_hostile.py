@@ -35,6 +35,7 @@ LOOP = "{% for i in range(10**9) %}{% endfor %}"
 TRAP = "{% if trap == 'boom' %}{{ raise_exception('boom') }}{% elif trap == 'loop' %}" + LOOP + "{% endif %}"
 
 
+@pytest.mark.second
 def test_every_kind_of_bad_row_is_one_error_row_and_its_neighbours_are_unchanged(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,6 +82,7 @@ TOOLS = (
 )
 
 
+@pytest.mark.second
 def test_a_newcomers_chats_go_through_whole_jobs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tool calls, compressed; a deep line, half a surrogate pair, an answer to continue; OpenAI's requests."""
     (tmp_path / "tools.jinja").write_text(TOOLS)

@@ -117,6 +117,7 @@ def record(folder: OutputFolder) -> None:
     folder.log_run({**speed, "calibration": calibration})
 
 
+@pytest.mark.second
 def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
     folder = job(tmp_path, mixed())
     record(folder)
@@ -131,6 +132,7 @@ def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
 
 
+@pytest.mark.second
 def test_the_page_reports_the_rows_and_tokens_of_the_job(tmp_path: Path) -> None:
     folder = job(tmp_path, mixed())
     record(folder)
@@ -150,6 +152,7 @@ def test_the_page_reports_the_rows_and_tokens_of_the_job(tmp_path: Path) -> None
         assert said in text, said
 
 
+@pytest.mark.second
 def test_the_page_answers_first_whether_the_data_is_good_then_how_fast_it_was_then_how_drafts_fared(tmp_path: Path) -> None:
     record(job(tmp_path, mixed()))
     text = report(tmp_path)
@@ -185,6 +188,7 @@ def test_error_rows_are_listed_by_code_with_their_reasons(tmp_path: Path, monkey
     assert "<td>q-1</td><td>1</td><td>row 1:\\n&lt;script&gt;" in text
 
 
+@pytest.mark.second
 def test_the_head_of_the_page_names_model_sampling_date_and_duration(tmp_path: Path) -> None:
     folder = job(tmp_path, mixed(), decode={"temperature": 0.5, "seed": 3})
     record(folder)
@@ -197,6 +201,7 @@ def test_the_head_of_the_page_names_model_sampling_date_and_duration(tmp_path: P
         assert fact in head, fact
 
 
+@pytest.mark.second
 def test_bars_of_groups_have_counts_and_all_labels_have_one_size(tmp_path: Path) -> None:
     record(job(tmp_path, mixed()))
     text = report(tmp_path, "--by", "kind")
@@ -205,6 +210,7 @@ def test_bars_of_groups_have_counts_and_all_labels_have_one_size(tmp_path: Path)
     assert set(re.findall(r"font-size: ([\d.]+)px", text)) == {"11"}
 
 
+@pytest.mark.second
 def test_runs_side_by_side_share_the_slots_of_both(tmp_path: Path) -> None:
     folder = job(tmp_path, mixed())
     record(folder)
@@ -251,6 +257,7 @@ def brightness(colour: str) -> int:
     return sum(int(part) for part in re.findall(r"\d+", colour)[:3])
 
 
+@pytest.mark.second
 def test_a_browser_shows_all_of_it_on_a_phone_and_on_a_desk_light_and_dark(tmp_path: Path) -> None:
     rows = mixed()
     rows[7] = completion(7, request_id="a-very-long-id-without-a-space-" * 6, token_ids=np.zeros(70, np.int32), stats=stats([3]))
@@ -276,6 +283,7 @@ def test_a_browser_shows_all_of_it_on_a_phone_and_on_a_desk_light_and_dark(tmp_p
     assert colours[False]["fill"] != colours[True]["fill"]
 
 
+@pytest.mark.second
 def test_what_became_of_every_run_is_shown(tmp_path: Path) -> None:
     folder = job(tmp_path, mixed())
     said = {"host": "node<1>", "pid": 7, "began_at": 100.0, "at": 110.0, "tokens": 500, "shards": 6, "end": "interrupted"}
@@ -321,6 +329,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [f"model.path={model}", f"input.path={folder}/in.parquet", "decode.max_new_tokens=8", "packing.max_num_seqs=2"]
 
 
+@pytest.mark.second
 @pytest.mark.usefixtures("draws")
 def test_a_job_ends_with_its_page(tmp_path: Path, command: list[str]) -> None:
     pytest.importorskip("matplotlib", reason="the extra `report` is not installed")

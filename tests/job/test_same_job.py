@@ -176,6 +176,7 @@ def changed(config: RunConfig, key: str, value: Any) -> RunConfig:
     return config
 
 
+@pytest.mark.second
 def test_another_value_of_any_key_that_makes_another_job_is_refused_by_name(finished: Path, model: Path, tmp_path: Path) -> None:
     (tmp_path / "other.jinja").write_text("{{ messages[0]['content'] }}")
     make_adapter(tmp_path / "adapter", model, ["q_proj"])
@@ -221,6 +222,7 @@ def same_size_edit(path: Path) -> None:
     frame.with_columns(topic=pl.col("topic").replace({"a": "b", "b": "a"})).write_parquet(path)
 
 
+@pytest.mark.second
 def test_an_edited_input_and_other_weights_of_the_same_size_are_refused(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,6 +242,7 @@ def test_an_edited_input_and_other_weights_of_the_same_size_are_refused(
     assert "model.weights" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.second
 def test_a_model_of_which_one_layer_was_trained_is_refused(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -261,6 +264,7 @@ def test_a_model_of_which_one_layer_was_trained_is_refused(
     assert "model.quantization" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.second
 def test_another_shape_or_template_of_the_model_is_refused_by_name(
     model: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -302,6 +306,7 @@ def test_how_a_job_is_run_is_no_part_of_what_it_is(
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.second
 def test_slots_stay_full_from_shard_to_shard(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round that is launched while there are rows to come has all its slots, at the borders of shards too."""
     slots, rows = 4, 60

@@ -118,6 +118,7 @@ def completion_of(request: Request) -> Completion:
     )
 
 
+@pytest.mark.second
 def test_workers_give_the_rows_errors_order_and_tables_of_the_plain_path(tokenizer: Tokenizer) -> None:
     table = pa.table(
         {
@@ -143,6 +144,7 @@ def test_workers_give_the_rows_errors_order_and_tables_of_the_plain_path(tokeniz
             assert [row["slot"] for row in made["perf"].to_pylist()] == [row["slot"] for row in plain["perf"].to_pylist()]
 
 
+@pytest.mark.second
 def test_a_shard_of_several_parts_is_predicted_by_the_rows_that_the_run_has_finished(tokenizer: Tokenizer) -> None:
     """Then the run need not make the requests again with another prediction."""
     rows = 2 * PART_ROWS + 3
@@ -156,6 +158,7 @@ def test_a_shard_of_several_parts_is_predicted_by_the_rows_that_the_run_has_fini
     entries[0].prompt_ids[0] = 1  # the array is writable
 
 
+@pytest.mark.second
 def test_no_more_is_read_than_was_asked_for_and_a_few_shards_ahead() -> None:
     work, source = make_work(prompts(*"abcdefghijkl"), KillingTokenizer())
     read: list[int] = []
@@ -180,6 +183,7 @@ def test_no_more_is_read_than_was_asked_for_and_a_few_shards_ahead() -> None:
         assert next(workers.admitted(source.shards(1))).shard.index == 0, "other shards are read after that"
 
 
+@pytest.mark.second
 def test_what_reading_raises_is_raised_at_the_shard_that_could_not_be_read() -> None:
     work, source = make_work(prompts("a", "b"), KillingTokenizer())
 
@@ -194,6 +198,7 @@ def test_what_reading_raises_is_raised_at_the_shard_that_could_not_be_read() -> 
             next(shards)
 
 
+@pytest.mark.second
 def test_an_exception_of_a_worker_is_raised_in_the_caller() -> None:
     work, source = make_work(prompts("a"), KillingTokenizer())
     (shard,) = source.shards(1)
@@ -201,6 +206,7 @@ def test_an_exception_of_a_worker_is_raised_in_the_caller() -> None:
         workers.begin_table(shard, [cast(Completion, "no completion")]).make()
 
 
+@pytest.mark.second
 def test_a_worker_writes_a_verified_file_that_only_the_run_itself_publishes(tokenizer: Tokenizer, tmp_path: Path) -> None:
     work, source = make_work(prompts("a", "b", "c"), tokenizer)
     output = OutputFolder(tmp_path / "out")
@@ -219,6 +225,7 @@ def test_a_worker_writes_a_verified_file_that_only_the_run_itself_publishes(toke
             workers.begin_file(shard, done[:1], output.unpublished(0)).write()
 
 
+@pytest.mark.second
 def test_a_file_that_a_worker_could_not_write_says_why(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """The cause tells a full disk from a job that was deleted meanwhile (`OutputFolder.publish`)."""
     work, source = make_work(prompts("a"), tokenizer)
@@ -230,6 +237,7 @@ def test_a_file_that_a_worker_could_not_write_says_why(tokenizer: Tokenizer, tmp
     assert isinstance(raised.value.__cause__, FileNotFoundError)
 
 
+@pytest.mark.second
 def test_a_worker_that_dies_is_named_and_its_shard_done_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     work, source = make_work(prompts("a", f"{tmp_path}/mark die once", "b"), KillingTokenizer())
     with closing(ShardWorkers(work, 1)) as workers, caplog.at_level(logging.WARNING):
@@ -238,6 +246,7 @@ def test_a_worker_that_dies_is_named_and_its_shard_done_again(tmp_path: Path, ca
     assert [line for line in caplog.messages if "ended with -9 while it was to admit shard 1: another one does it again" in line]
 
 
+@pytest.mark.second
 def test_a_shard_that_kills_two_workers_ends_the_run_with_one_line() -> None:
     work, source = make_work(prompts("a", "now die", "b"), KillingTokenizer())
     with closing(ShardWorkers(work, 1)) as workers:
@@ -258,6 +267,7 @@ def test_no_shard_is_blamed_for_workers_that_die_while_they_start(monkeypatch: p
         next(workers.admitted(source.shards(1)))
 
 
+@pytest.mark.second
 def test_a_worker_that_cannot_be_replaced_for_lack_of_memory_is_replaced_when_there_is_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -297,6 +307,7 @@ def rows_of(out: Path) -> pl.DataFrame:
     return pl.read_parquet(out / "data").drop("perf", "spec_decode", "usage")
 
 
+@pytest.mark.second
 def test_a_job_with_workers_writes_the_rows_of_one_without_also_after_a_signal(model: Path, tmp_path: Path) -> None:
     for name in ("with", "without"):
         make_prompts((tmp_path / name).with_suffix(".parquet"), 20)
@@ -310,6 +321,7 @@ def test_a_job_with_workers_writes_the_rows_of_one_without_also_after_a_signal(m
     assert rows_of(tmp_path / "with" / "out").equals(rows_of(tmp_path / "without" / "out"))
 
 
+@pytest.mark.second
 def test_after_workers_were_lost_the_shards_in_flight_are_suspects(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -331,6 +343,7 @@ class Interrupting:
         raise MemoryError
 
 
+@pytest.mark.second
 def test_an_answer_that_was_not_read_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     work, source = make_work(prompts("a", "b"), KillingTokenizer())
     with closing(ShardWorkers(work, 1)) as workers:

@@ -67,6 +67,7 @@ def signalled(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *numbers: 
     return lambda: monkeypatch.setattr(owner, name, call)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     ("owner", "name", "left"),
@@ -92,6 +93,7 @@ def test_a_signal_after_the_last_row_ends_the_run_with_0_and_the_next_one_writes
     assert (out / "README.md").exists()
 
 
+@pytest.mark.second
 def test_a_report_that_is_missing_is_written_by_the_same_command(command: list[str], tmp_path: Path) -> None:
     assert run.main(command) == 0
     (tmp_path / "out/report.html").unlink()
@@ -99,6 +101,7 @@ def test_a_report_that_is_missing_is_written_by_the_same_command(command: list[s
     assert (tmp_path / "out/report.html").exists()
 
 
+@pytest.mark.second
 def test_a_report_of_a_part_of_the_rows_does_not_outlive_them(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

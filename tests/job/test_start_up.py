@@ -40,6 +40,7 @@ def test_the_age_of_a_process_is_that_of_its_clock() -> None:
     assert ended[0] - began[2] - 0.02 <= ended[1] - began[1] <= ended[2] - began[0] + 0.02
 
 
+@pytest.mark.second
 def test_a_run_prints_and_stores_its_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_tokenizer(make_checkpoint(tmp_path / "model", "llama", dtype=torch.float64))
     make_prompts(tmp_path / "prompts.parquet", 3)

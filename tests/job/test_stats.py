@@ -108,6 +108,7 @@ def row_stats(draw: st.DrawFn) -> RowStats:
     return stats([draw(st.integers(0, d)) for d in drafted], drafted, k=k)
 
 
+@pytest.mark.second
 @settings(max_examples=30, deadline=None)
 @given(rows=st.lists(row_stats(), min_size=4, max_size=4))
 def test_identities_hold_for_any_rounds(tmp_path_factory: pytest.TempPathFactory, rows: list[RowStats]) -> None:

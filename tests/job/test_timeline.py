@@ -93,6 +93,7 @@ def test_a_prefill_is_neither_live_nor_idle_and_is_not_lost_where_its_result_com
     assert got.ending.tolist() == [0, 0, 0, 2, 2]
 
 
+@pytest.mark.second
 def test_a_run_is_sampled_once_a_second_and_later_more_seldom() -> None:
     many = recorded([(0.1, 4, False)] * 100).splitlines()
     assert 10 <= len(many) - 2 <= 11
@@ -103,6 +104,7 @@ def test_a_run_is_sampled_once_a_second_and_later_more_seldom() -> None:
     assert hours.samples["tokens"][-1] == 8 * rounds
 
 
+@pytest.mark.second
 @given(rounds=st.lists(st.tuples(st.floats(0.01, 30), st.integers(0, 4), st.booleans()), min_size=1, max_size=60))
 def test_what_is_pictured_adds_up_to_the_run(rounds: list[tuple[float, int, bool]]) -> None:
     run = run_of(rounds)

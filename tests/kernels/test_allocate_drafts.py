@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,6 +57,7 @@ rows = st.integers(1, 70).flatmap(
 )
 
 
+@pytest.mark.second
 @settings(deadline=None, max_examples=40)
 @given(rows, st.lists(st.lists(st.integers(0, 120), min_size=BINS, max_size=BINS), min_size=4, max_size=4), st.integers(0, 150))
 def test_no_draft_that_is_left_out_survives_more_likely_than_one_that_is_taken(

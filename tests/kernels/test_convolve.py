@@ -186,6 +186,7 @@ def test_dead_rows_and_padding_write_nothing(interpret: bool, device: torch.devi
     assert not state.conv_inputs[2].isnan().any()
 
 
+@pytest.mark.second
 @given(st.data())
 @settings(max_examples=12)
 def test_rounds_have_the_bits_of_one_pass_whatever_was_accepted(

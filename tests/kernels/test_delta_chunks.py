@@ -91,6 +91,7 @@ def test_rows_of_all_lengths_in_one_pass(interpret: bool, device: torch.device) 
     assert torch.equal(state.state[[2, 3, 6, 8]].nan_to_num(7.0), before.state[[2, 3, 6, 8]].nan_to_num(7.0))
 
 
+@pytest.mark.second
 def test_chunks_agree_with_steps(interpret: bool, device: torch.device) -> None:
     inputs, states = random_inputs(80, SMALL, device), [poisoned_state(1, SMALL, device) for _ in range(2)]
     batch = batch_of([Row(0, 0, 80)], device)

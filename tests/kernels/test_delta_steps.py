@@ -140,6 +140,7 @@ def decode(
     return outs, begins
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @given(st.data())
 @settings(max_examples=12)

@@ -55,6 +55,7 @@ def plain(blocks: Tensor, scales: Tensor) -> Tensor:
     return (values * 2.0 ** (scales.double() - 127)[..., None]).flatten(-2)
 
 
+@pytest.mark.second
 @given(
     lead=st.lists(st.integers(1, 3), max_size=2), rows=st.integers(1, 300), k=st.integers(1, 12), gated=st.booleans(),
     seed=st.integers(0, 2**31),
@@ -192,6 +193,7 @@ def test_a_unit_of_two_tiles_gives_the_bits_of_single_tiles(
     )
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("hidden", [160, 256])
 def test_tiles_of_every_number_of_pairs_give_the_same_bits(hidden: int, interpret: bool, device: torch.device) -> None:
     """Widths are no multiple of a tile's rows. The last expert has 40 pairs, the others 10: large units come first."""

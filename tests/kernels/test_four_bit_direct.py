@@ -66,6 +66,7 @@ def test_a_slice_of_rows_and_of_columns_of_wider_rows(group: int, interpret: boo
         assert_near(found, by_definition(x, weight)[:, 48:200], tolerance=4e-3)
 
 
+@pytest.mark.second
 @interpreted
 @pytest.mark.parametrize("group", [16, 64, 128])
 def test_nothing_after_the_last_word_and_scale_is_read(group: int) -> None:

@@ -25,6 +25,7 @@ def theirs() -> Any:
     return modeling_qwen3_5
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("rule", ["torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"])
 @pytest.mark.parametrize("begin", [0, 64])
 def test_the_recurrence_is_theirs(theirs: Any, rule: str, begin: int, interpret: bool, device: torch.device) -> None:

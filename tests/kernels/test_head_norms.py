@@ -36,6 +36,7 @@ def run(peers: Peers, number: int, parts: list[Tensor], q_norm: Tensor, k_norm: 
     return found
 
 
+@pytest.mark.second
 @settings(max_examples=12)
 @given(
     ranks=st.sampled_from([2, 4]), rows=st.integers(1, 9), q=st.sampled_from([8, 24, 40]), k=st.sampled_from([8, 16]),

@@ -166,6 +166,7 @@ def test_zeros_keep_their_sign_and_infinities_their_kind(two_shot: bool) -> None
         assert str(out[0, :5].tolist()) == "[-0.0, 0.0, inf, nan, nan]"
 
 
+@pytest.mark.second
 @WAYS
 def test_rows_do_not_depend_on_the_other_rows(two_shot: bool) -> None:
     """More rows than programs, and the same rows in another batch."""

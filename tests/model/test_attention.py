@@ -112,6 +112,7 @@ one_row = st.integers(0, 24).flatmap(lambda q: st.tuples(st.just(q), st.integers
 some_rows = st.lists(one_row, min_size=1, max_size=6).filter(lambda rows: any(q for q, _ in rows))
 
 
+@pytest.mark.second
 @settings(max_examples=60, deadline=None)
 @given(some_rows, st.none() | st.integers(1, 30), st.integers(0, 12), st.integers(0, 99))
 def test_any_mix_of_rows_is_exact_in_fp64(rows: list[tuple[int, int]], window: int | None, sink: int, seed: int) -> None:

@@ -132,6 +132,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_64_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     family, config = MODELS[name]
@@ -405,6 +406,7 @@ def tiny(family: str) -> Target:
     return Target.load(Path(), spec, dtype=torch.float64, device=DEVICE, dummy=True)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("family", OWN)
 def test_drafts_of_any_kind_change_no_token(family: str) -> None:
     """Greedy rows and sampled ones, prompts longer than the windows."""

@@ -130,6 +130,7 @@ def test_all_tokens_may_have_the_same_experts(name: str) -> None:
     assert_near(found, expected, 1e-5 if "bf16" in name else 2e-2)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", ["bf16, gpt_oss", "fp8 blocks, qwen3_moe", "mxfp4, gpt_oss"])
 def test_bits_of_a_token_depend_neither_on_the_others_nor_on_padding(name: str) -> None:
     """NaN in padding rows changes no other row."""
@@ -296,6 +297,7 @@ def test_scales_that_the_kernels_cannot_read_are_refused_with_what_can() -> None
         made(spec.on(CPU, torch.bfloat16), torch.bfloat16, Large)
 
 
+@pytest.mark.second
 def test_an_engine_emits_the_same_tokens_with_and_without_drafts() -> None:
     family, changes = CASES["bf16, mixtral"]
     found = []

@@ -286,6 +286,7 @@ ODD_VALUES: list[Any] = [
 ]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("layout", ["flat", "speculators"])
 def test_any_value_of_any_key_is_read_or_refused_in_one_line(layout: str, tmp_path: Path) -> None:
     folder = written(tmp_path / "head", layout, mask_id=7, windows=(5,))

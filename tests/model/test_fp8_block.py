@@ -104,6 +104,7 @@ def test_an_fp8_checkpoint_is_the_model_of_its_dequantised_weights(family: str, 
     assert torch.equal(logits(fp8), logits(plain))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("family", "config"), [("qwen3", {}), ("qwen3_5_text", RECURRENT)])
 def test_the_dequantised_model_is_that_of_transformers(family: str, config: dict[str, Any], tmp_path: Path) -> None:
     assert_like_transformers(make_fp8(tmp_path, family, **config)[1], dtype=torch.float64)

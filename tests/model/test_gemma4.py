@@ -64,6 +64,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_64_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     family, config = MODELS[name]
@@ -228,6 +229,7 @@ def tiny(**changes: Any) -> Target:
     return Target.load(Path(), spec_of(**{**OWN, **changes}), dtype=torch.float64, device=DEVICE, dummy=True)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("blocks", BLOCKS)
 def test_drafts_of_any_kind_change_no_token(blocks: str) -> None:
     """Greedy rows and sampled ones, prompts longer than the windows."""

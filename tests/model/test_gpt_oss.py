@@ -60,6 +60,7 @@ GPT_OSS_20B: dict[str, Any] = {
 NO_WINDOWS = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("config", [{}, {"attention_bias": False, "num_experts_per_tok": 1, **NO_WINDOWS}])
 def test_logits_and_greedy_tokens_equal_those_of_transformers(config: dict[str, Any], tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "gpt_oss", **{**ODD, **config})
@@ -206,6 +207,7 @@ def test_names_of_the_original_folder_are_refused_with_what_to_use(tmp_path: Pat
         judge_model(LocalFiles(folder))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("num_pages", [200, 40], ids=["shared prefixes", "preemption"])
 def test_rows_that_share_pages_or_lose_them_have_the_tokens_of_plain_decoding(
     num_pages: int, monkeypatch: pytest.MonkeyPatch

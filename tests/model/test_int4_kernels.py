@@ -79,6 +79,7 @@ def logits(folder: Path, spec: ModelSpec) -> Tensor:
     return torch.cat([*first, *runner.feed([[3], [5]])[0]])
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", CASES)
 def test_a_whole_forward_is_that_of_plain_torch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family, layout, sizes, calls = CASES[name]
@@ -108,6 +109,7 @@ def assert_dequantised_for_many_tokens(folder: Path, calls: dict[str, int], monk
     assert counts == {**calls, "multiply_dequantised": sum(calls.values())}
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", ["groups of 32", "act order, biases"])
 def test_for_many_tokens_weights_are_dequantised(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family, layout, sizes, calls = CASES[name]

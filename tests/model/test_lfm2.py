@@ -225,6 +225,7 @@ def test_a_dtype_of_states_has_no_effect_on_convolutions_and_is_refused() -> Non
         with_states(read_spec(LFM2_1_2B, "config.json"), "bfloat16", torch.bfloat16)
 
 
+@pytest.mark.second
 def test_any_value_of_a_key_is_read_or_refused_in_one_line() -> None:
     keys = (*LFM2_1_2B, "layer_types", "tie_embedding", "intermediate_size", "head_dim")
     for changes in [{key: value} for key in keys for value in (*ODD_VALUES, *ODD_NUMBERS)]:

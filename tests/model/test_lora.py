@@ -339,6 +339,7 @@ def answers(out: Path) -> pl.DataFrame:
     return pl.read_parquet(out / "data/*.parquet").select("request_id", "status", "completion", "token_ids")
 
 
+@pytest.mark.second
 def test_a_job_with_an_adapter_is_that_of_the_merged_model_and_resumes_with_this_adapter_alone(
     base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -391,6 +392,7 @@ def test_a_job_with_an_adapter_is_that_of_the_merged_model_and_resumes_with_this
     assert cli.main(["plan", *words(base, "new", own, "cache.dtype=fp8", "cache.scales=calibrate")]) == 0
 
 
+@pytest.mark.second
 def test_new_weights_of_a_warm_engine_are_merged_with_its_adapter(base: Path, adapter: Path, tmp_path: Path) -> None:
     tensors = {
         name: 1.25 * tensor if "proj" in name else tensor for name, tensor in load_file(base / "model.safetensors").items()

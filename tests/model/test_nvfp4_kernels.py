@@ -40,6 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Packer, dict[str, Any], dict[str, in
 checkpoint has another global scale."""
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", CASES)
 def test_a_whole_forward_is_that_of_plain_torch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family, config, packer, sizes, calls = CASES[name]

@@ -41,6 +41,7 @@ def kinds(spec: ModelSpec) -> str:
     return "".join({MoeSpec: "E", GatedMlpSpec: "d"}[type(layer.mlp)] for layer in spec.layers)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

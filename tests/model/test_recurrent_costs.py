@@ -34,6 +34,7 @@ def round_s(spec: ModelSpec, rows: int, tokens: int = 1) -> float:
     return round_seconds(spec, H200, dtype=BF16, rows=rows, context_tokens=1000, tokens_per_row=tokens)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_a_round_reads_and_writes_the_states_of_its_rows_once(tokens: int) -> None:
     """However many tokens it verifies."""
@@ -80,6 +81,7 @@ def batch(
     )
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("draft_len", [0, 3])
 def test_states_and_pages_share_the_memory(draft_len: int, dtype: torch.dtype) -> None:

@@ -230,6 +230,7 @@ LONG = (200, 5, 131)
 """Lengths of prompts, of several chunks of the recurrence and of less than one."""
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_in_fp64_and_64_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     family, config = MODELS[name]
@@ -237,6 +238,7 @@ def test_logits_in_fp64_and_64_greedy_tokens_equal_those_of_transformers(name: s
     assert_like_transformers(folder, LONG, dtype=torch.float64, experts_implementation="eager")
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", ["next", "dense", "moe"])
 def test_logits_in_fp32_and_64_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     """With less noise in the weights: a head's output may be small, and its norm enlarges the rounding of either side."""
@@ -245,6 +247,7 @@ def test_logits_in_fp32_and_64_greedy_tokens_equal_those_of_transformers(name: s
     assert_like_transformers(folder, LONG, experts_implementation="eager")
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
 def test_the_language_model_of_a_larger_one_computes_what_transformers_does(kind: str, tmp_path: Path) -> None:
     config = MODELS["moe" if "moe" in kind else "dense"][1]

@@ -101,6 +101,7 @@ class Simulated:
                     self.kept[one.saves] = self.slots[one.slot]
 
 
+@pytest.mark.second
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_a_row_takes_over_the_state_of_just_its_own_prefix(data: st.DataObject) -> None:

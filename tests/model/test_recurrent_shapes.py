@@ -123,6 +123,7 @@ def test_states_of_a_shape_without_them_are_refused() -> None:
         make_workload(parse(["o", "n", "--shape", "smol135m", *SIZES, "--states", "bfloat16"]), CPU)
 
 
+@pytest.mark.second
 def test_the_recipe_of_a_35b_is_planned_for_one_h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dummy weights: `batchspec plan +job=reasoning_35b model.load_format=dummy ...`."""
     free = 140 * 10**9

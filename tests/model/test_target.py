@@ -174,6 +174,7 @@ COVERED = ("llama linear", "llama yarn", "llama yarn, exact", "qwen2", "qwen3", 
 """Passes of every kind with -m slow alone: in a pass they differ from the other models by weights and frequencies."""
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in COVERED else ()) for name in MODELS])
 def test_logits_and_64_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     family, config = MODELS[name]

@@ -59,6 +59,7 @@ def requests(caps: list[int]) -> list[Request]:
     return [request(i, prompt, cap=cap, predicted=1) for i, (prompt, cap) in enumerate(zip(prompts, caps, strict=True))]
 
 
+@pytest.mark.second
 def test_rounds_by_kernels_give_the_tokens_of_plain_decoding(
     plans: Counter[tuple[int | None, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ def test_a_round_takes_what_its_parts_were_measured_at(rows: int, context: float
     assert round_s(rows, context, tokens) == pytest.approx(measured_s, rel=0.1)
 
 
+@pytest.mark.second
 @given(st.integers(1, 512), st.integers(1, 16384), st.integers(1, 9))
 def test_more_rows_context_or_drafts_never_cost_less(rows: int, context: int, tokens: int) -> None:
     base = round_s(rows, context, tokens)

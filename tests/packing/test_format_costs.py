@@ -98,6 +98,7 @@ def test_the_time_of_dense_products_is_added_to_that_of_reading_experts() -> Non
     assert round_s(spec, 256, 4) == pytest.approx(of_experts + dense, rel=0.01)
 
 
+@pytest.mark.second
 def test_w8a8_products_are_measured_where_a_model_has_them() -> None:
     """Plain torch emulates them on a CPU: that takes longer than the plain product."""
     device = torch.device("cpu")

@@ -122,6 +122,7 @@ def test_as_many_rows_as_a_job_has_get_slots_whether_or_not_they_are_a_power_of_
     assert {shape_and_speed(card, few, NONE)[0] for card in CARDS} == {96}
 
 
+@pytest.mark.second
 def test_a_drafter_that_may_not_pay_leaves_the_job_the_slots_that_it_needs_without_drafts() -> None:
     plain, drafted = (shape_and_speed("H200", CHAT, drafts)[0] for drafts in (NONE, LOOKUP))
     fixed = shape_and_speed("H200", CHAT, ExpectedDrafts((8,), 0.8))[0]

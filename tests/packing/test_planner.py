@@ -323,6 +323,7 @@ def test_one_row_must_fit() -> None:
 lengths = st.integers(1, 4000)
 
 
+@pytest.mark.second
 @given(st.integers(1, 10**6), lengths, lengths, lengths, st.integers(0, 8), st.integers(10**9, 10**11))
 def test_every_chosen_shape_can_run(completions: int, prompt: int, output: int, extra: int, draft_len: int, free: int) -> None:
     demand = Demand(num_completions=completions, prompt_tokens=prompt, output_tokens=output, max_tokens=prompt + output + extra)

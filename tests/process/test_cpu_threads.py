@@ -60,6 +60,7 @@ def test_a_number_of_the_user_is_kept(name: str, four_threads: list[int], monkey
     assert not four_threads
 
 
+@pytest.mark.second
 def test_a_busy_process_counts_and_this_one_does_not() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         try:

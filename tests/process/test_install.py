@@ -73,7 +73,7 @@ def test_every_source_test_recipe_and_script_is_in_the_source_distribution(sourc
     wanted |= {f"batchspec/{top}/{name}" for top in ("kernels", "conf") for name in files(ROOT / top)}
     wanted |= {f"{folder}/README.md" for folder in ("batchspec", "conf", "jobs", "kernels")}
     wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "jobs").rglob("*.md")}
-    wanted |= {"README.md", "LICENSE", ".ci/run", ".github/CONTRIBUTING.md"}
+    wanted |= {"README.md", "LICENSE", ".ci/run", ".ci/sizes.txt", ".github/CONTRIBUTING.md"}
     wanted |= {"jobs/benchmarks/figures.sh", "jobs/examples/train_head.sh", "jobs/pages/report.png", "batchspec/py.typed"}
     wanted |= {f"jobs/manifests/{name}" for name in (*MANIFESTS, "Dockerfile")}
     once = {f"conf/heads/{name}" for name in files(ROOT / "conf/heads")}

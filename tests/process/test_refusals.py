@@ -272,6 +272,7 @@ def limited() -> None:
         resource.setrlimit(kind, (value, value if kind == resource.RLIMIT_AS else 60))
 
 
+@pytest.mark.second
 def test_a_limited_process_keeps_limits_that_are_lower_and_ends_at_its_own() -> None:
     code = (
         "import resource\n"

@@ -35,6 +35,7 @@ def _note(done: list[str], text: str, _: Future[Any]) -> None:
     done.append(text)
 
 
+@pytest.mark.second
 def test_hostile_constraints_delay_no_other_and_share_one_budget(compiler: Compiler) -> None:
     done: list[str] = []
     begun = {text: compiler.begin("regex", text) for text in (*HOSTILE, *(f"[ab]{{{count}}}" for count in range(9)))}
@@ -52,6 +53,7 @@ def test_hostile_constraints_delay_no_other_and_share_one_budget(compiler: Compi
     ]
 
 
+@pytest.mark.second
 def test_a_new_process_is_ready_before_its_first_attempt(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it makes once for all constraints is no part of the time of the first one, which would never end in time."""
     monkeypatch.setattr("batchspec.structured.compile_pool.SLICE_S", 0.05)
@@ -62,6 +64,7 @@ def test_a_new_process_is_ready_before_its_first_attempt(compiler: Compiler, mon
     assert not made.stats.lazy
 
 
+@pytest.mark.second
 def test_one_that_runs_out_of_time_ends_no_process(compiler: Compiler) -> None:
     compiler.compile("regex", "ab")
     assert compiler._pool is not None
@@ -117,6 +120,7 @@ def test_first_attempts_become_shorter_when_too_many_were_in_vain() -> None:
     assert budget.attempt("regex", "a", is_again=False) == first
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("place", ["rules_of", "compiled", "Network"])
 @pytest.mark.parametrize("is_last", [False, True])
 def test_each_step_of_an_attempt_is_stopped_after_its_time(place: str, is_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,6 +142,7 @@ def test_whatever_is_drawn_the_answer_is_found_again_and_matches(
     assert not parts.calls
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("drafter", ["none", "lookup"])
 def test_a_job_whose_answers_follow_a_schema(model: Path, drafter: str, tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}}, "required": ["a", "b"]}

@@ -135,6 +135,7 @@ def spaces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return byte_fallback(tmp_path_factory.mktemp("spaces"))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("defers_text", [False, True])
 def test_an_answer_that_begins_with_a_space_keeps_it(spaces: Path, defers_text: bool) -> None:
     """The decoder of Llama 2 and Mistral drops it, and " Hello" is the one answer that matches."""
@@ -162,6 +163,7 @@ def test_an_answer_that_begins_with_a_space_keeps_it(spaces: Path, defers_text: 
     assert work.table(shard, [done])["completion"].to_pylist() == [" Hello"]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("stop", "cut"), [("lo", " Hel"), (" H", ""), ("H", " ")])
 def test_stop_strings_of_a_constrained_answer_are_found_in_its_exact_bytes(tmp_path: Path, stop: str, cut: str) -> None:
     """The space that the decoder drops stays before a stop string, and a stop string may begin with it."""
@@ -172,6 +174,7 @@ def test_stop_strings_of_a_constrained_answer_are_found_in_its_exact_bytes(tmp_p
     assert found.select("completion", "stop_reason").rows() == [(cut, stop)]
 
 
+@pytest.mark.second
 def test_the_table_has_an_error_row_where_a_text_is_no_json(tmp_path: Path) -> None:
     tokenizer = Tokenizer(make_tokenizer(tmp_path))
     table = pa.table({"prompt_ids": pa.array([[4, 5], [6]], pa.list_(pa.int32()))})

@@ -81,6 +81,7 @@ def check(done: Completion, one: Request, rule: Rule, thought: bool | None) -> N
         assert len(tokens) == one.max_new_tokens
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", ALL)
 @settings(deadline=None, max_examples=6, suppress_health_check=list(HealthCheck))
 @given(job=jobs(), data=st.data())

@@ -199,6 +199,7 @@ def test_a_job_has_one_constraint() -> None:
         check(job(decode__schema={"type": "null"}, decode__choice=["a"]))
 
 
+@pytest.mark.second
 def test_reasoning_is_free(thinking: Tokenizer) -> None:
     begin, end = (thinking.added_ids[text] for text in ("<think>", "</think>"))
     table = pa.table({"prompt_ids": pa.array([[9], [9, begin], [9, begin, end]], pa.list_(pa.int32()))})
@@ -269,6 +270,7 @@ def test_every_completed_row_of_a_job_is_valid_whatever_drafts(
     assert " tables of structured output = " in said or " tables of structured output + " in said
 
 
+@pytest.mark.second
 def test_a_row_s_own_response_format_is_what_its_answer_is_checked_by(model: Path, tmp_path: Path) -> None:
     """With other answers the same rows are invalid, so that each of them is checked."""
     forms = [
@@ -302,6 +304,7 @@ def test_a_row_s_own_response_format_is_what_its_answer_is_checked_by(model: Pat
     ]
 
 
+@pytest.mark.second
 def test_a_stop_string_ends_an_answer_with_finish_reason_stop_and_a_minimum_holds(model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"row {i}", "stop": ["b"] if i % 2 else None} for i in range(8)]
     pl.DataFrame(rows).write_parquet(tmp_path / "in.parquet")
@@ -351,6 +354,7 @@ def test_a_warm_engine_takes_constraints_of_each_call_and_compiles_them_once(mod
     assert pl.read_parquet(out / "data").sort("row_index")["completion"].to_list() == found["completion"].to_list()
 
 
+@pytest.mark.second
 def test_the_turns_of_a_conversation_follow_the_row_s_schema_or_their_own(model: Path) -> None:
     def next_turn(turn: Turn) -> Any:
         if turn.number == 2:

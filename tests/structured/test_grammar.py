@@ -288,6 +288,7 @@ def test_the_compiler_reports_whether_a_constraint_is_an_automaton_or_lazy(compi
         assert refused.value.code == code
 
 
+@pytest.mark.second
 def test_a_process_finds_the_states_and_one_that_dies_loses_its_epoch(compiler: Compiler) -> None:
     expander, here = Expander(compiler.job), work()
     lazy = LazyAutomaton("grammar", GRAMMARS[0].gbnf)
@@ -314,6 +315,7 @@ def test_a_process_finds_the_states_and_one_that_dies_loses_its_epoch(compiler: 
     assert again.ahead == ()
 
 
+@pytest.mark.second
 def test_a_slow_automaton_keeps_no_other_one_waiting_and_stays_with_its_process(compiler: Compiler) -> None:
     expander = Expander(compiler.job, num=2)
     slow, quick = (LazyAutomaton("grammar", grammar.gbnf) for grammar in GRAMMARS[:2])
@@ -452,6 +454,7 @@ def test_an_ask_that_fails_alone_is_an_error_whatever_other_states_there_are() -
     assert process.ask(replace(deep, epoch=3)) == "full"
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("where", "why"),
     [
@@ -469,6 +472,7 @@ def test_a_process_that_reaches_its_limits_says_so_and_is_replaced(
     assert expander.recheck(Recheck(lazy(GRAMMARS[0]), ANSWER, (NOWHERE, 4))).result(60) == 2
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("num_kills", [2, 3, 4])
 def test_a_request_whose_process_is_killed_is_repeated(num_kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request is repeated in at most three new processes; only if all are killed too, it is given up."""
@@ -497,6 +501,7 @@ def test_a_request_whose_process_is_killed_is_repeated(num_kills: int, monkeypat
     compiling.close()
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("where", [WORKING, ANSWERING])
 def test_a_constraint_that_takes_all_memory_becomes_a_lazy_automaton(
     where: int, monkeypatch: pytest.MonkeyPatch

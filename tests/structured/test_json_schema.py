@@ -135,6 +135,7 @@ def test_a_pattern_and_a_length_count_characters_not_bytes_or_escapes() -> None:
     assert written(both, '"ab"', '"acb"', '"a b"', '"bab"') == [False, True, False, False]
 
 
+@pytest.mark.second
 def test_a_long_text_with_a_pattern_is_cut_to_what_can_be_counted() -> None:
     dfa = check_samples({"type": "string", "pattern": "^\\S+$", "maxLength": 100_000})
     assert matches(dfa, b'"' + b"a" * 500 + b'"')
@@ -142,6 +143,7 @@ def test_a_long_text_with_a_pattern_is_cut_to_what_can_be_counted() -> None:
         schema_dfa({"type": "string", "pattern": "^\\S+$", "minLength": 5_000})
 
 
+@pytest.mark.second
 @settings(max_examples=100, deadline=None)
 @given(regexes(depth=2), regexes(depth=2), st.lists(st.text("abcé\n", max_size=6), min_size=5, max_size=10))
 def test_automata_over_characters_are_intersected_and_subtracted(one: str, other: str, texts: list[str]) -> None:
@@ -284,6 +286,7 @@ def test_items_after_prefix_items_are_refused_where_the_draft_has_no_prefix_item
             schema_rules({"$schema": DRAFTS[2], **schema})
 
 
+@pytest.mark.second
 def test_listed_values_are_written_whatever_type_the_other_keywords_imply() -> None:
     """Not all validators check formats: the listed text may fit both parts, though other strings of the first would not."""
     schema = {"additionalProperties": False, "oneOf": [{"type": "string", "format": "ipv4"}, {"enum": ["x"]}]}

@@ -256,6 +256,7 @@ def test_rows_whose_states_have_changed_places_are_error_rows(name: str, monkeyp
     assert check_rows(job, run_lazy([req for req, _ in job], ALL[name](), expanding=ExpandLate(0))) >= 2
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("is_lazy", [False, True])
 def test_tokens_that_an_earlier_run_left_are_checked_with_the_rest(is_lazy: bool) -> None:
     """A row that has ended by them already passes the check, too."""
@@ -310,6 +311,7 @@ def engine_of(expanding: ExpandLate, decode: Any = None) -> Engine:
     )
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("how", ["not checked", "no completion"])
 def test_rows_that_have_ended_are_not_decoded_anew_when_memory_runs_out(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether their check is outstanding, or the completion of one of them could not be made."""
@@ -359,6 +361,7 @@ def test_what_cannot_be_checked_is_an_error_row() -> None:
     assert (out.error.code, "cannot be checked a second time (no memory)" in out.error.message) == (CONSTRAINT_VIOLATED, True)
 
 
+@pytest.mark.second
 def test_a_process_that_ends_is_replaced_before_a_row_is_given_up() -> None:
     """Its states are lost, and the rows that need them ask again."""
     job = {"vocabulary": VOCABULARY, "end_ids": (EOS,), "thinks": False, "may_begin": False}

@@ -108,16 +108,19 @@ def check_schema(seed: int) -> Counter[str]:
     return Counter({"compiled": 1, "values written": len(texts), "values valid": len(valid_ones)})
 
 
+@pytest.mark.second
 def test_texts_of_random_regexes_match_by_python() -> None:
     found = sum(map(check, range(150)), Counter[str]())
     assert found["compiled"] > 100
     assert found["written, matches"] > 10 * found["not written, matches"] > 0
 
 
+@pytest.mark.second
 def test_random_classes_have_the_characters_that_python_finds() -> None:
     assert sum(map(check_class, range(25))) > 20
 
 
+@pytest.mark.second
 def test_texts_of_random_patterns_of_schemas_are_valid() -> None:
     found = sum(map(check_schema, range(25)), Counter[str]())
     assert found["compiled"] > 12

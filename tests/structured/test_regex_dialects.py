@@ -73,6 +73,7 @@ def test_a_text_is_written_if_python_takes_it(regex: str, written: list[str], no
         assert matches(dfa, text.encode()) == (re.fullmatch(regex, text) is not None) == (text in written), text
 
 
+@pytest.mark.second
 def test_letters_are_equal_if_python_finds_them_equal() -> None:
     assert {*re.findall(f"[{CASED}]", EVERY, re.IGNORECASE)} == {*CASED}, "only these have others that are equal"
     for char in CASED:

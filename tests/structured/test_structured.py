@@ -94,6 +94,7 @@ LEAVES = (
 )
 
 
+@pytest.mark.second
 @settings(max_examples=150, deadline=None)
 @given(regexes(), st.lists(st.text("abcé", max_size=6), min_size=5, max_size=20))
 def test_the_texts_of_a_regex_are_those_of_python(pattern: str, texts: list[str]) -> None:
@@ -110,6 +111,7 @@ def test_a_group_may_have_a_name() -> None:
     assert [matches(dfa, text) for text in (b"ab", b"acc", b"a", b"abb")] == [True, True, False, False]
 
 
+@pytest.mark.second
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.tuples(st.booleans(), regexes(depth=2), st.booleans()), min_size=1, max_size=3),
@@ -359,6 +361,7 @@ def test_half_of_a_surrogate_pair_is_refused_and_ends_no_process(compiler: Compi
     assert refused.value.code == "bad_schema"
 
 
+@pytest.mark.second
 def test_several_are_compiled_at_a_time_and_nobody_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "num_processes", lambda: 2)
     made = Compiler(VOCABULARY, (EOS,), thinks=False, may_begin=False)
@@ -377,6 +380,7 @@ def test_several_are_compiled_at_a_time_and_nobody_waits_for_the_others(monkeypa
     assert all(process is not None and process.wait(20) == -signal.SIGKILL for process in processes)
 
 
+@pytest.mark.second
 def test_the_processes_end_with_the_compiler() -> None:
     made = Compiler(VOCABULARY, (EOS,), thinks=False, may_begin=False)
     made.compile("regex", "ab")
@@ -399,12 +403,14 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch, compiler: Comp
     assert compiler._kept_bytes == sum(compiler._sizes.values())
 
 
+@pytest.mark.second
 def test_a_compiler_that_was_sent_to_another_process_compiles_there(compiler: Compiler) -> None:
     first = compiler.compile("regex", "a+b")
     again = pickle.loads(pickle.dumps(compiler))
     assert finite(again.compile("regex", "a+b")).table.tolist() == finite(first).table.tolist()
 
 
+@pytest.mark.second
 def test_a_constraint_that_takes_too_long_or_too_much_goes_the_slower_way_alone(compiler: Compiler) -> None:
     compiler.cpu_s = 1
     assert isinstance(compiler.compile("regex", "(a|b)*a(a|b|c|d){9000}"), LazyAutomaton)
@@ -413,6 +419,7 @@ def test_a_constraint_that_takes_too_long_or_too_much_goes_the_slower_way_alone(
     assert finite(compiler.compile("regex", "ab")).num_states > 2
 
 
+@pytest.mark.second
 def test_a_process_that_was_killed_is_replaced(compiler: Compiler) -> None:
     compiler.compile("regex", "ab")
     assert compiler._pool is not None

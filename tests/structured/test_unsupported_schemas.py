@@ -76,6 +76,7 @@ def valid_values(seed: int) -> tuple[Any, list[Any]]:
         return schema, []
 
 
+@pytest.mark.second
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 100_000), st.integers(1, 3))
 def test_whatever_is_left_out_a_valid_value_stays_valid(seed: int, count: int) -> None:

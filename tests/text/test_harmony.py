@@ -348,6 +348,7 @@ def write_prompts(folder: Path, num_rows: int = 24) -> None:
     pl.DataFrame(rows).write_parquet(folder / "prompts.parquet")
 
 
+@pytest.mark.second
 def test_a_job_has_reasoning_answers_and_tool_calls_apart(
     model: Path, tokenizer: Tokenizer, think: ThinkTokens, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -407,6 +408,7 @@ def test_a_job_has_reasoning_answers_and_tool_calls_apart(
         assert found.get("thinking") == called["reasoning"]
 
 
+@pytest.mark.second
 def test_the_date_is_part_of_the_job(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_prompts(tmp_path, 1)
     dated = arguments(model, tmp_path, "out", "input.template_date=2025-08-05")

@@ -28,6 +28,7 @@ def job(model: Path, source: Path, out: Path, *words: str) -> pl.DataFrame:
     return pl.read_parquet(out / "data" / "*.parquet").sort("row_index")
 
 
+@pytest.mark.second
 def test_turns_become_prompts_and_their_answers_train_a_head(model: Path, tmp_path: Path, capsys: Any) -> None:
     openings, questions = tmp_path / "openings.parquet", tmp_path / "questions.parquet"
     assert main(["--open", str(model), "--rows", "30", str(openings)]) == 0
@@ -62,6 +63,7 @@ def test_turns_become_prompts_and_their_answers_train_a_head(model: Path, tmp_pa
     assert cli.main(["train", "draft=eagle3", *words, *quick]) == 0
 
 
+@pytest.mark.second
 def test_chats_grow_by_a_turn_that_the_model_writes_after_them(model: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer(model)
     pl.DataFrame({"messages": [[{"role": "user", "content": f"{i}?"}] for i in range(24)]}).write_parquet(tmp_path / "q.parquet")
@@ -86,6 +88,7 @@ def test_chats_grow_by_a_turn_that_the_model_writes_after_them(model: Path, tmp_
     assert len(pl.read_parquet(tmp_path / "two.parquet")) == 2
 
 
+@pytest.mark.second
 def test_texts_to_work_on_are_written_under_their_task_and_follow_it_in_the_question(
     model: Path, tmp_path: Path, capsys: Any
 ) -> None:

@@ -104,6 +104,7 @@ def test_times_and_decimals_are_text_and_maps_are_objects() -> None:
     assert prompts(table, "{{ at }} {{ price }} {{ map.k }} {{ of_parts }}") == ["2024-05-01 12:30:00 1.50 v x"]
 
 
+@pytest.mark.second
 def test_a_null_costs_its_row_unless_the_template_says_what_to_write_then(tmp_path: Path) -> None:
     row = {"q": "two", "a": None, "meta": {"b": None, "c": 1}}
     (tmp_path / "in.jsonl").write_text(json.dumps(row))
@@ -152,6 +153,7 @@ def test_a_time_that_python_does_not_hold_costs_its_row() -> None:
     assert bad.startswith("bad_value: ")
 
 
+@pytest.mark.second
 def test_a_template_that_loops_costs_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates_module, "CPU_S", 1)
     template = "{% for a in range(m) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ m }}"
@@ -291,6 +293,7 @@ def test_a_job_s_output_is_that_of_the_texts_as_columns(words: list[str]) -> Non
     assert same(found, wanted)
 
 
+@pytest.mark.second
 def test_an_engine_renders_each_call_s_rows_with_one_process(words: list[str]) -> None:
     with batchspec.Engine([*words, *KEYS]) as engine:
         wanted = batchspec.generate(ROWS, overrides=[*words, *KEYS])
@@ -303,6 +306,7 @@ def test_an_engine_renders_each_call_s_rows_with_one_process(words: list[str]) -
             engine.generate(ROWS.drop("topic"))
 
 
+@pytest.mark.second
 def test_later_turns_keep_the_system_prompt_of_their_row(words: list[str]) -> None:
     seen = []
 
@@ -316,6 +320,7 @@ def test_later_turns_keep_the_system_prompt_of_their_row(words: list[str]) -> No
     assert [turn["content"] for turn in found["messages"][1]][:2] == ["On seas.", "And now?"]
 
 
+@pytest.mark.second
 def test_worker_processes_render_and_a_changed_template_is_another_job(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

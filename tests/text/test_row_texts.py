@@ -46,6 +46,7 @@ def said(engine: batchspec.Engine, *rows: dict[str, Any]) -> list[tuple[str | No
     return ends[::2]
 
 
+@pytest.mark.second
 def test_a_stop_string_ends_a_row_only_after_the_least_number_of_tokens(engine: batchspec.Engine) -> None:
     """One that earlier tokens complete is text. The second one is around a special token, and the third in a token of its own."""
     text = "".join(part for part in SAYS if part not in ("<call>", "</call>", "<x>"))
@@ -60,6 +61,7 @@ def test_a_stop_string_ends_a_row_only_after_the_least_number_of_tokens(engine: 
     ], "with 12 tokens the EOS is not drawn, and the model begins again"
 
 
+@pytest.mark.second
 def test_a_stop_id_s_own_text_is_in_no_completion_and_completes_no_stop_string(model: Path) -> None:
     """Whatever decodes the text: the maker of the table, the search for stop strings, or that for tool calls."""
     stop_id = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]["\n\n"]

@@ -58,6 +58,7 @@ def test_prompts_that_become_user_turns_get_it_and_texts_cannot(model: Path, cap
         batchspec.generate(["Name a sea."], overrides=options(model))
 
 
+@pytest.mark.second
 def test_it_is_part_of_the_job(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.jsonl").write_text(json.dumps({"messages": [USER]}) + "\n")
     words = [f"{key}={value}" for key, value in options(model).items()]
@@ -70,6 +71,7 @@ def test_it_is_part_of_the_job(model: Path, tmp_path: Path, capsys: pytest.Captu
     assert "input.system" in capsys.readouterr().err
 
 
+@pytest.mark.second
 def test_each_turn_of_a_conversation_has_it_once(model: Path) -> None:
     seen: list[Any] = []
 

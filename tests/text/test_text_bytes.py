@@ -79,6 +79,7 @@ def test_there_is_no_bound_where_text_may_be_left_out(found: Tokenizer) -> None:
     assert bound_of(found) is None
 
 
+@pytest.mark.second
 def test_normalisers_shrink_no_more_than_is_known() -> None:
     def size(text: str) -> int:
         return len(text.encode())
@@ -112,6 +113,7 @@ def test_a_text_that_cannot_fit_is_not_tokenised(tokenizer: ModelTokenizer, monk
         tokenizer.encode_chat([{"role": "user", "content": "x" * 1_000_000}], max_tokens=100)
 
 
+@pytest.mark.second
 def test_a_template_that_writes_too_much_keeps_it_to_itself(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
     (tmp_path / "grow.jinja").write_text("{{ messages[0].content * 100000 }}")
     grown = ModelTokenizer(tmp_path / "model", tmp_path / "grow.jinja")
@@ -121,6 +123,7 @@ def test_a_template_that_writes_too_much_keeps_it_to_itself(tokenizer: ModelToke
     assert len(grown.encode_chat(chat, max_tokens=100, keep_end=True)) == 100
 
 
+@pytest.mark.second
 def test_of_a_long_text_only_the_end_is_tokenised_and_its_last_ids_are_those_of_the_whole(tokenizer: ModelTokenizer) -> None:
     text = " ".join(f"word{i} of the fox" for i in range(20_000))
     whole = tokenizer.encode(text)

@@ -200,6 +200,7 @@ def check(completion: Completion, req: Request) -> None:
     assert (completion.reasoning is None) == (not split_thoughts(said, how).thoughts)
 
 
+@pytest.mark.second
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(requests=requests_that_think(), data=st.data())
 def test_a_budget_holds_exactly_whatever_drafts_and_packs_the_rows(requests: list[Request], data: st.DataObject) -> None:
@@ -490,6 +491,7 @@ def write_prompts(folder: Path) -> None:
     pl.DataFrame(rows).write_parquet(folder / "prompts.parquet")
 
 
+@pytest.mark.second
 def test_a_job_of_a_reasoning_model_has_thoughts_and_answers_apart(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -533,6 +535,7 @@ def test_a_job_of_a_reasoning_model_has_thoughts_and_answers_apart(
     assert "8 thoughts truncated" in capsys.readouterr().out
 
 
+@pytest.mark.second
 def test_messages_can_carry_the_thought_and_stop_strings_end_the_answer_alone(model: Path, tmp_path: Path) -> None:
     write_prompts(tmp_path)
     assert run.main(arguments(model, tmp_path, "free", "output.reasoning_in_messages=true", "input.limit=1")) == 0

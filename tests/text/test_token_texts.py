@@ -36,6 +36,7 @@ def check(model: Path, column: pl.Series) -> None:
         assert one["token"] == tokenizer.decode([one["id"]])
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_job_writes_them_on_request(model: Path, tmp_path: Path, num_workers: int) -> None:
     pl.DataFrame({"prompt": ["Say word1 again", "a"]}).write_parquet(tmp_path / "in.parquet")

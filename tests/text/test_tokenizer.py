@@ -349,6 +349,7 @@ POWER = "{{ (messages | length + 8) ** 99999999 }}"
 DOUBLES = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("content", "cpu_s", "said"),
     [("loop", 0, "computes for more than"), ("power", 0, "computes for more than"), ("double", 20, "1024 MiB of memory")],
@@ -382,6 +383,7 @@ def test_the_process_of_templates_has_no_credentials_and_outlives_signals_to_all
     assert tokenizer.chats._templates._process is process
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("template", ["{{ x | no_such_filter }}", "{{ 9 ** 99999999 }}"])
 def test_a_template_that_cannot_be_compiled_is_refused_before_any_row(
     template: str, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -285,6 +285,7 @@ _OF_GEMMA = st.recursive(
 )
 
 
+@pytest.mark.second
 @settings(max_examples=80, deadline=None)
 @given(calls=st.lists(st.tuples(st.sampled_from(["f", "say"]), st.dictionaries(_KEYS, _OF_GEMMA, max_size=3)), min_size=1))
 def test_gemma_s_values_come_back_as_they_were(calls: list[tuple[str, dict[str, Any]]]) -> None:
@@ -300,6 +301,7 @@ _TYPED = st.dictionaries(
 )
 
 
+@pytest.mark.second
 @settings(max_examples=80, deadline=None)
 @given(arguments=_TYPED)
 @pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "glm", "minimax_m2"])
@@ -329,6 +331,7 @@ def test_every_form_is_a_choice_of_the_key() -> None:
     assert KEYS["model.tool_calls"].choices == ("auto", "none", *FORMS)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", FORMS)
 def test_no_text_breaks_a_form(name: str) -> None:
     counts = Counter[bool]()
@@ -428,6 +431,7 @@ def marked_until(tokens: list[int], length: int) -> str:
     return found
 
 
+@pytest.mark.second
 @settings(max_examples=300)
 @given(
     before=st.lists(st.integers(0, 9), max_size=6), after=st.lists(st.integers(0, 9), max_size=8),
@@ -550,6 +554,7 @@ def calls_of(cell: str | None) -> list[tuple[str, Any]]:
     return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
 
+@pytest.mark.second
 def test_a_job_writes_calls_of_rows_with_tools(out: Path) -> None:
     rows = {row["request_id"]: row for row in pl.read_parquet(out / "data").to_dicts()}
     assert (rows["with"]["completion"], calls_of(rows["with"]["tool_calls"])) == ("Let me see.", OURS)
@@ -578,6 +583,7 @@ def test_exports_have_the_calls(out: Path, tmp_path: Path) -> None:
     assert chat[-1] == {"role": "assistant", "content": "Let me see.", "tool_calls": written_calls}
 
 
+@pytest.mark.second
 def test_the_key_is_part_of_the_job_and_none_leaves_calls_in_the_text(
     out: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -598,6 +604,7 @@ def test_the_key_is_part_of_the_job_and_none_leaves_calls_in_the_text(
     assert "model.tool_calls" in capsys.readouterr().err
 
 
+@pytest.mark.second
 def test_plan_and_run_say_that_the_form_is_unknown(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pl.DataFrame(ROWS).write_parquet(tmp_path / "in.parquet")
     (tmp_path / "plain.jinja").write_text(chat_template("{{ message.tool_calls }}"))
@@ -613,6 +620,7 @@ def test_plan_and_run_say_that_the_form_is_unknown(model: Path, tmp_path: Path, 
     assert said not in capsys.readouterr().out
 
 
+@pytest.mark.second
 def test_a_warm_engine_streams_calls_and_converse_takes_their_results(model: Path) -> None:
     """A turn's own tools count too: the second conversation has them from its second turn on."""
     rows: list[dict[str, Any]] = [{"id": row["id"], "messages": row["messages"]} for row in ROWS[:2]]

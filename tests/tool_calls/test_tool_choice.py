@@ -309,6 +309,7 @@ FORCED_LINES = [
 ]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("more", [["draft=lookup", "decode.min_new_tokens=9"], ["draft=none"]])
 def test_a_job_over_requests_with_forced_calls(model: Path, tmp_path: Path, more: list[str]) -> None:
     written(tmp_path / "in.jsonl", FORCED_LINES)
@@ -343,6 +344,7 @@ def test_a_job_over_requests_with_forced_calls(model: Path, tmp_path: Path, more
 # --- together with what else a row may have
 
 
+@pytest.mark.second
 def test_rows_that_stop_in_the_middle_of_a_forced_call_resume_there(model: Path, tmp_path: Path) -> None:
     """Two signals, each in the middle of the calls; one shard holds all rows. They have one automaton, so they begin together."""
     lines = [request(f"q{i}", tools=TWO, tool_choice="required", max_tokens=60 + 30 * i, seed=i) for i in range(4)]
@@ -382,6 +384,7 @@ def names_of(cell: str | None) -> list[str]:
     return [call["function"]["name"] for call in json.loads(cell or "[]")]
 
 
+@pytest.mark.second
 def test_a_choice_of_texts_goes_with_chats_and_tools_but_not_with_a_forced_call(model: Path) -> None:
     call = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
     rows = [
@@ -400,6 +403,7 @@ def test_a_choice_of_texts_goes_with_chats_and_tools_but_not_with_a_forced_call(
     assert "choice and a tool_choice that forces a call are both given; leave one null" in found["both"]["error"]["message"]
 
 
+@pytest.mark.second
 def test_a_turn_of_a_conversation_may_force_one_call_though_the_job_has_a_choice(model: Path) -> None:
     """The other turns follow the job's choice, and the last one sees the call's result."""
     forced = {"tool_choice": "required", "parallel_tool_calls": False}
@@ -419,6 +423,7 @@ def test_a_turn_of_a_conversation_may_force_one_call_though_the_job_has_a_choice
     assert roles == ["user", "assistant", "user", "assistant", "tool", "assistant"]
 
 
+@pytest.mark.second
 def test_a_turn_after_calls_that_the_template_does_not_write_is_an_error_row_that_says_what_to_do(tmp_path: Path) -> None:
     """Templates of SmolLM3 and Granite 3 write tools and no calls, and the model would see results of nothing."""
     folder = make_checkpoint(tmp_path / "model", "llama", dtype=torch.float64, max_position_embeddings=2048)
@@ -439,6 +444,7 @@ def test_a_turn_after_calls_that_the_template_does_not_write_is_an_error_row_tha
     )
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("form", ["gemma4", "glm4", "phi4", "granite", "seed_oss"])
 def test_forms_of_other_families_are_forced_with_their_marks_as_tokens(form: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama", dtype=torch.float64, max_position_embeddings=2048)
@@ -522,6 +528,7 @@ def test_no_call_in_harmony_leaves_the_row_its_own_constraint(harmony: Path) -> 
         assert made.constraint[0] == kind
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("drafter", ["none", "lookup"])
 def test_a_job_of_harmony_with_forced_calls_and_with_none(harmony: Path, tmp_path: Path, drafter: str) -> None:
     lines = [request(f"q{i}", tools=[ADD], tool_choice="required", max_tokens=150, seed=i, temperature=1.0) for i in range(6)]
