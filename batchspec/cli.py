@@ -128,11 +128,12 @@ def console() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Pass the arguments after the command to its module; returns the exit code."""
+    """Pass the arguments after the command to its module; returns the exit code. With --json an error is on stdout too."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _command(list(sys.argv[1:] if argv is None else argv))
+        return _command(arguments)
     except BatchspecError as error:
-        terminal.fail(error)
+        (terminal.fail_json if "--json" in arguments else terminal.fail)(error)
         return error.exit_code
 
 

@@ -43,9 +43,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def report_json(error: BatchspecError) -> int:
-    """Print the error as JSON on stdout too; returns its exit code."""
-    terminal.show_json({"exit_code": error.exit_code, "error": str(error)}, indent=1)
-    return report_line(error)
+    """Print the error as JSON too; returns its exit code."""
+    terminal.fail_json(error)
+    return error.exit_code
 
 
 def taken(argv: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -11,11 +11,11 @@ from batchspec.model.dtype import dtype_name
 
 def facts(plan: Plan) -> dict[str, Any]:
     """The object; jobs/README.md lists its names."""
-    job, survey, error = plan.job, plan.survey, None if plan.output is None else plan.output.error
+    job, survey = plan.job, plan.survey
     total = job.layout.num_rows
     found: dict[str, Any] = {
         "exit_code": plan.exit_code,
-        "error": None if error is None else str(error),
+        "error": None if plan.error is None else str(plan.error),
         "path": job.config.output.dir,
         "state": "not begun" if plan.output is not None or job.config.output.dir is None else None,
         "rows": 0,

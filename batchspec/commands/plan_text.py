@@ -11,7 +11,7 @@ import numpy as np
 from batchspec.commands.card_text import about, fp8_weights, launches, paths
 from batchspec.commands.plan_output import FoundOutput
 from batchspec.console.text import MESSAGE_CHARS, bytes_text, counted, one_line
-from batchspec.errors import TooManyErrors
+from batchspec.errors import BatchspecError, TooManyErrors
 from batchspec.job.load.memory import automata_bytes, padded_prefill_bytes
 from batchspec.job.prepare import Job, notes
 from batchspec.kernels.common.card import assumed
@@ -57,9 +57,14 @@ class Plan:
     @property
     def exit_code(self) -> int:
         """That of a run, as far as it can be known: by its checks, and by the error rows among those that were read."""
+        return 0 if self.error is None else self.error.exit_code
+
+    @property
+    def error(self) -> BatchspecError | None:
+        """With which a run would end, as far as it can be known."""
         if self.output is not None and self.output.error is not None:
-            return self.output.error.exit_code
-        return TooManyErrors.exit_code if self._has_too_many_errors else 0
+            return self.output.error
+        return self._too_many_errors
 
     @property
     def expected_tokens(self) -> float:
@@ -84,10 +89,8 @@ class Plan:
         ]
         bad = ((code, count, one_line(example, MESSAGE_CHARS)) for code, (count, example) in sorted(self.survey.bad.items()))
         lines += [f"  {code:<15}{count:>7,}  {example}" for code, count, example in bad]
-        if self._has_too_many_errors:
-            key = f"input.max_error_fraction={self.job.config.input.max_error_fraction:g}"
-            rest = "" if read == rows else f", sampled from {read:,} of {rows:,} rows, if the others are like these"
-            lines.append(f"  a run ends with exit code 3{rest}: more than {key} of these rows are error rows, or all")
+        if self._too_many_errors is not None:
+            lines.append(f"  {self._too_many_errors}")
         return lines
 
     def _output(self) -> list[str]:
@@ -95,12 +98,16 @@ class Plan:
         return [f"output       {one_line(line, MESSAGE_CHARS)}; what follows is about all rows"] if line else []
 
     @property
-    def _has_too_many_errors(self) -> bool:
-        """Whether a run over the rows that were read would have them, even if no row failed later."""
+    def _too_many_errors(self) -> TooManyErrors | None:
+        """If a run over the rows that were read would have them, even if no row failed later."""
         if self.output is not None and self.output.is_complete:  # it would read no row
-            return False
-        errors, read = self.survey.num_errors, self.survey.num_rows
-        return errors > 0 and (errors == read or not self.job.config.input.allows(errors, read))
+            return None
+        errors, read, rows = self.survey.num_errors, self.survey.num_rows, self.job.source.num_rows
+        if not errors or (errors < read and self.job.config.input.allows(errors, read)):
+            return None
+        key = f"input.max_error_fraction={self.job.config.input.max_error_fraction:g}"
+        rest = "" if read == rows else f", sampled from {read:,} of {rows:,} rows, if the others are like these"
+        return TooManyErrors(f"a run ends with exit code 3{rest}: more than {key} of these rows are error rows, or all")
 
     def _lengths(self) -> list[str]:
         lengths = self.survey.lengths("prompt_tokens")

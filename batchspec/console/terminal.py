@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from batchspec.console.text import CELL_CHARS, MESSAGE_CHARS, for_terminal, one_line
-from batchspec.errors import StorageError
+from batchspec.errors import BatchspecError, StorageError
 from batchspec.process.local_files import told
 
 PREFIX = "batchspec: "
@@ -45,6 +45,12 @@ def notice(line: object) -> None:
 def fail(error: object) -> None:
     """Print the error with which a command ends, as one line on stderr."""
     notice(error)
+
+
+def fail_json(error: BatchspecError) -> None:
+    """`fail`, and on stdout one JSON object for the program that reads it."""
+    show_json({"exit_code": error.exit_code, "error": str(error)}, indent=1)
+    fail(error)
 
 
 def print_traceback(text: str) -> None:

@@ -199,6 +199,8 @@ def test_a_plan_ends_with_the_code_of_the_run_and_its_words(name: str, lab: Lab,
     said = capsys.readouterr().err
     if code not in (0, 3) or name == "a complete job with error rows":
         assert said.splitlines()[-1].endswith(found["error"].replace("\n", "\\n"))
+    elif code:
+        assert "of these rows are error rows" in found["error"]
     else:
         assert found["error"] is None
 
@@ -224,6 +226,13 @@ def test_an_error_is_json_too_and_one_line_on_stderr(lab: Lab, capsys: pytest.Ca
         assert cli.main(["plan", *lab.words, "--json", *more]) == 2
         said = capsys.readouterr()
         assert json.loads(said.out) == {"exit_code": 2, "error": said.err.removeprefix("batchspec: ").rstrip("\n")}
+
+
+@pytest.mark.parametrize("command", ["status", "stats"])
+def test_an_error_of_status_and_stats_is_json_too(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, str(tmp_path / "none"), "--json"]) == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"exit_code": 2, "error": said.err.removeprefix("batchspec: ").rstrip("\n")}
 
 
 @pytest.mark.parametrize(
