@@ -89,7 +89,7 @@ def test_the_same_job_resumes_and_another_is_refused_by_name(tmp_path: Path) -> 
     assert new_folder(path, 6, 2).committed() == {1}
     changes: list[tuple[dict[str, Any], str]] = [
         ({"fingerprint": {"model": "b"}}, r"model: a -> b"),
-        ({"fingerprint": {"model": "a", "dtype": "x" * 80}}, r"dtype: \(none\) -> x{21}\.\.\."),
+        ({"fingerprint": {"model": "a", "dtype": "x" * 80}}, r"dtype: null -> x{21}\.\.\."),
         ({"shard_rows": 3}, r"output\.shard_rows: 2 -> 3"),
         ({"num_rows": 7}, r"input\.rows: 6 -> 7"),
     ]
@@ -328,3 +328,11 @@ def test_a_shard_is_on_disk_before_it_has_its_name_and_the_name_before_commit_re
     (named,) = (i for i, step in enumerate(steps) if step[1] == str(tmp_path / "data/part-00000.parquet"))
     assert ("sync", steps[named][0]) in steps[:named]  # the very file: that of its sum is synced too
     assert ("sync", str(tmp_path / "data")) in steps[named:]
+
+
+def test_a_key_that_is_younger_than_a_job_differs_if_it_has_a_value() -> None:
+    """A newer version goes on with the job as long as its new keys are null; a key that is gone differs if it had a value."""
+    old = fingerprint({"decode.seed": 1, "decode.gone": 2, "decode.unused": None})
+    new = fingerprint({"decode.seed": 1, "decode.later": None})
+    assert differences(old, new, {}) == ["decode.gone: 2 -> null"]
+    assert differences(new, fingerprint({"decode.seed": 1, "decode.newest": 3}), {}) == ["decode.newest: null -> 3"]

@@ -18,6 +18,7 @@ MANIFEST = "_batchspec/manifest.json"
 VERSION = 3
 """Of everything in an output folder: a folder of another version is refused."""
 SHORT = 64
+NULL = "null"
 MANY_SHARDS = 2048
 MAX_SHARD_ROWS = 8192
 
@@ -97,13 +98,13 @@ def _short(value: object) -> str:
 
 
 def differing(old: Mapping[str, str], new: Mapping[str, str]) -> set[str]:
-    """Every key that differs."""
-    return {key for key in {*old, *new} if old.get(key) != new.get(key)}
+    """Every key that differs. A key that one of them lacks is null there: null is what a key means to a version without it."""
+    return {key for key in {*old, *new} if old.get(key, NULL) != new.get(key, NULL)}
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str], said: Mapping[str, str]) -> list[str]:
     """`key: old value -> new value` for every key that differs, values shortened; for keys of `said` its text instead."""
-    values = {key: f"{_shown(old.get(key))} -> {_shown(new.get(key))}" for key in sorted(differing(old, new))}
+    values = {key: f"{_shown(old.get(key, NULL))} -> {_shown(new.get(key, NULL))}" for key in sorted(differing(old, new))}
     return [f"{key}: {said.get(key, text)}" for key, text in values.items()]
 
 
@@ -123,9 +124,7 @@ def files_that_differ(old: Sequence[InputFile], new: Sequence[InputFile]) -> str
     return ", ".join(shown) + (f" and {counted(more, 'more file')}" if more > 0 else "")
 
 
-def _shown(value: str | None) -> str:
-    if value is None:
-        return "(none)"
+def _shown(value: str) -> str:
     limit = 15 if value.startswith("sha256:") else 21
     return value if len(value) <= limit + 3 else value[:limit] + "..."
 
