@@ -46,7 +46,7 @@ def parse(argv: list[str], description: str | None = None) -> argparse.Namespace
     add("--draft", nargs="+", default=["none"], choices=DRAFTS)
     add("--draft-vocab", type=int, help="draft.vocab_size of mtp: so many tokens can be drafted, the most frequent ones")
     add("--draft-path", help="folder or hub id of the head, or of pard's model; without it a head is noise of the shape's size")
-    add("--k", nargs="+", default=[8], type=_draft_len, help="draft tokens a round; auto: the engine chooses, 0 included")
+    add("--k", nargs="+", default=[8], type=_draft_len, help="draft tokens per round; auto: the engine chooses, 0 included")
     add("--topk", type=int, default=10, help="branches of a draft tree, whose levels are --k")
     add("--nodes", type=int, help="nodes of a draft tree that are verified; 60, or all that grow")
     add("--temperature", nargs="+", default=[0.0], type=float, help="of the draws; 0 is greedy")

@@ -32,9 +32,9 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 class KernelTime:
     name: str
     count: float
-    """Calls a round."""
+    """Calls per round."""
     us: float
-    """Microseconds a round."""
+    """Microseconds per round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

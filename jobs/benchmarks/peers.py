@@ -63,7 +63,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("out", help="JSON lines file, appended to")
     add("rows", nargs="+", metavar="ROW", choices=list(ROWS), help=", ".join(ROWS))
-    add("--k", default="0", choices=["0", "1", "2", "3", "auto"], help="draft tokens a round; 0: no drafts")
+    add("--k", default="0", choices=["0", "1", "2", "3", "auto"], help="draft tokens per round; 0: no drafts")
     add("--accept", type=rates_of, default=RATES, metavar="A,B,C", help="acceptance of drafts 1, 2, 3, unconditional: .6,.28,.12")
     add("--turns", type=int, default=2)
     add("--warm", type=int, default=0, metavar="N", help="N tokens of some rows before the first turn; batchspec: no effect")
