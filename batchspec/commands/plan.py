@@ -8,20 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from batchspec.config.compose import launch, report_line
+from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig
 from batchspec.console import terminal
 from batchspec.errors import BatchspecError, ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Hydra overrides as for `run`, `--full` to tokenise every row, `--card NAME`, `--json`; returns the exit code of the run."""
-    report = report_json if "--json" in argv else report_line
-    try:
-        card, words = taken(argv)
-    except ConfigError as error:
-        return report(error)
-    full = "--full" in words
+    """Hydra overrides as for `run`, `--full` to tokenise every row, `--card NAME`, `--json`; returns the exit code of the run.
+
+    Raises ConfigError for `--card` without a name.
+    """
+    card, words = taken(argv)
+    full, as_json = "--full" in words, "--json" in words
     overrides = [item for item in words if item not in ("--full", "--json")]
 
     def show(config: RunConfig) -> int:
@@ -31,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         from batchspec.commands.planning import plan, plan_for  # imports torch: a missing input is refused without it
 
         made = plan(config, full=full) if card is None else plan_for(card, config, full=full)
-        if "--json" in argv:
+        if as_json:
             from batchspec.commands.plan_json import facts
 
             terminal.show_json(facts(made), indent=1)
@@ -39,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
             terminal.show(made.text())
         return made.exit_code
 
-    return launch(show, overrides, require=("model.path", "input.path"), report=report)
+    return launch(show, overrides, require=("model.path", "input.path"), report=report_json if as_json else None)
 
 
 def report_json(error: BatchspecError) -> int:

@@ -48,8 +48,8 @@ def fail(error: object) -> None:
 
 
 def fail_json(error: BatchspecError) -> None:
-    """`fail`, and on stdout one JSON object for the program that reads it."""
-    show_json({"exit_code": error.exit_code, "error": str(error)}, indent=1)
+    """`fail`, and on stdout one line of JSON for the program that reads it: `status --watch --json` prints lines."""
+    show_json({"exit_code": error.exit_code, "error": str(error)})
     fail(error)
 
 

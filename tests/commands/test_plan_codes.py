@@ -232,6 +232,7 @@ def test_an_error_is_json_too_and_one_line_on_stderr(lab: Lab, capsys: pytest.Ca
 def test_an_error_of_status_and_stats_is_json_too(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command, str(tmp_path / "none"), "--json"]) == 2
     said = capsys.readouterr()
+    assert said.out.count("\n") == 1
     assert json.loads(said.out) == {"exit_code": 2, "error": said.err.removeprefix("batchspec: ").rstrip("\n")}
 
 
