@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from tests.helpers.recorded_jobs import Job
 
 ROOT = Path(__file__).parents[1]
-OWN = ("tests/recording.py", "tests/helpers/recorded_jobs.py")
+FILES = ("tests/recording.py", "tests/helpers/recorded_jobs.py")
 """Copied to a commit that has none."""
 UNUSED = (".benchmarks", ".train", ".distributed")
 """Packages of kernels that a tiny job never calls."""
@@ -86,7 +86,7 @@ class Launches:
             if not self._probing:
                 self._probing = True
                 try:
-                    with patch.object(InterpretedFunction, "run", lambda *own, **more: self._launched(*own, **more)):
+                    with patch.object(InterpretedFunction, "run", lambda *given, **more: self._launched(*given, **more)):
                         wrapper(*args, **{**options, "interpret": True})
                 except (ValueError, TypeError, AssertionError) as error:  # a kernel that lacks float64: its reference runs
                     self.made.append(f"{wrapper.__name__}: {type(error).__name__}")
@@ -119,7 +119,7 @@ def step_record(step: ScheduledStep, engine: Engine, launches: list[str]) -> Rec
     done, shape = step.round, None if step.round is None else step.round.shape
     pages = [(refill.slot, refill.pages, refill.num_cached) for refill in step.refills]
     grants = [(grant.slot, grant.first_column, grant.pages) for grant in step.grants]
-    given = [columns for *_, own in grants for columns in own] + [columns for _, own, _ in pages for columns in own]
+    given = [columns for *_, added in grants for columns in added] + [columns for _, added, _ in pages for columns in added]
     return {
         "kind": "+".join(kind for kind, is_there in (("prefill", passes), ("round", done)) if is_there) or "other",
         "segments": [len(one) for one in passes],
@@ -171,12 +171,12 @@ def difference(before: Record, after: Record) -> str | None:
 
 def report(before: Iterable[Record], after: Iterable[Record]) -> tuple[list[str], bool]:
     """A line for each job, and whether all are the same."""
-    old, new = ({one["job"]: one for one in own} for own in (before, after))
-    found: dict[str, str | None] = {}
+    old, new = ({record["job"]: record for record in records} for records in (before, after))
+    differences: dict[str, str | None] = {}
     for name in {**old, **new}:
         missing = "only before" if name not in new else "only after" if name not in old else None
-        found[name] = missing or difference(old[name], new[name])
-    return [f"{name}: {what or 'same'}" for name, what in found.items()], not any(found.values())
+        differences[name] = missing or difference(old[name], new[name])
+    return [f"{name}: {what or 'same'}" for name, what in differences.items()], not any(differences.values())
 
 
 def start(root: Path, out: Path) -> subprocess.Popen[bytes]:
@@ -189,9 +189,9 @@ def compare(rev: str) -> int:
         tree, outs = Path(folder, "tree"), [Path(folder, "before"), Path(folder, "after")]
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), rev], cwd=ROOT, check=True)
         try:
-            for own in OWN:
-                if not (tree / own).exists():
-                    copyfile(ROOT / own, tree / own)
+            for name in FILES:
+                if not (tree / name).exists():
+                    copyfile(ROOT / name, tree / name)
             running = [start(root, out) for root, out in zip((tree, ROOT), outs, strict=True)]
             if [process for process in running if process.wait()]:
                 print("a recording failed: see above")

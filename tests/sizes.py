@@ -16,7 +16,7 @@ LINKS = ("batchspec/kernels", "batchspec/conf")
 
 
 def lines_of(root: Path = ROOT) -> Counter[str]:
-    """Lines of all .py files, also empty lines: per package of batchspec/ and kernels/, the modules beside them, tests/."""
+    """Lines of .py files, also blank ones. Modules outside a package count under their top folder, all tests under `tests`."""
     lines: Counter[str] = Counter()
     for top in ("batchspec", "kernels", "tests"):
         for path in (root / top).rglob("*.py"):

@@ -33,8 +33,8 @@ def test_a_job_is_recorded_the_same_twice(before: Record) -> None:
     [
         (changed(drafter="window"), ("K ",)),
         (changed(batch={"prefill_tokens": 5}), ("step 0", "segments")),
-        (changed(**FEW_PAGES), ("step 0",)),
-        (changed(options={"lengths": 1}), ("step",)),
+        (changed(**FEW_PAGES), ("step 0", "pages 56 -> ")),
+        (changed(options={"lengths": 1}), ("step 1", "K 4 -> 1")),
     ],
     ids=["another drafter", "shorter passes", "fewer pages", "fewer drafts verified"],
 )

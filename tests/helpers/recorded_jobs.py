@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchspec.automata.lazy_automaton import ANSWER, Answer, Ask
+from batchspec.automata.lazy_automaton import Answer, Ask
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.mtp import MtpDrafter
@@ -69,10 +69,11 @@ def constrained(*, late: bool = False) -> list[Request]:
     """Rows that follow regular expressions, or whose automata are computed while they wait; every third one is free."""
     found = []
     for i, row in enumerate(rows(cap=8)):
-        made = lazy(GRAMMARS[i % len(GRAMMARS)]) if late else automaton(("(ab|c)*d", "[a-d]{3,9}")[i % 2])
-        start = ANSWER if late else automaton(("(ab|c)*d", "[a-d]{3,9}")[i % 2]).answer
-        free = i % 3 == 2
-        found.append(replace(row, stop_ids=(EOS,), automaton=None if free else made, automaton_state=0 if free else start))
+        row = replace(row, stop_ids=(EOS,))
+        if i % 3 < 2:
+            made = lazy(GRAMMARS[i % len(GRAMMARS)]) if late else automaton(("(ab|c)*d", "[a-d]{3,9}")[i % 2])
+            row = replace(row, automaton=made, automaton_state=made.answer)
+        found.append(row)
     return found
 
 
