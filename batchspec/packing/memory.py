@@ -9,8 +9,8 @@ L layers, e bytes a number:
     keys      of latent attention, whose keys and values of one row at a time are made of its latents (`row_bytes_of_pass`)
     a round   the same for R S tokens, in the graphs' pool; 3 * 4 R S V of fp32 logits and their copies for sampling, for at least
               512 tokens if prompts are scored
-    attention 4 S NH (D + 2) for each (row, 512 keys): partial results, merged by log-sum-exp; two more for each row
-              that may share a prefix
+    attention partial results, merged by log-sum-exp (`partial_bytes`): with decode.deterministic 4 S NH (D + 2) for each (row,
+              512 keys), else no more than the registers of a GPU hold, five times, whatever the rows' length
     state     R (5 max_len + 4 V): token buffers, page table, counts of tokens for penalties
     graphs    16 MB for each row bucket and draft length, at most 13 of these, and 0 twice: the next round may draft or not; for
               each of at most 3 row buckets and 6 numbers of drafts that are verified on average, from 12 slots on. Twice
@@ -44,7 +44,6 @@ MOST_PARTS, MOST_PARTIAL_BUCKETS, LEAST_PARTIAL_ROWS = 6, 3, 12
 buckets, none for fewer slots."""
 ODD_BLOCKS = 1.5
 LOGIT_COPIES = 3
-CHUNK_TOKENS, SHARED_CHUNKS = 512, 2
 LAYER_LAUNCH_S, PREFILL_FLOP_S = 1.5e-3, 8e14
 """Seconds in which a slow host launches a layer's kernels of a prefill pass, and flop/s of a fast GPU. Beside an H200, whose
 products run at 6.9e14, the host took 1.1 ms for a layer of SmolLM2 (2026-11)."""
@@ -76,8 +75,8 @@ def reserve_bytes(
     logits = 4 * LOGIT_COPIES * (max(verified, SCORED_TOKENS) if scores else verified) * spec.num_logits
     # The saved bytes of a prefix do not depend on how many tokens its pages have.
     shares = spec.sharing_cost(dtype, page_size=1, max_q=num_verified + 1).may_pay(slots, shared_tokens)
-    chunks = slots * (-(-max_len // CHUNK_TOKENS) + (SHARED_CHUNKS if shares else 0))
-    partials = 4 * chunks * (num_verified + 1) * max((mixer.num_partials for _, mixer in spec.mixers), default=0)
+    run = spec.computing(dtype, draft_len=num_verified)
+    partials = max((mixer.partial_bytes(run, slots, max_len, shares=shares) for _, mixer in spec.mixers), default=0)
     state = slots * (5 * max_len + 4 * spec.vocab_size)
     num_graphs = num_buckets * (min(num_verified + 1, MOST_LENGTHS) + 1)
     if num_verified and slots >= LEAST_PARTIAL_ROWS:

@@ -1,7 +1,7 @@
 """What the rest of batchspec may know of a kind of layer. A kind says, in the order of `MixerSpec`:
 
     what it keeps of a row           kept
-    what it costs                    round_work, prompt_work, sharing_cost, row_bytes_of_pass, num_partials,
+    what it costs                    round_work, prompt_work, sharing_cost, row_bytes_of_pass, partial_bytes,
                                      num_rank_sums
     what users read of it            refuses, about
     what else its files may hold     spare
@@ -117,7 +117,7 @@ class Mixer(Protocol):
 
 
 class MixerSpec(BlockSpec, Protocol):
-    """The shape of a mixer. What a kind does not say of `sharing_cost`, `row_bytes_of_pass`, `num_partials`, `num_rank_sums`,
+    """The shape of a mixer. What a kind does not say of `sharing_cost`, `row_bytes_of_pass`, `partial_bytes`, `num_rank_sums`,
     `spare` and `tables` is that it has none."""
 
     __slots__ = ()
@@ -140,9 +140,9 @@ class MixerSpec(BlockSpec, Protocol):
         """Bytes that a pass makes of the `num_keys` keys of a row, one row after another, besides `activation_size`."""
         return 0
 
-    @property
-    def num_partials(self) -> int:
-        """Number of partial results of one token for each part of its keys, if these are computed apart and then merged."""
+    def partial_bytes(self, run: Computing, rows: int, num_keys: int, *, shares: bool) -> int:
+        """Maximum bytes of partial results of a round over `rows` rows of up to `num_keys` keys, if parts of a row's keys are
+        computed apart and then merged. shares: prefixes that rows share are read once."""
         return 0
 
     @property

@@ -14,6 +14,9 @@ from batchspec.cache.kept import Kept
 from batchspec.cache.layer_state import LayerState
 from batchspec.cache.sharing_cost import SharingCost
 from batchspec.errors import ConfigError
+from batchspec.kernels.attention.ordered_step import PART
+from batchspec.kernels.attention.schedule_reference import WAVES
+from batchspec.kernels.common.card import Card
 from batchspec.model.fused import rms_norm, sigmoid_gated
 from batchspec.model.layers.attention.kv_layout import KVLayout, LayerKV
 from batchspec.model.layers.attention.paged import PagedAttend, PagedStore
@@ -35,6 +38,9 @@ from batchspec.model.layers.forward import Attend, BlockSource, Product, StoreKV
 from batchspec.model.layers.kind import About, Computing, Inputs, MixerSpec, Use, Work
 from batchspec.model.layers.passes import Pass
 from batchspec.model.layers.scaled import scaled_product
+
+MOST_SMS, SM_RESULT_BYTES = 192, 2 * Card.sm_registers
+"""Multiprocessors of a card (a B200 has 148). The results of all programs of one fill at most half of its 32-bit registers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,10 +220,13 @@ class AttentionSpec(NormedSpec, MixerSpec):
             page_bytes=self.layout(run).page_bytes, row_bytes=2 * 2 * 4 * max_q * self.inner_size, reads_all=self.window is None
         )
 
-    @property
-    def num_partials(self) -> int:
-        """Of each head its values, their maximum and their sum."""
-        return self.inner_size + 2 * self.num_heads
+    def partial_bytes(self, run: Computing, rows: int, num_keys: int, *, shares: bool) -> int:
+        """Of each head of a token its values, their maximum and their sum, in fp32: for every part of its keys if sums have one
+        order; else for as many parts as programs compute, and once more; twice as many if prefixes are read once."""
+        token_bytes = 4 * (self.inner_size + 2 * self.num_heads) * rows * (run.draft_len + 1)
+        if run.ordered:
+            return token_bytes * (-(-num_keys // PART) + 2 * shares)
+        return (token_bytes + WAVES * MOST_SMS * SM_RESULT_BYTES) * (1 + shares)
 
     def _flop(self, keys: float) -> float:
         """Operations of a token that attends to so many keys."""
