@@ -21,6 +21,7 @@ from batchspec.engine.slots.expected_pages import ExpectedPages
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.slots.static_batching import StaticBatching
+from batchspec.engine.slots.waiting import WaitingRequests
 from batchspec.engine.step import PageGrant
 from batchspec.errors import CapacityError
 from batchspec.packed_batch import PackedBatch
@@ -139,6 +140,46 @@ def test_free_slots_wait_until_they_have_idled_as_long_as_a_short_pass_takes(pro
         assert turns[:-1] == [[]] * (rounds - 1)
         assert [row.slot for row in turns[-1]] == [slot]
         assert refill(allocator) == []
+
+
+def test_the_last_requests_enter_as_soon_as_all_of_them_have_a_slot() -> None:
+    """No later request can share their refill, and the job ends with them; one free slot alone would wait for 80 rounds."""
+    asked = [progress(request(i, [1], cap=4)) for i in range(10)]
+    allocator = SlotAllocator(shape(8, 200), pools_of(200), waiting(asked), prefill_cost=PrefillCost(least=10.0, token=0.0))
+    rows = refill(allocator)
+    allocator.release(rows[0])
+    assert [len(refill(allocator)) for _ in range(20)] == [0] * 20
+    allocator.release(rows[1])
+    assert refill(allocator) == asked[8:]
+
+
+def test_requests_that_others_may_follow_wait_for_them() -> None:
+    stream = Arriving([request(i, [1], cap=4) for i in range(9)])
+    allocator = SlotAllocator(
+        shape(8, 200), pools_of(200), WaitingRequests(stream, progress, lambda _: True),
+        prefill_cost=PrefillCost(least=10.0, token=0.0),
+    )
+    allocator.release(refill(allocator)[0])
+    assert [len(refill(allocator)) for _ in range(20)] == [0] * 20
+    stream.ended = True
+    assert [state.request for state in refill(allocator)] == stream.given[8:]
+
+
+class Arriving:
+    """A stream that may give more requests as long as it has not `ended`."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self._left, self.given, self.ended = requests, list[Request](), False
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._left)
+
+    def next_ready(self) -> Request | None:
+        if not self._left:
+            return None
+        self.given.append(self._left.pop(0))
+        return self.given[-1]
 
 
 @pytest.mark.parametrize(("prompt", "may_hold", "rounds"), [(5, False, 4), (6, False, 16), (5, True, 16)])

@@ -131,7 +131,8 @@ class SlotAllocator:
         if not num_free or (state := self._waiting.peek()) is None:
             return False
         may_hold = state.mode.may_hold
-        return self._idle_slots.refill_is_due(num_free, state.num_tokens, may_hold=may_hold, round_s=round_s, refill_s=refill_s)
+        due = self._idle_slots.refill_is_due(num_free, state.num_tokens, may_hold=may_hold, round_s=round_s, refill_s=refill_s)
+        return due or self._waiting.are_last(num_free)
 
     def grow(self, ahead: int, grants: list[PageGrant]) -> bool:
         """Grant pages, oldest row first, to every row that has too few for its tokens and `ahead` more, or for its limit; add

@@ -1,5 +1,8 @@
 """Decides when a refill is prepared: once slots have been idle for as long as its fixed time, and after as many further rounds as
-keep the device busy meanwhile."""
+keep the device busy meanwhile.
+
+The last requests of a job enter as soon as all of them have a slot (`SlotAllocator.refill_is_due`): no others can share their
+refill, and the job ends with them."""
 
 from __future__ import annotations
 

@@ -46,6 +46,11 @@ class WaitingRequests:
             self._enqueue(request)
         return queue[passed] if len(queue) > passed else None
 
+    def are_last(self, most: int) -> bool:
+        """Whether at most `most` requests wait and no others will come."""
+        few = len(self._queue) + len(self._prefetched) <= most
+        return few and self.peek(most) is None and self._stream is None
+
     def take_ahead(self, count: int, most: int) -> None:
         """Prefetch up to `count` requests that are ready. Then make the states of as many that were prefetched, while fewer than
         `most` requests have states and wait."""
