@@ -516,7 +516,7 @@ def test_where_rounds_are_no_graphs_nothing_is_timed_and_nothing_chosen() -> Non
 
 @pytest.mark.parametrize(("round_s", "rounds"), [(0.01, 5), (1.0, 4)])
 def test_the_engine_refills_by_what_rounds_take(round_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two slots, rows of 2 and 5 tokens, then one of 2: where rounds are short, a pass of half a second waits for both slots."""
+    """Two slots, rows of 2 and 5 tokens, then two of 2: where rounds are short, a pass of half a second waits for both slots."""
     monkeypatch.setattr(RoundPlanner, "round_s", round_s)
     engine = make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
     engine._prefill_cost = PrefillCost(least=0.5, token=0.0)
