@@ -66,6 +66,7 @@ def parse(argv: list[str], description: str | None = None) -> argparse.Namespace
     add("--prefill-tokens", type=int, default=0, help="tokens of a prefill pass; 0: as a job")
     add("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     add("--kv", default="auto", choices=["auto", "fp8"], help="cache.dtype: fp8 stores K and V as e4m3, scales calibrated")
+    add("--quantize", choices=["fp8"], help="model.quantize: fp8 quantises bf16 weights when they are loaded")
     add("--states", default="auto", choices=["auto", "bfloat16"], help="cache.state_dtype, of recurrent layers")
     add("--deterministic", action="store_true", help="decode.deterministic: sums of one order; compare with a run without it")
     add("--adapters", type=int, default=0, help="LoRA adapters of noise, of all projections: rows have them in turn")

@@ -104,7 +104,7 @@ def _draw(count: int, prompt_len: int, vocab_size: int, *, lognormal_cap: int = 
 def _dummy(args: argparse.Namespace, device: torch.device, group: Group | None) -> Workload:
     spec = shape_spec(args.shape)
     dtype = resolve_dtype(args.dtype, spec, device)
-    spec = with_states(spec.on(device, dtype), args.states, dtype)
+    spec = with_states(spec.quantised(args.quantize).on(device, dtype), args.states, dtype)
     part = part_of_group(in_one_order(spec, device, dtype) if args.deterministic else spec, group)
     count = args.requests or args.batch
     if count % args.samples:

@@ -159,7 +159,7 @@ def check_values(config: Any, keys: Mapping[str, Key]) -> None:
     """Raise ConfigError unless each value is one of its key's choices, and each number in its range; null always is."""
     for name, key in keys.items():
         value = value_of(config, name)
-        if key.choices and value not in key.choices:
+        if key.choices and value is not None and value not in key.choices:
             raise ConfigError(f"{name}={value} must be one of {', '.join(key.choices)}")
         if key.advice and isinstance(value, list | dict):
             raise ConfigError(f"{name}={value} must be one value; {key.advice}")

@@ -15,7 +15,7 @@ NAMES: dict[str, str] = {
 
 _SHARE = "packing.memory_gb is the memory for K/V in GB, not a share of the GPU; without it K/V gets what is free"
 _CONSTRAINT = "choose decode.schema, decode.regex, decode.choice or decode.grammar, or fill the column response_format"
-_STORED = "the checkpoint's config.json says how its weights are stored (FP8, FP4, INT4); batchspec quantises none at load"
+_STORED = "config.json says how weights are stored (FP8, FP4, INT4); model.quantize=fp8 makes FP8 of bf16 weights at load"
 _TOKENIZER = "the tokenizer is that of model.path; for another one put its files into a copy of that folder"
 _DOWNLOADS = "the environment variable HF_HOME names the folder of downloads from the hub"
 _TOKEN = "the environment variable HF_TOKEN holds the token of the hub"

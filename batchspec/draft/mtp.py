@@ -85,7 +85,7 @@ class MtpDrafterSpec(DrafterSpec[Mtp]):
                 "draft=lookup, or draft=eagle3 with a head made for the model, or set draft.path to an assistant made for it, as "
                 "Gemma 4 has"
             )
-        spec = replace(found, formats=target.formats)
+        spec = replace(found, formats=target.formats.of_files)
         return spec if self._dummy else open_mtp(self._files, spec)
 
     @property

@@ -232,7 +232,7 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     """
     assert config.model.path is not None
     model, dummy = find_model(config.model.path, config.model.revision), config.model.load_format == "dummy"
-    spec = load_spec(model.folder) if dummy else judge_model(model)
+    spec = (load_spec(model.folder) if dummy else judge_model(model)).quantised(config.model.quantize)
     config, why_drafter = with_drafter(config, has_mtp=spec.mtp is not None)
     adapter, adapters = open_adapters(config, spec)
     device = choose_device(config.device if on_this_machine else "cpu")

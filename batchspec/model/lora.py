@@ -33,7 +33,6 @@ from batchspec.model.adapter_config import CONFIG, MERGE, LoraConfig, read_adapt
 from batchspec.model.layers.base import FLOATS, Projection, projections
 from batchspec.model.lora_shape import MAX_RANK
 from batchspec.model.quant.base import Weights
-from batchspec.model.quant.plain import Plain
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import OUTPUT, ModelSpec
 from batchspec.model.weights import taken
@@ -146,8 +145,9 @@ def adapted(source: Weights, adapter: Adapter | None, spec: ModelSpec) -> Weight
 
 
 def _merges(module: str, spec: ModelSpec) -> bool:
-    """Whether the adapter of this module can be merged: its weight is in the model's dtype, and not quantised."""
-    return module == _HEAD or isinstance(spec.formats.of(module), Plain)
+    """Whether the adapter of this module can be merged: the file's weight is not quantised. With model.quantize it is quantised
+    after the adapter was merged."""
+    return module == _HEAD or spec.formats.stores_plain(module)
 
 
 def _check_kept(where: str, kept: Mapping[str, Delta]) -> None:

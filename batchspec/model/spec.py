@@ -171,6 +171,15 @@ class ModelSpec(CheckpointPart):
             raise ConfigError(f"{self.family} {why}; set device=cpu")
         return replace(self, formats=self.formats.on(device, dtype, activations))
 
+    def quantised(self, form: str | None) -> ModelSpec:
+        """The spec with the value of model.quantize: "fp8" quantises weights when they are read, all products of layers but
+        gates and routers; None: they stay. Raises ConfigError for weights that are quantised already."""
+        if form is None:
+            return self
+        products = ((prefix, gemm.product) for prefix, gemm in self.gemms(1))
+        stay = [prefix + part.name for prefix, product in products if not product.quantisable for part in product.parts]
+        return replace(self, formats=self.formats.quantised_at_load(stay))
+
     def sharded(self, shard: Shard) -> ModelSpec:
         """The shape of what one rank computes. Raises ConfigError for sizes that cannot be cut; see `part_of`."""
         assert self.whole is None, self.shard

@@ -62,6 +62,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "model.adapters": ({"a": "{folder}/adapter"}, "model.adapters"),
     "model.dtype": ("float32", "model.dtype"),
     "model.activations": ("fp8", "model.activations"),
+    "model.quantize": ("fp8", "model.quantize"),
     "model.max_len": (128, "model.max_len"),
     "model.load_format": ("dummy", "model.weights"),
     "model.chat_template": ("{folder}/other.jinja", "model.tokenizer"),

@@ -40,6 +40,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "model.adapters": _named(job, "fingerprint"),
             "model.tokenizer": None if job.tokenizer is None else job.tokenizer.fingerprint,
             "model.dtype": dtype_name(job.dtype),
+            "model.quantize": config.model.quantize,
             "model.activations": "fp8" if job.spec.formats.quantises else "dtype",  # as resolved on this device
             "model.max_len": job.admission.max_len,
             "model.end_ids": sorted(settings.end_ids),

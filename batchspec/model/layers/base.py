@@ -135,6 +135,8 @@ class ProductSpec:
     """Projections of one input that are multiplied as one matrix [rows, k], their rows one after another."""
 
     parts: tuple[Projection, ...]
+    quantisable: bool = True
+    """Whether model.quantize quantises its weights. Those of gates and routers stay in the model's dtype."""
 
     @property
     def rows(self) -> int:

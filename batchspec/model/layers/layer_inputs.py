@@ -45,7 +45,8 @@ class LayerInputsSpec(WholeBlockSpec):
 
     @property
     def product(self) -> ProductSpec:
-        return ProductSpec((Projection("per_layer_model_projection", self.inner_size, self.hidden_size),))
+        part = Projection("per_layer_model_projection", self.inner_size, self.hidden_size)
+        return ProductSpec((part,), quantisable=False)
 
     @property
     def products(self) -> tuple[ProductSpec, ...]:
@@ -102,11 +103,11 @@ class LayerInputSpec(WholeBlockSpec, NormedSpec):
 
     @property
     def gate(self) -> ProductSpec:
-        return ProductSpec((Projection("per_layer_input_gate", self.size, self.hidden_size),))
+        return ProductSpec((Projection("per_layer_input_gate", self.size, self.hidden_size),), quantisable=False)
 
     @property
     def out(self) -> ProductSpec:
-        return ProductSpec((Projection("per_layer_projection", self.hidden_size, self.size),))
+        return ProductSpec((Projection("per_layer_projection", self.hidden_size, self.size),), quantisable=False)
 
     @property
     def products(self) -> tuple[ProductSpec, ...]:

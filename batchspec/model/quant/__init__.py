@@ -5,7 +5,7 @@ registry.py              quantization_config -> the format of each module; modul
 formats.py               all formats of one model
 plain.py                 the model's own dtype; ordered.py: with sums of one order
 grouped.py               products of experts
-fp8.py                   FP8 weights; fp8_products.py: with FP8 activations
+fp8.py                   FP8 weights; fp8_products.py: with FP8 activations; fp8_at_load.py: of plain files
 int4_format.py           what layouts of INT4 have in common; nvfp4_format.py: NVFP4
 four_bit.py              products of both; four_bit_experts.py: of experts; nvfp4.py, dequantised.py: in plain torch
 mxfp4.py                 experts of gpt-oss

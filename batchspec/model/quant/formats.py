@@ -15,6 +15,7 @@ from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.layers.base import BlockSpec, GroupedSpec, projections
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.fp8 import Fp8
+from batchspec.model.quant.fp8_at_load import FP8_AT_LOAD, Fp8AtLoad
 from batchspec.model.quant.module_names import begins_with, is_in
 from batchspec.model.quant.nvfp4_format import Nvfp4
 from batchspec.model.quant.ordered import ORDERED
@@ -93,6 +94,20 @@ class Formats:
             patterns=tuple((pattern, made[own]) for pattern, own in self.patterns),
         )
 
+    def quantised_at_load(self, plain_modules: Iterable[str]) -> Formats:
+        """FP8 for all projections but these. Raises ConfigError for weights that are quantised already."""
+        if any(not isinstance(own, Plain) for own in self.all):
+            raise ConfigError(
+                "model.quantize=fp8 is for checkpoints whose weights are in bfloat16, float16 or float32, and this one has a "
+                "quantization_config; remove the key"
+            )
+        return replace(self, quantised=FP8_AT_LOAD, plain_modules=(*self.plain_modules, *plain_modules))
+
+    @property
+    def of_files(self) -> Formats:
+        """The formats of the weights in the files, without those that are quantised when they are read."""
+        return self.changed(lambda own: PLAIN if isinstance(own, Fp8AtLoad) else own)
+
     def with_experts(self, experts: Iterable[GroupedSpec]) -> Formats:
         """These formats for a model with these grouped products: those that a quantised format does not hold are plain."""
         plain = {spec.name for spec in experts if not all(own.holds(spec) for own in self.all)}
@@ -140,6 +155,10 @@ class Formats:
         """Whether the projection with this name is a product of weights in the model's dtype."""
         own = self.of(name)
         return isinstance(own, Plain) or (isinstance(own, Fp8) and not own.quantises)
+
+    def stores_plain(self, name: str) -> bool:
+        """Whether files hold the projection with this name unquantised."""
+        return isinstance(self.of(name), Plain | Fp8AtLoad)
 
     def in_one_order(self) -> Formats:
         """These formats with sums in one order. Raises ConfigError if products that are not plain have no such kernels."""

@@ -91,9 +91,8 @@ class Fp8(SeparateExperts):
         return (OrderedLinear if self.ordered else Linear)(matrix, joined_bias(weights, names) if bias else None)
 
     def matrix(self, weights: Weights, name: str) -> Tensor:
-        """The weight [N, K] in the model's dtype: values are multiplied by their scales in fp32, then rounded once."""
-        part = self._part(weights, name)
-        return (part.values.float() * part.spread).to(weights.dtype)
+        """The weight [N, K] in the model's dtype."""
+        return self._part(weights, name).matrix(weights.dtype)
 
     def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedProduct:
         """With calibrated inputs all experts of a layer use the largest of their input scales, as vLLM's fused experts do."""

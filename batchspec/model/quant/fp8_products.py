@@ -64,6 +64,10 @@ class Fp8Weight:
         rows, k = self.values.shape
         return self.scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :k]
 
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """The weight [N, K]: values are multiplied by their scales in fp32, then rounded once."""
+        return (self.values.float() * self.spread).to(dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:

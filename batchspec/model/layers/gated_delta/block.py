@@ -114,7 +114,8 @@ class GatedDeltaSpec(NormedSpec, MixerSpec):
     def ba(self) -> ProductSpec:
         """The product of the gates."""
         heads = self.num_value_heads
-        return self._product({"ba": 2 * heads} if self.interleaved else {"b": heads, "a": heads})
+        sizes = {"ba": 2 * heads} if self.interleaved else {"b": heads, "a": heads}
+        return replace(self._product(sizes), quantisable=False)
 
     def _product(self, sizes: Mapping[str, int]) -> ProductSpec:
         return ProductSpec(tuple(Projection(f"{self.name}.in_proj_{x}", rows, self.hidden_size) for x, rows in sizes.items()))

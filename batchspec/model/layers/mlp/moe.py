@@ -158,7 +158,7 @@ class MoeSpec:
         """
         num_experts, top_k = self.experts.num_experts, self.router.top_k
         read = num_experts * (1 - (1 - top_k / num_experts) ** tokens)
-        router = ProductSpec((Projection(self.router.name, num_experts, self.hidden_size),))
+        router = ProductSpec((Projection(self.router.name, num_experts, self.hidden_size),), quantisable=False)
         experts = (
             Gemm(product=spec.of(0), ops=(), stored=num_experts, read=read, active=top_k, grouped=True) for spec in self.grouped
         )
