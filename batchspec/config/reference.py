@@ -77,7 +77,7 @@ def described_keys(
         found.append(
             DescribedKey(
                 name=name,
-                type=key.form or ", ".join(key.choices) or _type(get_type_hints(owner)[field_name], key),
+                type=key.form or _type(get_type_hints(owner)[field_name], key),
                 default=defaults.get(name, default),
                 summary=f"{summary.rstrip('.')}.",
                 details="".join(details),
@@ -179,6 +179,8 @@ def _type(hint: Any, key: Key) -> str:
     if isinstance(hint, UnionType):
         (given,) = (kind for kind in inner if kind is not NoneType)
         return f"{_type(given, key)}, or null"
+    if key.choices:
+        return ", ".join(key.choices)
     if get_origin(hint) is list:
         return f"list of {_type(inner[0], key)}s"
     if get_origin(hint) is dict:

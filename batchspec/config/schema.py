@@ -42,11 +42,11 @@ class ModelConfig:
     bfloat16 on Ada GPUs and newer, and by plain PyTorch elsewhere, which is slow. dtype: no, activations stay, and weights are
     converted to model.dtype at load, which takes twice the memory. auto is fp8 where it is fast and the checkpoint quantises
     activations, else dtype."""
-    quantize: str | None = key(None, form="fp8, or null", choices=("fp8",))
-    """fp8: weights in bfloat16, float16 or float32 become FP8 when they are loaded, one tensor at a time on the GPU, as in an FP8
-    checkpoint with blocks of 128 x 128: all products of layers and experts. Embeddings, output matrix, routers, gates, norms,
-    convolutions and draft heads stay. model.adapter is merged before. null leaves all as in the files. Checkpoints in FP8, INT4,
-    MXFP4 and NVFP4 refuse fp8."""
+    quantize: str | None = key(None, choices=("fp8",))
+    """fp8: weights in bfloat16, float16 or float32 become FP8 when they are loaded, half as large and faster. They are quantised
+    one tensor at a time on the GPU, in blocks of 128 x 128: all products of layers and experts. Embeddings, output matrix,
+    routers, gates, norms, convolutions and draft heads stay, and model.adapter is merged before. null leaves all as it is in the
+    files. Checkpoints in FP8, INT4, MXFP4 and NVFP4 refuse fp8."""
     max_len: int | None = key(
         None, low=2, advice="give prompt + output tokens, or null for the model's own limit",
         names=("max_model_len", "max_length", "max_seq_len", "context_length"),
