@@ -520,8 +520,8 @@ def test_the_engine_refills_by_what_rounds_take(round_s: float, rounds: int, mon
     monkeypatch.setattr(RoundPlanner, "round_s", round_s)
     engine = make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
     engine._prefill_cost = PrefillCost(least=0.5, token=0.0)
-    done = list(engine.run(request(i, [1, 2], cap=cap) for i, cap in enumerate((2, 5, 2))))
-    assert len(done) == 3
+    done = list(engine.run(request(i, [1, 2], cap=cap) for i, cap in enumerate((2, 5, 2, 2))))
+    assert len(done) == 4
     assert engine.totals.rounds == rounds
 
 
