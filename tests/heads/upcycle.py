@@ -21,6 +21,8 @@ gpt_oss_mxfp4     gpt_oss with its experts in MXFP4; compare it with gpt_oss
 
 `compare` decodes prompts greedily with the first model and computes the next-token distributions of both models along these
 outputs. It prints the mean KL divergence KL(first || second) and the share of positions at which the likeliest tokens differ.
+--quantize fp8 quantises the second one at load (model.quantize), which may then be the first one; --activations fp8 quantises its
+activations too.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from batchspec.heads.data import Row
 from batchspec.heads.teacher import Teacher
 from batchspec.job.prepare import choose_device
 from batchspec.model.dtype import DTYPES
-from batchspec.model.spec import load_spec
+from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from tests.helpers.four_bit_models import FOUR_BITS, PROJECTIONS, packed
 from tests.helpers.nvfp4_layouts import E2M1
@@ -247,16 +249,20 @@ class Comparison:
 
 @torch.inference_mode()
 def compare(
-    reference: Path, other: Path, prompts: str, *, rows: int, tokens: int, chat: bool = False, dtype: str = "auto", batch: int = 8
+    reference: Path, other: Path, prompts: str, *, rows: int, tokens: int, chat: bool = False, dtype: str = "auto",
+    batch: int = 8, quantize: str | None = None, activations: str = "dtype",
 ) -> Comparison:
     """Compare both models along the reference's greedy outputs.
 
-    dtype  in which both models compute; auto is bfloat16 on a GPU, float32 on a CPU
+    dtype                  in which both models compute; auto is bfloat16 on a GPU, float32 on a CPU
+    quantize, activations  of the other one, as the keys of `model`
     """
     device = choose_device("auto")
     dtype = ("bfloat16" if device.type == "cuda" else "float32") if dtype == "auto" else dtype
     outputs = _greedy(reference, prompts, rows=rows, tokens=tokens, chat=chat, dtype=dtype)
-    first, second = (_teacher(folder, DTYPES[dtype], device) for folder in (reference, other))
+    first = _teacher(reference, load_spec(reference), DTYPES[dtype], device)
+    spec = load_spec(other).quantised(quantize).on(device, DTYPES[dtype], activations)
+    second = _teacher(other, spec, DTYPES[dtype], device)
     divergence, changed, count = 0.0, 0, 0
     for at in range(0, len(outputs), batch):
         p, q = (teacher.training_batch(outputs[at : at + batch]).probs[:].double() for teacher in (first, second))
@@ -266,8 +272,7 @@ def compare(
     return Comparison(divergence / max(count, 1), changed / max(count, 1), count)
 
 
-def _teacher(folder: Path, dtype: torch.dtype, device: torch.device) -> Teacher:
-    spec = load_spec(folder)
+def _teacher(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Teacher:
     target = Target.load(folder, spec, dtype=dtype, device=device)
     return Teacher(target, (0,), torch.arange(spec.vocab_size), torch.float32)
 
@@ -302,13 +307,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     comparing.add_argument("--tokens", type=int, default=128)
     comparing.add_argument("--chat", action="store_true", help="apply the chat template to the column `prompt`")
     comparing.add_argument("--dtype", default="auto", choices=("auto", *DTYPES))
+    comparing.add_argument("--quantize", choices=["fp8"])
+    comparing.add_argument("--activations", default="dtype", choices=["dtype", "fp8"])
     args = parser.parse_args(argv)
     if args.command == "make":
         for folder in make(resolve_model(args.model), args.out, num_experts=args.experts):
             print(folder)
         return 0
     reference, other = resolve_model(args.reference), resolve_model(args.other)
-    print(compare(reference, other, args.prompts, rows=args.rows, tokens=args.tokens, chat=args.chat, dtype=args.dtype))
+    found = compare(
+        reference, other, args.prompts, rows=args.rows, tokens=args.tokens, chat=args.chat, dtype=args.dtype,
+        quantize=args.quantize, activations=args.activations,
+    )
+    print(found)
     return 0
 
 
