@@ -43,7 +43,7 @@ COMMANDS = {
         "[MODEL]: what this machine has and lacks, or a card (--card); --tune times MODEL's matrix products",
     ),
     "families": ("batchspec.commands.families", "the model families, and what a job of each can use"),
-    "report": ("batchspec.commands.report", "OUT [--by COLUMN]: write report.html again, charts of the job"),
+    "report": ("batchspec.commands.report", "OUT: write report.html again, charts of the job"),
     "inspect": ("batchspec.commands.inspect", "OUT ID [--sample N]: one request in full"),
     "export": ("batchspec.commands.export", "OUT --to FORMAT FILE, or --from-openai FILE.jsonl OUT.parquet"),
     "compact": ("batchspec.commands.compact", "OUT FOLDER: write the rows of a finished job as a few large Parquet files"),

@@ -14,9 +14,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the report. Raises OutputError if there is nothing to show, ConfigError without the extra `report`."""
     parser = ArgumentParser(prog="batchspec report", description="Write OUT/report.html: charts of a job.")
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
-    parser.add_argument("--by", metavar="COLUMN", help="also show acceptance by the values of this output column")
     args = parser.parse_args(argv)
     output = OutputFolder(args.out)
-    write_report(output, args.by)
+    write_report(output)
     terminal.show_line(f"{output.path}/report.html")
     return 0

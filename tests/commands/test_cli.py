@@ -51,7 +51,7 @@ def test_an_unknown_command_is_refused_with_a_suggestion(capsys: pytest.CaptureF
 
 MISTAKES = {
     "stats": "required: OUT; `batchspec stats --help`",
-    "report --by": "argument --by: expected one argument (a value that begins with - follows =, as in '--by=-...');",
+    "stats --by": "argument --by: expected one argument (a value that begins with - follows =, as in '--by=-...');",
     "export out --to chat c.jsonl --score -LENGTH(completion)": "a value that begins with - follows =, as in '--score=-...'",
     "inspect out id --sample x": "argument --sample: invalid int value: 'x'; `batchspec inspect --help`",
     "status out --watch 0": "--watch 0: must be at least 1 second; `batchspec status --help`",

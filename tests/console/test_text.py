@@ -149,7 +149,7 @@ def test_no_command_prints_what_a_job_holds_as_it_is(
         ["inspect", out, f"{HEADING}0"], ["inspect", out, f"{HEADING}1"], ["inspect", out, f"{HEADING}9"],
         ["inspect", out, f"{HEADING}0", "--sample", "3"], ["verify", out], ["verify", out, "--files"],
         ["export", out, "--to", "openai", str(other)], ["export", "--from-openai", str(other), str(tmp_path / "y.parquet")],
-        ["report", out, "--by", group],
+        ["report", out],
     ]
     for command in commands:
         cli.main(command)

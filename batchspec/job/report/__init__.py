@@ -8,7 +8,7 @@ While it runs:
   status.py         a job over all its runs
 Afterwards:
   stats.py          statistics of output and speculation
-  acceptance.py     how drafts were accepted
+  acceptance.py     how drafts were accepted, for stats and the card
   quality.py        is the data good: lengths, empty answers, loops, distinct answers, random samples
   labels.py         what answers are: labels; json_answers.py: fields of JSON objects; calls.py: tool calls
   texts.py          requests that are shown, with their texts
@@ -17,7 +17,7 @@ Afterwards:
   answers.py        the rows as OpenAI's response lines
   page.py           report.html
     answer_sections.py  labels, fields, tool calls
-    figures.py      its sections with pictures; pictures.py: SVG
+    figures.py      pictures of lengths and of the job over time; pictures.py: SVG
     error_rows.py   the first error rows of each code
     html.py         pieces of HTML; style.py: CSS
 """

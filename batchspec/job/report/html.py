@@ -10,14 +10,6 @@ from typing import Any
 from batchspec.console.text import CELL_CHARS, MESSAGE_CHARS, for_terminal, one_line
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Keys of nested mappings joined with dots."""
-    joined: dict[str, Any] = {}
-    for name, value in values.items():
-        joined |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {f"{prefix}{name}": value}
-    return joined
-
-
 def facts(values: Mapping[str, Any]) -> str:
     """A list of names and values; values other than strings are shown as JSON."""
 
@@ -45,9 +37,7 @@ def figure(title: str, svg: str, caption: str) -> str:
 
 
 def grid(parts: Iterable[str]) -> str:
-    cards = list(parts)
-    pairs = " pairs" if len(cards) == 4 else ""  # two rows of two, instead of three and one
-    return f'<div class="grid{pairs}">{"".join(cards)}</div>'
+    return f'<div class="grid">{"".join(parts)}</div>'
 
 
 def key(colour: str, label: str) -> str:

@@ -21,7 +21,6 @@ from batchspec.job.report.summary import DECODED
 from batchspec.job.report.texts import Shown
 from batchspec.job.report.timeline import Course, course, parse_run
 
-MAX_RUNS = 40
 MAX_CODES = 12
 
 PAGE = """<!DOCTYPE html>
@@ -38,6 +37,8 @@ PAGE = """<!DOCTYPE html>
 </body>
 </html>
 """
+MORE = """<p class="note"><code>batchspec stats OUT</code> has these numbers as text, and more on drafts;
+<code>batchspec status OUT</code> has every run; README.md in OUT, written at the end of a job, its settings.</p>"""
 NEEDS_EXTRA = "report.html needs matplotlib: pip install 'matplotlib>=3.9', then batchspec report {out}"
 
 
@@ -46,20 +47,19 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def write_report(output: OutputFolder, by: str | None = None, stats: JobStats | None = None) -> None:
+def write_report(output: OutputFolder, stats: JobStats | None = None) -> None:
     """Write report.html into the output folder.
 
-    by     output column to group acceptance by
     stats  result of `job_stats` for this output, if it is known; None computes it
-    Raises ConfigError without the extra, OutputError without a committed shard or such a column, StorageError.
+    Raises ConfigError without the extra, OutputError without a committed shard, StorageError.
     """
     if not can_draw():
         raise ConfigError(NEEDS_EXTRA.format(out=for_shell(output.path)))
-    if by is not None or stats is None:
-        stats = job_stats(output.path, by)
+    if stats is None:
+        stats = job_stats(output.path)
     runs = [run for text in output.logs(".timeline.jsonl") if (run := parse_run(text)) is not None]
     states = StatusReader(output).read().runs
-    output.put_report(report_page(output.manifest, stats, first_errors(output), course(runs), states, name=output.path, by=by))
+    output.put_report(report_page(output.manifest, stats, first_errors(output), course(runs), states, name=output.path))
 
 
 def report_page(
@@ -70,7 +70,6 @@ def report_page(
     states: Sequence[RunStatus],
     *,
     name: str,
-    by: str | None = None,
 ) -> str:
     """The page as HTML.
 
@@ -92,8 +91,8 @@ def report_page(
         "<h2>Speed</h2>",
         _tiles(_of_speed(stats)),
         *figures.over_time(over_time, DECODED if stats.speed is None else stats.speed.counts),
-        *figures.drafts(stats, by, over_time),
-        *_settings(manifest, states),
+        *_drafts(stats),
+        MORE,
     ]
     # In case a part was not escaped: no control character gets onto the page.
     return for_terminal(PAGE.format(title=html.line(f"batchspec: {name}"), style=STYLE, body="\n".join(body)))
@@ -132,7 +131,8 @@ def _of_data(stats: JobStats) -> dict[str, str]:
     status = stats.by_status.get
     tiles, decoded = {"ok": _share(status("ok", 0), total)}, stats.completion_tokens > 0
     if decoded:
-        tiles["truncated"] = _share(status("truncated", 0), total)
+        repeated = stats.by_finish_reason.get("repetition", 0)
+        tiles["truncated" + (f", {repeated:,} at a repetition" if repeated else "")] = _share(status("truncated", 0), total)
     errors = status("error", 0)
     tiles["error rows"] = f'<span class="error">{_share(errors, total)}</span>' if errors else "0"
     if status("invalid", 0):
@@ -160,6 +160,16 @@ def _of_speed(stats: JobStats) -> dict[str, str]:
     if stats.completion_tokens:
         tiles["tokens in completions"] = f"{stats.completion_tokens:,}"
     return tiles | {"tokens in prompts": f"{stats.prompt_tokens:,}"}
+
+
+def _drafts(stats: JobStats) -> Iterator[str]:
+    """What drafts brought, in one sentence. Nothing without a drafter."""
+    if stats.drafter != "none":
+        length, rate = html.number(stats.overall.mean_acceptance_length), html.percent(stats.overall.acceptance_rate)
+        yield (
+            f"<p>Drafts ({html.line(stats.drafter)}): a round of the model gave a row {length} tokens instead of 1; {rate} of "
+            "the draft tokens were accepted.</p>"
+        )
 
 
 def _errors(stats: JobStats, errors: Mapping[str, Sequence[Failed]]) -> Iterator[str]:
@@ -194,29 +204,3 @@ def _article(row: Shown) -> str:
         f'<article class="card"><h3>{label}</h3><p class="note">{html.line(facts)}</p>{prompt}'
         f'<p class="note">completion</p><pre>{html.text(row.completion)}</pre></article>'
     )
-
-
-def _settings(manifest: Manifest, states: Sequence[RunStatus]) -> Iterator[str]:
-    yield "<h2>Runs and settings</h2>"
-    cards = [f'<div class="card"><h3>Runs</h3>{_runs(states)}</div>'] if states else []
-    if manifest.recorded:
-        cards.append(f'<div class="card"><h3>Made with</h3>{html.facts(manifest.recorded)}</div>')
-    yield html.grid(cards)
-    yield "<details><summary>Every setting</summary>" + html.grid(
-        f'<div class="card"><h3>{html.line(group)}</h3>{html.facts(html.flat(values))}</div>'
-        for group, values in manifest.config.items()
-        if isinstance(values, Mapping) and values
-    )
-    rest = {key: value for key, value in manifest.config.items() if not isinstance(value, Mapping)}
-    yield f'<div class="card">{html.facts(rest)}</div></details>'
-
-
-def _runs(states: Sequence[RunStatus]) -> str:
-    """A table of the runs, the oldest first."""
-    lines = []
-    for each in sorted(states, key=lambda each: each.run.began_at)[-MAX_RUNS:]:
-        run = each.run
-        length = html.number(1 + run.accepted / run.rounds if run.rounds else None)
-        lines.append((run.name, each.state, f"{run.shards:,}", f"{run.completions:,}", f"{run.tokens:,}", length))
-    more = f'<p class="note">The last {MAX_RUNS} of {len(states):,}.</p>' if len(states) > MAX_RUNS else ""
-    return html.table(("run", "end", "shards", "completions", "tokens", "tokens per round"), lines) + more

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import EngFormatter, MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-from batchspec.console.text import one_line
 from batchspec.job.report.quality import Lengths
-from batchspec.job.report.summary import Calibration
 from batchspec.job.report.timeline import Course
 
-COLOURS = {"ink": "#010101", "muted": "#010102", "grid": "#010103", "first": "#010104", "second": "#010105", "third": "#010106",
-           "fourth": "#010107"}
+COLOURS = {"muted": "#010101", "grid": "#010102", "first": "#010103", "second": "#010104", "third": "#010105",
+           "fourth": "#010106"}
 """CSS variable -> its placeholder."""
-INK, MUTED, GRID, FIRST, SECOND, THIRD, FOURTH = COLOURS.values()
+MUTED, GRID, FIRST, SECOND, THIRD, FOURTH = COLOURS.values()
 LABEL_SIZE = 11.0
 """Font size of all text in a picture, in points; the page shows all pictures at one scale."""
 STYLE = {
@@ -37,51 +34,6 @@ STYLE = {
     "xtick.major.size": 0, "xtick.major.pad": 5, "ytick.major.size": 0,
 }
 SIZE = (5.0, 2.7)
-LABEL_CHARS = 24
-
-
-def bars(
-    names: Sequence[str], values: Sequence[float | None], *, x: str, top: float | None = None,
-    counts: Sequence[int] | None = None,
-) -> str:
-    """Vertical bars labelled with their values; None has no bar.
-
-    x       label of the axis of names
-    top     upper end of the axis of values; None: the largest value and a margin
-    counts  number of items in each bar, shown below its name
-    """
-    figure, axes = _figure(bottom=0.2 if counts is None else 0.27)
-    places = range(len(names))
-    axes.bar(places, [value or 0 for value in values], width=0.7, color=FIRST)
-    for place, value in zip(places, values, strict=True):
-        if value is not None and len(names) <= 12:
-            axes.annotate(f"{value:.2f}", (place, value), (0, 2), textcoords="offset points", ha="center", color=INK)
-    empty = max(0, 3 - len(names)) / 2
-    axes.set_xlim(-0.5 - empty, len(names) - 0.5 + empty)
-    step = -(-len(names) // 12)
-    below = [""] * len(names) if counts is None else [f"\n({_abbreviated(count)})" for count in counts]
-    axes.set_xticks(places[::step], [_cut(name) + count for name, count in zip(names[::step], below[::step], strict=True)])
-    axes.set_ylim(0, top or 1.15 * max([value or 0 for value in values], default=1) or 1)
-    axes.set_xlabel(x)
-    return _svg(figure)
-
-
-def rows(values: Mapping[str, float], *, form: str = ",.0f", counts: Sequence[int] | None = None) -> str:
-    """Horizontal bars, the first on top, labelled with their values and, if given, the `counts` of items in each."""
-    longest = max(len(_cut(name)) for name in [*values, ""])
-    figure, axes = _figure(left=min(0.44, 0.05 + 0.0165 * longest), bottom=0.05)
-    places = range(len(values))
-    axes.barh(places, list(values.values()), height=0.66, color=FIRST)
-    ends = [""] * len(values) if counts is None else [f" ({_abbreviated(count)})" for count in counts]
-    for place, (value, end) in enumerate(zip(values.values(), ends, strict=True)):
-        axes.annotate(f"{value:{form}}{end}", (value, place), (4, 0), textcoords="offset points", va="center", color=INK)
-    axes.set_yticks(places, [_cut(name) for name in values])
-    axes.set_ylim(max(len(values), 4) - 0.5, -0.5)
-    axes.set_xlim(0, (1.2 if counts is None else 1.45) * max(values.values(), default=1) or 1)
-    axes.xaxis.set_visible(False)
-    axes.grid(False)
-    axes.spines["bottom"].set_visible(False)
-    return _svg(figure)
 
 
 def histogram(lengths: Lengths, *, x: str) -> str:
@@ -122,38 +74,11 @@ def slots(course: Course) -> str:
     return _svg(figure)
 
 
-def two_lines(course: Course, *, first: NDArray[np.float64], second: NDArray[np.float64]) -> str:
-    """Two figures over time, [bins] each, NaN where there is none."""
-    figure, axes = _over_time(course)
-    highest = 1.0
-    for values, colour in ((second, SECOND), (first, FIRST)):
-        axes.stairs(values, _time(course)[0], baseline=None, color=colour, lw=1.6)
-        highest = max(highest, float(np.nanmax(values, initial=0)))
-    axes.set_ylim(0, 1.1 * highest)
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    return _svg(figure)
-
-
-def calibration(found: Sequence[Calibration]) -> str:
-    """Measured over expected share of accepted drafts, a point for each confidence, its area by the number of drafts."""
-    figure, axes = _figure()
-    most = max(one.drafts for one in found)
-    axes.plot([0, 1], [0, 1], color=MUTED, lw=0.8, ls=":")
-    axes.scatter(
-        [one.expected for one in found], [one.accepted for one in found], s=[6 + 60 * one.drafts / most for one in found],
-        color=FIRST, lw=0, clip_on=False,
-    )
-    axes.set_xlim(0, 1)
-    axes.set_ylim(0, 1.05)
-    axes.set_xlabel("expected share of accepted drafts")
-    return _svg(figure)
-
-
-def _figure(*, left: float = 0.11, bottom: float = 0.2) -> tuple[Figure, Axes]:
+def _figure() -> tuple[Figure, Axes]:
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type,unused-ignore]
         figure = Figure(figsize=SIZE)
         axes = figure.subplots()
-    figure.subplots_adjust(left=left, right=0.965, top=0.96, bottom=bottom)
+    figure.subplots_adjust(left=0.11, right=0.965, top=0.96, bottom=0.2)
     return figure, axes
 
 
@@ -176,19 +101,8 @@ def _time(course: Course) -> tuple[NDArray[np.float64], str]:
     return course.edges_s, "seconds"
 
 
-def _abbreviated(count: int) -> str:
-    """Numbers up to 9,999 in full, larger ones like 12.3k."""
-    return f"{count:,}" if count < 10_000 else str(_short().format_data_short(count)).strip()
-
-
 def _short() -> EngFormatter:
     return EngFormatter(sep="")
-
-
-def _cut(name: str) -> str:
-    # matplotlib renders text between two dollar signs as a formula.
-    name = one_line(name)
-    return (name if len(name) <= LABEL_CHARS else name[: LABEL_CHARS - 2] + "..").replace("$", r"\$")
 
 
 def _svg(figure: Figure) -> str:

@@ -25,12 +25,9 @@ header dl { margin-top: .8rem; }
 .tile > span { font-size: .85rem; }
 .tiles + *, .grid + .grid, .stack + .grid, .grid + .stack, .grid + p { margin-top: .8rem; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); gap: .8rem; }
-.grid.pairs { grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
 .texts { columns: 21rem; column-gap: .8rem; margin-top: .8rem; }
 .texts .card { break-inside: avoid; margin-bottom: .8rem; }
 code { font: .86em ui-monospace, Menlo, Consolas, monospace; }
-details { margin-top: .8rem; }
-details .grid { margin-top: .6rem; }
 figure svg { display: block; width: 100%; max-width: 23rem; height: auto; margin: 0 auto; }
 figcaption { font-size: .85rem; }
 .key { display: inline-block; margin-right: .7em; }
@@ -56,6 +53,5 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0 .7rem;
     linear-gradient(var(--shade), transparent) top / 100% .6rem no-repeat scroll,
     linear-gradient(transparent, var(--shade)) bottom / 100% .6rem no-repeat scroll; }
 @media (max-width: 24rem) { table { font-size: .8rem; } th, td { padding: .25rem .2rem; } }
-summary { cursor: pointer; }
 .error { color: var(--bad); }
 """
