@@ -170,13 +170,8 @@ def test_the_sums_of_an_engine_are_those_of_its_rows_and_rounds(name: str, lengt
     assert totals.row_rounds == sum(one.num_rounds for one in stats)
     assert (totals.drafted, totals.accepted) == (sum(one.num_drafted for one in stats), sum(one.num_accepted for one in stats))
     assert totals.tokens == sum(len(ids_of(one)) for one in done.values()) + sum(one.num_discarded for one in stats)
-    verified, full, tried = 0, 0, 0
-    for launch, log, _ in rounds.launches:
-        own, uniform = len(log.draft_len) * (launch.width.draft_len + 1), engine.executor.round.is_uniform
-        full += own
-        verified += own if uniform and launch.width.mean_len is None else len(log.draft_len) + int(log.draft_len.sum())
-        tried += int(np.minimum(log.accepted_len + 1, log.draft_len).sum())
-    assert (totals.rounds, totals.positions, totals.full_positions) == (len(rounds.launches), verified, full)
+    assert totals.rounds == len(rounds.launches)
+    tried = sum(int(np.minimum(log.accepted_len + 1, log.draft_len).sum()) for _, log, _ in rounds.launches)
     found = engine.calibration()
     assert set(found) <= set(range(len(engine.drafter.prior_chances)))
     assert sum(one.drafts for one in found.values()) == tried

@@ -109,7 +109,7 @@ def report(out: Path) -> str:
 
 def record(folder: OutputFolder) -> None:
     """A run of 40 seconds, as Timeline and RunSummary leave it."""
-    samples = [[t, 90 * t, 10 * t, 30 * t, 60 * t, 45 * t, 90 * t, 120 * t, 0, 3 * t, t / 2, t / 2, 0] for t in range(41)]
+    samples = [[t, 90 * t, 0, 3 * t, t / 2, t / 2, 0] for t in range(41)]
     folder.log_timeline("\n".join(json.dumps(line) for line in [{"started_at": 5.0, "slots": 4}, *samples]))
     folder.log_run({"seconds": 40.0, "tokens": 3600, "tok_s": 90.0, "start_up_s": 1.0, "mean_live_rows": 3.0})
 

@@ -19,13 +19,7 @@ from batchspec.job.report.timeline import DETAIL, Run, Timeline, course, parse_r
 
 @dataclass
 class Totals:
-    rounds: int = 0
-    row_rounds: int = 0
     tokens: int = 0
-    accepted: int = 0
-    drafted: int = 0
-    positions: int = 0
-    full_positions: int = 0
     preempted: int = 0
     live_rows: int = 0
     prefill_s: float = 0.0
@@ -39,17 +33,12 @@ class Clock:
 
 
 def recorded(rounds: list[tuple[float, int, bool]], *, slots: int = 4, started_at: float = 1000.0) -> str:
-    """The file of a run with these rounds (seconds, live rows, whether all rows have entered). Each row could verify K = 5 drafts
-    a round; it verifies 3 and gets two tokens."""
+    """The file of a run with these rounds: seconds, live rows, whether all rows have entered. A row gets two tokens a round."""
     clock, totals, files = Clock(), Totals(), list[str]()
     timeline = Timeline(files.append, slots=slots, clock=clock, wall=lambda: started_at)
     for seconds, live, exhausted in rounds:
         clock.now += seconds
-        totals.rounds, totals.row_rounds, totals.live_rows = totals.rounds + 1, totals.row_rounds + live, live
-        totals.tokens += 2 * live
-        totals.drafted += 3 * live
-        totals.accepted += live
-        totals.positions, totals.full_positions = totals.positions + 4 * live, totals.full_positions + 6 * live
+        totals.tokens, totals.live_rows = totals.tokens + 2 * live, live
         timeline.observe(totals, exhausted=exhausted)
     timeline.close()
     return files[-1]
@@ -69,10 +58,6 @@ def test_a_slot_is_live_or_idle_for_a_reason() -> None:
     assert got.waiting.tolist() == [0, 1, 0, 0]  # a row was left for the slot
     assert got.ending.tolist() == [0, 0, 2, 3]
     assert got.tok_s.tolist() == [8, 6, 4, 2]
-    assert got.draft_len.tolist() == [3] * 4
-    assert got.acceptance_length.tolist() == [2] * 4
-    assert got.positions.tolist() == [16, 12, 8, 4]
-    assert got.full_positions.tolist() == [24, 18, 12, 6]
 
 
 def test_a_prefill_is_neither_live_nor_idle_and_is_not_lost_where_its_result_comes_late() -> None:
@@ -80,7 +65,7 @@ def test_a_prefill_is_neither_live_nor_idle_and_is_not_lost_where_its_result_com
     timeline = Timeline(files.append, slots=4, clock=clock, wall=lambda: 1000.0)
     for prefill_s, live, exhausted in ((1, 4, False), (0, 3, False), (1.5, 3, False), (0, 2, True), (0.5, 2, True)):
         clock.now += 1
-        totals.rounds, totals.live_rows, totals.prefill_s = totals.rounds + 1, live, totals.prefill_s + prefill_s
+        totals.live_rows, totals.prefill_s = live, totals.prefill_s + prefill_s
         timeline.observe(totals, exhausted=exhausted)
     timeline.close()
     run = parse_run(files[-1])
@@ -126,7 +111,6 @@ def test_pauses_are_cut_out_and_runs_side_by_side_add_up() -> None:
     beside = course([run_of(rounds), run_of(rounds)])
     assert beside is not None
     assert (beside.edges_s[-1], beside.tok_s.tolist(), beside.live_rows.tolist()) == (4, [16] * 4, [8] * 4)
-    assert beside.positions.tolist() == [16] * 4, "the sum over both runs"
 
 
 def test_a_run_is_saved_once_a_minute_and_a_disk_that_refuses_does_not_end_it() -> None:
@@ -189,4 +173,4 @@ def test_a_damaged_file_is_no_run(damage: str) -> None:
 def test_a_file_is_lines_of_json() -> None:
     header, *samples = map(json.loads, recorded([(2, 4, False)]).splitlines())
     assert header == {"started_at": 1000.0, "slots": 4}
-    assert samples == [[0] * 13, [2.0, 8, 1, 4, 12, 4, 16, 24, 0, 8.0, 0.0, 0.0, 0.0]]
+    assert samples == [[0] * 7, [2.0, 8, 0, 8.0, 0.0, 0.0, 0.0]]

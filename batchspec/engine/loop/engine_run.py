@@ -166,10 +166,6 @@ class EngineRun:
         """Add a result to what outlives the run: the totals, and what the planner measures."""
         totals, planner = self._totals, self._planner
         totals.add(result, log)
-        if not launch.is_prefill:
-            verified, full = planner.positions(launch, result)
-            totals.positions += verified
-            totals.full_positions += full
         if not self._allocator.batch.decodes:
             totals.tokens += launch.num_prefilled
         totals.live_rows = self.slots.num_live

@@ -223,7 +223,7 @@ class RoundPlanner:
         weights  float64 [lines] of the tokens of each row (`SlotTable.token_weights`); None: all are 1
         """
         if launch.counts_experts and self.experts is not None and result.result.experts_read is not None:
-            self.experts.observe(result.result.experts_read.numpy(), self.positions(launch, result)[0])
+            self.experts.observe(result.result.experts_read.numpy(), self.positions(launch, result))
         took = self._clock.add(launch, result)
         if took is not None and self._refills is not None:
             self._refills.add(launch, took)
@@ -249,15 +249,14 @@ class RoundPlanner:
         if (levels := result.result.levels) is not None:
             lengths.observe_levels(levels.numpy(), int((result.result.log.numpy()[:, 0] >= 0).sum()))
 
-    def positions(self, launch: UnreadLaunch, result: PendingResult) -> tuple[int, int]:
-        """Positions of live rows that a round verified, newest tokens included, and those of as many rows with K drafts each."""
+    def positions(self, launch: UnreadLaunch, result: PendingResult) -> int:
+        """Positions of live rows that a round verified: newest tokens and drafts, of a tree its nodes."""
         log, round_ = result.result.log.numpy(), self._executor.round
         live = log[:, 0] >= 0
         num_live = int(np.count_nonzero(live))
-        full = num_live * round_.row_positions(launch.width.draft_len)
         if round_.is_uniform and launch.width.mean_len is None:  # it also verifies drafts past a row's limit
-            return full, full
-        return num_live + int(log[live, 1].sum()), full
+            return num_live * round_.row_positions(launch.width.draft_len)
+        return num_live + int(log[live, 1].sum())
 
     def forget(self) -> None:
         """Discard the measured acceptance: the target's weights have changed."""

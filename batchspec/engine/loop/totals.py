@@ -21,10 +21,6 @@ class EngineTotals:
     """Output tokens; where rows do not decode, those of their prefill passes."""
     accepted: int = 0
     drafted: int = 0
-    positions: int = 0
-    """Positions of live rows that rounds verified: newest tokens and drafts, of a tree its nodes."""
-    full_positions: int = 0
-    """The same if every row had and verified the K drafts of its round: rows x (K + 1)."""
     prefill_tokens: int = 0
     prefill_s: float = 0.0
     """Seconds of prefill, each group counted from its begin to its last result."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,12 +32,6 @@ BINS = 120
 NAMES = (
     "t",
     "tokens",
-    "rounds",
-    "row_rounds",
-    "drafted",
-    "accepted",
-    "positions",
-    "full_positions",
     "preempted",
     "live_s",
     "ending_s",
@@ -49,13 +43,7 @@ NAMES = (
 class Totals(Protocol):
     """Fields of engine.output_processor.EngineTotals."""
 
-    rounds: int
-    row_rounds: int
     tokens: int
-    accepted: int
-    drafted: int
-    positions: int
-    full_positions: int
     preempted: int
     live_rows: int
     prefill_s: float
@@ -107,9 +95,8 @@ class Timeline:
             self._ending_s += seconds * idle
         else:
             self._waiting_s += (seconds - prefill_s) * idle
-        t = totals
-        self._latest = [now - self._began, t.tokens, t.rounds, t.row_rounds, t.drafted, t.accepted, t.positions]
-        self._latest += [t.full_positions, t.preempted, self._live_s, self._ending_s, self._waiting_s, self._prefill_s]
+        self._latest = [now - self._began, totals.tokens, totals.preempted]
+        self._latest += [self._live_s, self._ending_s, self._waiting_s, self._prefill_s]
         if now - self._sampled >= max(SAMPLE_S, (now - self._began) / DETAIL):
             self._sampled = now
             self._sample()
@@ -187,14 +174,6 @@ class Course:
     """Slots that are empty while rows are left: before a refill, or for lack of pages."""
     prefill: Floats
     """Slots whose present or next row is in a prefill pass, or waits for one to end."""
-    draft_len: Floats
-    """Mean draft tokens of a row in a round (levels of a tree); NaN without a round."""
-    acceptance_length: Floats
-    """Mean tokens of a row in a round; NaN without a round."""
-    positions: Floats
-    """Mean positions that a round verified, those of all its live rows; NaN without a round."""
-    full_positions: Floats
-    """The same if every row had and verified the K drafts of its round: rows x (K + 1)."""
     preempted: int
 
 
@@ -220,16 +199,8 @@ def course(runs: Sequence[Run]) -> Course | None:
         ending=sums["ending_s"] / width,
         waiting=sums["waiting_s"] / width,
         prefill=sums["prefill_s"] / width,
-        draft_len=_ratio(sums["drafted"], sums["row_rounds"]),
-        acceptance_length=1 + _ratio(sums["accepted"], sums["row_rounds"]),
-        positions=_ratio(sums["positions"], sums["rounds"]),
-        full_positions=_ratio(sums["full_positions"], sums["rounds"]),
         preempted=round(float(sums["preempted"].sum())),
     )
-
-
-def _ratio(part: Floats, whole: Floats) -> Floats:
-    return cast(Floats, np.divide(part, whole, out=np.full_like(part, np.nan), where=whole > 0))
 
 
 def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
