@@ -8,7 +8,7 @@ from dataclasses import asdict
 from batchspec.console import terminal
 from batchspec.console.arguments import ArgumentParser
 from batchspec.console.text import MESSAGE_CHARS, listed, one_line
-from batchspec.job.report.acceptance import Acceptance, Extreme
+from batchspec.job.report.acceptance import Acceptance
 from batchspec.job.report.calls import ToolCalls
 from batchspec.job.report.json_answers import JsonAnswers
 from batchspec.job.report.labels import Labels
@@ -57,9 +57,6 @@ def render(stats: JobStats, by: str | None = None) -> str:
         if stats.calibration:
             by_confidence = [(f"{one.drafts:,}", _number(one.expected), _number(one.accepted)) for one in stats.calibration]
             blocks.append(_table("drafts by the drafter's confidence", ("drafts", "expected rate", "rate"), by_confidence))
-        blocks.append(_groups("by prompt tokens", stats.by_prompt_tokens))
-        blocks.append(_extremes("longest mean acceptance length", stats.best))
-        blocks.append(_extremes("shortest mean acceptance length", stats.worst))
     if by is not None:
         blocks.append(_groups(f"by {by}", stats.by_column))
     return "\n\n".join(blocks)
@@ -210,11 +207,6 @@ def _start_ups(runs: Sequence[Mapping[str, float]]) -> str:
     lines.append(("in all", *(_number(sum(run.values()), 1) for run in shown)))
     header = ("", *(f"run {i + 1}" for i in range(len(shown))))
     return _table("from the command to the first token, seconds", header, lines) + _more(len(runs), MAX_RUNS, "runs")
-
-
-def _extremes(title: str, rows: Sequence[Extreme]) -> str:
-    lines = [(row.request_id, row.sample_index, f"{row.tokens:,}", _number(row.mean_acceptance_length)) for row in rows]
-    return _table(title, ("request", "sample", "completion tokens", "tokens per round"), lines)
 
 
 def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1) -> str:

@@ -1,4 +1,4 @@
-"""How drafts were accepted: over all completions, by position, by prompt length and by a column of the output."""
+"""How drafts were accepted: over all completions, by position and by a column of the output."""
 
 from __future__ import annotations
 
@@ -8,12 +8,6 @@ from typing import Any
 
 import polars as pl
 
-from batchspec.job.report.texts import ROW_KEY
-
-PROMPT_EDGES = (128, 512, 2048, 8192, 32768)
-PROMPT_BUCKETS = [
-    *(f"{low}-{high - 1}" for low, high in zip((0, *PROMPT_EDGES[:-1]), PROMPT_EDGES, strict=True)), f"{PROMPT_EDGES[-1]}+"
-]
 SPEC = {
     "drafter": "drafter",
     "rounds": "num_spec_steps",
@@ -25,7 +19,6 @@ SPEC = {
     "drafted_at": "drafted_per_position",
 }
 """Column of the tables here -> field of spec_decode."""
-NUM_EXTREMES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +52,6 @@ class Position:
     rate: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extreme:
-    request_id: str
-    sample_index: int
-    tokens: int
-    mean_acceptance_length: float
-
-
 class AcceptanceTally:
     """Sums over all rows read so far. Besides its columns it reads those of `shown_columns`, and `group`."""
 
@@ -75,7 +60,7 @@ class AcceptanceTally:
         self.histogram: list[int] = []
         """Rounds that accepted exactly j draft tokens."""
         self._drafted_at: list[int] = []
-        self._overall = self._by_prompt_tokens = self._by_group = self._best = self._worst = pl.DataFrame()
+        self._overall = self._by_group = pl.DataFrame()
 
     def columns(self) -> Iterator[pl.Expr]:
         """What `add` needs of the output."""
@@ -88,15 +73,8 @@ class AcceptanceTally:
         self.histogram = _added(self.histogram, spec["histogram"])
         self._drafted_at = _added(self._drafted_at, spec["drafted_at"])
         self._overall = _summed(self._overall, spec, pl.lit("all"))
-        bucket = pl.sum_horizontal(pl.col("prompt_tokens") >= edge for edge in PROMPT_EDGES)
-        names = dict(enumerate(PROMPT_BUCKETS))
-        self._by_prompt_tokens = _summed(self._by_prompt_tokens, spec, bucket.replace_strict(names, return_dtype=pl.String))
         answered = rows.filter(pl.col("finish_reason") != "error")  # also those without drafts
         self._by_group = _summed(self._by_group, answered, pl.col("group"))
-        rated = spec.filter(pl.col("mean_length").is_not_null()).select(*ROW_KEY, "tokens", "mean_length")
-        order = ["mean_length", "row_index", "sample_index"]
-        self._best = pl.concat([self._best, rated]).sort(order, descending=[True, False, False]).head(NUM_EXTREMES)
-        self._worst = pl.concat([self._worst, rated]).sort(order, descending=[False, True, True]).head(NUM_EXTREMES)
 
     @property
     def overall(self) -> Acceptance:
@@ -111,22 +89,9 @@ class AcceptanceTally:
         )
 
     @property
-    def by_prompt_tokens(self) -> tuple[Acceptance, ...]:
-        return tuple(sorted(_groups(self._by_prompt_tokens), key=lambda group: PROMPT_BUCKETS.index(group.name)))
-
-    @property
     def by_group(self) -> tuple[Acceptance, ...]:
         """The most frequent groups first."""
         return tuple(sorted(_groups(self._by_group), key=lambda group: (-group.completions, group.name)))
-
-    @property
-    def best(self) -> tuple[Extreme, ...]:
-        return _extremes(self._best)
-
-    @property
-    def worst(self) -> tuple[Extreme, ...]:
-        return _extremes(self._worst)
-
 
 def _summed(so_far: pl.DataFrame, rows: pl.DataFrame, name: pl.Expr) -> pl.DataFrame:
     """Sums over `rows` by the group `name`, added to the sums of earlier rows."""
@@ -154,13 +119,6 @@ def _acceptance(sums: Mapping[str, Any]) -> Acceptance:
         acceptance_rate=_ratio(count["accepted"], count["drafted"]),
         mean_length_over_requests=_ratio(sums.get("mean_length", 0), sums.get("num_mean_length", 0)),
         mean_rate_over_requests=_ratio(sums.get("rate", 0), sums.get("num_rate", 0)),
-    )
-
-
-def _extremes(rows: pl.DataFrame) -> tuple[Extreme, ...]:
-    return tuple(
-        Extreme(request_id=request_id, sample_index=sample_index, tokens=tokens, mean_acceptance_length=length)
-        for request_id, _, sample_index, tokens, length in rows.iter_rows()
     )
 
 

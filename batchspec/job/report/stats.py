@@ -13,7 +13,7 @@ import polars as pl
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.data.runstate.scan import scanning
 from batchspec.errors import OutputError
-from batchspec.job.report.acceptance import Acceptance, AcceptanceTally, Extreme, Position
+from batchspec.job.report.acceptance import Acceptance, AcceptanceTally, Position
 from batchspec.job.report.calls import CallTally, ToolCalls
 from batchspec.job.report.columns import type_names
 from batchspec.job.report.json_answers import JsonAnswers, JsonTally
@@ -78,11 +78,8 @@ class JobStats:
     by_position: tuple[Position, ...]
     histogram: tuple[int, ...]
     """Rounds that accepted exactly j draft tokens."""
-    by_prompt_tokens: tuple[Acceptance, ...]
     by_column: tuple[Acceptance, ...]
     """By the value of the column `by`, the most frequent first; empty without `by`."""
-    best: tuple[Extreme, ...]
-    worst: tuple[Extreme, ...]
     columns: dict[str, str]
     """The output's columns and their types."""
     start_ups: tuple[dict[str, float], ...]
@@ -131,10 +128,7 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
         overall=drafts.overall,
         by_position=drafts.by_position,
         histogram=tuple(drafts.histogram),
-        by_prompt_tokens=drafts.by_prompt_tokens,
         by_column=drafts.by_group if by is not None else (),
-        best=drafts.best,
-        worst=drafts.worst,
         columns=type_names(schema),
         start_ups=tuple(filter(None, map(start_up_of, logs))),
         calibration=calibration_of(logs),
