@@ -36,7 +36,7 @@ class DrafterSpec(ABC, Generic[W]):
     """The drafter that a config asks for. W is the type of its weights. The defaults are those of a drafter without weights."""
 
     assumed_accepted: ClassVar[float]
-    """Accepted draft tokens a row and round, without the bonus token, that `plan` assumes; subclasses name the source."""
+    """Accepted draft tokens of a row and round, of 3 or more, that `plan` assumes; subclasses name the source."""
     runs_target: ClassVar[bool] = False
     """Whether the target itself drafts, over other keys than those that it verifies with."""
     checkpoint: Hashable = None

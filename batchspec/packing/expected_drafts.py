@@ -1,7 +1,7 @@
 """What rounds are expected to accept before any has run: the planner and `plan` compute with it.
 
 Every draft is taken to be accepted with the same chance r if those before it were. So a round that verifies k drafts of a row
-brings 1 + r + r^2 + ... + r^k tokens. r follows from the drafter's `assumed_accepted`.
+brings 1 + r + r^2 + ... + r^k tokens. r follows from the drafter's `assumed_accepted`, or from draft.synthetic.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
+ASSUMED_OF = 3
+"""Number of drafts of which a round accepts `assumed_accepted`. More drafts are taken to bring nothing."""
 _HALVINGS = 40
 
 
@@ -40,6 +42,11 @@ class ExpectedDrafts:
     def accepted_of(self, count: int) -> float:
         """Accepted drafts of a row in a round that verifies so many."""
         return _sum_of_powers(_rate(self.accepted, self.counts[-1]), count)
+
+
+def accepted_of_few(assumed: float, count: int) -> float:
+    """Accepted drafts of a row in a round that verifies at most `count`, if of ASSUMED_OF it accepts `assumed`."""
+    return _sum_of_powers(_rate(assumed, ASSUMED_OF), min(count, ASSUMED_OF))
 
 
 def _sum_of_powers(rate: float, count: int) -> float:

@@ -258,6 +258,17 @@ def test_a_plan_for_a_card_says_what_a_run_there_would_find_in_the_output_folder
     assert found["state"] == ("not begun" if code else "complete")
 
 
+@pytest.mark.parametrize(("rates", "mean_length"), [("[0.6,0.3]", 1.9), ("[0.8,0.2,0.4,0.2]", 1.8)])
+def test_a_plan_expects_the_acceptance_that_a_benchmark_makes_up(
+    rates: str, mean_length: float, lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two kinds of rows the mean."""
+    words = [word for word in lab.words if word != "device=cpu" and not word.startswith("draft")]
+    words += ["draft=lookup", "draft.num_speculative_tokens=2", "draft.adaptive=false", f"draft.synthetic={rates}"]
+    assert cli.main(["plan", "--card", "L40S", *words, "model.dtype=bfloat16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mean_acceptance_length"] == pytest.approx(mean_length)
+
+
 @pytest.mark.parametrize(("prepare", "code"), [(nothing, 0), (foreign, 2), (a_file, 2), (failing_store, 74), (other_job, 0)])
 def test_a_plan_without_the_run_s_gpu_finds_what_any_gpu_would(
     prepare: Callable[[Lab], None], code: int, lab: Lab, capsys: pytest.CaptureFixture[str]

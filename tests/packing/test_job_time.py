@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from batchspec.config.schema import PackingConfig
 from batchspec.draft.shapes import ChainShape, TreeShape, candidates
-from batchspec.packing.expected_drafts import ExpectedDrafts
+from batchspec.packing.expected_drafts import ASSUMED_OF, ExpectedDrafts, accepted_of_few
 from batchspec.packing.job_time import GOOD_ENOUGH, best_round, choose_slots, decode_seconds
 from batchspec.packing.planner import Demand, choose_batch, forecast
 from batchspec.packing.rates import card_rates
@@ -35,6 +35,17 @@ def bound_by_reading(rows: int, num_drafts: int) -> float:
 def bound_by_arithmetic(rows: int, num_drafts: int) -> float:
     """Ten microseconds per position."""
     return 1e-5 * rows * (num_drafts + 1)
+
+
+@pytest.mark.parametrize("assumed", [0.0, 0.8, 1.5, 3.0])
+def test_fewer_drafts_than_the_assumption_is_of_are_accepted_at_the_same_rate(assumed: float) -> None:
+    """Not all of them: a fixed K = 1 would look as good as a K = 3 of which 1.5 drafts are accepted."""
+    of_three = ExpectedDrafts((0, 1, 2, 3), accepted_of_few(assumed, ASSUMED_OF))
+    assert of_three.accepted == pytest.approx(assumed)
+    for count in (1, 2):
+        alone = ExpectedDrafts((count,), accepted_of_few(assumed, count))
+        assert alone.accepted_of(count) == pytest.approx(of_three.accepted_of(count))
+    assert accepted_of_few(assumed, 8) == pytest.approx(assumed)
 
 
 def shape_and_speed(card: str, demand: Demand, drafts: ExpectedDrafts) -> tuple[int, float]:

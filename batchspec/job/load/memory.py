@@ -11,7 +11,7 @@ from batchspec.errors import CapacityError
 from batchspec.job.prepare import Job, JobModel
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.device_memory import free_memory, total_memory
-from batchspec.packing.expected_drafts import ExpectedDrafts
+from batchspec.packing.expected_drafts import ExpectedDrafts, accepted_of_few
 from batchspec.packing.memory import graph_tokens, prefill_graph_bytes
 from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, Forecast, choose_batch, forecast
 from batchspec.packing.rates import Rates
@@ -74,7 +74,12 @@ def expected_drafts(job: JobModel) -> ExpectedDrafts:
     chosen = timed and job.config.draft.adaptive is not False
     counts, lens = (shape.verified_counts, shape.draft_lens) if chosen else ((shape.num_verified,), (shape.draft_len,))
     read = tuple(job.drafter.draft_bytes(draft_len, dtype=job.dtype, device=job.device) for draft_len in lens)
-    return ExpectedDrafts(counts, job.drafter.assumed_accepted, read)
+    made_up = job.config.draft.synthetic  # of several kinds of rows one after another
+    if made_up is not None:
+        accepted = sum(made_up) * shape.draft_len / len(made_up)
+    else:
+        accepted = accepted_of_few(job.drafter.assumed_accepted, counts[-1])
+    return ExpectedDrafts(counts, accepted, read)
 
 
 def forecast_of(job: Job, batch: PackedBatch, demand: Demand, rates: Rates) -> Forecast:
