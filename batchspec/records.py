@@ -18,6 +18,9 @@ Ids = NDArray[np.int32]
 TokenText = Callable[[int], tuple[str, list[int]]]
 """The text and the bytes of a token."""
 
+NgramRule = tuple[int, int, tuple[int, ...]]
+"""n, the number of newest output tokens that count, and tokens that are never forbidden."""
+
 MAX_STOP_IDS = 16
 """Maximum number of stop ids of a row, including the model's EOS ids: the width of a tensor on the device."""
 
@@ -33,6 +36,9 @@ MAX_LOGIT_BIAS = 1024
 
 MAX_BAD_WORDS, MAX_BAD_WORD = 64, 8
 """Maximum number of token sequences of a row that are never completed, and of tokens of one: they give a tensor's width."""
+
+MAX_LISTED = 64
+"""Maximum number of tokens of a row that may complete n-grams again: they give a tensor's width."""
 
 NO_LOGPROBS = -1
 """In place of a number of likeliest tokens: no log-probabilities are written."""
@@ -65,6 +71,9 @@ class SamplingParams:
 
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that are never completed in the output: at most MAX_BAD_WORDS, each of 1 to MAX_BAD_WORD tokens."""
+    no_repeat_ngram: NgramRule | None = None
+    """(n, window, tokens): no token but these, at most MAX_LISTED, completes an n-gram of the newest `window` output tokens a
+    second time."""
 
     def __post_init__(self) -> None:
         if self.temperature < LEAST_TEMPERATURE:

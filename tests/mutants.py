@@ -23,9 +23,10 @@ from pathlib import Path
 FILES = tuple(f"batchspec/engine/{room}/*.py" for room in ("loop", "slots", "rounds"))
 TESTS = (
     "test_allocator", "test_round_planner", "test_lockstep", "test_groups", "test_kv_groups", "test_refill_policy",
-    "test_prefill_graphs", "test_deadline", "test_scoring", "test_repetition", "test_bad_words", "test_lazy",
-    "test_engine_run", "test_tree", "test_replay", "test_lossless", "test_slots", "test_refill_times", "test_cutoff_of_ranks",
-    "test_vocabulary", "test_adaptive", "test_ablation", "test_recurrent_rows", "test_layers_lossless", "test_row_lengths",
+    "test_prefill_graphs", "test_deadline", "test_scoring", "test_repetition", "test_bad_words", "test_no_repeat_ngram",
+    "test_lazy", "test_engine_run", "test_tree", "test_replay", "test_lossless", "test_slots", "test_refill_times",
+    "test_cutoff_of_ranks", "test_vocabulary", "test_adaptive", "test_ablation", "test_recurrent_rows", "test_layers_lossless",
+    "test_row_lengths",
 )
 """In any folder of tests/. The run stops at the first failure."""
 LIMIT_S = 1500

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from batchspec.batch import bad_words, logit_bias
+from batchspec.batch import bad_words, logit_bias, no_repeat_ngram
 from batchspec.batch.logit_rule import LogitRows, LogitRule
 from batchspec.batch.sampling_mode import SamplingMode
 
@@ -200,6 +200,7 @@ RULES: list[LogitRule] = [
     ),
     LogitRule(lambda mode: mode.min_tokens, forbid_stop_ids),
     bad_words.RULE,
+    no_repeat_ngram.RULE,
     LogitRule(
         lambda mode: mode.constrained,
         follow_automata,

@@ -16,6 +16,8 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "penalty_alpha": (), "watermarking_config": (),
 }
 """Further keys that change tokens in transformers -> their neutral values, besides null, 0 and empty ones."""
+NEARLY = {"no_repeat_ngram_size": "it counts the prompt too; decode.no_repeat_ngram.ngram_size counts the output alone"}
+"""Keys of NOT_FOLLOWED that jobs have something like -> what that is."""
 
 
 def read_generation(values: Json) -> Json:

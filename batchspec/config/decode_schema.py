@@ -20,6 +20,25 @@ class RepetitionConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class NoRepeatNgramConfig:
+    ngram_size: int = key(
+        0, low=0, high=1024, advice="0 is off; 20 to 30 suits OCR", applies_to=ANSWERS,
+        column=Column("ngrams", name="no_repeat_ngram"), remarks={
+            "no_repeat_ngram_size": "it counts the prompt too; decode.no_repeat_ngram.ngram_size counts the newest "
+            "decode.no_repeat_ngram.window_size tokens of the output alone"
+        },
+    )
+    """Number n of tokens of an n-gram that does not come twice: a token that would complete an n-gram of the newest window_size
+    output tokens a second time cannot be chosen. The prompt does not count. 1 forbids every token of the window, 0 is off. A row
+    with a constraint that allows nothing else becomes an error row. The column no_repeat_ngram replaces this whole group for its
+    row: an integer, ngram_size, or a map of these keys."""
+    window_size: int = key(100, low=1, high=1_000_000, advice="100 suits OCR", applies_to=ANSWERS)
+    """Number of newest output tokens in which a whole n-gram must lie to count; at least ngram_size."""
+    whitelist_token_ids: list[int] = key([], example="[128821,128822]", applies_to=ANSWERS)
+    """Token ids that may complete an n-gram again, such as those of the cells of a table."""
+
+
+@dataclass(slots=True, kw_only=True)
 class DecodeConfig:
     """Sampling and the end of a completion. A column of the input overrides some of these keys for its row."""
 
@@ -85,6 +104,7 @@ class DecodeConfig:
     stop_ids: list[int] = key([], example="[2,151645]", names=("stop_token_ids", "eos_token_id"))
     """Token ids that end a completion, in addition to the model's EOS ids. Their text is not part of its text."""
     repetition_detection: RepetitionConfig = field(default_factory=RepetitionConfig)
+    no_repeat_ngram: NoRepeatNgramConfig = field(default_factory=NoRepeatNgramConfig)
     schema: Any = key(
         None, form="map, JSON text, path, or null", example="{type: object}", applies_to=ANSWERS,
         column=Column("json", must_be_mapped=True), names=("guided_json", "json_schema"),

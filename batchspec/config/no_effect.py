@@ -82,6 +82,11 @@ def refuse_without_effect(config: RunConfig) -> None:
         refuse_given(config, ["decode.deterministic"], f"with decode.score={score} is not supported; remove one")
         refuse_given(config, ["output.logprobs"], f"{why}; prompts have output.prompt_logprobs; remove it")
         refuse_given(config, [key for key in of_answers if (key, score) != ("decode.choice", "choices")], f"{why}; remove it")
+    if not config.decode.no_repeat_ngram.ngram_size:
+        refuse_given(
+            config, ["decode.no_repeat_ngram.window_size", "decode.no_repeat_ngram.whitelist_token_ids"],
+            "has no effect with ngram_size=0, and cells of a column no_repeat_ngram have their own; set ngram_size or remove it",
+        )
     if config.draft.synthetic is not None:
         why = "has no effect with draft.synthetic, which makes up the accepted tokens; remove one"
         refuse_given(config, ["decode.thinking_token_budget"], why)

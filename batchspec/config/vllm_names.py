@@ -37,7 +37,6 @@ OF_REQUESTS: dict[str, str] = {name: said for key in KEYS.values() for name, sai
     "typical_p": _CUTOFFS,
     "epsilon_cutoff": _CUTOFFS,
     "eta_cutoff": _CUTOFFS,
-    "no_repeat_ngram_size": "decode.repetition_penalty and decode.frequency_penalty lower the logits of repeated tokens",
     "allowed_token_ids": f"{_BANNED}; decode.regex and decode.choice allow certain texts alone",
     "logits_processors": "code of the user does not change logits; decode.logit_bias and the constraints of decode do",
     "include_stop_str_in_output": "`completion` never holds the stop string, which the column stop_reason names",

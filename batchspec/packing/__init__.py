@@ -4,7 +4,7 @@ Rows to requests:
   admit.py            each row becomes requests, or a completion that says why not
   cells.py            its cells as checked values
   row_settings.py     its settings, or the job's; row_logprobs.py: whether rows ask for log-probabilities
-  bad_words.py        the token sequences of its bad_words
+  bad_words.py        the token sequences of its bad_words; no_repeat_ngram.py: its n-grams that do not come twice
   row_templates.py    its prompt and system prompt, if templates make them of its columns
   prompt_encoder.py   its prompt's token ids
   constraints.py      what its answer must match; row_constraints.py: in which jobs; choices.py: what is scored after its prompt

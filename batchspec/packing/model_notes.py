@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from batchspec.checkpoint.generation_config import NOT_FOLLOWED
+from batchspec.checkpoint.generation_config import NEARLY, NOT_FOLLOWED
 from batchspec.checkpoint.unread_keys import unread_note
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.console.text import as_json
@@ -44,7 +44,8 @@ def sampling_advice(decode: DecodeConfig, generation: Mapping[str, Any]) -> str:
     said = "decoding is greedy (decode.temperature=0); " * (greedy and bool(keys))
     recommended = " ".join(f"decode.{key}={as_json(generation[key])}" for key in keys)
     ignored = ", ".join(f"{key}={as_json(generation[key])}" for key in NOT_FOLLOWED if key in generation)
-    parts = [f"recommends {recommended}"] * bool(keys) + [f"sets {ignored}, which jobs do not follow"] * bool(ignored)
+    like = "".join(f" ({key}: {what})" for key, what in NEARLY.items() if key in generation)
+    parts = [f"recommends {recommended}"] * bool(keys) + [f"sets {ignored}, which jobs do not follow{like}"] * bool(ignored)
     return f"{said}the model's generation_config.json {' and '.join(parts)}" if parts else ""
 
 

@@ -13,6 +13,7 @@ from batchspec.data.dataset.columns import ColumnMap
 from batchspec.errors import ConfigError
 from batchspec.packing.bad_words import read_bad_words
 from batchspec.packing.cells import BadRow, number_option, read_biases
+from batchspec.packing.no_repeat_ngram import read_no_repeat_ngram
 from batchspec.records import MAX_STOP_IDS, Ids, Repetition, SamplingParams, Thinking
 from batchspec.text.thinking import find_think_tokens
 
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 NUMBERS = {name: option for name, option in ROW_OPTIONS.items() if option.key.startswith("decode.") and option.is_number}
 """Numbers of `decode` that a row may replace by its own."""
-READERS: Mapping[str, Callable[[Any, Tokenizer | None, int], Any]] = {"logit_bias": read_biases, "bad_words": read_bad_words}
+READERS: Mapping[str, Callable[[Any, Tokenizer | None, int], Any]] = {
+    "logit_bias": read_biases, "bad_words": read_bad_words, "no_repeat_ngram": read_no_repeat_ngram,
+}
 """Options that are more than a number: what makes their value in `SamplingParams` of a row's cell, or of the key or group of that
 name in `decode`, for this tokenizer and number of tokens. It raises BadRow."""
 SAMPLING = tuple(field.name for field in fields(SamplingParams))

@@ -273,8 +273,10 @@ def test_drafts_are_given_to_rules_only_if_one_reads_them(monkeypatch: pytest.Mo
     assert given(min_tokens=True).drafts is not None
 
 
-def test_drafters_follow_automata_and_biases_alone() -> None:
+def test_drafters_follow_automata_biases_and_ngrams_alone() -> None:
     """Penalties and min_tokens are the target's alone: drafts of greedy rows without schema or bias stay plain argmaxes."""
     assert not adjusts_drafts(SamplingMode(random=True, filters=True, penalties=True, min_tokens=True))
     assert adjusts_drafts(SamplingMode(constrained=True))
-    assert adjusts_drafts(SamplingMode(options=frozenset({"logit_bias"})))
+    for option in ("logit_bias", "no_repeat_ngram"):
+        assert adjusts_drafts(SamplingMode(options=frozenset({option})))
+    assert not adjusts_drafts(SamplingMode(options=frozenset({"bad_words"})))

@@ -140,7 +140,8 @@ def test_a_greedy_job_of_a_model_that_recommends_sampling_is_reported(
          "the model's generation_config.json recommends decode.repetition_penalty=1.05"),
         (0.0, {"repetition_penalty": 1.0, "min_length": 0, "num_beams": 1, "typical_p": 1.0, "bad_words_ids": None}, ""),
         (0.7, {"suppress_tokens": [3, 4], "no_repeat_ngram_size": 3},
-         "the model's generation_config.json sets suppress_tokens=[3, 4], no_repeat_ngram_size=3, which jobs do not follow"),
+         "the model's generation_config.json sets suppress_tokens=[3, 4], no_repeat_ngram_size=3, which jobs do not follow "
+         "(no_repeat_ngram_size: it counts the prompt too; decode.no_repeat_ngram.ngram_size counts the output alone)"),
         (0.0, {"repetition_penalty": 1.2, "forced_eos_token_id": 2},
          "the model's generation_config.json recommends decode.repetition_penalty=1.2 and sets forced_eos_token_id=2, which jobs "
          "do not follow"),

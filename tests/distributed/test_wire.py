@@ -40,7 +40,10 @@ CHANNELS = Channels(
 )
 FULL = replace(
     request(3, [4, 5, 6], cap=9, stop_ids=(2, 7), stop=("x\N{HONEYBEE}",), min_new_tokens=2),
-    seed=-(2**62), sampling=SamplingParams(temperature=0.1, logit_bias=((3, -1.5),), bad_words=((1, 2), (3,))),
+    seed=-(2**62),
+    sampling=SamplingParams(
+        temperature=0.1, logit_bias=((3, -1.5),), bad_words=((1, 2), (3,)), no_repeat_ngram=(3, 50, (4,))
+    ),
     thinking=Thinking(begin_id=None, end_id=4, opened=None, budget=6, closing=(11, 4), channels=CHANNELS, header=(1,)),
     constraint=("regex", "a+"), automaton=LazyAutomaton("regex", "a+", True), automaton_state=3, tools="[]", adapter=2,
     choices=(Choice(text="no", token_ids=(1, 2)),), synthetic_len=4,

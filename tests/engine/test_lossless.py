@@ -82,6 +82,10 @@ SAMPLINGS = (
     SamplingParams(bad_words=tuple((i,) for i in range(2, VOCAB, 5))),
     SamplingParams(bad_words=tuple((i, j) for i in range(8) for j in range(8))),
     SamplingParams(temperature=1.2, bad_words=(*((i, (i * 7 + 3) % VOCAB) for i in range(VOCAB)), (3, 4, 5), (5,) * 8)),
+    SamplingParams(no_repeat_ngram=(2, 100, ())),
+    SamplingParams(no_repeat_ngram=(3, 7, tuple(range(0, VOCAB, 4)))),
+    SamplingParams(no_repeat_ngram=(1, 5, (2, 3))),
+    SamplingParams(temperature=0.5, top_k=4, no_repeat_ngram=(2, 9, (1,))),
 )
 
 

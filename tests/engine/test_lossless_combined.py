@@ -24,6 +24,7 @@ from tests.helpers import automata, grammars
 from tests.helpers.automata import EOS, PATTERNS_OF_LETTERS, VOCABULARY, automaton
 from tests.helpers.engines import DEVICE, VOCAB, LogitsAfter, _draw, decode, make_engine, packed, request, stops
 from tests.helpers.grammars import GRAMMARS, ExpandLate, Grammar, lazy
+from tests.helpers.ngrams import forbidden
 from tests.helpers.row_lengths import LENGTHS
 from tests.model.test_lora_lossless import KINDS, NUM_ADAPTERS, adapted_target, drafter_of, merged_target
 
@@ -52,7 +53,7 @@ def text(one: Request, output: list[int]) -> str:
 
 
 def adjusted(logits: Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> Tensor:
-    """Biases, penalties and bad words by their definitions in jobs/pages/input.md."""
+    """Biases, penalties, bad words and n-grams by their definitions in jobs/pages/input.md."""
     for token, bias in params.logit_bias:
         logits[token] += bias
     for token in {*prompt, *output}:
@@ -63,6 +64,7 @@ def adjusted(logits: Tensor, prompt: list[int], output: list[int], params: Sampl
     for *before, last in params.bad_words:
         if output[len(output) - len(before) :] == before:
             logits[last] = -torch.inf
+    logits[sorted(forbidden(output, params.no_repeat_ngram))] = -torch.inf
     return logits
 
 
@@ -81,7 +83,7 @@ def allowed_after(rule: Rule, output: list[int], one: Request) -> set[int]:
 @torch.inference_mode()
 def defined(one: Request, rule: Rule, guess: list[int]) -> list[int] | None:
     """The row's tokens: alone, one after the other, from logits of a model into which the row's adapter was merged. None: its bad
-    words forbid every token that its rule allows, which is an error.
+    words or n-grams forbid every token that its rule allows, which is an error.
 
     guess  what an engine wrote
     """

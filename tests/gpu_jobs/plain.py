@@ -25,7 +25,7 @@ TYPES: dict[str, pl.DataType] = {
     **dict.fromkeys(
         ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), pl.Float64()
     ),
-    **dict.fromkeys(("logit_bias", "schema", "regex", "grammar", "response_format", "adapter"), _TEXT),
+    **dict.fromkeys(("logit_bias", "no_repeat_ngram", "schema", "regex", "grammar", "response_format", "adapter"), _TEXT),
 }
 
 

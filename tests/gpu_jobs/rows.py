@@ -39,8 +39,8 @@ CONSTRAINTS: tuple[tuple[str, Any], ...] = (
 STOPS = (".", " the", ", and", "\n\n", "e", "is", "1", "ing ", "?", "}")
 COLUMNS = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "logit_bias", "seed", "n", "stop", "bad_words", "schema", "regex", "choice", "grammar",
-    "response_format", "adapter", "thinking_token_budget",
+    "frequency_penalty", "logit_bias", "seed", "n", "stop", "bad_words", "no_repeat_ngram", "schema", "regex", "choice",
+    "grammar", "response_format", "adapter", "thinking_token_budget",
 )
 
 
@@ -112,6 +112,9 @@ def _asks(rng: Random, model: Model, share: dict[str, float], *, cap: int, think
         "frequency_penalty": rng.choice([0.3, 1.5, -0.3]), "logit_bias": _biases(rng, model), "seed": rng.randrange(1 << 40),
         "n": rng.randint(2, 4) if drawn else 1, "stop": rng.sample(STOPS, rng.randint(1, 3)),
         "bad_words": rng.sample((*STOPS, *WORDS), rng.randint(1, 6)),
+        "no_repeat_ngram": json.dumps(
+            {"ngram_size": rng.choice([1, 2, 3, 8]), "window_size": rng.choice([8, 30, 1000]), "whitelist_token_ids": [3, 11]}
+        ),
         "thinking_token_budget": rng.choice([0, 1, 7, 30]) if think else None,
         "min_new_tokens": min(cap, rng.choice([1, 3, 8])),
         "adapter": f"a{rng.randrange(adapters)}" if adapters else None,

@@ -30,6 +30,7 @@ from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Repetition, Request, SamplingParams
 from tests.helpers.attentions import attentions
+from tests.helpers.ngrams import forbidden
 from tests.helpers.stand_ins import dense_spec
 
 if TYPE_CHECKING:
@@ -240,6 +241,7 @@ def _next_token(logits: Tensor, req: Request, out: Sequence[int]) -> int:
     for *before, last in params.bad_words:
         if len(before) <= len(out) and list(out[len(out) - len(before) :]) == before:
             logits[last] = -torch.inf
+    logits[sorted(forbidden(out, params.no_repeat_ngram))] = -torch.inf
     if len(out) < req.min_new_tokens:
         logits[list(req.stop_ids)] = -torch.inf
     return _draw(logits, params, req.seed, len(prompt) + len(out))

@@ -411,8 +411,9 @@ ROOMS: dict[str, set[str]] = {
 # What only features/ may import. The other rooms, the core, know fields of slots, rules and readers of logits, and commands of
 # rows; whoever builds an engine brings the features.
 OF_FEATURES = (
-    "automata", "batch.automata", "batch.bad_words", "batch.logit_bias", "kernels.lora", "kernels.sampling.advance_states",
-    "kernels.sampling.constrain", "kernels.sampling.token_walk", "model.adapter_config", "model.lora", "model.lora_products",
+    "automata", "batch.automata", "batch.bad_words", "batch.logit_bias", "batch.no_repeat_ngram", "kernels.lora",
+    "kernels.sampling.advance_states", "kernels.sampling.constrain", "kernels.sampling.cut_ngrams",
+    "kernels.sampling.forbid_ngrams", "kernels.sampling.token_walk", "model.adapter_config", "model.lora", "model.lora_products",
     "model.lora_shape", "text.text_bytes", "text.thinking", "text.token_bytes", "text.token_texts", "text.tokenizer",
     "records.Channels", "records.Choice", "records.CONSTRAINT_VIOLATED", "records.Repetition", "records.Thinking",
     "records.TokenText", "structured", "tool_calls",
@@ -423,7 +424,7 @@ WORDS_OF_FEATURES = {
     "grammar", "harmony", "lazy", "logprob", "logprobs", "lora", "reasoning", "repetition", "schema", "scored", "scoring",
     "thinking", "thought", "thoughts", "tools",
 }
-NAMES_OF_FEATURES = ("bad_words", "stop_strings")
+NAMES_OF_FEATURES = ("bad_words", "no_repeat_ngram", "stop_strings")
 
 
 def rooms() -> list[tuple[str, Path]]:

@@ -97,6 +97,9 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "decode.repetition_detection.max_pattern_size": (8, "decode.repetition_detection"),
     "decode.repetition_detection.min_pattern_size": (2, "decode.repetition_detection"),
     "decode.repetition_detection.min_count": (3, "decode.repetition_detection"),
+    "decode.no_repeat_ngram.ngram_size": (8, "decode.no_repeat_ngram"),
+    "decode.no_repeat_ngram.window_size": (50, "decode.no_repeat_ngram"),
+    "decode.no_repeat_ngram.whitelist_token_ids": ([5], "decode.no_repeat_ngram"),
     "decode.deterministic": (True, "decode.deterministic"),
     "decode.ignore_eos": (True, "model.end_ids"),
     "input.path": ("{folder}/other.parquet", "input.files"),
@@ -146,6 +149,8 @@ ONLY_WITH = {
     "decode.thinking_closing": ("decode.thinking_token_budget", 5),
     "decode.repetition_detection.min_pattern_size": ("decode.repetition_detection.max_pattern_size", 9),
     "decode.repetition_detection.min_count": ("decode.repetition_detection.max_pattern_size", 9),
+    "decode.no_repeat_ngram.window_size": ("decode.no_repeat_ngram.ngram_size", 9),
+    "decode.no_repeat_ngram.whitelist_token_ids": ("decode.no_repeat_ngram.ngram_size", 9),
 }
 """Keys that are refused, or have no effect, without another one."""
 NO_PART = re.compile(

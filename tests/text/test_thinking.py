@@ -44,6 +44,7 @@ from tests.helpers.engines import (
     tiny_target,
 )
 from tests.helpers.models import make_checkpoint, make_thinking_tokenizer, make_tokenizer
+from tests.helpers.ngrams import forbidden
 from tests.helpers.one_row import OneRow
 from tests.helpers.row_lengths import LENGTHS
 
@@ -125,6 +126,7 @@ def plain_tokens(req: Request) -> list[int]:
             logits = full_logits(target, prompt + out).clone()
             for token in set(out):
                 logits[token] -= params.presence_penalty
+            logits[sorted(forbidden(out, params.no_repeat_ngram))] = -torch.inf
             if len(out) < req.min_new_tokens:
                 logits[list(req.stop_ids)] = -torch.inf
             new = [_draw(logits, params, req.seed, len(prompt) + len(out))]
@@ -153,9 +155,10 @@ def requests_that_think(draw: st.DrawFn) -> list[Request]:
             index,
             likely + draw(st.lists(st.integers(0, VOCAB - 1), max_size=5)),
             cap=cap,
-            sampling=draw(
-                st.sampled_from([SamplingParams(), SamplingParams(temperature=1.2), SamplingParams(presence_penalty=0.4)])
-            ),
+            sampling=draw(st.sampled_from([
+                SamplingParams(), SamplingParams(temperature=1.2), SamplingParams(presence_penalty=0.4),
+                SamplingParams(temperature=0.6, no_repeat_ngram=(2, 20, (END,))),
+            ])),
             stop_ids=tuple(draw(st.lists(st.integers(0, 10), max_size=2, unique=True))),
             stop=tuple(draw(st.lists(st.sampled_from(["A", "BC", "Z"]), max_size=1))),
             min_new_tokens=draw(st.integers(0, min(3, cap))),

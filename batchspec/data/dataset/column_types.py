@@ -56,6 +56,10 @@ def _is_biases(kind: pa.DataType) -> bool:
     return _is_object(kind) or bool(pa.types.is_map(kind))
 
 
+def _is_ngrams(kind: pa.DataType) -> bool:
+    return _is_object(kind) or _is_number(kind)
+
+
 def _is_tools(kind: pa.DataType) -> bool:
     return _is_object(kind) or (is_list(kind) and _is_object(kind.value_type))
 
@@ -92,6 +96,7 @@ COLUMN_TYPES = {
     "json": ColumnType("JSON string", is_text, ("object", "text"), pa.string()),
     "object": ColumnType("JSON string or struct", _is_object, ("object", "text"), pa.string()),
     "biases": ColumnType("JSON string, map or struct of numbers", _is_biases, ("object", "text"), pa.string()),
+    "ngrams": ColumnType("integer, JSON string or struct", _is_ngrams, ("number", "object", "text"), pa.string()),
     "tools": ColumnType("JSON string, struct or list of structs", _is_tools, ("text", "list", "object"), pa.string()),
 }
 """Name of a type -> what it accepts."""

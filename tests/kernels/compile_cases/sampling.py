@@ -28,6 +28,17 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
              positions=_drafts and PI64, min_tokens=_drafts and PI32, stop_ids=_drafts and PI32,
              tables=PI32, masks=PI32, symbols=PI32, starts=PI32, stride_row=I32, draft_stride=I32, mask_stride=I32, vocab=I32,
              first_id=I32, num_tokens=I32, width=I32, num_stop_ids=I32, BLOCK=2048, BLOCKS=8)
+    for _drafts, _map in ((PI32, None), (None, PI32)):
+        case(f"forbid_ngrams_kernel {_dtype}, columns {_map}", "forbid_ngrams", 4, logits=f"*{_dtype}", mask_rows=None,
+             row_ids=PI32, positions=PI64, tokens=PI32, prompt_len=PI32, settings=PI32, drafts=_drafts,
+             num_drafted=_drafts and PI64, draft_rows=None, columns=_map, stride_row=I32, token_stride=I32, setting_stride=I32,
+             draft_stride=I32, vocab=I32, first_id=I32, num_columns=I32, max_len=I32, width=I32, BLOCK=1024)
+case("forbid_ngrams_kernel masks", "forbid_ngrams", 4, logits=PI32, mask_rows=PI32, row_ids=PI32, positions=PI64, tokens=PI32,
+     prompt_len=PI32, settings=PI32, drafts=PI32, num_drafted=PI64, draft_rows=None, columns=None, stride_row=I32,
+     token_stride=I32, setting_stride=I32, draft_stride=I32, vocab=I32, first_id=I32, num_columns=I32, max_len=I32, width=I32,
+     BLOCK=1024)
+case("cut_ngrams_kernel", "cut_ngrams", 4, draft_ids=PI32, draft_len=PI32, num_tokens=PI32, tokens=PI32, prompt_len=PI32,
+     settings=PI32, token_stride=I32, setting_stride=I32, draft_stride=I32, max_len=I32, width=I32, BLOCK=1024)
 case("mask_rows_kernel", "constrain", 1, row_ids=PI32, states=PI32, classes=PI32, drafts=PI32, num_drafted=PI64, draft_rows=None,
      tables=PI32, symbols=PI32, starts=PI32, out_rows=PI32, draft_stride=I32, num_tokens=I32, width=I32)
 case("constrain_drafts_kernel", "constrain", 1, draft_ids=PI32, draft_len=PI32, states=PI32, classes=PI32, tables=PI32,
