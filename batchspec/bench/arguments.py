@@ -54,6 +54,11 @@ def parse(argv: list[str], description: str | None = None) -> argparse.Namespace
         "--schemas", nargs="+", default=[0], type=int,
         help="rows follow so many distinct schemas, one each; 0: none. A variant for each number: --schemas 0 100",
     )
+    add(
+        "--ngrams", nargs="+", default=[0], type=int,
+        help="decode.no_repeat_ngram.ngram_size of all rows, 0: off. A variant for each size: --ngrams 0 20",
+    )
+    add("--ngram-window", type=int, default=1000, help="its window_size; with --rounds so many tokens of the past are output")
     add("--accept", default="", help=(
         "synthetic acceptance by position, unconditional: .6,.28,.12; cut to each --k. Of rows of two kinds: .9,.8,.7;.3,.1,.03. "
         "Of each row of a finished job with drafts: its output.dir, or one of its Parquet files"
@@ -112,6 +117,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--temperature {args.temperature} must be in 0 .. 100; 0 is greedy")
     if any(number < 0 for number in args.schemas):
         raise ConfigError(f"--schemas {args.schemas} are numbers of distinct schemas; 0 is the variant without them")
+    if any(size < 0 or size > args.ngram_window for size in args.ngrams):
+        raise ConfigError(f"--ngrams {args.ngrams} must be in 0 .. {args.ngram_window}, which is --ngram-window")
     if not 0 <= args.adapters <= MAX_ADAPTERS or not 1 <= args.adapter_rank <= MAX_RANK:
         given = f"--adapters {args.adapters} --adapter-rank {args.adapter_rank}"
         raise ConfigError(f"{given}: there may be up to {MAX_ADAPTERS} adapters, of rank 1 to {MAX_RANK}")

@@ -37,6 +37,7 @@ from batchspec.packed_batch import PackedBatch
 from batchspec.packing.kv_memory import KVMemory, kv_bytes
 from batchspec.packing.memory import graph_tokens
 from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, most_uncommitted, row_buckets
+from batchspec.records import NgramRule
 
 OPTIONS = (
     "coupled", "lengths", "dead_positions", "uniform_slots", "argmax", "dead_rows", "prefill_graphs", "sharing", "sharded_draft",
@@ -67,24 +68,28 @@ class VariantSpec:
     temperature: float = 0.0
     schemas: int = 0
     """Number of distinct schemas that its rows follow, one each; 0: none."""
+    ngrams: NgramRule | None = None
+    """The n-grams that its rows do not repeat."""
 
     @property
     def name(self) -> str:
         length = "" if self.draft == "none" else f" K={'auto' if self.draft_len is None else self.draft_len}"
         heat = f" T={self.temperature:g}" if self.temperature else ""
         heat += f" schemas={self.schemas}" if self.schemas else ""
+        heat += f" ngrams={self.ngrams[0]}" if self.ngrams else ""
         return self.draft + length + heat + "".join(f" {key}={str(value).lower()}" for key, value in self.options.items())
 
 
 def variant_specs(args: argparse.Namespace) -> Iterator[VariantSpec]:
-    """Every drafter with every draft length, temperature and number of schemas, and again with each set of --opt that applies to
-    it.
+    """Every drafter with every draft length, temperature, number of schemas and size of n-grams, and again with each set of
+    --opt that applies to it.
     """
     for draft in args.draft:
         for length in [0] if draft == "none" else args.k:
-            for temperature, schemas in product(args.temperature, args.schemas):
+            for temperature, schemas, size in product(args.temperature, args.schemas, args.ngrams):
                 for options in [{}, *args.opt]:
-                    variant = VariantSpec(draft, length, options, temperature, schemas)
+                    rule = (size, args.ngram_window, ()) if size else None
+                    variant = VariantSpec(draft, length, options, temperature, schemas, rule)
                     if all(_applies(key, variant) for key in options):
                         yield variant
 

@@ -2,7 +2,8 @@
 
 All slots hold live rows with --prompt earlier tokens whose K/V are random: a round's time depends on how much it reads, not on
 the values. Rows advance as --accept says, or as their drafts happen to be right. With K = 0 a drafter keeps its K/V up to date
-and drafts nothing. With --schemas each row is at some point within the text of its schema.
+and drafts nothing. With --schemas each row is at some point within the text of its schema;
+with --ngrams the newest --ngram-window tokens of its past are output.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.step import RoundShape
 from batchspec.errors import ConfigError
 from batchspec.kernels.common.e4m3 import E4M3, movable
+from batchspec.records import SamplingParams
 
 WARM_ROUNDS = 3
 FIRST_ID = 3
@@ -76,13 +79,18 @@ def _time(bench: Bench, variant: VariantSpec, record: Record) -> dict[str, Any]:
     args = bench.args
     engine = bench.engine(variant, buckets=(args.batch,)).engine
     draft_len, rows = engine.drafter.draft_len if variant.draft_len else 0, engine.executor.rows
-    shape = RoundShape(args.batch, draft_len, SamplingMode(constrained=variant.schemas > 0), prepare_next=draft_len > 0)
+    sampling = SamplingParams(no_repeat_ngram=variant.ngrams)
+    mode = SamplingMode.of(sampling, 0, constrained=variant.schemas > 0)
+    shape = RoundShape(args.batch, draft_len, mode, prepare_next=draft_len > 0)
+    if variant.ngrams is not None:
+        asked = [replace(bench.workload.requests[0], sampling=sampling)] * args.batch
+        rows.begin(range(args.batch), asked, [()] * args.batch)
     if args.adapters:
         rows.adapter.copy_(1 + torch.arange(len(rows.adapter), device=rows.adapter.device) % args.adapters)
     engine.executor.graphs.prepare([shape])
     with engine.executor.dead_tokens_routed():
         dead_s = engine.executor.graphs.seconds(shape)
-    begin_rows(engine, args.prompt)
+    begin_rows(engine, args.prompt, num_output=args.ngram_window if variant.ngrams else 0)
     if automata := bench.automata(variant):
         begin_anywhere(engine, automata, bench.workload.requests[0])
     for _ in range(WARM_ROUNDS):
@@ -102,7 +110,7 @@ def _time(bench: Bench, variant: VariantSpec, record: Record) -> dict[str, Any]:
         "tok_s": round(tokens / seconds, 1),
     }
     if args.profile:
-        begin_rows(engine, args.prompt)
+        begin_rows(engine, args.prompt, num_output=args.ngram_window if variant.ngrams else 0)
         profiled = min(args.rounds, PROFILED_ROUNDS)
         if bench.group is None or bench.group.rank == 0:
             record.profile = profile_calls(lambda: engine.executor.graphs.run(shape), profiled)
@@ -113,8 +121,9 @@ def _time(bench: Bench, variant: VariantSpec, record: Record) -> dict[str, Any]:
     return row
 
 
-def begin_rows(engine: Engine, past: int) -> None:
-    """Every slot's row gets `past` tokens; its pages are anywhere in the pool, and its states hold all tokens but the last."""
+def begin_rows(engine: Engine, past: int, *, num_output: int = 0) -> None:
+    """Every slot's row gets `past` tokens, the last num_output of them as output; its pages are anywhere in the pool, and its
+    states hold all tokens but the last."""
     rows, device = engine.executor.rows, engine.executor.rows.tokens.device
     noise = torch.Generator(device).manual_seed(0)
     rows.tokens.random_(FIRST_ID, engine.executor.round.target.spec.vocab_size, generator=noise)
@@ -135,5 +144,5 @@ def begin_rows(engine: Engine, past: int) -> None:
     if engine.executor.cache.num_folded is not None:
         engine.executor.cache.num_folded.fill_(past - 1)
     rows.num_tokens.fill_(past)
-    rows.prompt_len.fill_(past)
+    rows.prompt_len.fill_(max(1, past - num_output))
     rows.live.fill_(1)

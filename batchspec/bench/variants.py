@@ -53,7 +53,7 @@ class EngineVariant:
         self.name, self.record = variant.name, Record()
         self._bench, self._spec, self._loaded = bench, variant, None
         requests = bench.workload.requests if variant.options.get("sharing", True) else bench.workload.unshared()
-        sampling = SamplingParams(temperature=variant.temperature)
+        sampling = SamplingParams(temperature=variant.temperature, no_repeat_ngram=variant.ngrams)
         self._mode = SamplingMode.of(sampling, 0, constrained=variant.schemas > 0)
         self._requests = order_requests([replace(request, sampling=sampling) for request in requests])
 

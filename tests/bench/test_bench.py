@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec import run
+from batchspec.batch import no_repeat_ngram
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.bench import command as bench
 from batchspec.bench.arguments import parse
@@ -29,6 +30,7 @@ from batchspec.engine.prefill.graphs import PrefillGraphs
 from batchspec.errors import ConfigError, InputError
 from batchspec.job.prepare import open_job, survey_first
 from batchspec.kernels.lora.lora_tokens import LoraTokens
+from batchspec.kernels.sampling.forbid_ngrams import forbid_ngrams
 from batchspec.model.families.shapes import COMMON, SHAPES
 from batchspec.model.lora_products import LoraStacks
 from batchspec.packed_batch import ExpectedRows, PackedBatch
@@ -260,6 +262,25 @@ def test_single_rounds_are_timed_over_rows_with_a_made_up_past(
         assert row["tok_s"] == pytest.approx(tok_s, rel=1e-3, abs=0.06)  # written with one digit after the point
 
 
+@pytest.mark.parametrize("more", [["--rounds", "3", "--prompt", "40"], []])
+def test_rows_have_ngrams_that_do_not_come_twice(
+    shape: Path, tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The made-up past of a round is output as far as the window goes."""
+    seen = set[tuple[int, ...]]()
+
+    def noted(logits: torch.Tensor, row_ids: torch.Tensor, positions: torch.Tensor, *rest: Any, **named: Any) -> None:
+        _, prompt_len, settings = rest
+        seen.update((*line, int(length)) for line, length in zip(settings[:, :2].tolist(), prompt_len, strict=True))
+        forbid_ngrams(logits, row_ids, positions, *rest, **named)
+
+    monkeypatch.setattr(no_repeat_ngram, "forbid_ngrams", noted)
+    words = ["--draft", "none", "lookup", "--k", "2", "--ngrams", "0", "3", "--ngram-window", "30", *more]
+    rows = lines(shape, tmp_path / "o.jsonl", *words)
+    assert [row["variant"] for row in rows] == ["none", "none ngrams=3", "lookup K=2", "lookup K=2 ngrams=3"]
+    assert (3, 30, 10 if more else 8) in seen
+
+
 def test_rows_with_a_made_up_past_have_pages_of_their_own_wherever_a_window_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -449,6 +470,7 @@ def test_a_small_model_drafts_with_every_length_and_is_loaded_once(tmp_path: Pat
         (["o", "n", "--accept", ".2;.2,.1"], "as long as those of other kinds"),
         (["o", "n", "--accept", "no-such-output"], "no-such-output is neither numbers, as .6,.28,.12, nor Parquet"),
         (["o", "n", "--rounds", "0"], "--rounds 0 must be at least 1"),
+        (["o", "n", "--ngrams", "9", "--ngram-window", "8"], r"--ngrams \[9\] must be in 0 .. 8"),
         (["o", "n", "--rounds", "5", "--k", "auto"], "give numbers to --k, not auto"),
         (["o", "n", "--rounds", "5", "--requests", "9"], "leave out --model, --requests and --samples"),
         (["o", "n", "--equal"], "--equal needs --shape and --requests"),

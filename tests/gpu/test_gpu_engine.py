@@ -192,6 +192,26 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, tmp_p
     assert tokens(done) == alone(asked)
 
 
+@pytest.mark.parametrize("name", ["none", "lookup", "pard", "eagle3", "hybrid", "tree"])
+@pytest.mark.parametrize("heat", [0.0, 0.9])
+def test_graphs_forbid_ngrams_as_the_cpu_does(name: str, heat: float, tmp_path: Path) -> None:
+    """Greedy rows under this rule alone, whose choices a product may mask itself, and sampled rows, beside rows without it."""
+    rules = ((2, 60, (3, 9)), None, (1, 12, ()), (3, 1000, ()))
+    samplings = tuple(SamplingParams(temperature=heat, no_repeat_ngram=rule) for rule in rules)
+    asked, slots = requests(40, samplings=samplings), 8
+    drafters: dict[str, Callable[[], Drafter]] = {
+        "none": NoDrafter,
+        "lookup": partial(LookupDrafter, 4, min_ngram=1, max_ngram=3),
+        "pard": partial(pard, 4, slots, parallel=True),
+        "eagle3": partial(eagle, tmp_path, "cuda", 3, slots),
+        "hybrid": partial(hybrid, tmp_path, 4, slots),
+        "tree": partial(eagle, tmp_path, "cuda", 3, slots, tree=TREE),
+    }
+    engine, done = run(target("cuda"), drafters[name](), shape(slots), asked)
+    assert engine.executor.graphs.num_captured > 0
+    assert tokens(done) == alone(asked)
+
+
 @pytest.mark.parametrize("name", ["none", "eagle3", "eagle3 general", "pard", "window"])
 def test_rounds_plan_for_longer_rows_than_those_surveyed_while_there_is_one(name: str, tmp_path: Path) -> None:
     """Most rows have at most 54 tokens, for which rounds are captured; the others may have as many as the job allows."""
