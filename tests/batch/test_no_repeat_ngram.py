@@ -24,13 +24,14 @@ from batchspec.job.prepare import open_job
 from batchspec.model.target import Target
 from batchspec.packing.cells import BadRow
 from batchspec.packing.no_repeat_ngram import read_no_repeat_ngram
-from batchspec.records import MAX_LISTED, SamplingParams
+from batchspec.records import MAX_LISTED, Completion, Request, SamplingParams
 from tests.batch.test_bad_words import outputs, words_of
 from tests.batch.test_logit_rules import ALL, TARGET, tokens
 from tests.batch.test_logit_rules import run as decoded
 from tests.helpers.engines import VOCAB, plain_tokens, request
 from tests.helpers.ngrams import forbidden
 from tests.helpers.runs import make_model
+from tests.helpers.stand_in_gpu import stand_in_gpu
 
 GROUP = "decode.no_repeat_ngram"
 
@@ -127,6 +128,22 @@ def test_what_is_no_rule_is_refused(value: Any, said: str) -> None:
 def test_keys_of_a_job_that_fit_nothing_are_refused(keys: tuple[str, ...], said: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         open_job(compose(words_of(model, tmp_path, [{"prompt": "a"}], *(f"{GROUP}.{key}" for key in keys))))
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.csv"])
+def test_rules_of_rows_in_files_without_types(name: str, model: Path, tmp_path: Path) -> None:
+    """Numbers beside objects in JSON lines, and cells of CSV; a bad one is an error row."""
+    values = [20, None, {"ngram_size": 3, "window_size": 50}, "x"]
+    lines = [json.dumps({"prompt": f"p{i}", "no_repeat_ngram": value}) for i, value in enumerate(values)]
+    if name == "in.csv":
+        lines = ["prompt,no_repeat_ngram", "p0,20", "p1,", 'p2,"{""ngram_size"": 3, ""window_size"": 50}"', "p3,x"]
+    (tmp_path / name).write_text("\n".join(lines) + "\n")
+    job = open_job(compose([*words_of(model, tmp_path, [{"prompt": "a"}]), f"input.path={tmp_path / name}"]))
+    *made, bad = (one for shard in job.source.shards(4) for one in job.admission.admit(shard))
+    assert [one.sampling.no_repeat_ngram for one in made if isinstance(one, Request)] == [(20, 100, ()), None, (3, 50, ())]
+    assert isinstance(bad, Completion)
+    assert bad.error is not None
+    assert "no_repeat_ngram is text, and it is not JSON" in bad.error.message
 
 
 @pytest.mark.second
@@ -229,3 +246,19 @@ def test_masks_of_a_product_leave_the_tokens_that_the_logits_leave(monkeypatch: 
     for name in ("none", "lookup", "eagle3", "tree"):
         assert tokens(decoded(ALL[name](), requests)) == {each.row_index: plain_tokens(TARGET(), each) for each in requests}
     assert told[0] > 20
+
+
+@pytest.mark.second
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; test_gpu_engine.py runs on a GPU")
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", ["none", "lookup", "eagle3", "parallel", "tree", "pard", "hybrid"])
+def test_the_kernels_of_a_gpu_forbid_and_cut_the_same_in_whole_rounds(name: str, temperature: float) -> None:
+    """Beside rows without the rule, after the first rounds of the others."""
+    rules = (RULE, None, (1, 6, ()), (3, 90, ()))
+    samplings = [SamplingParams(temperature=temperature, no_repeat_ngram=rule) for rule in rules]
+    requests = [request(i, [i, 5, 30, i, 5], cap=14, sampling=sampling) for i, sampling in enumerate(samplings)]
+    with stand_in_gpu(torch.float64, torch.float32) as launches:
+        found = tokens(decoded(ALL[name](), requests))
+    assert found == {each.row_index: plain_tokens(TARGET(), each) for each in requests}
+    assert launches["forbid_ngrams_kernel"] > 5
+    assert bool(launches["cut_ngrams_kernel"]) == (name in ("lookup", "hybrid"))

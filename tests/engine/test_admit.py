@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchspec.config.decode_schema import NoRepeatNgramConfig
 from batchspec.config.schema import RunConfig
 from batchspec.data.dataset.columns import map_columns
 from batchspec.data.dataset.reader import table_source
@@ -156,6 +157,29 @@ def test_a_bias_that_cannot_be_honoured_is_an_error_row(value: str, said: str) -
 def test_biases_of_a_job_outside_the_vocabulary_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^decode.logit_bias names token 999999, outside the vocabulary"):
         admit(prompts("a"), decode__logit_bias={"999999": 1})
+
+
+NGRAMS: dict[str, Any] = {
+    "text": pa.array(["20", None, '{"ngram_size": 3, "window_size": 50, "whitelist_token_ids": [9, 7]}', "0"]),
+    "integers": pa.array([20, None, 3, 0]),
+    "floats": pa.array([20.0, None, 3.0, 0.0]),
+    "structs": pa.array([
+        {"ngram_size": 20, "window_size": None, "whitelist_token_ids": None}, None,
+        {"ngram_size": 3, "window_size": 50, "whitelist_token_ids": [9, 7]}, {"ngram_size": 0},
+    ]),
+}
+
+
+@pytest.mark.parametrize("kind", NGRAMS)
+def test_ngrams_of_a_row_replace_the_whole_group_of_the_job(kind: str) -> None:
+    """Keys that a row leaves out have their defaults, not the job's values."""
+    table = prompts("a", "b", "c", "d", no_repeat_ngram=NGRAMS[kind])
+    group = NoRepeatNgramConfig(ngram_size=8, window_size=300, whitelist_token_ids=[5])
+    own, usual, other, off = (one.sampling.no_repeat_ngram for one in requests(table, decode__no_repeat_ngram=group))
+    assert own == (20, 100, ())
+    assert usual == (8, 300, (5,))
+    assert other == ((3, 50, (7, 9)) if kind in ("text", "structs") else (3, 100, ()))
+    assert off is None
 
 
 def test_a_synthetic_end_is_known_to_the_device_alone() -> None:
