@@ -24,8 +24,8 @@ class NoRepeatNgramConfig:
     ngram_size: int = key(
         0, low=0, high=1024, advice="0 is off; 20 to 30 suits OCR", applies_to=ANSWERS,
         column=Column("ngrams", name="no_repeat_ngram"), remarks={
-            "no_repeat_ngram_size": "it counts the prompt too; decode.no_repeat_ngram.ngram_size counts the newest "
-            "decode.no_repeat_ngram.window_size tokens of the output alone"
+            "no_repeat_ngram_size": "decode.no_repeat_ngram.ngram_size does nearly that: it counts the newest window_size tokens "
+            "of the output, and not the prompt"
         },
     )
     """Number n of tokens of an n-gram that does not come twice: a token that would complete an n-gram of the newest window_size

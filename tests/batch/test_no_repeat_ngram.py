@@ -15,6 +15,7 @@ from torch import Tensor
 import batchspec
 from batchspec import run
 from batchspec.batch.device_batch import DeviceBatch
+from batchspec.commands import verify
 from batchspec.config.compose import compose
 from batchspec.config.decode_schema import NoRepeatNgramConfig
 from batchspec.draft.base import Drafter
@@ -67,6 +68,7 @@ def test_outputs_of_a_job_repeat_no_ngram(model: Path, tmp_path: Path) -> None:
     for row, before, always, rule in zip(outputs(tmp_path), free, kept, rules, strict=True):
         assert row["token_ids"] == (before if rule is None else always if rule == of_job else row["token_ids"])
         assert rule is None or not breaks(row["token_ids"], rule)
+    assert verify.main([str(tmp_path / "out"), "--rows", "0"]) == 0
     sampled = ("decode.temperature=0.8", "decode.n=3", f"{GROUP}.ngram_size=2", f"{GROUP}.window_size=10")
     found = []
     for drafter in ("none", "lookup"):

@@ -37,6 +37,7 @@ from tests.helpers.ranks import on_ranks, part_of, whole_of
 SAMPLING = {
     "greedy": SamplingParams(),
     "drawn": SamplingParams(temperature=0.9, top_k=12, top_p=0.9, repetition_penalty=1.3),
+    "n-grams": SamplingParams(no_repeat_ngram=(1, 5, (3,))),
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "usual": {},

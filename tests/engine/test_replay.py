@@ -30,7 +30,7 @@ SCENARIOS += [scenario("hybrid", 0), scenario("window", 1)]
 
 
 def requests_of_every_kind() -> list[Request]:
-    """Long shared prefixes, penalties, stop strings, thinking budgets, stop ids; more tokens than pages, and a long tail."""
+    """Long shared prefixes, penalties, n-grams, stop strings, thinking budgets, stop ids; more tokens than pages, a long tail."""
     rng = np.random.default_rng(0)
     prefix = rng.integers(0, VOCAB, 34).tolist()
     hot = SamplingParams(temperature=1.0, top_k=9)
@@ -40,7 +40,8 @@ def requests_of_every_kind() -> list[Request]:
     found.append(request(8, [6, 1], cap=30, predicted=4, stop_ids=(3, 9), min_new_tokens=5))
     thinking = Thinking(begin_id=3, end_id=4, opened=True, budget=6, closing=(11, 4))
     found += [replace(request(9 + i, [8, i], cap=26, predicted=4, sampling=hot), thinking=thinking) for i in range(2)]
-    return [*found, request(11, [2], cap=60, predicted=8), request(12, [9], cap=60, predicted=8)]
+    ngrams = SamplingParams(no_repeat_ngram=(2, 30, (5,)))
+    return [*found, request(11, [2], cap=60, predicted=8, sampling=ngrams), request(12, [9], cap=60, predicted=8)]
 
 
 def recorded(one: Scenario, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, list[int]], list[tuple[bytes, bytes]], Engine]:
