@@ -28,7 +28,7 @@ class NoRepeatNgramConfig:
             "of the output, and not the prompt"
         },
     )
-    """Number n of tokens of an n-gram that does not come twice: a token that would complete an n-gram of the newest window_size
+    """Number of tokens of an n-gram that does not come twice. A token that would complete an n-gram of the newest window_size
     output tokens a second time cannot be chosen. The prompt does not count. 1 forbids every token of the window, 0 is off. A row
     with a constraint that allows nothing else becomes an error row. The column no_repeat_ngram replaces this whole group for its
     row: an integer, ngram_size, or a map of these keys."""
