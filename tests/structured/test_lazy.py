@@ -390,6 +390,43 @@ def test_a_row_whose_state_cannot_be_found_is_an_error_row_and_the_others_go_on(
             assert "make the grammar less ambiguous" in out.error.message
 
 
+class FailsToExplain(ExpandLate):
+    """The process ends, once, or cannot answer, when it is asked why a row has no token left."""
+
+    def __init__(self, answer: str | None) -> None:
+        super().__init__(0, most_polls=2)
+        self._answer, self.num_failed = answer, 0
+
+    def submit(self, ask: Ask) -> Future[Answer]:
+        if ask.reads_ahead or self.num_failed:
+            return super().submit(ask)
+        self.num_failed += 1
+        found = LateAnswer()
+        found.polls = 1
+        found.set_result(self._answer)
+        if self._answer is None:
+            self._lost_epoch = ask.epoch
+        return found
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [(None, "no token is left for output token 1"), ("it takes too long", "it takes too long")]
+)
+def test_a_row_without_a_token_says_so_although_the_states_were_lost(answer: str | None, said: str) -> None:
+    grammar = GRAMMARS[0]
+    allowed = [token for token in range(VOCAB) if may_follow(grammar, [], token)]
+    sampling = SamplingParams(bad_words=tuple((token,) for token in allowed))
+    expanding = FailsToExplain(answer)
+    done = run(
+        [following(request(0, [4, 7], cap=5, sampling=sampling), grammar), following(request(1, [5, 7], cap=5), grammar)],
+        ALL["none"](), expanding=expanding,
+    )
+    assert expanding.num_failed == 1
+    assert done[0].error is not None
+    assert said in done[0].error.message
+    assert tokens({1: done[1]}) == {1: grammar_tokens(request(1, [5, 7], cap=5), grammar)}
+
+
 class OutOfMemory(Exception):
     pass
 

@@ -102,7 +102,7 @@ class LazyConstraints(Constraints):
             return False
         if state.slot >= 0 and row.began_at == len(state.tokens):
             said = f"the device has lost the state of its automaton, {CAUSE}"
-            self._fail_row(row, _error(row, CONSTRAINT_VIOLATED, said, ADVICE, retryable=True))
+            self._fail_row(row, _error(state, row.automaton, CONSTRAINT_VIOLATED, said, ADVICE, retryable=True))
             return False
         if self.full and state.slot < 0:
             return row.asked is None and self._has_mask(row)
@@ -115,9 +115,18 @@ class LazyConstraints(Constraints):
             ask = Ask(request.automaton, request.automaton_state, tuple(state.tokens), self._places.epoch, from_beginning=True)
             self._explaining[state] = self._expanding.submit(replace(ask, reads_ahead=False))
         answer = self._explaining[state]
-        if answer.done() and isinstance(found := answer.result(), Expansion) and found.state != DEAD:
+        if not answer.done():
+            return False
+        found = answer.result()
+        if found is None:  # asked again once all states are forgotten, in the next epoch
+            self.full = True
+            del self._explaining[state]
+            return False
+        if isinstance(found, str):
+            state.fail(_unanswered(state, request.automaton, found))
+        elif found.state != DEAD:
             state.fail(no_token_left(request, state.tokens, found.mask, only_ends=found.forced == ENDS))
-        return answer.done()
+        return True
 
     def finish(self, state: RequestState, done: Completion) -> Completion:
         self._explaining.pop(state, None)
@@ -240,9 +249,7 @@ class LazyConstraints(Constraints):
     def _fail(self, key: _Key, why: str | None) -> None:
         """End the rows that asked. why: None where their tokens are not allowed, about which `LastCheck` says more."""
         for row in self._of(key):
-            retryable = isinstance(why, MachineError) or row.automaton.retryable
-            advice = "decode the row again (resume=error)" if retryable else f"shorten the {row.automaton.kind} or drop the row"
-            self._fail_row(row, None if why is None else _error(row, "large_schema", why, advice, retryable=retryable))
+            self._fail_row(row, None if why is None else _unanswered(row.state, row.automaton, why))
 
     def _fail_row(self, row: _Row, error: RowError | None) -> None:
         row.state.fail(error)
@@ -250,6 +257,15 @@ class LazyConstraints(Constraints):
         self._rows.pop(row.state, None)
 
 
-def _error(row: _Row, code: str, why: str, advice: str, *, retryable: bool = False) -> RowError:
-    said = f"{row.automaton.kind}: {why} (after output token {len(row.state.tokens)}); {advice}"
+def _unanswered(state: RequestState, automaton: LazyAutomaton, why: str) -> RowError:
+    """The error of a row whose state could not be computed."""
+    retryable = isinstance(why, MachineError) or automaton.retryable
+    advice = "decode the row again (resume=error)" if retryable else f"shorten the {automaton.kind} or drop the row"
+    return _error(state, automaton, "large_schema", why, advice, retryable=retryable)
+
+
+def _error(
+    state: RequestState, automaton: LazyAutomaton, code: str, why: str, advice: str, *, retryable: bool = False
+) -> RowError:
+    said = f"{automaton.kind}: {why} (after output token {len(state.tokens)}); {advice}"
     return RowError(code=code, stage="decode", message=said, retryable=retryable)
