@@ -125,6 +125,7 @@ def _facts(run: TrainRun, spec: ModelSpec, folder: Path, sources: list[Source]) 
     model = {
         "model.dtype": run.model.dtype,
         **({"model.activations": "fp8"} if spec.formats.quantises else {}),
+        **({} if run.model.quantize is None else {"model.quantize": run.model.quantize}),
         "model": f"{spec.family} of {spec.num_layers} layers, {spec.hidden_size} wide",
         "model.config": sha256(read_text(folder / "config.json").encode()).hexdigest(),
         **weight_parts(folder, dummy=run.model.load_format == "dummy"),
