@@ -139,6 +139,10 @@ class Target:
         """[H] weight of the norm before the logits."""
         return self._norm
 
+    def pass_sizes(self, most: int) -> list[int]:
+        """Numbers of tokens of a pass, up to `most`, from which on it launches other kernels, besides powers of two."""
+        return sorted({size for layer in self._layers for size in layer.pass_sizes(most)})
+
     def experts_read(self) -> Tensor | None:
         """int32 [layers with experts]: number of experts that had tokens in the latest forward pass; None without experts. A
         copy."""

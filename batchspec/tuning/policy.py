@@ -10,6 +10,7 @@ no bit.
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import torch
 
@@ -123,6 +124,13 @@ def ordered_four_bit_tile(tokens: int, *, gated: bool = False) -> Tile:
 def expert_unit_pairs(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype | None = None) -> int:
     """Number of pairs in a unit of the grouped products of this many tokens."""
     return tiles.unit_pairs_of(tokens, top_k, num_experts, dtype)
+
+
+@cache
+def expert_pass_sizes(top_k: int, num_experts: int, dtype: torch.dtype, most: int) -> tuple[int, ...]:
+    """The numbers of tokens, up to `most`, from which on units have another size, and grouped products other kernels."""
+    pairs = (expert_unit_pairs(tokens, top_k, num_experts, dtype) for tokens in range(1, most + 1))
+    return tuple(tokens for tokens, (before, own) in enumerate(pairwise(pairs), 2) if own != before)
 
 
 def expert_tile(unit_pairs: int, num_units: int, device: torch.device, *, gated: bool, dtype: torch.dtype) -> ExpertTile:

@@ -107,7 +107,7 @@ def planner(
     spec = SimpleNamespace(layer_states=lambda dtype, page_size, draft_len: layers, experts=None)
     executor: Any = SimpleNamespace(
         _prefill_pass=lambda *_: None,
-        target=SimpleNamespace(spec=spec, dtype=dtype, ranks=ranks),
+        target=SimpleNamespace(spec=spec, dtype=dtype, ranks=ranks, pass_sizes=lambda most: ()),
         drafter=drafter,
         round=SimpleNamespace(
             drafter=drafter, draft_lens=draft_lens, nodes=None, chances=object() if row_lengths else None
@@ -562,6 +562,12 @@ def test_a_rehearsal_of_recurrent_layers_has_short_prompts_and_generated_tokens(
     plain = rehearsal(4, max_tokens=200, longest=150)
     assert not any(s.generated for segments in plain for s in segments)
     assert [s.end - s.begin for s in plain[-1]] == [150, 50]
+
+
+def test_a_rehearsal_has_passes_of_the_sizes_that_take_other_kernels() -> None:
+    passes = rehearsal(4, max_tokens=200, longest=150, sizes=(48, 64, 300))
+    counts = [sum(s.end - s.begin for s in segments) for segments in passes]
+    assert counts[:9] == [1, 2, 4, 8, 16, 32, 48, 64, 128]
 
 
 @pytest.mark.parametrize("stalled", [1, 3, 5, 8])

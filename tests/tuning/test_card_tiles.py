@@ -107,3 +107,23 @@ def test_what_a_card_can_do_follows_from_its_compute_capability(
         assert policy.has_fast_fp8(GPU, BF16) == fp8
         assert card_of(GPU).has_tma == card_of(GPU).overlaps_launches == descriptors
         assert policy.has_same_bits_in_all_tiles(GPU) == same_bits
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+@pytest.mark.parametrize("form", DTYPES)
+@pytest.mark.parametrize(("top_k", "experts"), [(4, 32), (4, 128), (8, 128), (8, 256), (2, 8), (4, 24)])
+def test_passes_of_powers_of_two_and_of_these_sizes_take_every_kernel_of_experts(
+    card: Card, form: str, top_k: int, experts: int
+) -> None:
+    """A kernel that no rehearsed pass takes is compiled in the middle of a job."""
+    dtype, most = DTYPES[form], 4096
+
+    def kernels(tokens: int) -> tuple[object, ...]:
+        pairs = policy.expert_unit_pairs(tokens, top_k, experts, dtype)
+        units = max_units(tokens, top_k, experts, pairs)
+        tiles = [policy.expert_tile(pairs, units, GPU, gated=gated, dtype=dtype) for gated in (True, False)]
+        return pairs, *tiles, policy.largest_units_first(pairs, dtype), policy.gathers_rows(pairs, dtype)
+
+    with assumed(card):
+        sizes = {1 << power for power in range(13)} | set(policy.expert_pass_sizes(top_k, experts, dtype, most))
+        assert {kernels(tokens) for tokens in range(1, most + 1)} == {kernels(tokens) for tokens in sizes}

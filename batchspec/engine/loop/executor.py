@@ -184,7 +184,7 @@ class Executor:
         longest = _longest(self.batch)
         cost = rehearse(
             self._prefill_pass, self.rows, max_tokens=self.batch.prefill_tokens, longest=longest, mode=mode,
-            multiple=self.prefill_multiple,
+            multiple=self.prefill_multiple, sizes=self.target.pass_sizes(self.batch.prefill_tokens),
         )
         return cost if self.prefill_graphs is None else self.prefill_graphs.learn(cost, mode, longest=longest)
 
@@ -211,7 +211,8 @@ class Executor:
         """
         num_slots = self.batch.num_slots
         passes = rehearsal(
-            num_slots, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch), multiple=self.prefill_multiple
+            num_slots, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch), multiple=self.prefill_multiple,
+            sizes=self.target.pass_sizes(self.batch.prefill_tokens),
         )
         prefills = [partial(self._prefill_pass, segments, mode) for segments in reversed(passes)]
         rounds = self.graphs.launches(shapes)

@@ -130,23 +130,23 @@ def prefill_drafter(
 
 def rehearse(
     launch: Callable[[Sequence[Segment], SamplingMode], object], rows: DeviceBatch, *, max_tokens: int, longest: int,
-    mode: SamplingMode, multiple: int | None = None,
+    mode: SamplingMode, multiple: int | None = None, sizes: Sequence[int] = (),
 ) -> PrefillCost:
     """Seconds of a pass of `max_tokens` and of a short one, over free slots; K/V go to page 0, which no row reads. GPU only; no
     row may be live.
 
     launch   launches a pass
     longest  tokens of a row of the pass: long rows use another attention kernel, which compiles for a minute at its first use
-    multiple  as in `rehearsal`
+    multiple, sizes  as in `rehearsal`
 
     The minimum of several times is used: a short pass is mostly launches, and one stall of the host, such as a garbage
     collection, may take longer than all of them. The rehearsal also compiles the kernels and allocates the memory of the largest
-    pass. Kernels are specialised at most once per doubling of the number of tokens or rows, so passes of all powers of two
-    compile every variant.
+    pass. But for `sizes`, kernels are specialised at most once per doubling of the number of tokens or rows, so passes of all
+    powers of two compile every variant.
     """
     for table in rows.page_tables:
         table.zero_()
-    passes = rehearsal(rows.live.shape[0], max_tokens=max_tokens, longest=longest, multiple=multiple)
+    passes = rehearsal(rows.live.shape[0], max_tokens=max_tokens, longest=longest, multiple=multiple, sizes=sizes)
     *others, short, largest = (partial(launch, segments, mode) for segments in passes)
     for other in others:
         other()
@@ -155,19 +155,22 @@ def rehearse(
     return PrefillCost(least=short_s, token=full_s / sum(s.end - s.begin for s in passes[-1]))
 
 
-def rehearsal(num_slots: int, *, max_tokens: int, longest: int, multiple: int | None = None) -> list[list[Segment]]:
+def rehearsal(
+    num_slots: int, *, max_tokens: int, longest: int, multiple: int | None = None, sizes: Sequence[int] = ()
+) -> list[list[Segment]]:
     """The passes of `rehearse`, which launch every variant of prefill's kernels; the last two are a short one and the largest.
 
     multiple  `ModelSpec.prefill_multiple`: a pass of fewer tokens is a short prompt, and one more pass has generated tokens,
               which go through other kernels. None: passes may be cut anywhere
+    sizes     numbers of tokens besides powers of two (`Target.pass_sizes`)
     """
     longest = min(max_tokens, longest)
     few = min(FEW, longest)
     spans = [(slot, 0, longest) for slot in range(min(num_slots, -(-max_tokens // longest)))]
     largest = min(max_tokens, len(spans) * longest)
-    powers = [1 << power for power in range((largest - 1).bit_length())]
+    counts = {1 << power for power in range((largest - 1).bit_length())} | {size for size in sizes if size <= largest}
     unit = multiple or 1
-    passes = [next(chunks(spans, n, multiple=unit)) if n >= unit else [Segment(0, 0, n, True)] for n in powers]
+    passes = [next(chunks(spans, n, multiple=unit)) if n >= unit else [Segment(0, 0, n, True)] for n in sorted(counts)]
     if multiple is not None:
         passes.append([Segment(0, 0, few, True, generated=True)])
     num_rows = 2

@@ -7,6 +7,7 @@ operations that gradients flow through (`heads/layer.py`). T tokens, H hidden, N
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -226,6 +227,9 @@ class Block(Protocol):
     @property
     def num_experts_read(self) -> Tensor | None:
         """int32 [1]: number of experts that had tokens in the latest forward pass, for statistics. None without experts."""
+
+    def pass_sizes(self, most: int) -> Sequence[int]:
+        """Numbers of tokens, up to `most`, from which on it takes other kernels, if these are no powers of two."""
 
     def norms_in_product(self, stream: Stream) -> bool:
         """Whether its first product takes the un-normed stream for as many tokens; then the block before it adds in place."""

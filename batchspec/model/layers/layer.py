@@ -85,6 +85,10 @@ class DecoderLayer:
         """int32 [1]: number of experts that had tokens in the latest forward pass; None without experts."""
         return next((mlp.num_experts_read for mlp in self._mlps if mlp.num_experts_read is not None), None)
 
+    def pass_sizes(self, most: int) -> set[int]:
+        """Of its blocks after the mixer: see `Block`."""
+        return {size for mlp in self._mlps for size in mlp.pass_sizes(most)}
+
     def norms_in_product(self, stream: Stream) -> bool:
         """Of its first block: see `Block`."""
         return (self._mlps[0] if self.mixer is None else self.mixer).norms_in_product(stream)

@@ -11,6 +11,7 @@ Source: transformers, models/gemma4 (Gemma4TextModel.project_per_layer_inputs, G
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -139,6 +140,9 @@ class LayerInput:
         self._gate, self._out = source.product(spec.gate), source.product(spec.out)
         self._post_norm = source.vector(f"{spec.post_norm}.weight")
         self._out_factor = None if spec.out_factor is None else source.vector(spec.out_factor)
+
+    def pass_sizes(self, most: int) -> Sequence[int]:
+        return ()
 
     def norms_in_product(self, stream: Stream) -> bool:
         return False

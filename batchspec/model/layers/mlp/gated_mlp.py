@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -112,6 +112,9 @@ class GatedMlp:
         self._out_factor = None if spec.out_factor is None else source.vector(spec.out_factor)
         self._gate_up = source.product(spec.gate_up)
         self._down = scaled_product(source.product(spec.down), spec.out_scale)
+
+    def pass_sizes(self, most: int) -> Sequence[int]:
+        return ()
 
     def norms_in_product(self, stream: Stream) -> bool:
         return self._spec.norms_in_kernel and stream.norms_in_product(self._gate_up, gated=self._silu)

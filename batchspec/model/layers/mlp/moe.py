@@ -15,7 +15,7 @@ Source: transformers, models/qwen3_moe (Qwen3MoeTopKRouter, Qwen3MoeExperts), mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ from batchspec.model.layers.base import (
 )
 from batchspec.model.layers.forward import BlockSource, Stream
 from batchspec.model.layers.mlp.gated_mlp import GatedMlpSpec, GatedProducts
-from batchspec.tuning.policy import expert_unit_pairs, has_fast_experts, largest_units_first
+from batchspec.tuning.policy import expert_pass_sizes, expert_unit_pairs, has_fast_experts, largest_units_first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +200,9 @@ class Moe:
         self._gate_up, self._down = source.grouped(spec.experts.gate_up), source.grouped(spec.experts.down)
         # int32 [1]: the number of experts that had tokens in the newest call, dead tokens left out.
         self.num_experts_read = torch.zeros(1, dtype=torch.int32, device=self._router.device)
+
+    def pass_sizes(self, most: int) -> Sequence[int]:
+        return expert_pass_sizes(self._spec.router.top_k, self._spec.experts.num_experts, self._gate_up.weight_dtype, most)
 
     def norms_in_product(self, stream: Stream) -> bool:
         return False

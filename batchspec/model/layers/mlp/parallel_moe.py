@@ -8,7 +8,7 @@ Source: transformers, models/gemma4 (Gemma4TextDecoderLayer).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -94,6 +94,9 @@ class ParallelMoe:
     @property
     def num_experts_read(self) -> Tensor:
         return self._moe.num_experts_read
+
+    def pass_sizes(self, most: int) -> Sequence[int]:
+        return self._moe.pass_sizes(most)
 
     def norms_in_product(self, stream: Stream) -> bool:
         return False
