@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import batchspec
 from batchspec import run
+from batchspec.config.compose import compose, composed
+from batchspec.config.train_schema import TrainRun
+from batchspec.draft.mtp import MtpDrafterSpec
+from batchspec.draft.spec import open_drafter
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.families.shapes import shape_spec
+from batchspec.heads import training
+from batchspec.model.families.shapes import config_json, shape_spec
 from batchspec.model.layers.base import GroupedSpec, Projection, Share, projections
 from batchspec.model.lora import open_adapter
-from batchspec.model.quant.fp8_at_load import FP8_AT_LOAD, Fp8AtLoad, quantised_weight
+from batchspec.model.quant.fp8_at_load import FP8_AT_LOAD, STRIPE, Fp8AtLoad, quantised_weight
 from batchspec.model.quant.fp8_block import FP8_BLOCK
 from batchspec.model.quant.fp8_products import BLOCK, Fp8Experts, Fp8Linear, Fp8Weight
 from batchspec.model.quant.grouped import GroupedLinear
@@ -153,6 +162,8 @@ def test_experts_that_a_file_stacks_are_quantised_one_by_one(part: str, quantise
         own_bias = torch.cat((bias[0::2], bias[1::2])) if gated else bias
         if quantises:
             assert isinstance(product, Fp8Experts)
+            assert product._bias is not None
+            assert torch.equal(product._bias[expert], own_bias)
             assert torch.equal(bits(product.weight.values[expert]), bits(torch.cat([values for values, _ in made])))
             assert torch.equal(product.weight.scales[expert], torch.cat([scales for _, scales in made]))
         else:
@@ -220,12 +231,41 @@ def test_ranks_hold_whole_blocks_so_that_each_has_the_scale_of_one_gpu() -> None
     assert torch.equal(bits(own.values), bits(whole.values[:, columns]))
     assert torch.equal(own.scale, whole.scale[:, 2:])
     assert FP8_AT_LOAD.block == FP8_BLOCK.block
+    stacked = GroupedSpec(name="experts", parts=("down_proj",), num_experts=2, part_rows=300, k=512, stacked=True)
+    with pytest.raises(ConfigError, match=r"^experts\.down_proj: a part of 64 of .* divides a block of 128;"):
+        FP8_AT_LOAD.shard_grouped(stacked, Share("rows", (slice(0, 64),)))
 
 
-def test_a_checkpoint_that_is_quantised_already_refuses_the_key(tmp_path: Path) -> None:
-    _, fp8 = make_both(tmp_path, "llama")
+@pytest.mark.parametrize("shape", ["llama8b-fp8", "llama8b-int4", "llama8b-nvfp4", "gpt-oss-20b", "qwen3-30b-a3b-fp8"])
+def test_a_checkpoint_that_is_quantised_already_refuses_the_key(shape: str) -> None:
+    """That of gpt-oss is in MXFP4, whose attention is plain."""
     with pytest.raises(ConfigError, match=r"^model\.quantize=fp8 is for checkpoints whose weights are .*remove the key$"):
-        load_spec(fp8).quantised("fp8")
+        shape_spec(shape).quantised("fp8")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_besides_weight_and_result_a_stripe_is_in_memory(dtype: torch.dtype) -> None:
+    """No tensor that is made on the way has more numbers than the result but for the stripe's."""
+    made = list[int]()
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **kwargs or {})
+            made.extend(own.numel() * own.element_size() for own in (out,) if isinstance(out, Tensor) and own._base is None)
+            return out
+
+    weight = torch.randn(4 * STRIPE, 256).to(dtype)
+    with Noted():  # type: ignore[no-untyped-call]
+        found = quantised_weight(weight)
+    assert max(made) <= max(found.values.nbytes, 4 * STRIPE * 256)
+
+
+def test_per_layer_inputs_stay_and_sums_in_one_order_go_on() -> None:
+    spec = shape_spec("gemma4-e2b").quantised("fp8")
+    modules = [prefix + part.name for prefix, block in spec.blocks() for part in projections(block)]
+    stay = {name.rpartition(".")[2] for name in modules if not isinstance(spec.formats.of(name), Fp8AtLoad)}
+    assert stay == {"per_layer_model_projection", "per_layer_input_gate", "per_layer_projection"}
+    assert spec.with_fp8_activations().in_one_order().formats.quantised == replace(FP8_AT_LOAD, quantises=True, ordered=True)
 
 
 def test_weights_given_to_a_warm_engine_get_scales_of_their_own(tmp_path: Path) -> None:
@@ -278,8 +318,31 @@ def test_a_job_is_not_continued_with_weights_that_are_quantised_otherwise(
     assert "model.quantize: " in capfd.readouterr().err
 
 
-def test_the_mtp_layer_of_a_quantised_model_stays_as_it_is() -> None:
+def test_the_mtp_layer_of_a_quantised_model_stays_as_it_is(tmp_path: Path) -> None:
     target = shape_spec("qwen3.5-35b-a3b").quantised("fp8")
-    assert target.mtp is not None
     assert isinstance(target.formats.of("model.layers.3.self_attn.q_proj"), Fp8AtLoad)
-    assert target.formats.of_files.of("mtp.layers.0.self_attn.q_proj") is PLAIN_FORMAT
+    (tmp_path / "config.json").write_bytes(config_json("qwen3.5-35b-a3b"))
+    config = compose([f"model.path={tmp_path}", "model.load_format=dummy", "draft=mtp", "device=cpu", "input.path=in.parquet"])
+    drafter = open_drafter(config, target)
+    assert isinstance(drafter, MtpDrafterSpec)
+    mtp = drafter.checkpoint.mtp
+    assert {mtp.formats.of(prefix + part.name) for prefix, block in mtp.blocks() for part in projections(block)} == {PLAIN_FORMAT}
+
+
+def test_a_head_is_trained_for_the_quantised_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a training that was begun with other weights is another one."""
+    model = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2)
+    table = pa.table({"prompt_ids": [[5, 6, i] for i in range(9)], "token_ids": [[8, 9, 10, 11]] * 9})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    seen = list[ModelSpec]()
+
+    def load(folder: Path, spec: ModelSpec, **_: Any) -> Target:
+        seen.append(spec)
+        raise CheckpointError("far enough")
+
+    monkeypatch.setattr(Target, "load", load)
+    words = [f"model.path={model}", f"input.path={tmp_path}/rows.parquet", f"output.dir={tmp_path}/head", "device=cpu"]
+    words.append("train.held_out=1")
+    with pytest.raises(CheckpointError, match="far enough"):
+        training.train(composed("train", [*words, "model.quantize=fp8"], schema=TrainRun))
+    assert isinstance(seen[0].formats.quantised, Fp8AtLoad)

@@ -96,7 +96,7 @@ class Formats:
 
     def quantised_at_load(self, plain_modules: Iterable[str]) -> Formats:
         """FP8 for all projections but these. Raises ConfigError for weights that are quantised already."""
-        if any(not isinstance(own, Plain) for own in self.all):
+        if any(own is not PLAIN for own in self.all):  # MXFP4, whose other products are plain, is a kind of Plain
             raise ConfigError(
                 "model.quantize=fp8 is for checkpoints whose weights are in bfloat16, float16 or float32, and this one has a "
                 "quantization_config; remove the key"

@@ -28,6 +28,8 @@ from batchspec.model.quant.plain import PLAIN
 
 MOST = 448.0
 """The largest number of e4m3."""
+STRIPE = 8 * BLOCK
+"""Rows that are quantised at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,18 @@ def _stacked_parts(weights: Weights, spec: GroupedSpec, name: str) -> Iterator[t
 
 
 def quantised_weight(weight: Tensor) -> Fp8Weight:
-    """A weight [N, K] of any floating-point dtype, in blocks of 128 x 128."""
+    """A weight [N, K] of any floating-point dtype, in blocks of 128 x 128. Besides the result a stripe of it is in memory."""
+    rows, k = weight.shape
+    values = torch.empty((rows, k), dtype=E4M3, device=weight.device)
+    scale = torch.empty((-(-rows // BLOCK), -(-k // BLOCK)), device=weight.device)
+    for first in range(0, rows, STRIPE):
+        stripe = weight[first : first + STRIPE]
+        values[first : first + STRIPE], scale[first // BLOCK : (first + STRIPE) // BLOCK] = _quantised(stripe)
+    return Fp8Weight(values, scale)
+
+
+def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and scales."""
     rows, k = weight.shape
     if weight.dtype is torch.float16:
         weight = weight.float()
@@ -98,7 +111,7 @@ def quantised_weight(weight: Tensor) -> Fp8Weight:
     scale = torch.maximum(blocks.amax((1, 3)), -blocks.amin((1, 3))) / MOST
     scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
     values = (blocks / scale[:, None, :, None]).clamp_(-MOST, MOST).to(E4M3).flatten(2).flatten(0, 1)
-    return Fp8Weight(values[:rows, :k].contiguous(), scale.float())
+    return values[:rows, :k], scale
 
 
 FP8_AT_LOAD = Fp8AtLoad("block", "group")
