@@ -120,7 +120,7 @@ def planner(
     )
     executor._move_row = lambda: None
     executor.compile_ahead = lambda *_: False
-    executor.rehearse = MethodType(Executor.rehearse, executor)
+    executor.rehearse, executor._rehearsal = (MethodType(own, executor) for own in (Executor.rehearse, Executor._rehearsal))
     executor.round.verify_all = lambda: setattr(executor.round, "chances", None)
     executor.graphs = StandInGraphs(batch, base, captures=dtype in GRAPH_DTYPES)
     return RoundPlanner(executor, batch, adaptive=adaptive)
@@ -211,9 +211,12 @@ def test_prefill_is_rehearsed_with_rows_as_long_as_the_job_has_seen(
     """A row of max_len leaves room for one token."""
     found: dict[str, Any] = {}
 
-    def recorded(_: Any, rows: Any, **values: Any) -> PrefillCost:
-        assert not rows.live.any()
+    def listed(*_: Any, **values: Any) -> list[list[Segment]]:
         found.update(values)
+        return []
+
+    def recorded(_: Any, rows: Any, *others: Any) -> PrefillCost:
+        assert not rows.live.any()
         return PrefillCost(least=3.0, token=0.5)
 
     def learn(cost: PrefillCost, mode: SamplingMode, *, longest: int) -> PrefillCost:
@@ -221,6 +224,7 @@ def test_prefill_is_rehearsed_with_rows_as_long_as_the_job_has_seen(
         return replace(cost, replay=1.0)
 
     monkeypatch.setattr(executor_module, "rehearse", recorded)
+    monkeypatch.setattr(executor_module, "rehearsal", listed)
     one, graphs = planner(packed(4, longest_prompt=longest, max_len=128, prefill_tokens=400), 1), SimpleNamespace(learn=learn)
     executor: Any = one._executor
     executor.prefill_graphs = graphs
@@ -545,7 +549,7 @@ def test_a_rehearsal_is_the_largest_pass_that_there_can_be_and_a_short_one(
     def launch(segments: Sequence[Segment], _: SamplingMode) -> None:
         passes.append([s.end for s in segments])
 
-    rehearse(launch, rows, max_tokens=max_tokens, longest=longest, mode=MODE)
+    rehearse(launch, rows, rehearsal(4, max_tokens=max_tokens, longest=longest), MODE)
     assert passes == between + [ends] * 3 + [[short]] * 6
     assert not rows.page_tables[0].any()
 
@@ -582,7 +586,7 @@ def test_a_stall_of_the_host_does_not_make_a_pass_dear(stalled: int, monkeypatch
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr("batchspec.engine.prefill.passes.time.perf_counter", lambda: clock[0])
     rows: Any = SimpleNamespace(page_tables=(), live=torch.zeros(4))
-    cost = rehearse(timed_pass, rows, max_tokens=100, longest=40, mode=MODE)
+    cost = rehearse(timed_pass, rows, rehearsal(4, max_tokens=100, longest=40), MODE)
     assert cost.least == 0.0625
     assert cost.token == 0.0025
 

@@ -32,7 +32,7 @@ from batchspec.engine.rounds.results import PendingResult
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.rounds.tree_round import TreeRound
 from batchspec.engine.slots.row_feature import Features
-from batchspec.engine.step import RoundShape, ScheduledRound, ScheduledStep
+from batchspec.engine.step import RoundShape, ScheduledRound, ScheduledStep, Segment
 from batchspec.kernels.common.compile_ahead import compile_ahead
 from batchspec.model.target import Target
 from batchspec.packed_batch import PREFIX_STATES, ExpectedRows, PackedBatch
@@ -181,12 +181,16 @@ class Executor:
         self.rows.provide(mode)
         if self.batch.num_slots > 1:
             self._move_row()
-        longest = _longest(self.batch)
-        cost = rehearse(
-            self._prefill_pass, self.rows, max_tokens=self.batch.prefill_tokens, longest=longest, mode=mode,
-            multiple=self.prefill_multiple, sizes=self.target.pass_sizes(self.batch.prefill_tokens),
+        cost = rehearse(self._prefill_pass, self.rows, self._rehearsal(), mode)
+        return cost if self.prefill_graphs is None else self.prefill_graphs.learn(cost, mode, longest=_longest(self.batch))
+
+    def _rehearsal(self) -> list[list[Segment]]:
+        """The passes of `rehearse`."""
+        num_slots, most = self.batch.num_slots, self.batch.prefill_tokens
+        return rehearsal(
+            num_slots, max_tokens=most, longest=_longest(self.batch), multiple=self.prefill_multiple,
+            sizes=self.target.pass_sizes(most),
         )
-        return cost if self.prefill_graphs is None else self.prefill_graphs.learn(cost, mode, longest=longest)
 
     def prepare_passes(self, expected: ExpectedRows, mode: SamplingMode, *, round_s: float) -> int:
         """As `PrefillGraphs.prepare`; 0 if prefill passes are not CUDA graphs. Only after `rehearse`; no row may be live."""
@@ -209,14 +213,9 @@ class Executor:
 
         The first NUM_PROBES are the largest and a short pass, and a round if there are any.
         """
-        num_slots = self.batch.num_slots
-        passes = rehearsal(
-            num_slots, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch), multiple=self.prefill_multiple,
-            sizes=self.target.pass_sizes(self.batch.prefill_tokens),
-        )
-        prefills = [partial(self._prefill_pass, segments, mode) for segments in reversed(passes)]
+        prefills = [partial(self._prefill_pass, segments, mode) for segments in reversed(self._rehearsal())]
         rounds = self.graphs.launches(shapes)
-        moves = [self._move_row] if num_slots > 1 else []
+        moves = [self._move_row] if self.batch.num_slots > 1 else []
         return [*prefills[:2], *rounds[:1], *moves, *prefills[2:], *rounds[1:]]
 
     def _move_row(self) -> None:

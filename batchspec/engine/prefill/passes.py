@@ -129,24 +129,21 @@ def prefill_drafter(
 
 
 def rehearse(
-    launch: Callable[[Sequence[Segment], SamplingMode], object], rows: DeviceBatch, *, max_tokens: int, longest: int,
-    mode: SamplingMode, multiple: int | None = None, sizes: Sequence[int] = (),
+    launch: Callable[[Sequence[Segment], SamplingMode], object], rows: DeviceBatch, passes: Sequence[list[Segment]],
+    mode: SamplingMode,
 ) -> PrefillCost:
-    """Seconds of a pass of `max_tokens` and of a short one, over free slots; K/V go to page 0, which no row reads. GPU only; no
-    row may be live.
+    """Seconds of the largest pass and of a short one, over free slots; K/V go to page 0, which no row reads. GPU only; no row may
+    be live.
 
-    launch   launches a pass
-    longest  tokens of a row of the pass: long rows use another attention kernel, which compiles for a minute at its first use
-    multiple, sizes  as in `rehearsal`
+    launch  launches a pass
+    passes  of `rehearsal`
 
     The minimum of several times is used: a short pass is mostly launches, and one stall of the host, such as a garbage
     collection, may take longer than all of them. The rehearsal also compiles the kernels and allocates the memory of the largest
-    pass. But for `sizes`, kernels are specialised at most once per doubling of the number of tokens or rows, so passes of all
-    powers of two compile every variant.
+    pass.
     """
     for table in rows.page_tables:
         table.zero_()
-    passes = rehearsal(rows.live.shape[0], max_tokens=max_tokens, longest=longest, multiple=multiple, sizes=sizes)
     *others, short, largest = (partial(launch, segments, mode) for segments in passes)
     for other in others:
         other()
@@ -159,7 +156,10 @@ def rehearsal(
     num_slots: int, *, max_tokens: int, longest: int, multiple: int | None = None, sizes: Sequence[int] = ()
 ) -> list[list[Segment]]:
     """The passes of `rehearse`, which launch every variant of prefill's kernels; the last two are a short one and the largest.
+    But for `sizes`, kernels are specialised at most once per doubling of the number of tokens or rows: powers of two take all.
 
+    longest   tokens of a row of the largest pass: long rows use another attention kernel, which compiles for a minute at its
+              first use
     multiple  `ModelSpec.prefill_multiple`: a pass of fewer tokens is a short prompt, and one more pass has generated tokens,
               which go through other kernels. None: passes may be cut anywhere
     sizes     numbers of tokens besides powers of two (`Target.pass_sizes`)
