@@ -35,7 +35,7 @@ class WaitingRequests:
     @property
     def exhausted(self) -> bool:
         """Whether no request waits and none will come."""
-        return self.peek() is None and self._stream is None
+        return self.are_last(0)
 
     def peek(self, passed: int = 0) -> RequestState | None:
         """The request after the `passed` that have waited longest; None if there is none at present."""
@@ -48,8 +48,7 @@ class WaitingRequests:
 
     def are_last(self, most: int) -> bool:
         """Whether at most `most` requests wait and no others will come."""
-        few = len(self._queue) + len(self._prefetched) <= most
-        return few and self.peek(most) is None and self._stream is None
+        return self.peek(most) is None and self._stream is None
 
     def take_ahead(self, count: int, most: int) -> None:
         """Prefetch up to `count` requests that are ready. Then make the states of as many that were prefetched, while fewer than
