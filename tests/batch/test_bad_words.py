@@ -83,15 +83,29 @@ def test_words_that_do_not_fit_are_refused(words: str, message: str, model: Path
         open_job(compose(words_of(model, tmp_path, [{"prompt": "a"}], f"decode.bad_words={words}")))
 
 
-@pytest.mark.second
-@pytest.mark.parametrize("drafter", ["none", "lookup"])
-def test_a_row_whose_constraint_only_a_bad_word_satisfies_is_an_error_for_good(model: Path, drafter: str) -> None:
-    """No run can decode it, so no retry is offered. The same with min_new_tokens, which forbids the end, and with a bad word that
-    is the EOS; for finite and lazy constraints, beside rows that go on."""
+def check_answers(model: Path, drafter: str, rows: list[tuple[dict[str, Any], str | None, str]]) -> None:
+    """Decode these rows, each with its completion, or None and what its error `no_token_left` says, in one call of an engine."""
     keys: dict[str, Any] = {
         "model.path": str(model), "model.dtype": "float64", "model.max_len": 64, "decode.max_new_tokens": 20, "draft": drafter,
         "input.columns": {"regex": "regex", "grammar": "grammar"}, "packing.max_num_seqs": 3, "packing.memory_gb": 0.1,
     }
+    names = dict.fromkeys(name for row, _, _ in rows for name in row)
+    with batchspec.Engine(keys) as engine:
+        found = engine.generate([{"prompt": "Say", **names, **row} for row, _, _ in rows]).to_dicts()
+    for row, (_, completion, message) in zip(found, rows, strict=True):
+        assert row["completion"] == completion
+        if completion is None:
+            assert (row["error"]["code"], row["error"]["retryable"]) == ("no_token_left", False)
+            assert message in row["error"]["message"]
+        else:
+            assert (row["error"], row["finish_reason"]) == (None, "stop")
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("drafter", ["none", "lookup"])
+def test_a_row_whose_constraint_only_a_bad_word_satisfies_is_an_error_for_good(model: Path, drafter: str) -> None:
+    """No run can decode it, so no retry is offered. The same with min_new_tokens, which forbids the end, and with a bad word that
+    is the EOS; for finite and lazy constraints. The other rows of the call are decoded."""
     nested = 'start: "a" start "b" | "7"'
     alone = "of 1 that the regex allows there bad_words forbid 1; change one of these, or drop the row"
     optional: dict[str, Any] = {"regex": "7(a|b)?", "bad_words": ["a", "b"]}
@@ -105,13 +119,4 @@ def test_a_row_whose_constraint_only_a_bad_word_satisfies_is_an_error_for_good(m
         ({"regex": "7", "min_new_tokens": 5}, "7", ""),
         (optional, "7", ""),
     ]
-    names = dict.fromkeys(["regex", "grammar", "bad_words", "min_new_tokens"])
-    with batchspec.Engine(keys) as engine:
-        found = engine.generate([{"prompt": "Say", **names, **row} for row, _, _ in rows]).to_dicts()
-    for row, (_, completion, message) in zip(found, rows, strict=True):
-        assert row["completion"] == completion
-        if completion is None:
-            assert (row["error"]["code"], row["error"]["retryable"]) == ("no_token_left", False)
-            assert message in row["error"]["message"]
-        else:
-            assert (row["error"], row["finish_reason"]) == (None, "stop")
+    check_answers(model, drafter, rows)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import batchspec
 from batchspec import run
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.commands import verify
@@ -26,7 +25,7 @@ from batchspec.model.target import Target
 from batchspec.packing.cells import BadRow
 from batchspec.packing.no_repeat_ngram import read_no_repeat_ngram
 from batchspec.records import MAX_LISTED, Completion, Request, SamplingParams
-from tests.batch.test_bad_words import outputs, words_of
+from tests.batch.test_bad_words import check_answers, outputs, words_of
 from tests.batch.test_logit_rules import ALL, TARGET, tokens
 from tests.batch.test_logit_rules import run as decoded
 from tests.helpers.engines import VOCAB, plain_tokens, request
@@ -134,7 +133,7 @@ def test_keys_of_a_job_that_fit_nothing_are_refused(keys: tuple[str, ...], said:
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.csv"])
 def test_rules_of_rows_in_files_without_types(name: str, model: Path, tmp_path: Path) -> None:
-    """Numbers beside objects in JSON lines, and cells of CSV; a bad one is an error row."""
+    """A column may hold numbers and objects in JSON lines, and text in CSV; a malformed value makes an error row."""
     values = [20, None, {"ngram_size": 3, "window_size": 50}, "x"]
     lines = [json.dumps({"prompt": f"p{i}", "no_repeat_ngram": value}) for i, value in enumerate(values)]
     if name == "in.csv":
@@ -151,11 +150,7 @@ def test_rules_of_rows_in_files_without_types(name: str, model: Path, tmp_path: 
 @pytest.mark.second
 @pytest.mark.parametrize("drafter", ["none", "lookup"])
 def test_a_row_whose_constraint_leaves_a_repeated_ngram_alone_is_an_error_for_good(model: Path, drafter: str) -> None:
-    """For finite and lazy constraints, beside rows that go on."""
-    keys: dict[str, Any] = {
-        "model.path": str(model), "model.dtype": "float64", "model.max_len": 64, "decode.max_new_tokens": 20, "draft": drafter,
-        "input.columns": {"regex": "regex", "grammar": "grammar"}, "packing.max_num_seqs": 3, "packing.memory_gb": 0.1,
-    }
+    """For finite and lazy constraints. The other rows of the call are decoded."""
     alone = "of 1 that the regex allows there the n-grams of no_repeat_ngram forbid 1; change one of these, or drop the row"
     rows: list[tuple[dict[str, Any], str | None, str]] = [
         ({"regex": "7777", "no_repeat_ngram": "2"}, None, f"regex: no token is left for output token 3: {alone}"),
@@ -165,14 +160,7 @@ def test_a_row_whose_constraint_leaves_a_repeated_ngram_alone_is_an_error_for_go
         ({"grammar": 'start: "a" start "b" | "77"', "no_repeat_ngram": "1"}, None, "the n-grams of no_repeat_ngram forbid"),
         ({"regex": "7777", "no_repeat_ngram": None}, "7777", ""),
     ]
-    names = dict.fromkeys(["regex", "grammar"])
-    with batchspec.Engine(keys) as engine:
-        found = engine.generate([{"prompt": "Say", **names, **row} for row, _, _ in rows]).to_dicts()
-    for row, (_, completion, message) in zip(found, rows, strict=True):
-        assert row["completion"] == completion
-        if completion is None:
-            assert (row["error"]["code"], row["error"]["retryable"]) == ("no_token_left", False)
-            assert message in row["error"]["message"]
+    check_answers(model, drafter, rows)
 
 
 RULE = (2, 40, (5,))
@@ -230,7 +218,7 @@ def test_no_drafter_drafts_a_token_that_is_forbidden(name: str, temperature: flo
 
 
 def test_masks_of_a_product_leave_the_tokens_that_the_logits_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU greedy rows of which some have only this rule are chosen by a product that writes no logits."""
+    """If no other rule masks logits, a GPU chooses the tokens of greedy rows in the output product and writes no logits."""
     chosen, told = Target.greedy_sample, [0]
 
     def masked(self: Target, hidden: Tensor, vocab: int | None = None, *, allowed: Any = None, **flags: Any) -> Tensor:

@@ -21,7 +21,7 @@ from tests.helpers.models import make_checkpoint, make_wrapped
 from tests.helpers.nvfp4_layouts import Packer, compressed, group, nvfp4
 from tests.helpers.nvfp4_layouts import fp8 as fp8_by
 from tests.model.test_fp8_block import CONFIG as FP8_CONFIG
-from tests.model.test_fp8_block import quantised
+from tests.model.test_fp8_block import by_definition
 
 Tensors = dict[str, Tensor]
 
@@ -74,7 +74,7 @@ def fp8(tensors: Tensors) -> Tensors:
     found = Tensors()
     for name, tensor in tensors.items():
         if name.endswith(_CONVERTED):
-            values, scale = quantised(tensor.float())
+            values, scale = by_definition(tensor.float())
             found |= {name: values, f"{name}_scale_inv": scale}
         else:
             found[name] = tensor

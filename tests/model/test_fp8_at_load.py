@@ -39,7 +39,7 @@ from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights
 from tests.helpers.models import make_checkpoint, make_tokenizer
 from tests.helpers.runs import make_prompts
-from tests.model.test_fp8_block import MOE, ODD, RECURRENT, SHARED
+from tests.model.test_fp8_block import MOE, ODD, RECURRENT, SHARED, by_definition
 from tests.model.test_lora import make_adapter
 from tests.model.test_target import Runner, prompts
 
@@ -49,20 +49,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 PLAIN = ["lm_head", "in_proj_a", "in_proj_b", "in_proj_ba", "mlp.gate", "shared_expert_gate"]
 """What tools that write FP8 checkpoints leave plain."""
-
-
-def by_definition(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 and a scale of each block, block by block, in the weight's own dtype."""
-    rows, columns = (range(0, size, BLOCK) for size in weight.shape)
-    scales = torch.empty(len(rows), len(columns), dtype=weight.dtype)
-    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-    for i, row in enumerate(rows):
-        for j, column in enumerate(columns):
-            block = weight[row : row + BLOCK, column : column + BLOCK]
-            largest = block.abs().max()
-            scales[i, j] = largest / 448 if largest > 0 else torch.finfo(weight.dtype).eps
-            values[row : row + BLOCK, column : column + BLOCK] = (block / scales[i, j]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return values, scales.float()
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -39,12 +39,18 @@ def is_converted(name: str) -> bool:
     return name.endswith(CONVERTED) and not any(part in name for part in PLAIN)
 
 
-def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 and the scale of each block, the block's largest number being 448."""
-    scale = torch.empty(-(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK))
-    for i, j in [(i, j) for i in range(scale.shape[0]) for j in range(scale.shape[1])]:
-        scale[i, j] = weight[_block(i, j)].abs().max() / 448
-    return (weight / _spread(scale, weight)).to(torch.float8_e4m3fn), scale
+def by_definition(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 and a scale of each block, block by block, in the weight's own dtype."""
+    rows, columns = (range(0, size, BLOCK) for size in weight.shape)
+    scales = torch.empty(len(rows), len(columns), dtype=weight.dtype)
+    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            block = weight[row : row + BLOCK, column : column + BLOCK]
+            largest = block.abs().max()
+            scales[i, j] = largest / 448 if largest > 0 else torch.finfo(weight.dtype).eps
+            values[row : row + BLOCK, column : column + BLOCK] = (block / scales[i, j]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return values, scales.float()
 
 
 def _block(i: int, j: int) -> tuple[slice, slice]:
@@ -67,7 +73,7 @@ def make_fp8(folder: Path, family: str, **config: Any) -> tuple[Path, Path]:
     for name, tensor in tensors.items():
         stored[name] = tensor
         if is_converted(name):
-            weight, scale = quantised(tensor)
+            weight, scale = by_definition(tensor)
             stored |= {name: weight, f"{name}_scale_inv": scale}
             tensors[name] = weight.float() * _spread(scale, tensor)
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
