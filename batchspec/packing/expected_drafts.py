@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 ASSUMED_OF = 3
-"""Number of drafts of which a round accepts `assumed_accepted`. More drafts are taken to bring nothing."""
+"""A round that verifies so many drafts accepts `assumed_accepted` of them. Further drafts are assumed to add none."""
 _HALVINGS = 40
 
 

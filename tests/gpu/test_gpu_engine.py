@@ -195,7 +195,7 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, tmp_p
 @pytest.mark.parametrize("name", ["none", "lookup", "pard", "eagle3", "hybrid", "tree"])
 @pytest.mark.parametrize("heat", [0.0, 0.9])
 def test_graphs_forbid_ngrams_as_the_cpu_does(name: str, heat: float, tmp_path: Path) -> None:
-    """Greedy rows under this rule alone, whose choices a product may mask itself, and sampled rows, beside rows without it."""
+    """Greedy rows that have only this rule (the output product may apply its mask), sampled rows, and rows without the rule."""
     rules = ((2, 60, (3, 9)), None, (1, 12, ()), (3, 1000, ()))
     samplings = tuple(SamplingParams(temperature=heat, no_repeat_ngram=rule) for rule in rules)
     asked, slots = requests(40, samplings=samplings), 8

@@ -88,7 +88,7 @@ def test_tokens_that_complete_an_ngram_again_are_forbidden_after_every_draft(
 
 @ANY_DTYPE
 def test_without_drafts_in_every_dtype(dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
-    """A window that is longer than a block of the kernel, of which the first n-gram lies within it or just outside."""
+    """The window is longer than a block of the kernel; its first n-gram lies inside the window or begins one token before it."""
     output = [5, 4, 3, *(i % 3 for i in range(1100)), 5, 4]
     for window, wanted in ((len(output), {3}), (len(output) - 1, set()), (100, set())):
         given_state: dict[str, Any] = {

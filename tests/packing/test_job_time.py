@@ -39,7 +39,7 @@ def bound_by_arithmetic(rows: int, num_drafts: int) -> float:
 
 @pytest.mark.parametrize("assumed", [0.0, 0.8, 1.5, 3.0])
 def test_fewer_drafts_than_the_assumption_is_of_are_accepted_at_the_same_rate(assumed: float) -> None:
-    """Not all of them: a fixed K = 1 would look as good as a K = 3 of which 1.5 drafts are accepted."""
+    """If all drafts of a fixed K = 1 were assumed to be accepted, it would look as good as K = 3 with 1.5 accepted drafts."""
     of_three = ExpectedDrafts((0, 1, 2, 3), accepted_of_few(assumed, ASSUMED_OF))
     assert of_three.accepted == pytest.approx(assumed)
     for count in (1, 2):
