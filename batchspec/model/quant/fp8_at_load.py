@@ -28,8 +28,8 @@ from batchspec.model.quant.plain import PLAIN
 
 MOST = 448.0
 """The largest number of e4m3."""
-STRIPE = 8 * BLOCK
-"""Rows that are quantised at a time."""
+STRIPE = 1 << 25
+"""Numbers of a weight that are quantised at a time, about: fewer take more launches, more take more memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +95,24 @@ def quantised_weight(weight: Tensor) -> Fp8Weight:
     rows, k = weight.shape
     values = torch.empty((rows, k), dtype=E4M3, device=weight.device)
     scale = torch.empty((-(-rows // BLOCK), -(-k // BLOCK)), device=weight.device)
-    for first in range(0, rows, STRIPE):
-        stripe = weight[first : first + STRIPE]
-        values[first : first + STRIPE], scale[first // BLOCK : (first + STRIPE) // BLOCK] = _quantised(stripe)
+    blocks = max(1, STRIPE // (BLOCK * k))  # of each column of blocks
+    for first in range(0, len(scale), blocks):
+        own = slice(first * BLOCK, (first + blocks) * BLOCK)
+        _quantise(weight[own], values[own], scale[first : first + blocks])
     return Fp8Weight(values, scale)
 
 
-def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and scales."""
+def _quantise(weight: Tensor, values: Tensor, scales: Tensor) -> None:
+    """Write the values and scales of whole rows of blocks. A model has thousands of matrices, so each launch counts."""
     rows, k = weight.shape
     if weight.dtype is torch.float16:
         weight = weight.float()
     padding = (0, -k % BLOCK, 0, -rows % BLOCK)
     blocks = (F.pad(weight, padding) if any(padding) else weight).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    scale = torch.maximum(blocks.amax((1, 3)), -blocks.amin((1, 3))) / MOST
-    scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
-    values = (blocks / scale[:, None, :, None]).clamp_(-MOST, MOST).to(E4M3).flatten(2).flatten(0, 1)
-    return values[:rows, :k], scale
+    scale = torch.linalg.vector_norm(blocks, torch.inf, (1, 3)).div_(MOST)
+    scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
+    values.copy_((blocks / scale[:, None, :, None]).clamp_(-MOST, MOST).flatten(2).flatten(0, 1)[:rows, :k])
+    scales.copy_(scale)
 
 
 FP8_AT_LOAD = Fp8AtLoad("block", "group")
