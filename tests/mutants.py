@@ -1,6 +1,6 @@
 """How much the tests protect the engine's core: one-line mutants of it, and whether a fixed list of test files fails with each.
 
-    python -m tests.mutants TREE [--files PATTERN ...] [--count 30] [--seed 1] [--first 0]
+    python -m tests.mutants TREE [--files PATTERN ...] [--pytest ARGUMENTS] [--count 30] [--seed 1] [--first 0]
 
 TREE is a checkout of its own (`git worktree add TREE COMMIT`): a mutant changes one of its files, which is put back after the
 tests. The same seed draws the same mutants of the same commit. One line a mutant: killed or survived, what was changed, and the
@@ -14,6 +14,7 @@ import ast
 import os
 import random
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,11 +103,15 @@ def code_of(node: ast.AST) -> Iterator[ast.AST]:
                 yield from code_of(child)
 
 
-def failure(tree: Path) -> str | None:
-    """The first failing test, "time limit", or None."""
+def default_arguments(tree: Path) -> list[str]:
+    """Of pytest: the files of TESTS."""
     folders = {path.stem: path for path in (tree / "tests").rglob("test_*.py")}
-    files = [str(folders[name]) for name in TESTS]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not (slow or soak)", *files]
+    return ["-m", "not (slow or soak)", *(str(folders[name]) for name in TESTS)]
+
+
+def failure(tree: Path, arguments: list[str]) -> str | None:
+    """The first failing test, "time limit", or None. arguments: of pytest, which runs in the tree."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(tree), "CI": "1"}
     try:
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S)
@@ -122,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tree", type=Path)
     parser.add_argument("--files", nargs="*", default=FILES, metavar="PATTERN", help="of the files to change, in TREE")
+    parser.add_argument("--pytest", help="of pytest, in place of the list here: \"-n 2 -m 'not second' tests/model\"")
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of mutants to leave out, which an earlier run has tried")
@@ -129,14 +135,15 @@ def main() -> None:
     tree = args.tree.resolve()
     files = sorted(path for pattern in args.files for path in tree.glob(pattern))
     drawn = random.Random(args.seed).sample([mutant for path in files for mutant in mutants_of(path)], args.count)
-    if (found := failure(tree)) is not None:
+    arguments = shlex.split(args.pytest) if args.pytest else default_arguments(tree)
+    if (found := failure(tree, arguments)) is not None:
         sys.exit(f"{tree}: a test fails without any change: {found}")
     survived = 0
     for number, mutant in enumerate(drawn[args.first :], args.first):
         before = mutant.path.read_text(encoding="utf-8")
         try:
             mutant.path.write_text(mutant.source(before), encoding="utf-8")
-            found = failure(tree)
+            found = failure(tree, arguments)
         finally:
             mutant.path.write_text(before, encoding="utf-8")
         survived += found is None
