@@ -41,7 +41,6 @@ from batchspec.engine.prefill.runner import PrefillRunner
 from batchspec.engine.rounds.graphs import Graphs
 from batchspec.engine.rounds.records import RoundOptions, RoundResult
 from batchspec.engine.rounds.results import Moment, PendingResult
-from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import Prefill, RoundShape, ScheduledStep, Segment
 from batchspec.kernels.rounds.accept import FULL
 from batchspec.model.families.shapes import COMMON
@@ -150,19 +149,19 @@ class StandInEngine(Engine):
 
     def _begin(self, requests: RequestStream) -> EngineRun:
         run = super()._begin(requests)
-        process, take = run._process, run.ends.take
+        process, take = run._process, run.requests.take_completions
 
         def timed_process() -> None:
             process()
             self.watch.lap("process")
 
-        def timed_take() -> list[tuple[RequestState, Completion]]:
+        def timed_take() -> list[Completion]:
             self.watch.lap("schedule")
             done = take()
             self.watch.lap("process")
             return done
 
-        run._process, run.ends.take = timed_process, timed_take  # type: ignore[method-assign]
+        run._process, run.requests.take_completions = timed_process, timed_take  # type: ignore[method-assign]
         return run
 
 

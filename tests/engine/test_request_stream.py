@@ -342,7 +342,7 @@ def test_prompts_of_requests_that_were_taken_ahead_are_hashed_once_and_before_th
 @pytest.mark.second
 def test_only_as_many_requests_are_prepared_ahead_as_the_next_refills_need() -> None:
     engine, counts = engine_of("none", slots=40), list[int]()
-    engine.on_round = lambda totals: counts.append(len(engine._current.taken) - engine.slots.num_live)
+    engine.on_round = lambda totals: counts.append(len(engine._current.requests) - engine.slots.num_live)
     asked = [replace(one, max_new_tokens=5 + i % 7) for i, one in enumerate(rows(200))]
     assert len(list(engine.run(iter(asked)))) == 200
     ended = 40  # at most so many have ended and are not handed out yet

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from batchspec.engine.slots.allocator import SlotAllocator
+from batchspec.engine.slots.open_requests import OpenRequests
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.engine.slots.row_ends import Ended, RowEnds
+from batchspec.engine.slots.row_ends import RowEnds
+from batchspec.engine.slots.run_features import RunFeatures
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.kernels.rounds.accept import FAILED, FULL, HELD, STOPPED
-from batchspec.records import Completion, Ids, RowError
+from batchspec.records import Completion, Ids, Request, RowError
 from tests.helpers.engines import request
 from tests.helpers.io_samples import completion
 
@@ -39,6 +42,9 @@ class Features:
     def __init__(self, examined: str | None = None) -> None:
         self.waiting, self.examined = set[RequestState](), examined
 
+    def arrive(self, request: Request, draft_len: int) -> RequestState:
+        return RequestState.of(request, draft_len)
+
     def ready(self, state: RequestState) -> bool:
         return state not in self.waiting
 
@@ -50,23 +56,31 @@ class Features:
 
 
 class Ends:
+    """Rows that end, and the requests behind them; `made` has the slot and the time of each completion."""
+
     def __init__(self, examined: str | None = None) -> None:
         self.allocator, self.features = Allocator(), Features(examined)
-        self.ended, self.finished = list[Ended](), list[tuple[Ids, Ids]]()
-        given: Any = (self.allocator, self.features)
-        self.ends = RowEnds(*given, ended=self.ended, finished=self.finished, complete=_complete)
+        self.finished, self.made = list[tuple[Ids, Ids]](), list[tuple[int, float]]()
+        allocator, features = cast(SlotAllocator, self.allocator), cast(RunFeatures, self.features)
+        self.requests = OpenRequests(features, draft_len=0, finished=self.finished, complete=self._complete)
+        self.ends = RowEnds(allocator, features, self.requests)
 
     def row(self, *, in_slot: bool = True) -> RequestState:
-        state = RequestState(request=request(len(self.ended), [1, 2, 3], cap=4), draft_len=0)
+        state = self.requests.arrive(request(len(self.requests), [1, 2, 3], cap=4))
+        assert state is not None
         state.prefix_hashes, state.tokens = [b"a", b"b"], [7]
         if in_slot:
             self.allocator.slots.fill([state], self.allocator.slots.free()[:1], 0)
         return state
 
+    def _complete(self, state: RequestState, *, slot: int, now: float) -> Completion:
+        self.made.append((slot, now))
+        nothing: dict[str, Any] = {"prompt_ids": None, "token_ids": None, "error": BAD, "status": "error"}
+        return completion(state.request.row_index, **(nothing if state.finish_reason == "error" else {}))
 
-def _complete(state: RequestState, *, slot: int, now: float) -> Completion:
-    nothing: dict[str, Any] = {"prompt_ids": None, "token_ids": None, "error": BAD, "status": "error"}
-    return completion(state.request.row_index, **(nothing if state.finish_reason == "error" else {}))
+    def take(self) -> list[int]:
+        """The rows whose completions can be taken now."""
+        return [done.row_index for done in self.requests.take_completions()]
 
 
 @pytest.mark.parametrize(
@@ -80,9 +94,9 @@ def test_a_row_leaves_its_slot_and_the_device_is_told_unless_it_ended_the_row(fi
         state.finish_reason = "stop"
     own.ends.end(state, finish, 2.5)
     assert (state.finish_reason, own.allocator.released, state.slot) == (reason, [on_device], -1)
-    assert [(one.slot, one.now) for one in own.ended] == [(0, 2.5)]
     assert own.allocator.forgotten == ([(b"a", b"b")] if reason == "error" else [])
-    assert own.ends.outstanding
+    assert own.requests.any_ended
+    assert (own.take(), own.made) == ([0], [(0, 2.5)])
 
 
 @pytest.mark.parametrize("in_slot", [True, False])
@@ -94,21 +108,37 @@ def test_a_row_that_a_feature_fails_ends_with_its_reason_if_its_newest_tokens_en
     own.ends.fail(state)
     assert (state.finish_reason, state.error) == (("stop", None) if examined else ("error", BAD))
     assert own.allocator.released == [False] * in_slot
-    assert [one.slot for one in own.ended] == [0 if in_slot else -1]
+    assert own.take() == [0]
+    assert [slot for slot, _ in own.made] == [0 if in_slot else -1]
 
 
 def test_a_row_is_completed_once_and_not_before_its_features_are_ready() -> None:
     own = Ends()
-    late, early, bad = states = [own.row() for _ in range(2)] + [own.row(in_slot=False)]
+    late, early = own.row(), own.row()
+    bad = own.row(in_slot=False)
     own.features.waiting.add(late)
     own.ends.end(late, STOPPED, 1.0)
     own.ends.end(early, STOPPED, 1.0)
     bad.fail(BAD)
     own.ends.fail(bad)
-    assert [state for state, _ in own.ends.take()] == [early, bad]
+    assert own.take() == [1, 2]
     assert len(own.finished) == 1, "a drafter learns nothing from an error"
-    assert (own.ends.take(), own.ends.outstanding) == ([], True)
+    assert (own.take(), own.requests.any_ended) == ([], True)
     own.features.waiting.clear()
-    assert [state for state, _ in own.ends.take()] == [late]
-    assert (own.ends.take(), own.ends.outstanding, len(own.finished)) == ([], False, 2)
-    assert len({id(state) for state in states}) == 3
+    assert own.take() == [0]
+    assert (own.take(), own.requests.any_ended, len(own.finished)) == ([], False, 2)
+
+
+def test_a_request_is_open_until_the_caller_has_its_completion() -> None:
+    """Until then another run may continue it, but for one that has failed."""
+    own = Ends()
+    rows = [own.row(), own.row()]
+    failed = own.row(in_slot=False)
+    failed.fail(BAD)
+    own.ends.fail(failed)
+    own.ends.end(rows[0], STOPPED, 1.0)
+    assert [one.row_index for one in own.requests.snapshots(2.0)] == [0, 1]
+    assert own.take() == [2, 0]
+    assert [one.row_index for one in own.requests.snapshots(2.0)] == [0, 1]
+    own.requests.handed_out()
+    assert ([one.row_index for one in own.requests.snapshots(2.0)], len(own.requests)) == ([1], 1)

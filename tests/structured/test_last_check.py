@@ -26,6 +26,7 @@ from batchspec.engine.features.stop_strings import StopStrings
 from batchspec.engine.features.texts import Texts
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.slots.completion import completion_of
+from batchspec.engine.slots.open_requests import OpenRequests
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_ends import RowEnds
 from batchspec.kernels.rounds.accept import FULL, STOPPED
@@ -326,15 +327,15 @@ def test_rows_that_have_ended_are_not_decoded_anew_when_memory_runs_out(how: str
     engine = engine_of(NeverChecked(0) if how == "not checked" else ExpandLate(0))
     with monkeypatch.context() as patch:
         if how == "not checked":
-            take = RowEnds.take
+            take = OpenRequests.take_completions
 
-            def run_out(own: RowEnds) -> list[tuple[RequestState, Completion]]:
+            def run_out(own: OpenRequests) -> list[Completion]:
                 found = take(own)
                 if len(lazy_of(engine)._check._asked) == 2:
                     raise MemoryError
                 return found
 
-            patch.setattr(RowEnds, "take", run_out)
+            patch.setattr(OpenRequests, "take_completions", run_out)
         else:
             patch.setattr("batchspec.engine.loop.engine_run.completion_of", lambda *_, **__: [][0])
         with suppress(MemoryError, IndexError):

@@ -145,7 +145,7 @@ class Engine:
                 if is_over and not run.slots.num_live and self.keeps_prefixes:  # no row owns a page: the next run may have them
                     self._kept_pools = run.pools
                 yield done
-                run.handed_out()
+                run.requests.handed_out()
                 if is_over:
                     return
         raise EngineInUse(

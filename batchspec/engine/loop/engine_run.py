@@ -22,15 +22,16 @@ from batchspec.engine.rounds.results import PendingResult, RoundLog, Slots
 from batchspec.engine.slots.allocator import SlotAllocator
 from batchspec.engine.slots.completion import completion_of
 from batchspec.engine.slots.launch import UnreadLaunch
+from batchspec.engine.slots.open_requests import OpenRequests
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.engine.slots.row_ends import Ended, RowEnds
+from batchspec.engine.slots.row_ends import RowEnds
 from batchspec.engine.slots.row_feature import Features
 from batchspec.engine.slots.run_features import RunFeatures
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.slots.waiting import WaitingRequests
 from batchspec.kernels.rounds.accept import HELD
 from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, PackedBatch
-from batchspec.records import Completion, Ids, Request, Snapshot
+from batchspec.records import Completion, Ids, Snapshot
 from batchspec.request_stream import RequestStream
 
 PREFETCHED_PER_ROUND = 8
@@ -43,16 +44,15 @@ class EngineRun:
     """All host state of one run, and its steps.
 
     pools      pages, and the prefixes that can be found; the allocator grants them
-    taken      requests whose completions the caller does not have yet
     slots      the requests in slots; the allocator fills them, results add tokens
     features   what rows of this run may ask for
+    requests   those that were taken from the stream and whose completions the caller does not have yet
     scheduler  decides the steps; it has the launches whose results are not read
-    ends       ends rows, and makes their completions
     """
 
     def __init__(
         self,
-        requests: RequestStream,
+        stream: RequestStream,
         *,
         batch: PackedBatch,
         executor: Executor,
@@ -82,17 +82,12 @@ class EngineRun:
             lookahead=(batch.run_ahead + MOST_ROUNDS_BEFORE_REFILL) * round_.max_emitted + round_.kv_per_round,
             states=executor.prefix_states(),
         )
-        self.taken: dict[RequestState, None] = {}
-        """Requests that were taken from the stream and whose completions the caller does not have yet: they wait, are in a slot,
-        are preempted, or have ended and wait for their completion. A dict, because it keeps their order."""
-        self._handed_out: list[RequestState] = []
-        """Requests whose completions the last step has returned; the caller may not have taken them yet."""
-        ended: list[Ended] = []
         self.slots = SlotTable(batch.num_slots, batch.max_len, drafter.draft_len, num_groups=groups.num_groups)
         self.features = RunFeatures(features.begin(self.slots, self.pools))
+        complete = partial(completion_of, drafter=drafter.name, eos_ids=eos_ids, nodes=round_.nodes)
+        self.requests = OpenRequests(self.features, draft_len=drafter.draft_len, finished=finished, complete=complete)
         self._waiting = WaitingRequests(
-            requests, partial(_arrive, self.features, drafter.draft_len, self.taken, ended), self.features.ready,
-            most_prefetched=batch.num_slots // 2,
+            stream, self.requests.arrive, self.features.ready, most_prefetched=batch.num_slots // 2
         )
         self._allocator = allocator_kind(
             batch,
@@ -103,10 +98,9 @@ class EngineRun:
             num_lookahead_slots=round_.num_lookahead_slots,
             prefill_cost=prefill_cost,
         )
-        complete = partial(completion_of, drafter=drafter.name, eos_ids=eos_ids, nodes=round_.nodes)
-        self.ends = RowEnds(self._allocator, self.features, ended=ended, finished=finished, complete=complete)
+        self._ends = RowEnds(self._allocator, self.features, self.requests)
         self.scheduler = Scheduler(
-            self._allocator, self.ends, planner, executor, totals, features=self.features, finished=finished
+            self._allocator, self._ends, planner, executor, totals, features=self.features, finished=finished
         )
         self._steps = self.scheduler.schedule()
 
@@ -126,17 +120,10 @@ class EngineRun:
             if on_round is not None:
                 on_round(self._totals)
             self.take_ahead()
-        done = self.ends.take()
+        done = self.requests.take_completions()
         if not (done or self.scheduler.unread) and (stopping or not self.slots.num_decoding):
             self.features.wait(REST_S)
-        self._handed_out = [state for state, _ in done]
-        return [completion for _, completion in done]
-
-    def handed_out(self) -> None:
-        """The caller has the completions of the last step. Before, `unfinished` counts their requests."""
-        for state in self._handed_out:
-            del self.taken[state]
-        self._handed_out = []
+        return done
 
     def take_ahead(self) -> None:
         """Prefetch some requests, if their stream gives them without waiting, and prepare those that the next refills need, so
@@ -160,7 +147,7 @@ class EngineRun:
                 continue
             if self._lead is not None:  # all ranks must agree on what was read
                 self._lead.confirm()
-            self.ends.end(state, finish, now)
+            self._ends.end(state, finish, now)
 
     def _learn(self, launch: UnreadLaunch, result: PendingResult, slots: Slots, log: RoundLog) -> None:
         """Add a result to what outlives the run: the totals, and what the planner measures."""
@@ -208,31 +195,12 @@ class EngineRun:
 
     def is_over(self, *, stopping: bool) -> bool:
         """Whether nothing is left to do."""
-        if self.ends.outstanding or self.scheduler.unread:
+        if self.requests.any_ended or self.scheduler.unread:
             return False
         # `exhausted` takes requests from the stream: of these some may have ended already.
-        return stopping or (not self.slots.num_live and self._allocator.exhausted and not self.ends.outstanding)
+        return stopping or (not self.slots.num_live and self._allocator.exhausted and not self.requests.any_ended)
 
     def unfinished(self) -> list[Snapshot]:
-        """Snapshots of all requests that another run may continue: they have tokens, and the caller has no completion of them.
-
-        Requests that have ended and wait for their completion are included: the next run completes them without decoding.
-        Requests that have failed are not: the next run decodes them from the beginning.
-        """
-        now = time.perf_counter()
+        """Snapshots of all requests that another run may continue: see `OpenRequests.snapshots`."""
         self.slots.flush(*self.slots.live)
-        left = (state for state in self.taken if state.continues and state.tokens and state.finish_reason != "error")
-        return [state.snapshot(now) for state in left]
-
-
-def _arrive(
-    features: RunFeatures, draft_len: int, taken: dict[RequestState, None], ended: list[Ended], request: Request
-) -> RequestState | None:
-    """The state of a request that needs a slot, which is added to `taken`. A request that has ended already, by the tokens of an
-    earlier run or by what its features force, is added to `ended` too; None for it."""
-    state = features.arrive(request, draft_len)
-    taken[state] = None
-    if state.finish_reason is None:
-        return state
-    ended.append(Ended(state, -1, time.perf_counter()))
-    return None
+        return self.requests.snapshots(time.perf_counter())

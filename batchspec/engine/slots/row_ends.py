@@ -1,43 +1,21 @@
-"""The end of a row: it leaves its slot, waits while its features are not ready, and becomes a completion."""
+"""The end of a row: it leaves its slot, and its request has ended."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from batchspec.engine.slots.allocator import SlotAllocator
+from batchspec.engine.slots.open_requests import OpenRequests
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.run_features import RunFeatures
 from batchspec.kernels.rounds.accept import HELD
-from batchspec.records import Completion, Ids
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A request that has ended: the slot that it had, -1 for none, and the host's clock in seconds."""
-
-    state: RequestState
-    slot: int
-    now: float
 
 
 class RowEnds:
-    """Ends rows: `end` those that the device or a feature has ended, `fail` those that a feature has failed. Later `take` makes
-    their completions."""
+    """Ends rows: `end` those that the device or a feature has ended, `fail` those that a feature has failed."""
 
-    def __init__(
-        self, allocator: SlotAllocator, features: RunFeatures, *, ended: list[Ended], finished: list[tuple[Ids, Ids]],
-        complete: Callable[..., Completion],
-    ) -> None:
-        """
-        ended     requests that have ended and have no completion. `_arrive` of engine_run.py adds those that end before they
-                  enter a slot
-        finished  gets prompt and output of each row that ended without an error, for the drafter to learn from
-        complete  makes the completion of a request: `completion_of`, with the arguments that are the same for all requests bound
-        """
-        self._allocator, self._features, self._ended = allocator, features, ended
-        self._finished, self._complete = finished, complete
+    def __init__(self, allocator: SlotAllocator, features: RunFeatures, requests: OpenRequests) -> None:
+        self._allocator, self._features, self._requests = allocator, features, requests
 
     def end(self, state: RequestState, finish: int, now: float) -> None:
         """Take a request that has ended out of its slot.
@@ -54,7 +32,7 @@ class RowEnds:
             state.set_finish_reason(finish)
         if state.finish_reason == "error":
             self._allocator.pools.forget_prefix(state.prefix_hashes or ())
-        self._ended.append(Ended(state, slot, now))
+        self._requests.end(state, slot=slot, now=now)
 
     def fail(self, state: RequestState) -> None:
         """End a row that one of its features has failed, in a slot or not. Its features examine its newest tokens first: if these
@@ -68,23 +46,4 @@ class RowEnds:
             state.fail(error)
         if slot >= 0:
             self._allocator.release(state)
-        self._ended.append(Ended(state, slot, time.perf_counter()))
-
-    @property
-    def outstanding(self) -> bool:
-        """Whether a request has ended and has no completion."""
-        return bool(self._ended)
-
-    def take(self) -> list[tuple[RequestState, Completion]]:
-        """The requests that have ended and wait for nothing, once each, with their completions."""
-        ready, waiting = list[Ended](), list[Ended]()
-        for one in self._ended:
-            (ready if self._features.ready(one.state) else waiting).append(one)
-        self._ended[:] = waiting
-        return [(one.state, self._completion(one)) for one in ready]
-
-    def _completion(self, ended: Ended) -> Completion:
-        done = self._features.finish(ended.state, self._complete(ended.state, slot=ended.slot, now=ended.now))
-        if done.prompt_ids is not None and done.token_ids is not None:  # no error
-            self._finished.append((done.prompt_ids, done.token_ids))
-        return done
+        self._requests.end(state, slot=slot, now=time.perf_counter())

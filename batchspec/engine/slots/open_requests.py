@@ -1,0 +1,97 @@
+"""The open requests of a run: taken from the stream, and their completions are not in the caller's hands yet.
+
+An open request waits, is in a slot, is preempted, or has ended and waits for its completion or for the caller.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.run_features import RunFeatures
+from batchspec.records import Completion, Ids, Request, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that has ended and has no completion."""
+
+    state: RequestState
+    slot: int
+    """The slot that it had; -1 for none."""
+    now: float
+    """When it ended, in seconds of the host's clock."""
+
+
+class OpenRequests:
+    """A request is opened by `arrive`, ended by `end`, completed by `take_completions`, and closed by `handed_out`."""
+
+    def __init__(
+        self, features: RunFeatures, *, draft_len: int, finished: list[tuple[Ids, Ids]], complete: Callable[..., Completion]
+    ) -> None:
+        """
+        draft_len  K of the run
+        finished   gets prompt and output of each row that ended without an error, for the drafter to learn from
+        complete   makes the completion of a request: `completion_of`, with the arguments that are the same for all requests bound
+        """
+        self._features, self._draft_len, self._finished, self._complete = features, draft_len, finished, complete
+        self._open: dict[RequestState, None] = {}  # a dict, because it keeps their order
+        self._ended: list[Ended] = []
+        self._taken: list[RequestState] = []
+
+    def arrive(self, request: Request) -> RequestState | None:
+        """The state of a request that needs a slot; None for one that has ended already, by the tokens of an earlier run or by
+        what its features force."""
+        state = self._features.arrive(request, self._draft_len)
+        self._open[state] = None
+        if state.finish_reason is None:
+            return state
+        self.end(state, slot=-1, now=time.perf_counter())
+        return None
+
+    def end(self, state: RequestState, *, slot: int, now: float) -> None:
+        """A request has ended, with a finish reason. slot: that it had, -1 for none; now: seconds of the host's clock."""
+        assert state.finish_reason is not None
+        assert state.slot < 0
+        self._ended.append(Ended(state, slot, now))
+
+    @property
+    def any_ended(self) -> bool:
+        """Whether a request has ended and has no completion."""
+        return bool(self._ended)
+
+    def take_completions(self) -> list[Completion]:
+        """Those of the requests that have ended and wait for no feature, once each. They stay open until `handed_out`."""
+        ready, waiting = list[Ended](), list[Ended]()
+        for one in self._ended:
+            (ready if self._features.ready(one.state) else waiting).append(one)
+        self._ended = waiting
+        self._taken = [one.state for one in ready]
+        return [self._completion(one) for one in ready]
+
+    def handed_out(self) -> None:
+        """The caller has the completions that were taken last."""
+        for state in self._taken:
+            del self._open[state]
+        self._taken = []
+
+    def snapshots(self, now: float) -> list[Snapshot]:
+        """Of all that another run may continue: they have tokens, which are flushed. now: seconds of the host's clock.
+
+        Requests that have ended are included: the next run completes them without decoding. Those that have failed are not: the
+        next run decodes them from the beginning.
+        """
+        left = (state for state in self._open if state.continues and state.tokens and state.finish_reason != "error")
+        return [state.snapshot(now) for state in left]
+
+    def __len__(self) -> int:
+        """Number of open requests."""
+        return len(self._open)
+
+    def _completion(self, ended: Ended) -> Completion:
+        done = self._features.finish(ended.state, self._complete(ended.state, slot=ended.slot, now=ended.now))
+        if done.prompt_ids is not None and done.token_ids is not None:  # no error
+            self._finished.append((done.prompt_ids, done.token_ids))
+        return done
