@@ -21,7 +21,6 @@ from batchspec.engine.slots.expected_pages import ExpectedPages
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.slots.static_batching import StaticBatching
-from batchspec.engine.slots.waiting import WaitingRequests
 from batchspec.engine.step import PageGrant
 from batchspec.errors import CapacityError
 from batchspec.packed_batch import PackedBatch
@@ -29,7 +28,7 @@ from batchspec.packing.order import order_requests
 from batchspec.packing.predict import LengthPredictor
 from batchspec.records import Request
 from tests.helpers.engines import request
-from tests.helpers.waiting_requests import waiting
+from tests.helpers.waiting_requests import queue_of, waiting
 
 
 def progress(req: Request) -> RequestState:
@@ -156,7 +155,7 @@ def test_the_last_requests_enter_as_soon_as_all_of_them_have_a_slot() -> None:
 def test_requests_that_others_may_follow_wait_for_them() -> None:
     stream = Arriving([request(i, [1], cap=4) for i in range(9)])
     allocator = SlotAllocator(
-        shape(8, 200), pools_of(200), WaitingRequests(stream, progress, lambda _: True),
+        shape(8, 200), pools_of(200), queue_of(stream, progress),
         prefill_cost=PrefillCost(least=10.0, token=0.0),
     )
     allocator.release(refill(allocator)[0])

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.waiting import WaitingRequests
 from batchspec.records import Request
 from batchspec.request_stream import ListedRequests, RequestStream
 from tests.helpers.engines import request
 from tests.helpers.streams import all_of
+from tests.helpers.waiting_requests import queue_of
 from tests.packing.test_feed import done, feed
 
 
@@ -43,7 +43,7 @@ class Windows:
 
 
 def waiting(stream: RequestStream, most: int) -> WaitingRequests:
-    return WaitingRequests(stream, lambda one: RequestState.of(one, 0), lambda _: True, most_prefetched=most)
+    return queue_of(stream, most_prefetched=most)
 
 
 def prefetch(ahead: WaitingRequests, count: int) -> None:

@@ -21,13 +21,12 @@ from batchspec.draft.none import NoDrafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.engine_run import EngineRun
 from batchspec.engine.slots.allocator import TAKEN_AHEAD, SlotAllocator
-from batchspec.engine.slots.request_state import RequestState
-from batchspec.engine.slots.waiting import WaitingRequests
 from batchspec.errors import EngineInUse
 from batchspec.records import Request, Snapshot
-from batchspec.request_stream import ListedRequests, RequestStream
+from batchspec.request_stream import ListedRequests
 from tests.helpers.engines import DEVICE, VOCAB, make_engine, packed, plain_tokens, request, tiny_target
 from tests.helpers.moe_models import ids_of
+from tests.helpers.waiting_requests import queue_of
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {"none": NoDrafter, "lookup": lambda: LookupDrafter(4, min_ngram=1, max_ngram=2)}
 
@@ -36,10 +35,6 @@ def rows(count: int = 6, length: int = 14) -> list[Request]:
     """Three pages of their own each, and some tokens."""
     draw = np.random.default_rng(7)
     return [request(i, draw.integers(0, VOCAB, length).tolist(), cap=5 + i) for i in range(count)]
-
-
-def waiting_of(stream: RequestStream, *, most_prefetched: int = 0) -> WaitingRequests:
-    return WaitingRequests(stream, lambda one: RequestState.of(one, 0), lambda _: True, most_prefetched=most_prefetched)
 
 
 def engine_of(drafter: str, **shape: Any) -> Engine:
@@ -261,7 +256,7 @@ def test_an_empty_stream_is_asked_no_more_once_it_has_ended() -> None:
             self.num_asked += 1
 
     stream = Stream()
-    allocator = SlotAllocator(packed(2), engine_of("none").pools, waiting_of(stream))
+    allocator = SlotAllocator(packed(2), engine_of("none").pools, queue_of(stream))
     assert not allocator.exhausted
     assert allocator.exhausted
     assert allocator.refill_is_due()
@@ -294,7 +289,7 @@ def test_requests_that_were_taken_ahead_wait_in_the_order_of_the_stream(
         def next_ready(self) -> Request | None:
             return self._left.popleft() if self._left else None
 
-    found, waiting = list[Request](), waiting_of(Stream(), most_prefetched=5)
+    found, waiting = list[Request](), queue_of(Stream(), most_prefetched=5)
     for turn in turns:
         before, prefetched = len(waiting), waiting.num_prefetched
         if turn is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -15,7 +15,6 @@ from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.kernels.rounds.accept import FAILED, FULL, HELD, STOPPED
 from batchspec.records import Completion, Ids, Request, RowError
 from tests.helpers.engines import request
-from tests.helpers.io_samples import completion
 
 BAD = RowError(code="bad", stage="decode", message="no", retryable=False)
 
@@ -56,13 +55,14 @@ class Features:
 
 
 class Ends:
-    """Rows that end, and the requests behind them; `made` has the slot and the time of each completion."""
+    """Rows that end, and the requests behind them."""
 
     def __init__(self, examined: str | None = None) -> None:
-        self.allocator, self.features = Allocator(), Features(examined)
-        self.finished, self.made = list[tuple[Ids, Ids]](), list[tuple[int, float]]()
+        self.allocator, self.features, self.finished = Allocator(), Features(examined), list[tuple[Ids, Ids]]()
         allocator, features = cast(SlotAllocator, self.allocator), cast(RunFeatures, self.features)
-        self.requests = OpenRequests(features, draft_len=0, finished=self.finished, complete=self._complete)
+        self.requests = OpenRequests(
+            features, drafter="none", draft_len=0, nodes=None, eos_ids=frozenset(), finished=self.finished
+        )
         self.ends = RowEnds(allocator, features, self.requests)
 
     def row(self, *, in_slot: bool = True) -> RequestState:
@@ -72,11 +72,6 @@ class Ends:
         if in_slot:
             self.allocator.slots.fill([state], self.allocator.slots.free()[:1], 0)
         return state
-
-    def _complete(self, state: RequestState, *, slot: int, now: float) -> Completion:
-        self.made.append((slot, now))
-        nothing: dict[str, Any] = {"prompt_ids": None, "token_ids": None, "error": BAD, "status": "error"}
-        return completion(state.request.row_index, **(nothing if state.finish_reason == "error" else {}))
 
     def take(self) -> list[int]:
         """The rows whose completions can be taken now."""
@@ -90,13 +85,16 @@ class Ends:
 def test_a_row_leaves_its_slot_and_the_device_is_told_unless_it_ended_the_row(finish: int, reason: str, on_device: bool) -> None:
     own = Ends()
     state = own.row()
+    state.first_token_at = 1.0
     if finish in (HELD, 0):  # a feature has ended it
         state.finish_reason = "stop"
     own.ends.end(state, finish, 2.5)
     assert (state.finish_reason, own.allocator.released, state.slot) == (reason, [on_device], -1)
     assert own.allocator.forgotten == ([(b"a", b"b")] if reason == "error" else [])
     assert own.requests.any_ended
-    assert (own.take(), own.made) == ([0], [(0, 2.5)])
+    (done,) = own.requests.take_completions()
+    assert done.stats is not None
+    assert (done.finish_reason, done.stats.slot, done.stats.decode_s) == (reason, 0, 1.5)
 
 
 @pytest.mark.parametrize("in_slot", [True, False])
@@ -108,8 +106,9 @@ def test_a_row_that_a_feature_fails_ends_with_its_reason_if_its_newest_tokens_en
     own.ends.fail(state)
     assert (state.finish_reason, state.error) == (("stop", None) if examined else ("error", BAD))
     assert own.allocator.released == [False] * in_slot
-    assert own.take() == [0]
-    assert [slot for slot, _ in own.made] == [0 if in_slot else -1]
+    (done,) = own.requests.take_completions()
+    assert done.stats is not None
+    assert (done.status, done.stats.slot) == ("ok" if examined else "error", 0 if in_slot else -1)
 
 
 def test_a_row_is_completed_once_and_not_before_its_features_are_ready() -> None:

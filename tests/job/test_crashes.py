@@ -31,6 +31,7 @@ from batchspec.engine.loop.engine_run import EngineRun
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.loop.scheduler import Scheduler
 from batchspec.engine.rounds.round import Round
+from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.step import ScheduledRound, ScheduledStep
 from batchspec.errors import Interrupted
 from batchspec.job.runner.oom_fallback import smaller
@@ -191,7 +192,7 @@ def kill_at_token(row: str, count: int, sample: int = 0) -> None:
     """From now on the process is killed when a row's sample has this many tokens."""
     schedule = Scheduler._schedule_round
 
-    def deadly(self: Scheduler) -> ScheduledRound:
+    def deadly(self: Scheduler) -> tuple[ScheduledRound, UnreadLaunch]:
         for state in self.slots.live:
             request = state.request
             num_tokens = self.slots.num_tokens[state.slot] - len(request.prompt_ids)

@@ -21,6 +21,7 @@ from batchspec.config.schema import RunConfig
 from batchspec.config.typed import keys
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.scheduler import Scheduler
+from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.step import ScheduledRound
 from batchspec.errors import OutputError
 from batchspec.job.prepare import open_job
@@ -325,7 +326,7 @@ def test_slots_stay_full_from_shard_to_shard(model: Path, tmp_path: Path, monkey
     def committed() -> int:
         return len(list((tmp_path / "out/data").glob("*"))) if (tmp_path / "out/data").is_dir() else 0
 
-    def noted(self: Scheduler) -> ScheduledRound:
+    def noted(self: Scheduler) -> tuple[ScheduledRound, UnreadLaunch]:
         wait_for(lambda: committed() == len(begun), 60, "commits that have begun")  # their thread is late on a busy machine
         courses.append((len(self.slots.live), self._allocator.exhausted, committed()))
         return schedule(self)

@@ -337,7 +337,7 @@ def test_rows_that_have_ended_are_not_decoded_anew_when_memory_runs_out(how: str
 
             patch.setattr(OpenRequests, "take_completions", run_out)
         else:
-            patch.setattr("batchspec.engine.loop.engine_run.completion_of", lambda *_, **__: [][0])
+            patch.setattr("batchspec.engine.slots.open_requests.completion_of", lambda *_, **__: [][0])
         with suppress(MemoryError, IndexError):
             done |= {out.row_index: out for out in engine.run(iter(job))}
     left = {one.row_index: one for one in engine.unfinished()}

@@ -2,7 +2,7 @@
 
 The device masks tokens by the automaton (`batch/logits.py`), each finished row is checked once more on the host
 (`last_check.py`), and no row is in a slot without its automaton: `DeviceBatch.begin` puts it into a state that allows no token,
-until `Constrain` sets its own.
+until a row command sets its own.
 """
 
 from __future__ import annotations

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 from batchspec.cache.page_tables import PagePools
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.loop.round_planner import RoundPlanner
 from batchspec.engine.loop.scheduler import Scheduler
-from batchspec.engine.loop.totals import EngineTotals, add_result
+from batchspec.engine.loop.totals import EngineTotals
 from batchspec.engine.prefill.cost import PrefillCost
 from batchspec.engine.ranks.lead import Lead
 from batchspec.engine.rounds.results import PendingResult, RoundLog, Slots
 from batchspec.engine.slots.allocator import SlotAllocator
-from batchspec.engine.slots.completion import completion_of
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.open_requests import OpenRequests
 from batchspec.engine.slots.request_state import RequestState
@@ -84,11 +82,11 @@ class EngineRun:
         )
         self.slots = SlotTable(batch.num_slots, batch.max_len, drafter.draft_len, num_groups=groups.num_groups)
         self.features = RunFeatures(features.begin(self.slots, self.pools))
-        complete = partial(completion_of, drafter=drafter.name, eos_ids=eos_ids, nodes=round_.nodes)
-        self.requests = OpenRequests(self.features, draft_len=drafter.draft_len, finished=finished, complete=complete)
-        self._waiting = WaitingRequests(
-            stream, self.requests.arrive, self.features.ready, most_prefetched=batch.num_slots // 2
+        self.requests = OpenRequests(
+            self.features, drafter=drafter.name, draft_len=drafter.draft_len, nodes=round_.nodes, eos_ids=eos_ids,
+            finished=finished,
         )
+        self._waiting = WaitingRequests(stream, self.requests, most_prefetched=batch.num_slots // 2)
         self._allocator = allocator_kind(
             batch,
             self.pools,
@@ -139,8 +137,8 @@ class EngineRun:
         self._learn(launch, result, slots, log)
         now = time.perf_counter()
         self.features.read(launch, result, slots, log)
-        add_result(self.slots, result, slots, log, now)
-        for slot, finish in self._ended_in(slots, log):
+        self.slots.add_result(result, slots, log, now)
+        for slot, finish in self._examine_due(slots, log):
             state = self.slots.at(slot)
             if finish == HELD and state.finish_reason is None:
                 self.slots.hold(state, on_device=True)
@@ -160,11 +158,11 @@ class EngineRun:
         if planner.experts is not None:
             totals.expert_correlation = planner.experts.correlation
 
-    def _ended_in(self, slots: Slots, log: RoundLog) -> list[tuple[int, int]]:
+    def _examine_due(self, slots: Slots, log: RoundLog) -> list[tuple[int, int]]:
         """Let features examine the rows that are due after a result; line i of `log` is that of the row in slots[i].
 
-        Returns the slots of rows that the device has ended or holds, each with its reason, and of rows that features have ended,
-        with 0.
+        Returns the slots of rows that must leave or be held: those that the device has ended or holds, each with its reason, and
+        those that features have ended, with 0.
         """
         on_device = log.finish != 0
         ended: dict[int, int] = dict(zip(slots[on_device].tolist(), log.finish[on_device].tolist(), strict=True))

@@ -12,7 +12,7 @@ from batchspec.engine.loop.refills import prefill_of, refill_of
 from batchspec.engine.loop.round_planner import RoundPlanner
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.engine.slots.allocator import SlotAllocator
-from batchspec.engine.slots.launch import UnreadLaunches
+from batchspec.engine.slots.launch import UnreadLaunch, UnreadLaunches
 from batchspec.engine.slots.prefix_groups import PrefixGroups
 from batchspec.engine.slots.refill_policy import rounds_before_refill
 from batchspec.engine.slots.request_state import RequestState
@@ -165,7 +165,8 @@ class Scheduler:
             if grants:  # held rows keep their slots and pages
                 yield self._make_step(grants=tuple(grants))
             return
-        yield self._make_step(reads_due=reads, grants=tuple(grants), round_=self._schedule_round())
+        round_, launch = self._schedule_round()
+        yield self._make_step(reads_due=reads, grants=tuple(grants), round_=round_, launch=launch)
 
     @property
     def _tokens_ahead(self) -> int:
@@ -173,12 +174,11 @@ class Scheduler:
         round_ = self._executor.round
         return len(self.unread) * round_.max_emitted + round_.kv_per_round
 
-    def _schedule_round(self) -> ScheduledRound:
+    def _schedule_round(self) -> tuple[ScheduledRound, UnreadLaunch]:
+        """The next round, and what the host keeps of it."""
         slots, groups = self.slots, self._prefix_groups
         new_groups = groups.renew(slots.requests, slots.owner, self.num_rows)
         launch = self._planner.choose(self.num_rows, slots.num_tokens, slots.owner)
-        self.unread.add(launch)
-        self._totals.rounds += 1
         shape = RoundShape(
             num_rows=self.num_rows,
             draft_len=launch.width.draft_len,
@@ -188,28 +188,33 @@ class Scheduler:
             prepare_next=launch.prepare_next,
             max_kv=self._planner.max_kv(int(slots.max_tokens[slots.owner >= 0].max(initial=0))),
         )
-        return ScheduledRound(
+        round_ = ScheduledRound(
             shape=shape,
             new_prefix_groups=new_groups,
             counts_experts=launch.counts_experts,
             drafter_update=self._executor.drafter.next_update(),
         )
+        return round_, launch
 
     def _make_step(
         self, *, moves: tuple[tuple[int, int], ...] = (), refills: tuple[Refill, ...] = (), resumed: tuple[int, ...] = (),
         prefill: Prefill | None = None, grants: tuple[PageGrant, ...] = (), round_: ScheduledRound | None = None,
-        num_reads: int = 0, read_all: bool = False, reads_due: bool = True,
+        launch: UnreadLaunch | None = None, num_reads: int = 0, read_all: bool = False, reads_due: bool = True,
     ) -> ScheduledStep:
         """A step with the changes since the last one; notes what it launches. Arguments are fields of `ScheduledStep`, but:
 
+        launch     what the host keeps of the round
         read_all   read the results of all launches, those of this step included
         reads_due  if it launches a round: whether the results that are due by `run_ahead` are read
         """
         if prefill is not None:
             self.unread.add_prefill(prefill)
+        if launch is not None:
+            self.unread.add(launch)
+            self._totals.rounds += 1
         if read_all:
             num_reads = len(self.unread)
-        elif reads_due and round_ is not None:
+        elif reads_due and launch is not None:
             num_reads = max(0, len(self.unread) - self.batch.run_ahead)
         finished = tuple(self.finished)
         self.finished.clear()

@@ -1,12 +1,11 @@
-"""Adds each result to the requests in slots and to the engine's totals, and says which requests the host must check."""
+"""Sums of what the engine has done."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from batchspec.engine.rounds.results import PendingResult, RoundLog, Slots
-from batchspec.engine.slots.slot_table import SlotTable
+from batchspec.engine.rounds.results import PendingResult, RoundLog
 
 
 @dataclass(slots=True)
@@ -45,15 +44,3 @@ class EngineTotals:
             self.row_rounds += len(log.num_kept)
             self.accepted += int(log.accepted_len.sum())
             self.drafted += int(log.draft_len.sum())
-
-
-def add_result(table: SlotTable, result: PendingResult, slots: Slots, log: RoundLog, now: float) -> None:
-    """Add a result that has arrived: line i of `log` is that of the row in slots[i]; now: seconds of the host's clock."""
-    table.num_tokens[slots] += log.num_kept
-    if result.began is None:
-        table.add_round(slots, log)
-        return
-    table.add_prefill(slots, log)
-    elapsed = result.seconds_since(result.began)
-    for slot in slots.tolist():
-        table.at(slot).note_prefill(elapsed, now)

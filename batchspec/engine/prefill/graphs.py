@@ -1,7 +1,7 @@
 """Prefill passes of short rows as CUDA graphs: one launch by the host instead of some hundred kernels.
 
-A pass is padded to a shape (`prefill_shapes.py`), and one upload fills the buffer with all inputs that depend on its rows
-(`prefill_inputs.py`).
+A pass is padded to a shape (`shapes.py`), and one upload fills the buffer with all inputs that depend on its rows
+(`inputs.py`).
 
 Every token of a row is computed by the same operations as in a pass that is launched kernel by kernel (`prefill_chunk`). But a
 product may choose its tile by the number of tokens, padding included. Attention may be split by the number of rows, and its

@@ -57,7 +57,7 @@ class SlotAllocator:
         self.slots = slots or SlotTable(batch.num_slots, batch.max_len, batch.num_verified, num_groups=pools.groups.num_groups)
         self._features = features or RunFeatures()
         self._waiting = waiting
-        self._num_refills = 0
+        self._num_entered = 0
         self._num_lookahead_slots = num_lookahead_slots
         self._prefixes = None if pools.states is None else PrefixPlanner(pools, pools.states)
         self._expected_pages = ExpectedPages(batch.page_size, num_lookahead_slots)
@@ -90,7 +90,8 @@ class SlotAllocator:
         return -(-num_tokens // self.batch.page_size)
 
     def refill_is_due(self, round_s: float = 1.0, refill_s: float | None = None) -> bool:
-        """Whether to refill the free slots now. Call it once before each round, because it adds up their idle time.
+        """Whether to refill the free slots now. Call it once before each round: it adds up their idle time, and gives back the
+        pages that rows need no longer.
 
         round_s   seconds that a round over all slots takes at present, in the unit of the prefill cost
         refill_s  fixed seconds of a refill whose pass is replayed (`RefillTimes`); None: not measured
@@ -119,8 +120,8 @@ class SlotAllocator:
             state.slot = slot
             self._features.enter(state)
         if group:
-            self.slots.fill(group, free[: len(group)], self._num_refills)
-            self._num_refills += len(group)
+            self.slots.fill(group, free[: len(group)], self._num_entered)
+            self._num_entered += len(group)
         return group
 
     def _is_worth_a_refill(self, round_s: float, refill_s: float | None) -> bool:

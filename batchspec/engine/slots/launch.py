@@ -31,7 +31,7 @@ class UnreadLaunch:
     counts_experts: bool = False
     """Whether the result has the number of experts that the round read."""
     num_prefilled: int = 0
-    """Tokens of this prefill pass, and of those before it that have no result."""
+    """Tokens of this prefill pass and of the passes just before it whose results are not sent, since no row ends in them."""
     segments: tuple[Segment, ...] = ()
     """Segments of a prefill pass, in order."""
 

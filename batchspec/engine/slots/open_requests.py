@@ -6,9 +6,9 @@ An open request waits, is in a slot, is preempted, or has ended and waits for it
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from batchspec.engine.slots.completion import completion_of
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.run_features import RunFeatures
 from batchspec.records import Completion, Ids, Request, Snapshot
@@ -29,14 +29,18 @@ class OpenRequests:
     """A request is opened by `arrive`, ended by `end`, completed by `take_completions`, and closed by `handed_out`."""
 
     def __init__(
-        self, features: RunFeatures, *, draft_len: int, finished: list[tuple[Ids, Ids]], complete: Callable[..., Completion]
+        self, features: RunFeatures, *, drafter: str, draft_len: int, nodes: int | None, eos_ids: frozenset[int],
+        finished: list[tuple[Ids, Ids]],
     ) -> None:
         """
+        drafter    its name
         draft_len  K of the run
+        nodes      number of nodes in each round's tree; None for chains
+        eos_ids    of the model
         finished   gets prompt and output of each row that ended without an error, for the drafter to learn from
-        complete   makes the completion of a request: `completion_of`, with the arguments that are the same for all requests bound
         """
-        self._features, self._draft_len, self._finished, self._complete = features, draft_len, finished, complete
+        self._features, self._drafter, self._draft_len, self._nodes = features, drafter, draft_len, nodes
+        self._eos_ids, self._finished = eos_ids, finished
         self._open: dict[RequestState, None] = {}  # a dict, because it keeps their order
         self._ended: list[Ended] = []
         self._taken: list[RequestState] = []
@@ -50,6 +54,10 @@ class OpenRequests:
             return state
         self.end(state, slot=-1, now=time.perf_counter())
         return None
+
+    def ready(self, state: RequestState) -> bool:
+        """Whether the request need not wait for any of its features."""
+        return self._features.ready(state)
 
     def end(self, state: RequestState, *, slot: int, now: float) -> None:
         """A request has ended, with a finish reason. slot: that it had, -1 for none; now: seconds of the host's clock."""
@@ -66,7 +74,7 @@ class OpenRequests:
         """Those of the requests that have ended and wait for no feature, once each. They stay open until `handed_out`."""
         ready, waiting = list[Ended](), list[Ended]()
         for one in self._ended:
-            (ready if self._features.ready(one.state) else waiting).append(one)
+            (ready if self.ready(one.state) else waiting).append(one)
         self._ended = waiting
         self._taken = [one.state for one in ready]
         return [self._completion(one) for one in ready]
@@ -91,7 +99,10 @@ class OpenRequests:
         return len(self._open)
 
     def _completion(self, ended: Ended) -> Completion:
-        done = self._features.finish(ended.state, self._complete(ended.state, slot=ended.slot, now=ended.now))
+        done = completion_of(
+            ended.state, drafter=self._drafter, eos_ids=self._eos_ids, slot=ended.slot, now=ended.now, nodes=self._nodes
+        )
+        done = self._features.finish(ended.state, done)
         if done.prompt_ids is not None and done.token_ids is not None:  # no error
             self._finished.append((done.prompt_ids, done.token_ids))
         return done

@@ -23,7 +23,7 @@ class PrefixPlan:
     num_pages: int = 0
     """Pages that it shares with others, after which it begins."""
     num_common: int = 0
-    """Pages that others had computed or will, as far as a state may be kept after them."""
+    """Pages at its beginning that others have computed or will, up to the last after which a state may be kept."""
 
     @property
     def level(self) -> int:

@@ -37,7 +37,7 @@ class RequestState:
     prefix_plan: PrefixPlan | None = None
     """What its prefill does with the states of prefixes; None if no layer keeps row tensors."""
     order: int = 0
-    """Number of the refill that gave it its slot: the highest is the youngest request."""
+    """Number that it got when it entered its slot: the highest is the youngest request."""
     prefix_hashes: list[bytes] | None = None
     """Hashes of the prompt's pages that may be shared with other rows; None until they are needed."""
     tokens: list[int] = field(default_factory=list)

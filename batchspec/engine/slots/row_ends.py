@@ -36,7 +36,7 @@ class RowEnds:
 
     def fail(self, state: RequestState) -> None:
         """End a row that one of its features has failed, in a slot or not. Its features examine its newest tokens first: if these
-        end it, it ends with their reason. Otherwise the lengths of rounds would decide which comes first."""
+        end it, it ends with their reason. Otherwise the number of tokens a round adds would decide which of the two it is."""
         error, state.finish_reason, state.error = state.error, None, None
         slot = state.slot
         if slot >= 0:

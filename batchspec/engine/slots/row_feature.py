@@ -24,7 +24,7 @@ from batchspec.records import Completion
 
 
 class RowFeature:
-    """A feature in one run of the engine. Only `arrive` must be defined; the other methods are called for its rows alone.
+    """A feature in one run of the engine. Only `arrive` must be defined. Methods with a `state` are called for its rows alone.
 
     A row waits while one of its features is not `ready`: for a slot, or, when it has ended, for its completion. Meanwhile other
     rows go ahead. A row that must wait in its slot is **held** there: the device holds one at a token whose mask it does not have

@@ -21,7 +21,7 @@ class RunFeatures:
 
     def __init__(self, features: Sequence[RowFeature] = ()) -> None:
         self._features = tuple(features)
-        # of these, those that are asked in every step and define an answer
+        # those that are called in every step, without the features that do not define them
         self._read, self._poll, self._take_commands = (self._defining(name) for name in ("read", "poll", "take_commands"))
         self._of_row: dict[RequestState, tuple[RowFeature, ...]] = {}
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.engine.rounds.results import RoundLog, Slots
+from batchspec.engine.rounds.results import PendingResult, RoundLog, Slots
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.watch import NEVER, NO_TOKEN
 from batchspec.kernels.rounds.accept import HELD
@@ -35,7 +35,7 @@ class SlotTable:
 
         self.requests: list[RequestState | None] = [None] * num_slots
         self.owner = zeros() + FREE
-        """Number of the refill that filled the slot; FREE without a request."""
+        """Number of the request in the slot: each that enters a slot gets the next one. FREE without a request."""
         self.num_tokens = zeros()
         """Prompt and output tokens that the host has read. While a request has a slot, this is the only count that is up to
         date."""
@@ -66,7 +66,8 @@ class SlotTable:
             self.max_tokens, self.predicted_tokens, self.decodes, self.watch_at, self.watch_token, self._tokens, self._counts,
         )
         self.held: dict[RequestState, int] = {}
-        """Requests that are held, and the number of results of the run after which all their tokens are known."""
+        """Requests that are held. Tokens of one may be in results that are not read yet: its value is the number of results of
+        the run that must have been read before all of them are known."""
         self._killed: list[int] = []
         self._modes: Counter[SamplingMode] = Counter()
         self.num_live = 0
@@ -107,7 +108,7 @@ class SlotTable:
     def fill(self, states: Sequence[RequestState], slots: Sequence[int], order: int) -> None:
         """Put requests, which have their pages, into free slots.
 
-        order  what the first request gets as its place in the order of refills; each later one gets the next number
+        order  number of the first request; each later one gets the next
         """
         assert (self.owner[slots] == FREE).all(), slots
         self.owner[slots] = np.arange(order, order + len(states))
@@ -218,6 +219,17 @@ class SlotTable:
                 field[destination] = field[source]
             self.owner[source], self.decodes[source] = FREE, False
             self._counts[source] = 0
+
+    def add_result(self, result: PendingResult, slots: Slots, log: RoundLog, now: float) -> None:
+        """Add a result that has arrived: line i of `log` is that of the row in slots[i]; now: seconds of the host's clock."""
+        self.num_tokens[slots] += log.num_kept
+        if result.began is None:
+            self.add_round(slots, log)
+            return
+        self.add_prefill(slots, log)
+        elapsed = result.seconds_since(result.began)
+        for slot in slots.tolist():
+            self.at(slot).note_prefill(elapsed, now)
 
     def add_prefill(self, slots: Slots, log: RoundLog) -> None:
         """Add the token that a prefill emitted for each of `slots`, none for a failed row; line i of `log` is that of

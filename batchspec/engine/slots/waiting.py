@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
+from batchspec.engine.slots.open_requests import OpenRequests
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.records import Request
 from batchspec.request_stream import RequestStream, take_ready
@@ -14,8 +15,7 @@ class WaitingRequests:
     """Holds the requests of a run from the moment when they are taken from their stream until they enter a slot.
 
     stream           is dropped once it has ended, because an engine keeps its last run and the stream may hold a job's rows
-    arrive           makes a request's state; None: the request has ended already and needs no slot
-    ready            whether a request may enter a slot
+    requests         makes the state of a request, and says whether it may enter a slot
     most_prefetched  maximum number of requests that are prefetched: taken from the stream, without a state
 
     Taking a request (its length is predicted and compared with the time left) costs the thread that launches rounds some 20 us,
@@ -24,11 +24,10 @@ class WaitingRequests:
     """
 
     def __init__(
-        self, stream: RequestStream, arrive: Callable[[Request], RequestState | None], ready: Callable[[RequestState], bool],
-        *, most_prefetched: int = 0,
+        self, stream: RequestStream, requests: OpenRequests, *, most_prefetched: int = 0
     ) -> None:
         self._stream: RequestStream | None = stream
-        self._arrive, self._ready, self._most_prefetched = arrive, ready, most_prefetched
+        self._requests, self._most_prefetched = requests, most_prefetched
         self._prefetched: deque[Request] = deque()
         self._queue: deque[RequestState] = deque()
 
@@ -65,7 +64,7 @@ class WaitingRequests:
         `most` requests are passed over."""
         for index in range(passed, most + 1):
             state = self.peek(index)
-            if state is None or self._ready(state):
+            if state is None or self._requests.ready(state):
                 return None if state is None else index
         return None
 
@@ -108,7 +107,7 @@ class WaitingRequests:
         return request
 
     def _enqueue(self, request: Request) -> None:
-        state = self._arrive(request)
+        state = self._requests.arrive(request)
         if state is not None:
             self._queue.append(state)
 
