@@ -7,7 +7,8 @@ A thread writes the segments, because an operation of a store may take seconds; 
 caller's thread. A segment is published atomically. Its header has the number of the following lines and their CRC-32. A segment
 that does not match, cannot be read or holds anything but rows of this job is ignored with a warning, and its rows are computed
 again: the journal only saves work. If several segments have the same row, a finished one is used, or else the longest unfinished
-one.
+one. A segment is deleted once the run that wrote it has committed the shards of all its rows: otherwise the journal of a long job
+would grow to the size of its output, and each run would read all of it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import time
 import zlib
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from batchspec.data.runstate.in_thread import in_thread
-from batchspec.data.runstate.journal_rows import fits, from_json, to_json
+from batchspec.data.runstate.journal_rows import from_json, to_json
 from batchspec.data.storage.store import Store, for_each
 from batchspec.errors import StorageError
 from batchspec.records import Completion, Request, Snapshot
@@ -96,9 +98,9 @@ class Journal:
         """Finished rows for the next segment."""
         self._writing: list[Completion] = []
         """Finished rows of the segment that the thread is writing; they may not be saved yet."""
-        self._saved: list[Completion] = []
-        """Rows of this run's segments whose shard it has not committed."""
-        self._write: Future[None] | None = None
+        self._segments: dict[str, list[Completion | Snapshot]] = {}
+        """By segment of this run, its rows whose shard the run has not committed."""
+        self._write: Future[str] | None = None
         """The thread's write, which may have ended; None once `flush_every` has taken its result."""
         self._flushed_at = time.monotonic()
 
@@ -108,10 +110,11 @@ class Journal:
 
     def forget(self, shard: int) -> None:
         """Drop the rows of a committed shard."""
-        self._waiting, self._writing, self._saved = (
-            [completion for completion in rows if completion.shard != shard]
-            for rows in (self._waiting, self._writing, self._saved)
+        self._waiting, self._writing = (
+            [completion for completion in rows if completion.shard != shard] for rows in (self._waiting, self._writing)
         )
+        for name, rows in self._segments.items():
+            self._segments[name] = [row for row in rows if row.shard != shard]
 
     def flush_every(self, seconds: float) -> None:
         """Begin to publish the added rows as a segment in a thread, if the last one was begun at least `seconds` ago.
@@ -123,7 +126,7 @@ class Journal:
                 return
             ended, self._write = self._write, None
             if ended.exception() is None:
-                self._saved += self._writing
+                self._segments[ended.result()] = [*self._writing]
             else:
                 self._waiting = self._writing + self._waiting
             self._writing = []
@@ -132,7 +135,7 @@ class Journal:
             self._flushed_at = time.monotonic()
             if self._waiting:
                 self._writing, self._waiting = self._waiting, []
-                self._write = in_thread(partial(self._publish, tuple(self._writing)), "journal")
+                self._write = in_thread(partial(self._publish, tuple(self._writing), self._take_committed()), "journal")
 
     def flush(self, snapshots: Iterable[Snapshot] = ()) -> int:
         """Publish the rows that are not known to be saved, and these unfinished ones, as a segment. Returns its number of rows.
@@ -144,8 +147,7 @@ class Journal:
         own = [*self._writing, *self._waiting]
         rows: list[Completion | Snapshot] = [*own, *snapshots]
         if rows:
-            self._publish(rows)
-            self._saved += own
+            self._segments[self._publish(rows)] = rows
             self._writing, self._waiting = [], []
         return len(rows)
 
@@ -154,12 +156,24 @@ class Journal:
         if self._write is not None:
             wait([self._write])
 
-    def _publish(self, rows: Sequence[Completion | Snapshot]) -> None:
+    def _take_committed(self) -> list[str]:
+        """The segments that hold no row any more which this run has not committed, once each."""
+        names = [name for name, rows in self._segments.items() if not rows]
+        for name in names:
+            del self._segments[name]
+        return names
+
+    def _publish(self, rows: Sequence[Completion | Snapshot], committed: Sequence[str] = ()) -> str:
+        """Publish a segment, then delete those that are not needed any more. Returns its name."""
         body = "\n".join(json.dumps(to_json(row)) for row in rows).encode()
         header = {"job": self._job, "rows": len(rows), "crc32": zlib.crc32(body)}
         name = f"{FOLDER}/{self._attempt}-{next(self._numbers):06d}.json"
         self._check_own()
         self._store.put_if_absent(name, json.dumps(header).encode() + b"\n" + body)
+        for one in committed:
+            with suppress(StorageError):  # one that stays costs time alone
+                self._store.delete(one, self._store.version(one))
+        return name
 
     def saved(self, earlier: Journaled, snapshots: Iterable[Snapshot], committed: Container[int]) -> Journaled:
         """What the next run will read: the rows of this run's segments and those of earlier runs.
@@ -169,8 +183,8 @@ class Journal:
         committed  shards whose rows are not counted
         """
         found = Journaled()
-        rows: list[Completion | Snapshot] = [*earlier.completions.values(), *earlier.snapshots.values(), *self._saved, *snapshots]
-        for row in rows:
+        own = itertools.chain(*self._segments.values())
+        for row in (*earlier.completions.values(), *earlier.snapshots.values(), *own, *snapshots):
             _take(row, found, committed)
         found.finish()
         return found
@@ -189,7 +203,7 @@ class Journal:
         for name, data in zip(new, for_each(self._store, [f"{FOLDER}/{name}" for name in new], self._segment), strict=True):
             try:
                 rows = [self._row(line) for line in _lines(data, self._job)]
-            except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 self._warn(name, f"is malformed ({type(error).__name__}: {error})")
                 continue
             for row in rows:
@@ -199,8 +213,8 @@ class Journal:
     def _row(self, line: bytes) -> Completion | Snapshot:
         """One line of a segment. Raises one of several errors if it is not a row of this job."""
         row = from_json(json.loads(line))
-        if not (fits(row, type(row)) and self._holds(row.shard, row.row_index) and row.sample_index >= 0):
-            raise ValueError("neither a completion nor a snapshot, or a row of another shard")
+        if not (self._holds(row.shard, row.row_index) and row.sample_index >= 0):
+            raise ValueError("a row of another shard")
         return row
 
     def _segment(self, name: str) -> bytes:

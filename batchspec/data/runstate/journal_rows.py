@@ -7,21 +7,42 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
-from functools import cache
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from batchspec.records import Completion, RowError, RowStats, Snapshot
+from batchspec.records import Completion, Snapshot
 
 DTYPES = {"prompt_ids": "<i4", "token_ids": "<i4", "logprobs": "<f4", "prompt_logprobs": "<f4"}
 """NumPy type of the stored numbers, for each array of a completion."""
 TOPS = ("top_logprobs", "prompt_top_logprobs")
 """Pairs of arrays: ids <i4 and logprobs <f4."""
+Top = tuple[tuple[int, ...], bytes, bytes]
+"""A stored pair: the shape of both, then their bytes."""
+STORED = dict.fromkeys(DTYPES, bytes | None) | dict.fromkeys(TOPS, Top | None)
+"""The types in which arrays are stored: msgspec reads base64 as bytes."""
+
+
+def _stored_completion() -> type[msgspec.Struct]:
+    """A record with the fields of a completion, arrays as stored."""
+    fields = [
+        (own.name, STORED.get(own.name, own.type), *(() if own.required else (own.default,)))
+        for own in msgspec.structs.fields(Completion)
+    ]
+    return msgspec.defstruct("StoredCompletion", fields, kw_only=True, forbid_unknown_fields=True)
+
+
+class StoredRow(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of the journal: one of both."""
+
+    done: Any = None
+    left: Snapshot | None = None
+
+
+STORED_COMPLETION = _stored_completion()
 
 
 def to_json(row: Completion | Snapshot) -> dict[str, Any]:
@@ -29,57 +50,22 @@ def to_json(row: Completion | Snapshot) -> dict[str, Any]:
     return {"left": asdict(row)} if isinstance(row, Snapshot) else {"done": _plain(row)}
 
 
-def from_json(values: dict[str, Any]) -> Completion | Snapshot:
-    """The row from which `to_json` made these values.
+def from_json(values: object) -> Completion | Snapshot:
+    """The row from which `to_json` made these values. Raises ValueError if they are not those of a row."""
+    try:
+        row = msgspec.convert(values, StoredRow)
+        if row.left is not None:
+            return _checked(row.left)
+        return _completion(msgspec.structs.asdict(msgspec.convert(row.done, STORED_COMPLETION)))
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
 
-    Raises ValueError, KeyError, TypeError, IndexError, AttributeError or OverflowError if no row can be made of them. The fields
-    of the row may still have wrong types: callers check them with `fits`.
-    """
-    return _completion(values["done"]) if "done" in values else _snapshot(values["left"])
 
-
-def _snapshot(values: Mapping[str, Any]) -> Snapshot:
-    snapshot = Snapshot(**_tuples(values))
+def _checked(snapshot: Snapshot) -> Snapshot:
     counts = (*snapshot.tokens, *snapshot.accepted, *snapshot.drafted)
     if len(snapshot.accepted) != len(snapshot.drafted) or min(counts, default=0) < 0:
         raise ValueError("tokens, accepted and drafted of a snapshot must be 0 or more, and as many accepted as drafted")
     return snapshot
-
-
-def fits(value: object, kind: Any) -> bool:
-    """Whether a value has the annotated type `kind`, checked recursively through tuples and records.
-
-    Raises NotImplementedError for a form of annotation that this function does not know: that is a bug, not a bad row.
-    """
-    kind = _resolved(kind)
-    origin, args = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        return any(fits(value, one) for one in args)
-    if origin is tuple:
-        if not isinstance(value, tuple):
-            return False
-        kinds = args[:1] * len(value) if args[-1] is Ellipsis else args
-        return len(kinds) == len(value) and all(map(fits, value, kinds))
-    kind = origin or kind
-    if not isinstance(kind, type):
-        raise NotImplementedError(f"the journal cannot check values of the type {kind!r}")
-    if origin is not None:
-        return isinstance(value, origin)
-    if is_dataclass(kind) or issubclass(kind, msgspec.Struct):
-        return type(value) is kind and all(fits(getattr(value, name), hint) for name, hint in _hints(kind))
-    return type(value) is kind or (kind is float and type(value) is int)
-
-
-def _resolved(kind: Any) -> Any:
-    """The type that an alias of a `type` statement names; other types unchanged. NDArray is one in NumPy 2.5 on Python 3.12."""
-    while (named := getattr(get_origin(kind) or kind, "__value__", None)) is not None:
-        kind = named
-    return kind
-
-
-@cache
-def _hints(record: type) -> list[tuple[str, Any]]:
-    return [*get_type_hints(record).items()]
 
 
 def _plain(completion: Completion) -> dict[str, Any]:
@@ -100,28 +86,18 @@ def _packed(array: np.ndarray[Any, Any], dtype: str) -> str:
     return base64.b64encode(array.astype(dtype, copy=False).tobytes()).decode("ascii")
 
 
-def _completion(values: dict[str, Any]) -> Completion:
-    stats, error = values["stats"], values["error"]
-    arrays: dict[str, Any] = {
-        **{name: None if values[name] is None else _unpacked(values[name], dtype) for name, dtype in DTYPES.items()},
-        **{name: _unpacked_top(values[name]) for name in TOPS},
-        "choice_logprobs": None if (listed := values["choice_logprobs"]) is None else tuple(map(tuple, listed)),
-        "unchecked": None if (checked_by := values.get("unchecked")) is None else tuple(checked_by),
-        "choice_probs": None if (probs := values["choice_probs"]) is None else tuple(probs),
-        "stats": None if stats is None else RowStats(**_tuples(stats)),
-        "error": None if error is None else RowError(**error),
-    }
-    return Completion(**(values | arrays))
+def _completion(values: Mapping[str, Any]) -> Completion:
+    """values: fields of a stored completion."""
+    arrays = {name: None if values[name] is None else _unpacked(values[name], dtype) for name, dtype in DTYPES.items()}
+    tops = {name: None if values[name] is None else _unpacked_top(values[name]) for name in TOPS}
+    return Completion(**{**values, **arrays, **tops})
 
 
-def _unpacked(text: str, dtype: str) -> Any:
-    found = np.frombuffer(base64.b64decode(text), dtype)
+def _unpacked(data: bytes, dtype: str) -> np.ndarray[Any, Any]:
+    found = np.frombuffer(data, dtype)
     return found.astype(found.dtype.newbyteorder("="), copy=False)
 
 
-def _unpacked_top(top: Sequence[Any] | None) -> tuple[Any, Any] | None:
-    return None if top is None else (_unpacked(top[1], "<i4").reshape(top[0]), _unpacked(top[2], "<f4").reshape(top[0]))
-
-
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+def _unpacked_top(top: Top) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    shape, ids, logprobs = top
+    return _unpacked(ids, "<i4").reshape(shape), _unpacked(logprobs, "<f4").reshape(shape)
