@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.commands.stats import main
+from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import OutputError
 from batchspec.job.report import stats as stats_module
 from batchspec.job.report.card import dataset_card
-from batchspec.job.report.stats import job_stats
+from batchspec.job.report.stats import count_error_rows, job_stats
 from batchspec.job.report.summary import Calibration
 from batchspec.records import Completion, RowStats
 from tests.helpers.io_samples import built, completion, dataset, failed, new_folder, shards_of, stats
@@ -57,6 +58,15 @@ def test_sums_are_over_tokens_and_beside_them_means_over_requests(tmp_path: Path
     assert every.mean_rate_over_requests == pytest.approx((0 + 9 / 12 + 1) / 3)
     assert got.histogram == (2, 2, 1, 2)
     assert [(p.drafted, p.accepted) for p in got.by_position] == [(7, 5), (6, 3), (6, 2)]
+
+
+def test_rows_with_errors_are_counted_alone_without_all_other_sums(tmp_path: Path) -> None:
+    """A row of two samples counts once, and of the shards only those that are asked for."""
+    rows = [failed(0), failed(0).replace(sample_index=1), completion(1), completion(2), failed(3)]
+    job(tmp_path, rows)
+    folder = OutputFolder(tmp_path)
+    assert count_error_rows(folder, [0, 1]) == job_stats(tmp_path).error_rows == 2
+    assert [count_error_rows(folder, [shard]) for shard in (0, 1)] == [1, 1]
 
 
 @pytest.mark.parametrize("at_a_time", [1, 3])

@@ -88,6 +88,14 @@ class JobStats:
     """By the drafter's confidence, over the runs that have ended: how many drafts were expected to be accepted, and were."""
 
 
+def count_error_rows(folder: OutputFolder, shards: Sequence[int]) -> int:
+    """Number of input rows of committed shards that have at least one error completion: `JobStats.error_rows`, of which polars
+    skips the shards whose footers say that they have none. Raises OutputError if a file cannot be read."""
+    with scanning(folder.path):
+        errors = folder.scan(shards).filter(pl.col("status") == "error")
+        return int(errors.select(pl.col("row_index").n_unique()).collect().item())
+
+
 def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
     """Statistics of the committed shards of a job, read a few at a time; `by` names an output column to group by.
 

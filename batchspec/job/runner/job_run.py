@@ -16,7 +16,7 @@ from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.errors import OutputError, TooManyErrors
 from batchspec.job.prepare import Job
 from batchspec.job.report.progress_bar import ProgressBar
-from batchspec.job.report.stats import job_stats
+from batchspec.job.report.stats import count_error_rows
 from batchspec.job.runner.compute_all import ComputeAll
 from batchspec.job.runner.identity import job_fingerprint, recorded_facts
 from batchspec.job.runner.kv_scales import keep_scales, with_saved_scales
@@ -109,7 +109,7 @@ class FoundRun:
     @cached_property
     def num_errors(self) -> int:
         """Committed input rows with at least one error completion; 0 in a retry."""
-        return 0 if self.is_retry or not self.finished else job_stats(self.folder.path).error_rows
+        return 0 if self.is_retry or not self.finished else count_error_rows(self.folder, sorted(self.finished))
 
     @cached_property
     def saved(self) -> Journaled:
