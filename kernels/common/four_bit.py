@@ -1,18 +1,20 @@
 """Weights W [N, K] of four bits, INT4 or NVFP4, in the form that their kernels read. One form for all checkpoints.
 
-    INT4   W[n, k] = (q[n, k] - z[n, j]) * s[n, j]     codes q and zero points z in 0 .. 15, scales s, j the group of column k
+    INT4   W[n, k] = q[n, k] * s[n, j] - z[n, j] * s[n, j]     codes q, zero points z in 0 .. 15, scales s, j the group of k
     NVFP4  W[n, k] = e2m1(q[n, k]) * s[n, j] * g[n]    groups of 16 columns, row scales g; `nvfp4.py` defines their bits
 
 Computed in fp32, in a model of fp64 in fp64, and rounded once to the model's dtype. In a model of bf16 the scales of INT4 weights
-are bf16: those of a file in fp16 are rounded to it at load, as by other engines. MXFP4 weights, which only experts have, are in
-another form (`moe/mxfp4.py`).
+are bf16: those of a file in fp16 are rounded to it at load, as by other engines. z * s is rounded to bf16 there too, because a
+subtraction of z would take a further instruction for every two numbers. With z = 8, as in symmetric weights, it is exact; others
+change a weight by at most 2^-9 of z * s, where rounding to four bits has changed it by up to s / 2. MXFP4 weights, which only
+experts have, are in another form (`moe/mxfp4.py`).
 
 The order in memory is that in which the kernels read (`gemm/four_bit_steps.py`). Blocks of 128 columns lie one after another, so
 a tile of rows is contiguous. The 128 codes of a row are 32 words of 16 bits; word j holds columns j, 32 + j, 64 + j and 96 + j
 of the block, the first in its lowest bits. So code i of all words is one block of 32 columns, and a tile of words is unpacked to
 the operand of a tensor core without moving a number between registers. Of 16 rows, thread l of a warp needs words 2 (l % 4) + 8 i
 and the next ones (i = 0 .. 3) of rows l / 4 and 8 + l / 4: its 16 bytes of the first row follow those of thread l - 1, and the
-second rows of all threads come after the first ones. Scales and zero points of 16 rows are in the order 0, 8, 1, 9, .. 7, 15:
+second rows of all threads come after the first ones. Scales and shifts of 16 rows are in the order 0, 8, 1, 9, .. 7, 15:
 those of the two rows of a thread make 32 bits. Rows are padded to a multiple of 16, and columns to one of 128, which are
 multiplied by zeros.
 """
@@ -35,6 +37,8 @@ ROWS = 16
 """Number of rows whose words and scales are interleaved. Slices of rows begin at multiples of it."""
 MIDDLE = 8
 """The zero point of symmetric weights."""
+SIZE = 256.0
+"""Kernels multiply numbers that are smaller than the weights by this factor (`gemm/four_bit_steps.py`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,8 +51,8 @@ class FourBitWeight:
     scales: Tensor
     """[G, N'] s; contiguous but in its first dimension. Groups of 32 or 64 columns: those of whole blocks, also past K.
     NVFP4: int16, two scales each, G for groups of 32"""
-    zeros: Tensor | None
-    """int16 [G, N'] z; None: all are 8"""
+    shifts: Tensor | None
+    """[G, N'] -z * s / SIZE, bf16 in a model of bf16, otherwise exact; None: all z are 8"""
     num_rows: int
     """N"""
     k: int
@@ -78,9 +82,9 @@ class FourBitWeight:
         assert own.start % ROWS == 0
         blocks = slice(own.start // ROWS, -(-own.stop // ROWS))
         rows = slice(own.start, blocks.stop * ROWS)
-        zeros, row_scales = (None if values is None else values[:, rows] for values in (self.zeros, self.row_scales))
+        shifts, row_scales = (None if values is None else values[:, rows] for values in (self.shifts, self.row_scales))
         words, scales, num_rows = self.words[:, blocks], self.scales[:, rows], own.stop - own.start
-        return replace(self, words=words, scales=scales, zeros=zeros, row_scales=row_scales, num_rows=num_rows)
+        return replace(self, words=words, scales=scales, shifts=shifts, row_scales=row_scales, num_rows=num_rows)
 
     def has_columns_of(self, other: FourBitWeight) -> bool:
         """Whether both divide their columns in the same way. Synchronises on a GPU."""
@@ -111,7 +115,7 @@ def interleaved(words: Tensor) -> Tensor:
 
 
 def padded(values: Tensor, group_size: int, k: int, groups: Tensor | None) -> Tensor:
-    """Of scales or zero points [N, G] those in memory: [G, N']; small groups up to the end of a block."""
+    """Of scales or shifts [N, G] those in memory: [G, N']; small groups up to the end of a block."""
     missing = 0
     if groups is None and group_size < BLOCK and BLOCK % group_size == 0 and values.shape[1] > 1:
         missing = -(-k // BLOCK) * (BLOCK // group_size) - values.shape[1]
@@ -129,8 +133,12 @@ def dequantise(weight: FourBitWeight, dtype: torch.dtype) -> Tensor:
         numbers.mul_(_of_columns(weight, scales_of(weight.scales, wide)))
         return numbers.mul_(weight.row_scales[0, : weight.num_rows, None].to(wide)).to(dtype)
     codes = _codes(weight, weight.words).to(wide)
-    codes -= MIDDLE if weight.zeros is None else _of_columns(weight, weight.zeros.to(wide))
-    stored = codes.mul_(_of_columns(weight, weight.scales.to(wide))).to(dtype)
+    if weight.shifts is None:
+        codes -= MIDDLE
+    stored = codes.mul_(_of_columns(weight, weight.scales.to(wide)))
+    if weight.shifts is not None:
+        stored += _of_columns(weight, weight.shifts.to(wide) * SIZE)
+    stored = stored.to(dtype)
     return stored if weight.columns is None else torch.empty_like(stored).index_copy_(1, weight.columns.long(), stored)
 
 
@@ -145,7 +153,7 @@ def scale_dtype(row_scales: Tensor | None) -> torch.dtype:
 
 
 def pairs_of(values: Tensor | None) -> Tensor | None:
-    """Scales or zero points [..., N'] of 16 bits, if there are any, as int32 [..., N' / 2] of two rows each."""
+    """Scales or shifts [..., N'] of 16 bits, if there are any, as int32 [..., N' / 2] of two rows each."""
     return None if values is None else values.view(torch.int32)
 
 

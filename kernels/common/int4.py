@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchspec.kernels.common.four_bit import FourBitWeight, in_rows, interleaved, padded
+from batchspec.kernels.common.four_bit import SIZE, FourBitWeight, in_rows, interleaved, padded
 
 CODES = 8
 """Number of codes in a word of a checkpoint, 32 bits."""
@@ -27,13 +27,15 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def arrange(
-    words: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, groups: Tensor | None = None
+    words: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, groups: Tensor | None = None, *,
+    dtype: torch.dtype | None = None,
 ) -> FourBitWeight:
     """The form in memory of a weight.
 
     words   int32 [N, K / 8] as `pack` gives them
     scales  [N, G], zeros uint8 [N, G] or None
     groups  int32 [K] the group of each column in act order; None: they are in order. Synchronises on a GPU if it is given
+    dtype   of the model; None: that of the scales
 
     Temporaries take about three times the memory of the words; in act order sixteen times.
     """
@@ -44,8 +46,16 @@ def arrange(
         if torch.equal(groups[order].long(), in_order):
             columns, groups = order.int(), None
             words = pack(unpack(words).index_select(1, order))
-    own = padded(scales, group_size, k, groups), None if zeros is None else padded(zeros.short(), group_size, k, groups)
-    return FourBitWeight(interleaved(words), own[0], own[1], len(words), k, group_size, columns, groups)
+    shifts = None if zeros is None else padded(_shifts(scales, zeros, dtype or scales.dtype), group_size, k, groups)
+    own = padded(scales, group_size, k, groups)
+    return FourBitWeight(interleaved(words), own, shifts, len(words), k, group_size, columns, groups)
+
+
+def _shifts(scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Tensor:
+    """-z * s / SIZE: rounded in a model of bf16, otherwise exact for scales of 16 bits."""
+    wide = torch.promote_types(scales.dtype, torch.float32)
+    shifts = zeros.to(wide) * scales.to(wide) / -SIZE
+    return shifts.bfloat16() if dtype is torch.bfloat16 else shifts
 
 
 def bf16_scales(scales: Tensor) -> Tensor:

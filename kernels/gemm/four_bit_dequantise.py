@@ -28,7 +28,7 @@ PIECE = 1 << 24
 
 @triton.jit
 def four_bit_dequantise_kernel(
-    w, scales, zeros, row_scales, out, n, w_rows, k, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr,
+    w, scales, shifts, row_scales, out, n, w_rows, k, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     k_blocks = tl.cdiv(k, 128)
@@ -38,8 +38,8 @@ def four_bit_dequantise_kernel(
     last = tl.cdiv(n, 16) * 8 - 1
     s = load_parts(scales, block, w_rows // 2, first, n, last, GROUP, False, BLOCK_N)
     z = (None, None, None, None)
-    if zeros is not None:
-        z = load_parts(zeros, block, w_rows // 2, first, n, last, GROUP, False, BLOCK_N)
+    if shifts is not None:
+        z = load_parts(shifts, block, w_rows // 2, first, n, last, GROUP, False, BLOCK_N)
     words = load_words(w, block, first, n, w_rows, False, BLOCK_N, False)
     values = unpack_block(words, s, z, GROUP, BLOCK_N, INTERPRETED).to(tl.float32) * SIZE
     row = first + tl.arange(0, BLOCK_N)
@@ -74,7 +74,7 @@ def launch(weight: FourBitWeight, out: Tensor, *, compile_only: bool = False) ->
     grid = (triton.cdiv(weight.num_rows, BLOCK_N) * triton.cdiv(weight.k, BLOCK),)
     start = partial(four_bit_dequantise_kernel.warmup, grid=grid) if compile_only else four_bit_dequantise_kernel[grid]
     start(
-        weight.words, pairs_of(weight.scales), pairs_of(weight.zeros), weight.row_scales, out, weight.num_rows,
+        weight.words, pairs_of(weight.scales), pairs_of(weight.shifts), weight.row_scales, out, weight.num_rows,
         weight.words.stride(0) // WORDS, weight.k, GROUP=group, BLOCK_N=BLOCK_N, INTERPRETED=not out.is_cuda, num_warps=4,
         **launch_args(out),
     )

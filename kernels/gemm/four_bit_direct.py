@@ -29,37 +29,37 @@ from batchspec.kernels.moe.packed_tiles import in_two, wait_for, whole_tile
 
 
 @triton.jit
-def load_rows(w, scales, zeros, block, stop, k_blocks, w_rows, first, last, GROUP: tl.constexpr, WARPS: tl.constexpr):
-    """Words, scales and zero points of a block of 16 * WARPS rows; in place of zero points that are None the scales."""
+def load_rows(w, scales, shifts, block, stop, k_blocks, w_rows, first, last, GROUP: tl.constexpr, WARPS: tl.constexpr):
+    """Words, scales and shifts of a block of 16 * WARPS rows; in place of shifts that are None the scales."""
     words = words_of(w, block, stop, k_blocks, w_rows, first, last, WARPS)
     s = groups_of(scales, block, stop, k_blocks, w_rows // 2, first, last, GROUP, WARPS)
     z = s
-    if zeros is not None:
-        z = groups_of(zeros, block, stop, k_blocks, w_rows // 2, first, last, GROUP, WARPS)
+    if shifts is not None:
+        z = groups_of(shifts, block, stop, k_blocks, w_rows // 2, first, last, GROUP, WARPS)
     return words, s, z
 
 
 @triton.jit
 def load_block(
-    w, scales, zeros, block, stop, k_blocks, w_rows, first, second, last, GROUP: tl.constexpr, TWO: tl.constexpr,
+    w, scales, shifts, block, stop, k_blocks, w_rows, first, second, last, GROUP: tl.constexpr, TWO: tl.constexpr,
     WARPS: tl.constexpr,
 ):
     """A block of the rows from `first` on and, TWO, of those from `second` on."""
-    words, s, z = load_rows(w, scales, zeros, block, stop, k_blocks, w_rows, first, last, GROUP, WARPS)
+    words, s, z = load_rows(w, scales, shifts, block, stop, k_blocks, w_rows, first, last, GROUP, WARPS)
     words2, s2, z2 = words, s, z
     if TWO:
-        words2, s2, z2 = load_rows(w, scales, zeros, block, stop, k_blocks, w_rows, second, last, GROUP, WARPS)
+        words2, s2, z2 = load_rows(w, scales, shifts, block, stop, k_blocks, w_rows, second, last, GROUP, WARPS)
     return words, s, z, words2, s2, z2
 
 
 @triton.jit
 def add_block(
-    acc, up, block, tokens, GROUP: tl.constexpr, ZEROS: tl.constexpr, TWO: tl.constexpr, WARPS: tl.constexpr,
+    acc, up, block, tokens, GROUP: tl.constexpr, SHIFTS: tl.constexpr, TWO: tl.constexpr, WARPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """acc, up plus the product of a loaded block with tokens. See `four_bit_steps.sum_blocks` for TWO."""
     words, s, z, words2, s2, z2 = block
-    if not ZEROS:
+    if not SHIFTS:
         z = (None, None, None, None)
         z2 = (None, None, None, None)
     acc = tl.dot(unpack(words, s, z, GROUP, WARPS, INTERPRETED), tokens, acc, input_precision="ieee")
@@ -124,7 +124,7 @@ def join_parts(
 
 @triton.jit(do_not_specialize=["num_tokens", "split", "part_blocks"])  # no recompilation for other token counts
 def four_bit_direct_kernel(
-    x, w, scales, zeros, row_scales, bias, out, partials, arrived, num_tokens, n, w_rows, k, stride_x, split, part_blocks,
+    x, w, scales, shifts, row_scales, bias, out, partials, arrived, num_tokens, n, w_rows, k, stride_x, split, part_blocks,
     GROUP: tl.constexpr, GATED: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr,
     TMA: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -134,26 +134,26 @@ def four_bit_direct_kernel(
     """
     ROWS: tl.constexpr = 16 * WARPS
     BLOCK_N: tl.constexpr = ROWS * (2 if TWO and not GATED else 1)
-    ZEROS: tl.constexpr = zeros is not None
+    SHIFTS: tl.constexpr = shifts is not None
     part = tl.program_id(0)
     t, first, k_blocks = tl.program_id(1) * BLOCK_T, tl.program_id(2) * BLOCK_N, tl.cdiv(k, 128)
     start = part * part_blocks
     stop = tl.minimum(start + part_blocks, tl.cdiv(k_blocks, 2) * 2)
     second, last = first + (n if GATED else ROWS), tl.cdiv(2 * n if GATED else n, 16) - 1
-    even = load_block(w, scales, zeros, start, stop, k_blocks, w_rows, first, second, last, GROUP, TWO, WARPS)
-    odd = load_block(w, scales, zeros, start + 1, stop, k_blocks, w_rows, first, second, last, GROUP, TWO, WARPS)
+    even = load_block(w, scales, shifts, start, stop, k_blocks, w_rows, first, second, last, GROUP, TWO, WARPS)
+    odd = load_block(w, scales, shifts, start + 1, stop, k_blocks, w_rows, first, second, last, GROUP, TWO, WARPS)
     await_earlier(PDL)
     acc = tl.zeros([ROWS, BLOCK_T], tl.float32)
     up = tl.zeros([ROWS, BLOCK_T], tl.float32)
     for block in range(start, stop, 2):
         own = even
-        even = load_block(w, scales, zeros, block + 2, stop, k_blocks, w_rows, first, second, last, GROUP, TWO, WARPS)
+        even = load_block(w, scales, shifts, block + 2, stop, k_blocks, w_rows, first, second, last, GROUP, TWO, WARPS)
         tokens = load_tokens(x, t, block * 128, num_tokens, k, stride_x, BLOCK_T, TMA, EVEN_K, INTERPRETED)
-        acc, up = add_block(acc, up, own, tokens, GROUP, ZEROS, TWO, WARPS, INTERPRETED)
+        acc, up = add_block(acc, up, own, tokens, GROUP, SHIFTS, TWO, WARPS, INTERPRETED)
         own = odd
-        odd = load_block(w, scales, zeros, block + 3, stop, k_blocks, w_rows, first, second, last, GROUP, TWO, WARPS)
+        odd = load_block(w, scales, shifts, block + 3, stop, k_blocks, w_rows, first, second, last, GROUP, TWO, WARPS)
         tokens = load_tokens(x, t, block * 128 + 128, num_tokens, k, stride_x, BLOCK_T, TMA, EVEN_K, INTERPRETED)
-        acc, up = add_block(acc, up, own, tokens, GROUP, ZEROS, TWO, WARPS, INTERPRETED)
+        acc, up = add_block(acc, up, own, tokens, GROUP, SHIFTS, TWO, WARPS, INTERPRETED)
     complete = True
     if PARTS > 1:
         complete, acc, up = join_parts(partials, arrived, acc, up, part, split, TWO, PARTS, WARPS, BLOCK_T)
@@ -177,7 +177,7 @@ def launch_direct(
     tma = tile.tma and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0
     start(
         TensorDescriptor.from_tensor(x, [tile.block_m, BLOCK]) if tma else x, weight.words.view(torch.int32),
-        pairs_of(weight.scales), pairs_of(weight.zeros), weight.row_scales, bias, out, partials,
+        pairs_of(weight.scales), pairs_of(weight.shifts), weight.row_scales, bias, out, partials,
         counters(x.device) if split > 1 else None, num_tokens, n, weight.words.stride(0) // WORDS, weight.k, x.stride(0), split,
         part_blocks, GROUP=group, GATED=gated, TWO=in_two(tile.block_n, tile.warps, gated=gated), PARTS=parts_of(split),
         BLOCK_T=tile.block_m, WARPS=tile.warps, TMA=tma, EVEN_K=weight.k % (BLOCK * AHEAD) == 0, INTERPRETED=not x.is_cuda,

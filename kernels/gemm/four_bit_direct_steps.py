@@ -40,7 +40,7 @@ def groups_of(source, block, stop, k_blocks, stride, first, last, GROUP: tl.cons
     """The pairs of rows of each lane, of the groups of a block: a tuple of four, each int32 [WARPS * 32], the same several times
     in large groups.
 
-    source: scales or zero points. stride: pairs of a group. GROUP: see `four_bit_steps.load_parts`
+    source: scales or shifts. stride: pairs of a group. GROUP: see `four_bit_steps.load_parts`
     """
     row = tl.arange(0, WARPS * 32)
     pair = tl.minimum(first // 16 + row // 32, last) * 8 + row % 32 // 4
@@ -63,16 +63,16 @@ def groups_of(source, block, stop, k_blocks, stride, first, last, GROUP: tl.cons
 
 
 @triton.jit
-def unpack(words, scales, zeros, GROUP: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr):
+def unpack(words, scales, shifts, GROUP: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr):
     """The 128 columns of each row: [16 * WARPS, 128]. Every number is where the tensor cores need it.
 
-    words: of `words_of`. scales: of `groups_of`; zeros alike, or a tuple of None
+    words: of `words_of`. scales: of `groups_of`; shifts alike, or a tuple of None
     """
     codes = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).reshape(WARPS * 64, 8)
-    zero = unpack_part(codes, scales[0], zeros[0], 0, GROUP, True, INTERPRETED)
-    one = unpack_part(codes, scales[1], zeros[1], 1, GROUP, True, INTERPRETED)
-    two = unpack_part(codes, scales[2], zeros[2], 2, GROUP, True, INTERPRETED)
-    three = unpack_part(codes, scales[3], zeros[3], 3, GROUP, True, INTERPRETED)
+    zero = unpack_part(codes, scales[0], shifts[0], 0, GROUP, True, INTERPRETED)
+    one = unpack_part(codes, scales[1], shifts[1], 1, GROUP, True, INTERPRETED)
+    two = unpack_part(codes, scales[2], shifts[2], 2, GROUP, True, INTERPRETED)
+    three = unpack_part(codes, scales[3], shifts[3], 3, GROUP, True, INTERPRETED)
     parts = tl.join(tl.join(zero, two), tl.join(one, three))
     # row half, warp, row, thread, 16 columns, 8 columns, neighbour, two bits of the part: high, low
     parts = parts.reshape(2, WARPS, 8, 4, 2, 2, 2, 2, 2)

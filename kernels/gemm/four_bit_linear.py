@@ -56,7 +56,7 @@ def fetch_words(words, block, stop, first, n, w_rows, GATED: tl.constexpr, BLOCK
 
 @triton.jit(do_not_specialize=["num_tokens", "split"])  # no recompilation for other token counts
 def four_bit_linear_kernel(
-    x, w, words, scales, zeros, row_scales, bias, out, partials, arrived, num_tokens, n, w_rows, k, stride_x, split,
+    x, w, words, scales, shifts, row_scales, bias, out, partials, arrived, num_tokens, n, w_rows, k, stride_x, split,
     GROUP: tl.constexpr, GATED: tl.constexpr, TWO: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, FETCHED: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
@@ -76,7 +76,7 @@ def four_bit_linear_kernel(
         fetch_words(words, start, stop, first, n, w_rows, GATED, BLOCK_N, FETCHED)
     await_earlier(PDL)
     acc, up, _, _ = sum_blocks(
-        x, None, w, scales, zeros, program * 0, t, first, num_tokens, n, w_rows, k, stride_x, 1, start, stop,
+        x, None, w, scales, shifts, program * 0, t, first, num_tokens, n, w_rows, k, stride_x, 1, start, stop,
         GROUP, GATED, TWO, BLOCK_T, 0, BLOCK_N, TMA, EVEN_K, INTERPRETED,
     )
     complete = True
@@ -166,7 +166,7 @@ def launch(
     start(
         TensorDescriptor.from_tensor(x, [tile.block_m, BLOCK]) if tma else x,
         words_operand(weight.words, n, tile.block_n, gated=gated) if tma else weight.words, weight.words,
-        pairs_of(weight.scales), pairs_of(weight.zeros), weight.row_scales, bias, out, partials,
+        pairs_of(weight.scales), pairs_of(weight.shifts), weight.row_scales, bias, out, partials,
         counters(x.device) if split else None, num_tokens, n, weight.words.stride(0) // WORDS, k, x.stride(0), tile.split,
         GROUP=group, GATED=gated, TWO=in_two(tile.block_n, tile.warps, gated=gated), SPLIT=split,
         BLOCK_T=tile.block_m, BLOCK_N=tile.block_n, FETCHED=FETCH_BYTES // (64 * height), TMA=tma, EVEN_K=k % BLOCK == 0,
@@ -194,8 +194,8 @@ def check_weight(kernel: str, weight: FourBitWeight) -> int:
     check(f"{kernel}: scales", weight.scales, (groups, paired), scale_dtype(weight.row_scales), rows=True)
     if weight.row_scales is not None:
         check(f"{kernel}: row_scales", weight.row_scales, (1, paired), torch.float32, rows=True)
-    if weight.zeros is not None:
-        check(f"{kernel}: zeros", weight.zeros, (groups, paired), torch.int16, rows=True)
+    if weight.shifts is not None:
+        check(f"{kernel}: shifts", weight.shifts, (groups, paired), torch.bfloat16, rows=True)
     return group
 
 

@@ -5,13 +5,13 @@ Rows of W are the side M of the tensor cores' products, which is at least 64, an
 Each block of 128 columns of W (`common/four_bit.py`) is unpacked in registers, from which the tensor cores read it. Of INT4
 weights they read
 
-    w = (q - z) * s, rounded once to bf16
+    w = q * s - z * s, rounded once to bf16
 
 as in a dequantised weight; here all numbers are smaller by 2^8, which `SIZE` makes up for. A code of four bits, masked out of a
 word and read as bf16, is subnormal: bits 3 to 0 are q * 2^-133, bits 7 to 4 q * 2^-129. Multiplied by s * 2^125 or s * 2^121,
-both of which bf16 holds for s below 8, it is q * s * 2^-8. With z = 8, -8 s * 2^-8 is a number of bf16 too, so that one fused
-multiplication and addition rounds once. Other zero points are subtracted first, which is exact. So eight numbers take four masks,
-one shift and four multiplications, with zero points four more; scales change by additions to their exponents.
+both of which bf16 holds for s below 8, it is q * s * 2^-8. `FourBitWeight.shifts` holds -z * s * 2^-8; without it z is 8, and
+-8 s * 2^-8 is made of the scale. One fused multiplication and addition rounds once. So eight numbers take four masks, one shift
+of bits and four multiplications; scales change by additions to their exponents.
 
 NVFP4 weights (`common/nvfp4.py`; GROUP is 16) have words and scales in the same places. A number without its row scale is exact
 in bf16, so none is rounded: sums are multiplied by the row scale at the end (`whole_tile`). Eight numbers take nine instructions
@@ -23,10 +23,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from batchspec.kernels.common import four_bit
 from batchspec.kernels.moe.mxfp4 import times_scale
 from batchspec.kernels.moe.packed_tiles import wait_for
 
-SIZE = tl.constexpr(256.0)
+SIZE = tl.constexpr(four_bit.SIZE)
 LOW_SCALE, HIGH_SCALE = tl.constexpr(0x3E803E80), tl.constexpr(0x3C803C80)
 """Added to the bits of two scales: times 2^125 and 2^121."""
 SIGNS, OFFSET = tl.constexpr(-0x7FFF8000), tl.constexpr(0x02800280)
@@ -76,7 +77,7 @@ def load_words(w, block, first, n, w_rows, GATED: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def load_pairs(source, first, n, last, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """int32 [BLOCK_N / 2]: scales or zero points of two rows each, from row `first` on; GATED: [BLOCK_N], those of up follow.
+    """int32 [BLOCK_N / 2]: scales or shifts of two rows each, from row `first` on; GATED: [BLOCK_N], those of up follow.
 
     source: those of a group
     last: the last pair
@@ -101,34 +102,29 @@ def of_rows(pairs, LANES: tl.constexpr):
 
 
 @triton.jit
-def unpack_int4(words, scale_pairs, zero_pairs, PART: tl.constexpr, LANES: tl.constexpr, INTERPRETED: tl.constexpr):
+def unpack_int4(words, scale_pairs, shift_pairs, PART: tl.constexpr, LANES: tl.constexpr, INTERPRETED: tl.constexpr):
     """`unpack_part` of INT4 weights."""
-    ROWS: tl.constexpr = words.shape[0]
     if INTERPRETED:
         code = ((words.to(tl.int32) >> (4 * PART)) & 15).to(tl.float32)
         scale = (of_rows(scale_pairs, LANES).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-        zero = tl.full([ROWS], 8, tl.int32) if zero_pairs is None else of_rows(zero_pairs, LANES).to(tl.int32) & 15
-        exact = ((code - zero.to(tl.float32)[:, None]) * scale[:, None]).to(tl.int32, bitcast=True)
+        shift = scale * -8
+        if shift_pairs is not None:
+            shift = (of_rows(shift_pairs, LANES).to(tl.int32) << 16).to(tl.float32, bitcast=True) * SIZE
+        exact = (code * scale[:, None] + shift[:, None]).to(tl.int32, bitcast=True)
         return ((exact + 0x7FFF + ((exact >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True) / 256
     scale = of_rows(scale_pairs + (LOW_SCALE if PART % 2 == 0 else HIGH_SCALE), LANES)
-    if zero_pairs is None:
+    if shift_pairs is None:
         shift = of_rows((scale_pairs ^ SIGNS) - OFFSET, LANES)
     else:
-        shift = of_rows(zero_pairs if PART % 2 == 0 else zero_pairs << 4, LANES)
+        shift = of_rows(shift_pairs, LANES)
     scale = tl.broadcast_to(scale[:, None], words.shape)
     shift = tl.broadcast_to(shift[:, None], words.shape)
-    # Each instruction works on two words, two scales and so on. PTX names: $1 words, $2 scales, $3 what is added or subtracted.
+    # Each instruction works on two words, two scales and so on. PTX names: $1 words, $2 scales, $3 shifts.
     MASK: tl.constexpr = "0x000F000F" if PART % 2 == 0 else "0x00F000F0"
     PLACE: tl.constexpr = "" if PART < 2 else "shr.u32 v, $1, 8; "
     SOURCE: tl.constexpr = "$1" if PART < 2 else "v"
-    ADD: tl.constexpr = "fma.rn.bf16x2 $0, v, $2, $3; }"
-    # v - zero, then v * scale - 0: only Hopper's PTX has subtractions and multiplications. -1 and -0 are in o and z.
-    SUBTRACT: tl.constexpr = "fma.rn.bf16x2 v, $3, o, v; fma.rn.bf16x2 $0, v, $2, z; }"
-    REGISTERS: tl.constexpr = "v" if zero_pairs is None else "v, o, z"
-    CONSTANTS: tl.constexpr = "" if zero_pairs is None else "mov.b32 o, 0xBF80BF80; mov.b32 z, 0x80008000; "
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 " + REGISTERS + "; " + CONSTANTS + PLACE + "and.b32 v, " + SOURCE + ", " + MASK + "; "
-        + (ADD if zero_pairs is None else SUBTRACT),
+        "{ .reg .b32 v; " + PLACE + "and.b32 v, " + SOURCE + ", " + MASK + "; fma.rn.bf16x2 $0, v, $2, $3; }",
         "=r,r,r,r", [words, scale, shift], dtype=tl.bfloat16, is_pure=True, pack=2,
     )
 
@@ -146,31 +142,31 @@ def unpack_nvfp4(words, scale_pairs, PART: tl.constexpr, LANES: tl.constexpr, IN
 
 @triton.jit
 def unpack_part(
-    words, scale_pairs, zero_pairs, PART: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, INTERPRETED: tl.constexpr
+    words, scale_pairs, shift_pairs, PART: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, INTERPRETED: tl.constexpr
 ):
     """Code PART of each word, w * 2^-8: bf16 [R, W]; fp32 in Triton's interpreter.
 
     words        int16 [R, W], those of a group of 16 columns in the first half of W and those of the next one in the second
-    scale_pairs  int32 [R / 2] those of the group of 32 columns that code PART is of; zero_pairs alike, or None
+    scale_pairs  int32 [R / 2] those of the group of 32 columns that code PART is of; shift_pairs alike, or None
     LANES        whether rows are in the order of `of_rows(LANES=True)`
     """
     if GROUP == 16:
         part = unpack_nvfp4(words, scale_pairs, PART, LANES, INTERPRETED)
     else:
-        part = unpack_int4(words, scale_pairs, zero_pairs, PART, LANES, INTERPRETED)
+        part = unpack_int4(words, scale_pairs, shift_pairs, PART, LANES, INTERPRETED)
     return part
 
 
 @triton.jit
-def unpack_block(words, scales, zeros, GROUP: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
+def unpack_block(words, scales, shifts, GROUP: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
     """The 128 columns of each row: [ROWS, 128]. Joining moves no number between registers.
 
-    scales, zeros: for each of the four parts the pairs of its group, or None for zeros
+    scales, shifts: for each of the four parts the pairs of its group, or None for shifts
     """
-    zero = unpack_part(words, scales[0], zeros[0], 0, GROUP, False, INTERPRETED)
-    one = unpack_part(words, scales[1], zeros[1], 1, GROUP, False, INTERPRETED)
-    two = unpack_part(words, scales[2], zeros[2], 2, GROUP, False, INTERPRETED)
-    three = unpack_part(words, scales[3], zeros[3], 3, GROUP, False, INTERPRETED)
+    zero = unpack_part(words, scales[0], shifts[0], 0, GROUP, False, INTERPRETED)
+    one = unpack_part(words, scales[1], shifts[1], 1, GROUP, False, INTERPRETED)
+    two = unpack_part(words, scales[2], shifts[2], 2, GROUP, False, INTERPRETED)
+    three = unpack_part(words, scales[3], shifts[3], 3, GROUP, False, INTERPRETED)
     parts = tl.join(tl.join(zero, two), tl.join(one, three))  # [ROWS, 32, two bits of the part: high, low]
     return parts.permute(0, 2, 3, 1).reshape(ROWS, 128)
 
@@ -212,7 +208,7 @@ def halves_of(parts, ROWS: tl.constexpr):
 
 @triton.jit
 def sum_blocks(
-    x, x_more, w, scales, zeros, expert, begin, first, num_rows, n, w_rows, k, stride_x, num_groups, start, stop,
+    x, x_more, w, scales, shifts, expert, begin, first, num_rows, n, w_rows, k, stride_x, num_groups, start, stop,
     GROUP: tl.constexpr, GATED: tl.constexpr, TWO: tl.constexpr, BLOCK_T: tl.constexpr, MORE: tl.constexpr,
     BLOCK_N: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
@@ -240,14 +236,14 @@ def sum_blocks(
             more = load_tokens(x_more, begin + BLOCK_T, at, num_rows, k, stride_x, MORE, TMA, EVEN_K, INTERPRETED)
         s = load_parts(scales + own_group, block, stride, first, n, last, GROUP, GATED, BLOCK_N)
         z = (None, None, None, None)
-        if zeros is not None:
-            z = load_parts(zeros + own_group, block, stride, first, n, last, GROUP, GATED, BLOCK_N)
+        if shifts is not None:
+            z = load_parts(shifts + own_group, block, stride, first, n, last, GROUP, GATED, BLOCK_N)
         words = load_words(w, expert * num_blocks + block, first, n, w_rows, GATED, BLOCK_N, TMA)
         if TWO:
             a, b = tl.split(words.reshape(2, ROWS, 32).permute(1, 2, 0))
             s, s2 = halves_of(s, ROWS)
             z2 = z
-            if zeros is not None:
+            if shifts is not None:
                 z, z2 = halves_of(z, ROWS)
             values = unpack_block(a, s, z, GROUP, ROWS, INTERPRETED)
             acc = tl.dot(values, tokens, acc, input_precision="ieee")

@@ -39,8 +39,8 @@ class StackedFourBit(NamedTuple):
     """int16 [E, ceil(K / 128), N / 16, 512], contiguous"""
     scales: Tensor
     """[E, G, N], contiguous; those of `FourBitWeight`"""
-    zeros: Tensor | None
-    """int16 [E, G, N], contiguous; None: all zero points are 8"""
+    shifts: Tensor | None
+    """bf16 [E, G, N], contiguous, -z * s / SIZE; None: all zero points are 8"""
     k: int
     group: int
     """The size of the groups as kernels take it (`FourBitWeight.kernel_group`)."""
@@ -54,21 +54,21 @@ class StackedFourBit(NamedTuple):
 
     def expert(self, index: int) -> FourBitWeight:
         """The weight of an expert, without copies."""
-        zeros, rows = (None if own is None else own[index] for own in (self.zeros, self.row_scales))
+        shifts, rows = (None if own is None else own[index] for own in (self.shifts, self.row_scales))
         group = self.group or self.k
-        return FourBitWeight(self.words[index], self.scales[index], zeros, self.num_rows, self.k, group, row_scales=rows)
+        return FourBitWeight(self.words[index], self.scales[index], shifts, self.num_rows, self.k, group, row_scales=rows)
 
 
 @triton.jit
 def multiply(
-    x, x_more, w, scales, zeros, row_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, num_groups,
+    x, x_more, w, scales, shifts, row_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, num_groups,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr,
     BLOCK_T: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x and the MORE rows after them."""
     acc, up, acc_more, up_more = sum_blocks(
-        x, x_more, w, scales, zeros, expert, begin, first, num_rows, n, 2 * n if GATED else n, k, k, num_groups, 0,
+        x, x_more, w, scales, shifts, expert, begin, first, num_rows, n, 2 * n if GATED else n, k, k, num_groups, 0,
         tl.cdiv(k, 128), GROUP, GATED, TWO, BLOCK_T, MORE, BLOCK_N, TMA, EVEN_K, INTERPRETED,
     )
     store_sums(acc * SIZE, up * SIZE, row_scales, bias, out, pairs, expert, begin, count, first, n, SCATTER, GATED, LIMIT, ALPHA,
@@ -80,7 +80,7 @@ def multiply(
 
 @triton.jit(do_not_specialize=["num_units", "num_rows"])
 def experts_four_bit_kernel(
-    x16, x32, x64, x128, x256, w, scales, zeros, row_scales, bias, pairs, units, out, num_units, num_rows, n, k, num_groups,
+    x16, x32, x64, x128, x256, w, scales, shifts, row_scales, bias, pairs, units, out, num_units, num_rows, n, k, num_groups,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr,
     LOW: tl.constexpr, BLOCK_T: tl.constexpr, JOINED: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
     TMA: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
@@ -100,7 +100,7 @@ def experts_four_bit_kernel(
         if (JOINED or MORE_ROWS[step] == 0) and HEIGHT_OF[step] >= LOW and HEIGHT_OF[step] <= BLOCK_T:
             below = JOINED_BELOW[step] if JOINED else HEIGHT_OF[step] // 2
             if (count > (below if HEIGHT_OF[step] > LOW else 0)) & (count <= HEIGHT_OF[step]):
-                multiply(blocks[step][0], blocks[step][1], w, scales, zeros, row_scales, bias, pairs, out, expert, begin, count,
+                multiply(blocks[step][0], blocks[step][1], w, scales, shifts, row_scales, bias, pairs, out, expert, begin, count,
                          first, num_rows, n, k, num_groups, SCATTER, GATED, LIMIT, ALPHA, GROUP, TWO, FIRST_ROWS[step],
                          MORE_ROWS[step], BLOCK_N, TMA, EVEN_K, INTERPRETED)
 
@@ -161,8 +161,8 @@ def launch(
     check(f"{kernel}: scales", weight.scales, (num_experts, num_groups, w_rows), scale_dtype(weight.row_scales))
     if weight.row_scales is not None:
         check(f"{kernel}: row_scales", weight.row_scales, (num_experts, 1, w_rows), torch.float32)
-    if weight.zeros is not None:
-        check(f"{kernel}: zeros", weight.zeros, (num_experts, num_groups, w_rows), torch.int16)
+    if weight.shifts is not None:
+        check(f"{kernel}: shifts", weight.shifts, (num_experts, num_groups, w_rows), torch.bfloat16)
     check(f"{kernel}: out", out, (num_pairs, n), torch.bfloat16, torch.float32)
     if bias is not None:
         check(f"{kernel}: bias", bias, (num_experts, w_rows), torch.bfloat16, torch.float32)
@@ -176,7 +176,7 @@ def launch(
     start = partial(experts_four_bit_kernel.warmup, grid=grid) if compile_only else experts_four_bit_kernel[grid]
     start(
         *blocks_of(x, tile, tma), words_operand(weight.words, n, tile.block_n, gated=gated) if tma else weight.words,
-        pairs_of(weight.scales), pairs_of(weight.zeros), weight.row_scales, bias, routing.pairs, routing.units, out,
+        pairs_of(weight.scales), pairs_of(weight.shifts), weight.row_scales, bias, routing.pairs, routing.units, out,
         len(routing.units), num_pairs, n, k, num_groups,
         SCATTER=not gated, GATED=gated, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha, GROUP=weight.group,
         TWO=in_two(tile.block_n, tile.warps, gated=gated), LOW=tile.low, BLOCK_T=tile.block_t, JOINED=tile.joined,

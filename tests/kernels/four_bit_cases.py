@@ -37,7 +37,7 @@ def nvfp4_weight(rows: int, k: int, device: torch.device, *, size: float = 0.05)
 
 def stacked_four_bit(experts: int, rows: int, k: int, group: int, device: torch.device, *, zeros: bool = False) -> StackedFourBit:
     own = [four_bit_weight(rows, k, group, device, zeros=zeros) for _ in range(experts)]
-    points = [weight.zeros for weight in own if weight.zeros is not None]
+    points = [weight.shifts for weight in own if weight.shifts is not None]
     words, scales = torch.stack([weight.words for weight in own]), torch.stack([weight.scales for weight in own])
     group_size = own[0].kernel_group
     assert group_size is not None

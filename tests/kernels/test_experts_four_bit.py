@@ -102,7 +102,7 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
         ("block_k is 64 and 16 outputs; must be 128 and a multiple of 16", weight, TILE._replace(block_k=64)),
         ("experts_four_bit_up: x", weight._replace(k=72), TILE),
         ("experts_four_bit_up: words", weight._replace(words=weight.words[:, :, :1].contiguous()), TILE),
-        ("experts_four_bit_up: zeros", weight._replace(zeros=weight.scales), TILE),
+        ("experts_four_bit_up: shifts", weight._replace(shifts=weight.words), TILE),
     ]:
         with pytest.raises(ValueError, match=message):
             experts_four_bit_up(x, own, None, routing, tile=tile, interpret=True)

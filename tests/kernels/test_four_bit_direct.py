@@ -77,9 +77,9 @@ def test_nothing_after_the_last_word_and_scale_is_read(group: int) -> None:
 def multiply_at_the_end_of_memory(group: int) -> None:
     device = torch.device("cpu")
     weight, x = four_bit_weight(200, 640, group, device, zeros=True), x_of(5, 640, device)
-    zeros = None if weight.zeros is None else at_the_end_of_memory(weight.zeros)
+    shifts = None if weight.shifts is None else at_the_end_of_memory(weight.shifts)
     weight = replace(
-        weight, words=at_the_end_of_memory(weight.words), scales=at_the_end_of_memory(weight.scales), zeros=zeros
+        weight, words=at_the_end_of_memory(weight.words), scales=at_the_end_of_memory(weight.scales), shifts=shifts
     )
     for own in (weight, weight.rows(slice(48, 200))):
         for tile in TILES:

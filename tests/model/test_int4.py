@@ -92,8 +92,10 @@ class Numbers:
         self.weight = arrange(pack(self.q), self.s, self.z if zeros else None, group_size, given)
 
     def matrix(self) -> Tensor:
-        """fp64 [N, K] by the definition."""
-        return (self.q.double() - self.z[:, self.groups].double()) * self.s[:, self.groups].double()
+        """fp64 [N, K] by the definition: z * s is rounded to bf16 beside scales in bf16."""
+        shifts = self.z.double() * self.s.double()
+        shifts = shifts.bfloat16().double() if self.s.dtype is torch.bfloat16 else shifts
+        return self.q.double() * self.s.double()[:, self.groups] - shifts[:, self.groups]
 
 
 @pytest.mark.parametrize("order", ["", "act order", "any"])
@@ -214,7 +216,7 @@ def test_what_the_packages_packed_is_what_they_dequantise_it_to(name: str) -> No
     assert {key: tuple(value.shape) for key, value in own.items()} == shapes_of(layout, Projection("p", *expected.shape), own)
     weight = layout.weight(Stored(own), "p")
     assert (weight.columns is not None) == ("act order" in name)
-    assert (weight.zeros is None) == layout.symmetric
+    assert (weight.shifts is None) == layout.symmetric
     assert torch.equal(dequantise(weight, expected.dtype), expected)
 
 
@@ -231,8 +233,8 @@ def test_a_layout_is_read_as_it_was_packed(name: str, rows: int, k: int) -> None
     assert {key: tuple(value.shape) for key, value in stored.items()} == shapes_of(found, Projection("p", rows, k), stored)
     weight = found.weight(Stored(stored), "p")
     assert torch.equal(dequantise(weight, torch.float64), codes.matrix())
-    held = weight.words.nbytes + weight.scales.nbytes + (0 if weight.zeros is None else weight.zeros.nbytes)
-    assert held == found.nbytes(rows, k, torch.bfloat16) == found.expert_nbytes(rows, k, torch.bfloat16)
+    held = weight.words.nbytes + weight.scales.nbytes + (0 if weight.shifts is None else weight.shifts.nbytes)
+    assert held == found.nbytes(rows, k, torch.float64) == found.expert_nbytes(rows, k, torch.float64)
     assert weight.words.is_contiguous()
     assert weight.kernel_group == found.kernel_group(k)
     assert weight.scales.dtype is layout.dtype

@@ -103,7 +103,7 @@ def joined(parts: Sequence[FourBitWeight]) -> tuple[FourBitWeight, ...]:
         assert len(given) in (0, len(parts))
         return torch.cat(given, 1) if given else None
 
-    zeros, row_scales = whole_of([part.zeros for part in parts]), whole_of([part.row_scales for part in parts])
+    shifts, row_scales = whole_of([part.shifts for part in parts]), whole_of([part.row_scales for part in parts])
     words, scales = torch.cat([part.words for part in parts], 1), torch.cat([part.scales for part in parts], 1)
     num_rows = sum(part.num_rows for part in parts)
-    return (replace(first, words=words, scales=scales, zeros=zeros, row_scales=row_scales, num_rows=num_rows),)
+    return (replace(first, words=words, scales=scales, shifts=shifts, row_scales=row_scales, num_rows=num_rows),)

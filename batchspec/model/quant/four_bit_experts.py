@@ -40,7 +40,7 @@ class ExpertWeights:
             return one.new_empty((spec.num_experts, one.shape[0], rows, *one.shape[2:]))
 
         self.words, self.scales = empty(like.words), empty(like.scales)
-        self.zeros = None if like.zeros is None else empty(like.zeros)
+        self.shifts = None if like.shifts is None else empty(like.shifts)
         self.row_scales = None if like.row_scales is None else empty(like.row_scales)
         self._own: dict[tuple[int, int], FourBitWeight] | None = {} if act_order else None
 
@@ -65,21 +65,21 @@ class ExpertWeights:
         """The weight of a projection whose columns are those of `like`."""
         blocks = slice(place * self._blocks, (place + 1) * self._blocks)
         rows = slice(blocks.start * ROWS, blocks.stop * ROWS)
-        zeros, row_scales = (None if own is None else own[expert, :, rows] for own in (self.zeros, self.row_scales))
+        shifts, row_scales = (None if own is None else own[expert, :, rows] for own in (self.shifts, self.row_scales))
         words, scales = self.words[expert, :, blocks], self.scales[expert, :, rows]
-        return replace(like, words=words, scales=scales, zeros=zeros, row_scales=row_scales)
+        return replace(like, words=words, scales=scales, shifts=shifts, row_scales=row_scales)
 
     def for_kernels(self) -> StackedFourBit | None:
         """What the kernels read; None if they cannot read these weights."""
         group = None if self._own is not None else self._like.kernel_group
         if group is None or self._like.num_rows % ROWS:
             return None
-        return StackedFourBit(self.words, self.scales, self.zeros, self._like.k, group, self.row_scales)
+        return StackedFourBit(self.words, self.scales, self.shifts, self._like.k, group, self.row_scales)
 
 
 def _tensors(weight: FourBitWeight) -> list[Tensor]:
     """What a weight has of its own, without its order of columns."""
-    return [own for own in (weight.words, weight.scales, weight.zeros, weight.row_scales) if own is not None]
+    return [own for own in (weight.words, weight.scales, weight.shifts, weight.row_scales) if own is not None]
 
 
 class FourBitExperts(PlainExperts):

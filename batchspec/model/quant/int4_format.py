@@ -74,7 +74,8 @@ class Int4(SeparateExperts):
         """Without the order of the columns of act-order weights, 4 bytes a column."""
         blocks, rows, size = -(-k // BLOCK), -(-rows // ROWS) * ROWS, self.group_size or k
         groups = blocks * (BLOCK // size) if size < BLOCK and BLOCK % size == 0 and size < k else self.num_groups(k)
-        return rows * (2 * blocks * WORDS + groups * _SCALE_BYTES * (1 if self.symmetric else 2))
+        shift = 0 if self.symmetric else _SCALE_BYTES if dtype is torch.bfloat16 else 2 * _SCALE_BYTES
+        return rows * (2 * blocks * WORDS + groups * (_SCALE_BYTES + shift))
 
     def arranged(
         self, weights: Weights, name: str, words: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None = None
@@ -90,7 +91,7 @@ class Int4(SeparateExperts):
                 scales = bf16_scales(scales)
             except ValueError as error:
                 raise CheckpointError(f"{name}: {error} in bf16; set model.dtype=float32, or quantise again") from None
-        return arrange(words, scales, zeros, self.group_size or words.shape[1] * CODES, groups)
+        return arrange(words, scales, zeros, self.group_size or words.shape[1] * CODES, groups, dtype=weights.dtype)
 
     def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
         parts = [self.weight(weights, name) for name in names]

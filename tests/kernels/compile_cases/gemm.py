@@ -80,7 +80,8 @@ for _t, _n, _warps, _tma, _gated, _group, _zeros, _split, _even in (
     _w = f"tensordesc<i16[{'2, ' if _gated else ''}{_n}, 32]>" if _tma else "*i16"
     _name = f"four_bit_linear_kernel {_t} tokens x {_n}, {_warps} warps, TMA {_tma}, gated {_gated}, groups of {_group}"
     case(_name, "four_bit_linear", _warps, x=f"tensordesc<bf16[{_t}, 128]>" if _tma else "*bf16", w=_w, words="*i16", scales=PI32,
-         zeros=PI32 if _zeros else None, row_scales=PF32 if _group == 16 else None, bias="*bf16" if _gated else None, out="*bf16",
+         shifts=PI32 if _zeros else None, row_scales=PF32 if _group == 16 else None, bias="*bf16" if _gated else None,
+         out="*bf16",
          partials=PF32 if _split else None, arrived=PI32 if _split else None, num_tokens=I32, n=I32, w_rows=I32, k=I32,
          stride_x=I32, split=I32, GROUP=_group,
          GATED=_gated, TWO=_n >= (16 if _gated else 32) * _warps, SPLIT=_split, BLOCK_T=_t, BLOCK_N=_n,
@@ -97,13 +98,14 @@ for _t, _n, _warps, _tma, _gated, _group, _zeros, _parts, _even in (
 ):
     _name = f"four_bit_direct_kernel {_t} tokens x {_n}, {_warps} warps, TMA {_tma}, gated {_gated}, groups of {_group}"
     case(_name, "four_bit_direct", _warps, x=f"tensordesc<bf16[{_t}, 128]>" if _tma else "*bf16", w=PI32, scales=PI32,
-         zeros=PI32 if _zeros else None, row_scales=PF32 if _group == 16 else None, bias="*bf16" if _gated else None, out="*bf16",
+         shifts=PI32 if _zeros else None, row_scales=PF32 if _group == 16 else None, bias="*bf16" if _gated else None,
+         out="*bf16",
          partials=PF32 if _parts > 1 else None, arrived=PI32 if _parts > 1 else None, num_tokens=I32, n=I32, w_rows=I32, k=I32,
          stride_x=I32, split=I32, part_blocks=I32, GROUP=_group, GATED=_gated, TWO=_n >= (16 if _gated else 32) * _warps,
          PARTS=_parts, BLOCK_T=_t, WARPS=_warps, TMA=_tma, EVEN_K=_even, INTERPRETED=False)
 for _group, _zeros in ((128, False), (32, True), (64, False), (0, False), (16, False)):
     case(f"four_bit_dequantise_kernel groups of {_group}", "four_bit_dequantise", 4, w="*i16", scales=PI32,
-         zeros=PI32 if _zeros else None, row_scales=PF32 if _group == 16 else None, out="*bf16", n=I32, w_rows=I32, k=I32,
+         shifts=PI32 if _zeros else None, row_scales=PF32 if _group == 16 else None, out="*bf16", n=I32, w_rows=I32, k=I32,
          GROUP=_group, BLOCK_N=64, INTERPRETED=False)
 
 CASES.seldom |= {

@@ -118,7 +118,7 @@ for _gated, _low, _t, _n, _warps, _tma, _group, _zeros in (
     case(f"experts_four_bit_kernel gated {_gated}, {_low} to {_t} pairs, {_n} rows, TMA {_tma}, groups of {_group}",
          "experts_four_bit", _warps, **_tokens_of("bf16", _low, _t, 128, _tma, _joined),
          w=f"tensordesc<i16[{'2, ' if _gated else ''}{_n}, 32]>" if _tma else "*i16", scales=PI32,
-         zeros=PI32 if _zeros else None, row_scales=PF32 if _group == 16 else None, bias="*bf16" if _zeros else None, pairs=PI32,
+         shifts=PI32 if _zeros else None, row_scales=PF32 if _group == 16 else None, bias="*bf16" if _zeros else None, pairs=PI32,
          units=PI32, out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, num_groups=I32, SCATTER=not _gated, GATED=_gated,
          LIMIT=7.0 if _gated and _zeros else None,
          ALPHA=1.702, GROUP=_group, TWO=_n >= (16 if _gated else 32) * _warps, LOW=_low, BLOCK_T=_t, JOINED=_joined, BLOCK_N=_n,
