@@ -15,8 +15,8 @@ from batchspec.model.quant.int4_format import Int4
 from batchspec.model.spec import ModelSpec
 from batchspec.tuning.policy import has_same_bits_in_all_tiles
 
-ORDER_VERSION = 3
-"""Version of the order of sums: a job that began with another version is not continued."""
+ORDER_VERSION = 4
+"""Version of the order of sums and of the bits of weights: a job that began with another version is not continued."""
 
 
 def in_one_order(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, on_this_machine: bool = True) -> ModelSpec:
