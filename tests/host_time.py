@@ -48,7 +48,7 @@ from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.planner import GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, row_buckets
-from batchspec.records import Completion, Request, SamplingParams
+from batchspec.records import Completion, Ids, Request, SamplingParams
 from batchspec.request_stream import RequestStream
 
 MAX_NEW_TOKENS = 512
@@ -147,8 +147,8 @@ class StandInEngine(Engine):
         self.executor: Executor = StandInExecutor(self.watch, target, drafter, batch, device)
         self.planner = RoundPlanner(self.executor, batch, adaptive=True)
 
-    def _begin(self, requests: RequestStream) -> EngineRun:
-        run = super()._begin(requests)
+    def _begin(self, requests: RequestStream, finished: Sequence[tuple[Ids, Ids]] = ()) -> EngineRun:
+        run = super()._begin(requests, finished)
         process, take = run._process, run.requests.take_completions
 
         def timed_process() -> None:

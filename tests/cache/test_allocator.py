@@ -66,7 +66,7 @@ def drive(allocator: SlotAllocator, lengths: dict[str, int], pools: PagePools) -
             row.tokens.append(0)  # the prefill's token
             allocator.slots.num_tokens[row.slot] += 1
         if not allocator.slots.live:
-            assert allocator.exhausted
+            assert allocator.is_exhausted()
             return
         remaining = {row.slot: lengths[row.request.request_id] - len(row.tokens) for row in allocator.slots.live}
         step = max(1, min(page, *remaining.values()))
@@ -505,7 +505,7 @@ def test_the_latest_row_is_preempted_and_readmitted_before_any_other() -> None:
     (third,) = refill(allocator)
     assert (third.slot, second.slot) == (0, 1)
     assert allocator.youngest() is third
-    assert not allocator.exhausted  # another row has been looked at
+    assert not allocator.is_exhausted()  # another row has been looked at
     allocator.preempt(third)
     assert allocator.youngest() is second
     assert refill(allocator) == [third]

@@ -60,7 +60,7 @@ def take(ahead: WaitingRequests) -> Request | None:
 def rest_of(ahead: WaitingRequests) -> Iterator[Request]:
     while (one := take(ahead)) is not None:
         yield one
-    assert ahead.exhausted
+    assert ahead.is_exhausted()
 
 
 @given(
@@ -130,7 +130,7 @@ def test_a_stream_that_has_ended_is_freed() -> None:
         else:
             assert take(ahead) is None
         assert alive() is None
-        assert ahead.exhausted
+        assert ahead.is_exhausted()
 
 
 def test_no_more_is_taken_than_ready_when_one_request_uses_up_several() -> None:

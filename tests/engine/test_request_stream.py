@@ -257,8 +257,8 @@ def test_an_empty_stream_is_asked_no_more_once_it_has_ended() -> None:
 
     stream = Stream()
     allocator = SlotAllocator(packed(2), engine_of("none").pools, queue_of(stream))
-    assert not allocator.exhausted
-    assert allocator.exhausted
+    assert not allocator.is_exhausted()
+    assert allocator.is_exhausted()
     assert allocator.refill_is_due()
     assert allocator.refill() == []
     assert stream.num_asked == 2
@@ -301,7 +301,7 @@ def test_requests_that_were_taken_ahead_wait_in_the_order_of_the_stream(
             waiting.take_ahead(count, most)
             assert before <= len(waiting) <= max(before, min(before + count, most))
             assert waiting.num_prefetched <= min(5, prefetched + count)
-    while not waiting.exhausted:
+    while not waiting.is_exhausted():
         if waiting.peek() is not None:
             found.append(waiting[0].request)
             del waiting[0]

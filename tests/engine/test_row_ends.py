@@ -13,7 +13,7 @@ from batchspec.engine.slots.row_ends import RowEnds
 from batchspec.engine.slots.run_features import RunFeatures
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.kernels.rounds.accept import FAILED, FULL, HELD, STOPPED
-from batchspec.records import Completion, Ids, Request, RowError
+from batchspec.records import Completion, Request, RowError
 from tests.helpers.engines import request
 
 BAD = RowError(code="bad", stage="decode", message="no", retryable=False)
@@ -58,11 +58,9 @@ class Ends:
     """Rows that end, and the requests behind them."""
 
     def __init__(self, examined: str | None = None) -> None:
-        self.allocator, self.features, self.finished = Allocator(), Features(examined), list[tuple[Ids, Ids]]()
+        self.allocator, self.features = Allocator(), Features(examined)
         allocator, features = cast(SlotAllocator, self.allocator), cast(RunFeatures, self.features)
-        self.requests = OpenRequests(
-            features, drafter="none", draft_len=0, nodes=None, eos_ids=frozenset(), finished=self.finished
-        )
+        self.requests = OpenRequests(features, drafter="none", draft_len=0, nodes=None, eos_ids=frozenset())
         self.ends = RowEnds(allocator, features, self.requests)
 
     def row(self, *, in_slot: bool = True) -> RequestState:
@@ -121,11 +119,11 @@ def test_a_row_is_completed_once_and_not_before_its_features_are_ready() -> None
     bad.fail(BAD)
     own.ends.fail(bad)
     assert own.take() == [1, 2]
-    assert len(own.finished) == 1, "a drafter learns nothing from an error"
+    assert len(own.requests.take_finished()) == 1, "a drafter learns nothing from an error"
     assert (own.take(), own.requests.any_ended) == ([], True)
     own.features.waiting.clear()
     assert own.take() == [0]
-    assert (own.take(), own.requests.any_ended, len(own.finished)) == ([], False, 2)
+    assert (own.take(), own.requests.any_ended, len(own.requests.take_finished())) == ([], False, 1)
 
 
 def test_a_request_is_open_until_the_caller_has_its_completion() -> None:

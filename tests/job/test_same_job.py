@@ -328,7 +328,7 @@ def test_slots_stay_full_from_shard_to_shard(model: Path, tmp_path: Path, monkey
 
     def noted(self: Scheduler) -> tuple[ScheduledRound, UnreadLaunch]:
         wait_for(lambda: committed() == len(begun), 60, "commits that have begun")  # their thread is late on a busy machine
-        courses.append((len(self.slots.live), self._allocator.exhausted, committed()))
+        courses.append((len(self.slots.live), self._allocator.is_exhausted(), committed()))
         return schedule(self)
 
     def counted(self: ShardCommitter, done: DecodedShard) -> PendingCommit:

@@ -6,7 +6,7 @@ it has read the results of earlier ones (`run_ahead`); `Scheduler` explains why 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
@@ -77,8 +77,6 @@ class Engine:
         self.on_round: Callable[[EngineTotals], None] | None = None
         """Called after each processed result."""
         self._allocator_kind: type[SlotAllocator] = SlotAllocator if refill_dead else StaticBatching
-        self._finished: list[tuple[Ids, Ids]] = []
-        """Prompt and output of rows that the drafter has not learned from yet: the last rows of a run are learned in the next."""
         self._eos_ids = eos_ids
         self._stopping = False
         self._prefill_cost: PrefillCost | None = None
@@ -137,7 +135,7 @@ class Engine:
         """Decode every request; yields the completions of each step as a list, which is often empty."""
         if not self.planner.ready:
             self.prepare(SamplingMode())
-        run = self._begin(stream_of(requests))
+        run = self._begin(stream_of(requests), self._current.requests.take_finished())
         with older_objects_frozen(), closing(run):
             while run is self._current:  # until another run has begun, which replaces this one
                 done = run.step(stopping=self._stopping, on_round=self.on_round)
@@ -159,8 +157,11 @@ class Engine:
         self.pools.forget()
         self.target.use_kv_scales(values)
 
-    def _begin(self, requests: RequestStream) -> EngineRun:
-        """Replace the present run, wherever it was interrupted. Its pages are dropped too, unless their prefixes are kept."""
+    def _begin(self, requests: RequestStream, finished: Sequence[tuple[Ids, Ids]] = ()) -> EngineRun:
+        """Replace the present run, wherever it was interrupted. Its pages are dropped too, unless their prefixes are kept.
+
+        finished  prompt and output of its rows that the drafter has not learned from yet
+        """
         if self.lead is not None:
             self.lead.begin()
         self.executor.clear()
@@ -168,7 +169,7 @@ class Engine:
         kept, self._kept_pools = self._kept_pools, None
         self._current = EngineRun(
             requests, batch=self.batch, executor=self.executor, planner=self.planner, totals=self.totals, features=self.features,
-            allocator_kind=self._allocator_kind, finished=self._finished, lead=self.lead, pools=kept,
+            allocator_kind=self._allocator_kind, finished=finished, lead=self.lead, pools=kept,
             prefill_cost=self._prefill_cost, eos_ids=self._eos_ids,
         )
         return self._current

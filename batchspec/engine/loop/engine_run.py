@@ -8,7 +8,7 @@ rows, the planner's clock and the leader's digest.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from batchspec.cache.page_tables import PagePools
 from batchspec.engine.loop.executor import Executor
@@ -58,14 +58,14 @@ class EngineRun:
         totals: EngineTotals,
         features: Features,
         allocator_kind: type[SlotAllocator],
-        finished: list[tuple[Ids, Ids]],
         eos_ids: frozenset[int],
+        finished: Sequence[tuple[Ids, Ids]] = (),
         lead: Lead | None = None,
         pools: PagePools | None = None,
         prefill_cost: PrefillCost | None = None,
     ) -> None:
         """
-        finished      prompt and output of rows that the drafter has not learned from yet
+        finished      prompt and output of rows of an earlier run that the drafter has not learned from yet
         eos_ids       of the model
         lead          set if this process leads several ranks that compute the target together
         pools         of an earlier run, whose prefixes can be found; None: new ones
@@ -98,7 +98,8 @@ class EngineRun:
         )
         self._ends = RowEnds(self._allocator, self.features, self.requests)
         self.scheduler = Scheduler(
-            self._allocator, self._ends, planner, executor, totals, features=self.features, finished=finished
+            self._allocator, self._ends, planner, executor, totals, requests=self.requests,
+            features=self.features,
         )
         self._steps = self.scheduler.schedule()
 
@@ -195,8 +196,8 @@ class EngineRun:
         """Whether nothing is left to do."""
         if self.requests.any_ended or self.scheduler.unread:
             return False
-        # `exhausted` takes requests from the stream: of these some may have ended already.
-        return stopping or (not self.slots.num_live and self._allocator.exhausted and not self.requests.any_ended)
+        # `is_exhausted` takes requests from the stream: of these some may have ended already.
+        return stopping or (not self.slots.num_live and self._allocator.is_exhausted() and not self.requests.any_ended)
 
     def unfinished(self) -> list[Snapshot]:
         """Snapshots of all requests that another run may continue: see `OpenRequests.snapshots`."""

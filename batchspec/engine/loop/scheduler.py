@@ -13,13 +13,13 @@ from batchspec.engine.loop.round_planner import RoundPlanner
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.engine.slots.allocator import SlotAllocator
 from batchspec.engine.slots.launch import UnreadLaunch, UnreadLaunches
+from batchspec.engine.slots.open_requests import OpenRequests
 from batchspec.engine.slots.prefix_groups import PrefixGroups
 from batchspec.engine.slots.refill_policy import rounds_before_refill
 from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.slots.row_ends import RowEnds
 from batchspec.engine.slots.run_features import RunFeatures
 from batchspec.engine.step import PageGrant, Prefill, Refill, RoundShape, ScheduledRound, ScheduledStep
-from batchspec.records import Ids
 
 
 class Scheduler:
@@ -39,13 +39,13 @@ class Scheduler:
         totals: EngineTotals,
         *,
         features: RunFeatures,
-        finished: list[tuple[Ids, Ids]],
+        requests: OpenRequests,
     ) -> None:
         """
         ends          ends the rows that features fail
         executor      asked for shapes, whether passes are done and what its drafter has ready; never for data on the device
         features      of the run's rows
-        finished      prompt and output of rows that ended, to be put into the next step; may hold rows of an earlier run
+        requests      asked for the rows that ended, from which the drafter may learn
         """
         self.slots, self.batch, self._features = allocator.slots, allocator.batch, features
         self._allocator, self._ends, self._planner, self._executor, self._totals = allocator, ends, planner, executor, totals
@@ -53,7 +53,7 @@ class Scheduler:
         self.unread = UnreadLaunches(self.slots)
         self._rounds_before_refill = 0
         """Number of further rounds that are launched before the next refill is prepared."""
-        self.finished = finished
+        self._requests = requests
         self.num_rows = self.batch.num_slots
         """Row bucket of the next round."""
 
@@ -216,10 +216,8 @@ class Scheduler:
             num_reads = len(self.unread)
         elif reads_due and launch is not None:
             num_reads = max(0, len(self.unread) - self.batch.run_ahead)
-        finished = tuple(self.finished)
-        self.finished.clear()
         return ScheduledStep(
-            finished=finished, killed=self.slots.take_killed(), moves=moves, refills=refills,
+            finished=self._requests.take_finished(), killed=self.slots.take_killed(), moves=moves, refills=refills,
             commands=self._features.take_commands(), resumed=resumed, prefill=prefill, grants=grants,
             round=round_, num_reads=num_reads,
         )

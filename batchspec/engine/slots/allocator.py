@@ -63,10 +63,9 @@ class SlotAllocator:
         self._expected_pages = ExpectedPages(batch.page_size, num_lookahead_slots)
         self._idle_slots = IdleSlots(prefill_cost or PrefillCost.default(batch.prefill_tokens), batch.num_slots)
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether no request waits and none will come."""
-        return self._waiting.exhausted
+    def is_exhausted(self) -> bool:
+        """As `WaitingRequests.is_exhausted`."""
+        return self._waiting.is_exhausted()
 
     def num_rows_needed(self) -> int:
         """Rows of a round: all slots while a request waits, else the smallest row bucket that the live rows fit in."""

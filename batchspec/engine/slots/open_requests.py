@@ -6,6 +6,7 @@ An open request waits, is in a slot, is preempted, or has ended and waits for it
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchspec.engine.slots.completion import completion_of
@@ -30,17 +31,17 @@ class OpenRequests:
 
     def __init__(
         self, features: RunFeatures, *, drafter: str, draft_len: int, nodes: int | None, eos_ids: frozenset[int],
-        finished: list[tuple[Ids, Ids]],
+        finished: Sequence[tuple[Ids, Ids]] = (),
     ) -> None:
         """
         drafter    its name
         draft_len  K of the run
         nodes      number of nodes in each round's tree; None for chains
         eos_ids    of the model
-        finished   gets prompt and output of each row that ended without an error, for the drafter to learn from
+        finished   of an earlier run: see `take_finished`
         """
         self._features, self._drafter, self._draft_len, self._nodes = features, drafter, draft_len, nodes
-        self._eos_ids, self._finished = eos_ids, finished
+        self._eos_ids, self._finished = eos_ids, list(finished)
         self._open: dict[RequestState, None] = {}  # a dict, because it keeps their order
         self._ended: list[Ended] = []
         self._taken: list[RequestState] = []
@@ -78,6 +79,12 @@ class OpenRequests:
         self._ended = waiting
         self._taken = [one.state for one in ready]
         return [self._completion(one) for one in ready]
+
+    def take_finished(self) -> tuple[tuple[Ids, Ids], ...]:
+        """Prompt and output of each row that was completed without an error since the last call: the drafter may learn of them.
+        """
+        finished, self._finished = tuple(self._finished), []
+        return finished
 
     def handed_out(self) -> None:
         """The caller has the completions that were taken last."""

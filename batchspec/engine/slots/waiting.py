@@ -31,9 +31,8 @@ class WaitingRequests:
         self._prefetched: deque[Request] = deque()
         self._queue: deque[RequestState] = deque()
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether no request waits and none will come."""
+    def is_exhausted(self) -> bool:
+        """Whether no request waits and none will come. Takes one from the stream if none waits."""
         return self.are_last(0)
 
     def peek(self, passed: int = 0) -> RequestState | None:
