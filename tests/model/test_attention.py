@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, create_autospec
 
 import pytest
 import torch
@@ -252,6 +253,48 @@ def test_where_flashinfer_cannot_compile_torch_attends_and_one_warning_says_so(
         assert type(flash.plan_flash(batch, layer_kv(kv), num_heads=6, window=None)) is flash.VarlenPlan
     assert len(caplog.messages) == 1
     assert "FlashInfer cannot compile its prefill kernel (Could not find nvcc): torch's attention is used" in caplog.messages[0]
+
+
+@pytest.mark.usefixtures("no_kernel_known")
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 30])
+def test_the_flashinfer_that_is_installed_takes_all_that_it_is_given(
+    window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names and numbers of arguments alone: this needs no GPU."""
+    installed = pytest.importorskip("flashinfer").BatchPrefillWithRaggedKVCacheWrapper
+    wrapper = create_autospec(installed)
+    monkeypatch.setattr(flash, "flashinfer", lambda: SimpleNamespace(BatchPrefillWithRaggedKVCacheWrapper=wrapper))
+    monkeypatch.setattr(flash, "WORKSPACE_BYTES", 16)
+    ring = flash._Ring(torch.device("cpu"))
+    monkeypatch.setattr(flash, "_ring", lambda _: SimpleNamespace(take=lambda: ring._wrappers[0]))
+    batch, q, kv = long_rows(64)
+    wrapper.return_value.run.return_value = q, torch.zeros(q.shape[:2])
+    plan = flash.plan_flash(batch, layer_kv(kv), num_heads=6, window=window)
+    assert type(plan) is flash.FlashPlan, "else it did not take what it is asked for its kernel with"
+    plan.attend(q, layer_kv(kv), 1 / 8, sink_logits=torch.zeros(6) if sinks else None)
+    assert wrapper.return_value.plan.call_count == 2
+    assert wrapper.return_value.run.call_count == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "warnings"),
+    [
+        (ModuleNotFoundError("No module named 'flashinfer'", name="flashinfer"), []),
+        (ModuleNotFoundError("No module named 'tvm_ffi'", name="tvm_ffi"), ["be imported (No module named 'tvm_ffi')"]),
+        (AttributeError("module 'torch' has no attribute 'x'\n"), ["be imported (module 'torch' has no attribute 'x')"]),
+    ],
+)
+def test_a_flashinfer_that_fails_as_it_is_imported_is_not_used_and_a_warning_says_so(
+    error: Exception, warnings: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is not installed is not missed: it is an extra."""
+    finder = Mock(find_spec=Mock(side_effect=error))
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [finder])
+    assert flash.flashinfer.__wrapped__() is None
+    texts = [f"FlashInfer cannot {text}: torch's attention is used, slower above 2048 keys" for text in warnings]
+    assert caplog.messages == texts
 
 
 @pytest.mark.usefixtures("no_kernel_known")

@@ -32,18 +32,28 @@ minute and a half when it is first used with a head size on a machine."""
 _FLASH_HEAD_DIM = 256
 """Largest head size of torch's attention."""
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
-"""Those for which FlashInfer has kernels on every card: `prefill_sm90.cuh` of 0.6.13 allows no other."""
+"""Those for which FlashInfer has kernels on every card: `prefill_sm90.cuh` of 0.6.13 to 0.7.4 allows no other."""
 log = logging.getLogger(__name__)
 
 
 @cache
 def flashinfer() -> Any:
-    """The module, or None if it is not installed."""
+    """The module; None if it is not installed, or fails as it is imported, of which a warning tells."""
     try:
         import flashinfer as module
-    except (ImportError, OSError, RuntimeError):  # not installed, or incompatible with this torch or driver
+    except ModuleNotFoundError as error:
+        if error.name != "flashinfer":
+            _warn("be imported", error)
+        return None
+    except Exception as error:  # it imports compilers of kernels, which may not fit this torch or driver
+        _warn("be imported", error)
         return None
     return module
+
+
+def _warn(cannot: str, error: Exception) -> None:
+    cause = str(error).strip().partition("\n")[0]
+    log.warning("FlashInfer cannot %s (%s): torch's attention is used, slower above %d keys", cannot, cause, SHORT)
 
 
 def fits_flash(batch: FlatBatch, kv: LayerKV, sink: int) -> bool:
@@ -75,10 +85,7 @@ def _flashinfer_compiles(device: torch.device, dtype: torch.dtype, head_dim: int
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a compiler may fail in many ways
-        cause = str(error).strip().partition("\n")[0]
-        log.warning(
-            "FlashInfer cannot compile its prefill kernel (%s): torch's attention is used, slower above %d keys", cause, SHORT
-        )
+        _warn("compile its prefill kernel", error)
         return False
     return True
 
