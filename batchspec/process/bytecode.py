@@ -3,7 +3,7 @@
 Some images set PYTHONDONTWRITEBYTECODE, or have packages without bytecode in a folder that is not writable. There bytecode is
 kept in the user's cache folder; the folders of the sources stay as they are. At a first start, when no bytecode exists, several
 processes compile the sources of `imported.txt` before they are imported, which takes 2 s of CPU time.
-`python -m batchspec.process.bytecode` writes that list anew.
+`python -m batchspec.process.bytecode` writes that list anew, and keeps what other versions of packages import.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def imported(names: Iterable[str]) -> Iterator[str]:
 def main() -> None:
     for name in ENTRANCES:
         import_module(name)
-    LIST.write_text("\n".join(sorted(set(imported(sorted(sys.modules))))) + "\n", encoding="utf-8")
+    others = {name for name in listed() if not name.startswith("batchspec/")}
+    LIST.write_text("\n".join(sorted(others.union(imported(sorted(sys.modules))))) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -94,7 +94,8 @@ def test_without_a_folder_to_keep_it_in_a_run_starts_as_before(site: Path) -> No
 
 @pytest.mark.second
 def test_the_list_holds_what_a_run_imports() -> None:
-    """Nearly all of it: what it lacks is compiled as it is imported. `python -m batchspec.process.bytecode` writes it anew."""
+    """Nearly all of it, of several versions of packages: what it lacks is compiled as it is imported.
+    `python -m batchspec.process.bytecode` writes it anew."""
     code = (
         "import sys, json\n"
         "from importlib import import_module\n"
@@ -107,4 +108,4 @@ def test_the_list_holds_what_a_run_imports() -> None:
     used, missing, surplus = json.loads(done.stdout)
     assert used > 1000
     assert len(missing) < 0.05 * used, missing
-    assert surplus < 0.05 * used
+    assert surplus < 0.1 * used
