@@ -16,12 +16,17 @@ BatchspecError            1   base class; never raised itself
     WorkerLost           75   a shard killed the processes that admit rows and make tables; the same command continues
 
 A message says what is wrong, where, the value, the limit and what to do. OneLine makes it one line, whatever values it names.
-RendererKilled is not shown: admission makes an error row of it.
+RendererKilled and BadRow are not shown: admission makes an error row of them.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from batchspec.console.text import error_line
+
+if TYPE_CHECKING:
+    from batchspec.records import Ids
 
 
 class OneLine(Exception):
@@ -91,3 +96,13 @@ class WorkerLost(Interrupted):
 class RendererKilled(OneLine, ValueError):
     """The process that renders chat templates was killed twice at the same chat, or could not start again: the machine is
     the cause, not the chat."""
+
+
+class BadRow(OneLine):
+    """Why a row gets no request. Admission catches it. retryable: the machine is the cause, not the row."""
+
+    def __init__(
+        self, code: str, message: str, *, prompt_ids: Ids | None = None, status: str = "error", retryable: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.code, self.prompt_ids, self.status, self.retryable = code, prompt_ids, status, retryable

@@ -214,7 +214,7 @@ class Request:
     adapter: int = 0
     """Number of its LoRA adapter among those that are not merged; 0: none. It is the same in every run of the job."""
     choices: tuple[Choice, ...] = ()
-    """The texts to score after the prompt (engine/features/choices.py); empty where the prompt is scored or an answer decoded."""
+    """The texts to score after the prompt (tasks/choices.py); empty where the prompt is scored or an answer decoded."""
     resumed: Snapshot | None = None
     """The state of this row when an earlier run stopped, if any."""
     repetition: Repetition | None = None

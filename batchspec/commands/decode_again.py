@@ -41,6 +41,7 @@ from batchspec.model.layers.attention.kv_scales import checkpoint_scales
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.process.out_of_memory import within_memory
 from batchspec.records import Completion, Ids, Request
+from batchspec.tasks.registry import task_of
 
 ADVICE = "decode on another device (--device cpu) or free memory"
 """Where memory runs out."""
@@ -109,8 +110,8 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
     """
     output = OutputFolder(out)
     config = from_dict(output.manifest.config)
-    if config.decode.score != "none":
-        raise OutputError(f"{out} holds scores and no output tokens, so there is nothing to decode again")
+    if not (task := task_of(config)).decodes:
+        raise OutputError(f"{out} holds {task.written} and no output tokens, so there is nothing to decode again")
     if config.device == "cuda":
         config.device = "auto"  # this machine may have no GPU
     config.model.dtype = json.loads(output.manifest.fingerprint["model.dtype"])  # auto may be another one here

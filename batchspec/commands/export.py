@@ -56,6 +56,7 @@ from batchspec.errors import BatchspecError, CheckpointError, ConfigError, Input
 from batchspec.job.report.answers import NO_TOKEN_IDS, check_not_in_data, rows_of, write_answers
 from batchspec.process.local_files import fault_of, open_regular
 from batchspec.records import STATUSES, TokenText
+from batchspec.tasks.registry import saved_task
 from batchspec.text.token_texts import TokenTexts
 from batchspec.text.tokenizer import Tokenizer
 
@@ -140,8 +141,8 @@ def export(output: OutputFolder, target: Path, form: str, wish: Wish, keep: Sequ
     check_not_in_data(target, output.path, str(target))
     config = output.manifest.config
     kept = config.get("output", {}).get("messages", "full")
-    if config.get("decode", {}).get("score") == "prompts":
-        raise OutputError(f"{output.path} holds scores of prompts and no answer; read its data/")
+    if not (task := saved_task(config)).has_answers:
+        raise OutputError(f"{output.path} holds {task.written} of prompts and no answer; read its data/")
     if form != "openai" and kept == "none":
         raise OutputError(f"{output.path} holds no prompts, which --to {form} needs; run the job with output.messages=full")
     left_out: Counter[str] = Counter()

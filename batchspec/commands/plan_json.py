@@ -43,7 +43,7 @@ def _shape(plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
     if batch is None or ahead is None:
         return {}
     tokens, seconds = plan.expected_tokens, ahead.prefill_s + ahead.decode_s
-    scores = plan.job.config.decode.score != "none"
+    decodes = plan.job.admission.task.decodes
     return {
         "slots": batch.num_slots,
         "max_len": batch.max_len,
@@ -51,8 +51,8 @@ def _shape(plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
         "pages": [batch.num_pages, *batch.more_pages],
         "prefill_tokens": batch.prefill_tokens,
         "expected_tokens": round(tokens),
-        "mean_acceptance_length": None if scores else 1 + ahead.accepted,
-        "draft_len": None if scores else ahead.num_drafts,
+        "mean_acceptance_length": 1 + ahead.accepted if decodes else None,
+        "draft_len": ahead.num_drafts if decodes else None,
         "rounds": ahead.rounds,
         "round_s": ahead.round_s,
         "prefill_s": ahead.prefill_s,

@@ -27,6 +27,7 @@ from batchspec.packing.rates import Rates
 from batchspec.packing.replicas import GpuLayout, best
 from batchspec.packing.survey import Survey
 from batchspec.records import Ids
+from batchspec.tasks.base import Task
 from batchspec.tuning.cards import KnownCard
 
 COST = "0 to 5 % of decoding in bf16 and 18 % in FP8 (8B) on an H200, long prefill in bf16 not measured"
@@ -69,7 +70,8 @@ class Plan:
     @property
     def expected_tokens(self) -> float:
         """Tokens that all rows are expected to get, or to have in their prompts if these are scored."""
-        return float(self.survey.lengths("prompt_tokens" if self._scores else "predicted_tokens").mean()) * self.num_completions
+        counted_by = "predicted_tokens" if self._task.decodes else "prompt_tokens"
+        return float(self.survey.lengths(counted_by).mean()) * self.num_completions
 
     def text(self) -> str:
         with nullcontext() if self.card is None else assumed(self.card.card):
@@ -114,7 +116,7 @@ class Plan:
         if not len(lengths):
             return ["nothing to run: no row was admitted"]
         mean, median, most = lengths.mean(), np.median(lengths), lengths.max()
-        what = "prompts, each with its longest text," if self.job.config.decode.score == "choices" else "prompts     "
+        what = self._task.prompts
         return [f"{what} {mean:,.0f} tokens on average, median {median:,.0f}, longest {most:,}", *histogram(lengths)]
 
     def _thinking(self) -> list[str]:
@@ -170,12 +172,11 @@ class Plan:
         pages_bytes = kv_bytes(batch, spec, job.dtype, layers)
         pages = " + ".join(f"{count:,}" for count in (batch.num_pages, *batch.more_pages))
         dtype = dtype_name(job.dtype)
-        kind = {"none": "output", "prompts": "prompt", "choices": "prompt and text"}[job.config.decode.score]
         tokens = self.expected_tokens
         assumed = (
             f"outputs half as long as max_new_tokens (all of it up to {SHORT_TOKENS}, and where nothing else ends a row), "
             f"{_accepted(ahead)}, "
-        ) * (not self._scores)
+        ) * self._task.decodes
         about = spec.about(spec.computing(job.dtype, batch.page_size, draft_len=batch.num_verified))
         total_s = ahead.prefill_s + ahead.decode_s
         kept = f"({spec.formats.kept}, the rest {dtype})" if spec.formats.kept else f"in {dtype}"
@@ -195,7 +196,7 @@ class Plan:
             *self._rounds(ahead),
             f"prefill      {_duration(ahead.prefill_s)}",
             *([f"deterministic  bf16 sums of one order; these times leave out its cost: {COST}"] if spec.ordered else []),
-            f"together     {_duration(total_s)}, {tokens:,.0f} {kind} tokens, {tokens / total_s:,.0f} tok/s",
+            f"together     {_duration(total_s)}, {tokens:,.0f} {self._task.tokens} tokens, {tokens / total_s:,.0f} tok/s",
             f"assumed      {assumed}no common prefixes; device: {self.rates.name}",
             *(["computed     not measured: slots, memory and times follow from the card's sizes and rates"] if self.card else []),
         ]
@@ -216,8 +217,8 @@ class Plan:
         return [f"drafter      {name}, taken by draft=auto: {why}"] if why else []
 
     def _rounds(self, ahead: Forecast) -> list[str]:
-        if self._scores:
-            return [f"rounds       none: {self.job.config.decode.score} are scored, nothing is decoded"]
+        if not self._task.decodes:
+            return [f"rounds       none: {self._task.what}, nothing is decoded"]
         return [
             f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, the last ones with fewer rows shorter, "
             f"{_duration(ahead.decode_s)}; a full one reads {bytes_text(ahead.weights_read_bytes)} of weights and "
@@ -226,8 +227,8 @@ class Plan:
         ]
 
     @property
-    def _scores(self) -> bool:
-        return self.job.config.decode.score != "none"
+    def _task(self) -> Task:
+        return self.job.admission.task
 
     def _adapters(self) -> list[str]:
         spec, dtype = self.job.spec, self.job.dtype

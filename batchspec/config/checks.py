@@ -19,6 +19,7 @@ from batchspec.config.values import (
 )
 from batchspec.errors import ConfigError
 from batchspec.records import STATUSES
+from batchspec.tasks.registry import task_of
 
 URLS = tuple(name for name, key in KEYS.items() if key.path or name == "model.revision")
 """Keys that may be given a URL."""
@@ -48,11 +49,11 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
     check_values(config, KEYS)
     check_draft(config)
     refuse_without_effect(config)
+    task_of(config).check(config)
     _cache(config)
     _adapters(config)
     _ranks(config)
     _decode(config)
-    _scoring(config)
     _thinking(config)
     _date(config)
     _names(config)
@@ -118,7 +119,7 @@ def _decode(config: RunConfig) -> None:
         raise ConfigError(
             f"decode.min_new_tokens={decode.min_new_tokens} exceeds decode.max_new_tokens={decode.max_new_tokens}; lower it"
         )
-    if max_len is not None and decode.score == "none" and decode.max_new_tokens >= max_len:
+    if max_len is not None and task_of(config).output_limit(decode) >= max_len:
         raise ConfigError(
             f"decode.max_new_tokens={decode.max_new_tokens} leaves no room for a prompt in model.max_len={max_len}; "
             "lower it or raise model.max_len"
@@ -131,7 +132,7 @@ def _decode(config: RunConfig) -> None:
             raise ConfigError(f"decode.{key}= is empty; give a {key} or remove the key")
     if decode.choice and not any(decode.choice):
         raise ConfigError(f"decode.choice={decode.choice} allows empty answers alone; give other texts or remove the key")
-    if len({*decode.choice}) == 1 and decode.score == "none":
+    if len({*decode.choice}) == 1 and task_of(config).decodes:
         raise ConfigError(
             f"decode.choice={decode.choice} allows one answer alone; list all allowed ones, {written('decode.choice')}, or "
             "remove the key"
@@ -155,23 +156,6 @@ def _decode(config: RunConfig) -> None:
         raise ConfigError(f"decode.logit_bias {error}") from None
     if any(token < 0 for token in decode.stop_ids):
         raise ConfigError(f"decode.stop_ids={decode.stop_ids} must be token ids, at least 0; remove the negative ones")
-
-
-def _scoring(config: RunConfig) -> None:
-    """What decode.score excludes besides keys without effect."""
-    if (score := config.decode.score) == "none":
-        return
-    if config.draft.name != "none":
-        raise ConfigError(f"draft={config.draft.name} with decode.score={score} drafts nothing; remove the keys of draft")
-    if score == "choices":
-        check_choices_to_score(config.decode.choice)
-
-
-def check_choices_to_score(choices: Sequence[str]) -> None:
-    """Raises ConfigError for an empty text, or two equal ones, whose probabilities say nothing."""
-    if "" in choices or len(set(choices)) < len(choices):
-        wrong = "an empty text" if "" in choices else "a text twice"
-        raise ConfigError(f"decode.choice={list(choices)} holds {wrong}; decode.score=choices compares different texts")
 
 
 def _thinking(config: RunConfig) -> None:

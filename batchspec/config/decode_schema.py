@@ -146,8 +146,3 @@ class DecodeConfig:
     not merged, and scoring."""
     ignore_eos: bool = key(False, advanced=True)
     """Go on after the model's EOS ids. The stop ids and stop strings of the user still end a completion."""
-
-    @property
-    def output_limit(self) -> int:
-        """Maximum number of output tokens of a completion; 0 where nothing is decoded (`score`)."""
-        return self.max_new_tokens if self.score == "none" else 0

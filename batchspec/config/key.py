@@ -29,7 +29,7 @@ class Scope(Flag):
     CHATS = auto()
     """Prompts that go through the chat template."""
     ANSWERS = auto()
-    """Rows whose answer is decoded; in other jobs prompts or choices are scored (decode.score)."""
+    """Rows whose answer is decoded; the tasks of other jobs decode none (batchspec/tasks)."""
 
 
 CHATS, ANSWERS, EVERYTHING = Scope.CHATS, Scope.ANSWERS, Scope(0)

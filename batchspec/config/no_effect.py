@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from batchspec.config.drafters import DRAFTERS, readers
-from batchspec.config.key import ANSWERS, value_of
-from batchspec.config.schema import KEYS, RunConfig
+from batchspec.config.key import value_of
+from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
 
 READ_BY = readers()
@@ -59,29 +59,12 @@ def refuse_unread_by_drafter(config: RunConfig) -> None:
 
 
 def refuse_without_effect(config: RunConfig) -> None:
-    """Raise ConfigError for a key that other keys leave without effect, whatever the drafter is."""
-    score, output, from_job = config.decode.score, config.output, config.input.from_job
+    """Raise ConfigError for a key that other keys leave without effect, whatever drafter and task are."""
+    output, from_job = config.output, config.input.from_job
     if config.cache.dtype != "fp8":
         refuse_given(
             config, ["cache.scales"], f"is not used by cache.dtype={config.cache.dtype}; set fp8 or remove the key"
         )
-    if score != "prompts":
-        refuse_given(
-            config, ["output.prompt_logprobs"],
-            f"with decode.score={score} is not supported: prompts are scored by a job of their own; set decode.score=prompts or "
-            "remove it",
-        )
-    if score != "choices":
-        refuse_given(
-            config, ["decode.choice_norm"],
-            f"with decode.score={score} has no effect: no choices are scored; set decode.score=choices or remove it",
-        )
-    if score != "none":
-        of_answers = [name for name, declared in KEYS.items() if ANSWERS in declared.applies_to]
-        why = f"with decode.score={score} has no effect: no token is decoded"
-        refuse_given(config, ["decode.deterministic"], f"with decode.score={score} is not supported; remove one")
-        refuse_given(config, ["output.logprobs"], f"{why}; prompts have output.prompt_logprobs; remove it")
-        refuse_given(config, [key for key in of_answers if (key, score) != ("decode.choice", "choices")], f"{why}; remove it")
     if not config.decode.no_repeat_ngram.ngram_size:
         refuse_given(
             config, ["decode.no_repeat_ngram.window_size", "decode.no_repeat_ngram.whitelist_token_ids"],

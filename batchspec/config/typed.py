@@ -14,13 +14,13 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.key import declared_keys
 from batchspec.config.overrides import list_keys
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import SHIPPED, expand_home, literal, shipped, written
 from batchspec.config.vllm_names import remark
 from batchspec.errors import ConfigError
+from batchspec.tasks.registry import task_of
 
 Schema = TypeVar("Schema")
 _STRUCTURED: dict[type, DictConfig] = {}
@@ -70,18 +70,8 @@ def from_hydra(cfg: DictConfig) -> RunConfig:
     """
     config = typed(cfg, RunConfig)
     config.input.path = shipped_prompts(config.input.path)
-    if config.decode.score != "none":
-        _score(config)
+    task_of(config).set_defaults(config)
     return config
-
-
-def _score(config: RunConfig) -> None:
-    """Defaults of a job that scores. If any key of the drafter was set, the user asked for a drafter: it stays here, and
-    checks.py refuses it."""
-    if config.draft == RunConfig().draft:
-        config.draft = DraftConfig(name="none")
-    if config.decode.score == "prompts":
-        config.output.prompt_logprobs = config.output.prompt_logprobs or 0
 
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:

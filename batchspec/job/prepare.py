@@ -57,6 +57,7 @@ from batchspec.packing.unused import (
 from batchspec.process.load_progress import count_step
 from batchspec.process.out_of_memory import admitting_rows
 from batchspec.records import Completion, Request
+from batchspec.tasks.registry import task_of
 from batchspec.text.tokenizer import Tokenizer
 from batchspec.tuning.cards import check_card
 
@@ -135,7 +136,7 @@ def open_job(
     source, input, note = open_input(config, source)
     templates = RowTemplates(input)
     columns = templates.map_columns(source.schema, requests=source.filled_by_requests is not None)
-    output_schema(source.schema, columns, config.output, score=config.decode.score)
+    output_schema(source.schema, columns, config.output, task=task_of(config))
     source = source.reading(columns_read(source.schema, columns, config.output))
     check_ids(source, columns, NUMBER_THEM if input.from_job is None else OF_SAMPLES)
     config, logprobs_of_all = with_logprobs_of_rows(config, columns, source)
@@ -212,7 +213,7 @@ def job_of(
 
 def notes(job: Job) -> list[tuple[str, str]]:
     """(label, line) of each thing about the model's files and the input that the user should know."""
-    of_model = model_notes(job.config.decode, job.spec, job.admission.settings.end_ids)
+    of_model = model_notes(job.config.decode, job.spec, job.admission.settings.end_ids, job.admission.task)
     of_rows = [("input", job.note_of_rows)] if job.note_of_rows else []
     return [*of_rows, *of_model, *input_notes(job.config, job.admission, job.source, job.tokenizer)]
 

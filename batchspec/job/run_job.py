@@ -34,7 +34,7 @@ from batchspec.job.prepare import open_job, survey_first
 from batchspec.job.report.progress_bar import ProgressBar
 from batchspec.job.report.push import check_push_key
 from batchspec.job.report.start_up import StartUp
-from batchspec.job.report.summary import DECODED, SCORED, RunSummary
+from batchspec.job.report.summary import RunSummary
 from batchspec.job.runner.checked_run import checked_run
 from batchspec.job.runner.conclude import conclude
 from batchspec.job.runner.job_run import FoundRun
@@ -125,13 +125,13 @@ def decode_missing(
         engine = engines.current
         report_speed(
             run.folder, engine.totals, start_up, seconds=seconds, start_up_s=start_up_s, drafter=job.config.draft.name,
-            decodes=engine.batch.decodes, calibration=engine.calibration(),
+            counts=job.admission.task.counts, calibration=engine.calibration(),
         )
 
 
 def report_speed(
     folder: OutputFolder, totals: EngineTotals, start_up: StartUp, *, seconds: float, start_up_s: float, drafter: str,
-    decodes: bool, calibration: Mapping[int, tuple[int, int, float]],
+    counts: str, calibration: Mapping[int, tuple[int, int, float]],
 ) -> None:
     """Print lines about the run that has ended and one about its start, and write them to the output folder's logs."""
     summary = RunSummary(
@@ -139,7 +139,7 @@ def report_speed(
         seconds=round(seconds, 3),
         start_up_s=start_up_s,
         tokens=totals.tokens,
-        counts=DECODED if decodes else SCORED,
+        counts=counts,
         rounds=totals.rounds,
         row_rounds=totals.row_rounds,
         accepted=totals.accepted,

@@ -7,7 +7,7 @@ Rows to requests:
   bad_words.py        the token sequences of its bad_words; no_repeat_ngram.py: its n-grams that do not come twice
   row_templates.py    its prompt and system prompt, if templates make them of its columns
   prompt_encoder.py   its prompt's token ids
-  constraints.py      what its answer must match; row_constraints.py: in which jobs; choices.py: what is scored after its prompt
+  constraints.py      what its answer must match; row_constraints.py: in which jobs
   tool_choice.py      which of its tools it may call, or must
   unused.py           keys and columns that would have no effect
   input_notes.py      columns that no row reads, and texts for a chat model

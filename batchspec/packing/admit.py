@@ -46,9 +46,8 @@ from batchspec.data.dataset.reader import InputShard, Source, SourceFacts, place
 from batchspec.data.dataset.row_ids import request_ids
 from batchspec.data.dataset.schema import output_schema
 from batchspec.data.dataset.untyped_columns import json_kinds
-from batchspec.errors import CapacityError, ConfigError, TokenizerFails
-from batchspec.packing.cells import BadRow, number_option, plain_cell, prompt_cell, row_values
-from batchspec.packing.choices import Choices
+from batchspec.errors import BadRow, CapacityError, ConfigError, TokenizerFails
+from batchspec.packing.cells import number_option, plain_cell, prompt_cell, row_values
 from batchspec.packing.constraints import Constraints
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.prompt_encoder import PromptEncoder
@@ -58,6 +57,7 @@ from batchspec.packing.row_settings import RowSettings
 from batchspec.packing.row_templates import RowTemplates
 from batchspec.packing.tool_choice import tool_choice
 from batchspec.records import NO_LOGPROBS, Completion, Request, RowError
+from batchspec.tasks.registry import task_of
 from batchspec.text.token_texts import TokenTexts
 from batchspec.tool_calls.marks import HARMONY
 from batchspec.tool_calls.registry import choose_form
@@ -115,7 +115,8 @@ class Admission:
             config, columns, tokenizer, vocab_size=self.vocab_size, think=self.settings.think, end_ids=self.settings.end_ids,
             tool_form=self._form_name, shared=constraints,
         )
-        self.choices = None if self.decode.score != "choices" else Choices(config, columns, tokenizer, self.settings.think)
+        self.task = task_of(config)
+        self._rows_of_task = self.task.rows(config, frozenset(columns.names), tokenizer, self.settings.think)
         if config.output.logprob_tokens and tokenizer is None:
             raise ConfigError("output.logprob_tokens needs a tokenizer, and the model folder has none; remove the key")
         self.encoder = PromptEncoder(self.input, columns, tokenizer, vocab_size=self.vocab_size, max_len=self.max_len)
@@ -156,8 +157,8 @@ class Admission:
 
     def schema_of(self, input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig) -> pa.Schema:
         """The schema of the output of rows with these columns, as `output_schema`."""
-        calls, channels, score = self.has_calls(columns), self.has_channels, self.decode.score
-        return output_schema(input_schema, columns, output, calls=calls, channels=channels, score=score)
+        calls, channels = self.has_calls(columns), self.has_channels
+        return output_schema(input_schema, columns, output, calls=calls, channels=channels, task=self.task)
 
     def observe(self, completion: Completion) -> None:
         """Update the predicted output length with a finished row."""
@@ -293,22 +294,20 @@ class Admission:
         prompt = prompt_cell(row, self.columns.prompt_kind)
         settings, values = self.settings, self.settings.values(row)
         stop, stop_ids = settings.stops(row.get("stop"))
-        max_new_tokens = int(values["max_new_tokens"]) if self.decode.score == "none" else 0
+        max_new_tokens = int(values["max_new_tokens"]) if self.task.decodes else 0
         min_new_tokens = min(int(values["min_new_tokens"]), max_new_tokens)
-        choices = () if self.choices is None else self.choices.of_row(row.get("choice"))
-        longest = max((len(choice.token_ids) for choice in choices), default=max_new_tokens)
-        max_prompt_tokens = self.max_len - longest
+        choices = self._rows_of_task.choices(row)
+        room, taken_by = self._rows_of_task.room(choices, max_new_tokens)
+        max_prompt_tokens = self.max_len - room
         if max_prompt_tokens < 1:
-            said = f"max_new_tokens={max_new_tokens} leaves" if not choices else f"a choice of {longest} tokens leaves"
-            raise BadRow("bad_parameter", f"{said} no room for a prompt in model.max_len={self.max_len}; lower it")
+            raise BadRow("bad_parameter", f"{taken_by} leaves no room for a prompt in model.max_len={self.max_len}; lower it")
         adapter = settings.adapter(row.get("adapter"))
         choice = tool_choice(row, self._form_name)
         prompt_ids = self.encoder.encode(prompt, {**row, "tools": choice.tools}, max_prompt_tokens)
         tools = None if self.tool_form is None else choice.readable
         sampling = settings.sampling(values, row)
         thinking = settings.thinking(prompt_ids, values, row) if max_new_tokens else None
-        if self.choices is not None:
-            self.choices.check_prompt(prompt_ids)
+        self._rows_of_task.check_prompt(prompt_ids)
         constraint = self._constraints.of_row(row, choice)
         if thinking is not None and choice.forces:
             end = thinking.closing.index(thinking.end_id)  # in harmony the closing tokens go on to the channel final
@@ -350,7 +349,7 @@ def job_max_len(config: RunConfig, spec: ModelSpec) -> int:
     why = f" ({spec.rope.limit_note})" if spec.rope.limit_note else ""
     if limit > spec.max_len:
         raise ConfigError(f"model.max_len={limit} exceeds the model's own limit of {spec.max_len} tokens{why}; lower it")
-    cap = config.decode.output_limit
+    cap = task_of(config).output_limit(config.decode)
     if cap >= limit:
         raise ConfigError(f"decode.max_new_tokens={cap} leaves no room for a prompt in the model's {limit} tokens{why}; lower it")
     return limit

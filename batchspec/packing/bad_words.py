@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from batchspec.packing.cells import BadRow
+from batchspec.errors import BadRow
 from batchspec.records import MAX_BAD_WORD, MAX_BAD_WORDS
 
 if TYPE_CHECKING:

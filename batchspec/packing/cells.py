@@ -13,8 +13,7 @@ from batchspec.config.values import logit_bias
 from batchspec.data.dataset.json_text import BadJson, BadText, called, parse
 from batchspec.data.dataset.messages import BadChat, messages_of, without_nulls
 from batchspec.data.dataset.untyped_columns import is_csv, json_kinds, value_of
-from batchspec.errors import OneLine
-from batchspec.records import Ids
+from batchspec.errors import BadRow
 
 if TYPE_CHECKING:
     from batchspec.text.tokenizer import Tokenizer
@@ -22,16 +21,6 @@ if TYPE_CHECKING:
 Biases = tuple[tuple[int, float], ...]
 """(token id, what is added to its logit)."""
 NOT_WHOLE = "prompt_ids is not a list of whole numbers; correct it"
-
-
-class BadRow(OneLine):
-    """Why a row gets no request. Admission catches it. retryable: the machine is the cause, not the row."""
-
-    def __init__(
-        self, code: str, message: str, *, prompt_ids: Ids | None = None, status: str = "error", retryable: bool = False
-    ) -> None:
-        super().__init__(message)
-        self.code, self.prompt_ids, self.status, self.retryable = code, prompt_ids, status, retryable
 
 
 class _Undecodable:

@@ -28,14 +28,15 @@ from batchspec.automata.token_automaton import (
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.schema import RunConfig
 from batchspec.data.dataset.columns import ColumnMap
-from batchspec.data.dataset.json_text import BadJson, parse
-from batchspec.errors import ConfigError
-from batchspec.packing.cells import BadRow, json_cell
+from batchspec.errors import BadRow, ConfigError
+from batchspec.packing.cells import json_cell
 from batchspec.process.local_files import fault_of, open_regular
 from batchspec.records import Request, Thinking
 from batchspec.structured.answer_checker import AnswerChecker
 from batchspec.structured.channels import state_after_header
 from batchspec.structured.compiler import BadConstraint, Compiler
+from batchspec.tasks.choose import choice_cell
+from batchspec.tasks.registry import task_of
 from batchspec.text.thinking import ThinkTokens
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def first_state(automaton: TokenAutomaton | LazyAutomaton, thinking: Thinking | 
 
 def asked_by(config: RunConfig, columns: ColumnMap) -> str | None:
     """The key or column that asks for structured output; None if none does, or nothing is decoded."""
-    if config.decode.score != "none":
+    if not task_of(config).decodes:
         return None
     given = job_constraint(config.decode)
     mapped = next((name for name in COLUMNS if columns.get(name) is not None), None)
@@ -214,17 +215,6 @@ def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise BadRow("bad_parameter", f"{name} must be text; correct it or leave it null")
     return value
-
-
-def choice_cell(choices: Any) -> list[str]:
-    """The texts of a list, which may be JSON text, as in CSV. Its items stay text, even if they look like numbers."""
-    try:
-        choices = parse(choices) if isinstance(choices, str) else choices
-    except BadJson as error:
-        raise BadRow("bad_parameter", f"choice is text, and {error}; give a JSON list, or leave it null") from error
-    if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
-        raise BadRow("bad_parameter", "choice must be a list of strings, at least one; correct it or leave it null")
-    return choices
 
 
 def _of_response_format(form: Mapping[str, Any]) -> Constraint | None:

@@ -17,6 +17,7 @@ from batchspec.data.dataset.columns import PROMPTS, TYPES, ColumnMap, must_be_ma
 from batchspec.data.dataset.openai_requests import defaults_note
 from batchspec.data.dataset.reader import Source
 from batchspec.records import LEAST_TEMPERATURE
+from batchspec.tasks.registry import task_of
 from batchspec.tool_calls.registry import FORMS
 
 if TYPE_CHECKING:
@@ -43,18 +44,18 @@ def input_notes(config: RunConfig, admission: Admission, source: Source, tokeniz
         ("chat", dropped_note(tokenizer)),
         ("reasoning", _reasoning_note(config, admission, tokenizer)),
         ("requests", "" if filled is None else defaults_note(filled, config.decode)),
-        ("greedy", _greedy_note(config.decode, columns)),
+        ("greedy", _greedy_note(config, columns)),
         ("samples", _samples_note(config, columns, source)),
         ("tools", _calls_note(admission, source, config.model.tool_calls)),
     ]
     return [(label, line) for label, line in notes if line]
 
 
-def _greedy_note(decode: DecodeConfig, columns: ColumnMap) -> str:
+def _greedy_note(config: RunConfig, columns: ColumnMap) -> str:
     """One line if keys choose among tokens that are sampled, and no row is."""
-    usual = DecodeConfig()
+    decode, usual = config.decode, DecodeConfig()
     given = {key: getattr(decode, key) for key in ("top_k", "top_p", "min_p") if getattr(decode, key) != getattr(usual, key)}
-    if not given or decode.score != "none" or decode.temperature >= LEAST_TEMPERATURE or "temperature" in columns.names:
+    if not given or not task_of(config).decodes or decode.temperature >= LEAST_TEMPERATURE or "temperature" in columns.names:
         return ""
     keys = ", ".join(f"decode.{key}={value:g}" for key, value in given.items())
     heat = f"decode.temperature={decode.temperature:g} is greedy"
@@ -68,7 +69,7 @@ def _samples_note(config: RunConfig, columns: ColumnMap, source: Source) -> str:
     usual = {"n": config.decode.n, "temperature": config.decode.temperature}
     own = {name: columns.names[name] for name in usual if name in columns.names}
     numbers = all(_is_number(source.schema.field(column).type) for column in own.values())
-    if not own or not numbers or config.decode.score != "none" or ("n" not in own and usual["n"] == 1):
+    if not own or not numbers or not task_of(config).decodes or ("n" not in own and usual["n"] == 1):
         return ""
     if "temperature" not in own and usual["temperature"] >= LEAST_TEMPERATURE:
         return ""
@@ -135,7 +136,7 @@ def _advice(config: RunConfig, field: pa.Field) -> str:
 
 def _chat_note(config: RunConfig, admission: Admission, source: Source, tokenizer: Tokenizer | None) -> str:
     columns = admission.columns
-    if columns.prompt_kind != "prompt" or config.input.chat or config.decode.score != "none":
+    if columns.prompt_kind != "prompt" or config.input.chat or not task_of(config).decodes:
         return ""
     if tokenizer is None or not tokenizer.has_chat_template:
         return ""

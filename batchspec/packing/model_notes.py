@@ -10,6 +10,8 @@ from batchspec.checkpoint.generation_config import NEARLY, NOT_FOLLOWED
 from batchspec.checkpoint.unread_keys import unread_note
 from batchspec.config.decode_schema import DecodeConfig
 from batchspec.console.text import as_json
+from batchspec.tasks.base import Task
+from batchspec.tasks.registry import GENERATE
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
@@ -18,24 +20,26 @@ _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p")
 """Keys of generation_config.json that `decode` has too."""
 
 
-def model_notes(decode: DecodeConfig, spec: ModelSpec, end_ids: Collection[int]) -> list[tuple[str, str]]:
+def model_notes(
+    decode: DecodeConfig, spec: ModelSpec, end_ids: Collection[int], task: Task = GENERATE
+) -> list[tuple[str, str]]:
     """(label, line) of each note that applies. end_ids: the tokens that end every row."""
     notes = [
         ("not read", unread_note(spec.unread)),
         ("length", f"rows have at most {spec.max_len} tokens: {spec.rope.limit_note}" if spec.rope.limit_note else ""),
-        ("sampling", sampling_advice(decode, spec.generation)),
-        ("no end", _end_note(decode, end_ids)),
+        ("sampling", sampling_advice(decode, spec.generation, task)),
+        ("no end", _end_note(decode, end_ids, task)),
     ]
     return [(label, line) for label, line in notes if line]
 
 
-def sampling_advice(decode: DecodeConfig, generation: Mapping[str, Any]) -> str:
+def sampling_advice(decode: DecodeConfig, generation: Mapping[str, Any], task: Task = GENERATE) -> str:
     """One line about what the model's generation_config.json recommends and the job does not do; empty if there is nothing.
 
     generation  what that file sets (`ModelSpec.generation`), which jobs do not follow: the same command gives the same tokens
                 with every copy of a model
     """
-    if decode.score != "none":
+    if not task.decodes:
         return ""
     greedy = decode.temperature <= 0 and bool(generation.get("do_sample"))
     keys = [key for key in _RECOMMENDED if greedy and key in generation]
@@ -49,8 +53,8 @@ def sampling_advice(decode: DecodeConfig, generation: Mapping[str, Any]) -> str:
     return f"{said}the model's generation_config.json {' and '.join(parts)}" if parts else ""
 
 
-def _end_note(decode: DecodeConfig, end_ids: Collection[int]) -> str:
-    if end_ids or decode.ignore_eos or decode.score != "none":
+def _end_note(decode: DecodeConfig, end_ids: Collection[int], task: Task) -> str:
+    if end_ids or decode.ignore_eos or not task.decodes:
         return ""
     return (
         "no token ends a row: none is named by generation_config.json, config.json, tokenizer_config.json and decode.stop_ids; "

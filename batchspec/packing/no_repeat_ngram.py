@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from batchspec.config.decode_schema import NoRepeatNgramConfig
 from batchspec.config.schema import KEYS
 from batchspec.data.dataset.json_text import BadJson, called, parse
-from batchspec.packing.cells import BadRow, number_cell
+from batchspec.errors import BadRow
+from batchspec.packing.cells import number_cell
 from batchspec.records import MAX_LISTED, NgramRule
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from batchspec.console.text import quoted
 from batchspec.data.dataset.columns import ColumnMap
 from batchspec.data.dataset.messages import FINAL, USUAL_SYSTEM, BadChat, read_chat
 from batchspec.data.dataset.openai_keys import OF_TEMPLATE, TEMPLATE_KWARGS
-from batchspec.errors import CapacityError, ConfigError, RendererKilled, TokenizerFails
-from batchspec.packing.cells import NOT_WHOLE, BadRow, json_cell
+from batchspec.errors import BadRow, CapacityError, ConfigError, RendererKilled, TokenizerFails
+from batchspec.packing.cells import NOT_WHOLE, json_cell
 from batchspec.process.refusals import refusal
 from batchspec.records import Ids
 from batchspec.text.text_bytes import LongText

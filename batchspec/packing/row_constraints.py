@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from batchspec.config.schema import RunConfig
 from batchspec.data.dataset.columns import ColumnMap
-from batchspec.errors import ConfigError
-from batchspec.packing.cells import BadRow
+from batchspec.errors import BadRow, ConfigError
 from batchspec.packing.constraints import COLUMNS, Constraint, Constraints, asked_by, check_constraints
 from batchspec.packing.tool_choice import IGNORE, ToolChoice
+from batchspec.tasks.registry import task_of
 from batchspec.text.thinking import ThinkTokens
 from batchspec.tool_calls.marks import CALL_MARKS
 
@@ -42,7 +42,7 @@ class RowConstraints:
         if (asked := asked_by(config, columns)) is not None:
             self._check(asked)
             self.compiler = shared or self._made()
-        elif (column := columns.get("tool_choice")) is not None and config.decode.score == "none":
+        elif (column := columns.get("tool_choice")) is not None and task_of(config).decodes:
             try:
                 self._check(f"column {column!r} (tool_choice)")
                 self.compiler = shared or self._made()
@@ -52,7 +52,7 @@ class RowConstraints:
     def expect(self, shared: Constraints | None = None) -> None:
         """Prepare for constraints that neither a key nor a column of this job asks for. Without effect if the tokenizer allows
         none. shared: as above."""
-        if self.compiler is None and self._tokenizer is not None and self._config.decode.score == "none":
+        if self.compiler is None and self._tokenizer is not None and task_of(self._config).decodes:
             with suppress(ConfigError):
                 self.compiler = shared or self._made()
 

@@ -10,13 +10,14 @@ import pyarrow.compute as pc
 from batchspec.config.schema import KEYS, RunConfig
 from batchspec.data.dataset.columns import ColumnMap
 from batchspec.data.dataset.reader import Source
+from batchspec.tasks.registry import task_of
 
 
 def with_logprobs_of_rows(config: RunConfig, columns: ColumnMap, source: Source) -> tuple[RunConfig, bool]:
     """The configuration with an output.logprobs that is enough for each row, and whether all rows have log-probabilities: those
     that do not ask for any have some only if the configuration's own key is set."""
     column = columns.get("num_logprobs")
-    if column is None or config.output.logprobs is not None or config.decode.score != "none":
+    if column is None or config.output.logprobs is not None or not task_of(config).decodes:
         return config, True
     asked = [number for values in source.column(column) for number in _valid(values)]
     output = replace(config.output, logprobs=max(asked, default=None))

@@ -10,9 +10,9 @@ from batchspec.config.key import value_of
 from batchspec.config.row_options import ROW_OPTIONS
 from batchspec.config.schema import RunConfig
 from batchspec.data.dataset.columns import ColumnMap
-from batchspec.errors import ConfigError
+from batchspec.errors import BadRow, ConfigError
 from batchspec.packing.bad_words import read_bad_words
-from batchspec.packing.cells import BadRow, number_option, read_biases
+from batchspec.packing.cells import number_option, read_biases
 from batchspec.packing.no_repeat_ngram import read_no_repeat_ngram
 from batchspec.records import MAX_STOP_IDS, Ids, Repetition, SamplingParams, Thinking
 from batchspec.text.thinking import find_think_tokens

@@ -21,8 +21,7 @@ from batchspec.data.dataset.columns import PROMPTS, ColumnMap, map_columns
 from batchspec.data.dataset.json_text import BadJson, BadText
 from batchspec.data.dataset.messages import USUAL_SYSTEM
 from batchspec.data.dataset.untyped_columns import value_of
-from batchspec.errors import ConfigError, RendererKilled
-from batchspec.packing.cells import BadRow
+from batchspec.errors import BadRow, ConfigError, RendererKilled
 from batchspec.process.local_files import fault_of, open_regular
 from batchspec.text.template_process import environment
 from batchspec.text.templates import NullValue, Templates

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from batchspec.data.dataset.json_text import BadJson, parse
-from batchspec.packing.cells import BadRow, json_cell
+from batchspec.errors import BadRow
+from batchspec.packing.cells import json_cell
 from batchspec.packing.constraints import COLUMNS, FORCED_CALL, Constraint
 from batchspec.tool_calls.marks import HARMONY
 

@@ -21,6 +21,7 @@ from batchspec.data.dataset.reader import Source
 from batchspec.errors import ConfigError, InputError
 from batchspec.packing.input_notes import has_value
 from batchspec.records import LEAST_TEMPERATURE
+from batchspec.tasks.registry import task_of
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
@@ -30,9 +31,9 @@ def check_columns(config: RunConfig, columns: ColumnMap, source: Source) -> None
     """Raises InputError for a mapped column that no row can use. A column without any value asks for nothing."""
     if columns.prompt_kind == "prompt_ids":
         _refuse(columns, source, _of(CHATS), "applies to chats, and the prompts of this input are prompt_ids")
-    if (score := config.decode.score) != "none":
-        names = [name for name in _of(ANSWERS) if (name, score) != ("choice", "choices")]
-        _refuse(columns, source, names, f"applies to answers, and decode.score={score} writes none")
+    if not (task := task_of(config)).decodes:
+        names = [name for name in _of(ANSWERS) if name not in task.cells_read]
+        _refuse(columns, source, names, f"applies to answers, and {task.asked} writes none")
 
 
 def _of(scope: Scope) -> list[str]:
@@ -54,7 +55,7 @@ def check_samples(config: RunConfig, columns: ColumnMap, source: Source) -> None
     completions, and `input_notes.py` counts them.
     """
     decode, temperature, column = config.decode, columns.get("temperature"), columns.get("n")
-    if decode.score != "none" or decode.temperature >= LEAST_TEMPERATURE or (decode.n == 1 and column is None):
+    if not task_of(config).decodes or decode.temperature >= LEAST_TEMPERATURE or (decode.n == 1 and column is None):
         return
     if temperature is not None and any(map(_any_above_0, source.column(temperature))):
         return

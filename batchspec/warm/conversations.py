@@ -23,10 +23,9 @@ from batchspec.data.dataset.columns import PROMPTS, ColumnMap
 from batchspec.data.dataset.messages import USUAL_SYSTEM, BadChat, Message, read_chat, text_of
 from batchspec.data.dataset.reader import InputShard
 from batchspec.data.dataset.untyped_columns import value_of
-from batchspec.errors import ConfigError
+from batchspec.errors import BadRow, ConfigError
 from batchspec.job.load.loaded_engine import Decoder, LoadedEngine
 from batchspec.packing.admit import hash64
-from batchspec.packing.cells import BadRow
 from batchspec.records import Completion, Request
 from batchspec.request_stream import ListedRequests, RequestStream
 from batchspec.warm.call import Call

@@ -44,6 +44,7 @@ from batchspec.packing.input_notes import dropped_note, input_notes
 from batchspec.packing.unused import check_samples
 from batchspec.process.own_process import OwnProcess
 from batchspec.records import Completion
+from batchspec.tasks.registry import task_of
 from batchspec.warm.call import Call, empty_frame
 from batchspec.warm.call_arguments import explains_arguments
 from batchspec.warm.conversations import Conversations, NextTurn, with_turns
@@ -161,8 +162,8 @@ class Engine:
         threads    number of threads that call it while rows decode; with more than one it must be thread-safe
         Raises what next_turn raises, and as `generate`.
         """
-        if (score := self._model.config.decode.score) != "none":
-            raise ConfigError(f"decode.score={score} writes no answers, which a conversation needs; make another engine")
+        if not (task := task_of(self._model.config)).decodes:
+            raise ConfigError(f"{task.asked} writes no answers, which a conversation needs; make another engine")
         table, named = self._rows(data)
         if not table.num_rows:
             return with_turns(self._no_rows(table), [])

@@ -16,11 +16,12 @@ from batchspec.packing.planner import GPU_SLOTS, Demand
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.unused import check_keys_of_engine
 from batchspec.process.out_of_memory import OutOfMemoryGuard
+from batchspec.tasks.base import Reads
+from batchspec.tasks.registry import task_of
 
 PROMPT_TOKENS = 1024
 """Prompt length for which the shape is planned, if model.max_len leaves room for it."""
 _IDS = ColumnMap(names={"prompt_ids": "prompt_ids"}, prompt_kind="prompt_ids")
-_IDS_AND_CHOICES = ColumnMap(names={"prompt_ids": "prompt_ids", "choice": "choice"}, prompt_kind="prompt_ids")
 
 
 def open_warm(model: JobModel) -> Job:
@@ -35,9 +36,11 @@ def job_without_rows(model: JobModel) -> Job:
     config = model.config
     check_keys_of_engine(config)
     tokenizer = open_tokenizer(model.folder, config, _IDS)
-    cells, columns = {"prompt_ids": pa.array([[0]], pa.list_(pa.int32()))}, _IDS
-    if config.decode.score == "choices" and config.input.columns.get("choice") is not None:  # rows will bring their own
-        cells, columns = cells | {"choice": pa.array([None], pa.list_(pa.string()))}, _IDS_AND_CHOICES
+    cells = {"prompt_ids": pa.array([[0]], pa.list_(pa.int32()))}
+    for name in task_of(config).cells_read:
+        if config.input.columns.get(name) is not None:  # rows will bring their own
+            cells[name] = pa.array([None], pa.list_(pa.string()))
+    columns = ColumnMap(names={name: name for name in cells}, prompt_kind="prompt_ids")
     bare = replace(model, config=replace(config, output=replace(config.output, passthrough="none")))
     job = job_of(bare, table_source(pa.table(cells)), columns, tokenizer)
     job.admission.expect_constraints()
@@ -59,10 +62,11 @@ def expected_demand(job: Job) -> Demand:
 
     They may share prefixes: memory is kept for the graphs of such rounds.
     """
-    max_len, decode = job.admission.max_len, job.config.decode
-    prompt = min(PROMPT_TOKENS, max_len - decode.output_limit)
-    output = decode.output_limit if decode.ignore_eos else LengthPredictor().predict(decode.output_limit)
+    max_len, task = job.admission.max_len, job.admission.task
+    limit = task.output_limit(job.config.decode)
+    prompt = min(PROMPT_TOKENS, max_len - limit)
+    output = limit if job.config.decode.ignore_eos else LengthPredictor().predict(limit)
     return Demand(
         num_completions=GPU_SLOTS, prompt_tokens=float(prompt), output_tokens=float(output), max_tokens=max_len,
-        shares_prefix=True, scores=decode.score != "none",
+        shares_prefix=True, scores=task.reads is Reads.PROMPT_TOKENS,
     )

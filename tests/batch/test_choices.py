@@ -18,9 +18,9 @@ from batchspec import run
 from batchspec.cli import main as cli
 from batchspec.data.runstate.journal import Journal
 from batchspec.data.runstate.output_folder import OutputFolder
-from batchspec.engine.features.choices import apart
 from batchspec.errors import ConfigError, InputError, StorageError
 from batchspec.records import Choice
+from batchspec.tasks.choices import apart
 from tests.helpers.models import CHAT_TEMPLATE, make_checkpoint, make_thinking_tokenizer, make_tokenizer
 
 TEXTS = ["yes", "no", "no, never", "word1 again"]

@@ -19,10 +19,9 @@ from batchspec.config.compose import compose
 from batchspec.config.decode_schema import NoRepeatNgramConfig
 from batchspec.draft.base import Drafter
 from batchspec.engine.rounds.round import Round
-from batchspec.errors import ConfigError
+from batchspec.errors import BadRow, ConfigError
 from batchspec.job.prepare import open_job
 from batchspec.model.target import Target
-from batchspec.packing.cells import BadRow
 from batchspec.packing.no_repeat_ngram import read_no_repeat_ngram
 from batchspec.records import MAX_LISTED, Completion, Request, SamplingParams
 from tests.batch.test_bad_words import check_answers, outputs, words_of

@@ -30,6 +30,8 @@ from batchspec.model.families.shapes import COMMON, SHAPES
 from batchspec.model.spec import read_spec
 from batchspec.packing.memory import prefill_graph_bytes, reserve_bytes
 from batchspec.packing.model_notes import model_notes, sampling_advice
+from batchspec.tasks.base import Task
+from batchspec.tasks.registry import GENERATE, TASKS
 from batchspec.tuning.cards import known_card
 from tests.helpers.models import write_weights
 from tests.helpers.stand_ins import H200, ByteTokenizer
@@ -156,7 +158,7 @@ def test_what_the_job_does_not_follow_of_generation_config_is_one_line(
 def test_a_penalty_that_the_job_sets_itself_and_a_job_that_scores_need_no_advice() -> None:
     generation = read_generation({"repetition_penalty": 1.05, "suppress_tokens": [3]})
     assert sampling_advice(DecodeConfig(repetition_penalty=1.1), {"repetition_penalty": 1.05}) == ""
-    assert sampling_advice(DecodeConfig(score="prompts"), generation) == ""
+    assert sampling_advice(DecodeConfig(), generation, TASKS["score_prompts"]) == ""
 
 
 def test_a_key_of_the_config_that_nothing_reads_is_reported(job: RunConfig) -> None:
@@ -168,17 +170,19 @@ def test_a_key_of_the_config_that_nothing_reads_is_reported(job: RunConfig) -> N
 
 
 @pytest.mark.parametrize(
-    ("decode", "end_ids", "said"),
+    ("task", "decode", "end_ids", "said"),
     [
-        (DecodeConfig(), set(), "tokenizer_config.json and decode.stop_ids; rows end at max_new_tokens"),
-        (DecodeConfig(stop=["x"]), set(), "rows end at a stop string or max_new_tokens"),
-        (DecodeConfig(), {2}, None),
-        (DecodeConfig(ignore_eos=True), set(), None),
-        (DecodeConfig(score="prompts"), set(), None),
+        (GENERATE, DecodeConfig(), set(), "tokenizer_config.json and decode.stop_ids; rows end at max_new_tokens"),
+        (GENERATE, DecodeConfig(stop=["x"]), set(), "rows end at a stop string or max_new_tokens"),
+        (GENERATE, DecodeConfig(), {2}, None),
+        (GENERATE, DecodeConfig(ignore_eos=True), set(), None),
+        (TASKS["score_prompts"], DecodeConfig(), set(), None),
     ],
 )
-def test_a_model_without_an_end_token_is_reported(decode: DecodeConfig, end_ids: set[int], said: str | None) -> None:
-    notes = dict(model_notes(decode, read_spec(MODEL, "config.json"), end_ids))
+def test_a_model_without_an_end_token_is_reported(
+    task: Task, decode: DecodeConfig, end_ids: set[int], said: str | None
+) -> None:
+    notes = dict(model_notes(decode, read_spec(MODEL, "config.json"), end_ids, task))
     assert ("no end" in notes) == (said is not None)
     assert said is None or notes["no end"].endswith(said)
 

@@ -25,6 +25,7 @@ from batchspec.data.dataset.columns import map_columns
 from batchspec.data.dataset.schema import output_schema
 from batchspec.job.report.card import _without_local_paths, _yaml
 from batchspec.job.report.columns import COPIED, meaning
+from batchspec.tasks.registry import TASKS
 from tests.helpers.int4_layouts import make, of_gptq
 from tests.helpers.models import make_checkpoint, make_tokenizer
 
@@ -54,8 +55,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_card_says_what_each_column_of_a_job_means() -> None:
     given = pa.schema([("prompt", pa.string()), ("kind", pa.string())])
     output = OutputConfig(messages="full", token_ids=True, prompt_ids=True, logprobs=2, prompt_logprobs=2)
-    schema = output_schema(given, map_columns(given, {}), output, calls=True, score="choices")
-    assert [name for name in schema.names if meaning(name) == COPIED] == given.names
+    for task in TASKS.values():
+        schema = output_schema(given, map_columns(given, {}), output, calls=True, task=task)
+        assert [name for name in schema.names if meaning(name) == COPIED] == given.names
+        assert task.columns <= {*schema.names}
 
 
 @pytest.mark.second

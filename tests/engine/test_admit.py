@@ -24,9 +24,8 @@ from batchspec.config.decode_schema import NoRepeatNgramConfig
 from batchspec.config.schema import RunConfig
 from batchspec.data.dataset.columns import map_columns
 from batchspec.data.dataset.reader import table_source
-from batchspec.errors import CapacityError, ConfigError, RendererKilled, TokenizerFails
+from batchspec.errors import BadRow, CapacityError, ConfigError, RendererKilled, TokenizerFails
 from batchspec.packing.admit import Admission, hash64
-from batchspec.packing.cells import BadRow
 from batchspec.packing.predict import PRIOR_ROWS, SHORT_TOKENS, LengthPredictor
 from batchspec.packing.prompt_encoder import _refused_as
 from batchspec.process.child_process import start_module

@@ -12,13 +12,14 @@ from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.job.load.loaded_engine import LoadedEngine
 from batchspec.records import Completion, Request
+from batchspec.tasks.registry import GENERATE
 from tests.helpers.engines import DEVICE, make_engine, packed, request, tiny_target
 from tests.helpers.moe_models import ids_of
 
 
 def loaded(seen: list[Completion]) -> LoadedEngine[Engine]:
-    """An engine whose job has no choices. seen: gets what the job observes."""
-    job: Any = SimpleNamespace(admission=SimpleNamespace(choices=None, observe=seen.append))
+    """An engine whose job decodes answers. seen: gets what the job observes."""
+    job: Any = SimpleNamespace(admission=SimpleNamespace(task=GENERATE, observe=seen.append))
     return LoadedEngine(make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE), job)
 
 

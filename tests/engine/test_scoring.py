@@ -17,7 +17,6 @@ from torch import Tensor
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.features import scoring
-from batchspec.engine.features.choices import run_with_choices
 from batchspec.engine.features.scoring import mark_diverged
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.rounds.vocabulary import DIVERGED
@@ -25,6 +24,7 @@ from batchspec.model.layers.gated_delta.block import RECURRENT_CHUNK
 from batchspec.model.target import Target
 from batchspec.records import Choice, Completion, Request
 from batchspec.request_stream import ListedRequests
+from batchspec.tasks.choices import run_with_choices
 from tests.helpers.engines import DEVICE, VOCAB, full_logits, make_engine, packed, request, tiny_spec, tiny_target
 from tests.helpers.ranks import on_ranks, part_of, whole_of
 from tests.helpers.recurrent import recurrent_target

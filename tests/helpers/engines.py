@@ -299,13 +299,14 @@ def make_engine(
     """
     # Imported here: the process that only replays steps (`replaying.py`) imports no scheduler.
     from batchspec.engine.features import RowFeatures
+    from batchspec.engine.features.scoring import PromptFeatures
     from batchspec.engine.loop.engine import Engine
     from batchspec.engine.rounds.records import RoundOptions
     from tests.helpers.row_lengths import draw_lengths
 
-    features = RowFeatures(
-        decode=decode, defers_text=defers_text, num_top=logprobs, scores=scores, symbols=vocabulary,
-        capacity=automata_capacity, expanding=expanding,
+    features = PromptFeatures(logprobs or 0) if scores else RowFeatures(
+        decode=decode, defers_text=defers_text, num_top=logprobs, symbols=vocabulary, capacity=automata_capacity,
+        expanding=expanding,
     )
     batch = replace(batch, decodes=not scores, num_verified=max(batch.num_verified, drafter.shape.num_verified))
     if lengths is None:

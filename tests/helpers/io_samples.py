@@ -14,6 +14,8 @@ from batchspec.data.dataset.reader import InputShard, table_source
 from batchspec.data.dataset.writer import build_table
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.records import Completion, RowError, RowStats
+from batchspec.tasks.base import Task
+from batchspec.tasks.registry import GENERATE
 
 
 def stats(accepted: list[int], drafted: list[int] | None = None, *, k: int = 3, **changes: Any) -> RowStats:
@@ -71,13 +73,13 @@ def shards_of(table: pa.Table, shard_rows: int) -> tuple[list[InputShard], Colum
 
 
 def built(
-    shard: InputShard, columns: ColumnMap, completions: list[Completion] | None = None, *, score: str = "none",
+    shard: InputShard, columns: ColumnMap, completions: list[Completion] | None = None, *, task: Task = GENERATE,
     calls: bool = False, **output: Any,
 ) -> pa.Table:
     rows = range(shard.first_row, shard.first_row + shard.table.num_rows)
     return build_table(
         shard, [completion(row) for row in rows] if completions is None else completions,
-        columns=columns, input=InputConfig(), output=OutputConfig(**output), attempt="attempt", score=score, calls=calls,
+        columns=columns, input=InputConfig(), output=OutputConfig(**output), attempt="attempt", task=task, calls=calls,
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from batchspec.engine import features as engine_features
+from batchspec.engine.features import scoring
 from batchspec.engine.slots.row_feature import RowFeature
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +34,7 @@ EVERYONE = {
     "process",
     "console",
     "automata",
+    "tasks",
     "version",
 }
 
@@ -259,6 +261,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "structured": {"tool_calls.form", "tool_calls.marks"},
     "tool_calls": {"data.dataset.json_text"},
     "automata": set(),
+    # Imported by everyone, so it must stay as light as the configuration.
+    "tasks": {"data.dataset.json_text"},
     "console": set(),
     "data.storage": set(),
     "config": set(),
@@ -456,7 +460,8 @@ def test_the_core_of_the_engine_names_no_feature() -> None:
 
 def test_no_member_of_the_seam_is_there_for_one_feature_alone() -> None:
     """`poll` is the exception: any feature may let rows wait, but today only lazy automata do."""
-    features = [one for one in vars(engine_features).values() if isinstance(one, type) and issubclass(one, RowFeature)]
+    named = {**vars(engine_features), **vars(scoring)}
+    features = [one for one in named.values() if isinstance(one, type) and issubclass(one, RowFeature)]
     for member in vars(RowFeature):
         if not member.startswith("_"):
             users = {one for one in features if getattr(one, member) is not getattr(RowFeature, member)}
@@ -479,7 +484,7 @@ def names(tree: ast.AST) -> set[str]:
 @pytest.mark.second
 def test_records_and_io_can_be_read_without_torch() -> None:
     modules = [module_of(path) for path in sources()]
-    light = ("data.dataset", "data.storage", "data.runstate", "records", "packed_batch", "errors", "config")
+    light = ("data.dataset", "data.storage", "data.runstate", "records", "packed_batch", "errors", "config", "tasks")
     names = [f"batchspec.{module}" for module in modules if within(module, light)]
     assert len(names) >= 6
     code = f"import importlib, sys; [importlib.import_module(name) for name in {names}]; assert 'torch' not in sys.modules"

@@ -18,8 +18,10 @@ from batchspec.job.report.calls import ToolCalls
 from batchspec.job.report.json_answers import MAX_VALUES, Field, JsonTally
 from batchspec.job.report.labels import Label
 from batchspec.job.report.stats import JobStats, job_stats
-from batchspec.job.report.summary import DECODED, SCORED, speed_of
+from batchspec.job.report.summary import DECODED, speed_of
 from batchspec.records import Completion
+from batchspec.tasks.choose import Choose
+from batchspec.tasks.score_prompts import ScorePrompts
 from tests.helpers.io_samples import built, completion, dataset, failed, new_folder, shards_of
 
 
@@ -49,7 +51,7 @@ CHOICES = {"score": "choices", "choice": ["maybe", "yes", "no"]}
 
 
 def test_each_label_has_its_count_and_the_mean_probability_and_margin_of_its_rows(tmp_path: Path) -> None:
-    found = job(tmp_path, LABELLED, decode=CHOICES, score="choices").labels
+    found = job(tmp_path, LABELLED, decode=CHOICES, task=Choose()).labels
     assert found is not None
     yes, no, maybe = found.labels
     assert (yes.label, yes.rows, no.label, no.rows) == ("yes", 3, "no", 1)
@@ -63,20 +65,20 @@ def test_each_label_has_its_count_and_the_mean_probability_and_margin_of_its_row
 
 
 def test_a_row_with_one_choice_has_its_whole_probability_as_margin(tmp_path: Path) -> None:
-    found = job(tmp_path, [scored(0, yes=1.0)], score="choices").labels
+    found = job(tmp_path, [scored(0, yes=1.0)], task=Choose()).labels
     assert found is not None
     assert [(one.prob, one.margin) for one in found.least_certain] == [(1.0, 1.0)]
 
 
 def test_labels_do_not_depend_on_how_much_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = job(tmp_path, LABELLED, decode=CHOICES, score="choices").labels
+    whole = job(tmp_path, LABELLED, decode=CHOICES, task=Choose()).labels
     monkeypatch.setattr(stats_module, "READ_ROWS", 1)
     assert job_stats(tmp_path).labels == whole
 
 
 def test_of_more_labels_than_are_counted_the_others_are_one_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchspec.job.report.labels.MAX_LABELS", 2)
-    found = job(tmp_path, [scored(i, **{f"ending {i % 3}": 0.8, "x": 0.2}) for i in range(6)], score="choices").labels
+    found = job(tmp_path, [scored(i, **{f"ending {i % 3}": 0.8, "x": 0.2}) for i in range(6)], task=Choose()).labels
     assert found is not None
     assert ([(one.label, one.rows) for one in found.labels], found.other_rows) == ([("ending 0", 2), ("ending 1", 2)], 2)
 
@@ -94,7 +96,7 @@ def test_answers_that_are_decoded_as_one_of_some_texts_are_counted_without_proba
 def test_text_json_and_page_show_the_labels_and_no_lengths_of_zero_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job(tmp_path, LABELLED, decode=CHOICES, score="choices")
+    job(tmp_path, LABELLED, decode=CHOICES, task=Choose())
     assert cli(["stats", str(tmp_path), "--by", "kind"]) == 0
     said = capsys.readouterr().out
     lines = [line.split() for line in said.splitlines()]
@@ -236,7 +238,7 @@ def test_the_speed_of_a_job_counts_time_in_which_several_runs_worked_once() -> N
 
 
 def test_runs_of_earlier_versions_and_scoring_runs_have_a_speed_too() -> None:
-    earlier, scoring = speed_of([log(10, 100), log(10, 300)]), speed_of([log(2, 8, 5000.0, counts=SCORED)])
+    earlier, scoring = speed_of([log(10, 100), log(10, 300)]), speed_of([log(2, 8, 5000.0, counts=ScorePrompts.counts)])
     assert earlier is not None
     assert scoring is not None
-    assert (earlier.tok_s, earlier.counts, scoring.tok_s, scoring.counts) == (20.0, DECODED, 4.0, SCORED)
+    assert (earlier.tok_s, earlier.counts, scoring.tok_s, scoring.counts) == (20.0, DECODED, 4.0, ScorePrompts.counts)

@@ -28,8 +28,7 @@ from batchspec.data.dataset.files import reading
 from batchspec.data.runstate.scan import scanning
 from batchspec.data.storage import local_store
 from batchspec.data.storage.store import storing
-from batchspec.errors import CapacityError, CheckpointError, ConfigError, InputError, Interrupted, StorageError
-from batchspec.packing.cells import BadRow
+from batchspec.errors import BadRow, CapacityError, CheckpointError, ConfigError, InputError, Interrupted, StorageError
 from batchspec.packing.device_memory import total_memory
 from batchspec.packing.prompt_encoder import _refused_as
 from batchspec.process import preflight

@@ -33,6 +33,7 @@ from batchspec.data.dataset.row_expressions import RowExpression
 from batchspec.data.storage.places import place_of
 from batchspec.errors import ConfigError, InputError
 from batchspec.records import ANSWERED
+from batchspec.tasks.registry import saved_task
 
 _MARKS = ("request_id", "row_index", "sample_index", "status")
 """Columns of every output, which say what becomes of its rows."""
@@ -136,7 +137,7 @@ def _check_chats(source: Source, name: str, of_job: Mapping[str, Any], input: In
         raise InputError(f"{where}: its messages lack the answers (output.messages=prompt); {hide}")
     if not any(values.null_count < len(values) for values in source.column(name)):
         raise InputError(f"{where}: its messages are null, as its prompts were prompt_ids; {hide}")
-    answers = of_job.get("decode", {}).get("score") != "prompts" and not set(ANSWERED).isdisjoint(input.from_status)
+    answers = saved_task(of_job).has_answers and not set(ANSWERED).isdisjoint(input.from_status)
     if answers and input.prompt is None and input.final_assistant == "error" and not input.columns.get("final_assistant"):
         raise ConfigError(
             f"{where}: its chats end with the answers; input.prompt=TEMPLATE makes the next user turn, "

@@ -14,6 +14,8 @@ from batchspec.data.dataset.columns import ColumnMap
 from batchspec.data.dataset.messages import THINKING_FIELD, TOOL_FIELDS, may_call_tools
 from batchspec.data.dataset.plain_types import plain_type
 from batchspec.errors import ConfigError, InputError
+from batchspec.tasks.base import Task
+from batchspec.tasks.registry import GENERATE, TASKS
 
 TURN = (("role", pa.string()), ("content", pa.large_string()))
 MESSAGES = pa.list_(pa.struct(TURN))
@@ -60,20 +62,20 @@ PERF = pa.struct(
 
 def output_schema(
     input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig, *, calls: bool = False, channels: bool = False,
-    score: str = "none",
+    task: Task = GENERATE,
 ) -> pa.Schema:
     """The schema of every output file of a job: its own columns, then the input's columns that output.passthrough copies.
 
     calls     rows may have tools, so there is a column of tool calls
     channels  the model's outputs have channels (harmony), so that messages may have a field for the thought
-    score     decode.score
+    task      what the job does to each row
     An input column `messages`, `prompt_ids` or `seed` that is mapped, or `request_id` that is the id, is not copied, because the
     output's column of that name has its values.
     Raises ConfigError if another input column has the name of an output column, or output.passthrough names a missing column,
     and InputError for a column that cannot be copied.
     """
     messages = messages_type(input_schema, columns, output, calls=calls, channels=channels)
-    own = _own_fields(output, messages, calls=calls, score=score)
+    own = _own_fields(output, messages, calls=calls, task=task)
     copied = _passthrough(input_schema, columns, output.passthrough, {field.name for field in own})
     return pa.schema([*own, *(_copied_field(input_schema.field(name), copied) for name in copied)])
 
@@ -95,7 +97,7 @@ def messages_type(
     return TOOL_MESSAGES if in_prompt or calls else MESSAGES
 
 
-def _own_fields(output: OutputConfig, messages: pa.DataType, *, calls: bool, score: str) -> list[pa.Field]:
+def _own_fields(output: OutputConfig, messages: pa.DataType, *, calls: bool, task: Task) -> list[pa.Field]:
     optional = {
         "messages": output.messages != "none",
         "prompt_ids": output.prompt_ids,
@@ -103,11 +105,8 @@ def _own_fields(output: OutputConfig, messages: pa.DataType, *, calls: bool, sco
         "tool_calls": calls,
         "logprobs": output.logprobs is not None,
         "top_logprobs": bool(output.logprobs),
-        "prompt_logprob_sum": output.prompt_logprobs is not None,
-        "prompt_logprobs": output.prompt_logprobs is not None,
-        "prompt_top_logprobs": bool(output.prompt_logprobs),
-        "choice_probs": score == "choices",
     }
+    optional |= {name: name in task.writes(output) for one in TASKS.values() for name in one.columns}
     top = TOP_TOKENS if output.logprob_tokens else TOP_LOGPROBS
     return [field for field in _every_field(messages, top) if optional.get(field.name, True)]
 

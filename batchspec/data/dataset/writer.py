@@ -24,6 +24,8 @@ from batchspec.data.dataset.schema import output_schema
 from batchspec.data.dataset.untyped_columns import as_text
 from batchspec.data.dataset.valid_text import valid_text
 from batchspec.records import Completion, Ids, RowStats, TokenText
+from batchspec.tasks.base import Task
+from batchspec.tasks.registry import GENERATE
 
 GROUP_BYTES = 128 << 20
 GROUP_ROWS = 8192
@@ -39,7 +41,7 @@ def build_table(
     attempt: str,
     think_tokens: tuple[str, str] | None = ("<think>", "</think>"),
     calls: bool = False,
-    score: str = "none",
+    task: Task = GENERATE,
     token_text: TokenText | None = None,
     texts: Mapping[int, Mapping[str, str]] | None = None,
     finished_at: datetime | None = None,
@@ -49,12 +51,12 @@ def build_table(
 
     `think_tokens` are put around a thought in `messages`; None: outputs have channels, and thoughts are a separate field, as tool
     calls are with `calls`. Copied columns come from `shard.table`; text that is not valid UTF-8
-    gets U+FFFD, so that every reader can open the file. `attempt` is the uuid of the run, `score` is decode.score, `token_text`
+    gets U+FFFD, so that every reader can open the file. `attempt` is the uuid of the run, `task` is the job's, `token_text`
     is needed with output.logprob_tokens, `texts` is as for `Chats`, `finished_at` (default now) is the time of the build.
     """
     completions = sorted(completions, key=lambda c: (c.row_index, c.sample_index))
     assert all(completion.num_undecoded is None for completion in completions), "a text was never decoded"
-    schema = output_schema(shard.table.schema, columns, output, calls=calls, channels=think_tokens is None, score=score)
+    schema = output_schema(shard.table.schema, columns, output, calls=calls, channels=think_tokens is None, task=task)
     token_text = token_text if output.logprob_tokens else None
     input_fields = {field.name: field for field in shard.table.schema}
     rows = pa.array([c.row_index - shard.first_row for c in completions], pa.int64())
@@ -66,14 +68,13 @@ def build_table(
         "completion": attrgetter("text"),
         "logprobs": lambda completion: logprob_cells(completion.logprobs),
         "top_logprobs": lambda completion: top_logprob_cells(completion.top_logprobs, token_text),
-        "prompt_logprob_sum": _prompt_sum,
         "prompt_logprobs": lambda completion: logprob_cells(completion.prompt_logprobs),
         "prompt_top_logprobs": lambda completion: top_logprob_cells(completion.prompt_top_logprobs, token_text),
-        "choice_probs": _choices,
         "usage": _usage,
         "error": _error,
         "spec_decode": lambda completion: _spec_decode(completion.stats),
         "perf": lambda completion: _perf(completion, attempt, when),
+        **task.cells,
     }
     if chats is not None:
         values["messages"] = chats.of
@@ -123,11 +124,6 @@ def _row_groups(table: pa.Table) -> Iterator[pa.Table]:
     yield from _row_groups(table.slice(half))
 
 
-def _prompt_sum(completion: Completion) -> float | None:
-    values = completion.prompt_logprobs
-    return None if values is None else float(values[1:].sum(dtype=np.float64))
-
-
 def logprob_cells(values: NDArray[np.float32] | None) -> list[float | None] | None:
     """Numbers as cells of a logprobs column: null for NaN."""
     return None if values is None else [None if value != value else value for value in values.tolist()]
@@ -146,13 +142,6 @@ def top_logprob_cells(
         [{"id": token, **text.get(token, {}), "logprob": value} for token, value in zip(*place, strict=True) if token >= 0]
         for place in zip(ids.tolist(), logprobs.tolist(), strict=True)
     ]
-
-
-def _choices(completion: Completion) -> list[dict[str, Any]] | None:
-    if completion.choice_logprobs is None or completion.choice_probs is None:
-        return None
-    choices = zip(completion.choice_logprobs, completion.choice_probs, strict=True)
-    return [{"choice": text, "prob": prob, "logprob": logprob} for (text, logprob), prob in choices]
 
 
 def _usage(completion: Completion) -> dict[str, int | None] | None:

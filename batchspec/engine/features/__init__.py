@@ -1,5 +1,5 @@
-"""What rows may ask for beyond tokens. Each is a `RowFeature` (`engine/slots/row_feature.py`) in a file of its own;
-`RowFeatures` below has those of a job.
+"""What rows may ask for beyond tokens, and what jobs that decode nothing read. Each is a `RowFeature`
+(`engine/slots/row_feature.py`) in a file of its own; `RowFeatures` below has those of a job that decodes.
 
   stop_strings.py       stop strings in the answer
   thinking.py           thinking budgets, and the parts of an output
@@ -10,7 +10,7 @@
   last_check.py         a row with a constraint is checked before it becomes a completion
   texts.py              the texts of a finished row, tool calls too; channel_calls.py: those of a model with channels
   logprobs.py           log-probabilities of output tokens
-  scoring.py            log-probabilities of prompt tokens; choices.py: of given answers
+  scoring.py            log-probabilities of prompt tokens, in a batch that does not decode
   repetition.py         a stop where tokens repeat themselves
 """
 
@@ -29,11 +29,9 @@ from batchspec.engine.features.lazy_constraints import LazyConstraints
 from batchspec.engine.features.lazy_places import LazyPlaces
 from batchspec.engine.features.logprobs import LogprobReader, Logprobs
 from batchspec.engine.features.repetition import RepetitionStop
-from batchspec.engine.features.scoring import PromptScores, Scoring, score_pass
 from batchspec.engine.features.stop_strings import Decode, StopStrings
 from batchspec.engine.features.texts import Texts, decode_of_answer
 from batchspec.engine.features.thinking import ThinkingBudgets
-from batchspec.engine.prefill.passes import PrefillPass
 from batchspec.engine.rounds.records import LogitReader
 from batchspec.engine.slots.row_feature import Features, RowFeature
 from batchspec.engine.slots.slot_table import SlotTable
@@ -43,12 +41,11 @@ from batchspec.tool_calls.split import CallParser
 
 @dataclass(kw_only=True)
 class RowFeatures(Features):
-    """The features of a job's rows.
+    """The features of the rows of a job that decodes.
 
     decode     token ids -> text; None without a tokenizer
     defers_text  leave the decoding of text to the maker of the table (`Completion.num_undecoded`)
     num_top    log-probabilities are written, with those of so many of the likeliest tokens; None: they are not
-    scores     prompts are scored, in a batch that does not decode; num_top is then of prompt tokens
     symbols    of the vocabulary: set if rows may have constraints; capacity: the device's memory for these, None for the default
     expanding  set if rows may have lazy constraints
     call_parser  finds the tool calls in answers; None: calls stay text
@@ -57,7 +54,6 @@ class RowFeatures(Features):
     decode: Decode | None = None
     defers_text: bool = False
     num_top: int | None = None
-    scores: bool = False
     symbols: TokenSymbols | None = None
     capacity: AutomataCapacity | None = None
     expanding: Expanding | None = None
@@ -70,27 +66,16 @@ class RowFeatures(Features):
         if self.symbols is not None and self.capacity is None:
             self.capacity = AutomataCapacity(num_tokens=self.symbols.num_tokens)
         self._places = None if self.capacity is None else LazyPlaces(self.capacity)
-        self._scores: PromptScores | None = None
 
     @property
     def reader(self) -> LogitReader | None:
-        if self.num_top is None and not self.scores:
-            return None
-        return LogprobReader(self.num_top or 0)
-
-    @property
-    def prefill_pass(self) -> PrefillPass:
-        return score_pass if self.scores else super().prefill_pass
+        return None if self.num_top is None else LogprobReader(self.num_top)
 
     def allocate(self, rows: DeviceBatch) -> None:
         if self.symbols is not None and self.capacity is not None:
             rows.automata = Automata(self.symbols, self.capacity, rows.live.device)
 
     def begin(self, slots: SlotTable, pools: PagePools) -> tuple[RowFeature, ...]:
-        if self.scores:
-            if self._scores is None:
-                self._scores = PromptScores(pools.pools[0].num_pages, pools.page_size, self.num_top or 0)
-            return (Scoring(slots, self._scores, shares_prefixes=pools.groups.windows[0] is None),)
         check = None if self.symbols is None else LastCheck(self.symbols, self.expanding)
         stops = StopStrings(self._decode_of)
         features: list[RowFeature] = [ThinkingBudgets(), stops, RepetitionStop()]

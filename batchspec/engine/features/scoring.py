@@ -18,15 +18,17 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.upload import upload
-from batchspec.engine.prefill.passes import Prefilled, flat_batch, prefilling
-from batchspec.engine.rounds.records import RoundResult
+from batchspec.cache.page_tables import PagePools
+from batchspec.engine.features.logprobs import LogprobReader
+from batchspec.engine.prefill.passes import Prefilled, PrefillPass, flat_batch, prefilling
+from batchspec.engine.rounds.records import LogitReader, RoundResult
 from batchspec.engine.rounds.results import RoundLog, Slots
 from batchspec.engine.rounds.round import Round
 from batchspec.engine.rounds.vocabulary import DIVERGED
 from batchspec.engine.slots.completion import non_finite_at
 from batchspec.engine.slots.launch import UnreadLaunch
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.engine.slots.row_feature import RowFeature
+from batchspec.engine.slots.row_feature import Features, RowFeature
 from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.step import Segment
 from batchspec.kernels.rounds.accept import FULL
@@ -35,6 +37,28 @@ from batchspec.records import Completion
 
 ENDS_RUN = (0, 0, 0, 0, DIVERGED)
 """The line of a row in a log whose reader ends the run."""
+
+
+class PromptFeatures(Features):
+    """The features of rows whose prompts are scored, in a batch that does not decode."""
+
+    def __init__(self, num_top: int) -> None:
+        """num_top: of how many of the likeliest tokens log-probabilities are read too."""
+        self._num_top = num_top
+        self._scores: PromptScores | None = None
+
+    @property
+    def reader(self) -> LogitReader:
+        return LogprobReader(self._num_top)
+
+    @property
+    def prefill_pass(self) -> PrefillPass:
+        return score_pass
+
+    def begin(self, slots: SlotTable, pools: PagePools) -> tuple[RowFeature, ...]:
+        if self._scores is None:
+            self._scores = PromptScores(pools.pools[0].num_pages, pools.page_size, self._num_top)
+        return (Scoring(slots, self._scores, shares_prefixes=pools.groups.windows[0] is None),)
 
 
 class Scoring(RowFeature):

@@ -15,6 +15,7 @@ from batchspec.config.schema import RunConfig
 from batchspec.console.text import counted
 from batchspec.draft.base import Drafter
 from batchspec.engine.features import RowFeatures
+from batchspec.engine.features.scoring import PromptFeatures
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.ranks.lead import Lead
 from batchspec.engine.ranks.messages import Build, Calibrate, Load, Scales
@@ -35,6 +36,8 @@ from batchspec.packing.planner import Demand
 from batchspec.packing.rates import device_rates
 from batchspec.packing.survey import Survey
 from batchspec.structured.expander import Expander
+from batchspec.tasks.base import Reads
+from batchspec.tasks.registry import task_of
 from batchspec.text.tokenizer import Tokenizer
 from batchspec.tool_calls.split import CallParser
 from batchspec.tuning.cpu_threads import limit_threads
@@ -98,7 +101,7 @@ def load_engine(
         f"{counted(batch.num_slots, 'row')} at a time, up to {batch.max_len} tokens each; "
         f"K/V cache of {batch.num_pages} pages of {batch.page_size} tokens"
     )
-    if config.decode.score == "none":  # else nothing is decoded, and there are no rounds
+    if job.admission.task.decodes:  # else there are no rounds
         chosen = f" (draft=auto: {job.why_drafter})" if job.why_drafter else ""
         progress.phase(f"draft={drafter.name}{chosen}: {round_of(drafter.draft_len)}")
     if lead is not None:
@@ -168,9 +171,10 @@ def build_engine(
     defers_text  leave the decoding of text to the maker of the table (`Completion.num_undecoded`)
     call_parser  finds the tool calls in answers; None: calls stay text
     """
-    ablation, scores, adaptive = config.ablation, config.decode.score != "none", config.draft.adaptive is not False
-    assert batch.decodes is not scores, "the batch was planned for another job"
-    num_top = (config.output.prompt_logprobs or 0) if scores else config.output.logprobs
+    ablation, task, adaptive = config.ablation, task_of(config), config.draft.adaptive is not False
+    assert batch.decodes is task.decodes, "the batch was planned for another job"
+    num_top = task.num_top(config.output)
+    num_top = None if num_top is None else min(num_top, target.spec.vocab_size)
     return Engine(
         target,
         drafter,
@@ -183,11 +187,10 @@ def build_engine(
             argmax=ablation.argmax,
             uniform_slots=ablation.uniform_slots,
         ),
-        features=RowFeatures(
+        features=PromptFeatures(num_top or 0) if task.reads is Reads.PROMPT_TOKENS else RowFeatures(
             decode=tokenizer.decode if tokenizer else None,
             defers_text=defers_text,
-            num_top=None if num_top is None else min(num_top, target.spec.vocab_size),
-            scores=scores,
+            num_top=num_top,
             symbols=vocabulary,
             expanding=expanding,
             call_parser=call_parser,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from typing import Generic, Protocol, TypeVar
 
-from batchspec.engine.features.choices import Runs, run_with_choices
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.totals import EngineTotals
 from batchspec.job.load.build import load_engine
@@ -22,6 +21,7 @@ from batchspec.packing.planner import Demand
 from batchspec.packing.survey import Survey
 from batchspec.records import Completion, Request
 from batchspec.request_stream import RequestStream, stream_of
+from batchspec.tasks.base import Runs
 
 OnRound = Callable[[EngineTotals], None]
 """Called with the engine's running totals after each result that was read."""
@@ -80,15 +80,15 @@ class LoadedEngine(Generic[E_co]):
         return self.engine.totals
 
     def run(self, requests: RequestStream | Iterable[Request], on_round: OnRound | None = None) -> Generator[Completion]:
-        """Decode requests, and score their choices; completions come in the order in which rows end.
+        """Compute requests as the job's task says; completions come in the order in which rows end.
 
         The job learns from each how long outputs are, and predicts those of later rows by it.
 
         on_round  called while this run lasts
         """
         admission = None if self._job is None else self._job.admission
-        scores, stream = admission is not None and admission.choices is not None, stream_of(requests)
-        running = run_with_choices(self.engine, stream) if scores else self.engine.run(stream)
+        stream = stream_of(requests)
+        running = self.engine.run(stream) if admission is None else admission.task.run(self.engine, stream)
         with self._reports_to(on_round), closing(running) as completions:
             for completion in completions:
                 if admission is not None:
@@ -98,7 +98,7 @@ class LoadedEngine(Generic[E_co]):
     def steps(
         self: LoadedEngine[Engine], requests: RequestStream | Iterable[Request], on_round: OnRound | None = None
     ) -> Generator[list[Completion]]:
-        """As `Engine.steps`, for the leader of ranks: the process whose requests it decodes scores choices and learns."""
+        """As `Engine.steps`, for the leader of ranks: the process whose requests it has does the rest, and learns."""
         with self._reports_to(on_round), closing(self.engine.steps(requests)) as steps:
             yield from steps
 
@@ -118,4 +118,4 @@ def most_last_rounds(job: Job) -> int | None:
     It is unknown if rows have their own limits, or may wait for their automata while few others decode.
     """
     unknown = job.columns.get("max_new_tokens") is not None or job.admission.constraints is not None
-    return None if unknown else job.config.decode.output_limit
+    return None if unknown else job.admission.task.output_limit(job.config.decode)

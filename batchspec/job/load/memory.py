@@ -15,6 +15,7 @@ from batchspec.packing.expected_drafts import ExpectedDrafts, accepted_of_few
 from batchspec.packing.memory import graph_tokens, prefill_graph_bytes
 from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, Forecast, choose_batch, forecast
 from batchspec.packing.rates import Rates
+from batchspec.tasks.registry import task_of
 
 
 def check_memory(job: JobModel) -> None:
@@ -43,7 +44,7 @@ def padded_prefill_bytes(job: JobModel) -> int:
     """Bytes of the CUDA graphs of prefill passes (ablation.prefill_graphs); 0 in a job without them."""
     ablation, spec = job.config.ablation, job.spec
     graphed = ablation.prefill_graphs and not spec.ordered and spec.whole is None
-    if job.device.type != "cuda" or not graphed or job.config.decode.score != "none":  # no pass is a graph
+    if job.device.type != "cuda" or not graphed or not task_of(job.config).decodes:  # no pass is a graph
         return 0
     tokens = job.config.packing.max_num_batched_tokens or GPU_PREFILL
     return prefill_graph_bytes(job.spec, dtype=job.dtype, tokens=graph_tokens(job.spec, tokens))
@@ -105,5 +106,5 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
         num_lookahead_slots=shape.num_lookahead_slots,
         draft_layers=job.drafter.layer_states(job.dtype, PAGE_SIZE),
         free_bytes=max(0, free_bytes(job, loaded=loaded) - taken),
-        decodes=job.config.decode.score == "none",
+        decodes=job.admission.task.decodes,
     )

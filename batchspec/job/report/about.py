@@ -12,6 +12,7 @@ from tqdm import tqdm
 from batchspec.data.runstate.manifest import Manifest
 from batchspec.job.report.status import RunStatus
 from batchspec.job.report.timeline import Course
+from batchspec.tasks.registry import saved_task
 
 SAMPLING = (
     "temperature",
@@ -30,9 +31,8 @@ SAMPLING = (
 def sampling(config: Mapping[str, Any]) -> str:
     """The keys of `decode` that decide which tokens are drawn, or how texts are scored."""
     decode = config.get("decode", {})
-    score, norm = decode.get("score", "none"), decode.get("choice_norm", "none")
-    if score != "none":
-        return f"none: {score} are scored" + (f", choice_norm {norm}" if norm != "none" else "")
+    if not (task := saved_task(config)).decodes:
+        return task.about(decode)
     return ", ".join(f"{name} {decode[name]}" for name in SAMPLING if name in decode)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import polars as pl
 
 from batchspec.job.report.texts import ROW_KEY
+from batchspec.tasks.registry import saved_task
 
 NUM_UNCERTAIN = 10
 MAX_LABELS = 1000
@@ -61,7 +62,7 @@ class LabelTally:
     def __init__(self, config: Mapping[str, Any], columns: Collection[str]) -> None:
         decode = config.get("decode", {})
         self._scored, known = "choice_probs" in columns, list(map(str, decode.get("choice") or ()))
-        self._chosen = decode.get("score", "none") == "none" and bool(known)
+        self._chosen = saved_task(config).decodes and bool(known)
         self._sums = dict.fromkeys(known[:MAX_LABELS], (0, 0.0, 0.0))
         """Label -> rows, sum of probabilities, sum of margins."""
         self._rows = 0

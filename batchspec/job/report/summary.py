@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchspec.console.text import counted
+from batchspec.tasks.registry import GENERATE
 
-DECODED, SCORED = "completion tokens", "prefill tokens"
+DECODED = GENERATE.counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class RunSummary:
     tokens: int
     """Tokens made in this run, without those that its rows had from earlier runs."""
     counts: str
-    """What these tokens are: DECODED or SCORED."""
+    """What these tokens are: `Task.counts`."""
     rounds: int
     row_rounds: int
     """Rounds, summed over the live rows of each."""
@@ -86,7 +87,7 @@ class Speed:
     tok_s: float
     """tokens / seconds"""
     counts: str
-    """What the tokens are: DECODED or SCORED."""
+    """What the tokens are: `Task.counts`."""
     tokens: int
     seconds: float
     """While at least one of the runs worked: from its first row read to its last commit, start-up left out."""

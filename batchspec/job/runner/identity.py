@@ -88,9 +88,8 @@ def _decode_parts(job: Job) -> dict[str, Any]:
         "repetition_detection": None if settings.repetition is None else asdict(settings.repetition),
         "constraints": None if constraints is None else CONSTRAINTS_VERSION,
     }
-    if config.score == "choices":
-        parts["choice"] = config.choice
-    elif constraints is not None and constraints.of_job is not None:
+    parts |= job.admission.task.identity(config)
+    if constraints is not None and constraints.of_job is not None:
         kind, text = constraints.of_job  # of a file its content
         parts[kind] = text
     return {f"decode.{key}": value for key, value in parts.items()}

@@ -92,7 +92,7 @@ class ShardWork:
             attempt=self.attempt,
             think_tokens=None if self.admission.has_channels else (think.opening, think.end) if think else ("", ""),
             calls=calls,
-            score=self.admission.decode.score,
+            task=self.admission.task,
             token_text=self.admission.token_texts,
             texts=self._texts(shard, completions),
         )

@@ -1,5 +1,5 @@
-"""Scores choices with an engine that scores prompts: a request with choices becomes a prompt for each of them, and their scores
-one completion.
+"""The scores of choices, from an engine that scores prompts: a request with choices becomes a prompt for each of them, and their
+scores one completion.
 
 The prompts of a request share the pages of its own prompt, so that this is computed once.
 """
@@ -10,22 +10,15 @@ from collections import deque
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
 from batchspec.records import Choice, Completion, Request
 from batchspec.request_stream import RequestStream
+from batchspec.tasks.base import Runs
 
 ROUNDING = 2.0**-24
 """Relative rounding error of a probability in fp32: of two that differ by less, the difference counts as this share."""
-
-
-class Runs(Protocol):
-    """An engine, in this process or of several ranks."""
-
-    def run(self, requests: RequestStream) -> Generator[Completion]:
-        """Decode every request; completions come in the order in which rows end."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,12 @@
+"""What a job does to each of its rows: a task, one file each, behind the protocol of `base.py`.
+
+The core names no task: configuration, admission, planner, engine, tables and reports ask the task of their job. What a task reads
+of the model is a `Reads`, for which the engine has a reader (`engine/features/`). These modules import neither torch nor Arrow,
+because the configuration is checked without them.
+
+  base.py            the protocol `Task`, what it reads of rows (`TaskRows`) and of the model (`Reads`)
+  registry.py        every task, and which one a configuration asks for
+  generate.py        decode answers
+  score_prompts.py   decode.score=prompts: log-probabilities of the prompts' tokens
+  choose.py          decode.score=choices: how likely each of some texts follows; choices.py: their prompts and probabilities
+"""

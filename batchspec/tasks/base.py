@@ -1,0 +1,148 @@
+"""The protocol of tasks. The base has the answers of a task that decodes nothing, reads no cells besides the prompt and writes no
+columns of its own; each task overrides what is different."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from batchspec.config.decode_schema import DecodeConfig
+from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.key import ANSWERS
+from batchspec.config.no_effect import refuse_given
+from batchspec.config.schema import KEYS, OutputConfig, RunConfig
+from batchspec.errors import ConfigError
+from batchspec.records import Choice, Completion, Ids
+from batchspec.request_stream import RequestStream
+
+if TYPE_CHECKING:
+    from batchspec.text.thinking import ThinkTokens
+    from batchspec.text.tokenizer import Tokenizer
+
+Cells = Mapping[str, Callable[[Completion], Any]]
+"""Column of the output -> its cell in the row of a completion."""
+
+
+class Reads(Enum):
+    """What the engine reads of the model for each row; `engine/features/` has a reader for each."""
+
+    NEXT_TOKENS = auto()
+    """The token after the prompt, and more in rounds."""
+    PROMPT_TOKENS = auto()
+    """The log-probability of every token of the prompt, and nothing after it."""
+
+
+class Runs(Protocol):
+    """An engine, in this process or of several ranks."""
+
+    def run(self, requests: RequestStream) -> Generator[Completion]:
+        """Compute every request; completions come in the order in which rows end."""
+
+
+class TaskRows:
+    """What a task reads of each row of one job, besides the prompt. It can be pickled, as `Admission` is."""
+
+    def choices(self, row: Mapping[str, Any]) -> tuple[Choice, ...]:
+        """The texts that are to be scored after the row's prompt. Raises BadRow."""
+        return ()
+
+    def room(self, choices: tuple[Choice, ...], max_new_tokens: int) -> tuple[int, str]:
+        """Number of tokens that a row of model.max_len must have left after its prompt, and what they are, for messages."""
+        return max_new_tokens, f"max_new_tokens={max_new_tokens}"
+
+    def check_prompt(self, prompt_ids: Ids) -> None:
+        """Raises BadRow for a prompt that the task cannot use."""
+
+
+class Task:
+    """What a job does to each row. A task is one object for all jobs; what it knows of one job is in `TaskRows`."""
+
+    name: ClassVar[str]
+    asked: ClassVar[str]
+    """The key that asks for it, as the user writes it, for messages."""
+    decodes: ClassVar[bool] = False
+    """Whether rows have output tokens, from rounds. If not, a row ends with its prefill and needs no pages for more."""
+    reads: ClassVar[Reads]
+    has_answers: ClassVar[bool] = False
+    """Whether the column `completion` has a text, which later jobs and exports can use."""
+    what: ClassVar[str] = ""
+    """What is done instead of decoding, as a sentence without its full stop."""
+    written: ClassVar[str] = ""
+    """What a row has in place of output tokens, for messages."""
+    counts: ClassVar[str] = "prefill tokens"
+    """The tokens by which the speed of a run is told."""
+    prompts: ClassVar[str] = "prompts     "
+    """The prompts, in the line of `plan` about their lengths."""
+    tokens: ClassVar[str] = "prompt"
+    """The kind of `counts`, in the line of `plan` about times."""
+    columns: ClassVar[frozenset[str]] = frozenset()
+    """Columns of the output that only this task writes."""
+    keys_read: ClassVar[frozenset[str]] = frozenset()
+    """Keys of answers that it reads, although it may decode none."""
+    cells_read: ClassVar[frozenset[str]] = frozenset()
+    """Options of rows that it reads, although they are for answers; columns of lists of strings."""
+    cells: ClassVar[Cells] = {}
+    """How the cells of its columns are made, unless they are the completion's field of that name."""
+
+    def set_defaults(self, config: RunConfig) -> None:
+        """Change keys of a composed configuration that the user left as they are. If any key of the drafter was set, the user
+        asked for a drafter: it stays, and `check` refuses it."""
+        if config.draft == RunConfig().draft:
+            config.draft = DraftConfig(name="none")
+
+    def check(self, config: RunConfig) -> None:
+        """Raises ConfigError for keys that the task leaves without effect, or that it does not support."""
+        self._refuse_keys_of_others(config)
+        if self.decodes:
+            return
+        why = f"with {self.asked} has no effect: no token is decoded"
+        refuse_given(config, ["decode.deterministic"], f"with {self.asked} is not supported; remove one")
+        refuse_given(config, ["output.logprobs"], f"{why}; prompts have output.prompt_logprobs; remove it")
+        of_answers = [name for name, declared in KEYS.items() if ANSWERS in declared.applies_to]
+        refuse_given(config, [name for name in of_answers if name not in self.keys_read], f"{why}; remove it")
+        if config.draft.name != "none":
+            raise ConfigError(f"draft={config.draft.name} with {self.asked} drafts nothing; remove the keys of draft")
+
+    def _refuse_keys_of_others(self, config: RunConfig) -> None:
+        if "output.prompt_logprobs" not in self.keys_read:
+            refuse_given(
+                config, ["output.prompt_logprobs"],
+                f"with {self.asked} is not supported: prompts are scored by a job of their own; set decode.score=prompts or "
+                "remove it",
+            )
+        if "decode.choice_norm" not in self.keys_read:
+            refuse_given(
+                config, ["decode.choice_norm"],
+                f"with {self.asked} has no effect: no choices are scored; set decode.score=choices or remove it",
+            )
+
+    def output_limit(self, decode: DecodeConfig) -> int:
+        """Maximum number of output tokens of a completion; 0 where nothing is decoded."""
+        return decode.max_new_tokens if self.decodes else 0
+
+    def num_top(self, output: OutputConfig) -> int | None:
+        """Of how many of the likeliest tokens log-probabilities are read beside each token's own; None: none are read."""
+        return None
+
+    def writes(self, output: OutputConfig) -> frozenset[str]:
+        """Those of its columns that a job with these keys writes."""
+        return self.columns
+
+    def rows(
+        self, config: RunConfig, mapped: frozenset[str], tokenizer: Tokenizer | None, think: ThinkTokens | None
+    ) -> TaskRows:
+        """What it reads of the rows of a job. mapped: the options for which the input has a column. Raises ConfigError."""
+        return TaskRows()
+
+    def identity(self, decode: DecodeConfig) -> dict[str, Any]:
+        """Keys of `decode` that decide its results and are the constraint's in other jobs."""
+        return {}
+
+    def run(self, engine: Runs, requests: RequestStream) -> Generator[Completion]:
+        """Compute the requests of a job, which an engine may be given in another form."""
+        return engine.run(requests)
+
+    def about(self, decode: Mapping[str, Any]) -> str:
+        """What reports say of it in place of how tokens are drawn. decode: the keys of a job's manifest."""
+        return f"none: {self.what}"
