@@ -43,6 +43,7 @@ INTEGERS: Ranges = {
     "layer_ids": (0, 4096),
     "eos_token_id": (0, 2**31 - 1),
     "mask_token_id": (0, 2**31 - 1),
+    "num_labels": (1, 2**16),
     "pard_token": (0, 2**31 - 1),
     "ptd_token_id": (0, 2**31 - 1),
 }

@@ -245,7 +245,7 @@ class Plan:
     def _memory(self, batch: PackedBatch, pages_bytes: int, slots_bytes: int) -> str:
         """What the run will allocate, and what is free now. On a CPU the memory of passes and rounds is not planned."""
         job = self.job
-        demand = self.survey.demand(job.source.num_rows, job.admission.max_len)
+        demand = self.survey.demand(job.source.num_rows, job.admission.max_len, job.admission.task)
         parts = {
             "weights": job.spec.weight_bytes(job.dtype),
             "drafter": job.drafter.weight_bytes(dtype=job.dtype, device=job.device),

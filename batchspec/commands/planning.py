@@ -38,7 +38,7 @@ SHARD_ROWS = 500
 def layouts_of(job: Job, survey: Survey, rates: Rates, num_gpus: int) -> list[GpuLayout]:
     """The ways to divide so many GPUs of this kind for the job, each predicted, or with the reason why a run would refuse it."""
     whole = job.spec.whole or job.spec
-    demand = survey.demand(job.source.num_rows, job.admission.max_len)
+    demand = survey.demand(job.source.num_rows, job.admission.max_len, job.admission.task)
 
     def predict(ranks: int, replicas: int) -> tuple[PackedBatch, Forecast]:
         check_ranks(job.config, ranks)
@@ -76,7 +76,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     job = open_job(config, tokenizer=tokenizer, fetch=False, on_this_machine=not lacks_gpu)
     output = found_output(job, lacks_gpu=lacks_gpu)
     survey = survey_rows(job, full=full)
-    demand = survey.demand(job.source.num_rows, job.admission.max_len)
+    demand = survey.demand(job.source.num_rows, job.admission.max_len, job.admission.task)
     is_complete = output is not None and output.is_complete and card is None  # for a card, its times are asked for all the same
     if lacks_gpu or is_complete:
         return Plan(job=job, survey=survey, num_completions=demand.num_completions, output=output, lacks_gpu=lacks_gpu)
@@ -116,7 +116,7 @@ def first_demand(job: Job, survey: Survey) -> Demand:
     """What a run chooses the shape of its batch by: its survey of the first rows. survey: of rows from the whole input."""
     rows = job.source.num_rows
     first = survey if rows <= SURVEY_ROWS and survey.num_rows == rows else survey_first(job)
-    return first.demand(rows, job.admission.max_len)
+    return first.demand(rows, job.admission.max_len, job.admission.task)
 
 
 def plan_for(name: str, config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = False) -> Plan:

@@ -12,6 +12,7 @@ from batchspec.job.report.acceptance import Acceptance
 from batchspec.job.report.calls import ToolCalls
 from batchspec.job.report.json_answers import JsonAnswers
 from batchspec.job.report.labels import Labels
+from batchspec.job.report.scores import Score
 from batchspec.job.report.stats import JobStats, job_stats
 from batchspec.job.report.texts import Shown
 
@@ -38,6 +39,8 @@ def render(stats: JobStats, by: str | None = None) -> str:
     blocks = [_data(stats)]
     if stats.labels is not None:
         blocks += _labels(stats.labels)
+    if stats.scores:
+        blocks.append(_scores(stats.scores))
     if stats.json_answers is not None:
         blocks += _fields(stats.json_answers)
     if stats.tool_calls is not None:
@@ -108,6 +111,16 @@ def _labels(found: Labels) -> Iterator[str]:
         rows = [(one.request_id, one.label, _number(one.prob), _number(one.margin)) for one in found.least_certain]
         title = "least certain rows (margin: to the second most probable label)"
         yield _table(title, ("request", "label", "probability", "margin"), rows, left=2)
+
+
+def _scores(found: Sequence[Score]) -> str:
+    lines: list[tuple[object, ...]] = [
+        (one.label, f"{one.rows:,}", *map(_number, (one.mean, one.deviation, one.least, one.greatest)))
+        for one in found[:MAX_GROUPS]
+    ]
+    if len(found) > MAX_GROUPS:
+        lines.append((f"({len(found) - MAX_GROUPS:,} more labels)", *[""] * 5))
+    return _table("scores", ("label", "rows", "mean", "deviation", "least", "greatest"), lines)
 
 
 def _fields(found: JsonAnswers) -> Iterator[str]:

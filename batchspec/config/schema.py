@@ -179,11 +179,12 @@ class InputConfig:
     """What to do with a prompt that leaves no space for max_new_tokens. error makes an error row, truncate keeps the prompt's
     end, skip makes a row with status skipped."""
     final_assistant: str = key(
-        "error", choices=("error", "continue", "drop"), applies_to=CHATS,
+        "error", choices=("error", "continue", "drop", "complete"), applies_to=CHATS,
         column=Column("text", words="string: error, continue or drop"),
     )
     """What to do with a chat that ends with an assistant turn. error makes an error row, continue appends the answer to that
-    turn, drop removes that turn and answers the turns before."""
+    turn, drop removes that turn and answers the turns before. complete, the default of task=reward and only for jobs without
+    answers, takes any chat as it is, with nothing after its last turn."""
     limit: int | None = key(None, low=1, advice="null takes every row", names=("num_samples", "max_samples"))
     """Maximum number of input rows, from the first on. null is all of them."""
     template_kwargs: dict[str, Any] = key(
@@ -328,6 +329,10 @@ class RunConfig:
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     ablation: AblationConfig = field(default_factory=AblationConfig)
+    task: str = key("auto", choices=("auto", "generate", "reward"))
+    """What is done to each row. auto is reward if the checkpoint has a score matrix, else generate. generate decodes an answer.
+    reward writes the score of each of the checkpoint's labels after the row's last token (a ...ForSequenceClassification), in the
+    column `scores`. decode.score has tasks of its own."""
     device: str = key("auto", choices=("auto", "cpu", "cuda"), names=("device_map",))
     """Device that the models run on. auto is a GPU if there is one. On a CPU as many threads compute as other processes and the
     cgroup leave when the model is loaded; the environment variable OMP_NUM_THREADS sets another number."""

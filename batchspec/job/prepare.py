@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from batchspec.checkpoint.config_values import has_file
-from batchspec.checkpoint.files import ModelFiles
+from batchspec.checkpoint.files import ModelFiles, listed
 from batchspec.checkpoint.hub import find_model
 from batchspec.checkpoint.weight_sums import SumsOfJob
 from batchspec.config.checks import AUTO
@@ -57,6 +57,7 @@ from batchspec.packing.unused import (
 from batchspec.process.load_progress import count_step
 from batchspec.process.out_of_memory import admitting_rows
 from batchspec.records import Completion, Request
+from batchspec.tasks.auto import with_task
 from batchspec.tasks.registry import task_of
 from batchspec.text.tokenizer import Tokenizer
 from batchspec.tuning.cards import check_card
@@ -80,6 +81,8 @@ class JobModel:
     """The drafter's spec: its checkpoint is checked, its weights are not read."""
     why_drafter: str = ""
     """Why draft=auto took this drafter; empty if the configuration named it."""
+    why_task: str = ""
+    """Why task=auto took the task; empty if the configuration named it, or an answer is decoded."""
     group: Group | None = None
     """The processes that compute the target together; None: this one alone."""
     adapter: Adapter | None = None
@@ -164,7 +167,7 @@ def open_input(config: RunConfig, given: Source | JobRows | None) -> tuple[Sourc
     Raises ConfigError, InputError, OutputError for an earlier job that cannot be read, and StorageError.
     """
     if given is None and config.input.from_job is not None:
-        given = _rows_of_folder(config.input.from_job, config.input, config.output.dir)
+        given = _rows_of_folder(config.input.from_job, task_of(config).with_chats(config.input), config.output.dir)
     if isinstance(given, JobRows):
         return given.source, given.input, given.note
     return given or open_source(config.input, config.output.dir), config.input, ""
@@ -172,7 +175,7 @@ def open_input(config: RunConfig, given: Source | JobRows | None) -> tuple[Sourc
 
 def open_output(output: JobOutput, config: RunConfig) -> JobRows:
     """The rows of an earlier job for a job of this configuration. Raises as `open_input`."""
-    input = output.keys(config.input)
+    input = output.keys(task_of(config).with_chats(config.input))
     if output.folder is None:
         return rows_of_job([MemoryFile(output.table())], {}, input)
     return _rows_of_folder(output.folder, input, config.output.dir)
@@ -215,6 +218,9 @@ def notes(job: Job) -> list[tuple[str, str]]:
     """(label, line) of each thing about the model's files and the input that the user should know."""
     of_model = model_notes(job.config.decode, job.spec, job.admission.settings.end_ids, job.admission.task)
     of_rows = [("input", job.note_of_rows)] if job.note_of_rows else []
+    if job.why_task:
+        said = f"task={job.config.task}, taken by task=auto: {job.why_task}; the column scores has {listed(job.spec.labels, 6)}"
+        of_rows.append(("task", said))
     return [*of_rows, *of_model, *input_notes(job.config, job.admission, job.source, job.tokenizer)]
 
 
@@ -234,6 +240,7 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     assert config.model.path is not None
     model, dummy = find_model(config.model.path, config.model.revision), config.model.load_format == "dummy"
     spec = (load_spec(model.folder) if dummy else judge_model(model)).quantised(config.model.quantize)
+    config, why_task = with_task(config, spec.labels)
     config, why_drafter = with_drafter(config, has_mtp=spec.mtp is not None)
     adapter, adapters = open_adapters(config, spec)
     device = choose_device(config.device if on_this_machine else "cpu")
@@ -260,8 +267,8 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     spec = part_of_group(spec, group)
     drafter = drafter.of_rank(spec.shard)
     return JobModel(
-        config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, why_drafter=why_drafter, group=group,
-        adapter=adapter, adapters=adapters,
+        config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, why_drafter=why_drafter,
+        why_task=why_task, group=group, adapter=adapter, adapters=adapters,
     )
 
 

@@ -19,7 +19,7 @@ from batchspec.checkpoint.wrapped import of_text
 from batchspec.console.text import quoted
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
-from batchspec.model.families.registry import family_of
+from batchspec.model.families.registry import family_of, labels_of
 from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.layers.base import PLAIN_NORM, WHOLE, BlockSpec, NormForm, Shard, TensorSpec
 from batchspec.model.layers.kind import About, Computing, MixerSpec, Use
@@ -34,6 +34,7 @@ from batchspec.model.quant.registry import read_formats
 
 MODEL_PREFIX = "model."
 EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+LABEL_SCORES = "score.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,10 @@ class ModelSpec(CheckpointPart):
     logit_cap: float | None = None
     """Logits are cap * tanh(logit / cap); None: they are not capped."""
     tie: bool
-    """Whether the output matrix is the embedding."""
+    """Whether the output matrix is the embedding, or there is none (`labels`)."""
+    labels: tuple[str, ...] = ()
+    """Names of the labels that its last matrix, score.weight [labels, H], scores after a row's last token. It then has no output
+    matrix, and decodes nothing. (): it has one."""
     formats: Formats = ALL_PLAIN
     fp8_kv: bool = False
     """Whether K and V are stored as e4m3: the job's choice, not the checkpoint's."""
@@ -239,7 +243,7 @@ class ModelSpec(CheckpointPart):
         return found if self.mtp is None else {name: item for name, item in found.items() if not self.mtp.has(name)}
 
     def copies(self) -> dict[str, str]:
-        return {OUTPUT: EMBEDDING} if self.tie else {}
+        return {OUTPUT: EMBEDDING} if self.tie and not self.labels else {}
 
     def ignores(self, name: str) -> bool:
         """A file may hold more layers than the model has, and more of some than they have: see `MixerSpec.spare`."""
@@ -253,6 +257,8 @@ class ModelSpec(CheckpointPart):
 
     def slices_beside_blocks(self) -> Slices:
         found: Slices = {EMBEDDING: (), self.final_norm: ()}
+        if self.labels:
+            found[LABEL_SCORES] = ()
         return found if self.tie else found | {OUTPUT: ((self.vocab_part, slice(0, self.hidden_size)),)}
 
     def blocks(self) -> Iterator[tuple[str, BlockSpec]]:
@@ -274,6 +280,8 @@ class ModelSpec(CheckpointPart):
         yield self.norms.tensor(self.final_norm.removesuffix(".weight"), self.hidden_size)
         if not self.tie:
             yield TensorSpec(OUTPUT, matrix, "weight")
+        if self.labels:
+            yield TensorSpec(LABEL_SCORES, (len(self.labels), self.hidden_size), "weight")
         for prefix, block in self.blocks():
             yield from block_tensors(block, prefix, self.formats)
 
@@ -333,7 +341,8 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
     if family.config_ends or not ends:
         ends += config.integer_or_integers("eos_token_id")
     layers = family.layers(config)
-    mtp = family.mtp(config, layers)
+    labels = labels_of(own)
+    mtp = None if labels else family.mtp(config, layers)
     formats = formats.with_experts(
         spec for layer in (*layers, *([] if mtp is None else [mtp.layer])) for block in layer.blocks for spec in block.grouped
     )
@@ -351,7 +360,8 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
         layer_inputs=family.layer_inputs(config),
         logit_cap=family.logit_cap(config),
         logits_scaling=family.logits_scaling(config),
-        tie=config.flag("tie_word_embeddings"),
+        tie=config.flag("tie_word_embeddings") or bool(labels),
+        labels=labels,
         formats=formats,
         num_mtp_layers=family.num_mtp_layers(config),
         mtp=None if mtp is None else replace(mtp, formats=formats),

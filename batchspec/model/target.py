@@ -25,7 +25,7 @@ from batchspec.model.lora_products import AdapterSource, LoraStacks
 from batchspec.model.output_head import Allowed, OutputHead, output_head
 from batchspec.model.quant.base import Weights
 from batchspec.model.rewrite import Named, rewrite
-from batchspec.model.spec import EMBEDDING, MODEL_PREFIX, OUTPUT, ModelSpec, layer_prefix
+from batchspec.model.spec import EMBEDDING, LABEL_SCORES, MODEL_PREFIX, OUTPUT, ModelSpec, layer_prefix
 from batchspec.model.vocabulary import gather_logits, greedy_of_ranks
 from batchspec.model.weights import Checkpoint, DummyWeights
 
@@ -53,6 +53,7 @@ class Target:
         self._norm = weights.tensor(spec.final_norm)
         head = self._embedding[spec.vocab_part] if spec.tie else weights.tensor(OUTPUT)
         self._head = self._output_head(head)
+        self._label_scores = weights.tensor(LABEL_SCORES) if spec.labels else None
         mixers = dict.fromkeys(mixer for _, mixer in spec.mixers)
         self._tables = {key: table.to(device) for mixer in mixers for key, table in mixer.tables().items()}
         self.kv_scales: tuple[Tensor, ...] | None = None
@@ -109,6 +110,8 @@ class Target:
         rewrite(self._norm, weights.tensor(self.spec.final_norm), "the final norm")
         head = self._embedding[self.spec.vocab_part] if self.spec.tie else weights.tensor(OUTPUT)
         rewrite(self._head, self._output_head(head), "lm_head")
+        if self._label_scores is not None:
+            rewrite(self._label_scores, weights.tensor(LABEL_SCORES), "the score matrix")
 
     def use_kv_scales(self, values: Tensor) -> None:
         """Set the scales, `KVScales.values` for all heads of the model, or overwrite their values in place, where caches read
@@ -254,6 +257,14 @@ class Target:
         """hidden [N, H] from `forward` -> fp32 [N, V] (fp64 for an fp64 model); on a rank only the logits of
         `spec.vocab_part`."""
         return self._head.logits(hidden)
+
+    @torch.inference_mode()
+    def label_scores(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] from `forward` -> fp32 [N, labels] (fp64 for an fp64 model) of a model with `spec.labels`, the same on
+        every rank."""
+        assert self._label_scores is not None, "the model has an output matrix"
+        wide = torch.float64 if self.dtype is torch.float64 else torch.float32
+        return hidden.to(wide) @ self._label_scores.to(wide).T
 
     @torch.inference_mode()
     def all_logits(self, hidden: Tensor) -> Tensor:

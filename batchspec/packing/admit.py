@@ -98,7 +98,8 @@ class Admission:
         constraints: Constraints | None = None, templates: RowTemplates | None = None, logprobs_of_all: bool = True,
     ) -> None:
         self.templates = templates or RowTemplates(config.input)
-        self.decode, self.input = config.decode, self.templates.input
+        self.task = task_of(config).of_model(spec.labels)
+        self.decode, self.input = config.decode, self.task.with_chats(self.templates.input)
         self.source, self.columns = SourceFacts(source.files, source.schema, source.lines), columns
         self.tokenizer, self.vocab_size = tokenizer, spec.vocab_size
         self.token_texts = None if tokenizer is None else TokenTexts(tokenizer)
@@ -115,7 +116,6 @@ class Admission:
             config, columns, tokenizer, vocab_size=self.vocab_size, think=self.settings.think, end_ids=self.settings.end_ids,
             tool_form=self._form_name, shared=constraints,
         )
-        self.task = task_of(config)
         self._rows_of_task = self.task.rows(config, frozenset(columns.names), tokenizer, self.settings.think)
         if config.output.logprob_tokens and tokenizer is None:
             raise ConfigError("output.logprob_tokens needs a tokenizer, and the model folder has none; remove the key")

@@ -56,7 +56,7 @@ class Demand:
     shares_prefix: bool = False
     """Rows share prefixes of many pages, or may, where none was surveyed; samples of a row share its prompt."""
     scores: bool = False
-    """Prompts are scored: the logits of all tokens are computed, and nothing is decoded."""
+    """The logits of all tokens of prompts are computed, and nothing is decoded (`Reads.all_logits`)."""
 
     @property
     def shared_tokens(self) -> int:

@@ -18,10 +18,14 @@ from batchspec.errors import BadRow, CapacityError, ConfigError, RendererKilled,
 from batchspec.packing.cells import NOT_WHOLE, json_cell
 from batchspec.process.refusals import refusal
 from batchspec.records import Ids
+from batchspec.tasks.base import COMPLETE
 from batchspec.text.text_bytes import LongText
 
 if TYPE_CHECKING:
     from batchspec.text.tokenizer import Tokenizer
+
+GENERATION_PROMPT = "add_generation_prompt"
+"""Variable of chat templates: whether they begin the assistant's answer after the last turn."""
 
 
 class PromptEncoder:
@@ -98,10 +102,12 @@ class PromptEncoder:
         except BadChat as error:
             raise BadRow("bad_messages", str(error)) from None
         self._check_variables(kwargs)
+        complete = final == COMPLETE
+        ends = {GENERATION_PROMPT: False} if complete and self.tokenizer.reads(GENERATION_PROMPT) else {}
         try:
             return self.tokenizer.encode_chat(
-                turns, tools=tools, template_kwargs={**self.input.template_kwargs, **kwargs},
-                continue_final=turns[-1]["role"] == "assistant", max_tokens=max_prompt_tokens,
+                turns, tools=tools, template_kwargs={**self.input.template_kwargs, **kwargs, **ends},
+                continue_final=turns[-1]["role"] == "assistant" and not complete, max_tokens=max_prompt_tokens,
                 keep_end=self.input.on_overlong == "truncate",
             )
         except LongText as error:

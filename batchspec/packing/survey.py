@@ -11,6 +11,8 @@ import numpy as np
 from batchspec.packed_batch import ExpectedRows
 from batchspec.packing.planner import Demand
 from batchspec.records import Completion, Ids, Request
+from batchspec.tasks.base import Task
+from batchspec.tasks.registry import GENERATE
 
 PREFIX_TOKENS = 128
 """Rounds read a prefix of at least 8 pages of 16 tokens once for all rows that share it (engine/slots/prefix_groups.py)."""
@@ -102,9 +104,9 @@ class Survey:
             num_rows=round(len(prompts) * num_rows / self.num_rows),
         )
 
-    def demand(self, num_rows: int, max_len: int) -> Demand:
+    def demand(self, num_rows: int, max_len: int, task: Task = GENERATE) -> Demand:
         """The demand of a job of `num_rows` such rows. Its max_tokens is the longest surveyed row only if all rows were
-        surveyed."""
+        surveyed. task: the one for which they were admitted."""
         prompts, caps = self.lengths("prompt_tokens"), self.lengths("max_new_tokens")
         if not len(prompts):
             return Demand(num_completions=0, prompt_tokens=1.0, output_tokens=1.0, max_tokens=2)
@@ -118,5 +120,5 @@ class Survey:
             longest_prompt=int(prompts.max()),
             longest_row=longest_row,
             shares_prefix=self.shares_prefix,
-            scores=not caps.any(),
+            scores=task.reads.all_logits,
         )

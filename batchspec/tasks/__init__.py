@@ -6,7 +6,9 @@ because the configuration is checked without them.
 
   base.py            the protocol `Task`, what it reads of rows (`TaskRows`) and of the model (`Reads`)
   registry.py        every task, and which one a configuration asks for
+  auto.py            task=auto, once the model is known
   generate.py        decode answers
   score_prompts.py   decode.score=prompts: log-probabilities of the prompts' tokens
   choose.py          decode.score=choices: how likely each of some texts follows; choices.py: their prompts and probabilities
+  reward.py          task=reward: the scores of a model's labels after the last token
 """

@@ -11,7 +11,7 @@ from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.key import ANSWERS
 from batchspec.config.no_effect import refuse_given
-from batchspec.config.schema import KEYS, OutputConfig, RunConfig
+from batchspec.config.schema import KEYS, InputConfig, OutputConfig, RunConfig
 from batchspec.errors import ConfigError
 from batchspec.records import Choice, Completion, Ids
 from batchspec.request_stream import RequestStream
@@ -24,6 +24,10 @@ Cells = Mapping[str, Callable[[Completion], Any]]
 """Column of the output -> its cell in the row of a completion."""
 
 
+COMPLETE = "complete"
+"""Value of input.final_assistant: nothing is added after the last turn of any chat."""
+
+
 class Reads(Enum):
     """What the engine reads of the model for each row; `engine/features/` has a reader for each."""
 
@@ -31,6 +35,13 @@ class Reads(Enum):
     """The token after the prompt, and more in rounds."""
     PROMPT_TOKENS = auto()
     """The log-probability of every token of the prompt, and nothing after it."""
+    LABEL_SCORES = auto()
+    """The scores of the model's labels, from the hidden state after the last token of the prompt."""
+
+    @property
+    def all_logits(self) -> bool:
+        """Whether logits are computed after every token of a prompt, which costs time and memory."""
+        return self is Reads.PROMPT_TOKENS
 
 
 class Runs(Protocol):
@@ -56,7 +67,8 @@ class TaskRows:
 
 
 class Task:
-    """What a job does to each row. A task is one object for all jobs; what it knows of one job is in `TaskRows`."""
+    """What a job does to each row: one object for all jobs, but for what it knows of a model (`of_model`). What it knows of a
+    job's rows is in `TaskRows`."""
 
     name: ClassVar[str]
     asked: ClassVar[str]
@@ -76,14 +88,23 @@ class Task:
     """The prompts, in the line of `plan` about their lengths."""
     tokens: ClassVar[str] = "prompt"
     """The kind of `counts`, in the line of `plan` about times."""
+    needs_labels: ClassVar[bool] = False
+    """Whether it needs a checkpoint with a score matrix; the others need one with an output matrix."""
     columns: ClassVar[frozenset[str]] = frozenset()
     """Columns of the output that only this task writes."""
     keys_read: ClassVar[frozenset[str]] = frozenset()
     """Keys of answers that it reads, although it may decode none."""
     cells_read: ClassVar[frozenset[str]] = frozenset()
     """Options of rows that it reads, although they are for answers; columns of lists of strings."""
-    cells: ClassVar[Cells] = {}
-    """How the cells of its columns are made, unless they are the completion's field of that name."""
+
+    @property
+    def cells(self) -> Cells:
+        """How the cells of its columns are made, unless they are the completion's field of that name."""
+        return {}
+
+    def of_model(self, labels: tuple[str, ...]) -> Task:
+        """The task of a job with this model. labels: the names of what the model scores; (): it has an output matrix."""
+        return self
 
     def set_defaults(self, config: RunConfig) -> None:
         """Change keys of a composed configuration that the user left as they are. If any key of the drafter was set, the user
@@ -93,8 +114,15 @@ class Task:
 
     def check(self, config: RunConfig) -> None:
         """Raises ConfigError for keys that the task leaves without effect, or that it does not support."""
+        if config.task != "auto" and config.decode.score != "none":
+            raise ConfigError(
+                f"task={config.task} beside decode.score={config.decode.score}: each says what is done to a row; remove one"
+            )
         self._refuse_keys_of_others(config)
         if self.decodes:
+            why = "is for jobs that decode no answer; choose continue or drop, or remove the key"
+            if config.input.final_assistant == COMPLETE:
+                raise ConfigError(f"input.final_assistant={COMPLETE} {why}")
             return
         why = f"with {self.asked} has no effect: no token is decoded"
         refuse_given(config, ["decode.deterministic"], f"with {self.asked} is not supported; remove one")
@@ -116,6 +144,10 @@ class Task:
                 config, ["decode.choice_norm"],
                 f"with {self.asked} has no effect: no choices are scored; set decode.score=choices or remove it",
             )
+
+    def with_chats(self, input: InputConfig) -> InputConfig:
+        """The keys of `input`, with what the task does with chats that end with an assistant turn."""
+        return input
 
     def output_limit(self, decode: DecodeConfig) -> int:
         """Maximum number of output tokens of a completion; 0 where nothing is decoded."""

@@ -119,7 +119,10 @@ class Choose(Task):
     columns: ClassVar = frozenset({"choice_probs"})
     keys_read: ClassVar = frozenset({"decode.choice", "decode.choice_norm"})
     cells_read: ClassVar = frozenset({"choice"})
-    cells: ClassVar[Cells] = {"choice_probs": choice_probs}
+
+    @property
+    def cells(self) -> Cells:
+        return {"choice_probs": choice_probs}
 
     def check(self, config: RunConfig) -> None:
         super().check(config)

@@ -27,7 +27,10 @@ class ScorePrompts(Task):
     written: ClassVar = "scores"
     columns: ClassVar = frozenset({"prompt_logprob_sum", "prompt_logprobs", "prompt_top_logprobs"})
     keys_read: ClassVar = frozenset({"output.prompt_logprobs"})
-    cells: ClassVar[Cells] = {"prompt_logprob_sum": logprob_sum}
+
+    @property
+    def cells(self) -> Cells:
+        return {"prompt_logprob_sum": logprob_sum}
 
     def set_defaults(self, config: RunConfig) -> None:
         super().set_defaults(config)

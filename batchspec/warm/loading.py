@@ -16,7 +16,6 @@ from batchspec.packing.planner import GPU_SLOTS, Demand
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.unused import check_keys_of_engine
 from batchspec.process.out_of_memory import OutOfMemoryGuard
-from batchspec.tasks.base import Reads
 from batchspec.tasks.registry import task_of
 
 PROMPT_TOKENS = 1024
@@ -68,5 +67,5 @@ def expected_demand(job: Job) -> Demand:
     output = limit if job.config.decode.ignore_eos else LengthPredictor().predict(limit)
     return Demand(
         num_completions=GPU_SLOTS, prompt_tokens=float(prompt), output_tokens=float(output), max_tokens=max_len,
-        shares_prefix=True, scores=task.reads is Reads.PROMPT_TOKENS,
+        shares_prefix=True, scores=task.reads.all_logits,
     )

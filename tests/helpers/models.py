@@ -50,6 +50,20 @@ def make_checkpoint(
     return folder
 
 
+def make_classifier(folder: Path, family: str, labels: dict[int, str], *, seed: int = 0, **config: Any) -> Path:
+    """As `make_checkpoint`, in fp32, of a model that scores these labels (`...ForSequenceClassification`)."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    names = {"id2label": labels, "label2id": {label: number for number, label in labels.items()}}
+    settings = AutoConfig.for_model(family, **{**_SHAPE, "vocab_size": 320, **needed(family, 3), **names, **config})
+    torch.manual_seed(seed)
+    auto: Any = AutoModelForSequenceClassification
+    model = auto.from_config(settings).float()
+    _vary(model)
+    model.save_pretrained(folder)
+    return folder
+
+
 @torch.no_grad()
 def _vary(model: torch.nn.Module) -> None:
     """Give random values to what transformers makes as ones and zeros, which would hide a mistake, and usual ones to decays."""
@@ -161,16 +175,19 @@ _WRAPPED = {
 }
 
 
-def make_wrapped(folder: Path, kind: str, text: dict[str, Any], *, vocab: int = 320, seed: int = 0, **config: Any) -> Path:
-    """A random model of text and images in `folder`, of two layers of text; `text` overrides keys of its text_config."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
+def make_wrapped(
+    folder: Path, kind: str, text: dict[str, Any], *, vocab: int = 320, seed: int = 0, scores: bool = False, **config: Any
+) -> Path:
+    """A random model of text and images in `folder`, of two layers of text; `text` overrides keys of its text_config. scores: it
+    scores labels in place of tokens."""
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
     of_text, of_images = _WRAPPED[kind]
     images = {"model_type": of_images, "hidden_size": 32, "intermediate_size": 40, **_VISION[of_images]}
     inner = {**_SHAPE, "num_hidden_layers": 2, "model_type": of_text, "vocab_size": vocab, **text}
     settings = AutoConfig.for_model(kind, text_config=inner, vision_config=images, **config)
     torch.manual_seed(seed)
-    auto: Any = AutoModelForImageTextToText
+    auto: Any = AutoModelForSequenceClassification if scores else AutoModelForImageTextToText
     model = auto.from_config(settings)
     _vary(model)
     model.save_pretrained(folder)

@@ -59,6 +59,7 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CHANGES: dict[str, tuple[Any, str]] = {
+    "task": ("reward", "task"),
     "model.adapter": ("{folder}/adapter", "model.adapter"),
     "model.adapters": ({"a": "{folder}/adapter"}, "model.adapters"),
     "model.dtype": ("float32", "model.dtype"),
@@ -131,6 +132,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
 }
 """Keys that make another job -> another value, and what the refusal names."""
 ELSEWHERE = {
+    "task": "tests/tasks/test_reward.py",
     "model.activations": "tests/model/test_fp8.py",
     "model.adapters": "tests/model/test_lora_rows.py",
     "model.tool_calls": "tests/tool_calls/test_tool_calls.py",

@@ -367,7 +367,7 @@ def assert_rope(spec: ModelSpec, made: Any) -> None:
         ("qwen3_next", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0; it must be an integer in"),
         ("qwen3_next", {"use_qk_norm": False}, "use_qk_norm=false"),
         ("qwen3_next", {"partial_rotary_factor": 0.001}, "rotates 0 of the 256 numbers of a head"),
-        ("qwen3_next", {"architectures": ["Qwen3NextForSequenceClassification"]}, "qwen3_next needs Qwen3NextForCausalLM"),
+        ("qwen3_next", {"architectures": ["Qwen3NextForTokenClassification"]}, "qwen3_next needs Qwen3NextForCausalLM"),
         ("llama", {"rope_parameters": {"mrope_section": [3, 3, 2]}}, "mrope_section=[3, 3, 2]"),
     ],
 )

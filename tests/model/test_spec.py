@@ -213,7 +213,7 @@ def test_other_ropes_are_refused_by_name(rope: dict[str, Any], named: str, folde
     [
         ({"model_type": "gpt2"}, 'model_type="gpt2" is not supported'),
         ({"model_type": None}, "model_type=null is not supported"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "LlamaForTokenClassification"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8 with quantization_config.weight_block_size=null;"),
         ({"num_local_experts": 8}, "num_local_experts=8"),
         ({"hidden_act": "gelu"}, 'hidden_act="gelu"'),

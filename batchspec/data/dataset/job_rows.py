@@ -141,7 +141,7 @@ def _check_chats(source: Source, name: str, of_job: Mapping[str, Any], input: In
     if answers and input.prompt is None and input.final_assistant == "error" and not input.columns.get("final_assistant"):
         raise ConfigError(
             f"{where}: its chats end with the answers; input.prompt=TEMPLATE makes the next user turn, "
-            "input.final_assistant=continue goes on with the answer, drop answers once more"
+            "input.final_assistant=continue goes on with the answer, drop answers once more, and task=reward scores it"
         )
 
 

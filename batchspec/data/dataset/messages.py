@@ -17,6 +17,7 @@ import pyarrow as pa
 from batchspec.data.dataset.json_text import BadJson, called, json_of, parse
 from batchspec.data.dataset.untyped_columns import json_kinds
 from batchspec.errors import OneLine
+from batchspec.tasks.base import COMPLETE
 
 Message = dict[str, Any]
 
@@ -48,7 +49,8 @@ def read_chat(prompt: Any, system: str | None = None, final: str = "error", usua
 
     system  the row's own: replaces the system turn at the beginning, or goes before the first turn
     usual_system  the job's: goes before the first turn of a chat that begins neither with a system turn nor with a developer's
-    final   error: refuse a chat that ends with the assistant's turn; drop: leave that turn out; continue: keep it
+    final   error: refuse a chat that ends with the assistant's turn; drop: leave that turn out; continue, or COMPLETE:
+            keep it
     """
     turns = [_turn(place, message) for place, message in enumerate(prompt)]
     begins = turns[0]["role"] if turns else ""
@@ -63,6 +65,8 @@ def read_chat(prompt: Any, system: str | None = None, final: str = "error", usua
             turns.pop()
         if not any(turn["role"] != "system" for turn in turns):
             raise BadChat("the chat holds no turn but the assistant's; drop the row")
+    elif final == COMPLETE:
+        return turns
     elif turns[-1].get("tool_calls"):
         raise BadChat("the chat ends with tool calls; add the messages of role tool that answer them")
     elif final == "error":

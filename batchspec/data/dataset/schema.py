@@ -26,6 +26,7 @@ THINKING_MESSAGES = pa.list_(pa.struct([*TURN, *((name, pa.large_string()) for n
 TOP_LOGPROBS = pa.list_(pa.list_(pa.struct([("id", pa.int32()), ("logprob", pa.float32())])))
 TOP_TOKENS = pa.list_(pa.list_(pa.struct([("id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32())])))
 """The same with the text of each token (output.logprob_tokens)."""
+SCORES = pa.list_(pa.struct([("label", pa.string()), ("score", pa.float32())]))
 CHOICE_PROBS = pa.list_(pa.struct([("choice", pa.large_string()), ("prob", pa.float64()), ("logprob", pa.float64())]))
 USAGE = pa.struct([(f"{name}_tokens", pa.int32()) for name in ("prompt", "completion", "reasoning", "cached", "total")])
 ERROR = pa.struct([("code", pa.string()), ("stage", pa.string()), ("message", pa.string()), ("retryable", pa.bool_())])
@@ -134,6 +135,7 @@ def _every_field(messages: pa.DataType, top: pa.DataType) -> list[pa.Field]:
         pa.field("prompt_logprobs", pa.list_(pa.float32())),
         pa.field("prompt_top_logprobs", top),
         pa.field("choice_probs", CHOICE_PROBS),
+        pa.field("scores", SCORES),
         pa.field("usage", USAGE),
         pa.field("seed", pa.int64()),
         pa.field("error", ERROR),

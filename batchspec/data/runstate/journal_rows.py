@@ -16,7 +16,7 @@ import numpy as np
 
 from batchspec.records import Completion, Snapshot
 
-DTYPES = {"prompt_ids": "<i4", "token_ids": "<i4", "logprobs": "<f4", "prompt_logprobs": "<f4"}
+DTYPES = {"prompt_ids": "<i4", "token_ids": "<i4", "logprobs": "<f4", "prompt_logprobs": "<f4", "state_values": "<f4"}
 """NumPy type of the stored numbers, for each array of a completion."""
 TOPS = ("top_logprobs", "prompt_top_logprobs")
 """Pairs of arrays: ids <i4 and logprobs <f4."""

@@ -11,6 +11,7 @@
   texts.py              the texts of a finished row, tool calls too; channel_calls.py: those of a model with channels
   logprobs.py           log-probabilities of output tokens
   scoring.py            log-probabilities of prompt tokens, in a batch that does not decode
+  states.py             values of hidden states, in such a batch; without_rounds.py: which of the two a task reads
   repetition.py         a stop where tokens repeat themselves
 """
 

@@ -148,12 +148,19 @@ def score_pass(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], mo
         hidden, _ = round_.target.forward(batch, round_.cache)
         next_ids = rows.tokens[slot_ids[batch.row_ids], (batch.positions + 1).clamp(max=rows.tokens.shape[1] - 1)]
         read = _read(round_, hidden, next_ids)
-        device = rows.live.device
-        log = torch.full((rows.live.shape[0], 5), -1, dtype=torch.int32, device=device)
-        if ending := [segment.slot for segment in segments if segment.last]:
-            log[upload(ending, torch.int64, device)] = upload([0, 0, 0, FULL, -1], torch.int32, device)
-        mark_diverged(log, [segment.slot for segment in segments], round_.vocabulary.diverged(hidden))
+        log = end_log(round_, rows, segments, hidden)
     return Prefilled(RoundResult(log, read), None)
+
+
+def end_log(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], hidden: Tensor) -> Tensor:
+    """The log int32 [R, 5] of a pass without tokens: it ends the rows whose prompts end here, and the run if ranks have different
+    hidden states."""
+    device = rows.live.device
+    log = torch.full((rows.live.shape[0], 5), -1, dtype=torch.int32, device=device)
+    if ending := [segment.slot for segment in segments if segment.last]:
+        log[upload(ending, torch.int64, device)] = upload([0, 0, 0, FULL, -1], torch.int32, device)
+    mark_diverged(log, [segment.slot for segment in segments], round_.vocabulary.diverged(hidden))
+    return log
 
 
 def mark_diverged(log: Tensor, slots: Sequence[int], diverged: Tensor | None) -> None:

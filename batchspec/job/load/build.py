@@ -15,7 +15,7 @@ from batchspec.config.schema import RunConfig
 from batchspec.console.text import counted
 from batchspec.draft.base import Drafter
 from batchspec.engine.features import RowFeatures
-from batchspec.engine.features.scoring import PromptFeatures
+from batchspec.engine.features.without_rounds import FEATURES
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.ranks.lead import Lead
 from batchspec.engine.ranks.messages import Build, Calibrate, Load, Scales
@@ -36,7 +36,6 @@ from batchspec.packing.planner import Demand
 from batchspec.packing.rates import device_rates
 from batchspec.packing.survey import Survey
 from batchspec.structured.expander import Expander
-from batchspec.tasks.base import Reads
 from batchspec.tasks.registry import task_of
 from batchspec.text.tokenizer import Tokenizer
 from batchspec.tool_calls.split import CallParser
@@ -187,7 +186,7 @@ def build_engine(
             argmax=ablation.argmax,
             uniform_slots=ablation.uniform_slots,
         ),
-        features=PromptFeatures(num_top or 0) if task.reads is Reads.PROMPT_TOKENS else RowFeatures(
+        features=FEATURES[task.reads](num_top or 0) if not task.decodes else RowFeatures(
             decode=tokenizer.decode if tokenizer else None,
             defers_text=defers_text,
             num_top=num_top,

@@ -50,7 +50,7 @@ class LoadedEngine(Generic[E_co]):
     @staticmethod
     def load(job: Job, survey: Survey, progress: ProgressBar) -> LoadedEngine[Engine]:
         """Load the engine of a surveyed job, see `load_engine`. It does not decode texts: what makes the tables does that."""
-        demand = survey.demand(job.source.num_rows, job.admission.max_len)
+        demand = survey.demand(job.source.num_rows, job.admission.max_len, job.admission.task)
         engine = load_engine(job, demand, progress, survey, defers_text=True, most_rounds=most_last_rounds(job))
         return LoadedEngine(engine, job)
 

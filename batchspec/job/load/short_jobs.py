@@ -25,7 +25,7 @@ def drafting_of(job: Job, survey: Survey) -> Job:
     if job.device.type != "cuda":
         return job
     rates = device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)
-    return drafting_if_it_pays(job, survey.demand(job.source.num_rows, job.admission.max_len), rates)
+    return drafting_if_it_pays(job, survey.demand(job.source.num_rows, job.admission.max_len, job.admission.task), rates)
 
 
 def drafting_if_it_pays(job: Job, demand: Demand, rates: Rates) -> Job:

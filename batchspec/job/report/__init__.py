@@ -10,13 +10,14 @@ Afterwards:
   stats.py          statistics of output and speculation
   acceptance.py     how drafts were accepted, for stats and the card
   quality.py        is the data good: lengths, empty answers, loops, distinct answers, random samples
+  scores.py         scores of a model's labels
   labels.py         what answers are: labels; json_answers.py: fields of JSON objects; calls.py: tool calls
   texts.py          requests that are shown, with their texts
   about.py          short facts about a job
   card.py           README.md; columns.py: what each column means; push.py: rows and card to the hub
   answers.py        the rows as OpenAI's response lines
   page.py           report.html
-    answer_sections.py  labels, fields, tool calls
+    answer_sections.py  labels, scores, fields, tool calls
     figures.py      pictures of lengths and of the job over time; pictures.py: SVG
     error_rows.py   the first error rows of each code
     html.py         pieces of HTML; style.py: CSS

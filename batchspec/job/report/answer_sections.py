@@ -1,14 +1,15 @@
-"""The sections of the report about what the answers are: labels, JSON objects, tool calls."""
+"""The sections of the report about what the answers are: labels, scores, JSON objects, tool calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from batchspec.console.text import MESSAGE_CHARS
 from batchspec.job.report import html
 from batchspec.job.report.calls import ToolCalls
 from batchspec.job.report.json_answers import JsonAnswers
 from batchspec.job.report.labels import Labels
+from batchspec.job.report.scores import Score
 from batchspec.job.report.stats import JobStats
 
 MAX_LINES = 40
@@ -20,6 +21,8 @@ def answer_sections(stats: JobStats) -> Iterator[str]:
     """One section for each kind of answers that the job has."""
     if stats.labels is not None:
         yield from _labels(stats.labels)
+    if stats.scores:
+        yield from _scores(stats.scores)
     if stats.json_answers is not None:
         yield from _fields(stats.json_answers)
     if stats.tool_calls is not None:
@@ -43,6 +46,15 @@ def _labels(found: Labels) -> Iterator[str]:
         table = html.table(("request", "label", "probability", "margin"), rows, names=True)
         cards.append(_card("Least certain rows", table, note))
     yield html.grid(cards)
+
+
+def _scores(found: Sequence[Score]) -> Iterator[str]:
+    lines = [
+        (one.label, f"{one.rows:,}", *map(html.number, (one.mean, one.deviation, one.least, one.greatest)))
+        for one in found[:MAX_LINES]
+    ]
+    table = html.table(("label", "rows", "mean", "deviation", "least", "greatest"), lines)
+    yield html.grid([_card("Scores", table, _left_out(len(found), "labels"))])
 
 
 def _fields(found: JsonAnswers) -> Iterator[str]:

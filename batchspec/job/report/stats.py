@@ -19,6 +19,7 @@ from batchspec.job.report.columns import type_names
 from batchspec.job.report.json_answers import JsonAnswers, JsonTally
 from batchspec.job.report.labels import Labels, LabelTally
 from batchspec.job.report.quality import Quality, QualityTally, quality_columns
+from batchspec.job.report.scores import Score, ScoreTally
 from batchspec.job.report.start_up import start_up_of
 from batchspec.job.report.summary import Calibration, Speed, calibration_of, speed_of
 from batchspec.job.report.texts import SHOWN_COLUMNS
@@ -63,6 +64,8 @@ class JobStats:
     """Completions whose thought was cut off, by its budget or by max_new_tokens."""
     quality: Quality
     labels: Labels | None
+    scores: tuple[Score, ...]
+    """Of the labels of a model that scores them; empty in other jobs."""
     """None: the job does not choose among texts."""
     json_answers: JsonAnswers | None
     """None: the job has no schema, and most answers are no JSON objects."""
@@ -128,6 +131,7 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
         reasoning_truncated=tally.reasoning_truncated,
         quality=tally.quality.result(folder),
         labels=tally.labels.result(),
+        scores=tally.scores.result(),
         json_answers=tally.json_answers.result(),
         tool_calls=tally.tool_calls.result(),
         speed=speed_of(logs),
@@ -152,15 +156,15 @@ class _Tally:
         self.by_status: Counter[str] = Counter()
         self.by_finish_reason: Counter[str] = Counter()
         self.by_error: Counter[str] = Counter()
-        self.quality, self.labels = QualityTally(), LabelTally(config, columns)
+        self.quality, self.labels, self.scores = QualityTally(), LabelTally(config, columns), ScoreTally(columns)
         self.json_answers, self.tool_calls, self.drafts = JsonTally(config), CallTally(config, columns), AcceptanceTally()
 
     def columns(self) -> Iterator[pl.Expr]:
-        for kind in (self.labels, self.json_answers, self.tool_calls, self.drafts):
+        for kind in (self.labels, self.scores, self.json_answers, self.tool_calls, self.drafts):
             yield from kind.columns()
 
     def add(self, rows: pl.DataFrame) -> None:
-        for kind in (self.quality, self.labels, self.json_answers, self.tool_calls, self.drafts):
+        for kind in (self.quality, self.labels, self.scores, self.json_answers, self.tool_calls, self.drafts):
             kind.add(rows)
         self.completions += rows.height
         self.reasoning_truncated += int(rows["reasoning_truncated"].sum())

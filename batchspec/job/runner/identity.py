@@ -19,6 +19,7 @@ from batchspec.model.dtype import dtype_name
 from batchspec.model.kv_calibration import CALIBRATION
 from batchspec.model.quant.modelopt import CONFIG_FILE
 from batchspec.packing.constraints import KINDS
+from batchspec.tasks.registry import BY_SCORE
 from batchspec.version import __version__
 
 CONSTRAINTS_VERSION = 2
@@ -92,7 +93,9 @@ def _decode_parts(job: Job) -> dict[str, Any]:
     if constraints is not None and constraints.of_job is not None:
         kind, text = constraints.of_job  # of a file its content
         parts[kind] = text
-    return {f"decode.{key}": value for key, value in parts.items()}
+    task = job.admission.task
+    of_task = {} if task.name in BY_SCORE.values() else {"task": task.name}  # others are told by decode.score
+    return of_task | {f"decode.{key}": value for key, value in parts.items()}
 
 
 def _named(job: Job, what: str) -> dict[str, str]:

@@ -86,7 +86,7 @@ class EngineWithFallback:
         if guard.message:
             gc.collect()
             job = self._job
-            demand = self._survey.demand(job.source.num_rows, job.admission.max_len)
+            demand = self._survey.demand(job.source.num_rows, job.admission.max_len, job.admission.task)
             self._fall_back(
                 plan_batch(job, demand, device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)), guard.message
             )

@@ -32,6 +32,8 @@ from batchspec.model.families.qwen3_next import QWEN3_NEXT
 from batchspec.model.families.seed_oss import SEED_OSS
 from batchspec.model.families.smollm3 import SMOLLM3
 
+SCORES_LABELS = "ForSequenceClassification"
+"""End of the name of a class whose last matrix scores labels."""
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
@@ -178,10 +180,26 @@ def _text_config(config: ConfigReader, wrapper: Wrapper) -> ConfigReader:
     return text.under(config, _OF_THE_MODEL).replaced(model_type=kind)
 
 
+def labels_of(config: ConfigReader) -> tuple[str, ...]:
+    """The names of the labels that a model scores in place of tokens, in the order of its score matrix; (): it has an output
+    matrix. Without id2label they are called as transformers calls them. Raises CheckpointError."""
+    if not any(name.endswith(SCORES_LABELS) for name in config.texts("architectures") or ()):
+        return ()
+    if "id2label" not in config.objects():
+        return tuple(f"LABEL_{number}" for number in range(config.integer("num_labels", 2)))
+    names = config.part("id2label")
+    numbers = [str(number) for number in range(len([*names]))]
+    if not numbers or {*names} != {*numbers}:
+        raise config.refusal(f"{config.shown('id2label')} must name the labels 0, 1, ... without a gap; correct it")
+    return tuple(names.text(number) for number in numbers)
+
+
 def _check_class(config: ConfigReader, architecture: str) -> None:
     """Raises CheckpointError if `architectures` or auto_map names another class. Code of a folder is never run. Folders that were
     published before transformers had their family name code of the family's own class: these are accepted."""
-    if (config.texts("architectures") or (architecture,)) != (architecture,):
+    kind = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+    known = (architecture, f"{kind}{SCORES_LABELS}", f"{kind}Text{SCORES_LABELS}")
+    if (config.texts("architectures") or (architecture,)) not in {(name,) for name in known}:
         raise config.refusal(
             f"{config.shown('architectures')} is not supported; {config.text('model_type')} needs {architecture}"
         )

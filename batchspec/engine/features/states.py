@@ -1,0 +1,97 @@
+"""What tasks make of hidden states: values of the state after each prompt's last token, from prefill passes without rounds.
+
+A row's values are computed in the pass in which its prompt ends. Earlier tokens matter by their K and V alone, so rows share
+pages as rows that decode do, and layers after the last one that keeps something compute the last tokens alone.
+
+N rows of a pass, H hidden, D values of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.cache.page_tables import PagePools
+from batchspec.engine.features.scoring import end_log
+from batchspec.engine.prefill.passes import Prefilled, PrefillPass, flat_batch, prefilling
+from batchspec.engine.rounds.records import RoundResult
+from batchspec.engine.rounds.results import RoundLog, Slots
+from batchspec.engine.rounds.round import Round
+from batchspec.engine.slots.completion import NON_FINITE
+from batchspec.engine.slots.launch import UnreadLaunch
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.row_feature import Features, RowFeature
+from batchspec.engine.slots.slot_table import SlotTable
+from batchspec.engine.step import Segment
+from batchspec.model.target import Target
+from batchspec.records import Completion, RowError
+
+ValuesOf = Callable[[Target, Tensor], Tensor]
+"""Hidden states [N, H] -> values float32 [N, D] (float64 of a float64 model), the same on every rank."""
+
+
+class StateFeatures(Features):
+    """The features of rows of which values are made, in a batch that does not decode."""
+
+    def __init__(self, values_of: ValuesOf) -> None:
+        self._values_of = values_of
+
+    @property
+    def prefill_pass(self) -> PrefillPass:
+        return partial(state_pass, self._values_of)
+
+    def begin(self, slots: SlotTable, pools: PagePools) -> tuple[RowFeature, ...]:
+        return (StateValues(slots),)
+
+
+class StateValues(RowFeature):
+    """Every row ends with its prefill, and has the values of its last state."""
+
+    continues = False
+
+    def __init__(self, slots: SlotTable) -> None:
+        self._slots = slots
+        self._values: dict[RequestState, NDArray[np.float32]] = {}
+
+    def arrive(self, state: RequestState) -> bool:
+        return True
+
+    def read(self, launch: UnreadLaunch, result: RoundResult, slots: Slots, log: RoundLog) -> None:
+        """Keep the values of rows that end in the pass and have not left their slots since it was launched."""
+        (values,) = (tensor.numpy() for tensor in result.read)
+        for segment, own in zip(launch.segments, values, strict=True):
+            if segment.last and launch.owners[segment.slot] == self._slots.owner[segment.slot]:
+                self._values[self._slots.at(segment.slot)] = own.astype(np.float32)
+
+    def leave(self, state: RequestState) -> None:
+        """A row with a value that is not finite fails. A row that is preempted is prefilled again, and gets its values then."""
+        if state in self._values and not np.isfinite(self._values[state]).all():
+            message = "the model's values for this row hold NaN or inf; check the weights and model.dtype, or drop the row"
+            state.fail(RowError(code=NON_FINITE, stage="decode", message=message, retryable=True))
+
+    def finish(self, state: RequestState, done: Completion) -> Completion:
+        values = self._values.pop(state, None)
+        if done.token_ids is None:
+            return done
+        assert values is not None, "a row ended without a pass in which its prompt did"
+        return done.replace(status="ok", finish_reason="stop", text=None, state_values=values)
+
+
+def state_pass(
+    values_of: ValuesOf, round_: Round, rows: DeviceBatch, segments: Sequence[Segment], mode: SamplingMode
+) -> Prefilled:
+    """A `PrefillPass` whose result has the values of each segment's last state; only those of rows that end here mean something.
+    No row emits a token. Does not synchronise."""
+    batch, _ = flat_batch(rows, segments, round_.cache.page_size)
+    with prefilling(round_), torch.inference_mode():
+        hidden, _ = round_.target.forward(batch, round_.cache, ends_only=True)
+        values = values_of(round_.target, hidden)
+        log = end_log(round_, rows, segments, hidden)
+    return Prefilled(RoundResult(log, (values,)), None)
