@@ -370,7 +370,7 @@ class Completion(_Struct, frozen=True, kw_only=True, eq=False):
     """The share of each of these choices, compared by log-probability / `Choice.length`; they sum to 1."""
     state_values: NDArray[np.float32] | None = None
     """What the task made of the hidden state after the prompt (`Reads`), in the order of its columns: of reward, a score of each
-    label."""
+    label; of embed, the pooled state."""
     seed: int | None = None
     predicted_tokens: int | None = None
     cached_tokens: int = 0

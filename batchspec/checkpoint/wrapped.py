@@ -1,8 +1,8 @@
 """The language model of a checkpoint that reads images too (`...ForConditionalGeneration`): its names, without the other parts.
 
 A name in the file has a prefix before that of the same tensor in a checkpoint of text alone: `model.language_model.` in place of
-`model.`, in older files `language_model.`. What encodes images is neither read nor counted; the layer that predicts one token
-further (`mtp.`) is a part of its own (`mtp.py`).
+`model.`, in older files `language_model.`; a class without an output matrix (`...Model`) leaves `model.` out. What
+encodes images is neither read nor counted; the layer that predicts one token further (`mtp.`) is a part of its own (`mtp.py`).
 Source: transformers 5, conversion_mapping.py (llava, qwen3_5_text) and _keys_to_ignore_on_load_unexpected.
 """
 
@@ -16,6 +16,8 @@ from batchspec.checkpoint.files import ModelFiles, StoredTensor, stored_tensors
 from batchspec.errors import CheckpointError
 
 _PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head": "lm_head"}
+_BARE = {"embed_tokens.": "model.embed_tokens.", "layers.": "model.layers.", "norm.": "model.norm."}
+"""Beginnings of names in a file that a class without an output matrix saved."""
 _OTHER_PARTS = re.compile(
     r"(model\.)?(visual|vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio|multi_modal_projector|mtp)\."
 )
@@ -28,7 +30,7 @@ def plain_name(name: str) -> str:
     for prefix, plain in _PREFIXES.items():
         if name.startswith(prefix):
             return plain + name.removeprefix(prefix)
-    return name
+    return next((plain + name.removeprefix(prefix) for prefix, plain in _BARE.items() if name.startswith(prefix)), name)
 
 
 def names_in_files(name: str) -> list[str]:

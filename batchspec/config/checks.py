@@ -114,16 +114,13 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
 
 
 def _decode(config: RunConfig) -> None:
-    decode, max_len = config.decode, config.model.max_len
+    decode = config.decode
     if decode.min_new_tokens > decode.max_new_tokens:
         raise ConfigError(
             f"decode.min_new_tokens={decode.min_new_tokens} exceeds decode.max_new_tokens={decode.max_new_tokens}; lower it"
         )
-    if max_len is not None and task_of(config).output_limit(decode) >= max_len:
-        raise ConfigError(
-            f"decode.max_new_tokens={decode.max_new_tokens} leaves no room for a prompt in model.max_len={max_len}; "
-            "lower it or raise model.max_len"
-        )
+    if config.task != "auto" or decode.max_new_tokens != RunConfig().decode.max_new_tokens:  # else once the model is known
+        task_of(config).check_room(config)
     given = [key for key in ("schema", "regex", "choice", "grammar") if getattr(decode, key) not in (None, [])]
     if len(given) > 1:
         raise ConfigError(f"decode.{given[0]} and decode.{given[1]} are both given, and an answer follows one; remove one")

@@ -176,8 +176,8 @@ class InputConfig:
     """System prompt of all chats. With marks of Jinja ({{, {%, {#) it is a template, as input.prompt is. A row's own is kept: its
     column `system`, else the system or developer message with which its chat begins. null adds none."""
     on_overlong: str = key("error", choices=("error", "truncate", "skip"))
-    """What to do with a prompt that leaves no space for max_new_tokens. error makes an error row, truncate keeps the prompt's
-    end, skip makes a row with status skipped."""
+    """What to do with a prompt that leaves no space for max_new_tokens. error makes an error row (task=embed cuts off the
+    prompt's end), truncate keeps the prompt's end, skip makes a row with status skipped."""
     final_assistant: str = key(
         "error", choices=("error", "continue", "drop", "complete"), applies_to=CHATS,
         column=Column("text", words="string: error, continue or drop"),
@@ -185,6 +185,9 @@ class InputConfig:
     """What to do with a chat that ends with an assistant turn. error makes an error row, continue appends the answer to that
     turn, drop removes that turn and answers the turns before. complete, the default of task=reward and only for jobs without
     answers, takes any chat as it is, with nothing after its last turn."""
+    prompt_name: str | None = None
+    """Name of a prompt of the checkpoint (config_sentence_transformers.json), e.g. query, that is put before each text
+    (task=embed). null is the checkpoint's default, usually none."""
     limit: int | None = key(None, low=1, advice="null takes every row", names=("num_samples", "max_samples"))
     """Maximum number of input rows, from the first on. null is all of them."""
     template_kwargs: dict[str, Any] = key(
@@ -239,6 +242,13 @@ class OutputConfig:
     prompt_logprobs: int | None = key(None, low=0, high=100, advice="0 writes those of the prompt's own tokens alone")
     """Where prompts are scored (decode.score=prompts): number of most likely tokens per prompt position whose
     log-probabilities are written. 0, or null there, writes those of the prompt's own tokens alone."""
+    embedding_dim: int | None = key(None, low=1, advice="null writes the model's own number")
+    """Number of values of an embedding (task=embed): its first ones (Matryoshka embeddings). null is the model's own number."""
+    embedding_dtype: str = key("float32", choices=("float32", "float16"))
+    """Type of the values of an embedding (task=embed)."""
+    embedding_pooling: str = key("auto", choices=("auto", "last", "mean"))
+    """The hidden states that are a text's embedding (task=embed): that of its last token, or the mean of all. auto is what the
+    checkpoint's files for sentence-transformers say, and last without them."""
     passthrough: Any = key("all", form="all, none, or a list of names", example="[COLUMN,COLUMN]")
     """Input columns that are copied to the output."""
     openai: str | None = key(None, applies_to=ANSWERS, path=True)
@@ -329,10 +339,11 @@ class RunConfig:
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     ablation: AblationConfig = field(default_factory=AblationConfig)
-    task: str = key("auto", choices=("auto", "generate", "reward"))
-    """What is done to each row. auto is reward if the checkpoint has a score matrix, else generate. generate decodes an answer.
-    reward writes the score of each of the checkpoint's labels after the row's last token (a ...ForSequenceClassification), in the
-    column `scores`. decode.score has tasks of its own."""
+    task: str = key("auto", choices=("auto", "generate", "reward", "embed"))
+    """What is done to each row. auto is reward if the checkpoint has a score matrix, embed if its files say so, else generate.
+    generate decodes an answer. reward writes the score of each of the checkpoint's labels after the row's last token (a
+    ...ForSequenceClassification), in the column `scores`. embed writes a vector of each text, in the column `embedding`.
+    decode.score has tasks of its own."""
     device: str = key("auto", choices=("auto", "cpu", "cuda"), names=("device_map",))
     """Device that the models run on. auto is a GPU if there is one. On a CPU as many threads compute as other processes and the
     cgroup leave when the model is loaded; the environment variable OMP_NUM_THREADS sets another number."""

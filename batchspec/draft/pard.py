@@ -68,6 +68,7 @@ def read_pard(folder: Path, target: ModelSpec) -> PardSpec:
     """config.json of a drafter's folder. Raises CheckpointError for a model that is not supported, or another target's."""
     path = folder / "config.json"
     spec = load_spec(folder)
+    spec.check_output("draft=pard")
     config = ConfigReader(read_json(path), shown(path))
     mask_token_id = read_mask_token(config, spec.vocab_size)
     if spec.vocab_size < target.vocab_size // 2:

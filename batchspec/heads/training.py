@@ -48,6 +48,7 @@ def train(run: TrainRun) -> Path:
     say, sources = terminal.notice, _sources(run)
     model, dummy = find_model(run.model.path, run.model.revision), run.model.load_format == "dummy"
     folder, spec = model.folder, load_spec(model.folder) if dummy else judge_model(model)
+    spec.check_output("train")
     drafter = KINDS["parallel" if run.draft.parallel is True else run.draft.name](run, model, spec)
     device = choose_device(run.device)
     dtype = resolve_dtype(run.model.dtype, spec, device)

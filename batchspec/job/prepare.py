@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from batchspec.checkpoint.config_values import has_file
-from batchspec.checkpoint.files import ModelFiles, listed
+from batchspec.checkpoint.files import ModelFiles
 from batchspec.checkpoint.hub import find_model
+from batchspec.checkpoint.sentence_transformers import read_embedding_files
 from batchspec.checkpoint.weight_sums import SumsOfJob
 from batchspec.config.checks import AUTO
 from batchspec.config.draft_auto import with_drafter
@@ -58,6 +59,7 @@ from batchspec.process.load_progress import count_step
 from batchspec.process.out_of_memory import admitting_rows
 from batchspec.records import Completion, Request
 from batchspec.tasks.auto import with_task
+from batchspec.tasks.base import EmbeddingFiles, ModelFacts, Needs
 from batchspec.tasks.registry import task_of
 from batchspec.text.tokenizer import Tokenizer
 from batchspec.tuning.cards import check_card
@@ -81,6 +83,8 @@ class JobModel:
     """The drafter's spec: its checkpoint is checked, its weights are not read."""
     why_drafter: str = ""
     """Why draft=auto took this drafter; empty if the configuration named it."""
+    embedding: EmbeddingFiles = field(default_factory=EmbeddingFiles)
+    """What its files say about embeddings, for task=embed."""
     why_task: str = ""
     """Why task=auto took the task; empty if the configuration named it, or an answer is decoded."""
     group: Group | None = None
@@ -203,9 +207,10 @@ def job_of(
     """
     config = model.config
     check_columns(config, columns, source)
+    facts = ModelFacts(hidden_size=model.spec.hidden_size, labels=model.spec.labels, embedding=model.embedding)
     admission = Admission(
-        config, source=source, columns=columns, spec=model.spec, tokenizer=tokenizer, constraints=constraints,
-        templates=templates, logprobs_of_all=logprobs_of_all,
+        config, task_of(config).of_model(config, facts), source=source, columns=columns, spec=model.spec, tokenizer=tokenizer,
+        constraints=constraints, templates=templates, logprobs_of_all=logprobs_of_all,
     )
     check_keys_of_model(config, model.spec, thinks=admission.settings.think is not None)
     admission.schema_of(source.schema, columns, config.output)  # raises for columns that have no place
@@ -219,8 +224,8 @@ def notes(job: Job) -> list[tuple[str, str]]:
     of_model = model_notes(job.config.decode, job.spec, job.admission.settings.end_ids, job.admission.task)
     of_rows = [("input", job.note_of_rows)] if job.note_of_rows else []
     if job.why_task:
-        said = f"task={job.config.task}, taken by task=auto: {job.why_task}; the column scores has {listed(job.spec.labels, 6)}"
-        of_rows.append(("task", said))
+        said = job.admission.task.note()
+        of_rows.append(("task", f"task={job.config.task}, taken by task=auto: {job.why_task}; {said}"))
     return [*of_rows, *of_model, *input_notes(job.config, job.admission, job.source, job.tokenizer)]
 
 
@@ -239,8 +244,14 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     """
     assert config.model.path is not None
     model, dummy = find_model(config.model.path, config.model.revision), config.model.load_format == "dummy"
-    spec = (load_spec(model.folder) if dummy else judge_model(model)).quantised(config.model.quantize)
-    config, why_task = with_task(config, spec.labels)
+    whole, embedding = load_spec(model.folder), read_embedding_files(model.folder)
+    config, why_task = with_task(config, whole.labels, embedding, has_output=whole.has_output)
+    with_output = task_of(config).needs is not Needs.STATES
+    if dummy:
+        spec = whole if with_output else whole.without_output()
+    else:
+        spec = judge_model(model, with_output=with_output)
+    spec = spec.quantised(config.model.quantize)
     config, why_drafter = with_drafter(config, has_mtp=spec.mtp is not None)
     adapter, adapters = open_adapters(config, spec)
     device = choose_device(config.device if on_this_machine else "cpu")
@@ -268,7 +279,7 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     drafter = drafter.of_rank(spec.shard)
     return JobModel(
         config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, why_drafter=why_drafter,
-        why_task=why_task, group=group, adapter=adapter, adapters=adapters,
+        why_task=why_task, embedding=embedding or EmbeddingFiles(), group=group, adapter=adapter, adapters=adapters,
     )
 
 

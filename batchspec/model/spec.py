@@ -19,7 +19,7 @@ from batchspec.checkpoint.wrapped import of_text
 from batchspec.console.text import quoted
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.checkpoint_part import CheckpointPart, Item, block_tensors
-from batchspec.model.families.registry import family_of, labels_of
+from batchspec.model.families.registry import class_has_output, family_of, labels_of
 from batchspec.model.layers.attention.rope_config import RopeSpec
 from batchspec.model.layers.base import PLAIN_NORM, WHOLE, BlockSpec, NormForm, Shard, TensorSpec
 from batchspec.model.layers.kind import About, Computing, MixerSpec, Use
@@ -64,10 +64,12 @@ class ModelSpec(CheckpointPart):
     logit_cap: float | None = None
     """Logits are cap * tanh(logit / cap); None: they are not capped."""
     tie: bool
-    """Whether the output matrix is the embedding, or there is none (`labels`)."""
+    """Whether the output matrix is the embedding, or there is none (`has_output`)."""
+    has_output: bool = True
+    """Whether it has an output matrix, and can decode; otherwise its last states, or its labels' scores, can be read."""
     labels: tuple[str, ...] = ()
-    """Names of the labels that its last matrix, score.weight [labels, H], scores after a row's last token. It then has no output
-    matrix, and decodes nothing. (): it has one."""
+    """Names of the labels that its last matrix, score.weight [labels, H], scores after a row's last token; (): it has no such
+    matrix."""
     formats: Formats = ALL_PLAIN
     fp8_kv: bool = False
     """Whether K and V are stored as e4m3: the job's choice, not the checkpoint's."""
@@ -234,6 +236,16 @@ class ModelSpec(CheckpointPart):
             raise ConfigError(f"LoRA adapters that are not merged: {self.family} {why}; use model.adapter with weights in bf16")
         return replace(self, lora=shape, whole=None if self.whole is None else self.whole.with_lora(shape))
 
+    def without_output(self) -> ModelSpec:
+        """The spec of a job that reads hidden states alone: neither an output matrix nor a score matrix nor an MTP layer is
+        loaded."""
+        return replace(self, tie=True, has_output=False, labels=(), mtp=None)
+
+    def check_output(self, where: str) -> None:
+        """Raises CheckpointError if it has no output matrix. where: what needs one"""
+        if not self.has_output:
+            raise CheckpointError(f"{where} needs a model with an output matrix, and its class has none; choose another")
+
     @property
     def complete(self) -> ModelSpec:
         return self.whole or self
@@ -243,10 +255,12 @@ class ModelSpec(CheckpointPart):
         return found if self.mtp is None else {name: item for name, item in found.items() if not self.mtp.has(name)}
 
     def copies(self) -> dict[str, str]:
-        return {OUTPUT: EMBEDDING} if self.tie and not self.labels else {}
+        return {OUTPUT: EMBEDDING} if self.tie and self.has_output else {}
 
     def ignores(self, name: str) -> bool:
         """A file may hold more layers than the model has, and more of some than they have: see `MixerSpec.spare`."""
+        if name == OUTPUT and not self.has_output:
+            return True
         layer, _, tensor = name.removeprefix(f"{MODEL_PREFIX}layers.").partition(".")
         if not layer.isdecimal() or int(layer) >= self.num_layers + self.num_mtp_layers:
             return False
@@ -341,8 +355,8 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
     if family.config_ends or not ends:
         ends += config.integer_or_integers("eos_token_id")
     layers = family.layers(config)
-    labels = labels_of(own)
-    mtp = None if labels else family.mtp(config, layers)
+    labels, has_output = labels_of(own), class_has_output(own)
+    mtp = family.mtp(config, layers) if has_output else None
     formats = formats.with_experts(
         spec for layer in (*layers, *([] if mtp is None else [mtp.layer])) for block in layer.blocks for spec in block.grouped
     )
@@ -360,7 +374,8 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
         layer_inputs=family.layer_inputs(config),
         logit_cap=family.logit_cap(config),
         logits_scaling=family.logits_scaling(config),
-        tie=config.flag("tie_word_embeddings") or bool(labels),
+        tie=config.flag("tie_word_embeddings") or not has_output,
+        has_output=has_output,
         labels=labels,
         formats=formats,
         num_mtp_layers=family.num_mtp_layers(config),

@@ -51,8 +51,7 @@ class Target:
         own = spec.layer_inputs
         self._layer_inputs = None if own is None else own.build(LayerWeights(weights, spec.formats, MODEL_PREFIX, lora))
         self._norm = weights.tensor(spec.final_norm)
-        head = self._embedding[spec.vocab_part] if spec.tie else weights.tensor(OUTPUT)
-        self._head = self._output_head(head)
+        self._head = self._output_head(self._output_matrix(weights))
         self._label_scores = weights.tensor(LABEL_SCORES) if spec.labels else None
         mixers = dict.fromkeys(mixer for _, mixer in spec.mixers)
         self._tables = {key: table.to(device) for mixer in mixers for key, table in mixer.tables().items()}
@@ -108,8 +107,7 @@ class Target:
             inputs = self.spec.layer_inputs.build(LayerWeights(weights, self.spec.formats, MODEL_PREFIX, self._lora))
             rewrite(self._layer_inputs, inputs, "the inputs of layers")
         rewrite(self._norm, weights.tensor(self.spec.final_norm), "the final norm")
-        head = self._embedding[self.spec.vocab_part] if self.spec.tie else weights.tensor(OUTPUT)
-        rewrite(self._head, self._output_head(head), "lm_head")
+        rewrite(self._head, self._output_head(self._output_matrix(weights)), "lm_head")
         if self._label_scores is not None:
             rewrite(self._label_scores, weights.tensor(LABEL_SCORES), "the score matrix")
 
@@ -123,6 +121,10 @@ class Target:
         else:
             for kept, layer in zip(self.kv_scales, own, strict=True):
                 kept.copy_(layer)
+
+    def _output_matrix(self, weights: Weights) -> Tensor:
+        """[V, H]; of a model without one the embedding, so that the rest of a round has its shapes: `logits` refuses it."""
+        return self._embedding[self.spec.vocab_part] if self.spec.tie else weights.tensor(OUTPUT)
 
     def _output_head(self, weight: Tensor) -> OutputHead:
         return output_head(weight, ordered=self.spec.ordered, scaling=self.spec.logits_scaling, cap=self.spec.logit_cap)
@@ -256,6 +258,7 @@ class Target:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] from `forward` -> fp32 [N, V] (fp64 for an fp64 model); on a rank only the logits of
         `spec.vocab_part`."""
+        assert self.spec.has_output, "the model has no output matrix"
         return self._head.logits(hidden)
 
     @torch.inference_mode()
@@ -285,6 +288,7 @@ class Target:
         allowed         only with `masks_in_product`: the tokens that may be chosen
         out_confidence  int32 [N] of any stride: how sure each choice is, as `argmax` writes it; None: not asked for
         """
+        assert self.spec.has_output, "the model has no output matrix"
         if self.ranks is not None:
             return greedy_of_ranks(
                 self.logits(hidden), self.spec.vocab_part.start, self.ranks, vocab, flag_nonfinite=flag_nonfinite,

@@ -57,6 +57,7 @@ from batchspec.packing.row_settings import RowSettings
 from batchspec.packing.row_templates import RowTemplates
 from batchspec.packing.tool_choice import tool_choice
 from batchspec.records import NO_LOGPROBS, Completion, Request, RowError
+from batchspec.tasks.base import Task
 from batchspec.tasks.registry import task_of
 from batchspec.text.token_texts import TokenTexts
 from batchspec.tool_calls.marks import HARMONY
@@ -84,6 +85,7 @@ def hash64(*parts: int | str) -> int:
 class Admission:
     """Turns input shards into requests; the rules are in the module's docstring.
 
+    task       what is done to each row; it knows the model. None: that of the configuration, which needs not know it
     source     the dataset that the shards come from; messages name its files
     tokenizer  may be None for `prompt_ids` input without stop strings
     constraints  compiler to share with another admission of the same configuration and model; None: make one
@@ -94,11 +96,12 @@ class Admission:
     """
 
     def __init__(
-        self, config: RunConfig, *, source: Source, columns: ColumnMap, spec: ModelSpec, tokenizer: Tokenizer | None,
-        constraints: Constraints | None = None, templates: RowTemplates | None = None, logprobs_of_all: bool = True,
+        self, config: RunConfig, task: Task | None = None, *, source: Source, columns: ColumnMap, spec: ModelSpec,
+        tokenizer: Tokenizer | None, constraints: Constraints | None = None, templates: RowTemplates | None = None,
+        logprobs_of_all: bool = True,
     ) -> None:
         self.templates = templates or RowTemplates(config.input)
-        self.task = task_of(config).of_model(spec.labels)
+        self.task = task or task_of(config)
         self.decode, self.input = config.decode, self.task.with_chats(self.templates.input)
         self.source, self.columns = SourceFacts(source.files, source.schema, source.lines), columns
         self.tokenizer, self.vocab_size = tokenizer, spec.vocab_size
@@ -119,7 +122,9 @@ class Admission:
         self._rows_of_task = self.task.rows(config, frozenset(columns.names), tokenizer, self.settings.think)
         if config.output.logprob_tokens and tokenizer is None:
             raise ConfigError("output.logprob_tokens needs a tokenizer, and the model folder has none; remove the key")
-        self.encoder = PromptEncoder(self.input, columns, tokenizer, vocab_size=self.vocab_size, max_len=self.max_len)
+        self.encoder = PromptEncoder(
+            self.input, columns, tokenizer, vocab_size=self.vocab_size, max_len=self.max_len, cuts_end=self._rows_of_task.cuts_end
+        )
         self.fields = {name: source.schema.field(column) for name, column in columns.names.items()}
 
     @property
@@ -303,7 +308,7 @@ class Admission:
             raise BadRow("bad_parameter", f"{taken_by} leaves no room for a prompt in model.max_len={self.max_len}; lower it")
         adapter = settings.adapter(row.get("adapter"))
         choice = tool_choice(row, self._form_name)
-        prompt_ids = self.encoder.encode(prompt, {**row, "tools": choice.tools}, max_prompt_tokens)
+        prompt_ids = self.encoder.encode(self._rows_of_task.prompt(prompt), {**row, "tools": choice.tools}, max_prompt_tokens)
         tools = None if self.tool_form is None else choice.readable
         sampling = settings.sampling(values, row)
         thinking = settings.thinking(prompt_ids, values, row) if max_new_tokens else None

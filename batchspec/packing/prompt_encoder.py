@@ -32,12 +32,15 @@ class PromptEncoder:
     """Encodes prompt cells of the kind `columns.prompt_kind`: prompt, messages or prompt_ids.
 
     tokenizer  may be None for prompt_ids
+    cuts_end   a prompt that is too long loses its end, unless it is to be skipped
     Raises ConfigError if prompts are chats, and the model has no chat template, or one that does not read what a key gives it.
     """
 
     def __init__(
-        self, input: InputConfig, columns: ColumnMap, tokenizer: Tokenizer | None, *, vocab_size: int, max_len: int
+        self, input: InputConfig, columns: ColumnMap, tokenizer: Tokenizer | None, *, vocab_size: int, max_len: int,
+        cuts_end: bool = False,
     ) -> None:
+        self._cuts_end = cuts_end and input.on_overlong != "skip"
         self.input, self.columns, self.tokenizer = input, columns, tokenizer
         self.vocab_size, self.max_len = vocab_size, max_len
         self.is_chat = columns.prompt_kind == "messages" or (columns.prompt_kind == "prompt" and input.chat)
@@ -55,6 +58,8 @@ class PromptEncoder:
         ids = self._ids(prompt, row, max_prompt_tokens)
         if len(ids) <= max_prompt_tokens:
             return ids
+        if self._cuts_end:
+            return self._beginning(ids, max_prompt_tokens)
         if self.input.on_overlong == "truncate":
             return ids[-max_prompt_tokens:]
         raise self._too_long(f"{len(ids)} prompt tokens", max_prompt_tokens, ids)
@@ -84,8 +89,17 @@ class PromptEncoder:
             raise BadRow("empty_prompt", "the prompt has no tokens; drop the row")
         return self._known(np.asarray(ids, dtype=np.int64), "the prompt's text")
 
+    def _beginning(self, ids: Ids, most: int) -> Ids:
+        """The first tokens, and after them those that the tokenizer itself adds at the end of a text, which a cut text keeps."""
+        added = [] if self.tokenizer is None or self.columns.prompt_kind == "prompt_ids" else self.tokenizer.added_at_end
+        if self.is_chat or not added or len(added) >= most:
+            return ids[:most]
+        return np.concatenate((ids[: most - len(added)], np.asarray(added, np.int32)))
+
     def _encode_text(self, prompt: str, max_prompt_tokens: int) -> list[int]:
         assert self.tokenizer is not None
+        if self._cuts_end:
+            return self.tokenizer.encode_beginning(prompt, max_prompt_tokens)
         try:
             return self.tokenizer.encode(prompt, max_tokens=max_prompt_tokens, keep_end=self.input.on_overlong == "truncate")
         except LongText as error:
@@ -107,7 +121,8 @@ class PromptEncoder:
         try:
             return self.tokenizer.encode_chat(
                 turns, tools=tools, template_kwargs={**self.input.template_kwargs, **kwargs, **ends},
-                continue_final=turns[-1]["role"] == "assistant" and not complete, max_tokens=max_prompt_tokens,
+                continue_final=turns[-1]["role"] == "assistant" and not complete,
+                max_tokens=None if self._cuts_end else max_prompt_tokens,
                 keep_end=self.input.on_overlong == "truncate",
             )
         except LongText as error:

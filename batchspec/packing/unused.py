@@ -113,6 +113,9 @@ def check_keys_of_input(config: RunConfig, columns: ColumnMap, source: Source) -
         without = "input.prompt makes" if column is None else f"column {column!r} ({kind}) has"
         of_chats = [name for name, declared in KEYS.items() if CHATS in declared.applies_to]
         refuse_given(config, of_chats, f"applies to chats, and {without} none; {instead}")
+    if kind != "prompt":
+        why = f"is for prompts that are text, and those of this input are {kind}; remove the key"
+        refuse_given(config, ["input.prompt_name"], why)
     if columns.adds_turn:
         why = "has no effect, because the user turn of input.prompt follows each answer; remove one"
         refuse_given(config, ["input.final_assistant"], why)

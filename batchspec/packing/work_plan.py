@@ -74,7 +74,8 @@ class DecodedShard:
         ids = (ids for done in self.completions for ids in (done.prompt_ids, done.token_ids) if ids is not None)
         tops = (done.top_logprobs or done.prompt_top_logprobs for done in self.completions)
         top_bytes = sum(COPIES * (top[0].nbytes + top[1].nbytes) for top in tops if top is not None)
-        return float(self.shard.table.nbytes + TOKEN_BYTES * sum(map(len, ids)) + top_bytes)
+        values_bytes = sum(COPIES * one.state_values.nbytes for one in self.completions if one.state_values is not None)
+        return float(self.shard.table.nbytes + TOKEN_BYTES * sum(map(len, ids)) + top_bytes + values_bytes)
 
 
 class WorkPlan(Protocol):

@@ -11,4 +11,5 @@ because the configuration is checked without them.
   score_prompts.py   decode.score=prompts: log-probabilities of the prompts' tokens
   choose.py          decode.score=choices: how likely each of some texts follows; choices.py: their prompts and probabilities
   reward.py          task=reward: the scores of a model's labels after the last token
+  embed.py           task=embed: a vector of each text
 """

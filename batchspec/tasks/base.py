@@ -4,6 +4,7 @@ columns of its own; each task overrides what is different."""
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -28,6 +29,10 @@ COMPLETE = "complete"
 """Value of input.final_assistant: nothing is added after the last turn of any chat."""
 
 
+OF_EMBED = ("output.embedding_dim", "output.embedding_dtype", "output.embedding_pooling", "input.prompt_name")
+"""Keys that one task reads. With task=auto they are refused once the model is known."""
+
+
 class Reads(Enum):
     """What the engine reads of the model for each row; `engine/features/` has a reader for each."""
 
@@ -38,10 +43,49 @@ class Reads(Enum):
     LABEL_SCORES = auto()
     """The scores of the model's labels, from the hidden state after the last token of the prompt."""
 
+    LAST_STATES = auto()
+    """The hidden state after the last token of the prompt."""
+    MEAN_STATES = auto()
+    """The mean of the hidden states after all tokens. Rows share no prefixes, whose states would not be computed again."""
+
     @property
     def all_logits(self) -> bool:
         """Whether logits are computed after every token of a prompt, which costs time and memory."""
         return self is Reads.PROMPT_TOKENS
+
+
+class Needs(Enum):
+    """What a task needs of a checkpoint after its last layer."""
+
+    OUTPUT = "an output matrix"
+    LABELS = "a score matrix (...ForSequenceClassification)"
+    STATES = "hidden states"
+    """Whatever follows is neither needed nor read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingFiles:
+    """What a checkpoint's files say about embeddings (checkpoint/sentence_transformers.py)."""
+
+    mean: bool = False
+    """Whether the mean of a text's states is its embedding; otherwise the state of the last token is."""
+    normalised: bool = True
+    """Whether an embedding is divided by its length."""
+    prompts: tuple[tuple[str, str], ...] = ()
+    """Names, and the texts that are put before a text."""
+    default_prompt: str | None = None
+    max_tokens: int | None = None
+    """A longer text is cut; None: at the model's own limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What tasks know of a model."""
+
+    hidden_size: int
+    labels: tuple[str, ...] = ()
+    """Names of what its score matrix scores; (): it has none."""
+    embedding: EmbeddingFiles = EmbeddingFiles()
 
 
 class Runs(Protocol):
@@ -57,6 +101,13 @@ class TaskRows:
     def choices(self, row: Mapping[str, Any]) -> tuple[Choice, ...]:
         """The texts that are to be scored after the row's prompt. Raises BadRow."""
         return ()
+
+    cuts_end: ClassVar[bool] = False
+    """Whether a prompt that is too long is cut at its end, without a word; otherwise input.on_overlong says what is done."""
+
+    def prompt(self, cell: Any) -> Any:
+        """The prompt that is encoded, of the row's own."""
+        return cell
 
     def room(self, choices: tuple[Choice, ...], max_new_tokens: int) -> tuple[int, str]:
         """Number of tokens that a row of model.max_len must have left after its prompt, and what they are, for messages."""
@@ -88,8 +139,7 @@ class Task:
     """The prompts, in the line of `plan` about their lengths."""
     tokens: ClassVar[str] = "prompt"
     """The kind of `counts`, in the line of `plan` about times."""
-    needs_labels: ClassVar[bool] = False
-    """Whether it needs a checkpoint with a score matrix; the others need one with an output matrix."""
+    needs: ClassVar[Needs] = Needs.OUTPUT
     columns: ClassVar[frozenset[str]] = frozenset()
     """Columns of the output that only this task writes."""
     keys_read: ClassVar[frozenset[str]] = frozenset()
@@ -102,9 +152,13 @@ class Task:
         """How the cells of its columns are made, unless they are the completion's field of that name."""
         return {}
 
-    def of_model(self, labels: tuple[str, ...]) -> Task:
-        """The task of a job with this model. labels: the names of what the model scores; (): it has an output matrix."""
+    def of_model(self, config: RunConfig, model: ModelFacts) -> Task:
+        """The task of a job with this model. Raises ConfigError for a key that does not fit the model."""
         return self
+
+    def reads_of(self, output: OutputConfig) -> Reads:
+        """What it reads in a job with these keys."""
+        return self.reads
 
     def set_defaults(self, config: RunConfig) -> None:
         """Change keys of a composed configuration that the user left as they are. If any key of the drafter was set, the user
@@ -132,6 +186,20 @@ class Task:
         if config.draft.name != "none":
             raise ConfigError(f"draft={config.draft.name} with {self.asked} drafts nothing; remove the keys of draft")
 
+    def check_embedding(self, config: RunConfig) -> None:
+        """Raises ConfigError for a key of embeddings that it does not read. With task=auto it is called once the model is
+        known."""
+        asked = f"task={self.name}" if config.decode.score == "none" else self.asked
+        keys = [name for name in OF_EMBED if name not in self.keys_read]
+        refuse_given(config, keys, f"with {asked} has no effect: task=embed alone reads it; remove the key")
+
+    def check_room(self, config: RunConfig) -> None:
+        """Raises ConfigError if model.max_len leaves no room for a prompt. Called as `check_embedding`."""
+        limit, max_len = self.output_limit(config.decode), config.model.max_len
+        if max_len is not None and limit >= max_len:
+            said = f"decode.max_new_tokens={limit} leaves no room for a prompt in model.max_len={max_len}"
+            raise ConfigError(f"{said}; lower it or raise model.max_len")
+
     def _refuse_keys_of_others(self, config: RunConfig) -> None:
         if "output.prompt_logprobs" not in self.keys_read:
             refuse_given(
@@ -139,6 +207,8 @@ class Task:
                 f"with {self.asked} is not supported: prompts are scored by a job of their own; set decode.score=prompts or "
                 "remove it",
             )
+        if config.task != "auto" or config.decode.score != "none":
+            self.check_embedding(config)
         if "decode.choice_norm" not in self.keys_read:
             refuse_given(
                 config, ["decode.choice_norm"],
@@ -167,13 +237,22 @@ class Task:
         """What it reads of the rows of a job. mapped: the options for which the input has a column. Raises ConfigError."""
         return TaskRows()
 
-    def identity(self, decode: DecodeConfig) -> dict[str, Any]:
-        """Keys of `decode` that decide its results and are the constraint's in other jobs."""
+    def identity(self, config: RunConfig) -> dict[str, Any]:
+        """What decides its results, besides what decides those of all tasks: keys, and content of files."""
         return {}
 
     def run(self, engine: Runs, requests: RequestStream) -> Generator[Completion]:
         """Compute the requests of a job, which an engine may be given in another form."""
         return engine.run(requests)
+
+    @property
+    def dim(self) -> int:
+        """Number of values of an embedding that a row gets; 0: none, or the model is not known yet."""
+        return 0
+
+    def note(self) -> str:
+        """What a job that took it by task=auto writes, for the user."""
+        return ""
 
     def about(self, decode: Mapping[str, Any]) -> str:
         """What reports say of it in place of how tokens are drawn. decode: the keys of a job's manifest."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.schema import OutputConfig, RunConfig
 from batchspec.data.dataset.json_text import BadJson, parse
 from batchspec.errors import BadRow, ConfigError
@@ -136,8 +135,8 @@ class Choose(Task):
     ) -> TaskRows:
         return ChoiceRows(config, mapped, tokenizer, think)
 
-    def identity(self, decode: DecodeConfig) -> dict[str, Any]:
-        return {"choice": decode.choice}
+    def identity(self, config: RunConfig) -> dict[str, Any]:
+        return {"decode.choice": config.decode.choice}
 
     def run(self, engine: Runs, requests: RequestStream) -> Generator[Completion]:
         return run_with_choices(engine, requests)

@@ -8,12 +8,13 @@ from typing import Any
 from batchspec.config.schema import RunConfig
 from batchspec.tasks.base import Task
 from batchspec.tasks.choose import Choose
+from batchspec.tasks.embed import Embed
 from batchspec.tasks.generate import Generate
 from batchspec.tasks.reward import Reward
 from batchspec.tasks.score_prompts import ScorePrompts
 
-GENERATE, REWARD = Generate(), Reward()
-TASKS: dict[str, Task] = {task.name: task for task in (GENERATE, ScorePrompts(), Choose(), REWARD)}
+GENERATE, REWARD, EMBED = Generate(), Reward(), Embed()
+TASKS: dict[str, Task] = {task.name: task for task in (GENERATE, ScorePrompts(), Choose(), REWARD, EMBED)}
 """By name."""
 BY_SCORE = {"none": "generate", "prompts": "score_prompts", "choices": "choose"}
 """Value of decode.score -> name of the task."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from batchspec.config.schema import InputConfig
+from batchspec.config.schema import InputConfig, RunConfig
+from batchspec.console.text import quoted
 from batchspec.records import Completion
-from batchspec.tasks.base import COMPLETE, Cells, Reads, Task
+from batchspec.tasks.base import COMPLETE, Cells, ModelFacts, Needs, Reads, Task
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Reward(Task):
     name: ClassVar = "reward"
     asked: ClassVar = "task=reward"
     reads: ClassVar = Reads.LABEL_SCORES
-    needs_labels: ClassVar = True
+    needs: ClassVar = Needs.LABELS
     what: ClassVar = "labels are scored after each row's last token"
     written: ClassVar = "scores"
     columns: ClassVar = frozenset({"scores"})
@@ -34,13 +35,20 @@ class Reward(Task):
     def cells(self) -> Cells:
         return {"scores": self._scores}
 
-    def of_model(self, labels: tuple[str, ...]) -> Task:
-        return Reward(labels)
+    def of_model(self, config: RunConfig, model: ModelFacts) -> Task:
+        return Reward(model.labels)
 
     def with_chats(self, input: InputConfig) -> InputConfig:
         """A chat is read as it is, to the end of the assistant's turn, unless the user asked for something else."""
         usual = InputConfig().final_assistant
         return replace(input, final_assistant=COMPLETE) if input.final_assistant == usual else input
+
+    def identity(self, config: RunConfig) -> dict[str, Any]:
+        return {"task": self.name}
+
+    def note(self) -> str:
+        more = f" and {len(self.labels) - 6:,} more" * (len(self.labels) > 6)
+        return f"the column scores has {', '.join(map(quoted, self.labels[:6]))}{more}"
 
     def _scores(self, completion: Completion) -> list[dict[str, Any]] | None:
         values = completion.state_values

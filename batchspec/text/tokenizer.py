@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,24 @@ class Tokenizer:
         keep_end    of a longer text only the last `max_tokens` ids are wanted, so its beginning need not be tokenised
         """
         return self._ids(text, True, max_tokens, keep_end)
+
+    def encode_beginning(self, text: str, max_tokens: int) -> list[int]:
+        """As `encode`, of a text whose first `max_tokens` ids are enough: what comes much later need not be tokenised. The result
+        may be longer."""
+        chars = max(END_CHARS, 8 * max_tokens)
+        while chars < len(text):
+            ids = self._encoded(text[:chars], special=True)
+            if len(ids) >= max_tokens + _SPARE_TOKENS:
+                return ids
+            chars *= 4
+        return self._encoded(text, special=True)
+
+    @cached_property
+    def added_at_end(self) -> list[int]:
+        """Ids that the checkpoint's post-processor adds after a text, such as an EOS."""
+        own, whole = self._encoded("a", special=False), self._encoded("a", special=True)
+        begin = next(i for i in range(len(whole) - len(own) + 1) if whole[i : i + len(own)] == own)
+        return whole[begin + len(own) :]
 
     def encode_part(self, text: str) -> list[int]:
         """Ids of a part of a text, without added BOS or other special tokens."""

@@ -60,6 +60,10 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 CHANGES: dict[str, tuple[Any, str]] = {
     "task": ("reward", "task"),
+    "output.embedding_dim": (8, "output.embedding_dim"),
+    "output.embedding_dtype": ("float16", "output.embedding_dtype"),
+    "output.embedding_pooling": ("mean", "output.embedding_pooling"),
+    "input.prompt_name": ("query", "input.prompt_name"),
     "model.adapter": ("{folder}/adapter", "model.adapter"),
     "model.adapters": ({"a": "{folder}/adapter"}, "model.adapters"),
     "model.dtype": ("float32", "model.dtype"),
@@ -133,6 +137,10 @@ CHANGES: dict[str, tuple[Any, str]] = {
 """Keys that make another job -> another value, and what the refusal names."""
 ELSEWHERE = {
     "task": "tests/tasks/test_reward.py",
+    "output.embedding_dim": "tests/tasks/test_embed.py",
+    "output.embedding_dtype": "tests/tasks/test_embed.py",
+    "output.embedding_pooling": "tests/tasks/test_embed.py",
+    "input.prompt_name": "tests/tasks/test_embed.py",
     "model.activations": "tests/model/test_fp8.py",
     "model.adapters": "tests/model/test_lora_rows.py",
     "model.tool_calls": "tests/tool_calls/test_tool_calls.py",

@@ -88,7 +88,7 @@ def test_a_job_writes_the_scores_that_transformers_computes(
     texts().write_parquet(tmp_path / "in.parquet")
     assert run.main(words_of(model, tmp_path)) == 0
     said = capsys.readouterr().err
-    names = ", ".join(labels.values())
+    names = ", ".join(map(repr, labels.values()))
     assert re.search(rf"task=reward, taken by task=auto: the checkpoint has a score matrix of {len(labels)} label.*{names}", said)
     assert not re.search(r"\brounds?\b", said)
     found = pl.read_parquet(tmp_path / "out/data/*.parquet")
@@ -218,7 +218,7 @@ def test_what_the_task_excludes_is_refused_before_any_work(model: Path, words: l
 
 def test_a_checkpoint_with_an_output_matrix_has_no_labels(tmp_path: Path) -> None:
     model = make_tokenizer(make_checkpoint(tmp_path / "model", "llama"))
-    said = rf"task=reward needs a checkpoint with a score matrix \(...ForSequenceClassification\), and model.path={model} has an"
+    said = rf"task=reward needs a score matrix \(...ForSequenceClassification\), and model.path={model} has an output matrix"
     with pytest.raises(ConfigError, match=said):
         batchspec.generate({"prompt": ["a"]}, overrides=[f"model.path={model}", "task=reward"])
 

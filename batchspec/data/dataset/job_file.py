@@ -23,7 +23,7 @@ ID = "request_id"
 """Column of the row's id."""
 KEPT = (
     "request_id", "sample_index", "messages", "completion", "reasoning", "tool_calls", "finish_reason", "prompt_logprob_sum",
-    "choice_probs", "scores",
+    "choice_probs", "scores", "embedding",
 )
 """The earlier job's own columns that the new one has. The others say how the answers were computed."""
 _OF_ID = ("request_id", "sample_index")

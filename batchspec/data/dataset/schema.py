@@ -26,6 +26,7 @@ THINKING_MESSAGES = pa.list_(pa.struct([*TURN, *((name, pa.large_string()) for n
 TOP_LOGPROBS = pa.list_(pa.list_(pa.struct([("id", pa.int32()), ("logprob", pa.float32())])))
 TOP_TOKENS = pa.list_(pa.list_(pa.struct([("id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32())])))
 """The same with the text of each token (output.logprob_tokens)."""
+EMBEDDING = pa.list_(pa.float32(), 1)
 SCORES = pa.list_(pa.struct([("label", pa.string()), ("score", pa.float32())]))
 CHOICE_PROBS = pa.list_(pa.struct([("choice", pa.large_string()), ("prob", pa.float64()), ("logprob", pa.float64())]))
 USAGE = pa.struct([(f"{name}_tokens", pa.int32()) for name in ("prompt", "completion", "reasoning", "cached", "total")])
@@ -109,10 +110,15 @@ def _own_fields(output: OutputConfig, messages: pa.DataType, *, calls: bool, tas
     }
     optional |= {name: name in task.writes(output) for one in TASKS.values() for name in one.columns}
     top = TOP_TOKENS if output.logprob_tokens else TOP_LOGPROBS
-    return [field for field in _every_field(messages, top) if optional.get(field.name, True)]
+    return [field for field in _every_field(messages, top, _embedding(output, task.dim)) if optional.get(field.name, True)]
 
 
-def _every_field(messages: pa.DataType, top: pa.DataType) -> list[pa.Field]:
+def _embedding(output: OutputConfig, dim: int) -> pa.DataType:
+    """dim: number of values of an embedding; 0: of a job that writes none, or whose model is not known yet"""
+    return pa.list_(pa.float16() if output.embedding_dtype == "float16" else pa.float32(), dim or 1)
+
+
+def _every_field(messages: pa.DataType, top: pa.DataType, embedding: pa.DataType = EMBEDDING) -> list[pa.Field]:
     """The columns that a job may write itself, in their order."""
     ids = pa.list_(pa.int32())
     return [
@@ -136,6 +142,7 @@ def _every_field(messages: pa.DataType, top: pa.DataType) -> list[pa.Field]:
         pa.field("prompt_top_logprobs", top),
         pa.field("choice_probs", CHOICE_PROBS),
         pa.field("scores", SCORES),
+        pa.field("embedding", embedding),
         pa.field("usage", USAGE),
         pa.field("seed", pa.int64()),
         pa.field("error", ERROR),

@@ -37,6 +37,11 @@ ValuesOf = Callable[[Target, Tensor], Tensor]
 """Hidden states [N, H] -> values float32 [N, D] (float64 of a float64 model), the same on every rank."""
 
 
+def last_states(target: Target, hidden: Tensor) -> Tensor:
+    """A `ValuesOf`: the states themselves, [N, H]."""
+    return hidden.to(torch.float64 if hidden.dtype is torch.float64 else torch.float32)
+
+
 class StateFeatures(Features):
     """The features of rows of which values are made, in a batch that does not decode."""
 
@@ -82,6 +87,47 @@ class StateValues(RowFeature):
             return done
         assert values is not None, "a row ended without a pass in which its prompt did"
         return done.replace(status="ok", finish_reason="stop", text=None, state_values=values)
+
+
+class MeanFeatures(Features):
+    """The features of rows whose states are averaged, in a batch that does not decode."""
+
+    @property
+    def prefill_pass(self) -> PrefillPass:
+        return sum_pass
+
+    def begin(self, slots: SlotTable, pools: PagePools) -> tuple[RowFeature, ...]:
+        return (MeanStates(slots),)
+
+
+class MeanStates(StateValues):
+    """Every row ends with its prefill, and has the mean of its states. It shares no page: all its states are needed."""
+
+    def arrive(self, state: RequestState) -> bool:
+        state.prefix_hashes = []
+        return True
+
+    def read(self, launch: UnreadLaunch, result: RoundResult, slots: Slots, log: RoundLog) -> None:
+        """Add up the parts of rows that have not left their slots since the pass was launched."""
+        (sums,) = (tensor.numpy() for tensor in result.read)
+        for segment, own in zip(launch.segments, sums, strict=True):
+            if launch.owners[segment.slot] != self._slots.owner[segment.slot]:
+                continue
+            state = self._slots.at(segment.slot)
+            share = own.astype(np.float32) / np.float32(len(state.request.prompt_ids))
+            self._values[state] = share if segment.begin == 0 else self._values[state] + share
+
+
+def sum_pass(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
+    """A `PrefillPass` whose result has the sum of each segment's states, float32 [segments, H] (float64 of a float64 model). No
+    row emits a token. Does not synchronise."""
+    batch, _ = flat_batch(rows, segments, round_.cache.page_size)
+    with prefilling(round_), torch.inference_mode():
+        hidden, _ = round_.target.forward(batch, round_.cache)
+        states = last_states(round_.target, hidden)
+        sums = states.new_zeros((len(segments), states.shape[1])).index_add_(0, batch.row_ids, states)
+        log = end_log(round_, rows, segments, hidden)
+    return Prefilled(RoundResult(log, (sums,)), None)
 
 
 def state_pass(

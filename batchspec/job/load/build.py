@@ -186,7 +186,7 @@ def build_engine(
             argmax=ablation.argmax,
             uniform_slots=ablation.uniform_slots,
         ),
-        features=FEATURES[task.reads](num_top or 0) if not task.decodes else RowFeatures(
+        features=FEATURES[task.reads_of(config.output)](num_top or 0) if not task.decodes else RowFeatures(
             decode=tokenizer.decode if tokenizer else None,
             defers_text=defers_text,
             num_top=num_top,

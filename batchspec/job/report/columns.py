@@ -26,6 +26,7 @@ MEANINGS = {
     "prompt_logprobs": "log-probability of each prompt token after the first",
     "prompt_top_logprobs": "the most likely tokens at each position of the prompt and their log-probabilities",
     "scores": "each label of the model, and its score after the row's last token, as the score matrix gives it",
+    "embedding": "the vector of the prompt",
     "choice_probs": "each of the texts that were compared, its share of their probabilities, and its log-probability",
     "usage": "token counts, named as in OpenAI's API",
     "seed": "seed of the row; the same value as the input's per-row seed gives the same tokens",

@@ -19,7 +19,6 @@ from batchspec.model.dtype import dtype_name
 from batchspec.model.kv_calibration import CALIBRATION
 from batchspec.model.quant.modelopt import CONFIG_FILE
 from batchspec.packing.constraints import KINDS
-from batchspec.tasks.registry import BY_SCORE
 from batchspec.version import __version__
 
 CONSTRAINTS_VERSION = 2
@@ -89,13 +88,10 @@ def _decode_parts(job: Job) -> dict[str, Any]:
         "repetition_detection": None if settings.repetition is None else asdict(settings.repetition),
         "constraints": None if constraints is None else CONSTRAINTS_VERSION,
     }
-    parts |= job.admission.task.identity(config)
     if constraints is not None and constraints.of_job is not None:
         kind, text = constraints.of_job  # of a file its content
         parts[kind] = text
-    task = job.admission.task
-    of_task = {} if task.name in BY_SCORE.values() else {"task": task.name}  # others are told by decode.score
-    return of_task | {f"decode.{key}": value for key, value in parts.items()}
+    return {f"decode.{key}": value for key, value in parts.items()} | job.admission.task.identity(job.config)
 
 
 def _named(job: Job, what: str) -> dict[str, str]:

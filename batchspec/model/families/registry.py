@@ -34,6 +34,8 @@ from batchspec.model.families.smollm3 import SMOLLM3
 
 SCORES_LABELS = "ForSequenceClassification"
 """End of the name of a class whose last matrix scores labels."""
+BARE = "Model"
+"""End of the name of a class that ends with the hidden states."""
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
@@ -180,6 +182,11 @@ def _text_config(config: ConfigReader, wrapper: Wrapper) -> ConfigReader:
     return text.under(config, _OF_THE_MODEL).replaced(model_type=kind)
 
 
+def class_has_output(config: ConfigReader) -> bool:
+    """Whether the class of config.json has an output matrix."""
+    return not any(name.endswith((SCORES_LABELS, BARE)) for name in config.texts("architectures") or ())
+
+
 def labels_of(config: ConfigReader) -> tuple[str, ...]:
     """The names of the labels that a model scores in place of tokens, in the order of its score matrix; (): it has an output
     matrix. Without id2label they are called as transformers calls them. Raises CheckpointError."""
@@ -198,7 +205,7 @@ def _check_class(config: ConfigReader, architecture: str) -> None:
     """Raises CheckpointError if `architectures` or auto_map names another class. Code of a folder is never run. Folders that were
     published before transformers had their family name code of the family's own class: these are accepted."""
     kind = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
-    known = (architecture, f"{kind}{SCORES_LABELS}", f"{kind}Text{SCORES_LABELS}")
+    known = (architecture, *(f"{kind}{text}{end}" for text in ("", "Text") for end in (SCORES_LABELS, BARE)))
     if (config.texts("architectures") or (architecture,)) not in {(name,) for name in known}:
         raise config.refusal(
             f"{config.shown('architectures')} is not supported; {config.text('model_type')} needs {architecture}"

@@ -1,0 +1,73 @@
+"""How a model folder says that embeddings are made of its hidden states: the files of sentence-transformers.
+
+modules.json                       a list of modules: Transformer, Pooling, Normalize, in this order, the last one optional
+FOLDER/config.json of Pooling      which states are pooled
+config_sentence_transformers.json  prompts by name, which are put before a text
+sentence_bert_config.json          max_seq_length
+
+What these files can say and batchspec does not compute is refused by name: another pooling would give other embeddings without a
+sign of it. Source: sentence-transformers 5, models/Pooling.py and SentenceTransformer.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from batchspec.checkpoint.config_values import ConfigReader, has_file, read_json, read_text, shown
+from batchspec.console.text import quoted
+from batchspec.errors import CheckpointError
+from batchspec.tasks.base import EmbeddingFiles
+
+MODULES, PROMPTS, LENGTHS = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
+_LAST, _MEAN = "lasttoken", "mean"
+_FLAGS = {"pooling_mode_lasttoken": _LAST, "pooling_mode_mean_tokens": _MEAN}
+"""Keys of Pooling's config.json that are true for a pooling that is supported, and its name there in newer files."""
+
+
+def read_embedding_files(folder: Path) -> EmbeddingFiles | None:
+    """What the folder says about embeddings; None if it has no modules.json. Raises CheckpointError."""
+    if not has_file(folder / MODULES):
+        return None
+    kinds = _modules(folder)
+    if [*kinds][:2] != ["Transformer", "Pooling"] or not {*kinds} <= {"Transformer", "Pooling", "Normalize"}:
+        raise CheckpointError(
+            f"{shown(folder / MODULES)}: modules {', '.join(kinds)} are not supported; supported are Transformer, Pooling and "
+            "Normalize, in this order"
+        )
+    prompts, lengths = (_reader(folder / name) for name in (PROMPTS, LENGTHS))
+    if lengths.flag("do_lower_case"):
+        raise lengths.refusal("do_lower_case=true is not supported; use the tokenizer's own normalizer")
+    named = prompts.part("prompts") if "prompts" in prompts.objects() else _reader(folder / PROMPTS, empty=True)
+    mean = _pools_mean(_reader(folder / kinds["Pooling"] / "config.json"))
+    return EmbeddingFiles(
+        mean=mean, normalised="Normalize" in kinds, prompts=tuple((name, named.text(name)) for name in named),
+        default_prompt=prompts.text("default_prompt_name") or None,
+        max_tokens=lengths.integer("max_seq_length") if "max_seq_length" in lengths else None,
+    )
+
+
+def _reader(path: Path, *, empty: bool = False) -> ConfigReader:
+    return ConfigReader({} if empty else read_json(path), shown(path))
+
+
+def _modules(folder: Path) -> dict[str, str]:
+    """The last part of each module's type -> its folder."""
+    path = folder / MODULES
+    try:
+        listed = json.loads(read_text(path))
+        return {str(one["type"]).rpartition(".")[2]: str(one.get("path", "")) for one in listed}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        said = " ".join(str(error).split())
+        raise CheckpointError(f"{shown(path)}: not a list of modules ({quoted(said)}); download the file again") from None
+
+
+def _pools_mean(pooling: ConfigReader) -> bool:
+    """Whether the states of all tokens are averaged; False: the last token's is taken. Raises CheckpointError for others."""
+    modes = [key for key in pooling if key.startswith("pooling_mode_") and pooling.flag(key)]
+    named = pooling.text("pooling_mode") or "+".join(_FLAGS.get(mode, mode) for mode in modes)
+    if named not in (_LAST, _MEAN):
+        raise pooling.refusal(f"pooling {quoted(named)} is not supported; supported are {_LAST} and {_MEAN}, one of them")
+    if named == _MEAN and not pooling.flag("include_prompt", True):
+        raise pooling.refusal("include_prompt=false with the mean of all states is not supported: prompts are a part of texts")
+    return named == _MEAN

@@ -1,0 +1,129 @@
+"""task=embed: a vector of each text, from the hidden states of its tokens (`...Model`, and models with an output matrix too).
+
+The state of the last token, or the mean of all states, is cut to its first output.embedding_dim values (Matryoshka embeddings)
+and divided by its length, as the checkpoint's files for sentence-transformers say (checkpoint/sentence_transformers.py).
+Sources: Kusupati et al. 2022, arXiv 2205.13147; sentence-transformers 5, SentenceTransformer.encode with truncate_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchspec.config.key import value_of
+from batchspec.config.schema import InputConfig, OutputConfig, RunConfig
+from batchspec.errors import BadRow, ConfigError
+from batchspec.records import Completion
+from batchspec.tasks.base import COMPLETE, OF_EMBED, Cells, ModelFacts, Needs, Reads, Task, TaskRows
+
+if TYPE_CHECKING:
+    from batchspec.text.thinking import ThinkTokens
+    from batchspec.text.tokenizer import Tokenizer
+
+MEAN = "mean"
+"""Value of output.embedding_pooling; `auto` is replaced when the model is known (`auto.py`)."""
+
+
+class TextRows(TaskRows):
+    """Texts with the checkpoint's prompt before them, cut at their end if they are too long."""
+
+    cuts_end = True
+
+    def __init__(self, prompt: str, asked: str | None) -> None:
+        """asked: input.prompt_name, if the prompt is not the checkpoint's default"""
+        self._prompt, self._asked = prompt, asked
+
+    def prompt(self, cell: Any) -> Any:
+        """Text after the prompt; chats and ids, which have none, as they are. Raises BadRow for these if one was asked for."""
+        if isinstance(cell, str):
+            return f"{self._prompt}{cell}"
+        if self._asked is not None:
+            said = f"input.prompt_name={self._asked} is for prompts that are text, and this one is not; remove the key"
+            raise BadRow("bad_parameter", said)
+        return cell
+
+
+@dataclass(frozen=True)
+class Embed(Task):
+    """Column embedding: float32 or float16, as many for each row as the model or output.embedding_dim says."""
+
+    name: ClassVar = "embed"
+    asked: ClassVar = "task=embed"
+    reads: ClassVar = Reads.LAST_STATES
+    needs: ClassVar = Needs.STATES
+    what: ClassVar = "texts are embedded"
+    written: ClassVar = "embeddings"
+    columns: ClassVar = frozenset({"embedding"})
+    keys_read: ClassVar = frozenset(OF_EMBED)
+
+    model: ModelFacts | None = None
+    """None: the model is not known yet."""
+    output: OutputConfig | None = None
+
+    @property
+    def cells(self) -> Cells:
+        return {"embedding": self._embedding}
+
+    @property
+    def dim(self) -> int:
+        if self.model is None or self.output is None:
+            return 0
+        return self.output.embedding_dim or self.model.hidden_size
+
+    def check(self, config: RunConfig) -> None:
+        super().check(config)
+        why = f"keeps the end of a prompt, and {self.asked} cuts what is too long at its end; choose skip or remove the key"
+        if config.input.on_overlong == "truncate":
+            raise ConfigError(f"input.on_overlong=truncate {why}")
+
+    def of_model(self, config: RunConfig, model: ModelFacts) -> Task:
+        if (dim := config.output.embedding_dim) is not None and dim > model.hidden_size:
+            raise ConfigError(f"output.embedding_dim={dim} exceeds the model's {model.hidden_size}; lower it or remove the key")
+        return Embed(model, config.output)
+
+    def reads_of(self, output: OutputConfig) -> Reads:
+        return Reads.MEAN_STATES if output.embedding_pooling == MEAN else Reads.LAST_STATES
+
+    def with_chats(self, input: InputConfig) -> InputConfig:
+        """A chat is read as it is, to the end of its last turn, unless the user asked for something else."""
+        usual = InputConfig().final_assistant
+        return replace(input, final_assistant=COMPLETE) if input.final_assistant == usual else input
+
+    def rows(
+        self, config: RunConfig, mapped: frozenset[str], tokenizer: Tokenizer | None, think: ThinkTokens | None
+    ) -> TaskRows:
+        assert self.model is not None
+        prompts, name = dict(self.model.embedding.prompts), config.input.prompt_name or self.model.embedding.default_prompt
+        if name is not None and name not in prompts:
+            known = f"it has {', '.join(prompts)}" if prompts else "it has none"
+            raise ConfigError(
+                f"input.prompt_name={name} is no prompt of the checkpoint (config_sentence_transformers.json): {known}; correct "
+                "or remove the key"
+            )
+        return TextRows("" if name is None else prompts[name], config.input.prompt_name)
+
+    def identity(self, config: RunConfig) -> dict[str, Any]:
+        assert self.model is not None
+        keys = {key: value_of(config, key) for key in OF_EMBED}
+        return {"task": self.name, "model.embedding": asdict(self.model.embedding), **keys}
+
+    def note(self) -> str:
+        assert self.model is not None
+        assert self.output is not None
+        of = "the mean of all states" if self.output.embedding_pooling == MEAN else "the last token's state"
+        return f"the column embedding has {self.dim:,} values of {of}{', normalised' * self.model.embedding.normalised}"
+
+    def _embedding(self, completion: Completion) -> NDArray[np.floating[Any]] | None:
+        """The vector, computed in fp32."""
+        values = completion.state_values
+        if values is None:
+            return None
+        assert self.model is not None
+        assert self.output is not None
+        values = values[: self.dim]
+        if self.model.embedding.normalised:
+            values = values / max(float(np.linalg.norm(values)), 1e-12)  # the least length is that of torch's normalize
+        return values.astype(self.output.embedding_dtype)
