@@ -45,6 +45,7 @@ INTEGERS: Ranges = {
     "mask_token_id": (0, 2**31 - 1),
     "num_labels": (1, 2**16),
     "max_seq_length": (1, 2**31 - 1),
+    "pad_token_id": (-1, 2**31 - 1),
     "pard_token": (0, 2**31 - 1),
     "ptd_token_id": (0, 2**31 - 1),
 }

@@ -207,7 +207,9 @@ def job_of(
     """
     config = model.config
     check_columns(config, columns, source)
-    facts = ModelFacts(hidden_size=model.spec.hidden_size, labels=model.spec.labels, embedding=model.embedding)
+    facts = ModelFacts(
+        hidden_size=model.spec.hidden_size, labels=model.spec.labels, pad_ids=model.spec.pad_ids, embedding=model.embedding
+    )
     admission = Admission(
         config, task_of(config).of_model(config, facts), source=source, columns=columns, spec=model.spec, tokenizer=tokenizer,
         constraints=constraints, templates=templates, logprobs_of_all=logprobs_of_all,

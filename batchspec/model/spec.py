@@ -70,6 +70,8 @@ class ModelSpec(CheckpointPart):
     labels: tuple[str, ...] = ()
     """Names of the labels that its last matrix, score.weight [labels, H], scores after a row's last token; (): it has no such
     matrix."""
+    pad_ids: tuple[int, ...] = ()
+    """The padding token of a model with labels, if config.json names one: labels are scored after the last other token."""
     formats: Formats = ALL_PLAIN
     fp8_kv: bool = False
     """Whether K and V are stored as e4m3: the job's choice, not the checkpoint's."""
@@ -377,6 +379,7 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
         tie=config.flag("tie_word_embeddings") or not has_output,
         has_output=has_output,
         labels=labels,
+        pad_ids=config.integer_or_integers("pad_token_id") if labels else (),
         formats=formats,
         num_mtp_layers=family.num_mtp_layers(config),
         mtp=None if mtp is None else replace(mtp, formats=formats),

@@ -309,10 +309,10 @@ class Admission:
         adapter = settings.adapter(row.get("adapter"))
         choice = tool_choice(row, self._form_name)
         prompt_ids = self.encoder.encode(self._rows_of_task.prompt(prompt), {**row, "tools": choice.tools}, max_prompt_tokens)
+        prompt_ids = self._rows_of_task.ids(prompt_ids)
         tools = None if self.tool_form is None else choice.readable
         sampling = settings.sampling(values, row)
         thinking = settings.thinking(prompt_ids, values, row) if max_new_tokens else None
-        self._rows_of_task.check_prompt(prompt_ids)
         constraint = self._constraints.of_row(row, choice)
         if thinking is not None and choice.forces:
             end = thinking.closing.index(thinking.end_id)  # in harmony the closing tokens go on to the channel final

@@ -85,6 +85,8 @@ class ModelFacts:
     hidden_size: int
     labels: tuple[str, ...] = ()
     """Names of what its score matrix scores; (): it has none."""
+    pad_ids: tuple[int, ...] = ()
+    """Its padding token, if config.json names one."""
     embedding: EmbeddingFiles = EmbeddingFiles()
 
 
@@ -98,12 +100,12 @@ class Runs(Protocol):
 class TaskRows:
     """What a task reads of each row of one job, besides the prompt. It can be pickled, as `Admission` is."""
 
+    cuts_end: ClassVar[bool] = False
+    """Whether a prompt that is too long is cut at its end, without a word; otherwise input.on_overlong says what is done."""
+
     def choices(self, row: Mapping[str, Any]) -> tuple[Choice, ...]:
         """The texts that are to be scored after the row's prompt. Raises BadRow."""
         return ()
-
-    cuts_end: ClassVar[bool] = False
-    """Whether a prompt that is too long is cut at its end, without a word; otherwise input.on_overlong says what is done."""
 
     def prompt(self, cell: Any) -> Any:
         """The prompt that is encoded, of the row's own."""
@@ -113,8 +115,9 @@ class TaskRows:
         """Number of tokens that a row of model.max_len must have left after its prompt, and what they are, for messages."""
         return max_new_tokens, f"max_new_tokens={max_new_tokens}"
 
-    def check_prompt(self, prompt_ids: Ids) -> None:
-        """Raises BadRow for a prompt that the task cannot use."""
+    def ids(self, prompt_ids: Ids) -> Ids:
+        """The tokens of an encoded prompt that are computed. Raises BadRow for a prompt that the task cannot use."""
+        return prompt_ids
 
 
 class Task:

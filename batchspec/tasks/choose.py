@@ -76,7 +76,7 @@ class ChoiceRows(TaskRows):
         longest = max(len(choice.token_ids) for choice in choices)
         return longest, f"a choice of {longest} tokens"
 
-    def check_prompt(self, prompt_ids: Ids) -> None:
+    def ids(self, prompt_ids: Ids) -> Ids:
         """Raises BadRow for a prompt that ends inside a reasoning block, which a choice would continue."""
         if self._think is not None and self._think.of_row(prompt_ids, None, ()).opened:
             raise BadRow(
@@ -84,6 +84,7 @@ class ChoiceRows(TaskRows):
                 "the prompt ends inside a reasoning block, and choices are scored as answers; switch reasoning off, e.g. "
                 "input.template_kwargs={enable_thinking: false}, or end the block in the prompt",
             )
+        return prompt_ids
 
     def _encoded(self, texts: list[str]) -> tuple[Choice, ...]:
         choices = tuple(self._choice(text, tuple(self._tokenizer.encode_part(text))) for text in texts)

@@ -2,18 +2,37 @@
 
 Rewards, classes and judges are such models: a decoder, and a score matrix [labels, H] in place of the output matrix, which is
 multiplied with the hidden state after the row's last token. What it gives is written as it is: neither a softmax nor a sigmoid.
-Source: transformers, modeling_layers.py, GenericForSequenceClassification, which reads the last token that is not padding.
+As in transformers, padding tokens at the end of a row are not a part of it. Nothing here adds any, but a chat template may end
+with the token that config.json names so.
+Source: transformers, modeling_layers.py, GenericForSequenceClassification.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
 
 from batchspec.config.schema import InputConfig, RunConfig
 from batchspec.console.text import quoted
-from batchspec.records import Completion
-from batchspec.tasks.base import COMPLETE, Cells, ModelFacts, Needs, Reads, Task
+from batchspec.records import Completion, Ids
+from batchspec.tasks.base import COMPLETE, Cells, ModelFacts, Needs, Reads, Task, TaskRows
+
+if TYPE_CHECKING:
+    from batchspec.text.thinking import ThinkTokens
+    from batchspec.text.tokenizer import Tokenizer
+
+
+class UnpaddedRows(TaskRows):
+    """Rows without the padding tokens at their end; of a row of nothing else the first stays."""
+
+    def __init__(self, pad_ids: tuple[int, ...]) -> None:
+        self._pad_ids = pad_ids
+
+    def ids(self, prompt_ids: Ids) -> Ids:
+        others = np.flatnonzero(~np.isin(prompt_ids, self._pad_ids))
+        return prompt_ids[: 1 + int(others.max(initial=0))]
 
 
 @dataclass(frozen=True)
@@ -30,13 +49,20 @@ class Reward(Task):
 
     labels: tuple[str, ...] = ()
     """Their names; (): the model is not known yet."""
+    pad_ids: tuple[int, ...] = ()
+    """As in `ModelFacts`."""
 
     @property
     def cells(self) -> Cells:
         return {"scores": self._scores}
 
     def of_model(self, config: RunConfig, model: ModelFacts) -> Task:
-        return Reward(model.labels)
+        return Reward(model.labels, model.pad_ids)
+
+    def rows(
+        self, config: RunConfig, mapped: frozenset[str], tokenizer: Tokenizer | None, think: ThinkTokens | None
+    ) -> TaskRows:
+        return UnpaddedRows(self.pad_ids)
 
     def with_chats(self, input: InputConfig) -> InputConfig:
         """A chat is read as it is, to the end of the assistant's turn, unless the user asked for something else."""

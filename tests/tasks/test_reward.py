@@ -41,9 +41,20 @@ def by_transformers(model: Path, ids: list[int]) -> list[float]:
     """The scores of a row by itself, without padding."""
     loaded: Any = AutoModelForSequenceClassification
     network = loaded.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
-    network.config.pad_token_id = None
     with torch.inference_mode():
         return network(torch.tensor([ids])).logits[0].tolist()  # type: ignore[no-any-return]
+
+
+def test_padding_tokens_at_the_end_of_a_row_are_not_a_part_of_it(tmp_path: Path) -> None:
+    """As in transformers, which looks for the last other token; of a row of nothing else it reads the first."""
+    model = make_tokenizer(make_classifier(tmp_path / "model", "llama", LABELS, pad_token_id=5))
+    rows = [[7, 5, 8], [7, 8, 5], [7, 8, 5, 5], [7, 8], [5, 5], [5]]
+    pl.DataFrame({"prompt_ids": rows}).write_parquet(tmp_path / "in.parquet")
+    assert run.main(words_of(model, tmp_path)) == 0
+    found = pl.read_parquet(tmp_path / "out/data/*.parquet")
+    for row, ids in zip(found.to_dicts(), rows, strict=True):
+        np.testing.assert_allclose([one["score"] for one in row["scores"]], by_transformers(model, ids), atol=1e-5)
+    assert found["prompt_ids"].to_list() == [[7, 5, 8], [7, 8], [7, 8], [7, 8], [5], [5]]
 
 
 def check_rows(found: pl.DataFrame, model: Path, labels: list[str]) -> int:

@@ -33,6 +33,8 @@ from batchspec.engine.step import Segment
 from batchspec.model.target import Target
 from batchspec.records import Completion, RowError
 
+SUMMED = 2048
+"""Tokens whose states are added at a time: as many are copied to fp32."""
 ValuesOf = Callable[[Target, Tensor], Tensor]
 """Hidden states [N, H] -> values float32 [N, D] (float64 of a float64 model), the same on every rank."""
 
@@ -124,8 +126,10 @@ def sum_pass(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], mode
     batch, _ = flat_batch(rows, segments, round_.cache.page_size)
     with prefilling(round_), torch.inference_mode():
         hidden, _ = round_.target.forward(batch, round_.cache)
-        states = last_states(round_.target, hidden)
-        sums = states.new_zeros((len(segments), states.shape[1])).index_add_(0, batch.row_ids, states)
+        sums = last_states(round_.target, hidden[:0]).new_zeros((len(segments), hidden.shape[1]))
+        for first in range(0, len(hidden), SUMMED):
+            part = slice(first, first + SUMMED)
+            sums.index_add_(0, batch.row_ids[part], last_states(round_.target, hidden[part]))
         log = end_log(round_, rows, segments, hidden)
     return Prefilled(RoundResult(log, (sums,)), None)
 
