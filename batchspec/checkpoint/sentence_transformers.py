@@ -20,30 +20,40 @@ from batchspec.errors import CheckpointError
 from batchspec.tasks.base import EmbeddingFiles
 
 MODULES, PROMPTS, LENGTHS = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
+OWN = "sentence_transformers."
 _LAST, _MEAN = "lasttoken", "mean"
 _FLAGS = {"pooling_mode_lasttoken": _LAST, "pooling_mode_mean_tokens": _MEAN}
 """Keys of Pooling's config.json that are true for a pooling that is supported, and its name there in newer files."""
 
 
-def read_embedding_files(folder: Path) -> EmbeddingFiles | None:
-    """What the folder says about embeddings; None if it has no modules.json. Raises CheckpointError."""
+def read_embedding_files(folder: Path, *, asked: bool) -> EmbeddingFiles | None:
+    """What the folder says about embeddings; None if it has no modules.json. Raises CheckpointError.
+
+    asked  the user asks for embeddings; otherwise a folder whose modules pool nothing, as a reranker's, says nothing about them
+    """
     if not has_file(folder / MODULES):
         return None
-    kinds = _modules(folder)
-    if [*kinds][:2] != ["Transformer", "Pooling"] or not {*kinds} <= {"Transformer", "Pooling", "Normalize"}:
+    modules = _modules(folder)
+    kinds = [kind for kind, _ in modules]
+    if not asked and "Pooling" not in kinds:
+        return None
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise CheckpointError(
             f"{shown(folder / MODULES)}: modules {', '.join(kinds)} are not supported; supported are Transformer, Pooling and "
-            "Normalize, in this order"
+            "Normalize of sentence_transformers, in this order"
         )
     prompts, lengths = (_reader(folder / name) for name in (PROMPTS, LENGTHS))
     if lengths.flag("do_lower_case"):
         raise lengths.refusal("do_lower_case=true is not supported; use the tokenizer's own normalizer")
+    for key in ("model_args", "config_args"):
+        if [*lengths.part(key)]:
+            raise lengths.refusal(f"{lengths.shown(key)} changes the model, which is not supported; write it into config.json")
     named = prompts.part("prompts") if "prompts" in prompts.objects() else _reader(folder / PROMPTS, empty=True)
-    mean = _pools_mean(_reader(folder / kinds["Pooling"] / "config.json"))
+    mean = _pools_mean(_reader(folder / modules[1][1] / "config.json"))
     return EmbeddingFiles(
         mean=mean, normalised="Normalize" in kinds, prompts=tuple((name, named.text(name)) for name in named),
         default_prompt=prompts.text("default_prompt_name") or None,
-        max_tokens=lengths.integer("max_seq_length") if "max_seq_length" in lengths else None,
+        max_tokens=lengths.integer("max_seq_length") if lengths.given("max_seq_length") else None,
     )
 
 
@@ -51,12 +61,13 @@ def _reader(path: Path, *, empty: bool = False) -> ConfigReader:
     return ConfigReader({} if empty else read_json(path), shown(path))
 
 
-def _modules(folder: Path) -> dict[str, str]:
-    """The last part of each module's type -> its folder."""
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """Each module's type, without the path of a class of sentence_transformers, and its folder."""
     path = folder / MODULES
     try:
         listed = json.loads(read_text(path))
-        return {str(one["type"]).rpartition(".")[2]: str(one.get("path", "")) for one in listed}
+        named = [(str(one["type"]), str(one.get("path", ""))) for one in listed]
+        return [(kind.rpartition(".")[2] if kind.startswith(OWN) else kind, path) for kind, path in named]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         said = " ".join(str(error).split())
         raise CheckpointError(f"{shown(path)}: not a list of modules ({quoted(said)}); download the file again") from None

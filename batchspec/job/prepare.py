@@ -58,7 +58,7 @@ from batchspec.packing.unused import (
 from batchspec.process.load_progress import count_step
 from batchspec.process.out_of_memory import admitting_rows
 from batchspec.records import Completion, Request
-from batchspec.tasks.auto import with_task
+from batchspec.tasks.auto import may_embed, with_task
 from batchspec.tasks.base import EmbeddingFiles, ModelFacts, Needs
 from batchspec.tasks.registry import task_of
 from batchspec.text.tokenizer import Tokenizer
@@ -246,8 +246,9 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     """
     assert config.model.path is not None
     model, dummy = find_model(config.model.path, config.model.revision), config.model.load_format == "dummy"
-    whole, embedding = load_spec(model.folder), read_embedding_files(model.folder)
-    config, why_task = with_task(config, whole.labels, embedding, has_output=whole.has_output)
+    whole = load_spec(model.folder)
+    embedding = read_embedding_files(model.folder, asked=config.task == "embed") if may_embed(config, whole.labels) else None
+    config, why_task = with_task(config, whole.labels, embedding, has_output=whole.has_output, most_tokens=whole.max_len)
     with_output = task_of(config).needs is not Needs.STATES
     if dummy:
         spec = whole if with_output else whole.without_output()

@@ -261,7 +261,7 @@ class ModelSpec(CheckpointPart):
 
     def ignores(self, name: str) -> bool:
         """A file may hold more layers than the model has, and more of some than they have: see `MixerSpec.spare`."""
-        if name == OUTPUT and not self.has_output:
+        if not self.has_output and (name == OUTPUT or (name == LABEL_SCORES and not self.labels)):
             return True
         layer, _, tensor = name.removeprefix(f"{MODEL_PREFIX}layers.").partition(".")
         if not layer.isdecimal() or int(layer) >= self.num_layers + self.num_mtp_layers:

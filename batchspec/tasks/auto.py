@@ -10,8 +10,13 @@ from batchspec.tasks.base import EmbeddingFiles, Needs, Task
 from batchspec.tasks.registry import EMBED, GENERATE, REWARD, task_of
 
 
+def may_embed(config: RunConfig, labels: tuple[str, ...]) -> bool:
+    """Whether what the checkpoint's files say about embeddings decides something. labels: as in `with_task`"""
+    return config.task == EMBED.name or (config.task == "auto" and config.decode.score == "none" and not labels)
+
+
 def with_task(
-    config: RunConfig, labels: tuple[str, ...], embedding: EmbeddingFiles | None, *, has_output: bool
+    config: RunConfig, labels: tuple[str, ...], embedding: EmbeddingFiles | None, *, has_output: bool, most_tokens: int
 ) -> tuple[RunConfig, str]:
     """The configuration with the task's name, defaults and pooling if the task is another one than to decode or to score, and why
     task=auto took it; empty if the keys say it, or an answer is decoded.
@@ -19,6 +24,7 @@ def with_task(
     labels      of the score matrix; (): the checkpoint has none
     embedding   what its files say about embeddings; None: nothing
     has_output  whether its class has an output matrix
+    most_tokens  of a row of the model
     Raises ConfigError for a key that this task excludes, and for a checkpoint without the matrix that the task of the keys needs.
     """
     task, why = task_of(config), ""
@@ -40,7 +46,7 @@ def with_task(
         if config.output.embedding_pooling == "auto":
             config.output.embedding_pooling = "mean" if files.mean else "last"
         if config.model.max_len is None and files.max_tokens is not None:
-            config = replace(config, model=replace(config.model, max_len=files.max_tokens))
+            config = replace(config, model=replace(config.model, max_len=min(files.max_tokens, most_tokens)))
     return config, why
 
 

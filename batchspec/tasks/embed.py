@@ -37,9 +37,10 @@ class TextRows(TaskRows):
         self._prompt, self._asked = prompt, asked
 
     def prompt(self, cell: Any) -> Any:
-        """Text after the prompt; chats and ids, which have none, as they are. Raises BadRow for these if one was asked for."""
+        """Text after the prompt, without the blanks at both ends, which sentence-transformers drops too; chats and ids, which
+        have no prompt, as they are. Raises BadRow for these if one was asked for."""
         if isinstance(cell, str):
-            return f"{self._prompt}{cell}"
+            return f"{self._prompt}{cell}".strip()
         if self._asked is not None:
             said = f"input.prompt_name={self._asked} is for prompts that are text, and this one is not; remove the key"
             raise BadRow("bad_parameter", said)
@@ -82,6 +83,11 @@ class Embed(Task):
     def of_model(self, config: RunConfig, model: ModelFacts) -> Task:
         if (dim := config.output.embedding_dim) is not None and dim > model.hidden_size:
             raise ConfigError(f"output.embedding_dim={dim} exceeds the model's {model.hidden_size}; lower it or remove the key")
+        if config.output.embedding_dtype == "float16" and not model.embedding.normalised:
+            raise ConfigError(
+                "output.embedding_dtype=float16 is for normalised embeddings, and those of this checkpoint are not: large values "
+                "would be infinite; remove the key"
+            )
         return Embed(model, config.output)
 
     def reads_of(self, output: OutputConfig) -> Reads:

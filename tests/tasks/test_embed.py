@@ -24,6 +24,7 @@ from batchspec.data.runstate.journal import Journal
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.engine.features.states import StateValues
 from batchspec.errors import CheckpointError, ConfigError, StorageError
+from batchspec.model.spec import load_spec
 from tests.helpers.models import make_checkpoint, make_tokenizer, needed
 
 DIM = 64
@@ -200,11 +201,37 @@ def test_what_is_too_long_is_cut_at_its_end_and_keeps_the_token_after_it(model: 
     assert skipped["status"].to_list() == ["skipped", "ok"]
 
 
-def test_the_length_of_the_checkpoints_files_is_the_limit_of_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [12, None, 9999])
+def test_the_length_of_the_checkpoints_files_is_the_limit_of_rows(tmp_path: Path, given: int | None) -> None:
+    """Where they say nothing, or more than the model can do, the model's is."""
     model = embedder(tmp_path / "model", pooling=LAST)
-    write(model / "sentence_bert_config.json", {"max_seq_length": 12, "do_lower_case": False})
-    found = batchspec.generate({"prompt": ["words " * 50]}, overrides=[f"model.path={model}", "output.prompt_ids=true"])
-    assert len(found["prompt_ids"][0]) == 12
+    write(model / "sentence_bert_config.json", {"max_seq_length": given, "do_lower_case": False})
+    found = batchspec.generate({"prompt": ["words " * 500]}, overrides=[f"model.path={model}", "output.prompt_ids=true"])
+    assert len(found["prompt_ids"][0]) == min(given or 9999, load_spec(model).max_len)
+
+
+def test_blanks_around_a_text_change_nothing(model: Path) -> None:
+    keys = [f"model.path={model}", "output.prompt_ids=true", "input.prompt_name=query"]
+    found = batchspec.generate({"prompt": ["some text", "some text \n\n"]}, overrides=keys)["prompt_ids"].to_list()
+    assert found[0] == found[1]
+    found = batchspec.generate({"prompt": ["Find: some text", " Find: some text\t"]}, overrides=keys[:2])["prompt_ids"].to_list()
+    assert found[0] == found[1]
+
+
+def test_modules_that_pool_nothing_say_nothing_about_embeddings(tmp_path: Path) -> None:
+    """Such as those of a cross-encoder beside an output matrix: the model decodes, unless embeddings are asked for."""
+    model = make_tokenizer(make_checkpoint(tmp_path / "model", "llama"))
+    listed = [{"type": KIND + "Transformer"}, {"type": "sentence_transformers.cross_encoder.CausalScoreHead"}]
+    write(model / "modules.json", listed)
+    assert batchspec.generate({"prompt": ["a"]}, overrides=[f"model.path={model}", "decode.max_new_tokens=2"]).height == 1
+    with pytest.raises(CheckpointError, match="modules Transformer, CausalScoreHead are not supported"):
+        batchspec.generate({"prompt": ["a"]}, overrides=[f"model.path={model}", "task=embed"])
+
+
+def test_half_precision_is_for_vectors_of_length_1(tmp_path: Path) -> None:
+    model = embedder(tmp_path / "model", pooling=LAST, normalise=False)
+    with pytest.raises(ConfigError, match=r"output\.embedding_dtype=float16 is for normalised embeddings"):
+        batchspec.generate({"prompt": ["a"]}, overrides=[f"model.path={model}", "output.embedding_dtype=float16"])
 
 
 @pytest.mark.parametrize(("file", "values", "said"), [
@@ -217,6 +244,11 @@ def test_the_length_of_the_checkpoints_files_is_the_limit_of_rows(tmp_path: Path
     ("modules.json", {"a": 1}, "not a list of modules"),
     ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case=true is not supported"),
     ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length is 0; it must be an integer in 1 .. "),
+    ("sentence_bert_config.json", {"config_args": {"is_causal": False}}, "changes the model, which is not supported; write it"),
+    ("modules.json", [{"type": "custom_st.Transformer"}, {"type": KIND + "Pooling", "path": "1_Pooling"}],
+     "modules custom_st.Transformer, Pooling are not supported"),
+    ("modules.json", [{"type": KIND + "Transformer"}, *[{"type": KIND + "Pooling", "path": "1_Pooling"}] * 2],
+     "modules Transformer, Pooling, Pooling are not supported"),
 ])
 def test_files_that_say_something_else_are_refused_by_name(tmp_path: Path, file: str, values: Any, said: str) -> None:
     model = embedder(tmp_path / "model", pooling=LAST)

@@ -227,6 +227,40 @@ def test_what_the_task_excludes_is_refused_before_any_work(model: Path, words: l
         batchspec.generate({"prompt": ["a"]}, overrides=[f"model.path={model}", *words])
 
 
+def test_states_of_a_model_with_labels_can_be_embedded(model: Path) -> None:
+    """Its score matrix is neither needed nor read."""
+    found = batchspec.generate({"prompt": ["a"]}, overrides=[f"model.path={model}", "task=embed"])
+    assert found["error"].to_list() == [None]
+
+
+def test_a_column_of_the_input_that_is_called_scores_is_none_of_the_jobs_own(tmp_path: Path) -> None:
+    """Statistics of a job that decodes leave it alone."""
+    own = make_tokenizer(make_checkpoint(tmp_path / "model", "llama"))
+    pl.DataFrame({"prompt": ["a", "b"], "scores": [0.5, 1.5]}).write_parquet(tmp_path / "in.parquet")
+    words = [f"model.path={own}", f"input.path={tmp_path}/in.parquet", f"output.dir={tmp_path}/out"]
+    assert run.main([*words, "decode.max_new_tokens=2"]) == 0
+    assert job_stats(tmp_path / "out").scores == ()
+
+
+@pytest.mark.parametrize("key", ["AutoModel", "AutoModelForSequenceClassification"])
+def test_code_of_the_folder_is_never_run_and_its_model_is_refused(model: Path, tmp_path: Path, key: str) -> None:
+    values = json.loads((model / "config.json").read_text())
+    for name, known in (("modeling_x.BidirectionalLlama", False), ("modeling_x.LlamaModel", True)):
+        (tmp_path / "config.json").write_text(json.dumps(values | {"auto_map": {"AutoConfig": "x.Config", key: name}}))
+        if known:
+            assert load_spec(tmp_path).labels
+        else:
+            with pytest.raises(CheckpointError, match=rf"{key}.*code of its own, which batchspec never runs"):
+                load_spec(tmp_path)
+
+
+def test_attention_to_later_tokens_is_refused_in_every_family(model: Path, tmp_path: Path) -> None:
+    values = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"use_bidirectional_attention": True}))
+    with pytest.raises(CheckpointError, match="use_bidirectional_attention=true"):
+        load_spec(tmp_path)
+
+
 def test_a_checkpoint_with_an_output_matrix_has_no_labels(tmp_path: Path) -> None:
     model = make_tokenizer(make_checkpoint(tmp_path / "model", "llama"))
     said = rf"task=reward needs a score matrix \(...ForSequenceClassification\), and model.path={model} has an output matrix"
@@ -239,6 +273,7 @@ def test_a_checkpoint_with_an_output_matrix_has_no_labels(tmp_path: Path) -> Non
     ({"id2label": None, "num_labels": 3}, ("LABEL_0", "LABEL_1", "LABEL_2")),
     ({"id2label": None}, ("LABEL_0", "LABEL_1")),
     ({"id2label": {"0": "a", "2": "b"}}, "must name the labels 0, 1, ... without a gap"),
+    ({"id2label": {"0": "a", "1": "a"}}, "gives two labels one name"),
     ({"id2label": {"0": 7}}, "id2label.0 is 7; it must be a string"),
 ])
 def test_labels_are_those_of_id2label(model: Path, tmp_path: Path, changes: dict[str, Any], labels: Any) -> None:
@@ -294,7 +329,7 @@ def test_a_row_whose_scores_are_not_finite_is_an_error_row_and_the_others_stay(m
 @given(st.lists(st.lists(st.floats(-1e3, 1e3, width=32), max_size=5), min_size=1, max_size=6))
 def test_statistics_of_scores_do_not_depend_on_how_much_is_read_at_once(parts: list[list[float]]) -> None:
     kind = pl.List(pl.Struct({"label": pl.String, "score": pl.Float32}))
-    tally, every = ScoreTally(["scores"]), np.array([score for part in parts for score in part], np.float64)
+    tally, every = ScoreTally({"task": "reward"}), np.array([score for part in parts for score in part], np.float64)
     for part in parts:
         cells = [None, *([{"label": "a", "score": score}, {"label": "b", "score": -score}] for score in part)]
         tally.add(pl.DataFrame({"scores": pl.Series(cells, dtype=kind)}))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import polars as pl
+
+from batchspec.tasks.registry import saved_task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +24,10 @@ class Score:
 
 
 class ScoreTally:
-    """Sums over all rows read so far, in fp64. columns: the output's."""
+    """Sums over all rows read so far, in fp64. config: the job's; the input may have a column `scores` too."""
 
-    def __init__(self, columns: Collection[str]) -> None:
-        self._scored = "scores" in columns
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._scored = "scores" in saved_task(config).columns
         self._of: dict[str, tuple[int, float, float, float, float]] = {}
         """Label -> rows, mean, sum of squared differences from it, least, greatest; labels in the order of the checkpoint's."""
 

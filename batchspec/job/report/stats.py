@@ -156,7 +156,7 @@ class _Tally:
         self.by_status: Counter[str] = Counter()
         self.by_finish_reason: Counter[str] = Counter()
         self.by_error: Counter[str] = Counter()
-        self.quality, self.labels, self.scores = QualityTally(), LabelTally(config, columns), ScoreTally(columns)
+        self.quality, self.labels, self.scores = QualityTally(), LabelTally(config, columns), ScoreTally(config)
         self.json_answers, self.tool_calls, self.drafts = JsonTally(config), CallTally(config, columns), AcceptanceTally()
 
     def columns(self) -> Iterator[pl.Expr]:

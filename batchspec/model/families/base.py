@@ -24,7 +24,7 @@ NOT_BUILT = (
     "q_lora_rank", "rope_local_base_freq", "layer_block_types", "block_configs", "vision_config", "text_config", "alibi",
     "parallel_attn", "use_parallel_residual", "use_qk_norm", "qk_layernorm", "use_mrope", "is_encoder_decoder",
     "per_layer_config", "rope_interleave", "rope_interleaved", "attn_temperature_tuning", "n_shared_experts",
-    "num_shared_experts", "shared_expert_intermediate_size", "logits_soft_cap", "use_mup",
+    "num_shared_experts", "shared_expert_intermediate_size", "logits_soft_cap", "use_mup", "use_bidirectional_attention",
 )
 NOT_BUILT_SCALES = (
     "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "scale_emb",

@@ -68,8 +68,7 @@ def _rope(config: ConfigReader, rope: ConfigReader, theta: float) -> RopeSpec:
 
 
 def _refuses(config: ConfigReader) -> list[str]:
-    found = [config.shown("use_bidirectional_attention")] if config.flag("use_bidirectional_attention") else []
-    found += [config.shown("hidden_activation")] if config.text("hidden_activation", _GELU) != _GELU else []
+    found = [config.shown("hidden_activation")] if config.text("hidden_activation", _GELU) != _GELU else []
     return found + refuses_other_ropes(config)
 
 

@@ -234,6 +234,7 @@ GEMMA4_TEXT = Family(
     logit_cap=lambda config: config.number("final_logit_softcapping") if config.given("final_logit_softcapping") else None,
     computes=frozenset({
         "hidden_act", "hidden_activation", "final_logit_softcapping", "per_layer_config", "num_experts", "moe_intermediate_size",
+        "use_bidirectional_attention",
     }),
     refuses=_refuses,
 )

@@ -198,7 +198,10 @@ def labels_of(config: ConfigReader) -> tuple[str, ...]:
     numbers = [str(number) for number in range(len([*names]))]
     if not numbers or {*names} != {*numbers}:
         raise config.refusal(f"{config.shown('id2label')} must name the labels 0, 1, ... without a gap; correct it")
-    return tuple(names.text(number) for number in numbers)
+    found = tuple(names.text(number) for number in numbers)
+    if len({*found}) < len(found):
+        raise config.refusal(f"{config.shown('id2label')} gives two labels one name; give each its own")
+    return found
 
 
 def _check_class(config: ConfigReader, architecture: str) -> None:
@@ -211,12 +214,15 @@ def _check_class(config: ConfigReader, architecture: str) -> None:
             f"{config.shown('architectures')} is not supported; {config.text('model_type')} needs {architecture}"
         )
     named = config.part("auto_map") if "auto_map" in config.objects() else ConfigReader({}, config.where)
-    code = named.text("AutoModelForCausalLM")
-    if code and code.rpartition(".")[2] != architecture:
-        raise config.refusal(
-            f"{named.shown('AutoModelForCausalLM')}: the model has code of its own, which batchspec never runs; if it computes "
-            f"what a plain {architecture} computes, remove auto_map"
-        )
+    for key in named:
+        if not key.startswith("AutoModel"):
+            continue
+        code = named.text(key)
+        if code and code.rpartition(".")[2] not in known:
+            raise config.refusal(
+                f"{named.shown(key)}: the model has code of its own, which batchspec never runs; if it computes what a plain "
+                f"{architecture} computes, remove auto_map"
+            )
 
 
 def has_window_switch(model_type: str) -> bool:
