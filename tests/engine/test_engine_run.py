@@ -18,7 +18,7 @@ from batchspec.engine.features.lazy_constraints import LazyConstraints
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.loop.executor import Executor
 from batchspec.engine.slots import expected_pages
-from batchspec.engine.slots.row_ends import RowEnds
+from batchspec.engine.slots.open_requests import OpenRequests
 from batchspec.records import Completion, Request
 from tests.batch.test_logit_rules import ALL
 from tests.helpers.automata import VOCABULARY
@@ -30,7 +30,7 @@ from tests.structured.test_lazy import OutOfMemory, defined, jobs
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 PLACES: tuple[tuple[Any, str], ...] = (
-    (RowEnds, "_completion"),
+    (OpenRequests, "_completion"),
     (Executor, "execute"),
     (Executor, "read"),
     (DeviceBatch, "begin"),

@@ -136,6 +136,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
 }
 """Keys that make another job -> another value, and what the refusal names."""
 ELSEWHERE = {
+    "output.prompt_logprobs": "below: in a job that scores prompts",
     "task": "tests/tasks/test_reward.py",
     "output.embedding_dim": "tests/tasks/test_embed.py",
     "output.embedding_dtype": "tests/tasks/test_embed.py",
@@ -216,6 +217,14 @@ def test_another_value_of_any_key_that_makes_another_job_is_refused_by_name(fini
 def test_the_texts_of_likeliest_tokens_are_a_part_of_what_a_job_is(finished: Path, model: Path) -> None:
     job = open_job(compose(arguments(model, finished.parent / "prompts.parquet", finished, "output.logprobs=1")))
     other = replace(job, config=changed(job.config, "output.logprob_tokens", True))
+    assert job_fingerprint(other) != job_fingerprint(job)
+
+
+def test_of_how_many_tokens_prompts_have_log_probabilities_is_a_part_of_what_a_job_is(model: Path, tmp_path: Path) -> None:
+    pl.DataFrame({"prompt": ["a", "b"]}).write_parquet(tmp_path / "in.parquet")
+    words = [f"model.path={model}", f"input.path={tmp_path}/in.parquet", f"output.dir={tmp_path}/out", "decode.score=prompts"]
+    job = open_job(compose([*words, "output.prompt_logprobs=1"]))
+    other = replace(job, config=changed(job.config, "output.prompt_logprobs", 2))
     assert job_fingerprint(other) != job_fingerprint(job)
 
 

@@ -33,8 +33,8 @@ from batchspec.engine.rounds.records import RoundResult
 from batchspec.engine.rounds.results import PendingResult, RoundLog
 from batchspec.engine.slots import expected_pages
 from batchspec.engine.slots.launch import UnreadLaunch
+from batchspec.engine.slots.open_requests import OpenRequests
 from batchspec.engine.slots.request_state import RequestState
-from batchspec.engine.slots.row_ends import RowEnds
 from batchspec.engine.step import RoundShape, ScheduledStep, Segment
 from batchspec.kernels.rounds.accept import HELD
 from batchspec.records import Completion, Repetition, Request, SamplingParams, Snapshot, Thinking
@@ -442,7 +442,7 @@ def test_wherever_a_run_fails_the_next_ones_go_on_from_its_tokens(name: str, dat
         where = data.draw(st.sampled_from(["execute", "_process", "_completion"]))
         after = data.draw(st.integers(0, 25)) if turn < 7 else 10**6
         engine = engine_of(ExpandLate(turn), drafter=ALL[name](), num_pages=data.draw(st.sampled_from([400, 24])))
-        owner = {"execute": engine.executor, "_process": EngineRun, "_completion": RowEnds}[where]
+        owner = {"execute": engine.executor, "_process": EngineRun, "_completion": OpenRequests}[where]
         turns, works = iter(range(after)), getattr(owner, where)
 
         def fails(*args: Any, turns: Iterator[int] = turns, works: Any = works) -> Any:

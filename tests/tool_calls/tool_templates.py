@@ -80,7 +80,7 @@ TEMPLATES = {
 """Each name begins with that of the form."""
 
 
-def tool(name: str, **types: Any) -> dict[str, Any]:
+def tool(name: str, /, **types: Any) -> dict[str, Any]:
     """A tool whose parameters have these types, or schemas."""
     properties = {key: {"type": kind} if isinstance(kind, str) else kind for key, kind in types.items()}
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
