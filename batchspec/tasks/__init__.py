@@ -1,4 +1,4 @@
-"""What a job does to each of its rows: a task, one file each, behind the protocol of `base.py`.
+"""Tasks: what a job does to each row. Each is one file, and `base.py` has their protocol.
 
 The core names no task: configuration, admission, planner, engine, tables and reports ask the task of their job. What a task reads
 of the model is a `Reads`, for which the engine has a reader (`engine/features/`). These modules import neither torch nor Arrow,

@@ -4,7 +4,7 @@ columns of its own; each task overrides what is different."""
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -143,6 +143,8 @@ class Task:
     tokens: ClassVar[str] = "prompt"
     """The kind of `counts`, in the line of `plan` about times."""
     needs: ClassVar[Needs] = Needs.OUTPUT
+    whole_chats: ClassVar[bool] = False
+    """Whether a chat is read as it is, to the end of its last turn, unless the user asked for something else."""
     columns: ClassVar[frozenset[str]] = frozenset()
     """Columns of the output that only this task writes."""
     keys_read: ClassVar[frozenset[str]] = frozenset()
@@ -220,14 +222,17 @@ class Task:
 
     def with_chats(self, input: InputConfig) -> InputConfig:
         """The keys of `input`, with what the task does with chats that end with an assistant turn."""
-        return input
+        if not self.whole_chats or input.final_assistant != InputConfig().final_assistant:
+            return input
+        return replace(input, final_assistant=COMPLETE)
 
     def output_limit(self, decode: DecodeConfig) -> int:
         """Maximum number of output tokens of a completion; 0 where nothing is decoded."""
         return decode.max_new_tokens if self.decodes else 0
 
     def num_top(self, output: OutputConfig) -> int | None:
-        """Of how many of the likeliest tokens log-probabilities are read beside each token's own; None: none are read."""
+        """Number of likeliest tokens whose log-probabilities are read besides each token's own; None: no log-probability is
+        read."""
         return None
 
     def writes(self, output: OutputConfig) -> frozenset[str]:

@@ -7,17 +7,17 @@ Sources: Kusupati et al. 2022, arXiv 2205.13147; sentence-transformers 5, Senten
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchspec.config.key import value_of
-from batchspec.config.schema import InputConfig, OutputConfig, RunConfig
+from batchspec.config.schema import OutputConfig, RunConfig
 from batchspec.errors import BadRow, ConfigError
 from batchspec.records import Completion
-from batchspec.tasks.base import COMPLETE, OF_EMBED, Cells, ModelFacts, Needs, Reads, Task, TaskRows
+from batchspec.tasks.base import OF_EMBED, Cells, ModelFacts, Needs, Reads, Task, TaskRows
 
 if TYPE_CHECKING:
     from batchspec.text.thinking import ThinkTokens
@@ -57,6 +57,7 @@ class Embed(Task):
     needs: ClassVar = Needs.STATES
     what: ClassVar = "texts are embedded"
     written: ClassVar = "embeddings"
+    whole_chats: ClassVar = True
     columns: ClassVar = frozenset({"embedding"})
     keys_read: ClassVar = frozenset(OF_EMBED)
 
@@ -92,11 +93,6 @@ class Embed(Task):
 
     def reads_of(self, output: OutputConfig) -> Reads:
         return Reads.MEAN_STATES if output.embedding_pooling == MEAN else Reads.LAST_STATES
-
-    def with_chats(self, input: InputConfig) -> InputConfig:
-        """A chat is read as it is, to the end of its last turn, unless the user asked for something else."""
-        usual = InputConfig().final_assistant
-        return replace(input, final_assistant=COMPLETE) if input.final_assistant == usual else input
 
     def rows(
         self, config: RunConfig, mapped: frozenset[str], tokenizer: Tokenizer | None, think: ThinkTokens | None

@@ -9,15 +9,15 @@ Source: transformers, modeling_layers.py, GenericForSequenceClassification.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from batchspec.config.schema import InputConfig, RunConfig
+from batchspec.config.schema import RunConfig
 from batchspec.console.text import quoted
 from batchspec.records import Completion, Ids
-from batchspec.tasks.base import COMPLETE, Cells, ModelFacts, Needs, Reads, Task, TaskRows
+from batchspec.tasks.base import Cells, ModelFacts, Needs, Reads, Task, TaskRows
 
 if TYPE_CHECKING:
     from batchspec.text.thinking import ThinkTokens
@@ -45,6 +45,7 @@ class Reward(Task):
     needs: ClassVar = Needs.LABELS
     what: ClassVar = "labels are scored after each row's last token"
     written: ClassVar = "scores"
+    whole_chats: ClassVar = True
     columns: ClassVar = frozenset({"scores"})
 
     labels: tuple[str, ...] = ()
@@ -63,11 +64,6 @@ class Reward(Task):
         self, config: RunConfig, mapped: frozenset[str], tokenizer: Tokenizer | None, think: ThinkTokens | None
     ) -> TaskRows:
         return UnpaddedRows(self.pad_ids)
-
-    def with_chats(self, input: InputConfig) -> InputConfig:
-        """A chat is read as it is, to the end of the assistant's turn, unless the user asked for something else."""
-        usual = InputConfig().final_assistant
-        return replace(input, final_assistant=COMPLETE) if input.final_assistant == usual else input
 
     def identity(self, config: RunConfig) -> dict[str, Any]:
         return {"task": self.name}

@@ -16,11 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import batchspec
 from batchspec import run
 from batchspec.cli import main as cli
-from batchspec.data.runstate.journal import Journal
-from batchspec.data.runstate.output_folder import OutputFolder
-from batchspec.errors import ConfigError, InputError, StorageError
+from batchspec.errors import ConfigError, InputError
 from batchspec.records import Choice
 from batchspec.tasks.choices import apart
+from tests.helpers.lost_runs import run_and_lose
 from tests.helpers.models import CHAT_TEMPLATE, make_checkpoint, make_thinking_tokenizer, make_tokenizer
 
 TEXTS = ["yes", "no", "no, never", "word1 again"]
@@ -180,14 +179,7 @@ def test_scores_that_a_lost_run_saved_are_those_of_the_job(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*options(model), *write(tmp_path)]
-
-    def lost(*_: Any) -> None:
-        raise StorageError("the store is gone")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Journal, "flush_every", lambda self, seconds: self.flush())
-        patch.setattr(OutputFolder, "publish", lost)
-        assert run.main(words) == StorageError.exit_code
+    run_and_lose(words)
     capsys.readouterr()
     assert run.main(words) == 0
     assert "4 completions are saved" in capsys.readouterr().err

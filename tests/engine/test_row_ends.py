@@ -55,7 +55,7 @@ class Features:
 
 
 class Ends:
-    """Rows that end, and the requests behind them."""
+    """Open requests, some of them in slots, and what ends them."""
 
     def __init__(self, examined: str | None = None) -> None:
         self.allocator, self.features = Allocator(), Features(examined)

@@ -16,10 +16,9 @@ import batchspec
 from batchspec import run
 from batchspec.cli import main as cli
 from batchspec.config.compose import compose
-from batchspec.data.runstate.journal import Journal
-from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.engine.features.scoring import PromptScores
-from batchspec.errors import ConfigError, InputError, StorageError
+from batchspec.errors import ConfigError, InputError
+from tests.helpers.lost_runs import lost, run_and_lose
 from tests.helpers.models import CHAT_TEMPLATE, make_checkpoint, make_tokenizer
 
 LOGPROBS = pl.List(pl.Float32)
@@ -116,13 +115,7 @@ def test_scores_that_a_lost_run_saved_are_those_of_the_job(
     words = [*options(model, output__prompt_logprobs=2), f"input.path={tmp_path}/in.parquet", "output.shard_rows=8"]
     assert run.main([*words, f"output.dir={tmp_path}/whole"]) == 0
 
-    def lost(*_: Any) -> None:
-        raise StorageError("the store is gone")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Journal, "flush_every", lambda self, seconds: self.flush())
-        patch.setattr(OutputFolder, "publish", lost)
-        assert run.main([*words, f"output.dir={tmp_path}/out"]) == StorageError.exit_code
+    run_and_lose([*words, f"output.dir={tmp_path}/out"])
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PromptScores, "add", lost)  # nothing is left to score

@@ -20,11 +20,10 @@ import batchspec
 from batchspec import run
 from batchspec.cli import main as cli
 from batchspec.config.compose import compose
-from batchspec.data.runstate.journal import Journal
-from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.engine.features.states import StateValues
-from batchspec.errors import CheckpointError, ConfigError, StorageError
+from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.spec import load_spec
+from tests.helpers.lost_runs import lost, run_and_lose
 from tests.helpers.models import make_checkpoint, make_tokenizer, needed
 
 DIM = 64
@@ -219,7 +218,7 @@ def test_blanks_around_a_text_change_nothing(model: Path) -> None:
 
 
 def test_modules_that_pool_nothing_say_nothing_about_embeddings(tmp_path: Path) -> None:
-    """Such as those of a cross-encoder beside an output matrix: the model decodes, unless embeddings are asked for."""
+    """A folder of a cross-encoder has such modules. Its model decodes, unless the user asks for embeddings."""
     model = make_tokenizer(make_checkpoint(tmp_path / "model", "llama"))
     listed = [{"type": KIND + "Transformer"}, {"type": "sentence_transformers.cross_encoder.CausalScoreHead"}]
     write(model / "modules.json", listed)
@@ -288,13 +287,7 @@ def test_a_lost_run_is_continued_and_the_commands_know_the_job(
     texts().write_parquet(tmp_path / "in.parquet")
     words = words_of(model, tmp_path, "output.shard_rows=8", f"output.embedding_pooling={pooling}")
 
-    def lost(*_: Any) -> None:
-        raise StorageError("the store is gone")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "flush_every", lambda self, seconds: self.flush())
-        patch.setattr(OutputFolder, "publish", lost)
-        assert run.main(words) == StorageError.exit_code
+    run_and_lose(words)
     capsys.readouterr()
     monkeypatch.setattr(StateValues, "leave", lost)  # nothing is left to embed
     assert run.main(words) == 0

@@ -20,13 +20,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import batchspec
 from batchspec import run
 from batchspec.cli import main as cli
-from batchspec.data.runstate.journal import Journal
 from batchspec.data.runstate.output_folder import OutputFolder
 from batchspec.engine.features.states import StateValues
-from batchspec.errors import CheckpointError, ConfigError, StorageError
+from batchspec.errors import CheckpointError, ConfigError
 from batchspec.job.report.scores import ScoreTally
 from batchspec.job.report.stats import job_stats
 from batchspec.model.spec import load_spec
+from tests.helpers.lost_runs import lost, run_and_lose
 from tests.helpers.models import CHAT_TEMPLATE, make_checkpoint, make_classifier, make_tokenizer, make_wrapped
 
 LABELS = {0: "helpful", 1: "correct", 2: "long"}
@@ -168,13 +168,7 @@ def test_a_lost_run_is_continued_and_the_commands_know_the_job(
     texts().write_parquet(tmp_path / "in.parquet")
     words = words_of(model, tmp_path, "output.shard_rows=8")
 
-    def lost(*_: Any) -> None:
-        raise StorageError("the store is gone")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "flush_every", lambda self, seconds: self.flush())
-        patch.setattr(OutputFolder, "publish", lost)
-        assert run.main(words) == StorageError.exit_code
+    run_and_lose(words)
     capsys.readouterr()
     monkeypatch.setattr(StateValues, "read", lost)  # nothing is left to score
     assert run.main(words) == 0

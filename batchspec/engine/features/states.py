@@ -45,7 +45,7 @@ def last_states(target: Target, hidden: Tensor) -> Tensor:
 
 
 class StateFeatures(Features):
-    """The features of rows of which values are made, in a batch that does not decode."""
+    """The features of a job that reads values of each row's last hidden state and decodes nothing."""
 
     def __init__(self, values_of: ValuesOf) -> None:
         self._values_of = values_of
@@ -92,7 +92,7 @@ class StateValues(RowFeature):
 
 
 class MeanFeatures(Features):
-    """The features of rows whose states are averaged, in a batch that does not decode."""
+    """The features of a job that averages the hidden states of each row and decodes nothing."""
 
     @property
     def prefill_pass(self) -> PrefillPass:

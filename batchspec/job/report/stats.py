@@ -92,8 +92,8 @@ class JobStats:
 
 
 def count_error_rows(folder: OutputFolder, shards: Sequence[int]) -> int:
-    """Number of input rows of committed shards that have at least one error completion: `JobStats.error_rows`, of which polars
-    skips the shards whose footers say that they have none. Raises OutputError if a file cannot be read."""
+    """Number of input rows of these shards that have at least one error completion, as `JobStats.error_rows`. Polars skips the
+    shards whose footers tell that they have none. Raises OutputError if a file cannot be read."""
     with scanning(folder.path):
         errors = folder.scan(shards).filter(pl.col("status") == "error")
         return int(errors.select(pl.col("row_index").n_unique()).collect().item())

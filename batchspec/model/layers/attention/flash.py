@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @cache
 def flashinfer() -> Any:
-    """The module; None if it is not installed, or fails as it is imported, of which a warning tells."""
+    """The module; None if it is not installed, or if its import fails: then a warning is logged."""
     try:
         import flashinfer as module
     except ModuleNotFoundError as error:

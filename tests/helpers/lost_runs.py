@@ -1,0 +1,26 @@
+"""Runs that save every row in the journal at once, and lose their store before they commit a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from batchspec import run
+from batchspec.data.runstate.journal import Journal
+from batchspec.data.runstate.output_folder import OutputFolder
+from batchspec.errors import StorageError
+
+
+def lost(*_: Any) -> None:
+    """In place of a function that must not be called, or that fails because the store is gone."""
+    raise StorageError("the store is gone")
+
+
+def run_and_lose(words: Sequence[str]) -> None:
+    """Run the job of these words up to its first commit, which fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "flush_every", lambda self, seconds: self.flush())
+        patch.setattr(OutputFolder, "publish", lost)
+        assert run.main([*words]) == StorageError.exit_code
