@@ -246,14 +246,13 @@ def open_model(config: RunConfig, *, on_this_machine: bool = True, group: Group 
     """
     assert config.model.path is not None
     model, dummy = find_model(config.model.path, config.model.revision), config.model.load_format == "dummy"
-    whole = load_spec(model.folder)
-    embedding = read_embedding_files(model.folder, asked=config.task == "embed") if may_embed(config, whole.labels) else None
-    config, why_task = with_task(config, whole.labels, embedding, has_output=whole.has_output, most_tokens=whole.max_len)
-    with_output = task_of(config).needs is not Needs.STATES
-    if dummy:
-        spec = whole if with_output else whole.without_output()
-    else:
-        spec = judge_model(model, with_output=with_output)
+    spec = load_spec(model.folder)
+    embedding = read_embedding_files(model.folder, asked=config.task == "embed") if may_embed(config, spec.labels) else None
+    config, why_task = with_task(config, spec.labels, embedding, has_output=spec.has_output, most_tokens=spec.max_len)
+    if task_of(config).needs is Needs.STATES:
+        spec = spec.without_output()
+    if not dummy:
+        spec = judge_model(model, spec)
     spec = spec.quantised(config.model.quantize)
     config, why_drafter = with_drafter(config, has_mtp=spec.mtp is not None)
     adapter, adapters = open_adapters(config, spec)

@@ -47,15 +47,14 @@ def shapes_of(tensors: Iterable[TensorSpec]) -> Shapes:
     return {tensor.name: tensor.shape for tensor in tensors}
 
 
-def judge_model(files: ModelFiles, *, with_output: bool = True) -> ModelSpec:
+def judge_model(files: ModelFiles, spec: ModelSpec | None = None) -> ModelSpec:
     """The shape of a model whose weights a run would load: config.json and the headers of the weight files, no weight read.
 
-    with_output  False: of its hidden states alone (`ModelSpec.without_output`)
+    spec  what config.json says, perhaps `without_output`; None: it is read
     Its `mtp` is None if the files have no tensor of that layer, as those that transformers saves.
     Raises CheckpointError, in one line, for all that `load_spec`, `stored_tensors` and the checks here refuse.
     """
-    spec = load_spec(files.folder)
-    spec = spec if with_output else spec.without_output()
+    spec = spec or load_spec(files.folder)
     items = stored_tensors(files)
     stored = tensors_of(spec, files.where, items)
     check_groups(files.where, spec.formats, items)
